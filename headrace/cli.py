@@ -1,0 +1,46 @@
+"""What all command lines share: `--config`, `--set`, and errors that end a process without a traceback."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+
+from headrace.errors import EXIT_INTERRUPTED, EXIT_USAGE, HeadraceError
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds `--config FILE` (required) and `--set KEY=VALUE` (repeatable)."""
+    parser.add_argument("--config", required=True, metavar="FILE", help="the JSON config")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override one field, e.g. --set run.steps=100 (repeatable)",
+    )
+
+
+def guarded(main: Callable[[], int | None]) -> int:
+    """Runs `main` and returns its exit code; user errors become a message on stderr and `EXIT_USAGE`.
+
+    The rank is named when there are several, so that one of a thousand identical messages can be told apart.
+    """
+    try:
+        return main() or 0
+    except HeadraceError as error:
+        rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+        if rank == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            print(f"error (rank {rank}): {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # the reader of our output has gone (`... | head`): nothing to tell, and nobody to tell it to
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1

@@ -1,0 +1,50 @@
+"""What a user can get wrong, and how it is said.
+
+Every error that a user can cause derives from `HeadraceError` and says what was found, why it cannot work and what to
+do next. Entry points print it without a traceback and leave with `EXIT_USAGE`. `assert` is for our own bugs.
+"""
+
+from __future__ import annotations
+
+EXIT_USAGE = 2
+"""Exit code of a run that was refused: the input or the config has to change before a retry can help."""
+
+EXIT_INTERRUPTED = 130
+"""Exit code after Ctrl-C (128 + SIGINT), as shells report it."""
+
+
+class HeadraceError(Exception):
+    """Base of all errors a user can cause."""
+
+
+class ConfigError(HeadraceError):
+    """A config that cannot be run.
+
+    Args:
+        field: dotted path of the offending field, e.g. `zero_optimization.stage`.
+        value: what was given; shown with `repr`.
+        why: the reason, with the numbers that made it so.
+        remedy: the nearest thing that works.
+    """
+
+    def __init__(self, field: str, value: object = None, *, why: str, remedy: str) -> None:
+        self.field, self.value, self.why, self.remedy = field, value, why, remedy
+        shown = "" if value is None else f" = {_short(value)}"
+        super().__init__(f"{field}{shown}\n  why: {why}\n  try: {remedy}")
+
+
+class DataError(HeadraceError):
+    """Input text, a token directory or a model directory that is missing, damaged or of the wrong kind."""
+
+
+class CheckpointError(HeadraceError):
+    """A checkpoint that is missing, damaged or belongs to another run."""
+
+
+class TrainingError(HeadraceError):
+    """A run that cannot go on: a non-finite loss, or a rank that failed."""
+
+
+def _short(value: object, limit: int = 120) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,72 @@
+"""Knowledge distillation as an objective: a frozen teacher's distribution beside the text's own next token.
+
+loss = alpha * t^2 * KL(teacher_t || student_t) + (1 - alpha) * cross-entropy, summed over target tokens, where the
+index t means softmax(logits / t). The factor t^2 keeps the two terms' gradients on one scale when t changes.
+Source: Hinton, Vinyals and Dean 2015 (arXiv:1503.02531), section 2.
+
+Every rank holds the whole teacher, in the model dtype: it is not sharded.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace.errors import ConfigError
+from pipeline.config.schema import DistillSection
+from pipeline.data.loader import IGNORE, MicroBatch
+from pipeline.engines.objective import Loss, cross_entropy_sum
+from pipeline.models.hf_config import read_hf_config
+from pipeline.models.materialise import materialise
+from pipeline.models.meta import build_meta, parameter_shapes
+from pipeline.models.values import FromSafetensors
+
+
+class Distillation:
+    """The distillation loss, with its teacher.
+
+    Args:
+        section: teacher folder, temperature, alpha.
+        bf16: the teacher computes in bf16, else fp32.
+        device: of this rank.
+
+    Raises:
+        DataError: the teacher's folder holds no whole model.
+    """
+
+    def __init__(self, section: DistillSection, *, bf16: bool, device: torch.device) -> None:
+        self._temperature, self._alpha = section.temperature, section.alpha
+        config = read_hf_config(section.teacher)
+        dtype = torch.bfloat16 if bf16 else torch.float32
+        self._teacher = build_meta(config, dtype=dtype, attn_implementation="sdpa")
+        values = FromSafetensors(section.teacher, shapes=parameter_shapes(self._teacher))
+        materialise(self._teacher, values, device=device)
+        self._teacher.eval().requires_grad_(False)
+
+    def __call__(self, logits: Tensor, batch: MicroBatch) -> Loss:
+        """Scores the student's logits [B, T, V]; parts are the cross-entropy and the KL term (without t^2)."""
+        with torch.no_grad():
+            teacher: Tensor = self._teacher(input_ids=batch.input_ids, use_cache=False).logits
+        if teacher.shape != logits.shape:
+            why = f"the teacher has {teacher.shape[-1]} ids, the student {logits.shape[-1]}"
+            raise ConfigError(
+                "distill.teacher", why=why, remedy="give the student the teacher's model.config.vocab_size"
+            )
+        ce = cross_entropy_sum(logits, batch.labels)
+        kl = kl_sum(teacher, logits, batch.labels, temperature=self._temperature)
+        total = self._alpha * self._temperature**2 * kl + (1 - self._alpha) * ce
+        return Loss(total, {"cross_entropy": ce.detach(), "kl": kl.detach()})
+
+
+def kl_sum(teacher: Tensor, student: Tensor, labels: Tensor, *, temperature: float) -> Tensor:
+    """Sum over target positions of KL(softmax(teacher / t) || softmax(student / t)), nats, fp32.
+
+    Args:
+        teacher, student: logits [B, T, V].
+        labels: int64 [B, T]; positions with IGNORE do not count.
+    """
+    log_p = F.log_softmax(teacher.float() / temperature, dim=-1)
+    log_q = F.log_softmax(student.float() / temperature, dim=-1)
+    per_position = F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1)
+    return (per_position * (labels != IGNORE)).sum()

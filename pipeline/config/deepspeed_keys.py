@@ -1,0 +1,103 @@
+"""DeepSpeed's top-level keys that this version does not run, each with what to do instead.
+
+DeepSpeed accepts unknown top-level keys silently, and an engine that ignored one of these would train something else
+than the file says. So each is refused by name. Source: deepspeed 0.19.8 `runtime/constants.py`, `runtime/config.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.errors import ConfigError
+
+_LATER = "remove it: this version of headrace does not run it"
+_OURS = "remove it: headrace does this itself"
+_GONE = "remove it: DeepSpeed 0.19 no longer has it"
+
+REFUSED: dict[str, str] = {
+    "activation_checkpointing": _LATER,
+    "aio": _LATER,
+    "amp": "use bf16",
+    "autotuning": _LATER,
+    "checkpoint": _OURS,
+    "comet": "use wandb, or read metrics.jsonl",
+    "comms_logger": _LATER,
+    "communication_data_type": _LATER,
+    "compile": _LATER,
+    "compression_training": "use pipeline/quantize.py and pipeline/distill.py; DeepSpeed 0.19 no longer has it",
+    "csv_monitor": "read metrics.jsonl, which is always written",
+    "curriculum_learning": _GONE,
+    "data_efficiency": _LATER,
+    "dataloader_drop_last": _OURS,
+    "disable_allgather": _LATER,
+    "dump_state": _LATER,
+    "eigenvalue": _GONE,
+    "elasticity": _GONE,
+    "expert_parallel": _LATER,
+    "flops_profiler": _LATER,
+    "gradient_allreduce_op": _OURS,
+    "gradient_predivide_factor": _LATER,
+    "hybrid_engine": _LATER,
+    "log_level": _LATER,
+    "memory_breakdown": _LATER,
+    "monitor_config": "use wandb, or read metrics.jsonl",
+    "nebula": _GONE,
+    "pipeline": _LATER,
+    "prescale_gradients": _LATER,
+    "progressive_layer_drop": _LATER,
+    "quantize_training": _GONE,
+    "seq_parallel_communication_data_type": _LATER,
+    "sequence_parallel_size": _LATER,
+    "sparse_attention": _GONE,
+    "sparse_gradients": _LATER,
+    "tensor_parallel": _LATER,
+    "tensorboard": "use wandb, or read metrics.jsonl",
+    "timers": _LATER,
+    "torch_autocast": "use bf16",
+    "use_data_before_expert_parallelism": _LATER,
+    "vocabulary_size": "set model.config.vocab_size, or leave it to the dataset's tokenizer",
+    "weight_quantization": _GONE,
+    "zero_allow_untested_optimizer": _OURS,
+    "zero_force_ds_cpu_optimizer": _OURS,
+}
+
+REFUSED_ZERO: dict[str, str] = {
+    "offload_optimizer": _LATER,
+    "offload_param": _LATER,
+    "zero_hpz_partition_size": _LATER,
+    "zero_quantized_gradients": _LATER,
+    "zero_quantized_weights": _LATER,
+    "elastic_checkpoint": _OURS,
+    "load_from_fp32_weights": _OURS,
+    "stage3_gather_fp16_weights_on_model_save": "use stage3_gather_16bit_weights_on_model_save",
+}
+
+
+def refuse_by_name(raw: dict[str, Any]) -> None:
+    """Refuses the keys above, and half precision, which needs loss scaling.
+
+    Raises:
+        ConfigError: names the first such key.
+    """
+    _refuse(REFUSED, raw, at="")
+    _refuse(REFUSED_ZERO, raw.get("zero_optimization"), at="zero_optimization.")
+    fp16 = raw.get("fp16")
+    if isinstance(fp16, dict) and fp16.get("enabled"):
+        remedy = 'use "bf16": {"enabled": true}; without either the run is fp32'
+        raise ConfigError("fp16.enabled", True, why="half precision is not in this version", remedy=remedy)
+
+
+def _refuse(table: dict[str, str], section: Any, *, at: str) -> None:
+    for key, value in section.items() if isinstance(section, dict) else ():
+        if key in table:
+            raise ConfigError(at + key, value, why="DeepSpeed's key, not run here", remedy=table[key])
+
+
+def without_auto(raw: dict[str, Any]) -> dict[str, Any]:
+    """A copy without the values "auto" that configs for the Hugging Face Trainer carry, and without a disabled fp16.
+
+    A key without a value takes its default, or is derived.
+    """
+    kept = {k: without_auto(v) if isinstance(v, dict) else v for k, v in raw.items() if v != "auto"}
+    kept.pop("fp16", None)
+    return kept

@@ -1,0 +1,155 @@
+"""Learning rate as a pure function of the step. The loop owns it, so both engines follow the same one.
+
+DeepSpeed's three schedulers are reproduced step for step, including their start: DeepSpeed sets the minimum before
+the first update and calls the scheduler after each, so that update n (from 1) runs at the schedule's iteration n - 2.
+Source: deepspeed 0.19.8 `runtime/lr_schedules.py`. One trap is removed: `warmup_max_lr` is the optimizer's lr when
+absent, where DeepSpeed's WarmupDecayLR would silently take 0.001.
+
+WSD (warm-up, stable, decay): linear from 0 to the peak over `warmup_num_steps`, constant, then linear to
+`min_ratio` x peak over the last `decay_num_steps`. Source: Hu et al. 2024, MiniCPM (arXiv:2404.06395), section 4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from headrace.errors import ConfigError
+from pipeline.config.schema import Config, SchedulerParams
+
+_USES = {
+    "WarmupLR": {"warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type"},
+    "WarmupDecayLR": {"warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "total_num_steps"},
+    "WarmupCosineLR": {"warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type", "total_num_steps"},
+    "WSD": {"warmup_num_steps", "decay_num_steps", "min_ratio", "total_num_steps"},
+}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A resolved schedule: every number is known.
+
+    Attributes:
+        kind: constant, WarmupLR, WarmupDecayLR, WarmupCosineLR or WSD.
+        peak: highest learning rate.
+        floor: learning rate at the start of the warm-up.
+        warmup: steps of warm-up.
+        log_warmup: the warm-up follows log(n) / log(warmup), else n / warmup.
+        total: steps of the whole schedule.
+        decay: steps of the final decay (WSD).
+        end_ratio: last learning rate as a share of the peak (cosine, WSD).
+    """
+
+    kind: str
+    peak: float
+    floor: float = 0.0
+    warmup: int = 0
+    log_warmup: bool = True
+    total: int = 0
+    decay: int = 0
+    end_ratio: float = 0.0
+
+    def lr(self, step: int) -> float:
+        """Learning rate of update `step`, counted from 1."""
+        assert step >= 1
+        return _FORMULAS[self.kind](self, step)
+
+    def describe(self) -> dict[str, Any]:
+        """The numbers as plain JSON. `total` is left out where the formula does not use it."""
+        fields = asdict(self)
+        return fields if self.kind in ("WarmupDecayLR", "WarmupCosineLR", "WSD") else {**fields, "total": None}
+
+
+def make_schedule(config: Config, *, steps: int) -> Schedule:
+    """The schedule a config asks for; a constant learning rate when it has none.
+
+    Raises:
+        ConfigError: a parameter that the chosen type does not use, or a warm-up and decay longer than the run.
+    """
+    lr = config.optimizer.params.lr
+    if config.scheduler is None:
+        return Schedule("constant", lr)
+    kind, params = config.scheduler.type, config.scheduler.params
+    _refuse_unused(kind, params)
+    total = params.total_num_steps or steps
+    if kind == "WSD":
+        return _wsd(params, lr=lr, total=total)
+    peak = params.warmup_max_lr or lr
+    floor = params.warmup_min_lr or 0.0
+    if kind == "WarmupCosineLR":
+        floor = (params.warmup_min_ratio or 0.0) * peak
+    warmup = max(2, params.warmup_num_steps or 1000)  # 1000 and the 2 are DeepSpeed's
+    if kind != "WarmupLR" and warmup > total:
+        why = f"the warm-up is longer than the whole schedule of {total} steps"
+        remedy = f"use at most {total}, e.g. {max(2, total // 20)}"
+        raise ConfigError("scheduler.params.warmup_num_steps", params.warmup_num_steps or 1000, why=why, remedy=remedy)
+    end = 0.0001 if params.cos_min_ratio is None else params.cos_min_ratio
+    return Schedule(kind, peak, floor, warmup, params.warmup_type != "linear", total, end_ratio=end)
+
+
+def _refuse_unused(kind: str, params: SchedulerParams) -> None:
+    for name, value in params:
+        if value is not None and name not in _USES[kind]:
+            remedy = f"{kind} takes {', '.join(sorted(_USES[kind]))}"
+            raise ConfigError(f"scheduler.params.{name}", value, why=f"{kind} has no such parameter", remedy=remedy)
+
+
+def _wsd(params: SchedulerParams, *, lr: float, total: int) -> Schedule:
+    warmup = max(1, total // 100) if params.warmup_num_steps is None else params.warmup_num_steps
+    decay = max(1, total // 10) if params.decay_num_steps is None else params.decay_num_steps
+    if warmup + decay > total:
+        why = f"with decay_num_steps {decay} it is more than the run's {total} steps"
+        remedy = f"let both together be at most {total}"
+        raise ConfigError("scheduler.params.warmup_num_steps", warmup, why=why, remedy=remedy)
+    return Schedule("WSD", lr, 0.0, warmup, False, total, decay, params.min_ratio or 0.0)
+
+
+def _warmup_gamma(s: Schedule, iteration: int) -> float:
+    """DeepSpeed's rise from 0 to 1; before the first iteration it is 0."""
+    if iteration < 0:
+        return 0.0
+    return math.log(iteration + 1) / math.log(s.warmup) if s.log_warmup else iteration / s.warmup
+
+
+def _warmup_lr(s: Schedule, step: int) -> float:
+    iteration = step - 2
+    gamma = _warmup_gamma(s, iteration) if iteration < s.warmup else 1.0
+    return s.floor + (s.peak - s.floor) * gamma
+
+
+def _warmup_decay_lr(s: Schedule, step: int) -> float:
+    iteration = step - 2
+    if iteration < s.warmup:
+        return _warmup_lr(s, step)
+    gamma = max(0.0, (s.total - iteration) / max(1.0, s.total - s.warmup))
+    return s.floor + (s.peak - s.floor) * gamma
+
+
+def _warmup_cosine_lr(s: Schedule, step: int) -> float:
+    iteration = step - 2
+    if iteration < 0:
+        return 0.0  # DeepSpeed's ratio before the start is 0, whatever warmup_min_ratio says
+    if iteration < s.warmup:
+        return s.floor + (s.peak - s.floor) * _warmup_gamma(s, iteration)
+    progress = min(1.0, (iteration - s.warmup + 1) / max(1, s.total - s.warmup))
+    return s.peak * max(0.0, s.end_ratio + (1 - s.end_ratio) * (1 + math.cos(math.pi * progress)) / 2)
+
+
+def _wsd_lr(s: Schedule, step: int) -> float:
+    if step <= s.warmup:
+        return s.peak * step / s.warmup
+    left = s.total - step
+    if left >= s.decay:
+        return s.peak
+    return s.peak * (s.end_ratio + (1 - s.end_ratio) * max(0, left) / s.decay)
+
+
+_FORMULAS: dict[str, Callable[[Schedule, int], float]] = {
+    "constant": lambda s, _step: s.peak,
+    "WarmupLR": _warmup_lr,
+    "WarmupDecayLR": _warmup_decay_lr,
+    "WarmupCosineLR": _warmup_cosine_lr,
+    "WSD": _wsd_lr,
+}

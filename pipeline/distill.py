@@ -1,0 +1,27 @@
+"""Distils a teacher into a student: `deepspeed pipeline/distill.py --config CONFIG`."""
+
+from __future__ import annotations
+
+import sys
+
+from headrace.cli import guarded
+from headrace.errors import ConfigError
+from pipeline.arguments import resolved_run
+
+
+def main() -> None:
+    """Entry point."""
+    run = resolved_run("Train a student to follow a frozen teacher. Same loop, engine and config as train.py.")
+    section = run.config.distill
+    if section is None:
+        remedy = 'add "distill": {"teacher": "out/models/teacher"}, or use pipeline/train.py'
+        raise ConfigError("distill", why="the config names no teacher", remedy=remedy)
+    # torch takes seconds to import, and a refusal should not wait for it
+    from pipeline.compress.distillation import Distillation  # noqa: PLC0415
+    from pipeline.session import train  # noqa: PLC0415
+
+    train(run, lambda device: Distillation(section, bf16=run.config.bf16.enabled, device=device))
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))

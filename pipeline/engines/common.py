@@ -1,0 +1,75 @@
+"""What every engine does the same way: parameter groups, state names, and the check for numbers gone wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace.errors import TrainingError
+from pipeline.config.schema import Config, OptimizerParams
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's state per parameter, as torch names it."""
+
+
+def model_dtype(config: Config) -> torch.dtype:
+    """bf16 when the config enables it, else fp32."""
+    return torch.bfloat16 if config.bf16.enabled else torch.float32
+
+
+def decayed_names(model: nn.Module) -> set[str]:
+    """The parameters that weight decay applies to: matrices, not vectors (norms and biases).
+
+    To be asked while the model is on meta: a sharded parameter no longer has its shape.
+    """
+    return {name for name, parameter in model.named_parameters() if parameter.ndim >= 2}
+
+
+def decay_groups(parameters: Mapping[str, Tensor], decayed: set[str], *, weight_decay: float) -> list[dict[str, Any]]:
+    """AdamW's two parameter groups, in the model's order, from parameters by name."""
+    return [
+        {"params": [p for name, p in parameters.items() if name in decayed], "weight_decay": weight_decay},
+        {"params": [p for name, p in parameters.items() if name not in decayed], "weight_decay": 0.0},
+    ]
+
+
+def make_adamw(groups: Iterable[dict[str, Any]], params: OptimizerParams, *, fused: bool) -> torch.optim.AdamW:
+    """AdamW at learning rate 0: the loop sets the rate of each step.
+
+    Zero matters: DeepSpeed makes a dummy step with zero gradients to allocate state, and only at rate 0 does weight
+    decay leave the weights alone in it.
+    """
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=0.0,
+        betas=params.betas,
+        eps=params.eps,
+        fused=fused or None,
+    )
+
+
+def refuse_non_finite(step: int, name: str, value: float) -> None:
+    """Raises TrainingError unless `value` is finite."""
+    if not math.isfinite(value):
+        raise TrainingError(
+            f"step {step}: the {name} is {value}\n"
+            f"  the last checkpoint is untouched; try: a lower optimizer.params.lr, gradient_clipping 1.0, a longer"
+            f" warm-up, or look at the samples of this step"
+        )
+
+
+@torch.no_grad()
+def ensure_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """AdamW's state of one parameter, created as torch would at its first step where it is not there yet."""
+    state: dict[str, Tensor] = optimizer.state[parameter]
+    for key in MOMENTS:
+        if key not in state:
+            state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    if "step" not in state:
+        on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
+    return state

@@ -1,0 +1,137 @@
+"""The reference: one plain PyTorch process, in which every line can be read. All layouts are measured against it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.checkpoint import named_state
+from pipeline.checkpoint.shards import NamedShard
+from pipeline.config.rules import ResolvedRun
+from pipeline.data.loader import IGNORE, MicroBatch, StepBatch
+from pipeline.engines.base import Objective, StepResult, Sums
+from pipeline.engines.common import MOMENTS, decay_groups, decayed_names, ensure_state, make_adamw, refuse_non_finite
+from pipeline.engines.objective import cross_entropy_sum
+from pipeline.models.materialise import materialise
+from pipeline.models.values import ParameterValues
+
+
+class TorchReference:
+    """One process, one device, no sharding.
+
+    With bf16 the model's weights are bf16; fp32 copies of them are what the optimizer updates, and gradients of the
+    micro-batches are added up in fp32.
+
+    Args:
+        run: the resolved config.
+        model: on meta, as `build_meta` made it.
+        values: first values of its parameters.
+        objective: what is minimised.
+        device: where everything lives.
+    """
+
+    def __init__(
+        self, run: ResolvedRun, model: nn.Module, values: ParameterValues, objective: Objective, *, device: torch.device
+    ) -> None:
+        params = run.config.optimizer.params
+        self.rank = 0
+        self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        self.model, self._objective, self._device = model, objective, device
+        self._clip = run.config.gradient_clipping
+        materialise(model, values, device=device)
+        model.train()
+        self._weights = dict(model.named_parameters())
+        self._masters = {name: _master(weight) for name, weight in self._weights.items()}
+        groups = decay_groups(self._masters, decayed_names(model), weight_decay=params.weight_decay)
+        self._optimizer = make_adamw(groups, params, fused=device.type == "cuda")
+
+    def train_step(self, step: StepBatch, *, lr: float) -> StepResult:
+        """See `Engine.train_step`."""
+        total, parts = torch.zeros((), device=self._device), dict[str, Tensor]()
+        for micro in step.micro_batches:
+            batch = micro.to(self._device)
+            loss = self._objective(self.model(input_ids=batch.input_ids, use_cache=False).logits, batch)
+            (loss.total / step.targets).backward()
+            self._add_gradients()
+            total += loss.total.detach()
+            for name, value in loss.parts.items():
+                parts[name] = parts.get(name, torch.zeros_like(total)) + value
+        mean = float(total) / step.targets
+        refuse_non_finite(step.step, "loss", mean)
+        norm = self._gradient_norm()
+        refuse_non_finite(step.step, "gradient norm", norm)
+        self._update(norm, lr)
+        return StepResult(mean, {name: float(value) / step.targets for name, value in parts.items()}, norm)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[MicroBatch]) -> Sums:
+        """See `Engine.evaluate`."""
+        self.model.eval()
+        nats, targets = 0.0, 0
+        for micro in batches:
+            batch = micro.to(self._device)
+            logits = self.model(input_ids=batch.input_ids, use_cache=False).logits
+            nats += float(cross_entropy_sum(logits, batch.labels))
+            targets += int((batch.labels != IGNORE).sum())
+        self.model.train()
+        return Sums(nats, targets)
+
+    def save(self, directory: Path) -> None:
+        """See `Engine.save`."""
+        named_state.write(self._named_state(), directory)
+
+    def load(self, directory: Path) -> None:
+        """See `Engine.load`."""
+        state = self._named_state()
+        named_state.read(state, directory)
+        step = state[named_state.OPTIMIZER_STEP]
+        assert isinstance(step, Tensor)
+        for name, master in self._masters.items():
+            ensure_state(self._optimizer, master)["step"].copy_(step)
+            self._weights[name].data.copy_(master.data)
+
+    def _named_state(self) -> dict[str, NamedShard | Tensor]:
+        named: dict[str, NamedShard | Tensor] = {}
+        steps = torch.zeros((), dtype=torch.float32)
+        for name, master in self._masters.items():
+            state, shape = ensure_state(self._optimizer, master), tuple(master.shape)
+            named[named_state.weight_key(name)] = NamedShard(shape, start=0, values=master.data.view(-1))
+            for moment in MOMENTS:
+                named[named_state.moment_key(moment, name)] = NamedShard(shape, start=0, values=state[moment].view(-1))
+            steps = state["step"].detach().to("cpu", copy=True)
+        return {**named, named_state.OPTIMIZER_STEP: steps}
+
+    def _add_gradients(self) -> None:
+        for name, weight in self._weights.items():
+            master = self._masters[name]
+            if master is weight or weight.grad is None:
+                continue
+            gradient = weight.grad.float()
+            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+            weight.grad = None
+
+    def _gradient_norm(self) -> float:
+        gradients = [m.grad for m in self._masters.values() if m.grad is not None]
+        return float(torch.nn.utils.get_total_norm(gradients))
+
+    @torch.no_grad()
+    def _update(self, norm: float, lr: float) -> None:
+        if self._clip > 0:
+            scale = 1.0 / max(1.0, (norm + 1e-6) / self._clip)  # DeepSpeed's rule, with its 1e-6
+            for master in self._masters.values():
+                if master.grad is not None:
+                    master.grad.mul_(scale)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        for name, weight in self._weights.items():
+            if self._masters[name] is not weight:
+                weight.copy_(self._masters[name])
+
+
+def _master(weight: nn.Parameter) -> nn.Parameter:
+    return weight if weight.dtype == torch.float32 else nn.Parameter(weight.detach().float())

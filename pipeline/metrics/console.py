@@ -1,0 +1,63 @@
+"""What a person sees of a run: one progress bar on a terminal, one line every few seconds in a log file."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+LOG_INTERVAL_S = 10.0
+
+
+class TrainingDisplay:
+    """Progress of the steps of a run, on stderr. A context manager; silent unless `shown`.
+
+    Args:
+        first: steps already done.
+        total: steps of the whole run.
+        shown: true on the one rank that speaks.
+    """
+
+    def __init__(self, *, first: int, total: int, shown: bool) -> None:
+        self._console = Console(stderr=True, quiet=not shown)
+        self._live = shown and self._console.is_terminal
+        self._total, self._shown, self._said_at = total, shown, 0.0
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[now]}"),
+        )
+        times = (TimeElapsedColumn(), TextColumn("eta"), TimeRemainingColumn(elapsed_when_finished=True))
+        self._bar = Progress(*columns, *times, console=self._console, disable=not self._live)
+        self._task = self._bar.add_task("training", total=total, completed=first, now="")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """Prints a line above the bar."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def step(self, step: int, *, loss: float, lr: float, tokens_per_second: float, mfu: float | None) -> None:
+        """Shows a finished step."""
+        now = f"loss {loss:.4f}  lr {lr:.2e}  {tokens_per_second:,.0f} tok/s" + (f"  MFU {mfu:.1%}" if mfu else "")
+        if self._live:
+            self._bar.update(self._task, completed=step, now=now)
+        elif self._shown and (time.monotonic() - self._said_at > LOG_INTERVAL_S or step == self._total):
+            self._said_at = time.monotonic()
+            self.say(f"step {step}/{self._total}  {now}")
+
+
+def fields(**values: Any) -> str:
+    """key=value text of numbers, for one line."""
+    return "  ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items())

@@ -1,0 +1,68 @@
+"""`metrics.jsonl`: one JSON object per line, appended as a run goes. Always written, needs no service.
+
+Rows have a `kind`: `step` (loss, lr, grad_norm, ...), `eval` (held-out loss, ...), `event` (resumed, finished, ...).
+A process that dies may leave rows of steps that are done again after the resume, and half a line. Opening the journal
+at step k cuts both off, so the joined file reads as that of a run that was never stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+NAME = "metrics.jsonl"
+
+
+class Journal:
+    """Appends rows to a run's metrics.jsonl.
+
+    Args:
+        run_dir: the run's directory.
+        from_step: rows of later steps are cut off first; 0 for a fresh run.
+    """
+
+    def __init__(self, run_dir: Path, *, from_step: int) -> None:
+        path = run_dir / NAME
+        _cut(path, from_step)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        """Appends a row and hands it to the operating system, so that it outlives this process."""
+        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Flushes to disk."""
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+def read_rows(run_dir: str | Path, *, kind: str | None = None) -> list[dict[str, Any]]:
+    """The rows of a run's journal in order; half a last line is passed over."""
+    rows = list(_whole_rows(Path(run_dir) / NAME))
+    return [row for row in rows if kind is None or row["kind"] == kind]
+
+
+def _whole_rows(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                row: dict[str, Any] = json.loads(line)
+                yield row
+
+
+def _cut(path: Path, from_step: int) -> None:
+    if not path.exists():
+        return
+    kept = [row for row in _whole_rows(path) if row["step"] <= from_step]
+    partial = path.with_name(f".{NAME}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in kept)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)

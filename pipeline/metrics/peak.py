@@ -1,0 +1,30 @@
+"""Peak floating-point rates of devices, for model FLOPs utilisation.
+
+Dense bf16 tensor-core rates from NVIDIA's data sheets (A100 2020, H100 and H200 2023, B200 2024, L40S 2023, L4 2023).
+For a device that is not in the table, and for a CPU, no utilisation is printed.
+"""
+
+from __future__ import annotations
+
+_BF16_DENSE_TFLOPS = {
+    "B200": 2250.0,
+    "H200": 989.4,
+    "H100 PCIe": 756.0,
+    "H100": 989.4,
+    "A100": 312.0,
+    "L40S": 362.1,
+    "L4": 121.0,
+}
+
+
+def peak_flops(device_name: str, *, bf16: bool) -> float | None:
+    """Peak FLOP/s of a device by its name as torch gives it, or None where it is not known.
+
+    Only bf16 has an entry: an fp32 run uses tensor cores or not by settings that the name does not tell.
+    """
+    if not bf16:
+        return None
+    for name, tflops in _BF16_DENSE_TFLOPS.items():
+        if name in device_name:
+            return tflops * 1e12
+    return None

@@ -1,0 +1,23 @@
+"""Conversions between the units that results are given in."""
+
+from __future__ import annotations
+
+import math
+
+
+def perplexity(nats_per_token: float) -> float:
+    """exp of the mean cross-entropy; infinite where it does not fit a float."""
+    return math.exp(nats_per_token) if nats_per_token < 700 else math.inf
+
+
+def bits_per_byte(nats_per_token: float, *, tokens: int, text_bytes: int) -> float:
+    """Cross-entropy per UTF-8 byte of text, comparable between tokenizers.
+
+    Source: Gao et al. 2020, The Pile (arXiv:2101.00027), section 3.1: bits per byte = (tokens / bytes) x loss / ln 2.
+
+    Args:
+        nats_per_token: mean cross-entropy.
+        tokens: tokens of the text, end-of-document tokens included.
+        text_bytes: UTF-8 bytes of the same text.
+    """
+    return nats_per_token / math.log(2) * tokens / text_bytes

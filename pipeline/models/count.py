@@ -1,0 +1,43 @@
+"""How many parameters, and how many floating-point operations per token."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Counts of a model.
+
+    Attributes:
+        parameters: all, a tied one counted once.
+        embedding: those of the input embedding.
+        flops_per_token: forward and backward, see `measure`.
+    """
+
+    parameters: int
+    embedding: int
+    flops_per_token: float
+
+
+def measure(model: nn.Module, config: PretrainedConfig, *, sequence_length: int) -> ModelSize:
+    """Counts a model (on any device, meta too).
+
+    FLOPs per token = 6 N + 12 L h s, where N is the parameters that multiply (all but the input embedding, and with a
+    tied embedding the shared matrix counts once, as the head), L layers, h the attention width (heads x head size) and
+    s the sequence length; causal masking is not subtracted. Source: Chowdhery et al. 2022, PaLM (arXiv:2204.02311),
+    appendix B.
+    """
+    parameters = sum(p.numel() for p in model.parameters())
+    embeddings = model.get_input_embeddings()  # type: ignore[operator]
+    embedding = int(math.prod(embeddings.weight.shape))
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    multiplied = parameters if tied else parameters - embedding
+    heads = config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    attention = 12 * config.num_hidden_layers * width * sequence_length
+    return ModelSize(parameters, embedding, 6.0 * multiplied + attention)

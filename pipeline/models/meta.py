@@ -1,0 +1,36 @@
+"""A Hugging Face decoder on the meta device: names, shapes and code, and not one byte of weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from headrace.errors import ConfigError
+
+
+def build_meta(config: PretrainedConfig, *, dtype: torch.dtype, attn_implementation: str) -> nn.Module:
+    """Builds `AutoModelForCausalLM` for a config, on meta; tied parameters are tied.
+
+    Args:
+        config: any decoder-only architecture that transformers knows.
+        dtype: of every parameter.
+        attn_implementation: as transformers names it.
+
+    Raises:
+        ConfigError: transformers has no causal language model for the config, or refuses its numbers.
+    """
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
+    except (ValueError, TypeError, KeyError, ImportError, AttributeError) as error:
+        why = f"transformers refuses it: {str(error).splitlines()[0]}"
+        raise ConfigError("model.config", config.model_type, why=why, remedy="check the model section") from None
+    model.config.use_cache = False
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def parameter_shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """Name -> full shape of every parameter; a tied parameter appears once, under its first name."""
+    return {name: parameter.shape for name, parameter in model.named_parameters()}

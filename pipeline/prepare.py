@@ -1,0 +1,156 @@
+"""Everything that can be refused before a process group, a GPU or a byte of output is touched."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
+from headrace.errors import CheckpointError, ConfigError
+from pipeline.checkpoint.store import CheckpointStore
+from pipeline.config.rules import ResolvedRun, curve_fields
+from pipeline.config.schema import Config
+from pipeline.data.blend import Blend, open_blend, open_sources
+from pipeline.data.dataset import TokenDataset, tokenizer_details
+from pipeline.engines.common import model_dtype
+from pipeline.models.count import ModelSize, measure
+from pipeline.models.hf_config import resolve_hf_config
+from pipeline.models.layers import original_name
+from pipeline.models.meta import build_meta, parameter_shapes
+from pipeline.models.values import FromSafetensors, InitByName, ParameterValues
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run whose data, model and directory have been looked at and found to fit.
+
+    Attributes:
+        run: the resolved config.
+        blend: training samples.
+        heldout: the held-out split of every source.
+        model: on meta.
+        values: its parameters' first values.
+        size: its counts.
+        store: the run's checkpoints.
+        curve: the fields that decide the curve, and the fingerprints of the data; unchanged on resume.
+    """
+
+    run: ResolvedRun
+    blend: Blend
+    heldout: list[TokenDataset]
+    model: nn.Module
+    values: ParameterValues
+    size: ModelSize
+    store: CheckpointStore
+    curve: dict[str, Any]
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's directory."""
+        return Path(self.run.config.run.dir)
+
+
+def prepare(run: ResolvedRun) -> Prepared:
+    """Opens the data, builds the model on meta and compares both with what the run's directory holds.
+
+    Raises:
+        ConfigError, DataError, CheckpointError: see the modules that are called.
+    """
+    config = run.config
+    blend = open_blend(config.data, seed=config.run.seed)
+    heldout = open_sources(config.data, split="heldout")
+    tokenizer = tokenizer_details(blend.sources[0].manifest)
+    hf_config = resolve_hf_config(config.model, tokenizer=tokenizer, sequence_length=config.data.sequence_length)
+    for field, folder in named_folders(config).items():
+        check_tokenizer(field, folder, tokenizer)
+    model = build_meta(hf_config, dtype=model_dtype(config), attn_implementation=config.model.attn_implementation)
+    values = first_values(config, model)
+    size = measure(model, hf_config, sequence_length=config.data.sequence_length)
+    store = CheckpointStore(Path(config.run.dir), keep=config.run.keep_checkpoints)
+    curve = {**curve_fields(run), "model.resolved": described(hf_config), **fingerprints(blend)}
+    check_run_dir(config, store, curve)
+    return Prepared(run, blend, heldout, model, values, size, store, curve)
+
+
+def first_values(config: Config, model: nn.Module) -> ParameterValues:
+    """Initialised by name, or read from the folder that `model.path` names."""
+    section = config.model
+    if section.path is None or section.fresh:
+        return InitByName(model, seed=config.run.seed)
+    rename, partial = original_name(section.keep_layers), section.keep_layers is not None
+    return FromSafetensors(section.path, shapes=parameter_shapes(model), rename=rename, partial=partial)
+
+
+def named_folders(config: Config) -> dict[str, str]:
+    """Config field -> path of every Hugging Face folder the config names."""
+    named = {"model.path": config.model.path, "distill.teacher": config.distill.teacher if config.distill else None}
+    return {field: path for field, path in named.items() if path is not None}
+
+
+def check_tokenizer(field: str, folder: str, tokenizer: dict[str, Any]) -> None:
+    """Refuses a model whose tokenizer is not the dataset's.
+
+    Raises:
+        ConfigError: the folder holds a tokenizer with another fingerprint.
+    """
+    if not (Path(folder) / "tokenizer.json").is_file():
+        return
+    if tokenizer_fingerprint(Path(folder)) != tokenizer["fingerprint"]:
+        why = "its tokenizer is not the one the dataset was made with: the same id means different text"
+        remedy = f'make the dataset with "tokenizer": {{"path": "{folder}"}}'
+        raise ConfigError(field, folder, why=why, remedy=remedy)
+
+
+def described(config: PretrainedConfig) -> dict[str, Any]:
+    """A Hugging Face config as plain JSON, without what only says by whom it was written."""
+    fields: dict[str, Any] = config.to_dict()
+    return {k: v for k, v in fields.items() if k not in ("transformers_version", "dtype", "use_cache", "architectures")}
+
+
+def fingerprints(blend: Blend) -> dict[str, str]:
+    """The fingerprint of every source, under its config field."""
+    return {f"{field}.fingerprint": parent["fingerprint"] for field, parent in blend.parents.items()}
+
+
+def check_run_dir(config: Config, store: CheckpointStore, curve: dict[str, Any]) -> None:
+    """Refuses to resume another run, and to start over silently.
+
+    Raises:
+        CheckpointError: the newest checkpoint was written with fields that make another curve.
+        ConfigError: there are checkpoints, and `run.resume` is never; or the directory cannot be written.
+    """
+    checkpoints = store.all()
+    if not checkpoints:
+        _check_writable(Path(config.run.dir))
+        return
+    newest = checkpoints[0]
+    if config.run.resume == "never":
+        why = f"it holds {newest.path.name}, and run.resume is never"
+        raise ConfigError(
+            "run.dir", config.run.dir, why=why, remedy="choose another run.dir, or set run.resume to auto"
+        )
+    changed = _changed(newest.manifest.details["curve"], curve)
+    if changed:
+        listed = "\n".join(f"    {field}: was {was!r}, now {now!r}" for field, was, now in changed[:8])
+        raise CheckpointError(
+            f"{newest.path} belongs to another run; it would not go on as if nothing had happened:\n{listed}\n"
+            f"  try: choose another run.dir, or put the fields back"
+        )
+
+
+def _changed(was: Any, now: Any, at: str = "") -> list[tuple[str, Any, Any]]:
+    if isinstance(was, dict) and isinstance(now, dict):
+        keys = sorted({*was, *now})
+        return [row for key in keys for row in _changed(was.get(key), now.get(key), f"{at}.{key}" if at else key)]
+    return [] if was == now else [(at, was, now)]
+
+
+def _check_writable(run_dir: Path) -> None:
+    parent = next(p for p in (run_dir, *run_dir.absolute().parents) if p.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ConfigError("run.dir", str(run_dir), why=f"{parent} cannot be written", remedy="choose another directory")

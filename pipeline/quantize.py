@@ -1,0 +1,33 @@
+"""`python pipeline/quantize.py --config F`: a finished model with its linear weights in 8 or 4 bits.
+
+model/ -> model-int4/: read, measured on the held-out split, rounded, written beside its final name, loaded and
+measured again in a fresh process, and only then given its name. See docs/quantization.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from headrace.cli import add_config_arguments, guarded
+from headrace.configfile import load
+from headrace.section import parse
+from pipeline.compress.config import QuantizeConfig
+from pipeline.compress.rules import prepare
+
+
+def main() -> int:
+    """Refuses or runs the config; torch is imported only once it is known to be right."""
+    parser = argparse.ArgumentParser(prog="quantize.py", description=__doc__.splitlines()[0])
+    add_config_arguments(parser)
+    args = parser.parse_args()
+    plan = prepare(parse(QuantizeConfig, load(args.config, args.overrides)))
+
+    from pipeline.compress.run import quantize  # noqa: PLC0415  (brings in torch)
+
+    quantize(plan)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))

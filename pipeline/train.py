@@ -1,0 +1,26 @@
+"""Trains a model: `deepspeed pipeline/train.py --config ds_configs/zero3.json`, or torchrun, srun or plain python."""
+
+from __future__ import annotations
+
+import sys
+
+from headrace.cli import guarded
+from headrace.errors import ConfigError
+from pipeline.arguments import resolved_run
+
+
+def main() -> None:
+    """Entry point."""
+    run = resolved_run("Train a language model. Goes on from the newest checkpoint of run.dir by itself.")
+    if run.config.distill is not None:
+        remedy = "start pipeline/distill.py with this config, or remove the section"
+        raise ConfigError("distill", why="train.py has no teacher", remedy=remedy)
+    # torch takes seconds to import, and a refusal should not wait for it
+    from pipeline.engines.objective import CrossEntropy  # noqa: PLC0415
+    from pipeline.session import train  # noqa: PLC0415
+
+    train(run, lambda _device: CrossEntropy())
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))
