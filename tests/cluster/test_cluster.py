@@ -1,0 +1,82 @@
+"""What the other tests rely on: nodes are hosts of their own, can crash, and nothing survives the cluster."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.cluster import VirtualCluster, missing
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.slurm, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
+
+
+def test_every_node_has_its_own_name_and_address(tmp_path: Path) -> None:
+    with VirtualCluster(tmp_path, nodes=2) as cluster:
+        said = cluster.run("srun", "--nodes=2", "--ntasks=2", "sh", "-c", "echo $(hostname) $(ip -o -4 addr show eth0)")
+    fields = sorted(line.split() for line in said.splitlines())
+    assert [(line[0], line[4]) for line in fields] == [("n1", "10.77.0.1/24"), ("n2", "10.77.0.2/24")]
+
+
+def test_two_clusters_live_side_by_side(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with (
+        VirtualCluster(tmp_path_factory.mktemp("a"), nodes=1) as one,
+        VirtualCluster(tmp_path_factory.mktemp("b"), nodes=1) as other,
+    ):
+        job = one.run("sbatch", "--parsable", "--output=/dev/null", "--wrap=true")
+        assert one.wait(int(job)).state == "COMPLETED"
+        assert other.jobs() == []
+
+
+def test_a_crashed_node_goes_down_and_its_job_starts_again_when_it_is_back(tmp_path: Path) -> None:
+    # with 5 s Slurm declares a silent node dead after about 10
+    with VirtualCluster(tmp_path, nodes=2, down_after_s=5) as cluster:
+        script = tmp_path / "job.sh"
+        script.write_text('#!/bin/sh\ntouch "started.${SLURM_RESTART_COUNT:-0}"\nsleep 1000\n')
+        cluster.sbatch(script, options=["--requeue", "--nodelist=n2", "--output=/dev/null"], cwd=tmp_path)
+        _wait_for_file(tmp_path / "started.0")
+        cluster.node("n2").crash()
+        cluster.wait_for_nodes("down", "n2")
+        cluster.node("n2").up()
+        _wait_for_file(tmp_path / "started.1")
+
+
+def test_nothing_outlives_a_cluster_whose_process_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.cluster", "sleep", "1000"]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}
+    ) as process:
+        assert process.stdout is not None
+        while process.stdout.readline() not in ("ready\n", ""):
+            pass
+        assert _processes_of(tmp_path)
+        process.kill()
+    end = time.monotonic() + 10
+    while _processes_of(tmp_path) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert _processes_of(tmp_path) == []
+
+
+def _processes_of(directory: Path) -> list[str]:
+    """Command lines of the processes that have `directory` in their arguments or their environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            told = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+        except OSError:  # it ended while we looked
+            continue
+        if str(directory).encode() in told:
+            found.append((process / "cmdline").read_text())
+    return found
+
+
+def _wait_for_file(path: Path, *, timeout_s: float = 60) -> None:
+    end = time.monotonic() + timeout_s
+    while not path.exists():
+        assert time.monotonic() < end, f"waited {timeout_s} s for {path}"
+        time.sleep(0.1)

@@ -1,0 +1,190 @@
+"""The job scripts in `slurm/` on a real Slurm of two nodes: tokens by an array of jobs, ZeRO-3 across the nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.cluster import VirtualCluster, missing
+
+ROOT = Path(__file__).parents[1]
+BIN = Path(sys.executable).parent
+# the jobs use the environment that the tests run in, wherever it is; one thread each, since both nodes share the cores
+JOB_ENV = {"HEADRACE_VENV": "", "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "HEADRACE_MAP_JOBS": "4"}
+STEPS = 6
+
+pytestmark = [pytest.mark.slurm, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VirtualCluster]:
+    with VirtualCluster(tmp_path_factory.mktemp("cluster"), nodes=2, cpus=2) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data-prep config of about ten map tasks over a part of Python's own library; its output has to be set."""
+    directory = tmp_path_factory.mktemp("corpus")
+    text = directory / "text"
+    text.mkdir()
+    for file in sorted(Path(sysconfig.get_path("stdlib"), "asyncio").glob("*.py")):
+        (text / file.name).write_bytes(file.read_bytes())
+    config = {
+        "output": "not set",
+        "sources": [{"path": str(text), "include": ["*.py"]}],
+        "tokenizer": {"train": "bpe", "vocab_size": 512},
+        "heldout_fraction": 0.1,
+        "task_bytes": 50_000,
+    }
+    return _write(directory / "corpus.json", config)
+
+
+@pytest.fixture(scope="module")
+def tokens(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tokens of `corpus`, made without Slurm."""
+    output = tmp_path_factory.mktemp("direct") / "tokens"
+    command = [sys.executable, "-m", "data_prep", "--config", str(corpus), "--set", f"output={output}"]
+    subprocess.run(command, cwd=ROOT, check=True)
+    return output
+
+
+def test_array_jobs_write_the_same_tokens_as_one_machine(
+    cluster: VirtualCluster, corpus: Path, tokens: Path, tmp_path: Path
+) -> None:
+    log = _prepare_tokens(cluster, corpus, tmp_path)
+    jobs = {(job.name, job.element): job for job in cluster.jobs()}
+    assert jobs["headrace-reduce", None].state == "COMPLETED", log
+    assert {jobs["headrace-map", str(element)].nodes for element in range(4)} == {"n1", "n2"}
+    made, expected = _manifest(tmp_path / "tokens"), _manifest(tokens)
+    assert made["files"] == expected["files"]
+    assert made["fingerprint"] == expected["fingerprint"]
+
+
+def test_submitting_again_when_the_tokens_are_there_changes_nothing(
+    cluster: VirtualCluster, corpus: Path, tmp_path: Path
+) -> None:
+    _prepare_tokens(cluster, corpus, tmp_path)
+    written = (tmp_path / "tokens" / "manifest.json").stat().st_mtime_ns
+    before = len(cluster.jobs())
+    log = _prepare_tokens(cluster, corpus, tmp_path)
+    assert "error" not in log
+    states = {job.name: job.state for job in cluster.jobs()[before:]}
+    assert states["headrace-reduce"] == "COMPLETED"
+    assert (tmp_path / "tokens" / "manifest.json").stat().st_mtime_ns == written
+
+
+def test_a_failed_map_job_stops_the_reduce_says_why_and_a_second_submission_completes(
+    cluster: VirtualCluster, corpus: Path, tokens: Path, tmp_path: Path
+) -> None:
+    # a mount that is missing on one node: that node sees the corpus' directory, but empty
+    other = cluster.node("n2").machine
+    other.run("mount", "-t", "tmpfs", "tmpfs", str(corpus.parent / "text"))
+    before = len(cluster.jobs())
+    log = _prepare_tokens(cluster, corpus, tmp_path)
+    states = {(job.name, job.element): job.state for job in cluster.jobs()[before:]}
+    assert "FAILED" in {states["headrace-map", str(element)] for element in range(4)}
+    assert states["headrace-reduce", None] == "CANCELLED"
+    assert "map jobs failed, so the reduce was not run" in log
+    assert "FAILED (NonZeroExitCode)" in log
+    assert not (tmp_path / "tokens").exists()
+
+    other.run("umount", str(corpus.parent / "text"))
+    log = _prepare_tokens(cluster, corpus, tmp_path)
+    assert "error" not in log
+    assert any("finished before" in file.read_text() for file in tmp_path.glob("*-map-*.out"))
+    assert _manifest(tmp_path / "tokens")["fingerprint"] == _manifest(tokens)["fingerprint"]
+
+
+def test_zero3_across_two_nodes_has_the_losses_of_one_machine(
+    cluster: VirtualCluster, tokens: Path, tmp_path: Path
+) -> None:
+    here = _training_config(tmp_path, name="one_machine", tokens=tokens)
+    command = [str(BIN / "deepspeed"), "--num_accelerators", "2", "pipeline/train.py", "--config", str(here)]
+    cluster.run(*command, cwd=ROOT, env=JOB_ENV, timeout_s=240)
+
+    there = _training_config(tmp_path, name="two_nodes", tokens=tokens)
+    options = ["--nodes=2", "--ntasks-per-node=1", f"--output={tmp_path}/train.out"]
+    job = cluster.wait(
+        cluster.sbatch("slurm/train.sbatch", str(there), options=options, cwd=ROOT, env=JOB_ENV), timeout_s=240
+    )
+    log = (tmp_path / "train.out").read_text()
+    assert (job.state, job.nodes) == ("COMPLETED", "n[1-2]"), log
+    assert {"0: n1", "1: n2"} <= set(log.splitlines())  # the host names, as each host says its own
+
+    expected, seen = _losses(tmp_path / "one_machine"), _losses(tmp_path / "two_nodes")
+    assert list(expected) == list(range(1, STEPS + 1))
+    # fp32 and the same two ranks: only the order of a sum may differ, which is about 1e-7
+    assert seen == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_config_that_is_refused_ends_the_job_with_exit_code_2_and_one_message(
+    cluster: VirtualCluster, tmp_path: Path
+) -> None:
+    options = ["--nodes=2", f"--output={tmp_path}/train.out"]
+    job = cluster.wait(cluster.sbatch("slurm/train.sbatch", "absent.json", options=options, cwd=ROOT, env=JOB_ENV))
+    log = (tmp_path / "train.out").read_text()
+    assert (job.state, job.exit_code) == ("FAILED", 2), log
+    assert log.count("absent.json") == 1
+    assert "no such file" in log
+
+
+def test_as_many_tasks_as_gpus_or_refused(cluster: VirtualCluster, tmp_path: Path) -> None:
+    options = ["--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=2", f"--output={tmp_path}/train.out"]
+    job = cluster.wait(cluster.sbatch("slurm/train.sbatch", "absent.json", options=options, cwd=ROOT, env=JOB_ENV))
+    assert job.exit_code == 2
+    assert "1 tasks but 2 GPUs per node" in (tmp_path / "train.out").read_text()
+
+
+def _prepare_tokens(cluster: VirtualCluster, corpus: Path, directory: Path) -> str:
+    """Submits data_prep.sbatch from `directory`, waits for the whole chain, returns the log."""
+    output = ["--set", f"output={directory}/tokens"]
+    env = JOB_ENV | {"HEADRACE_ROOT": str(ROOT)}
+    job = cluster.sbatch(ROOT / "slurm/data_prep.sbatch", str(corpus), *output, cwd=directory, env=env)
+    cluster.wait_for_all()
+    return (directory / f"slurm-headrace-data-{job}.out").read_text()
+
+
+def _training_config(directory: Path, *, name: str, tokens: Path) -> Path:
+    config = {
+        "engine": "deepspeed",
+        "zero_optimization": {"stage": 3},
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "model": {
+            "config": {
+                "model_type": "llama",
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+            }
+        },
+        "data": {"sources": [{"path": str(tokens)}], "sequence_length": 64},
+        "run": {"dir": str(directory / name), "steps": STEPS, "seed": 1},
+    }
+    return _write(directory / f"{name}.json", config)
+
+
+def _losses(run: Path) -> dict[int, float]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows if row["kind"] == "step"}
+
+
+def _manifest(directory: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((directory / "manifest.json").read_text())
+    return manifest
+
+
+def _write(path: Path, config: dict[str, Any]) -> Path:
+    path.write_text(json.dumps(config, indent=1))
+    return path
