@@ -1,0 +1,1 @@
+"""Smaller models from finished ones: weight-only quantization."""

@@ -1,0 +1,42 @@
+"""Measuring a model in a process of its own, so that what is judged is what the files hold. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import DataError
+from pipeline.evaluation.data import HeldOutData
+
+
+def measure(folder: Path, data: HeldOutData) -> dict[str, Any]:
+    """Runs `python -m pipeline.evaluation` on a folder; its progress appears on our stderr.
+
+    Returns:
+        Its JSON: loss_nats, perplexity, bits_per_byte, tokens, tokens_per_second, weight_bytes, dtype, device, ...
+
+    Raises:
+        DataError: the folder cannot be loaded there, or its perplexity is not a finite number.
+    """
+    # -P: a folder named pipeline in the current directory must not stand in for ours
+    command = [sys.executable, "-P", "-m", "pipeline.evaluation", str(folder), "--json", *_arguments(data)]
+    quiet = os.environ | {"TQDM_DISABLE": "1"}  # the library's own bars would interleave with ours
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=quiet, check=False)
+    if done.returncode != 0:
+        why = f"its evaluation in a fresh process ended with exit code {done.returncode}; its message is above"
+        raise DataError(f"{folder} was not accepted: {why}")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if not math.isfinite(result["perplexity"]):
+        raise DataError(f"{folder} was not accepted: its held-out perplexity is {result['perplexity']}")
+    return result
+
+
+def _arguments(data: HeldOutData) -> list[str]:
+    limit = [] if data.max_tokens is None else ["--max-tokens", str(data.max_tokens)]
+    lengths = ["--sequence-length", str(data.sequence_length), "--batch-size", str(data.batch_size)]
+    return ["--data", data.path, "--split", data.split, *lengths, *limit]

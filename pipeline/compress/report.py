@@ -1,0 +1,84 @@
+"""What a quantization did, in numbers: for the manifest, and as a table. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+from rich.table import Table
+
+from headrace.directory import Manifest
+from pipeline.compress.rules import Plan
+from pipeline.evaluation.model_folder import ModelFolder
+
+_MEASURED = (
+    "loss_nats",
+    "perplexity",
+    "bits_per_byte",
+    "tokens",
+    "tokens_per_second",
+    "dtype",
+    "device",
+    "weight_bytes",
+)
+
+
+def details(plan: Plan, result: ModelFolder, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """The manifest's details: counts, sizes in bytes, and the held-out numbers before and after."""
+    parameters, quantized = plan.source.parameters, sum(prod(shape) for shape in plan.layers.values())
+    return {
+        "parameters": parameters,
+        "weight_bytes": result.weight_bytes,
+        "quantization": {
+            "weights": plan.config.weights,
+            "group_size": plan.config.group,
+            "layers": len(plan.layers),
+            "parameters": quantized,
+            "bits_per_quantized_weight": 8 * _packed_bytes(plan, result) / quantized,
+        },
+        "before": {**_measured(before), "bits_per_weight": 8 * plan.source.weight_bytes / parameters},
+        "after": {**_measured(after), "bits_per_weight": 8 * result.weight_bytes / parameters},
+        "data": {key: before[key] for key in ("data", "split", "sequence_length")},
+    }
+
+
+def table(manifest: Manifest) -> Table:
+    """Two columns, before and after, from the manifest alone."""
+    told = manifest.details
+    before, after, parts = told["before"], told["after"], told["quantization"]
+    group = parts["group_size"] or "row"
+    shown = Table(title=f"{manifest.config['model']} -> {manifest.config['output']}")
+    shown.add_column("")
+    shown.add_column(f"before ({before['dtype']})", justify="right")
+    shown.add_column(f"after ({parts['weights']}, group {group}, rest {after['dtype']})", justify="right")
+    shown.add_row("parameters", f"{told['parameters']:,}", f"{told['parameters']:,}")
+    shown.add_row("of them quantized", "-", f"{parts['parameters']:,} at {parts['bits_per_quantized_weight']:.2f} bits")
+    for name, show in _ROWS.items():
+        shown.add_row(name, show(before), show(after))
+    shown.caption = f"{told['data']['split']} split, {after['tokens']:,} tokens scored, on {after['device']}"
+    return shown
+
+
+_ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "weights on disk": lambda side: f"{side['weight_bytes'] / 1e6:.2f} MB",
+    "bits per weight, all": lambda side: f"{side['bits_per_weight']:.2f}",
+    "held-out loss, nats/token": lambda side: f"{side['loss_nats']:.4f}",
+    "perplexity": lambda side: f"{side['perplexity']:.3f}",
+    "bits per byte": lambda side: f"{side['bits_per_byte']:.4f}",
+    "tokens/s": lambda side: f"{side['tokens_per_second']:,.0f}",
+}
+
+
+def _measured(side: dict[str, Any]) -> dict[str, Any]:
+    return {key: side[key] for key in _MEASURED}
+
+
+def _packed_bytes(plan: Plan, result: ModelFolder) -> int:
+    """Bytes that stand for the quantized weights: integers and scales, and the two numbers that tell the shape."""
+    return sum(info.bytes for name, info in result.tensors.items() if _is_packed(name, plan))
+
+
+def _is_packed(name: str, plan: Plan) -> bool:
+    module, _, leaf = name.rpartition(".")
+    return module in plan.layers and leaf != "bias"

@@ -1,0 +1,133 @@
+"""What a quantization may ask of a model, checked on names and shapes before torch is imported."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from math import gcd
+from pathlib import Path
+
+from headrace.errors import ConfigError
+from headrace.section import suggest
+from pipeline.compress.config import QuantizeConfig
+from pipeline.data.dataset import TokenDataset
+from pipeline.evaluation.data import open_heldout
+from pipeline.evaluation.model_folder import ModelFolder
+
+HEAD = "lm_head"
+_PATTERN = "re:"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A config that will work, with what was found while checking it.
+
+    Attributes:
+        config: as given.
+        source: the model to quantize.
+        dataset: the split it is measured on.
+        layers: name of each linear layer to quantize -> its weight's shape (outputs, inputs).
+    """
+
+    config: QuantizeConfig
+    source: ModelFolder
+    dataset: TokenDataset
+    layers: Mapping[str, tuple[int, int]]
+
+    @property
+    def output(self) -> Path:
+        """The directory to be made."""
+        return Path(self.config.output)
+
+
+def prepare(config: QuantizeConfig) -> Plan:
+    """Checks a config against the model and the dataset it names.
+
+    Raises:
+        ConfigError: the output exists; the model is quantized already; `skip` names nothing, or leaves the head of a
+            tied model to be quantized, or leaves nothing; a group size that does not divide the inputs of a layer;
+            a dataset of another tokenizer.
+        DataError: the model or the dataset is missing or damaged.
+    """
+    if Path(config.output).exists():
+        raise ConfigError("output", config.output, why="it exists already", remedy="remove it, or choose another name")
+    source = ModelFolder.open(config.model)
+    if source.quantized_by is not None:
+        why = f"it is quantized already, by {source.quantized_by}"
+        raise ConfigError("model", config.model, why=why, remedy="name the model it was made from")
+    layers = _layers(config, source)
+    if config.group is not None:
+        check_group_size(layers, config.group)
+    return Plan(config, source, open_heldout(config.data, source), layers)
+
+
+def linear_layers(source: ModelFolder) -> dict[str, tuple[int, int]]:
+    """Name -> (outputs, inputs) of the linear layers by name and shape: matrices in numbered blocks, and the head.
+
+    Embeddings are matrices too, but lie outside the numbered blocks in every decoder of transformers.
+    """
+    found = {}
+    for name, info in source.tensors.items():
+        module, _, leaf = name.rpartition(".")
+        in_block = any(part.isdigit() for part in module.split("."))
+        if leaf == "weight" and len(info.shape) == 2 and (in_block or module == HEAD):
+            found[module] = (info.shape[0], info.shape[1])
+    return found
+
+
+def check_group_size(layers: Mapping[str, tuple[int, int]], group: int) -> None:
+    """Refuses a group size that does not divide the inputs of every layer.
+
+    Raises:
+        ConfigError: names the first layer and the nearest sizes that divide all.
+    """
+    for name, (_, inputs) in layers.items():
+        if inputs % group:
+            why = f"{name} has {inputs} inputs, which {group} does not divide"
+            raise ConfigError("group_size", group, why=why, remedy=_nearest(layers, group))
+
+
+def _nearest(layers: Mapping[str, tuple[int, int]], group: int) -> str:
+    common = gcd(*(inputs for _, inputs in layers.values()))
+    divisors = [n for n in range(1, common + 1) if common % n == 0]
+    below, above = [n for n in divisors if n < group], [n for n in divisors if n > group]
+    near = [str(n) for n in (*below[-1:], *above[:1])]
+    return f"{' or '.join(near)}, which {'divides' if len(near) == 1 else 'divide'} the inputs of every layer"
+
+
+def _layers(config: QuantizeConfig, source: ModelFolder) -> dict[str, tuple[int, int]]:
+    modules = {name.rpartition(".")[0] for name in source.tensors}
+    for entry in config.skip:
+        _check_skip(entry, modules)
+    layers = {name: shape for name, shape in linear_layers(source).items() if not _skipped(name, config.skip)}
+    if source.tied and not _skipped(HEAD, config.skip):
+        why = f"the head of {config.model} is its embedding, which stays unquantized"
+        raise ConfigError("skip", config.skip, why=why, remedy=f'add "{HEAD}"')
+    if not layers:
+        why = f"no linear layer of {config.model} is left to quantize"
+        raise ConfigError("skip", config.skip, why=why, remedy=f'["{HEAD}"]')
+    return layers
+
+
+def _check_skip(entry: str, modules: Collection[str]) -> None:
+    if entry == HEAD:
+        return  # the default, and without effect where the head is not stored
+    if entry.startswith(_PATTERN):
+        _compile(entry)
+    elif entry not in modules:
+        near = suggest(entry, sorted(modules))
+        remedy = f"did you mean '{near}'?" if near else f'a full module name, or a pattern such as "{_PATTERN}.*mlp.*"'
+        raise ConfigError("skip", entry, why="the model has no such module", remedy=remedy)
+
+
+def _skipped(name: str, skip: list[str]) -> bool:
+    return any(_compile(e).match(name) is not None if e.startswith(_PATTERN) else e == name for e in skip)
+
+
+def _compile(entry: str) -> re.Pattern[str]:
+    try:
+        return re.compile(entry.removeprefix(_PATTERN))
+    except re.error as error:
+        remedy = 'a pattern of Python\'s re module, e.g. "re:.*down_proj$"'
+        raise ConfigError("skip", entry, why=f"not a regular expression: {error}", remedy=remedy) from None

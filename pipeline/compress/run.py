@@ -1,0 +1,89 @@
+"""From a plan to a finished directory: measure, quantize, write, measure again, commit."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from headrace.directory import Manifest, commit, staging_path
+from pipeline.compress.measure import measure
+from pipeline.compress.report import details, table
+from pipeline.compress.rules import Plan
+from pipeline.compress.weights import check_modules, pack, save
+from pipeline.evaluation.loading import empty_model, load_model
+from pipeline.evaluation.model_folder import ModelFolder
+
+# what transformers' tokenizers are made of, and the licence, which goes where the weights go
+_CARRIED = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.jinja",
+    "LICENSE*",
+)
+
+
+def quantize(plan: Plan) -> Manifest:
+    """Writes the quantized model and prints what became of it.
+
+    Raises:
+        ConfigError: a layer to quantize is no linear layer.
+        DataError: the original or the result cannot be loaded in a fresh process, or has no finite perplexity there.
+    """
+    check_modules(empty_model(plan.source.path), plan)
+    console = Console(stderr=True)
+    console.print(f"{plan.source.path}: measuring the original")
+    before = measure(plan.source.path, plan.config.data)
+    with _staged(plan.output) as staging:
+        console.print(f"quantizing {len(plan.layers)} layers to {plan.config.weights}")
+        _write(plan, staging)
+        console.print("measuring the result in a fresh process")
+        after = measure(staging, plan.config.data)
+        told = details(plan, ModelFolder.open(staging), before, after)
+        parents = {"model": _parent(plan.source.path, plan.source.fingerprint())}
+        parents["data"] = _parent(plan.dataset.path, plan.dataset.manifest.fingerprint)
+        config = plan.config.model_dump()
+        manifest = commit(staging, plan.output, kind="model", config=config, parents=parents, details=told)
+    Console(file=sys.stdout).print(table(manifest))
+    return manifest
+
+
+def _write(plan: Plan, staging: Path) -> None:
+    """Fills `staging`: packed weights, config, and the files that go with them."""
+    model = load_model(plan.source.path, dtype=torch.float32)
+    dtype = getattr(torch, plan.config.dtype or plan.source.dtype)
+
+    def bar(layers: list[str]) -> Iterable[str]:
+        console = Console(stderr=True)
+        return track(layers, "packing", console=console, transient=True, disable=not console.is_terminal)
+
+    save(model, pack(model, plan, dtype=dtype, progress=bar), staging)
+    for pattern in _CARRIED:
+        for file in filter(Path.is_file, plan.source.path.glob(pattern)):
+            shutil.copyfile(file, staging / file.name)
+
+
+@contextmanager
+def _staged(final: Path) -> Iterator[Path]:
+    """An empty directory beside `final`, gone again unless it was committed."""
+    staging = staging_path(final)
+    shutil.rmtree(staging, ignore_errors=True)  # left by a run that was killed
+    staging.mkdir(parents=True)
+    try:
+        yield staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _parent(path: Path, fingerprint: str) -> dict[str, str]:
+    return {"path": str(path), "fingerprint": fingerprint}

@@ -1,0 +1,103 @@
+"""Rounding linear weights to 8 or 4 bits and packing them, by the compressed-tensors library.
+
+For each group of weights w of one row: scale s = max|w| / ((2^bits - 1) / 2), stored integer
+q = clamp(round(w / s), -2^(bits-1), 2^(bits-1) - 1), read back as q s. Nothing is calibrated: q depends on w alone.
+Source of the formula: compressed_tensors/quantization/utils/helpers.py, calculate_qparams, symmetric case.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.compressors import ModelCompressor, compress_module
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+    QuantizationStatus,
+    apply_quantization_config,
+)
+from compressed_tensors.quantization.utils import calculate_qparams
+from torch import nn
+
+from headrace.errors import ConfigError
+from pipeline.compress.rules import Plan
+
+Progress = Callable[[list[str]], Iterable[str]]
+
+
+def check_modules(model: nn.Module, plan: Plan) -> None:
+    """Compares the layers that the file headers promised with the modules that are there.
+
+    Raises:
+        ConfigError: one of them is not a `torch.nn.Linear` (GPT-2's Conv1D, fused experts), which cannot be packed.
+    """
+    modules = dict(model.named_modules())
+    for name in plan.layers:
+        if not isinstance(modules.get(name), nn.Linear):
+            kind = type(modules[name]).__name__ if name in modules else "part of a fused module"
+            why = f"{name} is {kind}, and only torch.nn.Linear can be quantized"
+            raise ConfigError("model", plan.config.model, why=why, remedy=f'add "{name}", or a "re:" pattern, to skip')
+
+
+def pack(model: nn.Module, plan: Plan, *, dtype: torch.dtype, progress: Progress = iter) -> ModelCompressor:
+    """Quantizes and packs the plan's layers in place, and casts all else to `dtype`.
+
+    Args:
+        model: in float32, so that rounding happens once.
+        plan: which layers, how many bits, what groups.
+        dtype: of the scales and of what stays unquantized.
+        progress: wraps the iteration over layers.
+
+    Returns:
+        What writes the quantization section into a saved config.json.
+    """
+    args = _arguments(plan)
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    ignore = sorted(linear.keys() - plan.layers.keys())
+    groups = {"group_0": QuantizationScheme(targets=["Linear"], weights=args)}
+    apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=ignore), show_progress=False)
+    compressor = ModelCompressor.from_pretrained_model(model)
+    for name in progress(list(plan.layers)):
+        _pack_layer(linear[name], args, dtype)
+    compressor.quantization_config.quantization_status = QuantizationStatus.COMPRESSED
+    model.to(dtype)
+    return compressor
+
+
+def save(model: Any, compressor: ModelCompressor, folder: Path) -> None:
+    """Writes safetensors, config.json with its quantization section, and generation_config.json."""
+    model.save_pretrained(folder)
+    compressor.update_config(str(folder))
+    for file in folder.iterdir():
+        # safetensors 0.8 creates its files readable by their owner alone; a model is for others too
+        file.chmod(0o666 & ~_umask())
+
+
+def _umask() -> int:
+    """The process's mask; it can only be read by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _arguments(plan: Plan) -> QuantizationArgs:
+    group = plan.config.group
+    strategy = "channel" if group is None else "group"
+    return QuantizationArgs(num_bits=plan.config.bits, type="int", strategy=strategy, group_size=group, symmetric=True)
+
+
+@torch.no_grad()
+def _pack_layer(module: nn.Linear, args: QuantizationArgs, dtype: torch.dtype) -> None:
+    """Turns weight [out, in] into weight_packed int32 [out, in x bits / 32] and weight_scale [out, groups]."""
+    width = args.group_size or module.in_features
+    grouped = module.weight.reshape(module.out_features, -1, width)
+    scale, zero_point = calculate_qparams(grouped.amin(-1), grouped.amax(-1), args)
+    # rounded to its stored dtype first: the integers must be right for the scale that will multiply them
+    module.register_parameter("weight_scale", nn.Parameter(scale.to(dtype), requires_grad=False))
+    module.register_parameter("weight_zero_point", nn.Parameter(zero_point, requires_grad=False))
+    compress_module(module)

@@ -1,0 +1,101 @@
+"""`python -m pipeline eval MODEL --data TOKENS`: the held-out loss of a finished model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from headrace.section import parse
+from pipeline.evaluation.data import FieldNames, HeldOutData, open_heldout
+from pipeline.evaluation.model_folder import ModelFolder
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's arguments; defaults are those of `HeldOutData`."""
+    defaults = HeldOutData(path="")
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face model folder, quantized or not")
+    parser.add_argument("--data", required=True, metavar="TOKENS", help="a tokens directory")
+    parser.add_argument("--split", default=defaults.split, help="default: %(default)s")
+    parser.add_argument(
+        "--sequence-length", type=int, default=defaults.sequence_length, metavar="T", help="default: %(default)s"
+    )
+    parser.add_argument("--batch-size", type=int, default=defaults.batch_size, metavar="B", help="default: %(default)s")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="about so many tokens, spread evenly; default: all")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Checks, loads, evaluates, prints; torch is imported only once the checks have passed.
+
+    Raises:
+        ConfigError, DataError: as `open_heldout` and `load_model`.
+    """
+    folder = ModelFolder.open(args.model)
+    data = parse(
+        HeldOutData,
+        {
+            "path": args.data,
+            "split": args.split,
+            "sequence_length": args.sequence_length,
+            "batch_size": args.batch_size,
+            "max_tokens": args.max_tokens,
+        },
+        at="data",
+    )
+    dataset = open_heldout(data, folder, names=FieldNames("--data", "--sequence-length"))
+    result = _evaluate(folder, data, dataset)
+    if args.json:
+        print(json.dumps(result))
+    else:
+        Console().print(_table(result))
+    return 0
+
+
+def _evaluate(folder: ModelFolder, data: HeldOutData, dataset: Any) -> dict[str, Any]:
+    from pipeline.evaluation.heldout import evaluate  # noqa: PLC0415  (brings in torch)
+    from pipeline.evaluation.loading import load_model, pick_device  # noqa: PLC0415
+
+    device = pick_device()
+    model = load_model(folder.path, device=device)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(file=sys.stderr)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(f"evaluating {folder.path.name}", total=None)
+        heldout = evaluate(
+            model,
+            dataset,
+            batch_size=data.batch_size,
+            device=device,
+            max_windows=data.max_windows,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    where = {
+        "model": str(folder.path),
+        "data": str(data.path),
+        "split": data.split,
+        "sequence_length": data.sequence_length,
+    }
+    how = {"weight_bytes": folder.weight_bytes, "dtype": str(model.dtype).removeprefix("torch."), "device": device.type}
+    return {**where, **how, **asdict(heldout)}
+
+
+def _table(result: dict[str, Any]) -> Table:
+    table = Table(title=f"{result['model']} on {result['data']} ({result['split']})", show_header=False)
+    rows = {
+        "loss": f"{result['loss_nats']:.4f} nats/token",
+        "perplexity": f"{result['perplexity']:.3f}",
+        "bits per byte": f"{result['bits_per_byte']:.4f}",
+        "tokens scored": f"{result['tokens']:,} in windows of {result['sequence_length']}",
+        "speed": f"{result['tokens_per_second']:,.0f} tokens/s ({result['dtype']}, {result['device']})",
+        "weights on disk": f"{result['weight_bytes'] / 1e6:.2f} MB",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table

@@ -1,0 +1,126 @@
+"""Held-out loss of a causal language model, in the three units people read.
+
+- loss: mean over target tokens of -ln p(token | the tokens before it in its window), nats per token;
+- perplexity: exp(loss), which depends on the tokenizer;
+- bits per byte: loss / ln 2 x tokens / bytes of the split, which does not, so that models of different tokenizers
+  compare. Source: Gao et al. 2020, "The Pile", section 3.1 (arXiv:2101.00027).
+
+Shapes: B windows of a batch, T tokens per window, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import functional as F
+
+from pipeline.data.dataset import TokenDataset
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """One evaluation.
+
+    Attributes:
+        loss_nats: mean loss, nats per token.
+        perplexity: exp(loss_nats); infinite where that overflows.
+        bits_per_byte: bits per UTF-8 byte of the split's text.
+        tokens: target tokens that were scored.
+        tokens_per_second: of forward passes and loss, warm, reading included.
+    """
+
+    loss_nats: float
+    perplexity: float
+    bits_per_byte: float
+    tokens: int
+    tokens_per_second: float
+
+
+def evaluate(
+    model: Any,
+    dataset: TokenDataset,
+    *,
+    batch_size: int,
+    device: torch.device | str,
+    max_windows: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> HeldOut:
+    """Scores the split's windows, each token of a window given those before it in the window.
+
+    Args:
+        model: called with int64 [B, T] on `device`, returns an object with `logits` [B, T, V] (Hugging Face's way). Its
+            training mode is put back as it was.
+        dataset: windows int64 [T + 1].
+        batch_size: B; the result does not depend on it beyond rounding.
+        device: where the model is.
+        max_windows: score so many windows spread evenly over the split; None for all.
+        progress: called with (windows done, windows in all) after each batch.
+    """
+    chosen = choose_windows(dataset.windows, max_windows)
+    was_training = bool(model.training)
+    model.eval()
+    try:
+        with torch.inference_mode():
+            # the first pass pays once for what the others do not: lazy allocation, unpacking of quantized weights
+            _window_losses(model, dataset.read(chosen[:1]), device)
+            start = time.perf_counter()
+            total = sum(_batches(model, dataset, chosen, batch_size, device, progress))
+            seconds = time.perf_counter() - start
+    finally:
+        model.train(was_training)
+    return _summary(total, len(chosen) * dataset.sequence_length, seconds, dataset)
+
+
+def choose_windows(available: int, wanted: int | None) -> npt.NDArray[np.int64]:
+    """int64 indices of the windows to score: all, or `wanted` of them evenly spaced, so that no document dominates."""
+    count = available if wanted is None else min(wanted, available)
+    return np.arange(count, dtype=np.int64) * available // count
+
+
+def bits_per_byte(loss_nats: float, *, tokens: int, bytes_: int) -> float:
+    """Converts nats per token by the split's own tokens and UTF-8 bytes."""
+    return loss_nats / math.log(2) * tokens / bytes_
+
+
+def _batches(
+    model: Any,
+    dataset: TokenDataset,
+    chosen: npt.NDArray[np.int64],
+    batch_size: int,
+    device: torch.device | str,
+    progress: Callable[[int, int], None] | None,
+) -> Iterator[float]:
+    """Yields the summed loss of each batch, in nats."""
+    for begin in range(0, len(chosen), batch_size):
+        windows = chosen[begin : begin + batch_size]
+        # .item() waits for the device, so that the clock around this loop is honest there too
+        yield _window_losses(model, dataset.read(windows), device).sum().item()
+        if progress is not None:
+            progress(begin + len(windows), len(chosen))
+
+
+def _window_losses(model: Any, rows: npt.NDArray[np.int64], device: torch.device | str) -> torch.Tensor:
+    """Summed loss of each window, float64 [B], from rows int64 [B, T + 1]."""
+    tokens = torch.from_numpy(rows).to(device)
+    logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+    # window by window: float32 logits of a whole batch would be 8 GB at B=8, T=2048, V=128k
+    losses = [
+        F.cross_entropy(one.float(), target, reduction="none")
+        for one, target in zip(logits, tokens[:, 1:], strict=True)
+    ]
+    return torch.stack([loss.double().sum() for loss in losses])
+
+
+def _summary(total_nats: float, tokens: int, seconds: float, dataset: TokenDataset) -> HeldOut:
+    loss = total_nats / tokens
+    # exp(709.8) is the largest float64; a loss beyond it is a broken model, reported as such
+    perplexity = math.inf if loss > 709 else math.exp(loss)
+    bits = bits_per_byte(loss, tokens=dataset.tokens, bytes_=dataset.bytes)
+    return HeldOut(loss, perplexity, bits, tokens, tokens / seconds)

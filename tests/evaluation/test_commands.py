@@ -1,0 +1,117 @@
+"""The eval and complete commands, as processes: what they print, and what they refuse."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import ConfigError, DataError
+from pipeline.data.dataset import TokenDataset
+from pipeline.evaluation import command, complete
+from pipeline.evaluation.heldout import evaluate
+from pipeline.evaluation.loading import load_model
+from tests.evaluation.small import SEQUENCE, TEXTS, make_tokens, run_python
+
+
+def arguments(*given: object) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args([*map(str, given), "--sequence-length", str(SEQUENCE)])
+
+
+@pytest.fixture
+def copied(model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(model, tmp_path / "copied"))
+
+
+def test_json_holds_the_numbers_of_evaluate(model: Path, tokens: Path) -> None:
+    done = run_python("-m", "pipeline.evaluation", model, "--data", tokens, "--sequence-length", SEQUENCE, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    dataset = TokenDataset.open(tokens, split="heldout", sequence_length=SEQUENCE)
+    here = evaluate(load_model(model), dataset, batch_size=8, device="cpu")
+    assert found["loss_nats"] == pytest.approx(here.loss_nats, rel=1e-5)
+    assert found["weight_bytes"] == (model / "model.safetensors").stat().st_size
+    assert (found["tokens"], found["dtype"]) == (here.tokens, "float32")
+
+
+def test_a_table_is_printed_for_people(model: Path, tokens: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.run(arguments(model, "--data", tokens, "--max-tokens", 200)) == 0
+    shown = capsys.readouterr().out
+    assert "bits per byte" in shown
+    assert f"192 in windows of {SEQUENCE}" in shown  # 200 tokens are 6 whole windows
+
+
+def test_a_dataset_of_another_tokenizer_is_refused(model: Path, tmp_path: Path) -> None:
+    other = make_tokens(tmp_path / "other", [text.upper() for text in TEXTS])
+    with pytest.raises(ConfigError, match=r"--data.*\n.*made with tokenizer"):
+        command.run(arguments(model, "--data", other))
+
+
+def test_a_larger_vocabulary_than_the_models_is_refused(copied: Path, tokens: Path) -> None:
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
+    with pytest.raises(ConfigError, match=r"384 ids.*takes 300"):
+        command.run(arguments(copied, "--data", tokens))
+
+
+def test_windows_longer_than_the_models_positions_are_refused(model: Path, tokens: Path) -> None:
+    done = run_python("-m", "pipeline.evaluation", model, "--data", tokens, "--sequence-length", 129)
+    assert done.returncode == 2
+    assert "--sequence-length = 129" in done.stderr
+    assert "128, or less" in done.stderr
+
+
+def test_a_path_that_is_not_there_is_refused(model: Path, tokens: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such directory"):
+        command.run(arguments(tmp_path / "nothing", "--data", tokens))
+    with pytest.raises(DataError, match="no such directory"):
+        command.run(arguments(model, "--data", tmp_path / "nothing"))
+
+
+def test_truncated_weights_are_refused(copied: Path, tokens: Path) -> None:
+    weights = copied / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with pytest.raises(DataError, match="truncated"):
+        command.run(arguments(copied, "--data", tokens))
+    weights.write_bytes(b"\xff" * 20)
+    with pytest.raises(DataError, match="header cannot be read"):
+        command.run(arguments(copied, "--data", tokens))
+
+
+def test_a_missing_tensor_is_refused_not_drawn_at_random(copied: Path, tokens: Path) -> None:
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    with pytest.raises(DataError, match=r"missing model\.layers\.2"):
+        command.run(arguments(copied, "--data", tokens))
+
+
+def test_greedy_completion_is_printed_after_the_prompt(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    complete.add_arguments(parser)
+    given = [str(model), "--prompt", "The mill at race 7", "--tokens", "12"]
+    assert complete.run(parser.parse_args(given)) == 0
+    first = capsys.readouterr().out
+    assert first.startswith("The mill at race 7")
+    assert len(first.strip()) > len("The mill at race 7")
+    complete.run(parser.parse_args(given))
+    assert capsys.readouterr().out == first
+
+
+def test_sampling_depends_on_the_seed_alone(model: Path) -> None:
+    first, again, other = (
+        complete.complete(model, "The mill", tokens=24, temperature=1.5, seed=seed) for seed in (1, 1, 2)
+    )
+    assert first == again != other
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--tokens", "0"), ("--temperature", "-1"), ("--prompt", "")])
+def test_nonsense_is_refused_by_name(model: Path, flag: str, value: str) -> None:
+    parser = argparse.ArgumentParser()
+    complete.add_arguments(parser)
+    with pytest.raises(ConfigError, match=flag):
+        complete.run(parser.parse_args([str(model), "--prompt", "The", flag, value]))

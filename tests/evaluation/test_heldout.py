@@ -1,0 +1,78 @@
+"""The held-out loss is the mean over target tokens, whatever the batching, in the three units."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pipeline.data.dataset import TokenDataset
+from pipeline.evaluation.heldout import choose_windows, evaluate
+from tests.evaluation.small import SEQUENCE
+
+
+@pytest.fixture(scope="module")
+def loaded(model: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(model)
+
+
+@pytest.fixture(scope="module")
+def heldout(tokens: Path) -> TokenDataset:
+    return TokenDataset.open(tokens, split="heldout", sequence_length=SEQUENCE)
+
+
+def plain_loss(model: torch.nn.Module, dataset: TokenDataset) -> float:
+    """Token by token, one window at a time, in float64: slow and plain."""
+    total, count = 0.0, 0
+    for window in range(dataset.windows):
+        row = dataset.read([window])[0]
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([row[:-1].tolist()])).logits[0].double()
+        for position, target in enumerate(row[1:]):
+            scores = logits[position]
+            total += math.log(torch.exp(scores).sum().item()) - scores[int(target)].item()
+            count += 1
+    return total / count
+
+
+def test_the_loss_is_that_of_a_plain_computation(loaded: torch.nn.Module, heldout: TokenDataset) -> None:
+    found = evaluate(loaded, heldout, batch_size=8, device="cpu")
+    expected = plain_loss(loaded, heldout)
+    assert found.loss_nats == pytest.approx(expected, rel=1e-5)  # float32 logits against float64
+    assert found.perplexity == pytest.approx(math.exp(expected), rel=1e-4)
+    assert found.bits_per_byte == pytest.approx(expected / math.log(2) * heldout.tokens / heldout.bytes, rel=1e-5)
+    assert found.tokens == heldout.windows * SEQUENCE
+    assert found.tokens_per_second > 0
+
+
+@pytest.mark.parametrize("batch_size", [1, 5, 1000])
+def test_the_batch_size_does_not_change_the_loss(
+    loaded: torch.nn.Module, heldout: TokenDataset, batch_size: int
+) -> None:
+    assert heldout.windows % 5, "the last batch is to be a short one"
+    one = evaluate(loaded, heldout, batch_size=3, device="cpu").loss_nats
+    assert evaluate(loaded, heldout, batch_size=batch_size, device="cpu").loss_nats == pytest.approx(one, rel=1e-6)
+
+
+def test_a_model_in_training_is_evaluated_without_dropout_and_left_in_training(
+    loaded: torch.nn.Module, heldout: TokenDataset
+) -> None:
+    loaded.train()
+    evaluate(loaded, heldout, batch_size=8, device="cpu", max_windows=2)
+    assert loaded.training
+
+
+def test_progress_counts_to_the_end(loaded: torch.nn.Module, heldout: TokenDataset) -> None:
+    seen: list[tuple[int, int]] = []
+    evaluate(loaded, heldout, batch_size=4, device="cpu", max_windows=10, progress=lambda *step: seen.append(step))
+    assert seen == [(4, 10), (8, 10), (10, 10)]
+
+
+def test_fewer_windows_are_spread_evenly() -> None:
+    assert choose_windows(10, 4).tolist() == [0, 2, 5, 7]
+    assert choose_windows(10, None).tolist() == list(range(10))
+    assert np.array_equal(choose_windows(3, 10), [0, 1, 2])
