@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ class Prepared:
         heldout: the held-out split of every source.
         model: on meta.
         values: its parameters' first values.
+        hf_config: its Hugging Face config as plain JSON.
         size: its counts.
         store: the run's checkpoints.
         curve: the fields that decide the curve, and the fingerprints of the data; unchanged on resume.
@@ -45,6 +47,7 @@ class Prepared:
     heldout: list[TokenDataset]
     model: nn.Module
     values: ParameterValues
+    hf_config: dict[str, Any]
     size: ModelSize
     store: CheckpointStore
     curve: dict[str, Any]
@@ -72,9 +75,10 @@ def prepare(run: ResolvedRun) -> Prepared:
     values = first_values(config, model)
     size = measure(model, hf_config, sequence_length=config.data.sequence_length)
     store = CheckpointStore(Path(config.run.dir), keep=config.run.keep_checkpoints)
-    curve = {**curve_fields(run), "model.resolved": described(hf_config), **fingerprints(blend)}
+    plain = described(hf_config)
+    curve = {**curve_fields(run), "model.resolved": plain, **fingerprints(blend)}
     check_run_dir(config, store, curve)
-    return Prepared(run, blend, heldout, model, values, size, store, curve)
+    return Prepared(run, blend, heldout, model, values, plain, size, store, curve)
 
 
 def first_values(config: Config, model: nn.Module) -> ParameterValues:
@@ -107,9 +111,10 @@ def check_tokenizer(field: str, folder: str, tokenizer: dict[str, Any]) -> None:
 
 
 def described(config: PretrainedConfig) -> dict[str, Any]:
-    """A Hugging Face config as plain JSON, without what only says by whom it was written."""
-    fields: dict[str, Any] = config.to_dict()
-    return {k: v for k, v in fields.items() if k not in ("transformers_version", "dtype", "use_cache", "architectures")}
+    """A Hugging Face config as plain JSON, without what does not change the model that is trained."""
+    fields: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    idle = {"transformers_version", "dtype", "use_cache", "architectures", "id2label", "label2id", "_name_or_path"}
+    return {key: value for key, value in fields.items() if key not in idle}
 
 
 def fingerprints(blend: Blend) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -101,7 +102,7 @@ def _save(prepared: Prepared, engine: Engine, step: int) -> Checkpoint:
         "topology": str(run.topology),
         "engine": run.config.engine,
         "curve": prepared.curve,
-        "hf_config": prepared.model.config.to_dict(),  # type: ignore[union-attr, operator]
+        "hf_config": prepared.hf_config,
     }
     config = run.config.model_dump(mode="json")
     parents = prepared.blend.parents
@@ -162,5 +163,7 @@ def _only_one(run_dir: Path) -> Iterator[None]:
 def _quiet_libraries(launch: Launch) -> None:
     """Libraries report on every rank; errors and our own lines are what a user needs."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # torch 2.13 deprecates collectives that DeepSpeed 0.19 calls at every step
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     for name in ("DeepSpeed", "deepspeed", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.WARNING if launch.rank == 0 else logging.ERROR)

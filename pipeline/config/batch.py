@@ -62,7 +62,6 @@ def resolve_batch(config: Config, *, dp: int) -> Batch:
             raise ConfigError("train_batch_size", why=why, remedy='add "train_batch_size": samples per step')
         accumulation = accumulation or 1
         total = micro * accumulation * dp
-    _divides(total, dp, by=f"dp {dp}", unit=dp)
     if micro is None:
         accumulation = accumulation or 1
         _divides(total, dp * accumulation, by=f"dp {dp} x gradient_accumulation_steps {accumulation}", unit=dp)

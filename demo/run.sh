@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# The whole way, from raw text to a small quantized model, with the commands a user would type. Run it through
+# `make demo`, which sets up the environment. Everything it writes is under out/demo; a second run goes on where the
+# first one stopped.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+
+step() { printf '\n\033[1m== %s\033[0m\n' "$1"; shift; printf '$ %s\n' "$*"; "$@"; }
+once() { [ -e "$1" ] && echo "(done before: $1)" && return; shift; "$@"; }  # once MADE COMMAND: unless MADE is there
+
+# Without a GPU: one process per core, one thread each. With GPUs deepspeed starts one process on each by itself.
+processes=()
+if ! python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+  export OMP_NUM_THREADS=1
+  processes=(--num_accelerators 2)
+fi
+stdlib=$(python -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')
+o=out/demo
+
+[ -e $o/corpus/docstrings.jsonl.zst ] || step "Gather text that is on every machine" python demo/gather_corpus.py $o/corpus
+step "Tokenise and shard it" python -m data_prep --config demo/corpus.json --set "sources.0.path=$stdlib"
+step "What would be trained?" python -m pipeline check --config demo/teacher.json
+step "Train a teacher" deepspeed "${processes[@]}" pipeline/train.py --config demo/teacher.json
+once $o/models/teacher step "Export it for Hugging Face" python -m pipeline export $o/runs/teacher $o/models/teacher
+step "Distil it into half its layers" deepspeed "${processes[@]}" pipeline/distill.py --config demo/student.json
+once $o/models/student step "Export the student" python -m pipeline export $o/runs/student $o/models/student
+once $o/models/student-int8 step "Quantize to 8 bits" python pipeline/quantize.py --config demo/int8.json
+once $o/models/student-int4 step "Quantize to 4 bits" python pipeline/quantize.py --config demo/int4.json
+step "Compare them all" python -m pipeline report $o/report.html \
+  --run teacher=$o/runs/teacher --run student=$o/runs/student \
+  --model teacher=$o/models/teacher --model student=$o/models/student \
+  --model int8=$o/models/student-int8 --model int4=$o/models/student-int4 \
+  --data $o/tokens --sequence-length 256 --max-tokens 40000 --prompt 'def read_file(path):' --tokens 48
+echo
+echo "Open $o/report.html. Next: deepspeed ${processes[*]} pipeline/train.py --config ds_configs/zero3.json"

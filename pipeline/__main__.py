@@ -1,0 +1,39 @@
+"""`python -m pipeline COMMAND`: everything that is not a long job. `--help` lists the commands."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from importlib import import_module
+
+from headrace.cli import guarded
+
+COMMANDS = {
+    "check": ("pipeline.check", "print the resolved run of a config, or the one thing that is wrong with it"),
+    "export": ("pipeline.checkpoint.command", "write a run's model as a Hugging Face folder"),
+    "eval": ("pipeline.evaluation.command", "held-out loss, perplexity and bits per byte of a model"),
+    "complete": ("pipeline.evaluation.complete", "let a model go on from a prompt"),
+    "report": ("pipeline.report.command", "a self-contained HTML page of runs and models"),
+}
+
+
+def main() -> int:
+    """Parses the command line and runs the command; only the chosen command's module is imported."""
+    parser = argparse.ArgumentParser(prog="python -m pipeline", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    chosen = next((word for word in sys.argv[1:] if word in COMMANDS), None)
+    run: Callable[[argparse.Namespace], int] | None = None
+    for name, (module_name, text) in COMMANDS.items():
+        sub = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        if name == chosen:
+            module = import_module(module_name)
+            module.add_arguments(sub)
+            run = module.run
+    arguments = parser.parse_args()
+    assert run is not None
+    return run(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))

@@ -1,0 +1,75 @@
+"""`python -m pipeline check --config F`: the resolved run, or the one thing that is wrong with it.
+
+The rules answer first and need no torch; what only the data and the model can tell follows.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from headrace.cli import add_config_arguments
+from pipeline.config.load import load_config
+from pipeline.config.rules import ResolvedRun, resolve
+from pipeline.launch import detect
+
+if TYPE_CHECKING:
+    from pipeline.prepare import Prepared
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `python -m pipeline check`."""
+    add_config_arguments(parser)
+    parser.add_argument("--processes", type=int, metavar="N", help="number of processes (default: as started, or 1)")
+    parser.add_argument(
+        "--rules-only", action="store_true", help="only the config itself: no data, no model, answers at once"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the resolved run."""
+    config = load_config(arguments.config, arguments.overrides)
+    resolved = resolve(config, world_size=arguments.processes or detect().world_size)
+    if arguments.rules_only:
+        _print_rules(resolved)
+        return 0
+    from pipeline.prepare import prepare  # noqa: PLC0415  imports torch, which takes seconds
+
+    prepared = prepare(resolved)
+    _print_rules(resolved)
+    _print_prepared(prepared)
+    return 0
+
+
+def _print_rules(run: ResolvedRun) -> None:
+    config, batch = run.config, run.batch
+    sharding = f", ZeRO-{config.zero_optimization.stage}" if config.engine == "deepspeed" else ""
+    _line("engine", config.engine + sharding)
+    _line("processes", f"{run.topology.world_size} ({run.topology})")
+    _line("precision", "bf16, fp32 master weights" if config.bf16.enabled else "fp32")
+    _line("batch", str(batch))
+    _line("steps", f"{run.steps:,} = {run.steps * batch.samples:,} samples = {run.steps * batch.tokens:,} tokens")
+    rates = ", ".join(f"{run.schedule.lr(step):.2e} at step {step:,}" for step in _marks(run))
+    _line("learning rate", f"{run.schedule.kind}: {rates}")
+    _line("run directory", config.run.dir)
+
+
+def _print_prepared(prepared: Prepared) -> None:
+    run, size = prepared.run, prepared.size
+    epochs = prepared.blend.order.epochs(run.steps * run.batch.samples)
+    _line("model", f"{prepared.hf_config['model_type']}, {size.parameters:,} parameters ({size.embedding:,} embedding)")
+    _line("compute", f"{size.flops_per_token / 1e6:,.1f} MFLOP per token, forward and backward")
+    for source, seen in zip(prepared.blend.sources, epochs, strict=True):
+        _line("data", f"{source.path}: {source.tokens:,} tokens, {source.windows:,} samples, {seen:.2f} epochs")
+    for source in prepared.heldout:
+        _line("held-out", f"{source.path}: {source.tokens:,} tokens, {source.windows:,} samples")
+    newest = prepared.store.all()[:1]
+    _line("would", f"resume after step {newest[0].step}" if newest else "start fresh")
+
+
+def _marks(run: ResolvedRun) -> list[int]:
+    return sorted({1, max(1, min(run.schedule.warmup, run.steps)), max(1, run.steps // 2), run.steps})
+
+
+def _line(label: str, text: str) -> None:
+    print(f"{label:>14}  {text}")

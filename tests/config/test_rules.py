@@ -1,0 +1,134 @@
+"""Law 7: a config is right, or it is refused before anything starts, with field, value, why and what works."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.errors import ConfigError
+from pipeline.config.load import load_config
+from pipeline.config.rules import ResolvedRun, curve_fields, resolve
+from tests.conftest import ROOT, tiny_config, write_config
+
+
+def resolved(tmp_path: Path, *sets: str, world_size: int = 1) -> ResolvedRun:
+    path = write_config(tmp_path / "c.json", tiny_config(tmp_path / "tokens", tmp_path / "run"))
+    return resolve(load_config(path, sets), world_size=world_size)
+
+
+REFUSALS = [
+    ("zero_optimisation.stage=2", "did you mean 'zero_optimization'"),
+    ("gradient_cliping=1.0", "did you mean 'gradient_clipping'"),
+    ("zero_optimization.stage=4", "zero_optimization.stage"),
+    ("zero_optimization.stage=0", "use 1"),
+    ("zero_optimization.offload_optimizer.device=cpu", "does not run it"),
+    ("tensor_parallel.autotp_size=2", "does not run it"),
+    ("tensorboard.enabled=true", "metrics.jsonl"),
+    ("fp16.enabled=true", "bf16"),
+    ("optimizer.type=Lion", "AdamW"),
+    ("optimizer.params.betas=[0.9, 1.0]", "a beta must lie in [0, 1)"),
+    ("optimizer.params.lr=-1", "optimizer.params.lr"),
+    ("train_batch_size=9", "8 or 10"),
+    ("run.tokens=1000", "exactly one of the two"),
+    ("run.steps=0", "run.steps"),
+    ("model.path=somewhere", "exactly one of the two"),
+    ("model.config.num_attention_heads=5", "use 4, or set head_dim"),
+    ("model.config.num_key_value_heads=3", "use 2"),
+    ("model.config.num_hidden_layers=-1", "not a whole number above 0"),
+    ("model.config.max_position_embeddings=16", "use at most 16"),
+    ("model.config.model_type=null", "architecture"),
+    ("data.sources=[]", "data.sources"),
+    ("data.sources.0.wieght=2", "did you mean 'weight'"),
+    ("data_types.grad_accum_dtype=bf16", "remove it, or enable bf16"),
+    ("distill.alpha=1.5", "distill"),
+]
+
+
+@pytest.mark.parametrize(("override", "words"), REFUSALS)
+def test_what_cannot_run_is_refused_with_what_would(tmp_path: Path, override: str, words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        resolved(tmp_path, override)
+    text = str(refused.value)
+    assert words in text
+    assert "why: " in text
+    assert "try: " in text
+
+
+def test_the_reference_engine_refuses_several_processes(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="2 were started"):
+        resolved(tmp_path, "engine=torch", world_size=2)
+
+
+def test_auto_values_of_a_trainer_config_are_derived(tmp_path: Path) -> None:
+    run = resolved(tmp_path, "train_micro_batch_size_per_gpu=auto", "gradient_clipping=auto", "fp16.enabled=false")
+    assert (run.batch.micro, run.config.gradient_clipping) == (8, 0.0)
+
+
+def test_tokens_become_whole_steps_rounded_up(tmp_path: Path) -> None:
+    run = resolved(tmp_path, "run.steps=null", "run.tokens=10000")
+    assert run.steps == 40  # 10,000 / (8 samples x 32 tokens) = 39.06
+
+
+def test_the_curve_does_not_depend_on_layout_and_does_on_what_shapes_it(tmp_path: Path) -> None:
+    base = curve_fields(resolved(tmp_path))
+    same = ["train_micro_batch_size_per_gpu=1", "zero_optimization.stage=1", "engine=torch", "run.checkpoint_every=2"]
+    for override in same:
+        assert curve_fields(resolved(tmp_path, override)) == base, override
+    for override in ("run.seed=8", "optimizer.params.lr=1e-4", "data.sequence_length=16", "run.steps=21"):
+        assert curve_fields(resolved(tmp_path, override)) != base, override
+
+
+def check(*arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    started = time.monotonic()
+    command = [sys.executable, "-m", "pipeline", "check", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done, time.monotonic() - started
+
+
+def test_a_misspelt_key_is_answered_without_torch_and_with_exit_code_2(tmp_path: Path) -> None:
+    path = write_config(tmp_path / "c.json", tiny_config(tmp_path / "tokens", tmp_path / "run", trian_batch_size=8))
+    done, _ = check("--config", str(path))
+    assert done.returncode == 2
+    assert "did you mean 'train_batch_size'" in done.stderr
+    assert "Traceback" not in done.stderr
+    probe = "import sys, pipeline.check, pipeline.arguments; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
+
+
+def test_every_shipped_config_passes_the_rules() -> None:
+    shipped = sorted((ROOT / "ds_configs").glob("*.json"))
+    assert len(shipped) >= 4
+    for path in shipped:
+        for world_size in (1, 2, 8):
+            run = resolve(load_config(path), world_size=world_size)
+            assert run.steps > 0, path
+
+
+def test_check_prints_the_resolved_run(tokens: Path, tmp_path: Path) -> None:
+    path = write_config(tmp_path / "c.json", tiny_config(tokens, tmp_path / "run"))
+    done, _ = check("--config", str(path), "--processes", "2")
+    assert done.returncode == 0, done.stderr
+    for words in ("8 samples per step = 2 per micro-batch x 2 accumulated x dp 2", "256 tokens per step", "epochs"):
+        assert words in done.stdout
+    count = parameters_of(tiny_config(tokens, tmp_path)["model"]["config"], vocabulary=512)
+    assert f"{count:,} parameters" in done.stdout
+    assert not (tmp_path / "run").exists()
+
+
+def parameters_of(c: dict[str, Any], *, vocabulary: int) -> int:
+    """Llama's parameters by hand: two embeddings, per layer attention, MLP and two norms, one last norm."""
+    d, f, heads, kv = c["hidden_size"], c["intermediate_size"], c["num_attention_heads"], c["num_key_value_heads"]
+    layer = 2 * d * d + 2 * d * (d // heads * kv) + 3 * d * f + 2 * d
+    return 2 * vocabulary * d + c["num_hidden_layers"] * layer + d
+
+
+def test_configs_are_plain_json_that_deepspeed_users_know() -> None:
+    raw = json.loads((ROOT / "ds_configs/zero3.json").read_text())
+    assert raw["zero_optimization"]["stage"] == 3
+    assert {"train_batch_size", "optimizer", "scheduler", "gradient_clipping"} <= set(raw)

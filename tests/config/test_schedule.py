@@ -1,0 +1,74 @@
+"""Learning rates: DeepSpeed's schedulers step for step, and WSD by its formula."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.errors import ConfigError
+from headrace.section import parse
+from pipeline.config.schedule import Schedule, make_schedule
+from pipeline.config.schema import Config
+
+MINIMAL = {
+    "model": {"config": {"model_type": "llama"}},
+    "data": {"sources": [{"path": "t"}], "sequence_length": 16},
+    "run": {"dir": "r", "steps": 40},
+    "optimizer": {"params": {"lr": 0.02}},
+}
+
+
+def schedule(kind: str, **params: Any) -> Schedule:
+    return make_schedule(parse(Config, {**MINIMAL, "scheduler": {"type": kind, "params": params}}), steps=40)
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("WarmupLR", {"warmup_num_steps": 10}),
+    ("WarmupLR", {"warmup_num_steps": 1, "warmup_type": "linear", "warmup_min_lr": 0.001}),
+    ("WarmupDecayLR", {"warmup_num_steps": 7, "warmup_type": "linear"}),
+    ("WarmupDecayLR", {"warmup_num_steps": 7, "warmup_min_lr": 0.002, "total_num_steps": 30}),
+    ("WarmupCosineLR", {"warmup_num_steps": 5}),
+    ("WarmupCosineLR", {"warmup_num_steps": 5, "warmup_type": "linear", "warmup_min_ratio": 0.1, "cos_min_ratio": 0.2}),
+]
+
+
+@pytest.mark.parametrize(("kind", "params"), CASES)
+def test_deepspeeds_schedulers_are_followed_step_for_step(kind: str, params: dict[str, Any]) -> None:
+    from deepspeed.runtime import lr_schedules  # noqa: PLC0415  imports for seconds
+
+    ours = schedule(kind, **params)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.02)
+    theirs_params = {"total_num_steps": 40, **params} if kind != "WarmupLR" else params
+    if kind == "WarmupDecayLR":
+        theirs_params = {"warmup_max_lr": 0.02, **theirs_params}  # its default is 0.001, whatever the optimizer says
+    theirs = getattr(lr_schedules, kind)(optimizer, **theirs_params)
+    for step in range(1, 41):
+        # the engine updates with the rate that is set, then steps the scheduler
+        assert ours.lr(step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12, abs=1e-15), step
+        theirs.step()
+
+
+def test_wsd_warms_up_stays_and_decays_to_its_floor() -> None:
+    wsd = schedule("WSD", warmup_num_steps=4, decay_num_steps=10, min_ratio=0.1)
+    assert [wsd.lr(step) for step in (1, 2, 4, 5, 30)] == pytest.approx([0.005, 0.01, 0.02, 0.02, 0.02])
+    assert wsd.lr(35) == pytest.approx(0.02 * (0.1 + 0.9 * 0.5))
+    assert wsd.lr(40) == pytest.approx(0.002)
+
+
+def test_without_a_scheduler_the_rate_is_constant() -> None:
+    constant = make_schedule(parse(Config, MINIMAL), steps=40)
+    assert {constant.lr(step) for step in (1, 17, 40)} == {0.02}
+
+
+def test_a_parameter_of_another_scheduler_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cos_min_ratio = 0\.1\n.*WSD has no such parameter"):
+        schedule("WSD", cos_min_ratio=0.1)
+
+
+def test_a_warmup_longer_than_the_run_is_refused() -> None:
+    with pytest.raises(ConfigError, match="longer than the whole schedule of 40 steps"):
+        schedule("WarmupCosineLR", warmup_num_steps=41)
+    with pytest.raises(ConfigError, match="more than the run's 40 steps"):
+        schedule("WSD", warmup_num_steps=35, decay_num_steps=10)

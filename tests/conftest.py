@@ -1,0 +1,111 @@
+"""A real tokens directory and a tiny training config, for every test that trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.pop("WANDB_API_KEY", None)
+
+
+@pytest.fixture(scope="session")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tokens of the standard library's json and email packages, by a byte-level BPE of 512 ids."""
+    work = tmp_path_factory.mktemp("tokens")
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    return make_tokens(work, [stdlib / "json", stdlib / "email"])
+
+
+def make_tokens(work: Path, folders: list[Path], **fields: Any) -> Path:
+    """Runs data prep over folders of source text; keyword arguments replace fields of its config."""
+    config = {
+        "output": str(work / "tokens"),
+        "sources": [{"type": "text", "path": str(folder)} for folder in folders],
+        "tokenizer": {"train": "bpe", "vocab_size": 512},
+        "heldout_fraction": 0.15,
+        "seed": 3,
+        **fields,
+    }
+    path = work / "corpus.json"
+    path.write_text(json.dumps(config))
+    subprocess.run([sys.executable, "-m", "data_prep", "--config", str(path)], check=True, capture_output=True)
+    return work / "tokens"
+
+
+def tiny_config(tokens: Path, run_dir: Path, **fields: Any) -> dict[str, Any]:
+    """A run of a 100k-parameter llama in fp32 that takes seconds; keyword arguments replace top-level keys."""
+    return {
+        "model": {
+            "config": {
+                "model_type": "llama",
+                "hidden_size": 48,
+                "intermediate_size": 96,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+            }
+        },
+        "data": {"sources": [{"path": str(tokens)}], "sequence_length": 32},
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "scheduler": {"type": "WSD", "params": {"warmup_num_steps": 3, "decay_num_steps": 5}},
+        "gradient_clipping": 1.0,
+        "run": {"dir": str(run_dir), "steps": 20, "seed": 7, "checkpoint_every": 5},
+        "evaluation": {"samples": 16},
+        **fields,
+    }
+
+
+def write_config(path: Path, config: dict[str, Any]) -> Path:
+    """Writes a config file and returns its path."""
+    path.write_text(json.dumps(config))
+    return path
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    """Step -> loss, from a run's journal."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows if row["kind"] == "step"}
+
+
+def launch(script: str, config: Path, *sets: str, processes: int = 1, timeout: float = 300) -> str:
+    """Runs an entry point to its end under torchrun (or plainly, for one process) and returns what it said.
+
+    Raises AssertionError with its output when it fails.
+    """
+    done = start(script, config, *sets, processes=processes, timeout=timeout)
+    assert done.returncode == 0, done.stdout[-4000:]
+    return done.stdout
+
+
+def start(
+    script: str, config: Path, *sets: str, processes: int = 1, timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """As `launch`, without looking at the exit code; stdout and stderr come as one text."""
+    command = command_line(script, config, *sets, processes=processes)
+    output = subprocess.PIPE
+    return subprocess.run(
+        command, stdout=output, stderr=subprocess.STDOUT, text=True, timeout=timeout, check=False, cwd=config.parent
+    )
+
+
+def command_line(script: str, config: Path, *sets: str, processes: int) -> list[str]:
+    """The command that starts an entry point on so many processes of this machine."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    starter = torchrun if processes > 1 else [sys.executable]
+    overrides = [word for text in sets for word in ("--set", text)]
+    return [*starter, str(ROOT / "pipeline" / script), "--config", str(config), *overrides]
