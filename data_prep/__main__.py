@@ -1,0 +1,189 @@
+"""`python -m data_prep --config corpus.json`: a corpus in, a tokens directory out, whole or not at all."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace.cli import add_config_arguments, guarded
+from headrace.errors import ConfigError, DataError
+
+if TYPE_CHECKING:  # the stages import numpy and pyarrow: --help does not wait for them
+    from data_prep.config import CorpusConfig
+    from data_prep.progress import Display
+    from data_prep.stages import Plan
+    from headrace.directory import Manifest
+
+_EPILOG = """\
+With no command, all stages run here, in worker processes; a run that was stopped in any way resumes where it was.
+
+commands for batch schedulers, which do the same in pieces:
+  prepare --config F                check the input, plan the map tasks, make the tokenizer
+  map     --config F --task I --of N    run every map task t with t % N == I (an array job of N)
+  reduce  --config F                merge the map outputs into shards and commit the output
+and
+  verify  DIR                       read a tokens directory again and compare all checksums
+
+exit codes: 0 done, 2 refused (the message says why and what to do), 130 interrupted
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parses the command line and runs the command; returns the exit code."""
+    given = sys.argv[1:] if arguments is None else arguments
+    args = _parser(given[:1]).parse_args(given)
+    return guarded(lambda: args.run(args))
+
+
+def _parser(first: list[str]) -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    if first and first[0] in _COMMANDS:
+        parser = argparse.ArgumentParser(prog="python -m data_prep", formatter_class=raw)
+        subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+        for name, (run, words) in _COMMANDS.items():
+            sub = subparsers.add_parser(name, help=words, description=words)
+            _arguments(sub, name)
+            sub.set_defaults(run=run)
+        return parser
+    words = "Turns a corpus into a tokens directory: reads, splits, tokenises, shards, checksums."
+    parser = argparse.ArgumentParser(prog="python -m data_prep", description=words, epilog=_EPILOG, formatter_class=raw)
+    _arguments(parser, "all")
+    parser.set_defaults(run=_all)
+    return parser
+
+
+def _arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    if name == "verify":
+        parser.add_argument("directory", metavar="DIR", type=Path, help="a tokens directory")
+        return
+    add_config_arguments(parser)
+    if name == "map":
+        parser.add_argument("--task", type=int, required=True, metavar="I", help="which share to run, from 0 to N - 1")
+        parser.add_argument("--of", type=int, required=True, metavar="N", help="how many shares there are")
+    if name != "prepare":
+        default = "1" if name == "map" else "the cores this process may use"
+        parser.add_argument("--workers", type=int, metavar="N", help=f"worker processes (default: {default})")
+
+
+def _all(args: argparse.Namespace) -> None:
+    from data_prep import stages  # noqa: PLC0415
+
+    inspected = stages.inspect(_config(args))
+    workers = _workers(args, None)
+    if stages.already_there(inspected):
+        return _say_there(inspected.job.output)
+    with stages.opened(inspected) as plan:
+        _say_plan(plan)
+        display = stages.run_maps(inspected.job.map_tasks(plan), workers=workers)
+        tokenizer = inspected.identity["tokenizer"]
+        manifest = stages.reduce(inspected.job, plan, workers=workers, tokenizer=tokenizer)
+    _say_summary(inspected.job.output, manifest)
+    return _say_rate(display)
+
+
+def _prepare(args: argparse.Namespace) -> None:
+    from data_prep import stages  # noqa: PLC0415
+
+    inspected = stages.inspect(_config(args))
+    if stages.already_there(inspected):
+        return _say_there(inspected.job.output)
+    with stages.opened(inspected) as plan:
+        return _say_plan(plan)
+
+
+def _map(args: argparse.Namespace) -> None:
+    from data_prep import stages  # noqa: PLC0415
+
+    if not 0 <= args.task < args.of:
+        remedy = f"--task from 0 to {args.of - 1}" if args.of > 0 else "--of 1 or more"
+        raise ConfigError("--task", args.task, why=f"there are {args.of} shares, counted from 0", remedy=remedy)
+    config = _config(args)
+    if _is_there(config):
+        return _say_there(Path(config.output))
+    count, display = stages.map_share(config, task=args.task, of=args.of, workers=_workers(args, 1))
+    print(f"share {args.task} of {args.of}: {count} map tasks finished")
+    return _say_rate(display)
+
+
+def _reduce(args: argparse.Namespace) -> None:
+    from data_prep import stages  # noqa: PLC0415
+
+    config = _config(args)
+    if _is_there(config):
+        return _say_there(Path(config.output))
+    return _say_summary(Path(config.output), stages.reduce_prepared(config, workers=_workers(args, None)))
+
+
+def _verify(args: argparse.Namespace) -> None:
+    from headrace.directory import read_manifest, verify  # noqa: PLC0415
+
+    manifest = read_manifest(args.directory, kind="tokens")
+    bad = [name for name, good in verify(args.directory, manifest) if not good]
+    if bad:
+        listed = "".join(f"\n  {args.directory / name}" for name in bad)
+        why = f"{len(bad)} of {len(manifest.files)} files are missing or not what the manifest says"
+        raise DataError(f"{why}:{listed}\n  try: make the directory again")
+    print(f"{args.directory}: all {len(manifest.files)} files have their checksums")
+
+
+_COMMANDS = {
+    "prepare": (_prepare, "check the input, plan the map tasks, make the tokenizer"),
+    "map": (_map, "run one share of the map tasks"),
+    "reduce": (_reduce, "merge the map outputs into shards and commit the output"),
+    "verify": (_verify, "compare all checksums of a tokens directory"),
+}
+
+
+def _config(args: argparse.Namespace) -> CorpusConfig:
+    from data_prep.config import load  # noqa: PLC0415
+
+    return load(args.config, args.overrides)
+
+
+def _is_there(config: CorpusConfig) -> bool:
+    """For stages that do not look at the inputs otherwise, as when a scheduler runs a finished one again."""
+    from data_prep import stages  # noqa: PLC0415
+
+    return Path(config.output).exists() and stages.already_there(stages.inspect(config))
+
+
+def _workers(args: argparse.Namespace, default: int | None) -> int:
+    from data_prep.local import default_workers  # noqa: PLC0415
+
+    workers: int = args.workers if args.workers is not None else default or default_workers()
+    if workers < 1:
+        raise ConfigError("--workers", workers, why="work needs a worker", remedy="1 or more")
+    return workers
+
+
+def _say_plan(plan: Plan) -> None:
+    files = {(unit.source, unit.file) for task in plan for unit in task}
+    size = sum(unit.end - unit.start for task in plan for unit in task)
+    print(f"{len(files):,} files, {size / 1e6:,.1f} MB as stored, {len(plan):,} map tasks", flush=True)
+
+
+def _say_there(output: Path) -> None:
+    print(f"{output} is there already, made with this config from files of these names and sizes; nothing to do")
+    print(f"(their contents were not read again; python -m data_prep verify {output} reads the output's)")
+
+
+def _say_summary(output: Path, manifest: Manifest) -> None:
+    for split, entry in manifest.details["splits"].items():
+        ratio = entry["bytes"] / entry["tokens"]
+        counts = f"{entry['documents']:,} documents, {entry['tokens']:,} tokens, {ratio:.3f} bytes/token"
+        print(f"{split:>8}: {counts}, {len(entry['shards'])} shards")
+    skipped = manifest.details["skipped"]
+    print(f" skipped: {', '.join(f'{n:,} {reason}' for reason, n in skipped.items()) or 'nothing'}")
+    print(f"  output: {output}, fingerprint {manifest.fingerprint[:16]}")
+
+
+def _say_rate(display: Display) -> None:
+    if display.counts.documents:
+        text = f"{display.counts.text_bytes / 1e6:,.2f} MB of text in {display.seconds():.1f} s"
+        print(f"     map: {text}, {display.mb_per_s():.2f} MB/s (this run's share, start of the workers included)")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""The end of a job: everything that lies beside the shards, and the rename that makes the output."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from data_prep.config import TOKENIZER_PARENT, differing
+from data_prep.job import Job
+from data_prep.limits import BadCount
+from data_prep.readers.records import Bad
+from data_prep.survey import raise_empty
+from data_prep.tasks.map import BAD_RECORDS, read_marker
+from data_prep.tasks.tokenizer import folder_of, read_description
+from data_prep.tokenfile import SPLITS
+from headrace.directory import Manifest, commit, read_manifest
+from headrace.errors import DataError
+
+SKIPPED, SOURCES = "skipped.jsonl", "sources.jsonl"
+
+
+def checked_markers(job: Job, *, tasks: int) -> list[dict[str, Any]]:
+    """What the map tasks said, in order.
+
+    Raises:
+        DataError: some have not finished, too much was unreadable, or a split is empty.
+    """
+    found = [read_marker(job.map_directory(i)) for i in range(tasks)]
+    missing = [i for i, done in enumerate(found) if done is None]
+    if missing:
+        few = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
+        raise DataError(
+            f"{len(missing)} of {tasks} map tasks have not finished: {few}\n  try: run them, then reduce again"
+        )
+    markers = [done for done in found if done is not None]
+    BadCount(job.config).add_all(_bad_records(job, tasks))
+    raise_empty({split: sum(m["splits"][split]["documents"] for m in markers) for split in SPLITS}, job.config)
+    return markers
+
+
+def finish(
+    job: Job, *, markers: list[dict[str, Any]], shards: dict[str, list[dict[str, Any]]], tokenizer: str | None
+) -> Manifest:
+    """Completes `out/` and commits it as the output; then the job directory goes.
+
+    Args:
+        markers: of the map tasks, in order. shards: results of the reduce tasks by split, in order.
+        tokenizer: fingerprint of the given tokenizer's files.
+    """
+    known = {f"{s}/{e['name']}{suffix}": sha for s in SPLITS for e in shards[s] for suffix, sha in e["sha256"].items()}
+    files = _write_sources(job.out / SOURCES, markers)
+    _write_skipped(job, len(markers))
+    _copy_tokenizer(folder_of(job.tokenizer), job.out / "tokenizer")
+    _remove_others(job.out, set(known))
+    skipped: Counter[str] = sum((Counter(m["skipped"]) for m in markers), Counter())
+    details = {
+        "tokenizer": read_description(job.tokenizer),
+        "splits": {split: _split_entry(shards[split]) for split in SPLITS},
+        "skipped": dict(sorted(skipped.items())),
+    }
+    identity, parents = job.config.identity(), _parents(job, files, tokenizer)
+    manifest = commit(
+        job.out, job.output, kind="tokens", config=identity, parents=parents, details=details, known_sha256=known
+    )
+    shutil.rmtree(job.root)
+    return manifest
+
+
+def is_finished(job: Job, identity: dict[str, Any]) -> bool:
+    """Whether the output is there, made with this config from files of these names and sizes.
+
+    Raises:
+        DataError: there is something of another making under the output's name.
+    """
+    if not job.output.exists():
+        return False
+    manifest = read_manifest(job.output, kind="tokens")
+    inputs = _listing(job.output / SOURCES, {s.label for s in job.config.sources if s.builder})
+    tokenizer = manifest.parents.get(TOKENIZER_PARENT, {}).get("fingerprint")
+    found = [] if inputs == identity["inputs"] else ["inputs"]
+    found += [] if tokenizer == identity["tokenizer"] else ["tokenizer"]
+    found += differing(identity["config"], manifest.config)
+    if found:
+        raise DataError(
+            f"{job.output} exists, and was made differently: {', '.join(found)}\n  try: remove it, or another output"
+        )
+    return True
+
+
+def _listing(path: Path, builders: set[str]) -> str:
+    """`listing_fingerprint` of the sources that an output was made from, without those of builders."""
+    digest = hashlib.sha256()
+    with path.open() as lines:
+        for line in map(json.loads, lines):
+            if line["source"] not in builders:
+                digest.update(json.dumps([line["source"], line["file"], line["bytes"]]).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _bad_records(job: Job, tasks: int) -> Iterator[Bad]:
+    for i in range(tasks):
+        with (job.map_directory(i) / BAD_RECORDS).open() as lines:
+            yield from (Bad(**json.loads(line)) for line in lines)
+
+
+def _write_skipped(job: Job, tasks: int) -> None:
+    with (job.out / SKIPPED).open("wb") as out:
+        for i in range(tasks):
+            out.write((job.map_directory(i) / BAD_RECORDS).read_bytes())
+
+
+def _write_sources(path: Path, markers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One line per input file: source, file, bytes, sha256. A file read in parts has the SHA-256 of its parts' sums."""
+    files: list[dict[str, Any]] = []
+    with path.open("w", encoding="ascii") as out:
+        sums: list[str] = []
+        for source, file, size, part, parts, sha256 in (entry for marker in markers for entry in marker["files"]):
+            sums.append(sha256)
+            if part == parts - 1:
+                whole = sha256 if parts == 1 else hashlib.sha256("".join(sums).encode()).hexdigest()
+                files.append({"source": source, "file": file, "bytes": size, "parts": parts, "sha256": whole})
+                out.write(json.dumps(files[-1]) + "\n")
+                sums = []
+    return files
+
+
+def _parents(job: Job, files: list[dict[str, Any]], tokenizer: str | None) -> dict[str, Any]:
+    """By source: where it lay, and one hash over its files' names, sizes and sums."""
+    parents: dict[str, Any] = {}
+    for source in job.config.sources:
+        own = [f for f in files if f["source"] == source.label]
+        digest = hashlib.sha256("".join(json.dumps([f["file"], f["bytes"], f["sha256"]]) + "\n" for f in own).encode())
+        parents[source.label] = {
+            "path": source.path if source.builder is None else source.builder,
+            "fingerprint": digest.hexdigest(),
+            "files": len(own),
+            "bytes": sum(f["bytes"] for f in own),
+        }
+    if tokenizer is not None:
+        parents[TOKENIZER_PARENT] = {"path": job.config.tokenizer.path, "fingerprint": tokenizer}
+    return parents
+
+
+def _split_entry(shards: list[dict[str, Any]]) -> dict[str, Any]:
+    entries = [{key: value for key, value in shard.items() if key != "sha256"} for shard in shards]
+    return {key: sum(e[key] for e in entries) for key in ("documents", "tokens", "bytes")} | {"shards": entries}
+
+
+def _copy_tokenizer(folder: Path, target: Path) -> None:
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(folder, target, copy_function=shutil.copyfile)
+
+
+def _remove_others(out: Path, shards: set[str]) -> None:
+    """A commit that was killed may have left a half-written manifest."""
+    for path in out.rglob("*"):
+        name = path.relative_to(out).as_posix()
+        if path.is_file() and name not in shards | {SKIPPED, SOURCES} and not name.startswith("tokenizer/"):
+            path.unlink()

@@ -1,0 +1,153 @@
+"""From a source in the config to the list of files it names, with sizes, in an order that every machine agrees on."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from data_prep.config import Source, SourceType
+from data_prep.readers import hf
+from headrace.errors import ConfigError, DataError
+
+_JSONL = ("*.jsonl", "*.ndjson", "*.jsonl.gz", "*.ndjson.gz", "*.jsonl.zst", "*.ndjson.zst", "*.json.gz", "*.json.zst")
+_TEXT_SUFFIXES = """
+    txt md markdown rst adoc org tex html htm css
+    py pyi pyx ipy c h cc cpp cxx hpp hh cu cuh rs go java kt scala swift m cs fs js mjs ts jsx tsx php rb pl pm lua
+    r jl sh bash zsh fish ps1 sql hs ml mli ex exs erl clj el lisp scm zig nim dart v vhd cmake mk proto toml ini cfg
+    yaml yml
+""".split()  # noqa: SIM905 - a list of words, not of lines
+_TEXT = (*(f"*.{suffix}" for suffix in _TEXT_SUFFIXES), "README*", "LICENSE*", "Makefile", "Dockerfile")
+_DEFAULTS: dict[SourceType, tuple[str, ...]] = {"text": _TEXT, "jsonl": _JSONL, "parquet": ("*.parquet",)}
+_SKIPPED_DIRECTORIES = {"__pycache__", "node_modules"}
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """One file of a source. name: stable within the source; path: where it lies now; bytes: its size as stored."""
+
+    name: str
+    path: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class ResolvedSource:
+    """A source with its type and its files, sorted by name."""
+
+    label: str
+    type: SourceType
+    files: list[InputFile]
+
+    @property
+    def bytes(self) -> int:
+        """Size of all files as stored."""
+        return sum(file.bytes for file in self.files)
+
+
+def resolve(source: Source, *, at: str, without: Iterable[Path] = ()) -> ResolvedSource:
+    """Lists the files of a source.
+
+    Args:
+        source: a source with paths.
+        at: its place in the config, for messages.
+        without: directories that are not descended into: the output lies in one of them.
+
+    Raises:
+        ConfigError: a path that names nothing, or files whose type cannot be told.
+    """
+    hidden = {str(Path(os.path.abspath(p))) for p in without}  # noqa: PTH100 - must not follow links
+    found: dict[str, InputFile] = {}
+    kinds: set[SourceType] = set()
+    for path in source.paths:
+        kind, pairs = _expand(path, source, at, hidden)
+        kinds.add(kind)
+        many = len(source.paths) > 1
+        for name, file in pairs:
+            found.setdefault(file, InputFile(f"{path}/{name}" if many else name, file, Path(file).stat().st_size))
+    if len(kinds) > 1:
+        raise _cannot_tell(at, ", ".join(sorted(kinds)))
+    return ResolvedSource(source.label, kinds.pop(), sorted(found.values(), key=lambda f: f.name))
+
+
+def listing_fingerprint(sources: Iterable[ResolvedSource]) -> str:
+    """SHA-256 of all names and sizes: changes when a file is added, removed, renamed or resized."""
+    digest = hashlib.sha256()
+    for source in sources:
+        for file in source.files:
+            digest.update(json.dumps([source.label, file.name, file.bytes]).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _expand(path: str, source: Source, at: str, hidden: set[str]) -> tuple[SourceType, list[tuple[str, str]]]:
+    """The type of one path, and (name, file) of all it names."""
+    if Path(path).is_dir():
+        if source.type == "datasets" or (source.type is None and hf.is_saved(path)):
+            return "datasets", hf.saved_files(path, source.split, at=at)
+        pairs = list(_walk(path, hidden))
+    else:
+        files = [path] if Path(path).is_file() else sorted(glob.glob(path, recursive=True))  # noqa: PTH207 - may be absolute
+        root = os.path.dirname(path if files == [path] else path.split("*", maxsplit=1)[0])  # noqa: PTH120 - of a pattern
+        pairs = [(os.path.relpath(file, root or "."), file) for file in files if Path(file).is_file()]
+    if not pairs:
+        remedy = f"check the path; it is relative to the directory you are in ({Path.cwd()})"
+        raise ConfigError(f"{at}.path", path, why="there is no such file, or nothing in it", remedy=remedy)
+    kind = source.type or _infer(pairs, source, at)
+    patterns = source.include or (list(_DEFAULTS[kind]) if Path(path).is_dir() else ["*"])
+    chosen = [(n, f) for n, f in pairs if _matches(n, patterns) and not _matches(n, source.exclude)]
+    if not chosen:
+        why = f"none of its {len(pairs)} files is chosen as {kind}: {_census(pairs)}"
+        remedy = 'list what to read in "include", e.g. ["*.txt"], or set "type"'
+        raise ConfigError(f"{at}.path", path, why=why, remedy=remedy)
+    return kind, chosen
+
+
+def _walk(root: str, hidden: set[str]) -> Iterator[tuple[str, str]]:
+    for here, directories, files in os.walk(root, onerror=_raise):
+        directories[:] = [
+            d
+            for d in directories
+            if d[0] != "." and d not in _SKIPPED_DIRECTORIES and os.path.abspath(f"{here}/{d}") not in hidden  # noqa: PTH100
+        ]
+        for file in files:
+            path = f"{here}/{file}"
+            if file[0] != "." and os.path.isfile(path):  # noqa: PTH113 - a million calls
+                yield os.path.relpath(path, root), path
+
+
+def _raise(error: OSError) -> None:
+    raise DataError(f"{error.filename}: {error.strerror}\n  try: make the directory readable, or exclude it")
+
+
+def _infer(pairs: list[tuple[str, str]], source: Source, at: str) -> SourceType:
+    counts = Counter(kind for name, _ in pairs if (kind := _kind_of(name)) and not _matches(name, source.exclude))
+    if len(counts) == 1:
+        return next(iter(counts))
+    if source.include and not counts:
+        return "text"
+    raise _cannot_tell(at, ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())) or _census(pairs))
+
+
+def _cannot_tell(at: str, found: str) -> ConfigError:
+    remedy = '"text", "jsonl", "parquet" or "datasets"; or one source for each'
+    return ConfigError(f"{at}.type", why=f"the files are of several types or of an unknown one: {found}", remedy=remedy)
+
+
+def _kind_of(name: str) -> SourceType | None:
+    return next((kind for kind, patterns in _DEFAULTS.items() if _matches(name, patterns)), None)
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    base = name.rsplit("/", 1)[-1]
+    return any(fnmatchcase(base, p) or fnmatchcase(name, p) for p in patterns)
+
+
+def _census(pairs: list[tuple[str, str]]) -> str:
+    counts = Counter(Path(name).suffix or name for name, _ in pairs)
+    return ", ".join(f"{n} *{suffix}" for suffix, n in counts.most_common(5))

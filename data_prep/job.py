@@ -1,0 +1,161 @@
+"""The job directory: what is finished so far, beside the output, until the output is there.
+
+`.NAME.job/` belongs to one config and one listing of the inputs; with another it is refused. It holds
+
+    job.json      what it belongs to, and the counts of the plan; written last, so a job with it is planned
+    plan.json     the map tasks: lists of units
+    datasets/     data of builders, saved by split
+    tokenizer/    the tokenizer that all map tasks use
+    map/00000/    the output of a finished map task
+    reduce/       markers of finished shards
+    out/          the shards; becomes the output
+    lock          held by whoever works on it: shared by map tasks, alone by everybody else
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+from data_prep.config import CorpusConfig, differing
+from data_prep.plan import Unit
+from data_prep.tasks.base import SCRATCH
+from data_prep.tasks.map import MapTask
+from data_prep.tasks.tokenizer import TokenizerTask, folder_of
+from headrace import __version__
+from headrace.directory import write_json
+from headrace.errors import DataError
+
+
+@dataclass(frozen=True)
+class Job:
+    """The paths of a job and its config."""
+
+    config: CorpusConfig
+
+    @property
+    def output(self) -> Path:
+        """The tokens directory to be."""
+        return Path(self.config.output)
+
+    @property
+    def root(self) -> Path:
+        """The job directory: beside the output, so that the last step is a rename."""
+        return self.output.parent / f".{self.output.name}.job"
+
+    @property
+    def out(self) -> Path:
+        """Where shards are put until the output gets its name."""
+        return self.root / "out"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer task's directory."""
+        return self.root / "tokenizer"
+
+    def dataset(self, index: int) -> Path:
+        """Where the data of a builder, source number `index`, is saved."""
+        return self.root / "datasets" / str(index)
+
+    def map_directory(self, index: int) -> Path:
+        """Where map task `index` leaves its result."""
+        return self.root / "map" / f"{index:05d}"
+
+    def reduce_marker(self, split: str, index: int) -> Path:
+        """The marker of a finished shard."""
+        return self.root / "reduce" / f"{split}-{index:05d}.json"
+
+    def tokenizer_task(self, plan: list[list[Unit]]) -> TokenizerTask:
+        """The task that makes the tokenizer."""
+        return TokenizerTask([unit for units in plan for unit in units], self.config, self.tokenizer)
+
+    def map_tasks(self, plan: list[list[Unit]]) -> list[MapTask]:
+        """All map tasks, in order."""
+        folder = folder_of(self.tokenizer)
+        return [MapTask(i, units, self.config, folder, self.map_directory(i)) for i, units in enumerate(plan)]
+
+    def save_plan(self, plan: list[list[Unit]], identity: dict[str, Any]) -> None:
+        """Writes plan.json, then job.json."""
+        partial = self.root / ".plan.json.partial"
+        partial.write_text(json.dumps([[astuple(unit) for unit in units] for units in plan]))
+        partial.rename(self.root / "plan.json")
+        for sub in ("map", "reduce", "out/train", "out/heldout"):
+            (self.root / sub).mkdir(parents=True, exist_ok=True)
+        write_json(self.root / "job.json", identity)
+
+    def load_plan(self) -> list[list[Unit]]:
+        """Reads plan.json."""
+        return [[Unit(*unit) for unit in units] for units in json.loads((self.root / "plan.json").read_text())]
+
+    def saved_identity(self) -> dict[str, Any] | None:
+        """What job.json says, or None when the job was not planned to the end."""
+        try:
+            saved: dict[str, Any] = json.loads((self.root / "job.json").read_text())
+        except FileNotFoundError:
+            return None
+        return saved
+
+    def check_same(self, identity: dict[str, Any], saved: dict[str, Any]) -> None:
+        """Refuses a job directory of another config, other inputs or another version of the code.
+
+        Raises:
+            DataError: with what differs. Keys of `identity` that are missing in it are not compared.
+        """
+        found = sorted(key for key in identity if key != "config" and identity[key] != saved.get(key))
+        found += differing(identity["config"], saved["config"])
+        if found:
+            raise DataError(
+                f"{self.root} holds a half-done job of another making; these differ: {', '.join(found)}\n"
+                f"  try: rm -r {self.root} to start over, or put back what was changed to resume it"
+            )
+
+    def remove_scratch(self) -> None:
+        """Deletes what killed tasks left. Only for who holds the lock alone."""
+        for parent in (self.root, self.root / "map", self.root / "reduce"):
+            for path in parent.glob(SCRATCH):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    @contextmanager
+    def locked(self, *, shared: bool = False) -> Iterator[None]:
+        """Holds the job directory's lock (flock; the kernel lets go of it however the process ends).
+
+        Raises:
+            DataError: somebody else holds it.
+        """
+        mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        handle = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, mode | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            why = f"another process is working in {self.root}"
+            raise DataError(f"{why}\n  try: wait until it has finished, or end it, then run again") from None
+        try:
+            if not _still_there(handle, self.root / "lock"):
+                raise DataError(f"{self.root} was just finished or removed by another process\n  try: run again")
+            yield
+        finally:
+            os.close(handle)
+
+
+def _still_there(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def identity_of(config: CorpusConfig, *, listing: str, tokenizer: str | None) -> dict[str, Any]:
+    """What a job directory belongs to.
+
+    Args:
+        listing: fingerprint of the inputs' names and sizes. tokenizer: of the given tokenizer's files.
+    """
+    return {"headrace": __version__, "config": config.identity(), "inputs": listing, "tokenizer": tokenizer}

@@ -1,0 +1,122 @@
+"""What can be refused before any work: inputs that are not there, cannot be opened, or hold no documents to split."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+from data_prep.config import CorpusConfig, Source
+from data_prep.inputs import ResolvedSource, resolve
+from data_prep.limits import BadCount
+from data_prep.plan import Unit
+from data_prep.readers import hf, parquet
+from data_prep.readers.bytesource import DamagedFileError
+from data_prep.readers.records import DAMAGED_FILE, Bad, Document
+from data_prep.readers.unit import read_unit
+from data_prep.split import split_of
+from data_prep.tokenfile import SPLITS
+from data_prep.tokenizer.given import check_path, content_fingerprint
+from headrace.errors import DataError
+
+
+def resolve_all(config: CorpusConfig, *, without: Iterable[Path]) -> list[ResolvedSource | None]:
+    """The files of every source; None for a builder, whose files are not there yet.
+
+    Raises:
+        ConfigError: a path that names nothing. DataError: nothing but empty files.
+    """
+    hidden = list(without)
+    found = [
+        None if source.builder else resolve(source, at=f"sources.{i}", without=hidden)
+        for i, source in enumerate(config.sources)
+    ]
+    if not any(source is None or source.bytes for source in found):
+        raise DataError("the corpus is empty: all its files have 0 bytes\n  try: look at the paths of the sources")
+    return found
+
+
+def check_tables(config: CorpusConfig, resolved: Iterable[ResolvedSource]) -> None:
+    """Opens every parquet and Arrow file for its schema.
+
+    Raises:
+        ConfigError: a column is missing. DataError: more damaged files than the config allows.
+    """
+    by_label = {source.label: (i, source) for i, source in enumerate(config.sources)}
+    damaged: list[Bad] = []
+    for source in resolved:
+        i, given = by_label[source.label]
+        if source.type in ("parquet", "datasets"):
+            damaged += _damaged(source, given, at=f"sources.{i}")
+    BadCount(config).add_all(damaged)
+
+
+def tokenizer_identity(config: CorpusConfig) -> str | None:
+    """Fingerprint of the given tokenizer's files, or None when one is to be trained.
+
+    Raises:
+        ConfigError: the path is no tokenizer.
+    """
+    if config.tokenizer.path is None:
+        return None
+    check_path(config.tokenizer.path)
+    return content_fingerprint(config.tokenizer.path)
+
+
+def check_documents(units: Iterable[Unit], config: CorpusConfig) -> None:
+    """Reads until every split has a document: about 1 / heldout_fraction documents, all of them only if one has none.
+
+    Raises:
+        DataError: no documents at all, none in a split, or more unreadable records than the config allows.
+    """
+    sources = {source.label: source for source in config.sources}
+    found: Counter[str] = Counter()
+    bad = BadCount(config)
+    for unit in units:
+        for record in read_unit(unit, sources[unit.source]):
+            if isinstance(record, Bad):
+                bad.add(record)
+                bad.check()
+            elif _count(record, found, config):
+                return
+    if not found:
+        why = f"the corpus has no documents with text in them ({bad.records} unreadable records)"
+        raise DataError(f"{why}\n  try: look at the paths and the text_field of the sources")
+    raise_empty(found, config)
+
+
+def raise_empty(documents: dict[str, int], config: CorpusConfig) -> None:
+    """Refuses a corpus of which a split gets nothing.
+
+    Args:
+        documents: of each split.
+
+    Raises:
+        DataError: names the split, and the fraction that would be enough.
+    """
+    for split in SPLITS:
+        if not documents.get(split):
+            total = sum(documents.values())
+            fraction = config.heldout_fraction
+            better = "more documents, or another seed"
+            if split == "heldout" and total > 1:
+                better = f"heldout_fraction {min(0.5, 5 / total):.2g}, another seed, or more documents"
+            why = f"of {total} documents, heldout_fraction {fraction} and seed {config.seed} leave none for '{split}'"
+            raise DataError(f"{why}\n  try: {better}")
+
+
+def _count(record: Document, found: Counter[str], config: CorpusConfig) -> bool:
+    if record.text:
+        found[split_of(record.text.encode(), seed=config.seed, heldout_fraction=config.heldout_fraction)] += 1
+    return len(found) == len(SPLITS)
+
+
+def _damaged(source: ResolvedSource, given: Source, *, at: str) -> list[Bad]:
+    check = parquet.check if source.type == "parquet" else hf.check
+    damaged = []
+    for file in source.files:
+        try:
+            check(file.path, at=at, text_field=given.text_field, id_field=given.id_field)
+        except DamagedFileError as error:
+            damaged.append(Bad(source.label, file.name, "file", None, DAMAGED_FILE, str(error)))
+    return damaged

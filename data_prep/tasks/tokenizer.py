@@ -1,0 +1,68 @@
+"""The tokenizer, before the map tasks: trained on a sample, or taken from a given folder or file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_prep.config import CorpusConfig
+from data_prep.plan import Unit
+from data_prep.tasks.base import Counts, Report, plain_errors, whole_or_absent
+from headrace.directory import write_json
+
+_MARKER = "described.json"
+_FOLDER = "tokenizer"
+
+
+@dataclass(frozen=True)
+class TokenizerTask:
+    """Makes `directory/tokenizer` (the Hugging Face folder) and `directory/described.json` (its manifest entry)."""
+
+    units: list[Unit]
+    config: CorpusConfig
+    directory: Path
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return "tokenizer"
+
+    def run(self, report: Report) -> dict[str, Any]:
+        """See `Task.run`."""
+        if (done := read_description(self.directory)) is not None:
+            return done
+        with plain_errors(self.name), whole_or_absent(self.directory) as scratch:
+            done = self._make(scratch)
+            report(Counts())
+            write_json(scratch / _MARKER, done)
+        return done
+
+    def _make(self, scratch: Path) -> dict[str, Any]:
+        # here and not above: transformers comes with `given`, and no other task needs either
+        from data_prep.tokenizer import given, load, sample, train  # noqa: PLC0415
+
+        folder = scratch / _FOLDER
+        folder.mkdir()
+        section = self.config.tokenizer
+        if section.path is not None:
+            given.take(section.path, folder)
+        else:
+            train.train(sample.sample_texts(self.units, self.config), folder, section)
+        load.check_usable(folder, append_eos=self.config.append_eos)
+        return load.describe(folder, kind=section.train or "given")
+
+
+def read_description(directory: Path) -> dict[str, Any] | None:
+    """The tokenizer's manifest entry, or None when there is no tokenizer yet."""
+    try:
+        described: dict[str, Any] = json.loads((directory / _MARKER).read_text())
+    except FileNotFoundError:
+        return None
+    return described
+
+
+def folder_of(directory: Path) -> Path:
+    """The Hugging Face folder within the task's directory."""
+    return directory / _FOLDER

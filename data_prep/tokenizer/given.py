@@ -1,0 +1,104 @@
+"""Taking a given tokenizer: a Hugging Face folder or a sentencepiece .model file, into a folder of our own.
+
+What `AutoTokenizer` makes of a folder is what every later user of the model gets, and in transformers 5 that need not
+be its tokenizer.json (some classes rebuild their own from the vocabulary). So the folder is loaded by it and saved
+again, and then both must give the same ids.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from data_prep.tokenizer import sentencepiece_model
+from data_prep.tokenizer.fingerprint import TOKENIZER_JSON
+from data_prep.tokenizer.load import load
+from data_prep.tokenizer.probes import PROBES
+from data_prep.tokenizer.train import write_folder
+from headrace.directory import sha256_of_file
+from headrace.errors import ConfigError, DataError
+
+_FILES = (
+    "config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+)
+
+
+def check_path(path: str) -> None:
+    """Refuses a path that is neither a tokenizer folder nor a .model file.
+
+    Raises:
+        ConfigError: with what was looked for.
+    """
+    here = Path(path)
+    remedy = "a folder with tokenizer.json, or a sentencepiece .model file, on this machine"
+    if not here.exists():
+        raise ConfigError("tokenizer.path", path, why="there is no such file or folder", remedy=remedy)
+    if here.is_dir() and not any(f.name != "config.json" for f in _files(here)):
+        raise ConfigError("tokenizer.path", path, why="the folder holds no tokenizer", remedy=remedy)
+    if here.is_file() and here.suffix != ".model":
+        raise ConfigError("tokenizer.path", path, why="a file, but no .model file", remedy=remedy)
+
+
+def content_fingerprint(path: str) -> str:
+    """SHA-256 of the tokenizer's files; model weights beside them do not enter."""
+    here = Path(path)
+    digest = hashlib.sha256()
+    for file in _files(here) if here.is_dir() else [here]:
+        digest.update(f"{file.name}\0{sha256_of_file(file)}\n".encode())
+    return digest.hexdigest()
+
+
+def take(path: str, folder: Path) -> None:
+    """Writes the tokenizer at `path` into `folder`. Imports transformers, and so torch: run it in a process of its own.
+
+    Raises:
+        DataError: it cannot be loaded, or two implementations disagree on it.
+    """
+    if Path(path).is_dir():
+        _take_folder(path, folder)
+    else:
+        model = sentencepiece_model.read_model(Path(path))
+        (folder / sentencepiece_model.MODEL_FILE).write_bytes(model)
+        tokenizer = sentencepiece_model.convert(model)
+        sentencepiece_model.check(tokenizer, model, texts=PROBES)
+        eos, bos = sentencepiece_model.end_tokens(model)
+        write_folder(tokenizer, folder, eos_token=eos, bos_token=bos)
+
+
+def _take_folder(path: str, folder: Path) -> None:
+    given = _auto(path)
+    given.save_pretrained(str(folder))
+    if not (folder / TOKENIZER_JSON).is_file():
+        why = f"{path}: {type(given).__name__} is not built on the tokenizers library"
+        raise DataError(f"{why}\n  try: a folder with a tokenizer.json")
+    ours, again = load(folder), _auto(str(folder))
+    for text in PROBES:
+        first = given(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        second = again(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        third = ours.encode(text, add_special_tokens=False).ids
+        if not first == second == third:
+            why = f"{path}: AutoTokenizer and its own saved copy give different ids for {text[:60]!r}"
+            remedy = '"tokenizer_class": "PreTrainedTokenizerFast" in its tokenizer_config.json'
+            raise DataError(f"{why}\n  try: {remedy}")
+
+
+def _auto(path: str) -> Any:
+    from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds and imports torch
+
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # whatever a folder can contain, the user sees the library's words
+        words = str(error).strip().splitlines()
+        remedy = "a folder that AutoTokenizer.from_pretrained loads offline"
+        raise DataError(f"{path}: {words[0] if words else type(error).__name__}\n  try: {remedy}") from None
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted({file for pattern in _FILES for file in folder.glob(pattern) if file.is_file()})

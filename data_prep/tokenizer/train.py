@@ -1,0 +1,123 @@
+"""Training a tokenizer and writing it as a Hugging Face folder.
+
+Deterministic: byte-level BPE breaks ties by ids (seen equal with 1 and 2 threads), sentencepiece sums floats per thread
+and so is given the same number of threads everywhere.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from data_prep.config import TokenizerSection
+from data_prep.tokenizer import sentencepiece_model
+from data_prep.tokenizer.fingerprint import TOKENIZER_JSON
+from data_prep.tokenizer.load import TOKENIZER_CONFIG
+from headrace.directory import write_json
+from headrace.errors import ConfigError
+
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""How Llama 3 cuts text before merging: words with one leading mark, up to three digits, runs of blanks."""
+
+_THREADS = 4  # of sentencepiece; a constant, since its result depends on it (about 1.8 times as fast as one)
+_LONGEST_LINE = 1 << 16
+_UNBOUNDED = 10**30  # what transformers writes for "no limit"
+
+
+def train(texts: Iterable[str], folder: Path, section: TokenizerSection) -> None:
+    """Learns from `texts` and writes tokenizer.json and tokenizer_config.json (and tokenizer.model) into `folder`.
+
+    Raises:
+        ConfigError: the texts do not suffice for a vocabulary of that size.
+    """
+    if section.train == "bpe":
+        tokenizer = _train_bpe(texts, section)
+    else:
+        model = _train_sentencepiece(texts, section)
+        (folder / sentencepiece_model.MODEL_FILE).write_bytes(model)
+        tokenizer = sentencepiece_model.convert(model)
+    write_folder(tokenizer, folder, eos_token=section.eos_token)
+
+
+def write_folder(tokenizer: Any, folder: Path, *, eos_token: str | None, bos_token: str | None = None) -> None:
+    """Writes a tokenizer as a folder that `AutoTokenizer.from_pretrained` takes exactly as it is."""
+    tokenizer.save(str(folder / TOKENIZER_JSON))
+    names = {"eos_token": eos_token, "bos_token": bos_token}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": _UNBOUNDED,
+    }
+    write_json(folder / TOKENIZER_CONFIG, config | {k: v for k, v in names.items() if v is not None})
+
+
+def _train_bpe(texts: Iterable[str], section: TokenizerSection) -> Any:
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(_LLAMA3_SPLIT), behavior="isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    specials = [section.eos_token, *section.special_tokens]
+    trainer = trainers.BpeTrainer(
+        vocab_size=section.vocab_size,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in specials],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _train_sentencepiece(texts: Iterable[str], section: TokenizerSection) -> bytes:
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_lines(texts),
+            model_writer=model,
+            model_type=str(section.train).removeprefix("sentencepiece-"),
+            vocab_size=section.vocab_size,
+            num_threads=_THREADS,
+            max_sentence_length=_LONGEST_LINE,
+            control_symbols=section.special_tokens,
+            minloglevel=2,
+            **_LOSSLESS,
+            **_ids(section.eos_token),
+        )
+    except RuntimeError as error:
+        remedy = "a smaller vocab_size, or more text"
+        raise ConfigError("tokenizer.vocab_size", section.vocab_size, why=str(error), remedy=remedy) from None
+    return model.getvalue()
+
+
+_LOSSLESS: dict[str, Any] = {
+    "normalization_rule_name": "identity",
+    "add_dummy_prefix": False,
+    "remove_extra_whitespaces": False,
+    "byte_fallback": True,
+    "split_digits": True,
+    "allow_whitespace_only_pieces": True,
+    "hard_vocab_limit": False,
+    # every printable ASCII character is a piece, however rare
+    "required_chars": "".join(map(chr, range(0x21, 0x7F))),
+}
+"""Every text decodes to itself (except that a literal U+2581, sentencepiece's own sign for a blank, becomes one)."""
+
+
+def _ids(eos_token: str) -> dict[str, Any]:
+    return {"unk_id": 0, "eos_id": 1, "bos_id": -1, "pad_id": -1, "eos_piece": eos_token}
+
+
+def _lines(texts: Iterable[str]) -> Iterator[str]:
+    """Sentencepiece learns from lines; NUL would end one early, and a line over the limit would be dropped."""
+    for text in texts:
+        for line in text.replace("\0", " ").split("\n"):
+            for at in range(0, len(line), _LONGEST_LINE // 4):
+                yield line[at : at + _LONGEST_LINE // 4]

@@ -1,0 +1,140 @@
+"""A working directory per test, tiny corpora, and the command line as a real process."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+Cli = Callable[..., subprocess.CompletedProcess[str]]
+COMMAND = [sys.executable, "-m", "data_prep"]
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return tmp_path
+
+
+def run_command(
+    work: Path, *arguments: str, code: int = 0, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs `python -m data_prep ...` in `work` and checks its exit code."""
+    done = subprocess.run(
+        [*COMMAND, *arguments],
+        cwd=work,
+        env=os.environ | (env or {}),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+@pytest.fixture
+def cli(work: Path) -> Cli:
+    """`run_command` in the working directory."""
+    return partial(run_command, work)
+
+
+def config_file(work: Path, name: str = "corpus.json", **fields: Any) -> str:
+    """Writes a config with a small byte-level BPE and returns its name; keyword arguments replace fields."""
+    config = {
+        "output": "tokens",
+        "sources": [{"path": "texts", "name": "texts"}],
+        "tokenizer": {"train": "bpe", "vocab_size": 300},
+        "heldout_fraction": 0.1,
+    }
+    (work / name).write_text(json.dumps(config | fields))
+    return name
+
+
+@pytest.fixture
+def write_config(work: Path) -> Callable[..., str]:
+    """`config_file` in the working directory."""
+    return partial(config_file, work)
+
+
+def sentence(i: int) -> str:
+    """A text that differs from all others, with some bytes that are not ASCII."""
+    return f"Document {i} of the mill: la rivière n° {i * i} turns the wheel.\n" * (1 + i % 5)
+
+
+def text_folder(work: Path) -> Path:
+    """Makes `texts`, a folder of 60 small files."""
+    folder = work / "texts"
+    (folder / "deep").mkdir(parents=True)
+    for i in range(60):
+        (folder / ("deep" if i % 3 else ".") / f"{i}.md").write_text(sentence(i), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def texts(work: Path) -> Path:
+    """`text_folder` in the working directory."""
+    return text_folder(work)
+
+
+def mixed_corpus(work: Path) -> str:
+    """Makes files of every local type and a config over them: many map tasks, several shards, 240 documents."""
+    text_folder(work)
+    rows = [
+        json.dumps({"text": sentence(i), "n": i}, ensure_ascii=bool(i % 2)).encode() + b"\n" for i in range(100, 160)
+    ]
+    (work / "plain.jsonl").write_bytes(b"".join(rows).replace(b"Document 1", b"Document 2"))
+    (work / "packed.jsonl.gz").write_bytes(gzip.compress(b"".join(rows), mtime=0))
+    pq.write_table(pa.table({"text": [sentence(i) for i in range(300, 360)]}), work / "rows.parquet", row_group_size=7)
+    sources = [
+        {"path": "texts", "name": "texts"},
+        {"path": ["plain.jsonl", "packed.jsonl.gz"], "name": "lines"},
+        {"path": "rows.parquet", "name": "rows"},
+    ]
+    return config_file(work, sources=sources, task_bytes=1500, shard_tokens=5000)
+
+
+@pytest.fixture
+def mixed_config(work: Path) -> str:
+    """`mixed_corpus` in the working directory."""
+    return mixed_corpus(work)
+
+
+@pytest.fixture(scope="session")
+def finished_work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working directory with `mixed_corpus` and its `tokens`, made by one worker. Not to be changed."""
+    work = tmp_path_factory.mktemp("finished")
+    run_command(work, "--config", mixed_corpus(work), "--workers", "1")
+    return work
+
+
+@pytest.fixture
+def finished(work: Path, finished_work: Path) -> Path:
+    """The working directory, with a copy of `finished_work` in it."""
+    shutil.copytree(finished_work, work, dirs_exist_ok=True)
+    return work
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    """Every file below `root`, by relative path."""
+    return {p.relative_to(root).as_posix(): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture
+def bytes_of() -> Callable[[Path], dict[str, bytes]]:
+    """`tree`, for test modules."""
+    return tree

@@ -1,0 +1,123 @@
+"""The command line: quick to answer, free of torch, and plain about what it did."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.directory import read_manifest
+
+Write = Callable[..., str]
+
+
+def test_help_answers_in_well_under_a_second(cli: Any) -> None:
+    began = time.monotonic()
+    text = cli("--help").stdout
+    assert time.monotonic() - began < 1
+    for word in ("prepare", "map", "reduce", "verify", "--workers", "--set"):
+        assert word in text
+    assert "--task" in cli("map", "--help").stdout
+
+
+@pytest.mark.usefixtures("texts")
+def test_no_process_of_a_run_imports_torch(write_config: Write, cli: Any) -> None:
+    trace = cli("--config", write_config(), env={"PYTHONPROFILEIMPORTTIME": "1"}).stderr
+    modules = {line.rsplit("|", 1)[1].strip().split(".")[0] for line in trace.splitlines() if line.count("|") == 2}
+    assert {"tokenizers", "numpy", "data_prep"} <= modules
+    assert not modules & {"torch", "transformers", "datasets", "pipeline"}
+
+
+def test_the_summary_states_what_was_made_and_skipped(texts: Path, write_config: Write, cli: Any, work: Path) -> None:
+    (texts / "empty.md").write_text("")
+    text = cli("--config", write_config()).stdout
+    splits = read_manifest(work / "tokens", kind="tokens").details["splits"]
+    for split in ("train", "heldout"):
+        entry = splits[split]
+        ratio = entry["bytes"] / entry["tokens"]
+        assert f"{split}: {entry['documents']} documents, {entry['tokens']:,} tokens, {ratio:.3f} bytes/token" in text
+    assert "skipped: 1 empty" in text
+    assert "MB/s" in text
+
+
+def test_the_inputs_are_recorded_with_their_checksums(finished: Path) -> None:
+    manifest = read_manifest(finished / "tokens", kind="tokens")
+    assert set(manifest.parents) == {"texts", "lines", "rows"}
+    assert manifest.parents["texts"]["files"] == 60
+    assert "output" not in manifest.config
+    lines = [json.loads(line) for line in (finished / "tokens" / "sources.jsonl").read_text().splitlines()]
+    assert len(lines) == 63
+    assert {line["parts"] for line in lines if line["source"] == "texts"} == {1}
+
+
+def test_a_moved_corpus_has_the_same_fingerprint(work: Path, texts: Path, write_config: Write, cli: Any) -> None:
+    cli("--config", write_config())
+    texts.rename(work / "elsewhere")
+    cli("--config", write_config(sources=[{"path": "elsewhere", "name": "texts"}], output="again"))
+    one, two = (read_manifest(work / name, kind="tokens") for name in ("tokens", "again"))
+    assert one.fingerprint == two.fingerprint
+    assert one.parents["texts"]["fingerprint"] == two.parents["texts"]["fingerprint"]
+
+
+@pytest.mark.usefixtures("texts")
+@pytest.mark.parametrize("kind", ["sentencepiece-unigram"])
+def test_a_sentencepiece_run_keeps_the_model_and_appends_its_end(kind: str, write_config: Write, cli: Any) -> None:
+    cli("--config", write_config(tokenizer={"train": kind, "vocab_size": 420}))
+    entry = read_manifest("tokens", kind="tokens").details["tokenizer"]
+    assert (entry["kind"], entry["eos_id"]) == (kind, 1)
+    assert Path("tokens/tokenizer/tokenizer.model").is_file()
+
+
+@pytest.mark.usefixtures("texts")
+def test_without_appended_ends_no_document_has_one(write_config: Write, cli: Any) -> None:
+    from data_prep.tokenfile import TokenFile, shard_prefix  # noqa: PLC0415
+
+    cli("--config", write_config(append_eos=False))
+    assert 0 not in TokenFile.open(shard_prefix(Path("tokens"), "train", 0)).tokens
+
+
+def test_a_builder_is_fetched_once_and_read_like_a_saved_dataset(work: Path, write_config: Write, cli: Any) -> None:
+    (work / "rows.json").write_text("\n".join(json.dumps({"text": f"row {i}"}) for i in range(60)))
+    source = {
+        "type": "datasets",
+        "builder": "json",
+        "split": "train",
+        "name": "built",
+        "kwargs": {"data_files": "rows.json", "cache_dir": "cache"},
+    }
+    config = write_config(sources=[source])
+    cli("prepare", "--config", config)
+    (work / "rows.json").unlink()  # what was fetched is kept
+    cli("--config", config)
+    splits = read_manifest(work / "tokens", kind="tokens").details["splits"]
+    assert splits["train"]["documents"] + splits["heldout"]["documents"] == 60
+    assert "is there already" in cli("--config", config).stdout
+
+
+@pytest.mark.usefixtures("texts")
+def test_a_file_name_need_not_be_unicode(texts: Path, write_config: Write, cli: Any) -> None:
+    Path(os.fsdecode(os.fsencode(texts) + b"/caf\xe9.md")).write_text("le moulin")
+    cli("--config", write_config())
+    assert "caf\\udce9.md" in Path("tokens/sources.jsonl").read_text()
+    assert "is there already" in cli("--config", "corpus.json").stdout
+
+
+def test_stages_run_again_after_the_end_have_nothing_to_do(finished: Path, cli: Any) -> None:
+    """As when a scheduler runs a finished array task a second time."""
+    assert finished
+    for command in (["prepare"], ["map", "--task", "0", "--of", "2"], ["reduce"]):
+        assert "is there already" in cli(*command, "--config", "corpus.json").stdout
+
+
+def test_a_closed_pipe_ends_quietly(write_config: Write, work: Path) -> None:
+    process = subprocess.Popen(
+        f"{sys.executable} -m data_prep --config {write_config()} | true", shell=True, cwd=work, stderr=subprocess.PIPE
+    )
+    assert b"Traceback" not in process.communicate()[1]

@@ -1,0 +1,229 @@
+"""Laws 5 and 6 on the command line: the same bytes however the work was done, and whole or absent."""
+
+from __future__ import annotations
+
+import fcntl
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer
+
+from data_prep.tokenfile import TokenFile, open_split
+
+Tree = dict[str, bytes]
+COMMAND = [sys.executable, "-m", "data_prep"]
+
+
+@pytest.fixture
+def reference(finished_work: Path, bytes_of: Callable[[Path], Tree]) -> Tree:
+    """The output of one worker."""
+    return bytes_of(finished_work / "tokens")
+
+
+def start(work: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*COMMAND, *arguments],
+        cwd=work,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for_maps(work: Path, process: subprocess.Popen[str], count: int) -> None:
+    while process.poll() is None and len(list(work.glob(".tokens.job/map/[0-9]*/done.json"))) < count:
+        time.sleep(0.01)
+
+
+def session_members(session: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def until_gone(session: int, seconds: float) -> None:
+    limit = time.monotonic() + seconds
+    while session_members(session):
+        assert time.monotonic() < limit, "workers outlive their coordinator"
+        time.sleep(0.02)
+
+
+def test_two_workers_write_the_bytes_of_one(
+    mixed_config: str, reference: Tree, cli: Any, work: Path, bytes_of: Callable[[Path], Tree]
+) -> None:
+    cli("--config", mixed_config, "--workers", "2")
+    assert bytes_of(work / "tokens") == reference
+    assert not list(work.glob(".*"))
+
+
+def test_stages_run_by_hand_in_any_order_write_the_same_bytes(
+    mixed_config: str, reference: Tree, cli: Any, work: Path, bytes_of: Callable[[Path], Tree]
+) -> None:
+    cli("prepare", "--config", mixed_config)
+    refused = cli("reduce", "--config", mixed_config, code=2)
+    assert "map tasks have not finished" in refused.stderr
+    for task in (1, 0, 1):  # share 1 twice: the second time it has nothing to do
+        cli("map", "--config", mixed_config, "--task", str(task), "--of", "2")
+    assert not (work / "tokens").exists()
+    cli("reduce", "--config", mixed_config, "--workers", "1")
+    assert bytes_of(work / "tokens") == reference
+
+
+def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bytes(
+    mixed_config: str, reference: Tree, work: Path, bytes_of: Callable[[Path], Tree]
+) -> None:
+    finished = kills = 0
+    while kills < 40:
+        process = start(work, "--config", mixed_config, "--workers", "1")
+        wait_for_maps(work, process, finished + 9)  # of 45 tasks: at most 5 kills
+        if process.poll() is not None:
+            break
+        assert not (work / "tokens").exists() or bytes_of(work / "tokens") == reference
+        os.kill(process.pid, signal.SIGKILL)  # the coordinator alone: its workers must notice
+        process.wait()
+        until_gone(process.pid, 5)
+        kills += 1
+        finished = len(list(work.glob(".tokens.job/map/[0-9]*/done.json")))
+    assert process.returncode == 0
+    assert kills  # with map tasks finished before each, and some left
+    assert bytes_of(work / "tokens") == reference
+    assert not list(work.glob(".*"))
+
+
+@pytest.mark.parametrize("delay_s", [0.5, 0.9, 1.3])
+def test_a_kill_at_any_moment_leaves_no_half_output(mixed_config: str, work: Path, cli: Any, delay_s: float) -> None:
+    process = start(work, "--config", mixed_config, "--workers", "2")
+    time.sleep(delay_s)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if (work / "tokens").exists():
+        cli("verify", "tokens")
+    cli("--config", mixed_config, "--workers", "2")
+    cli("verify", "tokens")
+
+
+def test_ctrl_c_leaves_within_two_seconds_and_the_run_resumes(mixed_config: str, work: Path, cli: Any) -> None:
+    process = start(work, "--config", mixed_config, "--workers", "2")
+    wait_for_maps(work, process, 2)
+    began = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate()
+    assert process.returncode == 130
+    assert time.monotonic() - began < 2
+    assert "Traceback" not in output
+    until_gone(process.pid, 1)
+    assert "were finished before" in cli("--config", mixed_config).stderr
+
+
+def test_a_finished_output_is_left_alone_and_a_left_job_directory_is_removed(finished: Path, cli: Any) -> None:
+    """A run may be killed between the commit and its clean-up."""
+    before = (finished / "tokens" / "manifest.json").stat().st_mtime_ns
+    (finished / ".tokens.job").mkdir()
+    assert "is there already" in cli("--config", "corpus.json").stdout
+    assert (finished / "tokens" / "manifest.json").stat().st_mtime_ns == before
+    assert not (finished / ".tokens.job").exists()
+
+
+def test_an_output_of_another_config_or_other_inputs_is_refused(finished: Path, cli: Any) -> None:
+    before = (finished / "tokens" / "manifest.json").read_bytes()
+    assert "config.seed" in cli("--config", "corpus.json", "--set", "seed=1", code=2).stderr
+    (finished / "texts" / "new.md").write_text("one more")
+    assert "inputs" in cli("--config", "corpus.json", code=2).stderr
+    assert (finished / "tokens" / "manifest.json").read_bytes() == before
+
+
+def test_a_half_done_job_belongs_to_one_config_and_one_listing(mixed_config: str, work: Path, cli: Any) -> None:
+    cli("prepare", "--config", mixed_config)
+    refused = cli("--config", mixed_config, "--set", "seed=1", code=2).stderr
+    assert "config.seed" in refused
+    assert "rm -r .tokens.job" in refused
+    assert (
+        "config.seed"
+        in cli("map", "--config", mixed_config, "--task", "0", "--of", "1", "--set", "seed=1", code=2).stderr
+    )
+    (work / "texts" / "0.md").write_text("another size")
+    assert "inputs" in cli("--config", mixed_config, code=2).stderr
+    assert "when the job was planned" in cli("map", "--config", mixed_config, "--task", "0", "--of", "1", code=2).stderr
+
+
+def test_a_second_coordinator_is_refused(mixed_config: str, work: Path, cli: Any) -> None:
+    cli("prepare", "--config", mixed_config)
+    with (work / ".tokens.job" / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)  # as a map task holds it
+        for command in ([], ["prepare"], ["reduce"]):
+            assert "another process is working" in cli(*command, "--config", mixed_config, code=2).stderr
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as a coordinator holds it
+        refused = cli("map", "--config", mixed_config, "--task", "0", "--of", "1", code=2)
+        assert "another process is working" in refused.stderr
+
+
+def test_no_text_is_in_both_splits_and_none_is_lost(mixed_config: str, work: Path, cli: Any) -> None:
+    (work / "texts" / "copy.md").write_bytes((work / "texts" / "0.md").read_bytes())
+    cli("--config", mixed_config)
+    tokenizer = Tokenizer.from_file("tokens/tokenizer/tokenizer.json")
+    found: dict[str, list[str]] = {}
+    for split in ("train", "heldout"):
+        prefixes, entry = open_split("tokens", split=split)
+        rows = [row for prefix in prefixes for row in rows_of(TokenFile.open(prefix))]
+        assert len(rows) == entry["documents"]
+        assert sum(map(len, rows)) == entry["tokens"]
+        assert all(row[-1] == 0 and 0 not in row[:-1] for row in rows)  # eos is id 0 and ends each document
+        found[split] = [tokenizer.decode(row[:-1]) for row in rows]
+        assert sum(len(text.encode()) for text in found[split]) == entry["bytes"]
+    assert not set(found["train"]) & set(found["heldout"])
+    assert sorted(found["train"] + found["heldout"]) == sorted(all_texts(work))
+
+
+def rows_of(file: TokenFile) -> list[list[int]]:
+    ends = file.sequence_lengths.cumsum().tolist()
+    return [file.tokens[start:end].tolist() for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def all_texts(work: Path) -> list[str]:
+    packed = gzip.decompress((work / "packed.jsonl.gz").read_bytes())
+    lines = ((work / "plain.jsonl").read_bytes() + packed).decode().splitlines()
+    return [
+        *(path.read_text() for path in (work / "texts").rglob("*.md")),
+        *(json.loads(line)["text"] for line in lines),
+        *pq.read_table(work / "rows.parquet")["text"].to_pylist(),
+    ]
+
+
+def test_no_shard_is_longer_than_asked_by_more_than_a_document(finished: Path) -> None:
+    prefixes, entry = open_split(finished / "tokens", split="train")
+    files = [TokenFile.open(prefix) for prefix in prefixes]
+    longest = max(int(file.sequence_lengths.max()) for file in files)
+    assert len(files) > 2
+    for file, shard in zip(files[:-1], entry["shards"][:-1], strict=True):
+        assert abs(len(file.tokens) - 5000) <= longest
+        assert (file.documents, len(file.tokens)) == (shard["documents"], shard["tokens"])
+
+
+def test_verify_names_a_flipped_byte_and_a_missing_file(finished: Path, cli: Any) -> None:
+    assert "checksums" in cli("verify", "tokens").stdout
+    shard = finished / "tokens" / "train" / "shard-00001.bin"
+    raw = bytearray(shard.read_bytes())
+    raw[7] ^= 1
+    shard.write_bytes(raw)
+    (finished / "tokens" / "heldout" / "shard-00000.idx").unlink()
+    refused = cli("verify", "tokens", code=2).stderr
+    assert "train/shard-00001.bin" in refused
+    assert "heldout/shard-00000.idx" in refused
+    assert "train/shard-00000.bin" not in refused

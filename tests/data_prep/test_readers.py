@@ -1,0 +1,207 @@
+"""Readers give every document once, and every unreadable record with its place and its reason."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_prep.config import Source
+from data_prep.inputs import resolve
+from data_prep.plan import Unit, group, units
+from data_prep.readers.records import Bad, Document
+from data_prep.readers.unit import hash_unit, read_unit
+from headrace.directory import sha256_of_file
+from headrace.errors import ConfigError, DataError
+
+
+def planned(source: Source, task_bytes: int = 1 << 20) -> list[Unit]:
+    return list(units([resolve(source, at="sources.0")], task_bytes=task_bytes))
+
+
+def read(source: Source, task_bytes: int = 1 << 20) -> tuple[list[Document], list[Bad]]:
+    records = [record for unit in planned(source, task_bytes) for record in read_unit(unit, source)]
+    return [r for r in records if isinstance(r, Document)], [r for r in records if isinstance(r, Bad)]
+
+
+LINES = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=30), max_size=20)
+
+
+@given(texts=LINES, task_bytes=st.integers(1, 200), last_newline=st.booleans(), blank=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_byte_ranges_read_every_line_of_a_jsonl_file_once(
+    texts: list[str], task_bytes: int, last_newline: bool, blank: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("t") / "a.jsonl"
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    separator = "\n\r\n" if blank else "\n"
+    path.write_text(separator.join(lines) + ("\n" if last_newline else ""), encoding="utf-8", newline="")
+    source = Source(path=str(path))
+    documents, bad = read(source, task_bytes)
+    assert [d.text for d in documents] == texts
+    assert not bad
+    assert len({d.id for d in documents}) == len(texts)
+    assert [d.id for d in documents] == [d.id for d in read(source)[0]]  # an id does not depend on the cut
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_each_kind_of_bad_line_is_reported_with_its_line_and_reason(work: Path, suffix: str) -> None:
+    rows = [
+        b'{"text": "good"}',
+        b"{not json",
+        b'["a list"]',
+        b'{"body": "other"}',
+        b'{"text": 7}',
+        b'{"text": "caf\xe9"}',
+        b'{"text": "\\ud800"}',
+        b"",
+        b'{"text": "good too"}',
+    ]
+    compress = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}[suffix]
+    (work / f"a.jsonl{suffix}").write_bytes(compress(b"\n".join(rows)))
+    for task_bytes in (1 << 20, 11):  # a plain file is cut into ranges, and the lines are still the file's
+        documents, bad = read(Source(path=f"a.jsonl{suffix}"), task_bytes)
+        assert [d.text for d in documents] == ["good", "good too"]
+        assert [(b.at, b.reason) for b in bad] == [
+            (2, "not JSON"),
+            (3, "not an object"),
+            (4, "no text field"),
+            (5, "text is not a string"),
+            (6, "not UTF-8"),
+            (7, "not JSON"),
+        ]
+        assert bad[0].place() == f"a.jsonl{suffix}:2"
+
+
+def test_several_frames_and_members_are_one_file(work: Path) -> None:
+    rows = [json.dumps({"text": f"row {i}"}).encode() + b"\n" for i in range(4)]
+    (work / "a.jsonl.zst").write_bytes(b"".join(zstandard.ZstdCompressor().compress(row) for row in rows))
+    (work / "a.jsonl.gz").write_bytes(b"".join(gzip.compress(row) for row in rows))
+    for name in ("a.jsonl.zst", "a.jsonl.gz"):
+        assert [d.text for d in read(Source(path=name))[0]] == [f"row {i}" for i in range(4)]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.txt.gz", "a.parquet"])
+def test_a_truncated_file_is_a_damaged_file_wherever_it_is_cut(work: Path, name: str) -> None:
+    path = work / name
+    rows = b"".join(json.dumps({"text": f"row {i} {i * 7919}"}).encode() + b"\n" for i in range(200))
+    compress = {"gz": gzip.compress, "zst": zstandard.ZstdCompressor().compress}
+    if name.endswith("parquet"):
+        pq.write_table(pa.table({"text": [f"row {i}" for i in range(200)]}), path)
+        whole = path.read_bytes()
+    else:
+        whole = compress[name.rsplit(".", 1)[1]](rows)
+    for size in {0, 1, 5, len(whole) // 2, len(whole) - 9, len(whole) - 1}:
+        path.write_bytes(whole[:size])
+        documents, bad = read(Source(path=name, type="text" if ".txt" in name else None))
+        assert [(b.reason, b.at) for b in bad] == [("damaged file", None)], size
+        assert len(documents) <= 200
+
+
+def test_a_text_file_is_one_document_with_its_line_ends_and_without_its_byte_order_mark(work: Path) -> None:
+    (work / "t").mkdir()
+    (work / "t" / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\x00\n")
+    (work / "t" / "b.txt").write_bytes(b"fine\nnot \xff fine")
+    documents, bad = read(Source(path="t"))
+    assert documents == [Document("t/a.txt", "one\r\ntwo\x00\n")]
+    assert [(b.place(), b.reason) for b in bad] == [("b.txt:2", "not UTF-8")]
+
+
+@pytest.mark.usefixtures("work")
+def test_parquet_rows_keep_their_numbers_across_row_groups() -> None:
+    table = pa.table({"body": ["a", None, "c", "d", "e"], "key": [10, 11, 12, None, 14]})
+    pq.write_table(table, "a.parquet", row_group_size=2)
+    documents, bad = read(Source(path="a.parquet", text_field="body", id_field="key"), task_bytes=1)
+    assert [(d.id, d.text) for d in documents] == [
+        ("a.parquet/10", "a"),
+        ("a.parquet/12", "c"),
+        ("a.parquet/14", "e"),
+    ]
+    assert [(b.place(), b.reason) for b in bad] == [
+        ("a.parquet, row 1", "text is not a string"),
+        ("a.parquet, row 3", "no id"),
+    ]
+
+
+def test_saved_datasets_are_read_without_the_datasets_library(work: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"text": [f"row {i}" for i in range(30)]})
+    rows.save_to_disk(str(work / "one"), num_shards=3)
+    datasets.DatasetDict({"train": rows, "test": rows.select([1, 5])}).save_to_disk(str(work / "two"))
+    assert [d.text for d in read(Source(path="one"))[0]] == rows["text"][:]
+    assert [d.text for d in read(Source(path="two", split="test"))[0]] == ["row 1", "row 5"]
+    with pytest.raises(ConfigError, match="one of: train, test"):
+        read(Source(path="two"))
+    arrow = next((work / "one").glob("*.arrow"))
+    arrow.write_bytes(arrow.read_bytes()[:-60])
+    assert [b.reason for b in read(Source(path="one"))[1]] == ["damaged file"]
+
+
+def test_the_units_of_a_file_cover_its_bytes(work: Path) -> None:
+    (work / "a.jsonl").write_bytes(b'{"text": "x"}\n' * 50)
+    parts = planned(Source(path="a.jsonl"), task_bytes=64)
+    assert [u.start for u in parts[1:]] == [u.end for u in parts[:-1]]
+    assert (parts[0].start, parts[-1].end) == (0, 700)
+    assert [u.part for u in parts] == list(range(len(parts)))
+    assert hash_unit(planned(Source(path="a.jsonl"))[0]) == sha256_of_file(work / "a.jsonl")
+
+
+def test_tasks_are_runs_of_neighbouring_units_of_about_the_same_size(work: Path) -> None:
+    (work / "t").mkdir()
+    for i in range(40):
+        (work / "t" / f"{i:02d}.txt").write_text("x" * (i * 10))
+    listed = planned(Source(path="t"))
+    tasks = group(listed, task_bytes=1000)
+    assert [unit for task in tasks for unit in task] == listed
+    sizes = [sum(unit.end - unit.start for unit in task) for task in tasks]
+    assert all(1000 <= size < 1000 + 390 for size in sizes[:-1])  # 390: the largest file
+
+
+def test_a_file_that_changed_since_the_plan_is_refused(work: Path) -> None:
+    (work / "a.txt").write_text("four")
+    source = Source(path="a.txt")
+    (unit,) = planned(source)
+    (work / "a.txt").write_text("fives")
+    with pytest.raises(DataError, match="has 5 bytes, and had 4"):
+        list(read_unit(unit, source))
+    (work / "a.txt").unlink()
+    with pytest.raises(DataError, match="has gone"):
+        list(read_unit(unit, source))
+
+
+def names(source: dict[str, Any]) -> list[str]:
+    return [file.name for file in resolve(Source(**source), at="sources.0").files]
+
+
+def test_a_folder_gives_text_files_by_name_and_skips_what_is_hidden(work: Path) -> None:
+    for name in ("a.md", "b.py", "sub/c.rst", "sub/d.bin", ".git/e.md", "__pycache__/f.py", ".g.md", "README"):
+        (work / "t" / name).parent.mkdir(parents=True, exist_ok=True)
+        (work / "t" / name).write_text("x")
+    assert names({"path": "t"}) == ["README", "a.md", "b.py", "sub/c.rst"]
+    assert names({"path": "t", "include": ["*.bin", "*.md"], "type": "text"}) == ["a.md", "sub/d.bin"]
+    assert names({"path": "t", "exclude": ["sub/*", "*.py"]}) == ["README", "a.md"]
+    assert names({"path": "t/**/*.md"}) == ["a.md"]
+    assert names({"path": ["t/a.md", "t/sub"]}) == ["t/a.md/a.md", "t/sub/c.rst"]
+
+
+def test_a_type_is_inferred_from_names_or_asked_for(work: Path) -> None:
+    for name in ("j/a.jsonl", "j/b.jsonl.zst", "p/a.parquet", "mixed/a.jsonl", "mixed/b.md", "odd/a.xyz"):
+        (work / name).parent.mkdir(exist_ok=True)
+        (work / name).write_text("x")
+    kinds = {p: resolve(Source(path=p), at="s").type for p in ("j", "p", "j/*.jsonl", "p/a.parquet")}
+    assert kinds == {"j": "jsonl", "p": "parquet", "j/*.jsonl": "jsonl", "p/a.parquet": "parquet"}
+    with pytest.raises(ConfigError, match="1 jsonl, 1 text"):
+        resolve(Source(path="mixed"), at="s")
+    assert resolve(Source(path="mixed", type="text"), at="s").files[0].name == "b.md"
+    with pytest.raises(ConfigError, match=r"\*\.xyz"):
+        resolve(Source(path="odd"), at="s")
+    with pytest.raises(ConfigError, match="no such file"):
+        resolve(Source(path="nowhere"), at="s")

@@ -1,0 +1,189 @@
+"""Bad input: exit code 2, what is wrong and what to do, and nothing under a final name."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data_prep.__main__ import main
+from headrace.directory import read_manifest
+
+Write = Callable[..., str]
+
+
+def bad_sources() -> list[tuple[dict[str, Any], str]]:
+    return [
+        ({"path": "nowhere"}, "no such file"),
+        ({"path": "hollow"}, "no such file, or nothing in it"),
+        ({"path": "zero"}, "the corpus is empty"),
+        ({"path": "blank"}, "no documents with text"),
+        ({"path": "one"}, "leave none for 'heldout'"),
+        ({"path": "texts", "type": "jsonl"}, "is chosen as jsonl"),
+        ({"path": "texts", "type": "datasets"}, "not a dataset saved with save_to_disk"),
+        ({"path": "texts", "typ": "text"}, "did you mean 'type'?"),
+        ({"path": "texts", "type": "csv"}, "sources.0.type"),
+        ({"path": "a.jsonl", "text_field": "body"}, "no text field"),
+        ({"path": "a.parquet", "text_field": "body"}, "text, n"),
+        ({"path": "a.parquet", "text_field": "n"}, "columns of strings: text"),
+        ({"path": "cut.parquet"}, "max_bad_files"),
+        ({"path": "cut.jsonl.gz"}, "max_bad_files"),
+        ({"name": "no path"}, "either a path or a builder"),
+        ({"path": "texts", "name": "tokenizer"}, "taken by the tokenizer"),
+    ]
+
+
+@pytest.fixture
+def corpora(work: Path) -> Path:
+    for name, text in (("hollow", None), ("zero", ""), ("blank", ""), ("one", "the only document")):
+        (work / name).mkdir()
+        if text is not None:
+            (work / name / "a.txt").write_text(text)
+    (work / "blank" / "b.jsonl").write_text('{"text": ""}\n')
+    (work / "blank" / "a.txt").unlink()
+    (work / "a.jsonl").write_text('{"text": "x"}\n' * 5)
+    pq.write_table(pa.table({"text": ["x"], "n": [1]}), work / "a.parquet")
+    (work / "cut.parquet").write_bytes((work / "a.parquet").read_bytes()[:-20])
+    (work / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 50)[:-9])
+    return work
+
+
+@pytest.mark.usefixtures("texts")
+@pytest.mark.parametrize(("source", "says"), bad_sources(), ids=lambda value: str(value)[:40])
+def test_a_source_that_cannot_work_is_refused_before_any_work(
+    source: dict[str, Any], says: str, corpora: Path, write_config: Write, capsys: Any
+) -> None:
+    """In this process: 16 new ones would test nothing more."""
+    config = write_config(sources=[source])
+    assert main(["--config", config]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert "try:" in error
+    assert not list(corpora.glob("tokens*"))
+    assert not list(corpora.glob(".tokens*"))
+
+
+@pytest.mark.usefixtures("texts")
+def test_a_bad_config_or_place_is_refused(write_config: Write, capsys: Any, work: Path) -> None:
+    config = write_config()
+    (work / "tokens").mkdir()
+    for arguments, says in (
+        (["--set", "heldout_fraction=1.5"], "between 0 and 1"),
+        (["--set", "shard_tokenz=5"], "did you mean 'shard_tokens'?"),
+        (["--set", "tokenizer.path=x"], "either"),
+        (["--set", "tokenizer.vocab_size=299"], "at least 300"),
+        (["--set", "output=corpus.json/tokens"], "making"),
+        (["--workers", "0"], "1 or more"),
+        (["map", "--task", "2", "--of", "2"], "from 0 to 1"),
+        ([], "tokens has no manifest.json"),
+    ):
+        assert main([*arguments, "--config", config]) == 2
+        error = capsys.readouterr().err
+        assert says in error, error
+    (work / "tokens").rmdir()
+    assert main(["reduce", "--config", config]) == 2
+    assert "no prepared job" in capsys.readouterr().err
+    assert sorted(path.name for path in work.iterdir()) == ["corpus.json", "texts"]
+
+
+def test_bad_records_are_skipped_up_to_the_limit_over_all_tasks_and_listed(
+    work: Path, write_config: Write, cli: Any
+) -> None:
+    for i in range(4):
+        rows = [json.dumps({"text": f"file {i}, row {j}"}) for j in range(30)]
+        rows[20] = rows[20][:-4]  # a torn line in each of four map tasks
+        (work / f"{i}.jsonl").write_text("\n".join(rows))
+    config = write_config(sources=[{"path": "*.jsonl", "name": "rows"}], task_bytes=700, max_bad_records=3)
+    error = cli("--config", config, code=2).stderr
+    assert "4 unreadable records so far, max_bad_records is 3" in error
+    assert "rows: 1.jsonl:21: not JSON" in error
+    assert "set max_bad_records to 4" in error
+    assert not (work / "tokens").exists()
+    again = cli("--config", config, "--set", "max_bad_records=4")
+    assert "4 of 4 map tasks were finished before" in again.stderr  # raising the limit costs no work
+    manifest = read_manifest(work / "tokens", kind="tokens")
+    assert manifest.details["skipped"] == {"not JSON": 4}
+    listed = [json.loads(line) for line in (work / "tokens" / "skipped.jsonl").read_text().splitlines()]
+    assert [(entry["file"], entry["at"], entry["reason"]) for entry in listed] == [
+        (f"{i}.jsonl", 21, "not JSON") for i in range(4)
+    ]
+    splits = manifest.details["splits"]
+    assert splits["train"]["documents"] + splits["heldout"]["documents"] == 4 * 29
+
+
+def test_a_task_over_the_limit_stops_the_job(work: Path, write_config: Write, cli: Any) -> None:
+    (work / "t").mkdir()
+    for i in range(80):
+        (work / "t" / f"{i:02d}.txt").write_bytes(b"\xff" if i >= 60 else b"fine %d" % i)
+    config = write_config(sources=[{"path": "t"}], max_bad_records=2)
+    error = cli("--config", config, code=2).stderr
+    assert "3 unreadable records so far, max_bad_records is 2" in error  # stopped at the third of 20
+    assert "t: 60.txt:1: not UTF-8" in error
+
+
+@pytest.mark.usefixtures("texts")
+def test_a_damaged_file_costs_what_is_behind_the_damage_when_the_config_allows_it(
+    work: Path, write_config: Write, cli: Any
+) -> None:
+    (work / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 50)[:-9])
+    config = write_config(sources=[{"path": "texts"}, {"path": "cut.jsonl.gz"}], max_bad_files=1)
+    cli("--config", config)
+    manifest = read_manifest(work / "tokens", kind="tokens")
+    assert manifest.details["skipped"]["damaged file"] == 1
+
+
+@pytest.mark.usefixtures("texts")
+def test_a_full_disk_is_said_and_the_run_resumes(work: Path, write_config: Write, cli: Any) -> None:
+    """The limit of a file's size stands in for a full disk: both are an OSError in the middle of a write."""
+    (work / "texts" / "large.txt").write_text("la rivière " * 30_000)
+    config = write_config()
+    done = subprocess.run(
+        [sys.executable, "-m", "data_prep", "--config", config],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "finished tasks are kept" in done.stderr
+    assert not (work / "tokens").exists()
+    assert "training" not in cli("--config", config).stderr  # the tokenizer was finished
+
+
+def test_a_killed_worker_is_named_and_the_run_resumes(work: Path, write_config: Write, cli: Any) -> None:
+    (work / "t").mkdir()
+    for i in range(12):
+        (work / "t" / f"{i}.txt").write_text(f"{i} la rivière " * 20_000)
+    config = write_config(sources=[{"path": "t"}], task_bytes=5_000_000, heldout_fraction=0.5)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "data_prep", "--config", config, "--workers", "1"], stderr=subprocess.PIPE, text=True
+    )
+    while not list(work.glob(".tokens.job/map/.*.partial")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    (worker,) = grandchildren(process.pid)
+    os.kill(worker, signal.SIGKILL)
+    _, error = process.communicate()
+    assert process.returncode == 2
+    assert "the worker of map task 0 was killed by SIGKILL" in error
+    cli("--config", config)
+
+
+def grandchildren(pid: int) -> list[int]:
+    """Workers: children of the fork server, which is a child of the coordinator."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        parents[int(path.parent.name)] = int(path.read_text().rsplit(")", 1)[1].split()[1])
+    return [child for child, parent in parents.items() if parents.get(parent) == pid]
