@@ -20,7 +20,7 @@ from pipeline.data.blend import Blend, open_blend, open_sources
 from pipeline.data.dataset import TokenDataset, tokenizer_details
 from pipeline.engines.common import model_dtype
 from pipeline.models.count import ModelSize, measure
-from pipeline.models.hf_config import resolve_hf_config
+from pipeline.models.hf_config import read_hf_config, resolve_hf_config
 from pipeline.models.layers import original_name
 from pipeline.models.meta import build_meta, parameter_shapes
 from pipeline.models.values import FromSafetensors, InitByName, ParameterValues
@@ -71,6 +71,8 @@ def prepare(run: ResolvedRun) -> Prepared:
     hf_config = resolve_hf_config(config.model, tokenizer=tokenizer, sequence_length=config.data.sequence_length)
     for field, folder in named_folders(config).items():
         check_tokenizer(field, folder, tokenizer)
+    if config.distill is not None:
+        check_teacher(config.distill.teacher, vocab_size=hf_config.vocab_size)
     model = build_meta(hf_config, dtype=model_dtype(config), attn_implementation=config.model.attn_implementation)
     values = first_values(config, model)
     size = measure(model, hf_config, sequence_length=config.data.sequence_length)
@@ -108,6 +110,19 @@ def check_tokenizer(field: str, folder: str, tokenizer: dict[str, Any]) -> None:
         why = "its tokenizer is not the one the dataset was made with: the same id means different text"
         remedy = f'make the dataset with "tokenizer": {{"path": "{folder}"}}'
         raise ConfigError(field, folder, why=why, remedy=remedy)
+
+
+def check_teacher(folder: str, *, vocab_size: int) -> None:
+    """Refuses a teacher that cannot be compared with the student, id by id.
+
+    Raises:
+        ConfigError: its vocabulary is of another size.
+        DataError: the folder is no model.
+    """
+    theirs = read_hf_config(folder).vocab_size
+    if theirs != vocab_size:
+        why = f"the teacher has {theirs} ids, the student {vocab_size}"
+        raise ConfigError("distill.teacher", folder, why=why, remedy=f"set model.config.vocab_size to {theirs}")
 
 
 def described(config: PretrainedConfig) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 from headrace.directory import Manifest, commit, read_manifest, staging_path
 from headrace.errors import CheckpointError, DataError
 from pipeline.checkpoint import named_state
-from pipeline.checkpoint.store import Checkpoint, CheckpointStore
+from pipeline.checkpoint.store import Checkpoint, CheckpointStore, damage_of
 from pipeline.data.permutation import permute
 from pipeline.models.materialise import materialise
 from pipeline.models.meta import build_meta, parameter_shapes
@@ -86,6 +86,9 @@ def export(
         DataError: the folder exists, or the tokenizer is not found.
     """
     manifest = checkpoint.manifest
+    damage = damage_of(checkpoint)
+    if damage:
+        raise CheckpointError(f"{checkpoint.path} is damaged: {damage}\n  try: an older checkpoint of the run")
     if out.exists() and not replace:
         raise DataError(f"{out} exists already\n  try: another folder, or --replace")
     tokenizer = tokenizer or _tokenizer_of(manifest)

@@ -79,9 +79,7 @@ def stored_shapes(directory: Path) -> dict[str, torch.Size]:
 def read_weight(name: str, shape: torch.Size, directory: Path) -> Tensor:
     """One parameter's full fp32 value, without a process group."""
     whole = torch.empty(shape, dtype=torch.float32)
-    reader = dcp.FileSystemReader(directory)
-    with _quiet():
-        dcp.load({weight_key(name): whole}, storage_reader=reader, no_dist=True)
+    read({weight_key(name): whole}, directory)
     return whole
 
 

@@ -95,7 +95,7 @@ class CheckpointStore:
     def _search(self, say: Callable[[str], None]) -> Checkpoint | None:
         candidates = self.all()
         for candidate in candidates:
-            damage = _damage(candidate)
+            damage = damage_of(candidate)
             if damage is None:
                 return candidate
             say(f"warning: {candidate.path} is damaged ({damage}); going back to the one before")
@@ -149,7 +149,8 @@ def _fresh(staging: Path) -> None:
     staging.mkdir(parents=True)
 
 
-def _damage(checkpoint: Checkpoint) -> str | None:
+def damage_of(checkpoint: Checkpoint) -> str | None:
+    """What is wrong with a checkpoint's files, by their checksums; None when nothing is."""
     try:
         bad = next((name for name, whole in verify(checkpoint.path, checkpoint.manifest) if not whole), None)
     except HeadraceError as error:

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.errors import ConfigError
 from pipeline.config.schema import DistillSection
 from pipeline.data.loader import IGNORE, MicroBatch
 from pipeline.engines.objective import Loss, cross_entropy_sum
@@ -48,11 +47,6 @@ class Distillation:
         """Scores the student's logits [B, T, V]; parts are the cross-entropy and the KL term (without t^2)."""
         with torch.no_grad():
             teacher: Tensor = self._teacher(input_ids=batch.input_ids, use_cache=False).logits
-        if teacher.shape != logits.shape:
-            why = f"the teacher has {teacher.shape[-1]} ids, the student {logits.shape[-1]}"
-            raise ConfigError(
-                "distill.teacher", why=why, remedy="give the student the teacher's model.config.vocab_size"
-            )
         ce = cross_entropy_sum(logits, batch.labels)
         kl = kl_sum(teacher, logits, batch.labels, temperature=self._temperature)
         total = self._alpha * self._temperature**2 * kl + (1 - self._alpha) * ce

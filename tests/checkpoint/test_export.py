@@ -1,0 +1,131 @@
+"""Export: a folder that any user of transformers can load, or no folder at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from headrace.directory import read_manifest
+from tests.conftest import launch, tiny_config, write_config
+
+
+@pytest.fixture(scope="module")
+def run_dir(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a tied model, ZeRO-3 on two processes."""
+    work = tmp_path_factory.mktemp("run")
+    config = tiny_config(tokens, work / "run")
+    config["model"]["config"]["tie_word_embeddings"] = True
+    config["run"]["steps"] = 6
+    config.pop("scheduler")
+    launch("train.py", write_config(work / "c.json", config), processes=2)
+    return work / "run"
+
+
+def export(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pipeline", "export", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+USER = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+ids = tokenizer("def loads(text):\\n    return 1", return_tensors="pt").input_ids
+with torch.no_grad():
+    loss = model(input_ids=ids, labels=ids).loss.item()
+made = model.generate(ids, max_new_tokens=3, do_sample=False)
+print(json.dumps({"loss": loss, "text": tokenizer.decode(ids[0]), "new": made.shape[1] - ids.shape[1]}))
+"""
+
+
+def test_a_user_of_transformers_loads_the_model_and_its_tokenizer(run_dir: Path, tmp_path: Path) -> None:
+    done = export(run_dir, tmp_path / "model")
+    assert done.returncode == 0, done.stderr
+    assert "largest logit difference to the trained model 0" in done.stdout
+    user = subprocess.run(
+        [sys.executable, "-c", USER, str(tmp_path / "model")], capture_output=True, text=True, check=True
+    )
+    seen = json.loads(user.stdout)
+    assert seen["text"] == "def loads(text):\n    return 1"
+    assert seen["loss"] < 6.5  # untrained it would be log(512) = 6.24 on average; a wrong head gives much more
+    manifest = read_manifest(tmp_path / "model", kind="model")
+    checkpoint = read_manifest(run_dir / "checkpoints/step-00000006", kind="checkpoint")
+    assert manifest.parents["checkpoint"]["fingerprint"] == checkpoint.fingerprint
+    mode = (tmp_path / "model/model.safetensors").stat().st_mode & 0o777
+    assert mode == (tmp_path / "model/config.json").stat().st_mode & 0o777
+
+
+def test_the_held_out_loss_of_the_export_is_that_of_the_run(run_dir: Path, tokens: Path, tmp_path: Path) -> None:
+    assert export(run_dir, tmp_path / "model").returncode == 0
+    command = [sys.executable, "-m", "pipeline", "eval", str(tmp_path / "model"), "--data", str(tokens)]
+    done = subprocess.run([*command, "--sequence-length", "32", "--json"], capture_output=True, text=True, check=True)
+    exported = json.loads(done.stdout)
+    row = next(json.loads(r) for r in (run_dir / "metrics.jsonl").read_text().splitlines() if '"eval"' in r)
+    # training evaluated 16 windows from the start, this is the whole split: the first bound is that it is one model
+    assert exported["loss_nats"] == pytest.approx(row["loss"], rel=0.05)
+
+
+def test_weights_are_cut_into_files_of_bounded_size(run_dir: Path, tmp_path: Path) -> None:
+    code = (
+        "import pipeline.checkpoint.export as e, sys; from pathlib import Path; e.SHARD_BYTES = 60_000;"
+        "e.export(e.find_checkpoint(Path(sys.argv[1])), Path(sys.argv[2]))"
+    )
+    subprocess.run([sys.executable, "-c", code, str(run_dir), str(tmp_path / "cut")], check=True, capture_output=True)
+    assert export(run_dir, tmp_path / "whole").returncode == 0
+    files = sorted((tmp_path / "cut").glob("model-*.safetensors"))
+    assert len(files) > 2
+    parts = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    whole = load_file(tmp_path / "whole/model.safetensors")
+    assert parts.keys() == whole.keys()
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+    done = subprocess.run([sys.executable, "-c", USER, str(tmp_path / "cut")], capture_output=True, check=False)
+    assert done.returncode == 0
+
+
+def test_bf16_is_written_on_request(run_dir: Path, tmp_path: Path) -> None:
+    assert export(run_dir, tmp_path / "model", "--dtype", "bf16").returncode == 0
+    assert {t.dtype for t in load_file(tmp_path / "model/model.safetensors").values()} == {torch.bfloat16}
+
+
+def test_a_model_that_differs_from_the_trained_one_is_refused(run_dir: Path, tmp_path: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+import pipeline.checkpoint.export as e
+write = e.save_file
+def damage(tensors, *arguments, **named):
+    tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].roll(1, 0)
+    write(tensors, *arguments, **named)
+e.save_file = damage
+e.export(e.find_checkpoint(Path(sys.argv[1])), Path(sys.argv[2]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(run_dir), str(tmp_path / "model")], capture_output=True, text=True, check=False
+    )
+    assert "the export is refused" in done.stderr
+    assert not (tmp_path / "model").exists()
+
+
+def test_what_cannot_be_exported_is_refused_with_exit_code_2(run_dir: Path, tmp_path: Path) -> None:
+    assert export(run_dir, tmp_path / "model").returncode == 0
+    again = export(run_dir, tmp_path / "model")
+    assert (again.returncode, "--replace" in again.stderr) == (2, True)
+    assert export(run_dir, tmp_path / "model", "--replace").returncode == 0
+    nowhere = export(tmp_path / "nowhere", tmp_path / "other")
+    assert (nowhere.returncode, "no such directory" in nowhere.stderr) == (2, True)
+    copy = shutil.copytree(run_dir, tmp_path / "copy")
+    damaged = copy / "checkpoints/step-00000006/__0_0.distcp"
+    os.truncate(damaged, damaged.stat().st_size - 5000)
+    done = export(copy, tmp_path / "other")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "other").exists()

@@ -1,0 +1,70 @@
+"""Named shards: any flat range of any tensor is a handful of boxes, and every layout reads every other."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.errors import CheckpointError
+from pipeline.checkpoint import named_state
+from pipeline.checkpoint.shards import NamedShard, rectangles
+
+SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
+
+
+@given(shape=SHAPES, data=st.data())
+@settings(deadline=None)
+def test_the_boxes_of_a_flat_range_are_that_range_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+    numel = math.prod(shape)
+    start = data.draw(st.integers(0, numel))
+    length = data.draw(st.integers(0, numel - start))
+    whole = torch.arange(numel).reshape(shape)
+    boxes = rectangles(shape, start, length)
+    cut = [whole[tuple(slice(o, o + s) for o, s in zip(b.offsets, b.sizes, strict=True))].flatten() for b in boxes]
+    found = torch.cat(cut) if cut else torch.empty(0, dtype=torch.int64)
+    assert found.tolist() == list(range(start, start + length))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+def test_a_flat_range_of_a_matrix_is_at_most_three_rectangles() -> None:
+    boxes = rectangles((5, 7), 3, 25)
+    assert [(b.offsets, b.sizes) for b in boxes] == [((0, 3), (1, 4)), ((1, 0), (3, 7))]
+    assert len(rectangles((5, 7), 3, 26)) == 3
+
+
+def write_flat(tensor: torch.Tensor, directory: Path) -> None:
+    shard = NamedShard(tuple(tensor.shape), start=0, values=tensor.flatten())
+    named_state.write({named_state.weight_key("w"): shard, "optimizer_step": torch.tensor(3.0)}, directory)
+
+
+@given(data=st.data())
+@settings(deadline=None, max_examples=15)
+def test_any_part_can_be_read_from_a_whole(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    tensor = torch.randn(6, 5)
+    directory = tmp_path_factory.mktemp("ck")
+    write_flat(tensor, directory)
+    start = data.draw(st.integers(0, 30))
+    length = data.draw(st.integers(0, 30 - start))
+    values = torch.zeros(length)
+    named_state.read({named_state.weight_key("w"): NamedShard((6, 5), start=start, values=values)}, directory)
+    assert torch.equal(values, tensor.flatten()[start : start + length])
+
+
+def test_another_shape_and_a_missing_tensor_are_refused(tmp_path: Path) -> None:
+    write_flat(torch.randn(6, 5), tmp_path)
+    for name, shape in (("w", (5, 6)), ("other", (6, 5))):
+        shard = NamedShard(shape, start=0, values=torch.zeros(30))
+        with pytest.raises(CheckpointError, match="cannot be read into this model"):
+            named_state.read({named_state.weight_key(name): shard}, tmp_path)
+
+
+def test_shapes_are_known_without_reading_tensors(tmp_path: Path) -> None:
+    write_flat(torch.randn(6, 5), tmp_path)
+    assert named_state.stored_shapes(tmp_path) == {"w": torch.Size([6, 5])}
+    next(tmp_path.glob("*.distcp")).unlink()
+    assert named_state.stored_shapes(tmp_path) == {"w": torch.Size([6, 5])}

@@ -1,0 +1,108 @@
+"""The loader: every layout sees the same samples in the same step, resumed or not."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.errors import ConfigError, DataError
+from pipeline.config.batch import Batch
+from pipeline.config.schema import DataSection, SourceSection
+from pipeline.data.blend import Blend, open_blend
+from pipeline.data.dataset import TokenDataset
+from pipeline.data.loader import IGNORE, StepLoader, heldout_batches
+from tests.conftest import make_tokens
+
+T = 32
+
+
+def blend_of(*paths: Path) -> Blend:
+    section = DataSection(sources=tuple(SourceSection(path=str(p)) for p in paths), sequence_length=T)
+    return open_blend(section, seed=5)
+
+
+def step_of(blend: Blend, *, dp: int, micro: int, step: int) -> torch.Tensor:
+    """All samples of a step in global order, put together from what each rank sees: int64 [samples, T + 1]."""
+    batch = Batch(24, micro, 24 // (dp * micro), dp, T)
+    ranks = [StepLoader(blend, batch, dp_rank=r, steps=(step, step)).gather(step).micro_batches for r in range(dp)]
+    rows = [torch.cat([m.input_ids, m.labels[:, -1:]], 1) for per_micro in zip(*ranks, strict=True) for m in per_micro]
+    return torch.cat(rows)
+
+
+def test_a_step_holds_the_same_samples_in_every_layout(tokens: Path) -> None:
+    blend = blend_of(tokens)
+    expected = torch.from_numpy(blend.read(np.arange(48, 72)))
+    for dp, micro in ((1, 24), (1, 1), (2, 3), (3, 8), (4, 2), (24, 1)):
+        assert torch.equal(step_of(blend, dp=dp, micro=micro, step=3), expected), (dp, micro)
+
+
+def test_a_loader_that_starts_late_goes_on_where_the_other_was(tokens: Path) -> None:
+    blend, batch = blend_of(tokens), Batch(4, 2, 2, 1, T)
+    whole = list(StepLoader(blend, batch, dp_rank=0, steps=(1, 9)))
+    late = list(StepLoader(blend, batch, dp_rank=0, steps=(6, 9)))
+    assert [s.step for s in late] == [6, 7, 8, 9]
+    for a, b in zip(whole[5:], late, strict=True):
+        assert all(torch.equal(x.input_ids, y.input_ids) for x, y in zip(a.micro_batches, b.micro_batches, strict=True))
+
+
+def test_labels_are_the_next_tokens(tokens: Path) -> None:
+    micro = StepLoader(blend_of(tokens), Batch(2, 2, 1, 1, T), dp_rank=0, steps=(1, 1)).gather(1).micro_batches[0]
+    assert torch.equal(micro.input_ids[:, 1:], micro.labels[:, :-1])
+    assert micro.input_ids.shape == micro.labels.shape == (2, T)
+
+
+def test_an_error_in_the_gathering_thread_reaches_the_loop(tokens: Path) -> None:
+    blend = blend_of(tokens)
+    blend.sources[0].read = None  # type: ignore[method-assign, assignment]
+    with pytest.raises(TypeError):
+        next(iter(StepLoader(blend, Batch(2, 2, 1, 1, T), dp_rank=0, steps=(1, 3))))
+
+
+def test_windows_cover_a_split_in_order_and_share_one_token(tokens: Path) -> None:
+    dataset = TokenDataset.open(tokens, split="train", sequence_length=T)
+    rows = dataset.read(np.arange(dataset.windows))
+    raw = np.fromfile(tokens / "train/shard-00000.bin", dtype=np.uint16)
+    assert np.array_equal(rows[:, :-1].ravel(), raw[: dataset.windows * T])
+    assert np.array_equal(rows[:-1, -1], rows[1:, 0])
+    assert dataset.windows == (len(raw) - 1) // T
+
+
+@pytest.mark.parametrize("dp", [1, 2, 3])
+def test_heldout_batches_count_every_target_once_in_every_layout(tokens: Path, dp: int) -> None:
+    dataset = TokenDataset.open(tokens, split="heldout", sequence_length=T)
+    ranks = [list(heldout_batches(dataset, batch_size=4, dp=dp, dp_rank=r, samples=21)) for r in range(dp)]
+    assert len({len(batches) for batches in ranks}) == 1
+    counted = [b.labels[b.labels != IGNORE] for batches in ranks for b in batches]
+    assert sum(map(len, counted)) == 21 * T
+    assert sum(int(c.sum()) for c in counted) == int(dataset.read(np.arange(21))[:, 1:].sum())
+
+
+def test_a_truncated_token_file_is_refused_by_name(tokens: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(tokens, tmp_path / "copy")
+    path = copy / "train/shard-00000.bin"
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(DataError, match=r"shard-00000\.bin has \d+ bytes, the manifest says \d+"):
+        TokenDataset.open(copy, split="train", sequence_length=T)
+
+
+def test_a_split_or_directory_that_is_not_there_is_refused(tokens: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no split 'valid'; it has"):
+        TokenDataset.open(tokens, split="valid", sequence_length=T)
+    with pytest.raises(DataError, match="python -m data_prep"):
+        TokenDataset.open(tmp_path / "nowhere", split="train", sequence_length=T)
+    with pytest.raises(DataError, match="not one sample"):
+        TokenDataset.open(tokens, split="train", sequence_length=10**7)
+
+
+def test_datasets_of_different_tokenizers_are_not_blended(tokens: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    for i in range(30):
+        (text / f"{i}.txt").write_text(f"water wheel number {i} turns and turns " * 40)
+    other = make_tokens(tmp_path, [text], tokenizer={"train": "bpe", "vocab_size": 300})
+    with pytest.raises(ConfigError, match=r"data\.sources\.1\.path"):
+        blend_of(tokens, other)

@@ -1,0 +1,67 @@
+"""Law 1: which tokens are in sample i is a pure function of (data, blend, seed, i), and of nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from headrace.errors import DataError
+from pipeline.data.order import BLOCK, SampleOrder
+
+
+def test_every_window_is_seen_once_per_epoch_and_epochs_differ() -> None:
+    order = SampleOrder([1000], weights=[1.0], seed=3)
+    first, second = (order.place(np.arange(e * 1000, (e + 1) * 1000)).window for e in (0, 1))
+    assert sorted(first) == sorted(second) == list(range(1000))
+    assert first.tolist() != second.tolist()
+
+
+def test_asking_for_one_sample_or_for_many_gives_the_same_places() -> None:
+    order = SampleOrder([70, 1300, 5], weights=[0.2, 0.7, 0.1], seed=11)
+    samples = np.arange(3 * BLOCK - 500, 3 * BLOCK + 500)
+    together = order.place(samples)
+    for i in (0, 1, 499, 500, 999):
+        alone = order.place([samples[i]])
+        assert (alone.source[0], alone.window[0]) == (together.source[i], together.window[i])
+
+
+def test_each_source_is_seen_through_before_it_repeats_within_a_blend() -> None:
+    order = SampleOrder([70, 1300], weights=[1.0, 2.0], seed=11)
+    place = order.place(np.arange(3900))
+    for source, windows in ((0, 70), (1, 1300)):
+        seen = place.window[place.source == source]
+        for start in range(0, len(seen) - windows + 1, windows):
+            assert sorted(seen[start : start + windows]) == list(range(windows))
+
+
+@pytest.mark.parametrize("weights", [[1, 1], [0.9, 0.1], [5, 3, 2], [1000, 1]])
+def test_weights_are_kept_in_every_stretch_of_the_run(weights: list[float]) -> None:
+    order = SampleOrder([10**6] * len(weights), weights=weights, seed=0)
+    share = np.array(weights) / sum(weights)
+    for start, length in ((0, 100), (12_345, 1000), (BLOCK - 50, 100), (10 * BLOCK + 7, 20_000)):
+        counts = np.bincount(order.place(np.arange(start, start + length)).source, minlength=len(weights))
+        # evenly spread: within one turn per source and block touched, and the rounding of weights to 1/65536
+        assert np.all(np.abs(counts - share * length) <= 2 + length / BLOCK), (start, counts)
+
+
+def test_another_seed_gives_another_order() -> None:
+    places = [SampleOrder([1000], weights=[1.0], seed=s).place(np.arange(100)).window.tolist() for s in (1, 2)]
+    assert places[0] != places[1]
+
+
+def test_epochs_are_counted_per_source() -> None:
+    order = SampleOrder([100, 300], weights=[1.0, 1.0], seed=0)
+    assert order.epochs(600) == pytest.approx([3.0, 1.0])
+
+
+def test_a_source_that_would_never_be_drawn_is_refused() -> None:
+    with pytest.raises(DataError, match=r"below 1/65536"):
+        SampleOrder([10, 10], weights=[1.0, 1e-7], seed=0)
+    with pytest.raises(DataError, match="not one whole sample"):
+        SampleOrder([10, 0], weights=[1.0, 1.0], seed=0)
+
+
+def test_the_order_of_a_seed_never_changes() -> None:
+    place = SampleOrder([1000, 50], weights=[3.0, 1.0], seed=42).place(np.arange(8))
+    assert place.source.tolist() == [0, 0, 1, 0, 0, 0, 1, 0]
+    assert place.window.tolist() == [76, 304, 0, 868, 680, 25, 25, 319]

@@ -1,0 +1,131 @@
+"""Loading from safetensors: all of the model and nothing else, or an error that says what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from headrace.errors import ConfigError, DataError
+from pipeline.config.schema import ModelSection
+from pipeline.models.count import measure
+from pipeline.models.hf_config import resolve_hf_config
+from pipeline.models.layers import keep_layers, original_name
+from pipeline.models.materialise import materialise
+from pipeline.models.meta import build_meta, parameter_shapes
+from pipeline.models.values import FromSafetensors, InitByName
+
+TOKENIZER: dict[str, Any] = {"vocab_size": 300, "bos_id": None, "eos_id": 0, "pad_id": None}
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
+
+
+def resolve(section: dict[str, Any], sequence_length: int = 64) -> Any:
+    return resolve_hf_config(ModelSection(**section), tokenizer=TOKENIZER, sequence_length=sequence_length)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    config = resolve({"config": LLAMA})
+    model = build_meta(config, dtype=torch.float32, attn_implementation="sdpa")
+    materialise(model, InitByName(model, seed=0), device=torch.device("cpu"))
+    model.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def shapes_of(folder: Path) -> dict[str, torch.Size]:
+    config = AutoConfig.from_pretrained(folder)
+    return parameter_shapes(build_meta(config, dtype=torch.float32, attn_implementation="sdpa"))
+
+
+def test_what_was_saved_is_what_is_read(folder: Path) -> None:
+    values = FromSafetensors(folder, shapes=shapes_of(folder))
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        assert torch.equal(values.value(name), tensor)
+
+
+def test_a_missing_an_unexpected_and_a_misshapen_tensor_are_fatal(folder: Path) -> None:
+    file, shapes = folder / "model.safetensors", shapes_of(folder)
+    whole = load_file(file)
+    first = next(iter(whole))
+    save_file({k: v for k, v in whole.items() if k != first}, file)
+    with pytest.raises(DataError, match=rf"missing \(1\): {first}"):
+        FromSafetensors(folder, shapes=shapes)
+    save_file({**whole, "stray": torch.zeros(1)}, file)
+    with pytest.raises(DataError, match=r"unexpected \(1\): stray"):
+        FromSafetensors(folder, shapes=shapes)
+    save_file({**whole, first: torch.zeros(3, 3)}, file)
+    with pytest.raises(DataError, match=r"has shape \(3, 3\)"):
+        FromSafetensors(folder, shapes=shapes)
+
+
+def test_a_truncated_file_and_an_empty_folder_are_refused(folder: Path, tmp_path: Path) -> None:
+    shapes, file = shapes_of(folder), folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    for place in (folder, tmp_path):
+        with pytest.raises(DataError, match="no whole safetensors weights"):
+            FromSafetensors(place, shapes=shapes)
+
+
+def test_kept_layers_have_the_weights_of_the_layers_they_were(folder: Path) -> None:
+    config = keep_layers(AutoConfig.from_pretrained(folder), [0, 3])
+    model = build_meta(config, dtype=torch.float32, attn_implementation="sdpa")
+    rename = original_name([0, 3])
+    values = FromSafetensors(folder, shapes=parameter_shapes(model), rename=rename, partial=True)
+    whole = load_file(folder / "model.safetensors")
+    assert torch.equal(values.value("model.layers.1.mlp.up_proj.weight"), whole["model.layers.3.mlp.up_proj.weight"])
+    assert torch.equal(values.value("model.norm.weight"), whole["model.norm.weight"])
+
+
+@pytest.mark.parametrize("layers", [[4], [0, 0], [1, 2, 3, 9]])
+def test_layers_that_are_not_there_are_refused(folder: Path, layers: list[int]) -> None:
+    with pytest.raises(ConfigError, match="layers 0 to 3"):
+        keep_layers(AutoConfig.from_pretrained(folder), layers)
+
+
+def test_a_vocabulary_follows_from_the_tokenizer_and_a_small_one_is_refused() -> None:
+    assert resolve({"config": LLAMA}).vocab_size == 320  # 300, up to a multiple of 64
+    with pytest.raises(ConfigError, match="the dataset's tokenizer has 300 ids"):
+        resolve({"config": {**LLAMA, "vocab_size": 299}})
+
+
+def test_a_misspelt_model_key_is_refused_with_the_right_one() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'num_hidden_layers'"):
+        resolve({"config": {**LLAMA, "num_hiden_layers": 2}})
+    with pytest.raises(ConfigError, match="did you mean 'llama'"):
+        resolve({"config": {**LLAMA, "model_type": "lama"}})
+
+
+def test_a_loaded_models_positions_limit_the_sequence(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="max_position_embeddings 2048"):
+        resolve({"path": str(folder)}, sequence_length=4096)
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no config\.json"):
+        resolve({"path": str(tmp_path)})
+
+
+def test_flops_per_token_are_the_published_ones_for_llama_8b() -> None:
+    config = AutoConfig.for_model(
+        "llama",
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+    )
+    model = build_meta(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    size = measure(model, config, sequence_length=8192)
+    assert size.parameters == 8_030_261_248
+    assert size.flops_per_token / 1e9 == pytest.approx(57.9, abs=0.05)

@@ -1,0 +1,49 @@
+"""The house itself: names that cannot shadow, promises in the README that are true."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.conftest import ROOT
+
+
+def test_no_module_of_pipeline_has_the_name_of_a_dependency_or_of_the_standard_library() -> None:
+    # `python pipeline/train.py` puts pipeline/ first on sys.path: such a name would be imported instead of the real one
+    ours = {path.stem for path in (ROOT / "pipeline").iterdir() if path.suffix == ".py" or path.is_dir()}
+    taken = set(sys.stdlib_module_names) | set(importlib.metadata.packages_distributions())
+    assert (ours & taken) - {"__pycache__", "__init__", "__main__", "pipeline"} == set()
+
+
+def test_every_entry_point_answers_help_without_torch() -> None:
+    for script in ("train.py", "distill.py", "quantize.py"):
+        command = [sys.executable, "-X", "importtime", str(ROOT / "pipeline" / script), "--help"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert "--config" in done.stdout
+        assert "--set" in done.stdout
+        assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE), script
+
+
+def test_every_command_of_pipeline_answers_help() -> None:
+    from pipeline.__main__ import COMMANDS  # noqa: PLC0415
+
+    for name in COMMANDS:
+        command = [sys.executable, "-m", "pipeline", name, "--help"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert "usage: python -m pipeline" in done.stdout
+
+
+def test_every_path_the_readme_names_exists() -> None:
+    text = (ROOT / "README.md").read_text()
+    rooms = "pipeline|data_prep|headrace|ds_configs|slurm|tests|docs|demo"
+    named = re.findall(rf"(?:^|[\s`(])((?:{rooms})/[\w./-]+\.\w+)", text)
+    assert len(named) > 5
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_no_file_has_grown_past_its_purpose() -> None:
+    sources = [p for room in ("headrace", "data_prep", "pipeline") for p in (ROOT / room).rglob("*.py")]
+    assert {str(p): n for p in sources if (n := len(Path(p).read_text().splitlines())) > 400} == {}

@@ -1,0 +1,122 @@
+"""Law 7 with real processes: bad input gets exit code 2, one clear error, and no output."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import launch, make_tokens, start, tiny_config, write_config
+
+
+def refusal(tmp_path: Path, config: dict[str, object], *sets: str, script: str = "train.py", processes: int = 1) -> str:
+    """What an entry point says when it refuses a config. No run directory may be there afterwards."""
+    path = write_config(tmp_path / "c.json", config)
+    done = start(script, path, *sets, processes=processes)
+    assert done.returncode != 0
+    if processes == 1:
+        assert done.returncode == 2, done.stdout
+        assert "Traceback" not in done.stdout
+    return done.stdout
+
+
+def test_a_batch_that_does_not_divide_is_refused_before_any_process_group(tokens: Path, tmp_path: Path) -> None:
+    said = refusal(tmp_path, tiny_config(tokens, tmp_path / "run"), "train_batch_size=9", processes=2)
+    assert "train_batch_size = 9" in said
+    assert "use 8 or 12" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tokens_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    said = refusal(tmp_path, tiny_config(tmp_path / "nowhere", tmp_path / "run"))
+    assert "no such directory" in said
+    assert "python -m data_prep" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_truncated_token_file_is_refused(tokens: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(tokens, tmp_path / "copy")
+    path = copy / "train/shard-00000.bin"
+    path.write_bytes(path.read_bytes()[:-2])
+    assert "truncated" in refusal(tmp_path, tiny_config(copy, tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_of_another_model_data_or_seed_is_refused(tokens: Path, tmp_path: Path) -> None:
+    config = tiny_config(tokens, tmp_path / "run", engine="torch")
+    config["run"]["steps"] = 5
+    config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}
+    launch("train.py", write_config(tmp_path / "first.json", config))
+    before = (tmp_path / "run/metrics.jsonl").read_bytes()
+    said = refusal(tmp_path, config, "model.config.num_hidden_layers=3")
+    assert "model.config.num_hidden_layers: was 2, now 3" in said
+    said = refusal(tmp_path, config, "run.seed=8", "optimizer.params.lr=1e-4")
+    assert "run.seed: was 7, now 8" in said
+    assert "optimizer.params.lr: was 0.003, now 0.0001" in said
+    other = make_tokens(tmp_path, [Path(json.__file__).parent.parent / "asyncio"])
+    said = refusal(tmp_path, config, f"data.sources.0.path={other}")
+    assert "fingerprint: was" in said
+    said = refusal(tmp_path, config, "run.resume=never")
+    assert "run.resume is never" in said
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
+
+
+def test_more_steps_of_an_open_ended_schedule_are_allowed(tokens: Path, tmp_path: Path) -> None:
+    config = tiny_config(tokens, tmp_path / "run", engine="torch")
+    config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}
+    path = write_config(tmp_path / "c.json", config)
+    launch("train.py", path, "run.steps=4")
+    assert "resuming after step 4" in launch("train.py", path, "run.steps=6")
+
+
+def test_a_model_of_another_tokenizer_is_refused(tokens: Path, tmp_path: Path) -> None:
+    config = tiny_config(tokens, tmp_path / "run", engine="torch")
+    config["run"]["steps"] = 5
+    config.pop("scheduler")
+    launch("train.py", write_config(tmp_path / "first.json", config))
+    model = export(tmp_path / "run", tmp_path / "model")
+    other = make_tokens(tmp_path, [Path(json.__file__).parent.parent / "asyncio"])
+    student = tiny_config(other, tmp_path / "student", model={"path": str(model)})
+    said = refusal(tmp_path, student)
+    assert "model.path" in said
+    assert "its tokenizer is not the one the dataset was made with" in said
+    distilled = tiny_config(other, tmp_path / "student", distill={"teacher": str(model)})
+    said = refusal(tmp_path, distilled, script="distill.py")
+    assert "distill.teacher" in said
+
+
+@pytest.mark.parametrize(
+    ("script", "words"), [("train.py", "pipeline/distill.py"), ("distill.py", "pipeline/train.py")]
+)
+def test_the_wrong_entry_point_names_the_right_one(tokens: Path, tmp_path: Path, script: str, words: str) -> None:
+    config = tiny_config(tokens, tmp_path / "run")
+    if script == "train.py":
+        config["distill"] = {"teacher": "somewhere"}
+    assert words in refusal(tmp_path, config, script=script)
+
+
+def test_a_run_directory_that_cannot_be_written_is_refused(tokens: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    said = refusal(tmp_path, tiny_config(tokens, tmp_path / "file/run", engine="torch"))
+    assert "run.dir" in said
+    assert "cannot be written" in said
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_spares_the_checkpoint(tokens: Path, tmp_path: Path) -> None:
+    config = tiny_config(tokens, tmp_path / "run", engine="torch", gradient_clipping=0.0)
+    config["optimizer"]["params"]["lr"] = 1e30
+    config["run"]["checkpoint_every"] = 1
+    config.pop("scheduler")
+    said = refusal(tmp_path, config)
+    assert "is nan" in said or "is inf" in said
+    assert "optimizer.params.lr" in said
+
+
+def export(run: Path, out: Path) -> Path:
+    import subprocess  # noqa: PLC0415
+    import sys  # noqa: PLC0415
+
+    subprocess.run([sys.executable, "-m", "pipeline", "export", str(run), str(out)], check=True, capture_output=True)
+    return out
