@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
-from headrace.cli import guarded
+from headrace.cli import guarded, leave
 from headrace.errors import ConfigError
 from pipeline.arguments import resolved_run
 
@@ -24,4 +22,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    leave(guarded(main))

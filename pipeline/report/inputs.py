@@ -1,0 +1,108 @@
+"""The report's command line as checked values: whatever is wrong is found here, before any work. No torch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from headrace.errors import ConfigError, DataError
+from headrace.section import parse
+from pipeline.evaluation.data import FieldNames, HeldOutData, open_heldout
+from pipeline.evaluation.model_folder import ModelFolder
+from pipeline.report.runs import Run, read_run
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model folder and the name it has on the page."""
+
+    name: str
+    folder: ModelFolder
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Everything a report is made from.
+
+    Attributes:
+        out: the page to write; its directory exists.
+        runs: read and complete, names distinct.
+        models: opened and of the dataset's tokenizer, names distinct.
+        data: the held-out split they are measured on.
+        prompt: text for the last model to go on from, or None.
+        tokens: tokens it may add.
+    """
+
+    out: Path
+    runs: tuple[Run, ...]
+    models: tuple[Model, ...]
+    data: HeldOutData
+    prompt: str | None
+    tokens: int
+
+
+def check(args: argparse.Namespace) -> Inputs:
+    """Opens every input and refuses what cannot work.
+
+    Raises:
+        ConfigError: OUT cannot be written, a name is missing or given twice, or a number or the prompt is unusable.
+        DataError: a run, a model or the tokens directory is missing, damaged or of the wrong kind.
+    """
+    out = _check_out(Path(args.out))
+    _check_completion(args.prompt, args.tokens)
+    numbers = {"sequence_length": args.sequence_length, "max_tokens": args.max_tokens}
+    data = parse(HeldOutData, {"path": args.data, **numbers}, at="data")
+    runs = _named("--run", args.run, read_run)
+    models = _named("--model", args.model, lambda name, path: Model(name, ModelFolder.open(path)))
+    for model in models:
+        open_heldout(data, model.folder, names=FieldNames("--data", "--sequence-length"))
+    if args.prompt is not None:
+        _check_tokenizer(models[-1])
+    return Inputs(out, runs, models, data, args.prompt, args.tokens)
+
+
+def _check_out(out: Path) -> Path:
+    folder = out.parent
+    if out.is_dir():
+        raise ConfigError("OUT.html", str(out), why="it is a directory", remedy=f"{out / 'report.html'}")
+    if not folder.is_dir():
+        raise ConfigError("OUT.html", str(out), why=f"{folder} is no directory", remedy=f"mkdir -p {folder}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError("OUT.html", str(out), why=f"{folder} is not writable", remedy="another directory")
+    return out
+
+
+def _check_completion(prompt: str | None, tokens: int) -> None:
+    if prompt == "":
+        why = "a model goes on from at least one token"
+        raise ConfigError("--prompt", prompt, why=why, remedy="give some text, or leave --prompt out")
+    if tokens < 1:
+        raise ConfigError("--tokens", tokens, why="there is nothing to write", remedy="1 or more")
+
+
+def _check_tokenizer(model: Model) -> None:
+    path = model.folder.path
+    if not (path / "tokenizer_config.json").is_file():
+        why = f"{path} has no tokenizer_config.json, so --prompt cannot be read to it"
+        raise DataError(f"{why}\n  try: export the model again, with its tokenizer, or leave --prompt out")
+
+
+def _named(flag: str, given: Iterable[str], make: Callable[[str, Path], T]) -> tuple[T, ...]:
+    """Splits NAME=PATH arguments, refuses a repeated name, and opens each path; all names are looked at first."""
+    paths: dict[str, Path] = {}
+    for text in given:
+        name, _, path = text.partition("=")
+        name = name.strip()
+        if not name or not path:
+            raise ConfigError(flag, text, why="it must be NAME=DIRECTORY", remedy=f"{flag} small={path or text}")
+        if name in paths:
+            why = f"{paths[name]} has that name already"
+            raise ConfigError(flag, text, why=why, remedy=f"{flag} {name}-2={path}")
+        paths[name] = Path(path)
+    return tuple(make(name, path) for name, path in paths.items())

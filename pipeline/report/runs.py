@@ -1,0 +1,103 @@
+"""A run as its manifest and its journal tell it. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.directory import MANIFEST, Manifest, read_manifest
+from headrace.errors import DataError
+from pipeline.metrics.journal import NAME, read_rows
+
+Series = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run.
+
+    Attributes:
+        name: on the page.
+        path: its directory.
+        manifest: of kind `run`.
+        steps: journal rows of finished steps, at least one.
+        evaluations: journal rows of held-out evaluations.
+        events: the other rows: started, resumed, checkpoint.
+    """
+
+    name: str
+    path: Path
+    manifest: Manifest
+    steps: tuple[dict[str, Any], ...]
+    evaluations: tuple[dict[str, Any], ...]
+    events: tuple[dict[str, Any], ...]
+
+    def series(self, key: str) -> Series:
+        """float64 [rows]: one number per step; NaN where a row lacks it."""
+        return np.array([row.get(key, np.nan) for row in self.steps], dtype=np.float64)
+
+    def has(self, key: str) -> bool:
+        """Whether any step recorded this number."""
+        return any(key in row for row in self.steps)
+
+    @property
+    def loss_key(self) -> str:
+        """The training loss that compares with held-out loss: of a distilled run the cross-entropy within its loss."""
+        return "cross_entropy" if self.has("cross_entropy") else "loss"
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens of one step, a constant of a run."""
+        return float(self.steps[-1]["tokens"] / self.steps[-1]["step"])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained on."""
+        return int(self.steps[-1]["tokens"])
+
+    def evaluated(self) -> tuple[Series, Series]:
+        """Held-out evaluations as (tokens trained on until then, loss in nats per token), float64 [evaluations]."""
+        rows = self.evaluations
+        at = np.array([row["step"] * self.tokens_per_step for row in rows], dtype=np.float64)
+        return at, np.array([row["loss"] for row in rows], dtype=np.float64)
+
+
+def read_run(name: str, path: Path) -> Run:
+    """Reads a run's directory.
+
+    Raises:
+        DataError: no such directory, no manifest, no journal, a damaged one, or no finished step in it.
+    """
+    if (path / NAME).is_file() and not (path / MANIFEST).is_file():
+        raise DataError(f"{path} has no {MANIFEST} yet: a run gets it with its first checkpoint\n  try: again then")
+    manifest = read_manifest(path, kind="run")
+    if not (path / NAME).is_file():
+        why = f"{path} has no {NAME}: there is nothing to draw"
+        raise DataError(f"{why}\n  try: the directory that run.dir named in the config")
+    rows = _rows(path)
+    steps, evaluations, events = (_of_kind(rows, kind) for kind in ("step", "eval", "event"))
+    if not steps:
+        raise DataError(f"{path / NAME} has no finished step\n  try: again after the run's first step")
+    return Run(name, path, manifest, steps, evaluations, events)
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    try:
+        rows = read_rows(path)
+        # what the charts and the facts rely on; a stray line is better named here than met as a traceback later
+        for row in rows:
+            _ = row["kind"], row["step"] + 0
+            if row["kind"] == "step":
+                _ = row["tokens"] + 0, row["loss"] + 0.0
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path / NAME} is damaged: {error!r}\n  try: copy it again from where the run was") from None
+    return rows
+
+
+def _of_kind(rows: Sequence[dict[str, Any]], kind: str) -> tuple[dict[str, Any], ...]:
+    return tuple(row for row in rows if row["kind"] == kind)

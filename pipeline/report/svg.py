@@ -1,0 +1,92 @@
+"""From matplotlib's SVG file to SVG inside a page, in the page's colours and fonts.
+
+matplotlib wants colours as numbers, the page wants them to follow the reader's light or dark mode. So charts are drawn
+in stand-in colours, one per role, which are replaced here by the CSS custom properties of page.css.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+from contextlib import AbstractContextManager
+from html import escape
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+TEXT, GRID, GROUND = "#fe0001", "#fe0002", "#fe0003"
+SERIES = tuple(f"#fe00a{i}" for i in range(6))
+"""Stand-ins for the colours of runs; the seventh run starts over, with another dash."""
+
+DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.5, 1.5), (7, 2, 1.5, 2))
+"""Of the runs' lines, so that equal curves and colour-blind readers are served: on and off, in line widths."""
+
+_ROLES = {
+    TEXT: "var(--muted)",
+    GRID: "var(--rule)",
+    GROUND: "var(--ground)",
+    **{color: f"var(--series-{i})" for i, color in enumerate(SERIES, start=1)},
+}
+_SETTINGS = {
+    "svg.hashsalt": "headrace",  # a fixed salt for ids: equal input gives equal bytes
+    "svg.fonttype": "none",  # text stays text: selectable, and in the page's font
+    "font.size": 12,
+    "text.color": TEXT,
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": TEXT,
+    "xtick.color": GRID,
+    "ytick.color": GRID,
+    "xtick.labelcolor": TEXT,
+    "ytick.labelcolor": TEXT,
+    "grid.color": GRID,
+    "path.simplify": False,  # lines are thinned before, by means, which simplification would not keep
+}
+
+
+def color(index: int) -> str:
+    """The stand-in colour of run `index`."""
+    return SERIES[index % len(SERIES)]
+
+
+def dash(index: int) -> tuple[float, ...]:
+    """The dashes of run `index`: another for each of the first runs, and for those that share a colour."""
+    return DASHES[(index + index // len(SERIES)) % len(DASHES)]
+
+
+def settings() -> AbstractContextManager[None]:
+    """A context in which figures are made and written."""
+    context: AbstractContextManager[None] = mpl.rc_context(_SETTINGS)
+    return context
+
+
+def inline(figure: Figure, *, name: str, label: str) -> str:
+    """Writes a figure as an `<svg>` element.
+
+    Args:
+        figure: drawn within `settings()`, in stand-in colours.
+        name: unique on the page; prefixed to all ids, since clip paths are found by id in the whole page.
+        label: what it shows, for those who do not see it.
+    """
+    buffer = io.StringIO()
+    with warnings.catch_warnings():
+        # a name in a script that matplotlib's font lacks: the browser has one that does not
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<(metadata|defs)>\s*(<rdf:RDF.*?|<style.*?)</\1>", "", text, flags=re.DOTALL)
+    text = re.sub(r"<!--.*?-->\s*", "", text, flags=re.DOTALL)
+    text = re.sub(r'\bid="', f'id="{name}-', text).replace("url(#", f"url(#{name}-")
+    text = re.sub(r'xlink:href="#', f'href="#{name}-', text)
+    for stand_in, role in _ROLES.items():
+        text = text.replace(stand_in, role)
+    return _opening(text, label)
+
+
+def _opening(text: str, label: str) -> str:
+    """Replaces the root element's attributes: no size of its own, no namespaces (the page's parser knows them)."""
+    box = re.search(r'viewBox="([^"]+)"', text)
+    assert box is not None
+    head = f'<svg viewBox="{box[1]}" role="img" aria-label="{escape(label)}">'
+    return head + text[text.index(">") + 1 :].strip()

@@ -1,0 +1,140 @@
+"""The page, made by the command from a real model, and seen by a real browser."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from headrace.directory import write_manifest
+from pipeline.evaluation.model_folder import ModelFolder
+from pipeline.report import svg
+from pipeline.report.command import write_whole
+from pipeline.report.facts import facts
+from pipeline.report.runs import read_run
+from tests.evaluation.small import SEQUENCE, run_python
+from tests.report.made import make_run
+
+PACKAGE = Path(svg.__file__).parent
+PROMPT = "The <b>mill</b> & race"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+QUIET = ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-quic"]
+
+
+@pytest.fixture(scope="module")
+def made(model: Path, tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The page of two runs and a model, and what the command printed."""
+    work = tmp_path_factory.mktemp("report")
+    runs = [make_run(work / "a", steps=40), make_run(work / "b", steps=30, distilled=True)]
+    named = ["--run", f"first={runs[0]}", "--run", f"<second>={runs[1]}", "--model", f"[small]={model}"]
+    data = ["--data", tokens, "--sequence-length", SEQUENCE, "--max-tokens", 320]
+    done = run_python("-m", "pipeline", "report", work / "r.html", *named, *data, "--prompt", PROMPT, "--tokens", 4)
+    assert done.returncode == 0, done.stderr
+    assert "evaluating 1/1: [small]" in done.stderr
+    return work / "r.html", done.stdout
+
+
+def test_the_table_is_printed(made: tuple[Path, str], model: Path) -> None:
+    _, shown = made
+    weights = ModelFolder.open(model)
+    assert "[small]" in shown
+    assert f"{weights.parameters:,}" in shown
+    assert f"{weights.weight_bytes / 1e6:.2f}" in shown
+    assert "tokens/s: of the scoring, on" in shown
+    assert PROMPT in shown
+
+
+def test_the_page_asks_for_nothing(made: tuple[Path, str]) -> None:
+    text = made[0].read_text()
+    assert not re.search(r"<(script|link|img|iframe|object|embed)\b|@import|@font-face", text)
+    assert all(target.startswith("#") for target in re.findall(r'\b(?:href|src)="([^"]*)"', text))
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", text))
+
+
+def test_what_came_from_outside_is_escaped(made: tuple[Path, str]) -> None:
+    text = made[0].read_text()
+    assert "<pre><b>The &lt;b&gt;mill&lt;/b&gt; &amp; race</b>" in text
+    assert "<second>" not in text
+    assert "&lt;second&gt;" in text
+
+
+def test_the_page_is_all_that_is_left(made: tuple[Path, str]) -> None:
+    assert sorted(path.name for path in made[0].parent.iterdir()) == ["a", "b", "r.html"]
+
+
+def test_a_failed_write_leaves_the_old_page(tmp_path: Path) -> None:
+    page = tmp_path / "r.html"
+    page.write_text("old")
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(page, "new \ud800")  # a lone surrogate has no UTF-8
+    assert page.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["r.html"]
+
+
+def test_a_run_is_told_from_its_manifest_and_journal(tmp_path: Path) -> None:
+    run = read_run("run", make_run(tmp_path / "run", steps=40))
+    told = dict(facts(run, []))
+    assert told["steps"] == "40, finished"
+    assert told["tokens"] == "40,000, 1,000 per step"
+    assert told["time in steps"] == "20.0 s"
+    assert told["engine"] == "deepspeed, ZeRO-2, fp32"
+    assert told["dataset"] == "0123456789ab (out/tokens)"
+    assert (told["layout"], told["seed"]) == ("2 processes", "11")
+    assert told["held-out"].endswith("at step 40")
+
+
+def test_a_model_exported_from_a_run_tells_its_parameters(tmp_path: Path, model: Path) -> None:
+    path = make_run(tmp_path / "run", steps=10)
+    checkpoint = path / "checkpoints" / "step-00000010"
+    checkpoint.mkdir(parents=True)
+    saved = write_manifest(checkpoint, kind="checkpoint", config={}, details={"topology": "dp 2"})
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "event", "step": 10, "event": "checkpoint", "path": "old/place/step-00000010"}\n')
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    parents = {"checkpoint": {"path": "old/place", "fingerprint": saved.fingerprint}}
+    write_manifest(folder, kind="model", config={}, parents=parents, details={"parameters": 1234})
+    told = dict(facts(read_run("run", path), [ModelFolder.open(folder)]))
+    assert told["parameters"] == "1,234"
+    assert told["layout"] == "dp 2"
+    assert told["checkpoint"] == str(checkpoint)  # where it is now, not where it was written
+
+
+def test_letters_and_lines_stand_out_in_light_and_in_dark() -> None:
+    light, dark = (PACKAGE / "page.css").read_text().split("@media (prefers-color-scheme: dark)", maxsplit=1)
+    for css in (light, dark):
+        colors = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", css))
+        lettering = [name for name in colors if name in ("text", "muted") or name.startswith("series-")]
+        assert len(lettering) == 2 + len(svg.SERIES)
+        # WCAG 2.2, criterion 1.4.3: 4.5 to 1 for small text, which labels beside lines are
+        assert min(contrast(colors[name], colors["ground"]) for name in lettering) >= 4.5
+
+
+def contrast(one: str, other: str) -> float:
+    """Contrast ratio of two colours by WCAG 2.2, "relative luminance"."""
+    bright, dim = sorted((luminance(one), luminance(other)), reverse=True)
+    return (bright + 0.05) / (dim + 0.05)
+
+
+def luminance(color: str) -> float:
+    channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+def test_a_browser_shows_the_table_and_the_curves(made: tuple[Path, str], tmp_path: Path) -> None:
+    how = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", *QUIET, f"--user-data-dir={tmp_path}"]
+    command = [str(CHROMIUM), *how, "--dump-dom", made[0].as_uri()]
+    dom = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert len(re.findall(r"<tr>", dom)) == 2  # the heads, and one model
+    assert '<th scope="row">[small]</th>' in dom
+    # the loss in two sizes, learning rate, gradient norm, speed, KL
+    assert len(re.findall(r'<svg viewBox="[^"]+" role="img"', dom)) == 6
+    curves = re.findall(r'<path d="([^"]*)" clip-path="[^"]*" style="[^"]*stroke: var\(--series', dom)
+    assert len(curves) >= 2 * 5 + 1  # two runs in five drawings, and the KL of one
+    assert all(len(curve) > 100 for curve in curves)
+    assert not re.search(r'\b(?:href|src)="(?!#)', dom)
