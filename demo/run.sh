@@ -6,6 +6,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
+python -c 'import headrace, torch' 2>/dev/null || { echo "error: no environment: run it with 'make demo'" >&2; exit 2; }
+
 step() { printf '\n\033[1m== %s\033[0m\n' "$1"; shift; printf '$ %s\n' "$*"; "$@"; }
 once() { [ -e "$1" ] && echo "(done before: $1)" && return; shift; "$@"; }  # once MADE COMMAND: unless MADE is there
 
@@ -31,6 +33,6 @@ step "Compare them all" python -m pipeline report $o/report.html \
   --run teacher=$o/runs/teacher --run student=$o/runs/student \
   --model teacher=$o/models/teacher --model student=$o/models/student \
   --model int8=$o/models/student-int8 --model int4=$o/models/student-int4 \
-  --data $o/tokens --sequence-length 256 --max-tokens 40000 --prompt 'def read_file(path):' --tokens 48
+  --data $o/tokens --sequence-length 128 --max-tokens 40000 --prompt 'def read_file(path):' --tokens 48
 echo
 echo "Open $o/report.html. Next: deepspeed ${processes[*]} pipeline/train.py --config ds_configs/zero3.json"

@@ -80,6 +80,7 @@ def commit(
     if final.exists() and not replace:
         raise DataError(f"{final} exists already\n  try: remove it, or choose another output")
     known = known_sha256 or {}
+    _share(staging)
     files = {name: _entry(staging / name, known.get(name)) for name in _files(staging)}
     manifest = write_manifest(staging, kind=kind, config=config, parents=parents, details=details, files=files)
     _sync_tree(staging)
@@ -195,6 +196,15 @@ def code_version() -> dict[str, str | None]:
         )
         commit_id = done.stdout.strip() if done.returncode == 0 else None
     return {"headrace": __version__, "commit": commit_id}
+
+
+def _share(root: Path) -> None:
+    """Gives every file the mode that `open` would; safetensors writes files that only their owner can read."""
+    umask = os.umask(0o077)  # it can only be read by setting it
+    os.umask(umask)
+    for path in root.rglob("*"):
+        if path.is_file():
+            path.chmod(0o666 & ~umask)
 
 
 def _files(root: Path) -> list[str]:

@@ -8,7 +8,6 @@ logits are compared with those of a model filled from the checkpoint by the trai
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -154,18 +153,10 @@ def _write_weights(
             weight_map[name] = file
             progress(len(weight_map), len(values.shapes))
         save_file(tensors, folder / file, metadata={"format": "pt"})
-        (folder / file).chmod(_file_mode())  # safetensors writes 0600 whatever the umask
     if len(groups) > 1:
         total = sum(shape.numel() for shape in values.shapes.values()) * dtype.itemsize
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1, sort_keys=True))
-
-
-def _file_mode() -> int:
-    """The mode that a file made by `open` would get."""
-    umask = os.umask(0)
-    os.umask(umask)
-    return 0o666 & ~umask
 
 
 def _by_size(shapes: dict[str, torch.Size], dtype: torch.dtype) -> Iterator[list[str]]:

@@ -7,7 +7,6 @@ Source of the formula: compressed_tensors/quantization/utils/helpers.py, calcula
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -73,16 +72,6 @@ def save(model: Any, compressor: ModelCompressor, folder: Path) -> None:
     """Writes safetensors, config.json with its quantization section, and generation_config.json."""
     model.save_pretrained(folder)
     compressor.update_config(str(folder))
-    for file in folder.iterdir():
-        # safetensors 0.8 creates its files readable by their owner alone; a model is for others too
-        file.chmod(0o666 & ~_umask())
-
-
-def _umask() -> int:
-    """The process's mask; it can only be read by setting it."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 def _arguments(plan: Plan) -> QuantizationArgs:

@@ -10,7 +10,6 @@ Shapes: B windows of a batch, T tokens per window, V vocabulary.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import torch
 from torch.nn import functional as F
 
 from pipeline.data.dataset import TokenDataset
+from pipeline.metrics.units import bits_per_byte, perplexity
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,6 @@ def choose_windows(available: int, wanted: int | None) -> npt.NDArray[np.int64]:
     return np.arange(count, dtype=np.int64) * available // count
 
 
-def bits_per_byte(loss_nats: float, *, tokens: int, bytes_: int) -> float:
-    """Converts nats per token by the split's own tokens and UTF-8 bytes."""
-    return loss_nats / math.log(2) * tokens / bytes_
-
-
 def _batches(
     model: Any,
     dataset: TokenDataset,
@@ -120,7 +115,5 @@ def _window_losses(model: Any, rows: npt.NDArray[np.int64], device: torch.device
 
 def _summary(total_nats: float, tokens: int, seconds: float, dataset: TokenDataset) -> HeldOut:
     loss = total_nats / tokens
-    # exp(709.8) is the largest float64; a loss beyond it is a broken model, reported as such
-    perplexity = math.inf if loss > 709 else math.exp(loss)
-    bits = bits_per_byte(loss, tokens=dataset.tokens, bytes_=dataset.bytes)
-    return HeldOut(loss, perplexity, bits, tokens, tokens / seconds)
+    bits = bits_per_byte(loss, tokens=dataset.tokens, text_bytes=dataset.bytes)
+    return HeldOut(loss, perplexity(loss), bits, tokens, tokens / seconds)

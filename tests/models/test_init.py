@@ -20,7 +20,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {**SMALL, "intermediate_size": 128, "num_key_value_heads": 2},
     "gemma": {**SMALL, "intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 16},
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 300},
-    "qwen3_moe": {**SMALL, "intermediate_size": 128, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
+    "qwen3_moe": {
+        **SMALL,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+    },
 }
 
 
