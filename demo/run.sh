@@ -14,7 +14,7 @@ once() { [ -e "$1" ] && echo "(done before: $1)" && return; shift; "$@"; }  # on
 # Without a GPU: one process per core, one thread each. With GPUs deepspeed starts one process on each by itself.
 processes=()
 if ! python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-  export OMP_NUM_THREADS=1
+  export OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu
   processes=(--num_accelerators 2)
 fi
 stdlib=$(python -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')
@@ -23,9 +23,9 @@ o=out/demo
 [ -e $o/corpus/docstrings.jsonl.zst ] || step "Gather text that is on every machine" python demo/gather_corpus.py $o/corpus
 step "Tokenise and shard it" python -m data_prep --config demo/corpus.json --set "sources.0.path=$stdlib"
 step "What would be trained?" python -m pipeline check --config demo/teacher.json
-step "Train a teacher" deepspeed "${processes[@]}" pipeline/train.py --config demo/teacher.json
+step "Train a teacher" deepspeed --log_level warning "${processes[@]}" pipeline/train.py --config demo/teacher.json
 once $o/models/teacher step "Export it for Hugging Face" python -m pipeline export $o/runs/teacher $o/models/teacher
-step "Distil it into half its layers" deepspeed "${processes[@]}" pipeline/distill.py --config demo/student.json
+step "Distil it into half its layers" deepspeed --log_level warning "${processes[@]}" pipeline/distill.py --config demo/student.json
 once $o/models/student step "Export the student" python -m pipeline export $o/runs/student $o/models/student
 once $o/models/student-int8 step "Quantize to 8 bits" python pipeline/quantize.py --config demo/int8.json
 once $o/models/student-int4 step "Quantize to 4 bits" python pipeline/quantize.py --config demo/int4.json

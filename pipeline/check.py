@@ -45,7 +45,8 @@ def _print_rules(run: ResolvedRun) -> None:
     config, batch = run.config, run.batch
     sharding = f", ZeRO-{config.zero_optimization.stage}" if config.engine == "deepspeed" else ""
     _line("engine", config.engine + sharding)
-    _line("processes", f"{run.topology.world_size} ({run.topology})")
+    world_size = run.topology.world_size
+    _line("processes", f"{world_size} ({run.topology})" if world_size > 1 else "1")
     _line("precision", "bf16, fp32 master weights" if config.bf16.enabled else "fp32")
     _line("batch", str(batch))
     _line("steps", f"{run.steps:,} = {run.steps * batch.samples:,} samples = {run.steps * batch.tokens:,} tokens")

@@ -45,7 +45,7 @@ def train(run: ResolvedRun, make_objective: Callable[[torch.device], Objective])
     with ExitStack() as stack:
         stack.enter_context(_only_one(prepared.run_dir) if launch.rank == 0 else nullcontext())
         if run.config.engine == "deepspeed":
-            stack.enter_context(process_group(launch, device_type=device.type))
+            stack.enter_context(process_group(launch, gpu=device.index))
         engine = build_engine(run, prepared.model, prepared.values, make_objective(device), device=device)
         _run(prepared, engine, launch, stack)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ class DeepSpeedZero:
                 means = self._means(sums, step.targets)
                 refuse_non_finite(step.step, "loss", means["loss"])
             self._engine.step()
-        norm = float(self._engine.get_global_grad_norm())
+        norm = _norm(self._engine.get_global_grad_norm())
         refuse_non_finite(step.step, "gradient norm", norm)
         return StepResult(means.pop("loss"), means, norm)
 
@@ -106,6 +107,12 @@ class DeepSpeedZero:
         stacked = torch.stack(list(sums.values()))
         dist.all_reduce(stacked)
         return dict(zip(sums, (stacked.double() / targets).tolist(), strict=True))
+
+
+def _norm(reported: Any) -> float:
+    """DeepSpeed's gradient norm. When it skipped an update for an overflow it says None or -1, which is no norm."""
+    norm = math.inf if reported is None else float(reported)
+    return norm if norm >= 0 else math.inf
 
 
 def _shard_at_once(config: dict[str, Any]) -> Any:

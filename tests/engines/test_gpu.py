@@ -1,0 +1,41 @@
+"""The same laws on a GPU: NCCL, fused AdamW, pinned batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import launch, losses, tiny_config, write_config
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-4), ("bf16", 5e-3)])
+def test_zero_on_the_gpus_there_are_follows_the_reference_on_one(
+    tokens: Path, tmp_path: Path, stage: int, dtype: str, tolerance: float
+) -> None:
+    base = tiny_config(tokens, tmp_path / "run", bf16={"enabled": dtype == "bf16"})
+    config = write_config(tmp_path / "c.json", base)
+    said = launch("train.py", config, "engine=torch", f"run.dir={tmp_path / 'reference'}")
+    assert "NVIDIA" in said
+    processes = min(2, torch.cuda.device_count())
+    launch("train.py", config, f"zero_optimization.stage={stage}", processes=processes)
+    expected = losses(tmp_path / "reference")
+    for step, loss in losses(tmp_path / "run").items():
+        assert loss == pytest.approx(expected[step], rel=tolerance), step
+
+
+def test_a_gpu_checkpoint_goes_on_in_the_reference(tokens: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "c.json", tiny_config(tokens, tmp_path / "run"))
+    launch("train.py", config, "run.steps=20")
+    whole = losses(tmp_path / "run")
+    (tmp_path / "run/checkpoints/step-00000020").rename(tmp_path / "aside")
+    assert "resuming after step 15" in launch("train.py", config, "engine=torch")
+    for step, loss in losses(tmp_path / "run").items():
+        assert loss == pytest.approx(whole[step], rel=1e-4), step

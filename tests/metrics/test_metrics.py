@@ -1,0 +1,83 @@
+"""Numbers on their way out: the journal after a crash, units, peaks, and W&B without a login."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.metrics.journal import Journal, read_rows
+from pipeline.metrics.peak import peak_flops
+from pipeline.metrics.units import bits_per_byte, perplexity
+from tests.conftest import command_line, tiny_config, write_config
+
+
+def test_reopening_a_journal_cuts_rows_that_will_be_written_again_and_half_a_line(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, from_step=0)
+    for step in range(1, 6):
+        journal.write("step", step, loss=1.0 / step)
+    journal.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "step", "step": 6, "lo')
+    assert [row["step"] for row in read_rows(tmp_path)] == [1, 2, 3, 4, 5]
+    again = Journal(tmp_path, from_step=3)
+    again.write("step", 4, loss=9.0)
+    again.close()
+    assert [(row["step"], row["loss"]) for row in read_rows(tmp_path, kind="step")][-2:] == [(3, 1 / 3), (4, 9.0)]
+
+
+def test_bits_per_byte_does_not_depend_on_the_tokenizer() -> None:
+    # the same text and the same total of 100 nats, cut into 50 or into 25 tokens
+    assert bits_per_byte(2.0, tokens=50, text_bytes=80) == pytest.approx(bits_per_byte(4.0, tokens=25, text_bytes=80))
+    assert bits_per_byte(2.0, tokens=50, text_bytes=80) == pytest.approx(100 / math.log(2) / 80)
+    assert perplexity(math.log(7)) == pytest.approx(7)
+    assert perplexity(1e6) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "tflops"),
+    [
+        ("NVIDIA H200", True, 989.4),
+        ("NVIDIA H100 PCIe", True, 756.0),
+        ("cpu", True, None),
+        ("NVIDIA H200", False, None),
+    ],
+)
+def test_a_peak_is_given_only_where_it_is_known(name: str, bf16: bool, tflops: float | None) -> None:
+    assert peak_flops(name, bf16=bf16) == (None if tflops is None else tflops * 1e12)
+
+
+def test_wandb_without_a_login_records_offline_under_the_run(tokens: Path, tmp_path: Path) -> None:
+    config = tiny_config(tokens, tmp_path / "run", engine="torch", wandb={"enabled": True, "project": "mill"})
+    path = write_config(tmp_path / "c.json", config)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | {"HOME": str(tmp_path)}
+    command = command_line("train.py", path, "run.steps=3", "scheduler=auto", processes=1)
+    subprocess.run(command, check=True, capture_output=True, env=environment)
+    records = list((tmp_path / "run/wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(records) == 1
+    assert records[0].stat().st_size > 0
+
+
+def test_the_iterable_feeds_a_loop_of_ones_own(tokens: Path, tmp_path: Path) -> None:
+    code = f"""
+import torch
+from pipeline.config.batch import Batch
+from pipeline.config.schema import DataSection, SourceSection
+from pipeline.data.blend import open_blend
+from pipeline.data.loader import StepLoader
+blend = open_blend(DataSection(sources=(SourceSection(path={str(tokens)!r}),), sequence_length=16), seed=1)
+model = torch.nn.Sequential(torch.nn.Embedding(512, 8), torch.nn.Linear(8, 512))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in StepLoader(blend, Batch(4, 2, 2, 1, 16), dp_rank=0, steps=(1, 3)):
+    for micro in step.micro_batches:
+        torch.nn.functional.cross_entropy(model(micro.input_ids).flatten(0, 1), micro.labels.flatten()).backward()
+    optimizer.step()
+print(step.step)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == 3
