@@ -63,7 +63,7 @@ def test_wandb_without_a_login_records_offline_under_the_run(tokens: Path, tmp_p
     assert records[0].stat().st_size > 0
 
 
-def test_the_iterable_feeds_a_loop_of_ones_own(tokens: Path, tmp_path: Path) -> None:
+def test_the_iterable_feeds_a_loop_of_ones_own(tokens: Path) -> None:
     code = f"""
 import torch
 from pipeline.config.batch import Batch
