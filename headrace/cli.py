@@ -47,7 +47,8 @@ def guarded(main: Callable[[], int | None]) -> int:
         if rank == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
         else:
-            print(f"error (rank {rank}): {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+            brief = "; ".join(line.strip() for line in str(error).splitlines()[:2])
+            print(f"error (rank {rank}): {brief}", file=sys.stderr, flush=True)
         return EXIT_USAGE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)

@@ -46,6 +46,8 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError("extends", str(path), why=f"the files extend each other: {chain}", remedy="break the circle")
     own = _parse(path)
     bases = own.pop("extends", [])
+    if not isinstance(bases, str) and not (isinstance(bases, list) and all(isinstance(base, str) for base in bases)):
+        raise ConfigError("extends", bases, why="it names files", remedy='write "base.json" or ["a.json", "b.json"]')
     merged: dict[str, Any] = {}
     for base in [bases] if isinstance(bases, str) else bases:
         merged = merge(merged, _read(path.parent / base, (*seen, path.resolve())))
@@ -61,7 +63,7 @@ def _parse(path: Path) -> dict[str, Any]:
             f"files there: {', '.join(near)}" if near else "check the path; it is relative to the directory you are in"
         )
         raise ConfigError("--config", str(path), why="no such file", remedy=remedy) from None
-    except (IsADirectoryError, UnicodeDecodeError, PermissionError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("--config", str(path), why=str(error), remedy="name a readable JSON file") from None
     try:
         raw = json.loads(text, object_pairs_hook=_refuse_repeats)

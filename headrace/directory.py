@@ -77,6 +77,7 @@ def commit(
     Raises:
         DataError: `final` exists and `replace` is not given.
     """
+    _restore(final)
     if final.exists() and not replace:
         raise DataError(f"{final} exists already\n  try: remove it, or choose another output")
     known = known_sha256 or {}
@@ -238,13 +239,23 @@ def sync(path: Path) -> None:
 
 
 def _rename(staging: Path, final: Path) -> None:
-    old = final.parent / f".{final.name}.replaced"
+    old = _aside(final)
     if final.exists():
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
     staging.rename(final)
     sync(final.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _aside(final: Path) -> Path:
+    return final.parent / f".{final.name}.replaced"
+
+
+def _restore(final: Path) -> None:
+    """Gives a directory its name back when a process was killed between moving it aside and putting the new one."""
+    if _aside(final).exists() and not final.exists():
+        _aside(final).rename(final)
 
 
 def _how_to_make(kind: str) -> str:

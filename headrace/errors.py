@@ -6,6 +6,9 @@ do next. Entry points print it without a traceback and leave with `EXIT_USAGE`. 
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 EXIT_USAGE = 2
 """Exit code of a run that was refused: the input or the config has to change before a retry can help."""
 
@@ -31,6 +34,10 @@ class ConfigError(HeadraceError):
         self.field, self.value, self.why, self.remedy = field, value, why, remedy
         shown = "" if value is None else f" = {_short(value)}"
         super().__init__(f"{field}{shown}\n  why: {why}\n  try: {remedy}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Errors travel between ranks, pickled; ours are not built from their message alone."""
+        return partial(ConfigError, why=self.why, remedy=self.remedy), (self.field, self.value)
 
 
 class DataError(HeadraceError):

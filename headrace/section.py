@@ -18,7 +18,7 @@ from headrace.errors import ConfigError
 class Section(BaseModel):
     """A frozen group of config fields. Unknown keys are refused; numbers are never made from strings."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 def _whole(value: Any) -> Any:

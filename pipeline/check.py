@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `python -m pipeline check`."""
     add_config_arguments(parser)
-    parser.add_argument("--processes", type=int, metavar="N", help="number of processes (default: as started, or 1)")
+    parser.add_argument(
+        "--processes", type=_at_least_one, metavar="N", help="number of processes (default: as started, or 1)"
+    )
     parser.add_argument(
         "--rules-only", action="store_true", help="only the config itself: no data, no model, answers at once"
     )
@@ -41,6 +43,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _at_least_one(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("at least one")
+    return number
+
+
 def _print_rules(run: ResolvedRun) -> None:
     config, batch = run.config, run.batch
     sharding = f", ZeRO-{config.zero_optimization.stage}" if config.engine == "deepspeed" else ""
@@ -59,7 +68,8 @@ def _print_prepared(prepared: Prepared) -> None:
     run, size = prepared.run, prepared.size
     epochs = prepared.blend.order.epochs(run.steps * run.batch.samples)
     _line("model", f"{prepared.hf_config['model_type']}, {size.parameters:,} parameters ({size.embedding:,} embedding)")
-    _line("compute", f"{size.flops_per_token / 1e6:,.1f} MFLOP per token, forward and backward")
+    if size.flops_per_token is not None:
+        _line("compute", f"{size.flops_per_token / 1e6:,.1f} MFLOP per token, forward and backward")
     for source, seen in zip(prepared.blend.sources, epochs, strict=True):
         _line("data", f"{source.path}: {source.tokens:,} tokens, {source.windows:,} samples, {seen:.2f} epochs")
     for source in prepared.heldout:

@@ -18,7 +18,8 @@ def main() -> None:
     from pipeline.compress.distillation import Distillation  # noqa: PLC0415
     from pipeline.session import train  # noqa: PLC0415
 
-    train(run, lambda device: Distillation(section, bf16=run.config.bf16.enabled, device=device))
+    bf16, attention = run.config.bf16.enabled, run.config.model.attn_implementation
+    train(run, lambda device: Distillation(section, bf16=bf16, attn_implementation=attention, device=device))
 
 
 if __name__ == "__main__":

@@ -62,7 +62,12 @@ def process_group(launch: Launch, *, gpu: int | None, timeout_s: float = 1800.0)
 
     os.environ.update(_torchrun_variables(launch, gpu))
     backend = "gloo" if gpu is None else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    except dist.DistNetworkError as error:
+        why = f"the processes could not meet there: {str(error).splitlines()[0]}"
+        remedy = "another run may hold the port: deepspeed --master_port N, or torchrun --master-port N"
+        raise ConfigError("MASTER_ADDR:MASTER_PORT", launch.master, why=why, remedy=remedy) from None
     try:
         yield
     finally:

@@ -12,13 +12,16 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
-from headrace.errors import CheckpointError, ConfigError
-from pipeline.checkpoint.store import CheckpointStore
+from headrace.directory import MANIFEST, Manifest, read_manifest
+from headrace.errors import CheckpointError, ConfigError, DataError
+from pipeline.checkpoint.store import Checkpoint, CheckpointStore
 from pipeline.config.rules import ResolvedRun, curve_fields
 from pipeline.config.schema import Config
 from pipeline.data.blend import Blend, open_blend, open_sources
 from pipeline.data.dataset import TokenDataset, tokenizer_details
 from pipeline.engines.common import model_dtype
+from pipeline.evaluation.model_folder import ModelFolder
+from pipeline.metrics.journal import NAME as JOURNAL
 from pipeline.models.count import ModelSize, measure
 from pipeline.models.hf_config import read_hf_config, resolve_hf_config
 from pipeline.models.layers import original_name
@@ -39,7 +42,8 @@ class Prepared:
         hf_config: its Hugging Face config as plain JSON.
         size: its counts.
         store: the run's checkpoints.
-        curve: the fields that decide the curve, and the fingerprints of the data; unchanged on resume.
+        curve: the fields that decide the curve, and the fingerprints of data and folders; unchanged on resume.
+        parents: config field -> path and fingerprint of every directory the run is made from.
     """
 
     run: ResolvedRun
@@ -51,6 +55,7 @@ class Prepared:
     size: ModelSize
     store: CheckpointStore
     curve: dict[str, Any]
+    parents: dict[str, Any]
 
     @property
     def run_dir(self) -> Path:
@@ -72,15 +77,17 @@ def prepare(run: ResolvedRun) -> Prepared:
     for field, folder in named_folders(config).items():
         check_tokenizer(field, folder, tokenizer)
     if config.distill is not None:
-        check_teacher(config.distill.teacher, vocab_size=hf_config.vocab_size)
+        check_teacher(config, vocab_size=hf_config.vocab_size)
     model = build_meta(hf_config, dtype=model_dtype(config), attn_implementation=config.model.attn_implementation)
     values = first_values(config, model)
     size = measure(model, hf_config, sequence_length=config.data.sequence_length)
     store = CheckpointStore(Path(config.run.dir), keep=config.run.keep_checkpoints)
     plain = described(hf_config)
-    curve = {**curve_fields(run), "model.resolved": plain, **fingerprints(blend)}
-    check_run_dir(config, store, curve)
-    return Prepared(run, blend, heldout, model, values, plain, size, store, curve)
+    parents = {**blend.parents, **folder_parents(config)}
+    prints = {f"{field}.fingerprint": parent["fingerprint"] for field, parent in parents.items()}
+    curve = {**curve_fields(run), "model.resolved": plain, **prints}
+    check_run_dir(run, store, curve)
+    return Prepared(run, blend, heldout, model, values, plain, size, store, curve, parents)
 
 
 def first_values(config: Config, model: nn.Module) -> ParameterValues:
@@ -112,17 +119,27 @@ def check_tokenizer(field: str, folder: str, tokenizer: dict[str, Any]) -> None:
         raise ConfigError(field, folder, why=why, remedy=remedy)
 
 
-def check_teacher(folder: str, *, vocab_size: int) -> None:
-    """Refuses a teacher that cannot be compared with the student, id by id.
+def check_teacher(config: Config, *, vocab_size: int) -> None:
+    """Refuses a teacher that cannot be compared with the student, id by id, or that is not whole.
 
     Raises:
-        ConfigError: its vocabulary is of another size.
-        DataError: the folder is no model.
+        ConfigError: its vocabulary is of another size, or it holds fewer positions than the sequence.
+        DataError: the folder is no model, or its weights are not all there.
     """
-    theirs = read_hf_config(folder).vocab_size
-    if theirs != vocab_size:
-        why = f"the teacher has {theirs} ids, the student {vocab_size}"
-        raise ConfigError("distill.teacher", folder, why=why, remedy=f"set model.config.vocab_size to {theirs}")
+    assert config.distill is not None
+    folder, length = config.distill.teacher, config.data.sequence_length
+    theirs = read_hf_config(folder)
+    if theirs.vocab_size != vocab_size:
+        why = f"the teacher has {theirs.vocab_size} ids, the student {vocab_size}"
+        raise ConfigError(
+            "distill.teacher", folder, why=why, remedy=f"set model.config.vocab_size to {theirs.vocab_size}"
+        )
+    longest = ModelFolder.open(folder).longest_sequence
+    if longest is not None and longest < length:
+        why = f"the teacher was made for {longest} positions, data.sequence_length is {length}"
+        raise ConfigError("distill.teacher", folder, why=why, remedy=f"set data.sequence_length to at most {longest}")
+    teacher = build_meta(theirs, dtype=model_dtype(config), attn_implementation=config.model.attn_implementation)
+    FromSafetensors(folder, shapes=parameter_shapes(teacher))
 
 
 def described(config: PretrainedConfig) -> dict[str, Any]:
@@ -132,18 +149,22 @@ def described(config: PretrainedConfig) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if key not in idle}
 
 
-def fingerprints(blend: Blend) -> dict[str, str]:
-    """The fingerprint of every source, under its config field."""
-    return {f"{field}.fingerprint": parent["fingerprint"] for field, parent in blend.parents.items()}
+def folder_parents(config: Config) -> dict[str, Any]:
+    """Path and fingerprint of every Hugging Face folder the config names."""
+    named = named_folders(config).items()
+    return {field: {"path": path, "fingerprint": ModelFolder.open(path).fingerprint()} for field, path in named}
 
 
-def check_run_dir(config: Config, store: CheckpointStore, curve: dict[str, Any]) -> None:
-    """Refuses to resume another run, and to start over silently.
+def check_run_dir(run: ResolvedRun, store: CheckpointStore, curve: dict[str, Any]) -> None:
+    """Refuses to resume another run, to start over silently, and to train into what is no run.
 
     Raises:
         CheckpointError: the newest checkpoint was written with fields that make another curve.
-        ConfigError: there are checkpoints, and `run.resume` is never; or the directory cannot be written.
+        ConfigError: `run.resume` is never and there are checkpoints; there are more steps than `run.steps`; the
+            directory belongs to something else, or cannot be written.
     """
+    config = run.config
+    _check_is_run(Path(config.run.dir))
     checkpoints = store.all()
     if not checkpoints:
         _check_writable(Path(config.run.dir))
@@ -154,13 +175,41 @@ def check_run_dir(config: Config, store: CheckpointStore, curve: dict[str, Any])
         raise ConfigError(
             "run.dir", config.run.dir, why=why, remedy="choose another run.dir, or set run.resume to auto"
         )
-    changed = _changed(newest.manifest.details["curve"], curve)
+    if newest.step > run.steps:
+        why = f"{newest.path} is of step {newest.step} already"
+        raise ConfigError("run.steps", run.steps, why=why, remedy=f"use more than {newest.step}, or another run.dir")
+    readable = next((c for c in checkpoints if _manifest_or_none(c) is not None), None)
+    if readable is not None:
+        _refuse_other_curve(readable, curve)
+
+
+def _refuse_other_curve(checkpoint: Checkpoint, curve: dict[str, Any]) -> None:
+    changed = _changed(checkpoint.manifest.details["curve"], curve)
     if changed:
         listed = "\n".join(f"    {field}: was {was!r}, now {now!r}" for field, was, now in changed[:8])
         raise CheckpointError(
-            f"{newest.path} belongs to another run; it would not go on as if nothing had happened:\n{listed}\n"
+            f"{checkpoint.path} belongs to another run; it would not go on as if nothing had happened:\n{listed}\n"
             f"  try: choose another run.dir, or put the fields back"
         )
+
+
+def _manifest_or_none(checkpoint: Checkpoint) -> Manifest | None:
+    """A damaged manifest is passed over here; the search for a whole checkpoint tells of it."""
+    try:
+        return checkpoint.manifest
+    except DataError:
+        return None
+
+
+def _check_is_run(run_dir: Path) -> None:
+    """A directory that another stage made must not be trained into: it would lose its manifest."""
+    if not run_dir.is_dir() or not any(run_dir.iterdir()):
+        return
+    if (run_dir / MANIFEST).exists():
+        read_manifest(run_dir, kind="run")
+    elif not any((run_dir / name).exists() for name in (".lock", JOURNAL, "checkpoints")):
+        why = "it holds files that no run has put there"
+        raise ConfigError("run.dir", str(run_dir), why=why, remedy="choose a directory that does not exist yet")
 
 
 def _changed(was: Any, now: Any, at: str = "") -> list[tuple[str, Any, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -16,6 +17,7 @@ from headrace.directory import write_manifest
 from headrace.errors import ConfigError
 from pipeline.checkpoint.store import Checkpoint, on_rank_zero
 from pipeline.config.rules import ResolvedRun
+from pipeline.data.dataset import tokenizer_details
 from pipeline.data.loader import StepLoader, heldout_batches
 from pipeline.engines.base import Engine, Objective
 from pipeline.engines.build import build_engine, pick_device
@@ -54,9 +56,10 @@ def _run(prepared: Prepared, engine: Engine, launch: Launch, stack: ExitStack) -
     run, shown = prepared.run, launch.rank == 0
     voice = TrainingDisplay(first=0, total=run.steps, shown=shown)
     checkpoint = prepared.store.newest_whole(voice.say)
+    done = checkpoint.step if checkpoint else 0
     if checkpoint is not None:
         engine.load(checkpoint.path)
-    done = checkpoint.step if checkpoint else 0
+        on_rank_zero(lambda: _tell_run(prepared, done))  # a run killed after its checkpoint has not told yet
     sinks = _open_sinks(prepared, stack, from_step=done) if shown else []
     display = stack.enter_context(TrainingDisplay(first=done, total=run.steps, shown=shown))
     for line in _opening_lines(prepared, engine, launch, checkpoint):
@@ -103,27 +106,30 @@ def _save(prepared: Prepared, engine: Engine, step: int) -> Checkpoint:
         "engine": run.config.engine,
         "curve": prepared.curve,
         "hf_config": prepared.hf_config,
+        "tokenizer": tokenizer_details(prepared.blend.sources[0].manifest),
     }
     config = run.config.model_dump(mode="json")
-    parents = prepared.blend.parents
+    parents = prepared.parents
     checkpoint = prepared.store.save(engine.save, step=step, config=config, parents=parents, details=details)
 
-    def tell_run() -> None:
-        summary = {"step": step, "steps": run.steps, "finished": step == run.steps}
-        write_manifest(prepared.run_dir, kind="run", config=config, parents=parents, details=summary)
-
-    on_rank_zero(tell_run)
+    on_rank_zero(lambda: _tell_run(prepared, step))
     return checkpoint
+
+
+def _tell_run(prepared: Prepared, step: int) -> None:
+    """Writes the run's manifest: how far it has got."""
+    run = prepared.run
+    summary = {"step": step, "steps": run.steps, "finished": step == run.steps}
+    config = run.config.model_dump(mode="json")
+    write_manifest(prepared.run_dir, kind="run", config=config, parents=prepared.parents, details=summary)
 
 
 def _opening_lines(prepared: Prepared, engine: Engine, launch: Launch, checkpoint: Checkpoint | None) -> Iterator[str]:
     run, size = prepared.run, prepared.size
     samples = run.steps * run.batch.samples
     epochs = max(prepared.blend.order.epochs(samples))
-    yield (
-        f"{launch} on {engine.device_name}, engine {run.config.engine}"
-        f" (ZeRO-{run.config.zero_optimization.stage}), {run.topology}"
-    )
+    sharding = f" ZeRO-{run.config.zero_optimization.stage}" if run.config.engine == "deepspeed" else ""
+    yield f"{launch} on {engine.device_name}, engine {run.config.engine}{sharding}, {run.topology}"
     yield f"{size.parameters:,} parameters, {'bf16' if run.config.bf16.enabled else 'fp32'}; {run.batch}"
     yield (
         f"{run.steps:,} steps = {run.steps * run.batch.tokens:,} tokens,"
@@ -152,11 +158,15 @@ def _only_one(run_dir: Path) -> Iterator[None]:
     with (run_dir / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             why = "another process is training there"
             raise ConfigError(
                 "run.dir", str(run_dir), why=why, remedy="wait for it, or choose another run.dir"
             ) from None
+        except OSError as error:  # a file system without locks, such as Lustre mounted without flock
+            print(
+                f"warning: {run_dir} cannot be locked ({error}): see to it that only one run uses it", file=sys.stderr
+            )
         yield
 
 

@@ -48,7 +48,7 @@ class Training:
     save: Callable[[int], Checkpoint]
     sinks: Sequence[Sink]
     display: TrainingDisplay
-    flops_per_token: float
+    flops_per_token: float | None
     peak_flops: float | None
 
     def go(self) -> None:
@@ -89,8 +89,9 @@ class Training:
     def _report(self, step: int, result: StepResult, *, seconds: float) -> None:
         batch = self.run.batch
         rate = batch.tokens / seconds
-        flops = rate * self.flops_per_token / self.run.topology.world_size
-        mfu = flops / self.peak_flops if self.peak_flops else None
+        per_device = rate / self.run.topology.world_size
+        known = self.flops_per_token and self.peak_flops
+        mfu = per_device * self.flops_per_token / self.peak_flops if known else None  # type: ignore[operator]
         lr = self.run.schedule.lr(step)
         self._record(
             "step",

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
+from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
 from headrace.directory import Manifest, commit, read_manifest, staging_path
 from headrace.errors import CheckpointError, DataError
 from pipeline.checkpoint import named_state
@@ -26,6 +27,7 @@ from pipeline.checkpoint.store import Checkpoint, CheckpointStore, damage_of
 from pipeline.data.permutation import permute
 from pipeline.models.materialise import materialise
 from pipeline.models.meta import build_meta, parameter_shapes
+from pipeline.models.tokenizer_files import check_tokenizer_folder, copy_tokenizer
 
 SHARD_BYTES = 4 << 30
 """Largest safetensors file: fits file systems and tools that stop at 4 GiB of tensors."""
@@ -91,19 +93,21 @@ def export(
     if out.exists() and not replace:
         raise DataError(f"{out} exists already\n  try: another folder, or --replace")
     tokenizer = tokenizer or _tokenizer_of(manifest)
+    _check_tokenizer(tokenizer, manifest)
     config = _config_of(manifest)
     trained = torch.bfloat16 if manifest.config["bf16"]["enabled"] else torch.float32
     dtype = dtype or trained
     values = FromCheckpoint(checkpoint.path)
-    model = build_meta(config, dtype=dtype, attn_implementation="sdpa")
+    attention = _attention(manifest)
+    model = build_meta(config, dtype=dtype, attn_implementation=attention)
     _compare_names(values.shapes, parameter_shapes(model), checkpoint)
     staging = staging_path(out)
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     _write_weights(values, staging, dtype, progress)
     _write_config(config, model, staging, dtype)
-    shutil.copytree(tokenizer, staging, dirs_exist_ok=True)
-    difference = _gate(model, values, staging, dtype)
+    copy_tokenizer(tokenizer, staging)
+    difference = _gate(model, values, staging, dtype, attention)
     details = {
         "step": checkpoint.step,
         "dtype": str(dtype).removeprefix("torch."),
@@ -127,9 +131,22 @@ def _tokenizer_of(manifest: Manifest) -> Path:
     return tokens / "tokenizer"
 
 
+def _check_tokenizer(folder: Path, manifest: Manifest) -> None:
+    check_tokenizer_folder(folder)
+    trained_on = manifest.details["tokenizer"]["fingerprint"]
+    if (folder / "tokenizer.json").is_file() and tokenizer_fingerprint(folder) != trained_on:
+        raise DataError(f"{folder} is not the tokenizer the model was trained with: ids would mean other text")
+
+
 def _config_of(manifest: Manifest) -> PretrainedConfig:
     stored = dict(manifest.details["hf_config"])
     return AutoConfig.for_model(stored.pop("model_type"), **stored)
+
+
+def _attention(manifest: Manifest) -> str:
+    """As trained; flash attention needs a GPU, and an export does not."""
+    trained = str(manifest.config["model"]["attn_implementation"])
+    return "sdpa" if trained.startswith("flash") else trained
 
 
 def _compare_names(found: dict[str, torch.Size], needed: dict[str, torch.Size], checkpoint: Checkpoint) -> None:
@@ -181,11 +198,12 @@ def _write_config(config: PretrainedConfig, model: nn.Module, folder: Path, dtyp
 
 
 @torch.no_grad()
-def _gate(model: nn.Module, values: FromCheckpoint, folder: Path, dtype: torch.dtype) -> float:
+def _gate(model: nn.Module, values: FromCheckpoint, folder: Path, dtype: torch.dtype, attention: str) -> float:
     """Loads the folder as a user would, and compares. Returns the largest difference of a logit."""
     disable_progress_bar()
     AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    reloaded: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, attn_implementation="sdpa")
+    how = {"local_files_only": True, "attn_implementation": attention}
+    reloaded: Any = AutoModelForCausalLM.from_pretrained(folder, **how)
     vocabulary = reloaded.config.vocab_size
     positions = getattr(reloaded.config, "max_position_embeddings", None) or 64
     ids = torch.from_numpy(permute(range(min(64, positions, vocabulary)), size=vocabulary, key=0))[None]

@@ -93,6 +93,7 @@ class CheckpointStore:
         return on_rank_zero(lambda: self._search(say))
 
     def _search(self, say: Callable[[str], None]) -> Checkpoint | None:
+        self._clean()
         candidates = self.all()
         for candidate in candidates:
             damage = damage_of(candidate)
@@ -111,7 +112,12 @@ class CheckpointStore:
             doomed = old.path.with_name(f".{old.path.name}.deleted")
             shutil.rmtree(doomed, ignore_errors=True)
             old.path.rename(doomed)
-            shutil.rmtree(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)  # what stays is cleaned at the next start
+
+    def _clean(self) -> None:
+        """Deletes what a killed run left half-written or half-deleted; such a directory has no name of a checkpoint."""
+        for leftover in (*self._root.glob(f".{_PREFIX}*.partial"), *self._root.glob(f".{_PREFIX}*.deleted")):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def on_rank_zero(action: Callable[[], T]) -> T:

@@ -28,17 +28,18 @@ class Distillation:
     Args:
         section: teacher folder, temperature, alpha.
         bf16: the teacher computes in bf16, else fp32.
+        attn_implementation: as the student's.
         device: of this rank.
 
     Raises:
         DataError: the teacher's folder holds no whole model.
     """
 
-    def __init__(self, section: DistillSection, *, bf16: bool, device: torch.device) -> None:
+    def __init__(self, section: DistillSection, *, bf16: bool, attn_implementation: str, device: torch.device) -> None:
         self._temperature, self._alpha = section.temperature, section.alpha
         config = read_hf_config(section.teacher)
         dtype = torch.bfloat16 if bf16 else torch.float32
-        self._teacher = build_meta(config, dtype=dtype, attn_implementation="sdpa")
+        self._teacher = build_meta(config, dtype=dtype, attn_implementation=attn_implementation)
         values = FromSafetensors(section.teacher, shapes=parameter_shapes(self._teacher))
         materialise(self._teacher, values, device=device)
         self._teacher.eval().requires_grad_(False)

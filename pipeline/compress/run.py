@@ -19,18 +19,7 @@ from pipeline.compress.rules import Plan
 from pipeline.compress.weights import check_modules, pack, save
 from pipeline.evaluation.loading import empty_model, load_model
 from pipeline.evaluation.model_folder import ModelFolder
-
-# what transformers' tokenizers are made of, and the licence, which goes where the weights go
-_CARRIED = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "*.jinja",
-    "LICENSE*",
-)
+from pipeline.models.tokenizer_files import copy_tokenizer
 
 
 def quantize(plan: Plan) -> Manifest:
@@ -68,9 +57,7 @@ def _write(plan: Plan, staging: Path) -> None:
         return track(layers, "packing", console=console, transient=True, disable=not console.is_terminal)
 
     save(model, pack(model, plan, dtype=dtype, progress=bar), staging)
-    for pattern in _CARRIED:
-        for file in filter(Path.is_file, plan.source.path.glob(pattern)):
-            shutil.copyfile(file, staging / file.name)
+    copy_tokenizer(plan.source.path, staging)
 
 
 @contextmanager

@@ -67,9 +67,38 @@ REFUSED_ZERO: dict[str, str] = {
     "zero_hpz_partition_size": _LATER,
     "zero_quantized_gradients": _LATER,
     "zero_quantized_weights": _LATER,
+    "cpu_offload": _LATER,
+    "cpu_offload_param": _LATER,
+    "cpu_offload_use_pin_memory": _LATER,
+    "compute_grad_norm": _OURS,
+    "enable_sanity_checks": _LATER,
+    "leaf_module": _LATER,
+    "legacy_stage1": _GONE,
+    "log_trace_cache_warnings": _LATER,
+    "memory_efficient_linear": _LATER,
+    "mics_hierarchical_params_gather": _GONE,
+    "mics_shard_size": _GONE,
+    "override_module_apply": _LATER,
+    "parameter_alignment": _LATER,
+    "pipeline_loading_checkpoint": _LATER,
+    "stage3_allgather_sequential": _LATER,
+    "stage3_model_persistence_threshold": _LATER,
+    "stage3_module_granularity_threshold": _LATER,
+    "stage3_use_all_reduce_for_fetch_params": _LATER,
+    "use_multi_rank_bucket_allreduce": _LATER,
+    "zenflow": _LATER,
+    "zero_quantized_nontrainable_weights": _LATER,
     "elastic_checkpoint": _OURS,
     "load_from_fp32_weights": _OURS,
     "stage3_gather_fp16_weights_on_model_save": "use stage3_gather_16bit_weights_on_model_save",
+}
+
+
+REFUSED_BF16: dict[str, str] = {
+    "bf16_master_weights_and_grads": _LATER,
+    "bf16_optimizer_states": _LATER,
+    "check_grad_overflow": _OURS,
+    "immediate_grad_update": _LATER,
 }
 
 
@@ -81,6 +110,7 @@ def refuse_by_name(raw: dict[str, Any]) -> None:
     """
     _refuse(REFUSED, raw, at="")
     _refuse(REFUSED_ZERO, raw.get("zero_optimization"), at="zero_optimization.")
+    _refuse(REFUSED_BF16, raw.get("bf16"), at="bf16.")
     fp16 = raw.get("fp16")
     if isinstance(fp16, dict) and fp16.get("enabled"):
         remedy = 'use "bf16": {"enabled": true}; without either the run is fp32'
@@ -94,10 +124,18 @@ def _refuse(table: dict[str, str], section: Any, *, at: str) -> None:
 
 
 def without_auto(raw: dict[str, Any]) -> dict[str, Any]:
-    """A copy without the values "auto" that configs for the Hugging Face Trainer carry, and without a disabled fp16.
+    """A copy without what says nothing: values "auto" of configs for the Hugging Face Trainer, and offload to "none".
 
     A key without a value takes its default, or is derived.
     """
-    kept = {k: without_auto(v) if isinstance(v, dict) else v for k, v in raw.items() if v != "auto"}
-    kept.pop("fp16", None)
-    return kept
+    kept = {key: without_auto(value) if isinstance(value, dict) else value for key, value in raw.items()}
+    return {key: value for key, value in kept.items() if value != "auto" and not _is_no_offload(key, value)}
+
+
+def without_fp16(raw: dict[str, Any]) -> dict[str, Any]:
+    """A copy without the fp16 section, which `refuse_by_name` has found to be off."""
+    return {key: value for key, value in raw.items() if key != "fp16"}
+
+
+def _is_no_offload(key: str, value: Any) -> bool:
+    return key.startswith("offload_") and isinstance(value, dict) and value.get("device") == "none"

@@ -44,14 +44,16 @@ def resolve(config: Config, *, world_size: int) -> ResolvedRun:
 def curve_fields(run: ResolvedRun) -> dict[str, Any]:
     """The fields that decide which curve a run follows; layout, logging and checkpointing are not among them.
 
-    A run may be resumed only where these are unchanged.
+    A run may be resumed only where these are unchanged. Paths are not among them either: what lies there is compared
+    by fingerprint.
     """
     config = run.config.model_dump(mode="json")
-    model = {k: v for k, v in config["model"].items() if k != "attn_implementation"}
+    weights = [source["weight"] for source in config["data"]["sources"]]
+    distill = config["distill"] and {k: v for k, v in config["distill"].items() if k != "teacher"}
     return {
-        "model": model,
-        "data": {"sources": config["data"]["sources"], "sequence_length": config["data"]["sequence_length"]},
-        "distill": config["distill"],
+        "model": {key: config["model"][key] for key in ("config", "fresh", "keep_layers")},
+        "data": {"weights": weights, "sequence_length": config["data"]["sequence_length"]},
+        "distill": distill,
         "train_batch_size": run.batch.samples,
         "optimizer": config["optimizer"],
         "scheduler": run.schedule.describe(),

@@ -102,10 +102,12 @@ class StepLoader:
         micro_starts = start + np.arange(batch.accumulation) * batch.dp * batch.micro
         samples = (micro_starts[:, None] + np.arange(batch.micro)).ravel()
         rows = torch.from_numpy(self._blend.read(samples))
-        if self._pin:
-            rows = rows.pin_memory()
-        micros = [MicroBatch(part[:, :-1], part[:, 1:]) for part in rows.split(batch.micro)]
+        micros = [MicroBatch(self._own(part[:, :-1]), self._own(part[:, 1:])) for part in rows.split(batch.micro)]
         return StepBatch(step, micros, targets=batch.tokens)
+
+    def _own(self, view: Tensor) -> Tensor:
+        """A contiguous copy, in page-locked memory for a GPU: a strided view would be copied again on its way."""
+        return view.contiguous().pin_memory() if self._pin else view.contiguous()
 
     def _gather_all(self, ready: queue.Queue[StepBatch | BaseException], stop: threading.Event) -> None:
         for step in range(self._first, self._last + 1):

@@ -51,8 +51,11 @@ def _whole_rows(path: Path) -> Iterator[dict[str, Any]]:
         return
     with path.open("rb") as file:
         for line in file:
-            if line.endswith(b"\n"):
+            try:
                 row: dict[str, Any] = json.loads(line)
+            except ValueError:  # half a line, from a process that was killed
+                continue
+            if line.endswith(b"\n"):
                 yield row
 
 

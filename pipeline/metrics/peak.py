@@ -6,6 +6,8 @@ For a device that is not in the table, and for a CPU, no utilisation is printed.
 
 from __future__ import annotations
 
+import re
+
 _BF16_DENSE_TFLOPS = {
     "B200": 2250.0,
     "H200": 989.4,
@@ -24,7 +26,9 @@ def peak_flops(device_name: str, *, bf16: bool) -> float | None:
     """
     if not bf16:
         return None
-    for name, tflops in _BF16_DENSE_TFLOPS.items():
-        if name in device_name:
-            return tflops * 1e12
-    return None
+    words = set(re.split(r"[ -]", device_name))
+    if words & {"MIG", "NVL"}:  # a slice of a device, and a variant of another rate
+        return None
+    known = (tflops for name, tflops in _BF16_DENSE_TFLOPS.items() if set(name.split()) <= words)
+    found = next(known, None)
+    return None if found is None else found * 1e12

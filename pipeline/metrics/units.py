@@ -6,8 +6,8 @@ import math
 
 
 def perplexity(nats_per_token: float) -> float:
-    """exp of the mean cross-entropy; infinite where it does not fit a float."""
-    return math.exp(nats_per_token) if nats_per_token < 700 else math.inf
+    """exp of the mean cross-entropy; infinite where it does not fit a float, and not a number for what is none."""
+    return math.inf if nats_per_token > 700 else math.exp(nats_per_token)
 
 
 def bits_per_byte(nats_per_token: float, *, tokens: int, text_bytes: int) -> float:

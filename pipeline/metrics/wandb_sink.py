@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import secrets
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +23,24 @@ class WandbSink:
         import wandb  # noqa: PLC0415  takes seconds and threads, only for those who asked for it
 
         section = config.wandb
-        self._run: Any = wandb.init(
-            project=section.project or "headrace",
-            entity=section.team,
-            group=section.group,
-            name=run_dir.name,
-            id=f"{run_dir.name}-{config.run.seed}",
-            resume="allow",
-            dir=str(run_dir),
-            config=config.model_dump(mode="json"),
-            mode="online" if _has_login() else "offline",
-        )
+        settings: dict[str, Any] = {
+            "project": section.project or "headrace",
+            "entity": section.team,
+            "group": section.group,
+            "name": run_dir.name,
+            "id": _own_id(run_dir),
+            "resume": "allow",
+            "dir": str(run_dir),
+            "config": config.model_dump(mode="json"),
+        }
+        # WANDB_MODE is wandb's own word, and wins
+        mode: Any = None if "WANDB_MODE" in os.environ else "online" if wandb.login(prompt=False) else "offline"
+        self._run: Any
+        try:
+            self._run = wandb.init(**settings, mode=mode)
+        except wandb.errors.Error as error:
+            print(f"warning: W&B does not answer ({error}); recording offline, under {run_dir}", file=sys.stderr)
+            self._run = wandb.init(**settings, mode="offline")
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Logs a row under its step; evaluation values are prefixed."""
@@ -44,10 +53,9 @@ class WandbSink:
         self._run.finish()
 
 
-def _has_login() -> bool:
-    if os.environ.get("WANDB_MODE"):
-        return os.environ["WANDB_MODE"] == "online"
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    netrc = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
-    return netrc.is_file() and "api.wandb.ai" in netrc.read_text()
+def _own_id(run_dir: Path) -> str:
+    """A random id, kept in the run's directory: two runs of one name are two runs, and a resumed one is the same."""
+    path = run_dir / ".wandb-id"
+    if not path.exists():
+        path.write_text(secrets.token_hex(8))
+    return path.read_text()

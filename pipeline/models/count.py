@@ -16,12 +16,12 @@ class ModelSize:
     Attributes:
         parameters: all, a tied one counted once.
         embedding: those of the input embedding.
-        flops_per_token: forward and backward, see `measure`.
+        flops_per_token: forward and backward, see `measure`; None for an architecture without attention heads.
     """
 
     parameters: int
     embedding: int
-    flops_per_token: float
+    flops_per_token: float | None
 
 
 def measure(model: nn.Module, config: PretrainedConfig, *, sequence_length: int) -> ModelSize:
@@ -37,7 +37,9 @@ def measure(model: nn.Module, config: PretrainedConfig, *, sequence_length: int)
     embedding = int(math.prod(embeddings.weight.shape))
     tied = bool(getattr(config, "tie_word_embeddings", False))
     multiplied = parameters if tied else parameters - embedding
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        return ModelSize(parameters, embedding, None)
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     attention = 12 * config.num_hidden_layers * width * sequence_length
     return ModelSize(parameters, embedding, 6.0 * multiplied + attention)

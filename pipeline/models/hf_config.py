@@ -6,6 +6,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from headrace.errors import ConfigError, DataError
@@ -42,6 +43,9 @@ def resolve_hf_config(section: ModelSection, *, tokenizer: dict[str, Any], seque
         remedy = "use the tokenizer the model was made with, or leave model.config.vocab_size out"
         raise ConfigError("model.config.vocab_size", config.vocab_size, why=why, remedy=remedy)
     check_model_config(_shared_integers(config), sequence_length=sequence_length)
+    if getattr(config, "is_decoder", True) is False:
+        why = "it sees the tokens to its right, so predicting the next one means nothing"
+        raise ConfigError("model.config.model_type", config.model_type, why=why, remedy="use a decoder, e.g. llama")
     return config
 
 
@@ -55,8 +59,8 @@ def read_hf_config(folder: str | Path) -> PretrainedConfig:
         raise DataError(f"{folder}: not a Hugging Face folder (no config.json)\n  try: the path of an exported model")
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{folder}/config.json cannot be read: {error}") from None
+    except (StrictDataclassError, OSError, ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{folder}/config.json cannot be read: {one_line(error)}") from None
 
 
 def _from_section(given: dict[str, Any], tokenizer: dict[str, Any], sequence_length: int) -> PretrainedConfig:
@@ -73,11 +77,18 @@ def _from_section(given: dict[str, Any], tokenizer: dict[str, Any], sequence_len
         "eos_token_id": tokenizer.get("eos_id"),
         "pad_token_id": tokenizer.get("pad_id"),
     }
-    names = _known_keys(kind)
-    if "max_position_embeddings" in names:
+    if "max_position_embeddings" in _known_keys(kind):
         derived["max_position_embeddings"] = max(2048, sequence_length)
+    # an architecture may know a key by two names (GPT-2: n_positions, max_position_embeddings); the user's word wins
+    aliases = CONFIG_MAPPING[kind].attribute_map
     fields = {k: v for k, v in given.items() if k != "model_type"}
-    return AutoConfig.for_model(kind, **{**derived, **fields})
+    spoken_for = {aliases.get(key, key) for key in fields}
+    derived = {key: value for key, value in derived.items() if aliases.get(key, key) not in spoken_for}
+    try:
+        return AutoConfig.for_model(kind, **derived, **fields)
+    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
+        why = f"transformers refuses it: {one_line(error)}"
+        raise ConfigError("model.config", given, why=why, remedy="mend the field it names") from None
 
 
 def _refuse_unknown_keys(kind: str, given: dict[str, Any]) -> None:
@@ -96,6 +107,15 @@ def _known_keys(kind: str) -> set[str]:
     return {*signature, *config_class.attribute_map, "model_type"} - {"self", "kwargs"}
 
 
+def one_line(error: Exception) -> str:
+    """An exception of a library in one line, with its cause: transformers hides the reason in the second."""
+    cause = error.__cause__ or error
+    return " ".join(str(cause).split())[:300] or repr(cause)
+
+
 def _shared_integers(config: PretrainedConfig) -> dict[str, Any]:
-    keys = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
+    keys = (
+        *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+        *("vocab_size", "max_position_embeddings"),
+    )
     return {"model_type": config.model_type, **{k: getattr(config, k, None) for k in keys}}

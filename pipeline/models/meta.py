@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
@@ -23,8 +24,8 @@ def build_meta(config: PretrainedConfig, *, dtype: torch.dtype, attn_implementat
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
-    except (ValueError, TypeError, KeyError, ImportError, AttributeError) as error:
-        why = f"transformers refuses it: {str(error).splitlines()[0]}"
+    except (StrictDataclassError, ValueError, TypeError, KeyError, ImportError, AttributeError, RuntimeError) as error:
+        why = f"transformers refuses it: {' '.join(str(error).split())[:300]}"
         raise ConfigError("model.config", config.model_type, why=why, remedy="check the model section") from None
     model.config.use_cache = False
     assert isinstance(model, nn.Module)

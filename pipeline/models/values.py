@@ -7,6 +7,7 @@ model never holds more than its shards and one parameter.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from headrace.errors import DataError
+from headrace.errors import ConfigError, DataError
 from pipeline.data.permutation import derive_key
 
 
@@ -48,7 +49,7 @@ class InitByName:
         owner = self._model.get_submodule(owner_name)
         on_meta = owner._parameters[key]
         assert on_meta is not None
-        real = nn.Parameter(torch.zeros(on_meta.shape, dtype=torch.float32), requires_grad=False)
+        real = nn.Parameter(torch.full(on_meta.shape, math.nan, dtype=torch.float32), requires_grad=False)
         owner._parameters[key] = real
         try:
             with torch.random.fork_rng(devices=[]):
@@ -57,6 +58,10 @@ class InitByName:
                     self._model._init_weights(module)  # type: ignore[operator]
         finally:
             owner._parameters[key] = on_meta
+        if real.isnan().any():
+            why = f"transformers' initialisation of this architecture leaves {name} as it finds it"
+            remedy = "use another architecture, or load weights with model.path"
+            raise ConfigError("model.config.model_type", self._model.config.model_type, why=why, remedy=remedy)  # type: ignore[union-attr]
         return real.detach()
 
 

@@ -122,6 +122,10 @@ def test_what_cannot_be_exported_is_refused_with_exit_code_2(run_dir: Path, tmp_
     assert export(run_dir, tmp_path / "model", "--replace").returncode == 0
     nowhere = export(tmp_path / "nowhere", tmp_path / "other")
     assert (nowhere.returncode, "no such directory" in nowhere.stderr) == (2, True)
+    strange = export(run_dir, tmp_path / "other", "--tokenizer", tmp_path)
+    assert (strange.returncode, "no tokenizer_config.json" in strange.stderr) == (2, True)
+    own = export(run_dir, tmp_path / "again", "--tokenizer", tmp_path / "model")
+    assert own.returncode == 0, own.stderr
     copy = shutil.copytree(run_dir, tmp_path / "copy")
     damaged = copy / "checkpoints/step-00000006/__0_0.distcp"
     os.truncate(damaged, damaged.stat().st_size - 5000)

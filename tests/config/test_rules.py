@@ -47,6 +47,9 @@ REFUSALS = [
     ("data.sources.0.wieght=2", "did you mean 'weight'"),
     ("data_types.grad_accum_dtype=bf16", "remove it, or enable bf16"),
     ("distill.alpha=1.5", "distill"),
+    ("bf16.immediate_grad_update=true", "does not run it"),
+    ("zero_optimization.cpu_offload=true", "does not run it"),
+    ("optimizer.params.lr=Infinity", "optimizer.params.lr"),
 ]
 
 
@@ -66,7 +69,9 @@ def test_the_reference_engine_refuses_several_processes(tmp_path: Path) -> None:
 
 
 def test_auto_values_of_a_trainer_config_are_derived(tmp_path: Path) -> None:
-    run = resolved(tmp_path, "train_micro_batch_size_per_gpu=auto", "gradient_clipping=auto", "fp16.enabled=false")
+    sets = ["train_micro_batch_size_per_gpu=auto", "gradient_clipping=auto", "fp16.enabled=auto", "bf16.enabled=auto"]
+    off = ["zero_optimization.offload_optimizer.device=none", "zero_optimization.reduce_bucket_size=auto"]
+    run = resolved(tmp_path, *sets, *off)
     assert (run.batch.micro, run.config.gradient_clipping) == (8, 0.0)
 
 
@@ -99,6 +104,14 @@ def test_a_misspelt_key_is_answered_without_torch_and_with_exit_code_2(tmp_path:
     assert "Traceback" not in done.stderr
     probe = "import sys, pipeline.check, pipeline.arguments; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("number", ["0", "-2", "two"])
+def test_check_refuses_a_number_of_processes_that_is_none(tokens: Path, tmp_path: Path, number: str) -> None:
+    path = write_config(tmp_path / "c.json", tiny_config(tokens, tmp_path / "run"))
+    done, _ = check("--config", str(path), "--processes", number)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
 
 
 def test_every_shipped_config_passes_the_rules() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,22 @@ def test_files_that_extend_each_other_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "b.json", {"extends": "a.json"})
     with pytest.raises(ConfigError, match=r"a\.json -> b\.json -> a\.json"):
         configfile.load(tmp_path / "a.json")
+
+
+def test_extends_of_something_else_than_names_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="extends = 5"):
+        configfile.load(write(tmp_path / "c.json", {"extends": 5}))
+
+
+def test_a_path_through_a_file_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.json", {})
+    with pytest.raises(ConfigError, match="Not a directory"):
+        configfile.load(path / "inner.json")
+
+
+def test_an_error_survives_the_way_between_ranks() -> None:
+    error = ConfigError("run.dir", "x", why="because", remedy="try y")
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
 def test_set_overrides_a_nested_field_with_json_or_text(tmp_path: Path) -> None:

@@ -68,6 +68,26 @@ def test_truncation_and_loss_are_found_by_size_and_a_flipped_byte_by_checksum(tm
         check_sizes(tmp_path / "out", manifest)
 
 
+def test_a_directory_that_was_moved_aside_when_its_replacer_died_gets_its_name_back(tmp_path: Path) -> None:
+    build(tmp_path / "out", "old")
+    (tmp_path / "out").rename(tmp_path / ".out.replaced")
+    staging = staging_path(tmp_path / "out")
+    staging.mkdir()
+    with pytest.raises(DataError, match="exists already"):
+        commit(staging, tmp_path / "out", kind="tokens", config={})
+    assert (tmp_path / "out/a.txt").read_text() == "old"
+
+
+def test_files_get_the_mode_that_open_would_give_them(tmp_path: Path) -> None:
+    staging = staging_path(tmp_path / "out")
+    staging.mkdir()
+    (staging / "private").write_text("x")
+    (staging / "private").chmod(0o600)
+    commit(staging, tmp_path / "out", kind="tokens", config={})
+    (tmp_path / "usual").write_text("x")
+    assert (tmp_path / "out/private").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"kind": "tokens"}', "\x00\xff"])
 def test_a_damaged_manifest_is_named(tmp_path: Path, text: str) -> None:
     build(tmp_path / "out")

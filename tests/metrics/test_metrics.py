@@ -46,6 +46,10 @@ def test_bits_per_byte_does_not_depend_on_the_tokenizer() -> None:
         ("NVIDIA H100 PCIe", True, 756.0),
         ("cpu", True, None),
         ("NVIDIA H200", False, None),
+        ("NVIDIA A100-SXM4-80GB", True, 312.0),
+        ("NVIDIA L40", True, None),
+        ("NVIDIA H100 NVL", True, None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", True, None),
     ],
 )
 def test_a_peak_is_given_only_where_it_is_known(name: str, bf16: bool, tflops: float | None) -> None:

@@ -105,6 +105,35 @@ def test_a_misspelt_model_key_is_refused_with_the_right_one() -> None:
         resolve({"config": {**LLAMA, "model_type": "lama"}})
 
 
+def test_a_key_given_by_its_other_name_is_the_users() -> None:
+    gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4}
+    assert resolve({"config": {**gpt2, "n_positions": 96}}).n_positions == 96
+    assert resolve({"config": gpt2}).n_positions == 2048
+    with pytest.raises(ConfigError, match="max_position_embeddings 16"):
+        resolve({"config": {**gpt2, "n_positions": 16}})
+    with pytest.raises(ConfigError, match="num_hidden_layers = -2"):
+        resolve({"config": {**gpt2, "n_layer": -2}})
+
+
+@pytest.mark.parametrize("wrong", [{"rms_norm_eps": "1e-5"}, {"tie_word_embeddings": "yes"}])
+def test_a_model_key_of_a_wrong_type_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        resolve({"config": {**LLAMA, **wrong}})
+
+
+def test_a_model_that_sees_the_future_is_refused() -> None:
+    bert = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    with pytest.raises(ConfigError, match="sees the tokens to its right"):
+        resolve({"config": bert})
+
+
+def test_a_parameter_that_transformers_does_not_initialise_is_refused() -> None:
+    config = resolve({"config": {"model_type": "openai-gpt", "n_embd": 32, "n_layer": 2, "n_head": 4}})
+    model = build_meta(config, dtype=torch.float32, attn_implementation="eager")
+    with pytest.raises(ConfigError, match=r"leaves .*c_attn\.weight as it finds it"):
+        materialise(model, InitByName(model, seed=0), device=torch.device("cpu"))
+
+
 def test_a_loaded_models_positions_limit_the_sequence(folder: Path) -> None:
     with pytest.raises(ConfigError, match="max_position_embeddings 2048"):
         resolve({"path": str(folder)}, sequence_length=4096)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from headrace.directory import read_manifest
 from pipeline.compress.distillation import kl_sum
 from pipeline.data.loader import IGNORE
 from tests.conftest import launch, losses, start, tiny_config, write_config
@@ -67,6 +69,27 @@ def test_a_student_of_another_vocabulary_is_refused(teacher: Path, tokens: Path,
     assert done.returncode == 2
     assert "the teacher has 512 ids, the student 640" in done.stdout
     assert not (tmp_path / "run").exists()
+
+
+def test_a_teacher_that_is_not_whole_is_refused_and_another_teacher_is_another_run(
+    teacher: Path, tokens: Path, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(teacher, tmp_path / "teacher")
+    config = tiny_config(tokens, tmp_path / "run", engine="torch", distill={"teacher": str(copy)})
+    path = write_config(tmp_path / "c.json", config)
+    launch("distill.py", path, "run.steps=20")
+    manifest = read_manifest(tmp_path / "run/checkpoints/step-00000020", kind="checkpoint")
+    expected = read_manifest(teacher, kind="model").fingerprint
+    assert manifest.parents["distill.teacher"]["fingerprint"] == expected
+    (copy / "manifest.json").unlink()  # without it the files themselves are looked at
+    other = start("distill.py", path)
+    assert other.returncode == 2
+    assert "distill.teacher.fingerprint: was" in other.stdout
+    (copy / "model.safetensors").unlink()
+    done = start("distill.py", path, f"run.dir={tmp_path / 'other'}")
+    assert done.returncode == 2
+    assert "holds no *.safetensors" in done.stdout
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_student_made_of_the_teachers_layers_starts_near_its_teacher(

@@ -63,6 +63,43 @@ def test_a_checkpoint_of_another_model_data_or_seed_is_refused(tokens: Path, tmp
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
 
 
+def test_the_directory_of_another_stage_is_not_trained_into(tokens: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(tokens, tmp_path / "copy")
+    before = (copy / "manifest.json").read_bytes()
+    said = refusal(tmp_path, tiny_config(tokens, copy, engine="torch"))
+    assert "holds a 'tokens', but a 'run' is needed" in said
+    assert (copy / "manifest.json").read_bytes() == before
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.txt").write_text("years of work")
+    said = refusal(tmp_path, tiny_config(tokens, tmp_path / "mine", engine="torch"))
+    assert "files that no run has put there" in said
+    assert [p.name for p in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
+
+
+def test_a_dataset_that_moved_is_the_same_and_fewer_steps_than_done_are_refused(tokens: Path, tmp_path: Path) -> None:
+    config = tiny_config(tokens, tmp_path / "run", engine="torch")
+    config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}
+    path = write_config(tmp_path / "c.json", config)
+    launch("train.py", path, "run.steps=4")
+    moved = shutil.copytree(tokens, tmp_path / "moved")
+    assert "resuming after step 4" in launch("train.py", path, "run.steps=6", f"data.sources.0.path={moved}")
+    said = refusal(tmp_path, config, "run.steps=3")
+    assert "is of step 6 already" in said
+
+
+def test_a_damaged_manifest_of_the_newest_checkpoint_does_not_block_the_one_before(
+    tokens: Path, tmp_path: Path
+) -> None:
+    path = write_config(tmp_path / "c.json", tiny_config(tokens, tmp_path / "run", engine="torch"))
+    launch("train.py", path)
+    (tmp_path / "run/checkpoints/step-00000020/manifest.json").write_text("")
+    (tmp_path / "run/checkpoints/.step-00000007.partial").mkdir()
+    said = launch("train.py", path)
+    assert "step-00000020 is damaged" in said
+    assert "resuming after step 15" in said
+    assert sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir()) == ["step-00000015", "step-00000020"]
+
+
 def test_more_steps_of_an_open_ended_schedule_are_allowed(tokens: Path, tmp_path: Path) -> None:
     config = tiny_config(tokens, tmp_path / "run", engine="torch")
     config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}

@@ -1,0 +1,34 @@
+"""The files that make a Hugging Face tokenizer, carried from one folder to the next."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from headrace.errors import DataError
+
+# what transformers' tokenizers are made of, and the licence, which goes where the weights go
+_CARRIED = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.jinja",
+    "LICENSE*",
+)
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copies a tokenizer's files, and nothing else that may lie beside them, such as weights."""
+    for pattern in _CARRIED:
+        for file in filter(Path.is_file, source.glob(pattern)):
+            shutil.copyfile(file, target / file.name)
+
+
+def check_tokenizer_folder(folder: Path) -> None:
+    """Raises DataError unless the folder holds a tokenizer that `AutoTokenizer` can load."""
+    if not (folder / "tokenizer_config.json").is_file():
+        what = "no such directory" if not folder.is_dir() else "it has no tokenizer_config.json"
+        raise DataError(f"{folder}: {what}\n  try: the tokenizer/ of the tokens directory the run was trained on")
