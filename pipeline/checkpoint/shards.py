@@ -77,7 +77,6 @@ class NamedShard:
 
     def __init__(self, shape: tuple[int, ...], *, start: int, values: Tensor) -> None:
         self.shape = torch.Size(shape)
-        self._values = values
         boxes = rectangles(tuple(shape), start, values.numel())
         parts = values.split([box.numel for box in boxes]) if boxes else ()
         self._parts = {box.offsets: part.view(box.sizes) for box, part in zip(boxes, parts, strict=True)}

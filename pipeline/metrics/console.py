@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 LOG_INTERVAL_S = 10.0
 
@@ -25,14 +25,10 @@ class TrainingDisplay:
         self._console = Console(stderr=True, quiet=not shown)
         self._live = shown and self._console.is_terminal
         self._total, self._shown, self._said_at = total, shown, 0.0
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[now]}"),
-        )
-        times = (TimeElapsedColumn(), TextColumn("eta"), TimeRemainingColumn(elapsed_when_finished=True))
-        self._bar = Progress(*columns, *times, console=self._console, disable=not self._live)
+        # as wide as a terminal of 80 columns holds, so that no number is cut
+        columns = (BarColumn(bar_width=10), MofNCompleteColumn(), TextColumn("{task.fields[now]}"))
+        left = (TextColumn("eta"), TimeRemainingColumn(elapsed_when_finished=True))
+        self._bar = Progress(*columns, *left, console=self._console, disable=not self._live)
         self._task = self._bar.add_task("training", total=total, completed=first, now="")
 
     def __enter__(self) -> Self:
@@ -56,8 +52,3 @@ class TrainingDisplay:
         elif self._shown and (time.monotonic() - self._said_at > LOG_INTERVAL_S or step == self._total):
             self._said_at = time.monotonic()
             self.say(f"step {step}/{self._total}  {now}")
-
-
-def fields(**values: Any) -> str:
-    """key=value text of numbers, for one line."""
-    return "  ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items())
