@@ -37,6 +37,6 @@ step "Compare them all" python -m pipeline report $o/report.html \
   --run teacher=$o/runs/teacher --run student=$o/runs/student \
   --model teacher=$o/models/teacher --model student=$o/models/student \
   --model int8=$o/models/student-int8 --model int4=$o/models/student-int4 \
-  --data $o/tokens --sequence-length 128 --max-tokens 40000 --prompt 'def read_file(path):' --tokens 48
+  --data $o/tokens --sequence-length 128 --max-tokens 40000 --prompt '    def __init__(self' --tokens 48
 echo
 echo "Open $o/report.html. Next: deepspeed ${processes[*]} pipeline/train.py --config ds_configs/zero3.json"
