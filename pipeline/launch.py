@@ -17,7 +17,7 @@ class Launch:
     """The place of this process among all.
 
     Attributes:
-        launcher: who started it: torchrun (deepspeed sets the same variables), slurm, or single.
+        launcher: who started it: torchrun, deepspeed, environment (RANK and WORLD_SIZE are set), slurm, or single.
         rank: global rank.
         world_size: number of processes.
         local_rank: number among the processes of this host.
@@ -41,7 +41,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> Launch:
         ConfigError: started by srun on several tasks, but nobody said where rank 0 is.
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        return _launch("torchrun", environ, rank="RANK", world="WORLD_SIZE", local="LOCAL_RANK")
+        return _launch(_starter(environ), environ, rank="RANK", world="WORLD_SIZE", local="LOCAL_RANK")
     if int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         return _launch("slurm", environ, rank="SLURM_PROCID", world="SLURM_STEP_NUM_TASKS", local="SLURM_LOCALID")
     return Launch("single", 0, 1, 0, "127.0.0.1:0")
@@ -73,6 +73,13 @@ def process_group(launch: Launch, *, gpu: int | None, timeout_s: float = 1800.0)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _starter(environ: Mapping[str, str]) -> str:
+    """Who set RANK and WORLD_SIZE, told by the other variables that torchrun and deepspeed's launcher leave."""
+    if "TORCHELASTIC_RUN_ID" in environ:
+        return "torchrun"
+    return "deepspeed" if "CROSS_RANK" in environ else "environment"
 
 
 def _launch(launcher: str, environ: Mapping[str, str], *, rank: str, world: str, local: str) -> Launch:

@@ -12,7 +12,9 @@ MASTER = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
 
 def test_torchrun_and_deepspeed_are_read_from_their_variables() -> None:
     environ = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", **MASTER}
-    assert detect(environ) == Launch("torchrun", 3, 4, 1, "10.0.0.1:1234")
+    assert detect(environ) == Launch("environment", 3, 4, 1, "10.0.0.1:1234")
+    assert detect({**environ, "TORCHELASTIC_RUN_ID": "x"}) == Launch("torchrun", 3, 4, 1, "10.0.0.1:1234")
+    assert detect({**environ, "CROSS_RANK": "0"}) == Launch("deepspeed", 3, 4, 1, "10.0.0.1:1234")
 
 
 def test_srun_is_read_from_slurms_variables() -> None:
