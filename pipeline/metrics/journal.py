@@ -41,31 +41,37 @@ class Journal:
 
 
 def read_rows(run_dir: str | Path, *, kind: str | None = None) -> list[dict[str, Any]]:
-    """The rows of a run's journal in order; half a last line is passed over."""
-    rows = list(_whole_rows(Path(run_dir) / NAME))
+    """The rows of a run's journal in order; half a last line is passed over.
+
+    Raises:
+        ValueError: a whole line is not JSON.
+    """
+    rows = [json.loads(line) for line in _whole_lines(Path(run_dir) / NAME)]
     return [row for row in rows if kind is None or row["kind"] == kind]
 
 
-def _whole_rows(path: Path) -> Iterator[dict[str, Any]]:
+def _whole_lines(path: Path) -> Iterator[bytes]:
     if not path.exists():
         return
     with path.open("rb") as file:
-        for line in file:
-            try:
-                row: dict[str, Any] = json.loads(line)
-            except ValueError:  # half a line, from a process that was killed
-                continue
-            if line.endswith(b"\n"):
-                yield row
+        yield from (line for line in file if line.endswith(b"\n"))
 
 
 def _cut(path: Path, from_step: int) -> None:
     if not path.exists():
         return
-    kept = [row for row in _whole_rows(path) if row["step"] <= from_step]
+    kept = [line for line in _whole_lines(path) if _belongs(line, from_step)]
     partial = path.with_name(f".{NAME}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in kept)
+    with partial.open("wb") as file:
+        file.writelines(kept)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
+
+
+def _belongs(line: bytes, from_step: int) -> bool:
+    """Whether a row is of a step up to `from_step`. A damaged line stays as it is: a run must not be lost to it."""
+    try:
+        return bool(json.loads(line)["step"] <= from_step)
+    except (ValueError, KeyError, TypeError):
+        return True

@@ -31,6 +31,14 @@ def test_reopening_a_journal_cuts_rows_that_will_be_written_again_and_half_a_lin
     assert [(row["step"], row["loss"]) for row in read_rows(tmp_path, kind="step")][-2:] == [(3, 1 / 3), (4, 9.0)]
 
 
+def test_a_damaged_line_stays_and_does_not_keep_a_run_from_going_on(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 1}\nnonsense\n{"kind": "step", "step": 2}\n')
+    Journal(tmp_path, from_step=1).close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"kind": "step", "step": 1}\nnonsense\n'
+    with pytest.raises(ValueError, match="Expecting value"):
+        read_rows(tmp_path)
+
+
 def test_bits_per_byte_does_not_depend_on_the_tokenizer() -> None:
     # the same text and the same total of 100 nats, cut into 50 or into 25 tokens
     assert bits_per_byte(2.0, tokens=50, text_bytes=80) == pytest.approx(bits_per_byte(4.0, tokens=25, text_bytes=80))
