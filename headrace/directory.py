@@ -55,6 +55,14 @@ def staging_path(final: Path) -> Path:
     return final.parent / f".{final.name}.partial"
 
 
+def fresh_staging(final: Path) -> Path:
+    """An empty staging directory for `final`; what a killed process left there is deleted."""
+    staging = staging_path(final)
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    return staging
+
+
 def commit(
     staging: Path,
     final: Path,

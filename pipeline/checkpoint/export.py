@@ -8,7 +8,6 @@ logits are compared with those of a model filled from the checkpoint by the trai
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils.logging import disable_progress_bar
 
 from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
-from headrace.directory import Manifest, commit, read_manifest, staging_path
+from headrace.directory import Manifest, commit, fresh_staging, read_manifest
 from headrace.errors import CheckpointError, DataError
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.store import Checkpoint, CheckpointStore, damage_of
@@ -101,9 +100,7 @@ def export(
     attention = _attention(manifest)
     model = build_meta(config, dtype=dtype, attn_implementation=attention)
     _compare_names(values.shapes, parameter_shapes(model), checkpoint)
-    staging = staging_path(out)
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
+    staging = fresh_staging(out)
     _write_weights(values, staging, dtype, progress)
     _write_config(config, model, staging, dtype)
     copy_tokenizer(tokenizer, staging)

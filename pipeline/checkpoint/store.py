@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from headrace.directory import Manifest, commit, read_manifest, staging_path, verify
+from headrace.directory import Manifest, commit, fresh_staging, read_manifest, staging_path, verify
 from headrace.errors import CheckpointError, HeadraceError
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ class CheckpointStore:
         """
         final = self._root / f"{_PREFIX}{step:08d}"
         staging = staging_path(final)
-        on_rank_zero(lambda: _fresh(staging))
+        on_rank_zero(lambda: fresh_staging(final))
         failed: str | None = None
         try:
             write(staging)
@@ -148,11 +148,6 @@ def _raise_together(failed: str | None, what: str) -> None:
             raise CheckpointError(
                 f"{what}: rank {rank}: {failure}\n  try: free space there, then start again: it resumes"
             )
-
-
-def _fresh(staging: Path) -> None:
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
 
 
 def damage_of(checkpoint: Checkpoint) -> str | None:

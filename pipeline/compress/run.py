@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from headrace.directory import Manifest, commit, staging_path
+from headrace.directory import Manifest, commit, fresh_staging
 from pipeline.compress.measure import measure
 from pipeline.compress.report import details, table
 from pipeline.compress.rules import Plan
@@ -63,9 +63,7 @@ def _write(plan: Plan, staging: Path) -> None:
 @contextmanager
 def _staged(final: Path) -> Iterator[Path]:
     """An empty directory beside `final`, gone again unless it was committed."""
-    staging = staging_path(final)
-    shutil.rmtree(staging, ignore_errors=True)  # left by a run that was killed
-    staging.mkdir(parents=True)
+    staging = fresh_staging(final)
     try:
         yield staging
     finally:

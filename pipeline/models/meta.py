@@ -8,6 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from headrace.errors import ConfigError
+from pipeline.models.hf_config import one_line
 
 
 def build_meta(config: PretrainedConfig, *, dtype: torch.dtype, attn_implementation: str) -> nn.Module:
@@ -25,7 +26,7 @@ def build_meta(config: PretrainedConfig, *, dtype: torch.dtype, attn_implementat
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
     except (StrictDataclassError, ValueError, TypeError, KeyError, ImportError, AttributeError, RuntimeError) as error:
-        why = f"transformers refuses it: {' '.join(str(error).split())[:300]}"
+        why = f"transformers refuses it: {one_line(error)}"
         raise ConfigError("model.config", config.model_type, why=why, remedy="check the model section") from None
     model.config.use_cache = False
     assert isinstance(model, nn.Module)
