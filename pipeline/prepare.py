@@ -22,6 +22,7 @@ from pipeline.data.dataset import TokenDataset, tokenizer_details
 from pipeline.engines.common import model_dtype
 from pipeline.evaluation.model_folder import ModelFolder
 from pipeline.metrics.journal import NAME as JOURNAL
+from pipeline.models import attention
 from pipeline.models.count import ModelSize, measure
 from pipeline.models.hf_config import read_hf_config, resolve_hf_config
 from pipeline.models.layers import original_name
@@ -78,7 +79,7 @@ def prepare(run: ResolvedRun) -> Prepared:
         check_tokenizer(field, folder, tokenizer)
     if config.distill is not None:
         check_teacher(config, vocab_size=hf_config.vocab_size)
-    model = build_meta(hf_config, dtype=model_dtype(config), attn_implementation=config.model.attn_implementation)
+    model = build_meta(hf_config, dtype=model_dtype(config), attn_implementation=attention_of(run))
     values = first_values(config, model)
     size = measure(model, hf_config, sequence_length=config.data.sequence_length)
     store = CheckpointStore(Path(config.run.dir), keep=config.run.keep_checkpoints)
@@ -88,6 +89,12 @@ def prepare(run: ResolvedRun) -> Prepared:
     curve = {**curve_fields(run), "model.resolved": plain, **prints}
     check_run_dir(run, store, curve)
     return Prepared(run, blend, heldout, model, values, plain, size, store, curve, parents)
+
+
+def attention_of(run: ResolvedRun) -> str:
+    """What transformers is told: our own attention behind "sdpa", except in the plain reference."""
+    given: str = run.config.model.attn_implementation
+    return attention.NAME if given == "sdpa" and not run.plain else given
 
 
 def first_values(config: Config, model: nn.Module) -> ParameterValues:

@@ -17,7 +17,7 @@ def main() -> None:
     from pipeline.engines.objective import CrossEntropy  # noqa: PLC0415
     from pipeline.session import train  # noqa: PLC0415
 
-    train(run, lambda _device: CrossEntropy())
+    train(run, lambda _device: CrossEntropy(z_loss=run.config.loss.z_loss))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ A shard says: of the tensor called `name`, whose full shape is `shape`, these ar
 holds whatever part of a parameter, in whatever layout, can be written and read this way by
 `torch.distributed.checkpoint`, and read back in any other layout.
 
-ZeRO keeps flat ranges of a parameter. A flat range of a matrix is at most three rectangles: the end of a row, whole
-rows, the beginning of a row; in more dims the same holds again within the first and last row.
+Tensor parallelism keeps a box of a parameter, ZeRO a flat range of it or of such a box. A flat range of a matrix is
+at most three rectangles: the end of a row, whole rows, the beginning of a row; in more dims the same holds again
+within the first and last row.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ class Rectangle:
     def numel(self) -> int:
         """Elements in the box."""
         return math.prod(self.sizes)
+
+    def moved(self, by: tuple[int, ...]) -> Rectangle:
+        """The same box, further along every dim."""
+        return Rectangle(tuple(o + b for o, b in zip(self.offsets, by, strict=True)), self.sizes)
 
 
 def rectangles(shape: tuple[int, ...], start: int, length: int) -> list[Rectangle]:
@@ -73,11 +78,14 @@ class NamedShard:
         shape: of the full tensor.
         start: first flat index of this rank's part.
         values: 1-D, this rank's values in flat order; on load they are written in place. May be empty.
+        box: the part of the full tensor that `start` counts in, when tensor parallelism cut it; all of it when None.
     """
 
-    def __init__(self, shape: tuple[int, ...], *, start: int, values: Tensor) -> None:
+    def __init__(self, shape: tuple[int, ...], *, start: int, values: Tensor, box: Rectangle | None = None) -> None:
         self.shape = torch.Size(shape)
-        boxes = rectangles(tuple(shape), start, values.numel())
+        boxes = rectangles(box.sizes if box else tuple(shape), start, values.numel())
+        if box is not None:
+            boxes = [each.moved(box.offsets) for each in boxes]
         parts = values.split([box.numel for box in boxes]) if boxes else ()
         self._parts = {box.offsets: part.view(box.sizes) for box, part in zip(boxes, parts, strict=True)}
 

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from pipeline.config.schema import DistillSection
 from pipeline.data.loader import IGNORE, MicroBatch
-from pipeline.engines.objective import Loss, cross_entropy_sum
+from pipeline.engines.objective import Loss
 from pipeline.models.hf_config import read_hf_config
 from pipeline.models.materialise import materialise
 from pipeline.models.meta import build_meta, parameter_shapes
 from pipeline.models.values import FromSafetensors
+from pipeline.parallel.vocabulary import WHOLE, Vocabulary, cross_entropy
 
 
 class Distillation:
@@ -35,6 +36,8 @@ class Distillation:
         DataError: the teacher's folder holds no whole model.
     """
 
+    parts = ("cross_entropy", "kl")
+
     def __init__(self, section: DistillSection, *, bf16: bool, attn_implementation: str, device: torch.device) -> None:
         self._temperature, self._alpha = section.temperature, section.alpha
         config = read_hf_config(section.teacher)
@@ -44,14 +47,20 @@ class Distillation:
         materialise(self._teacher, values, device=device)
         self._teacher.eval().requires_grad_(False)
 
-    def __call__(self, logits: Tensor, batch: MicroBatch) -> Loss:
-        """Scores the student's logits [B, T, V]; parts are the cross-entropy and the KL term (without t^2)."""
+    def against(self, batch: MicroBatch) -> tuple[Tensor, ...]:
+        """The teacher's logits, [B, T, V]."""
         with torch.no_grad():
-            teacher: Tensor = self._teacher(input_ids=batch.input_ids, use_cache=False).logits
-        ce = cross_entropy_sum(logits, batch.labels)
-        kl = kl_sum(teacher, logits, batch.labels, temperature=self._temperature)
+            at = {} if batch.positions is None else {"position_ids": batch.positions}
+            return (self._teacher(input_ids=batch.input_ids, use_cache=False, **at).logits,)
+
+    def __call__(self, logits: Tensor, labels: Tensor, *against: Tensor, vocabulary: Vocabulary = WHOLE) -> Loss:
+        """Scores the student's logits; parts are the cross-entropy and the KL term (without t^2)."""
+        assert vocabulary.group is None, "refused by the rules: distillation compares whole rows of logits"
+        (teacher,) = against
+        ce = cross_entropy(logits, labels)[0]
+        kl = kl_sum(teacher, logits, labels, temperature=self._temperature)
         total = self._alpha * self._temperature**2 * kl + (1 - self._alpha) * ce
-        return Loss(total, {"cross_entropy": ce.detach(), "kl": kl.detach()})
+        return Loss(total, (ce.detach(), kl.detach()))
 
 
 def kl_sum(teacher: Tensor, student: Tensor, labels: Tensor, *, temperature: float) -> Tensor:

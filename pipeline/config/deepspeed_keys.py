@@ -15,8 +15,7 @@ _OURS = "remove it: headrace does this itself"
 _GONE = "remove it: DeepSpeed 0.19 no longer has it"
 
 REFUSED: dict[str, str] = {
-    "activation_checkpointing": _LATER,
-    "aio": _LATER,
+    "activation_checkpointing": "use memory.recompute",
     "amp": "use bf16",
     "autotuning": _LATER,
     "checkpoint": _OURS,
@@ -42,15 +41,12 @@ REFUSED: dict[str, str] = {
     "memory_breakdown": _LATER,
     "monitor_config": "use wandb, or read metrics.jsonl",
     "nebula": _GONE,
-    "pipeline": _LATER,
     "prescale_gradients": _LATER,
     "progressive_layer_drop": _LATER,
     "quantize_training": _GONE,
     "seq_parallel_communication_data_type": _LATER,
-    "sequence_parallel_size": _LATER,
     "sparse_attention": _GONE,
     "sparse_gradients": _LATER,
-    "tensor_parallel": _LATER,
     "tensorboard": "use wandb, or read metrics.jsonl",
     "timers": _LATER,
     "torch_autocast": "use bf16",
@@ -62,8 +58,6 @@ REFUSED: dict[str, str] = {
 }
 
 REFUSED_ZERO: dict[str, str] = {
-    "offload_optimizer": _LATER,
-    "offload_param": _LATER,
     "zero_hpz_partition_size": _LATER,
     "zero_quantized_gradients": _LATER,
     "zero_quantized_weights": _LATER,
@@ -103,7 +97,7 @@ REFUSED_BF16: dict[str, str] = {
 
 
 def refuse_by_name(raw: dict[str, Any]) -> None:
-    """Refuses the keys above, and half precision, which needs loss scaling.
+    """Refuses the keys above.
 
     Raises:
         ConfigError: names the first such key.
@@ -111,10 +105,6 @@ def refuse_by_name(raw: dict[str, Any]) -> None:
     _refuse(REFUSED, raw, at="")
     _refuse(REFUSED_ZERO, raw.get("zero_optimization"), at="zero_optimization.")
     _refuse(REFUSED_BF16, raw.get("bf16"), at="bf16.")
-    fp16 = raw.get("fp16")
-    if isinstance(fp16, dict) and fp16.get("enabled"):
-        remedy = 'use "bf16": {"enabled": true}; without either the run is fp32'
-        raise ConfigError("fp16.enabled", True, why="half precision is not in this version", remedy=remedy)
 
 
 def _refuse(table: dict[str, str], section: Any, *, at: str) -> None:
@@ -130,11 +120,6 @@ def without_auto(raw: dict[str, Any]) -> dict[str, Any]:
     """
     kept = {key: without_auto(value) if isinstance(value, dict) else value for key, value in raw.items()}
     return {key: value for key, value in kept.items() if value != "auto" and not _is_no_offload(key, value)}
-
-
-def without_fp16(raw: dict[str, Any]) -> dict[str, Any]:
-    """A copy without the fp16 section, which `refuse_by_name` has found to be off."""
-    return {key: value for key, value in raw.items() if key != "fp16"}
 
 
 def _is_no_offload(key: str, value: Any) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from headrace import configfile
 from headrace.section import parse
-from pipeline.config.deepspeed_keys import refuse_by_name, without_auto, without_fp16
+from pipeline.config.deepspeed_keys import refuse_by_name, without_auto
 from pipeline.config.schema import Config
 
 
@@ -23,4 +23,4 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     raw = without_auto(configfile.load(path, overrides))
     refuse_by_name(raw)
-    return parse(Config, without_fp16(raw))
+    return parse(Config, raw)

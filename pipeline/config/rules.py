@@ -26,6 +26,16 @@ class ResolvedRun:
     steps: int
     schedule: Schedule
 
+    @property
+    def plain(self) -> bool:
+        """It is the reference: one process, Hugging Face's own forward pass, no layout."""
+        return self.config.engine == "torch" and self.topology.world_size == 1
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Pieces of the model that one pipeline rank holds."""
+        return self.config.parallel.stages_per_rank or 1
+
 
 def resolve(config: Config, *, world_size: int) -> ResolvedRun:
     """Checks the rules and derives layout, batch, steps and schedule.
@@ -34,11 +44,41 @@ def resolve(config: Config, *, world_size: int) -> ResolvedRun:
         ConfigError: on the first rule that is broken.
     """
     _check_model(config)
-    _check_engine(config, world_size)
-    topology = Topology(dp=world_size)
+    _check_engine(config)
+    topology = topology_of(config, world_size=world_size)
     batch = resolve_batch(config, dp=topology.dp)
     steps = _steps(config, batch)
     return ResolvedRun(config, topology, batch, steps, make_schedule(config, steps=steps))
+
+
+def topology_of(config: Config, *, world_size: int) -> Topology:
+    """The mesh: pp, cp and tp as the config says, dp what is left of the processes.
+
+    DeepSpeed's own keys for an axis mean the same as ours; only one of the two may be given, or both alike.
+
+    Raises:
+        ConfigError: two keys contradict each other, or the processes cannot be divided so.
+    """
+    parallel = config.parallel
+    theirs = {
+        "pp": ("pipeline.stages", config.pipeline.stages),
+        "tp": ("tensor_parallel.autotp_size", config.tensor_parallel.autotp_size),
+        "cp": ("sequence_parallel_size", config.sequence_parallel_size),
+    }
+    sizes: dict[str, int] = {}
+    for axis, (key, value) in theirs.items():
+        ours = getattr(parallel, axis)
+        if ours is not None and value is not None and ours != value:
+            raise ConfigError(f"parallel.{axis}", ours, why=f"{key} says {value}", remedy="give one of the two")
+        sizes[axis] = ours or value or 1
+    model_ranks = sizes["pp"] * sizes["tp"] * sizes["cp"]
+    if world_size % model_ranks:
+        product = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+        near = max(1, world_size // model_ranks) * model_ranks
+        why = f"{world_size} processes are not a multiple of {model_ranks} ({product})"
+        remedy = f"start {near} or {near + model_ranks} processes, or change the section"
+        raise ConfigError("parallel", why=why, remedy=remedy)
+    return Topology(dp=world_size // model_ranks, **sizes)
 
 
 def curve_fields(run: ResolvedRun) -> dict[str, Any]:
@@ -120,18 +160,7 @@ def check_model_config(model: dict[str, Any], *, sequence_length: int) -> None:
         raise ConfigError("data.sequence_length", sequence_length, why=why, remedy=remedy)
 
 
-def _check_engine(config: Config, world_size: int) -> None:
-    stage = config.zero_optimization.stage
-    if config.engine == "deepspeed" and stage == 0:
-        raise ConfigError(
-            "zero_optimization.stage",
-            stage,
-            why="with bf16, DeepSpeed's stage 0 makes a first update of the wrong size",
-            remedy="use 1 (same result, less memory), 2 or 3, or engine torch for one plain process",
-        )
-    if config.engine == "torch" and world_size > 1:
-        why = f"the torch engine of this version is one process, but {world_size} were started"
-        raise ConfigError("engine", "torch", why=why, remedy="start one process, or use engine deepspeed")
+def _check_engine(config: Config) -> None:
     if config.optimizer.type == "Adam" and not config.optimizer.params.adam_w_mode:
         why = "Adam with L2 in the gradient is not offered"
         raise ConfigError("optimizer.params.adam_w_mode", False, why=why, remedy="use type AdamW")

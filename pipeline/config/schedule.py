@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from headrace.errors import ConfigError
-from pipeline.config.schema import Config, SchedulerParams
+from pipeline.config.deepspeed_schema import SchedulerParams
+from pipeline.config.schema import Config
 
 _USES = {
     "WarmupLR": {"warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type"},

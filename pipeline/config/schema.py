@@ -1,7 +1,7 @@
 """The shape of a run's config: which keys exist, of what type, in what range. No torch, no file access.
 
-Keys at the top level that DeepSpeed owns keep DeepSpeed's names and meaning. Headrace's own sections (`engine`,
-`model`, `data`, `run`, `evaluation`, `distill`) stand beside them. Rules that need two fields are in `rules.py`.
+Keys at the top level that DeepSpeed owns keep DeepSpeed's names and meaning; their sections are in
+`deepspeed_schema.py`. Headrace's own sections stand beside them. Rules that need two fields are in `rules.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,18 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from headrace.section import Count, Index, Section
+from pipeline.config.deepspeed_schema import (
+    AioSection,
+    Bf16Section,
+    DataTypesSection,
+    Fp16Section,
+    OptimizerSection,
+    PipelineSection,
+    SchedulerSection,
+    TensorParallelSection,
+    WandbSection,
+    ZeroSection,
+)
 
 
 class ModelSection(Section):
@@ -46,6 +58,47 @@ class DataSection(Section):
     )
     sequence_length: Count = Field(description="tokens per sample (T)")
     prefetch: Count = Field(4, description="batches gathered ahead by the loader's thread")
+    mask_documents: bool = Field(
+        False, description="true: a token sees only its own document, and no loss is taken across documents' borders"
+    )
+
+
+class LossSection(Section):
+    """How the next-token loss is computed."""
+
+    z_loss: NonNegativeFloat = Field(0.0, description="weight of (log Z)^2 per token, e.g. 1e-4; 0 is off")
+    chunk: Count | None = Field(
+        None, description="positions of a sequence whose logits exist at one time, e.g. 1024; all when absent"
+    )
+
+
+class MemorySection(Section):
+    """What is recomputed in the backward pass instead of kept. Changes no result."""
+
+    recompute: Literal["none", "full", "selective"] = Field(
+        "none", description="full: whole decoder layers; selective: all of a layer but its matrix products"
+    )
+    every: Count = Field(1, description="recompute every n-th decoder layer only")
+
+
+class ParallelSection(Section):
+    """The layout: how many ranks share what. What is left over of the processes is data-parallel."""
+
+    pp: Count | None = Field(None, description="pipeline stages (DeepSpeed's pipeline.stages)")
+    tp: Count | None = Field(None, description="ranks that share every layer (DeepSpeed's tensor_parallel.autotp_size)")
+    cp: Count | None = Field(None, description="ranks that share every sequence (DeepSpeed's sequence_parallel_size)")
+    shard: Count | None = Field(
+        None, description="hybrid sharding: data ranks that share a parameter; the others hold copies. All when absent"
+    )
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] = Field(
+        "1f1b", description="order of a pipeline's forward and backward passes: gpipe, 1f1b, interleaved_1f1b, ..."
+    )
+    stages_per_rank: Count | None = Field(
+        None, description="pieces of the model per pipeline rank (interleaved_1f1b: 2)"
+    )
+    context: Literal["ulysses", "ring"] = Field(
+        "ulysses", description="how cp ranks exchange attention: ulysses (all-to-all over heads) or ring"
+    )
 
 
 class RunSection(Section):
@@ -77,101 +130,20 @@ class DistillSection(Section):
     alpha: float = Field(0.5, ge=0.0, le=1.0, description="share of the KL term; the rest is cross-entropy")
 
 
-class OptimizerParams(Section):
-    """AdamW's numbers, under DeepSpeed's names."""
-
-    lr: PositiveFloat = Field(1e-3, description="peak learning rate, a positive number")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="two numbers in [0, 1)", strict=False)
-    eps: PositiveFloat = Field(1e-8, description="a small positive number")
-    weight_decay: NonNegativeFloat = Field(0.0, description="applied to matrices only, not to biases and norms")
-    torch_adam: bool = Field(True, description="true: torch's AdamW runs everywhere; leave it so")
-    adam_w_mode: bool = Field(True, description="true: decoupled weight decay; leave it so")
-
-
-class OptimizerSection(Section):
-    """The optimizer: AdamW (DeepSpeed's 'Adam' means AdamW too, unless adam_w_mode is false)."""
-
-    type: Literal["AdamW", "Adam"] = Field("AdamW", description="AdamW")
-    params: OptimizerParams = OptimizerParams()
-
-
-class SchedulerParams(Section):
-    """All schedulers' numbers; `rules.py` refuses those that the chosen type does not use."""
-
-    warmup_num_steps: Count | None = Field(None, description="steps of rising learning rate")
-    warmup_type: Literal["log", "linear"] | None = Field(None, description="log (DeepSpeed's default) or linear")
-    warmup_min_lr: NonNegativeFloat | None = Field(None, description="learning rate at the start of the warm-up")
-    warmup_max_lr: PositiveFloat | None = Field(
-        None, description="learning rate after the warm-up; the optimizer's if absent"
-    )
-    warmup_min_ratio: NonNegativeFloat | None = Field(None, description="start of the warm-up as a share of the peak")
-    cos_min_ratio: NonNegativeFloat | None = Field(None, description="end of the cosine as a share of the peak")
-    total_num_steps: Count | None = Field(None, description="length of the schedule; the run's steps if absent")
-    decay_num_steps: Count | None = Field(None, description="steps of falling learning rate at the end (WSD)")
-    min_ratio: NonNegativeFloat | None = Field(None, description="end of the decay as a share of the peak (WSD)")
-
-
-class SchedulerSection(Section):
-    """Learning rate over steps: DeepSpeed's three, and WSD (warm-up, stable, decay)."""
-
-    type: Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "WSD"] = Field(
-        description="WarmupLR, WarmupDecayLR, WarmupCosineLR or WSD"
-    )
-    params: SchedulerParams = SchedulerParams()
-
-
-class ZeroSection(Section):
-    """DeepSpeed's `zero_optimization`, as far as this version runs it. Absent keys keep DeepSpeed's defaults."""
-
-    stage: Literal[0, 1, 2, 3] = Field(0, description="1 shards optimizer state, 2 gradients too, 3 parameters too")
-    contiguous_gradients: bool | None = None
-    reduce_scatter: bool | None = None
-    reduce_bucket_size: Count | None = Field(None, description="elements per gradient bucket")
-    allgather_partitions: bool | None = None
-    allgather_bucket_size: Count | None = Field(None, description="elements per all-gather")
-    overlap_comm: bool = Field(False, description="off unless asked for: several DeepSpeed versions gave NaN with it")
-    sub_group_size: Count | None = None
-    round_robin_gradients: bool | None = None
-    ignore_unused_parameters: bool | None = None
-    stage3_max_live_parameters: Index | None = None
-    stage3_max_reuse_distance: Index | None = None
-    stage3_prefetch_bucket_size: Index | None = None
-    stage3_param_persistence_threshold: Index | None = None
-    stage3_gather_16bit_weights_on_model_save: bool | None = None
-
-
-class Bf16Section(Section):
-    """bf16 compute with fp32 master weights, moments and gradient accumulation."""
-
-    enabled: bool = False
-
-
-class DataTypesSection(Section):
-    """DeepSpeed's `data_types`."""
-
-    grad_accum_dtype: Literal["fp32", "bf16"] | None = Field(None, description="fp32 (default) or bf16")
-
-
-class WandbSection(Section):
-    """DeepSpeed's `wandb`. Without a login the run is recorded offline, to be sent later with `wandb sync`."""
-
-    enabled: bool = False
-    group: str | None = None
-    team: str | None = None
-    project: str | None = None
-
-
 class Config(Section):
     """A whole run. One JSON file holds exactly this."""
 
     engine: Literal["deepspeed", "torch"] = Field(
-        "deepspeed", description="deepspeed, or torch (one plain process, the reference)"
+        "deepspeed", description="deepspeed, or torch (native PyTorch; on one process the plain reference)"
     )
     model: ModelSection
     data: DataSection
     run: RunSection
     evaluation: EvaluationSection = EvaluationSection()
     distill: DistillSection | None = None
+    loss: LossSection = LossSection()
+    memory: MemorySection = MemorySection()
+    parallel: ParallelSection = ParallelSection()
 
     train_batch_size: Count | None = Field(None, description="samples per step over all ranks")
     train_micro_batch_size_per_gpu: Count | None = Field(None, description="samples per forward pass of a rank")
@@ -181,6 +153,11 @@ class Config(Section):
     gradient_clipping: NonNegativeFloat = Field(0.0, description="largest norm of the whole gradient; 0 is off")
     zero_optimization: ZeroSection = ZeroSection()
     bf16: Bf16Section = Bf16Section()
+    fp16: Fp16Section = Fp16Section()
+    tensor_parallel: TensorParallelSection = TensorParallelSection()
+    pipeline: PipelineSection = PipelineSection()
+    sequence_parallel_size: Count | None = Field(None, description="the same as parallel.cp")
+    aio: AioSection = AioSection()
     data_types: DataTypesSection = DataTypesSection()
     wandb: WandbSection = WandbSection()
     steps_per_print: Count | None = Field(None, description="how often DeepSpeed itself logs; never when absent")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final
 
 import numpy as np
@@ -26,19 +26,28 @@ IGNORE: Final = -100
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass of one rank sees.
+    """What one forward pass of one rank sees. T is the rank's part of a sequence of S tokens: S divided by cp.
 
     Attributes:
         input_ids: int64 [B, T].
         labels: int64 [B, T]; labels[b, t] is the token that follows input_ids[b, t], or IGNORE.
+        positions: int64 [B, T], place of every token in its document; None when the sequence is one document, and the
+            place in the sequence counts.
+        documents: int32 [B, S], number of the document of every token of the whole sequence; None as above.
     """
 
     input_ids: Tensor
     labels: Tensor
+    positions: Tensor | None = None
+    documents: Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same batch on a device; copies from pinned memory do not block."""
-        return MicroBatch(self.input_ids.to(device, non_blocking=True), self.labels.to(device, non_blocking=True))
+
+        def moved(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device, non_blocking=True)
+
+        return MicroBatch(*(moved(getattr(self, field.name)) for field in fields(self)))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from headrace.errors import TrainingError
-from pipeline.config.schema import Config, OptimizerParams
+from pipeline.config.deepspeed_schema import OptimizerParams
+from pipeline.config.schema import Config
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's state per parameter, as torch names it."""

@@ -41,23 +41,23 @@ class Stretch:
     length: int
 
 
-def stretches(zero: Any, module: nn.Module) -> Iterator[Stretch]:
-    """This rank's part of every parameter of a module.
+def stretches(zero: Any, named: dict[str, nn.Parameter]) -> Iterator[Stretch]:
+    """This rank's part of every parameter.
 
     Args:
         zero: the engine's `optimizer`.
-        module: the engine's `module`.
+        named: the parameters by Hugging Face name.
     """
     find = _stretch_stage3 if _is_stage3(zero) else _stretch_stage12
-    for name, parameter in module.named_parameters():
+    for name, parameter in named.items():
         yield find(zero, name, parameter)
 
 
-def named_shards(zero: Any, module: nn.Module) -> dict[str, NamedShard | Tensor]:
+def named_shards(zero: Any, parameters: dict[str, nn.Parameter]) -> dict[str, NamedShard | Tensor]:
     """This rank's state under the keys of `checkpoint.named_state`. Shards are views: loading fills them in place."""
     named: dict[str, NamedShard | Tensor] = {}
     step = torch.zeros((), dtype=torch.float32)
-    for s in stretches(zero, module):
+    for s in stretches(zero, parameters):
         state = ensure_state(zero.optimizer, s.flat)
         sources = {named_state.weight_key(s.name): s.flat.data}
         sources |= {named_state.moment_key(moment, s.name): state[moment] for moment in MOMENTS}

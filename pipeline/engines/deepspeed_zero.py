@@ -19,9 +19,10 @@ from pipeline.engines.base import Objective, StepResult, Sums
 from pipeline.engines.common import decay_groups, decayed_names, make_adamw, refuse_non_finite
 from pipeline.engines.deepspeed_config import deepspeed_config
 from pipeline.engines.deepspeed_state import named_shards, refresh_weights, reset_moments, set_step
-from pipeline.engines.objective import cross_entropy_sum
+from pipeline.engines.objective import CrossEntropy
 from pipeline.models.materialise import materialise
 from pipeline.models.values import ParameterValues
+from pipeline.parallel.assemble import assemble
 
 
 class DeepSpeedZero:
@@ -45,12 +46,13 @@ class DeepSpeedZero:
         self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self._objective, self._device, self._dp = objective, device, run.topology.dp
         decays = decayed_names(model)
+        self._decoder = assemble(run, model, None).decoder
         place = _shard_at_once(config) if run.config.zero_optimization.stage == 3 else lambda _parameter: None
-        materialise(model, values, device=device, place=place)
-        groups = decay_groups(dict(model.named_parameters()), decays, weight_decay=params.weight_decay)
+        materialise(self._decoder.causal, values, device=device, place=place)
+        groups = decay_groups(self._decoder.named(), decays, weight_decay=params.weight_decay)
         optimizer = make_adamw(groups, params, fused=device.type == "cuda")
         self._engine: Any
-        self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        self._engine, *_ = deepspeed.initialize(model=self._decoder, optimizer=optimizer, config=config)
         reset_moments(self._engine.optimizer)
         self._engine.train()
 
@@ -58,31 +60,30 @@ class DeepSpeedZero:
         """See `Engine.train_step`."""
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
-        sums: dict[str, Tensor] = {}
+        sums = torch.zeros(1 + len(self._objective.parts), device=self._device)
         for number, micro in enumerate(step.micro_batches):
             batch = micro.to(self._device)
-            loss = self._objective(self._engine(input_ids=batch.input_ids, use_cache=False).logits, batch)
-            for name, value in {"loss": loss.total.detach(), **loss.parts}.items():
-                sums[name] = sums.get(name, torch.zeros_like(value)) + value
+            total, *parts = self._engine(batch.input_ids, batch, self._objective)
+            sums += torch.stack([total.detach(), *parts])
             # DeepSpeed averages gradients over the ranks; times dp that is the sum, and targets are counted over all
-            self._engine.backward(loss.total * (self._dp / step.targets), scale_wrt_gas=False)
+            self._engine.backward(total * (self._dp / step.targets), scale_wrt_gas=False)
             if number == len(step.micro_batches) - 1:
-                means = self._means(sums, step.targets)
-                refuse_non_finite(step.step, "loss", means["loss"])
+                loss, *means = self._means(sums, step.targets)
+                refuse_non_finite(step.step, "loss", loss)
             self._engine.step()
         norm = _norm(self._engine.get_global_grad_norm())
         refuse_non_finite(step.step, "gradient norm", norm)
-        return StepResult(means.pop("loss"), means, norm)
+        return StepResult(loss, dict(zip(self._objective.parts, means, strict=True)), norm)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> Sums:
         """See `Engine.evaluate`."""
         self._engine.eval()
+        scoring = CrossEntropy()
         nats, targets = torch.zeros((), device=self._device), torch.zeros((), device=self._device, dtype=torch.int64)
         for micro in batches:
             batch = micro.to(self._device)
-            logits = self._engine(input_ids=batch.input_ids, use_cache=False).logits
-            nats += cross_entropy_sum(logits, batch.labels)
+            nats += self._engine(batch.input_ids, batch, scoring)[0]
             targets += (batch.labels != IGNORE).sum()
         dist.all_reduce(nats)
         dist.all_reduce(targets)
@@ -91,22 +92,22 @@ class DeepSpeedZero:
 
     def save(self, directory: Path) -> None:
         """See `Engine.save`."""
-        named_state.write(named_shards(self._engine.optimizer, self._engine.module), directory)
+        named_state.write(named_shards(self._engine.optimizer, self._decoder.named()), directory)
 
     def load(self, directory: Path) -> None:
         """See `Engine.load`."""
         zero = self._engine.optimizer
-        state = named_shards(zero, self._engine.module)
+        state = named_shards(zero, self._decoder.named())
         named_state.read(state, directory)
         step = state[named_state.OPTIMIZER_STEP]
         assert isinstance(step, Tensor)
         set_step(zero, step)
         refresh_weights(zero)
 
-    def _means(self, sums: dict[str, Tensor], targets: int) -> dict[str, float]:
-        stacked = torch.stack(list(sums.values()))
-        dist.all_reduce(stacked)
-        return dict(zip(sums, (stacked.double() / targets).tolist(), strict=True))
+    def _means(self, sums: Tensor, targets: int) -> list[float]:
+        dist.all_reduce(sums)
+        means: list[float] = (sums.double() / targets).tolist()
+        return means
 
 
 def _norm(reported: Any) -> float:

@@ -1,7 +1,11 @@
 """What is minimised: a sum over target tokens, never a mean.
 
-Sums add up across micro-batches and ranks whatever their sizes; the engine divides once, by the targets of the whole
-step. A mean of means would weight tokens by how they happened to be batched.
+Sums add up across micro-batches, ranks and pieces of a sequence whatever their sizes; the engine divides once, by the
+targets of the whole step. A mean of means would weight tokens by how they happened to be batched.
+
+Because an objective is a sum over positions, a model may hand it the logits piece by piece, and never hold all of them.
+
+Shapes: B samples, T positions, V ids of the vocabulary.
 """
 
 from __future__ import annotations
@@ -9,47 +13,73 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.data.loader import IGNORE, MicroBatch
+from pipeline.data.loader import MicroBatch
+from pipeline.parallel.vocabulary import WHOLE, Vocabulary, cross_entropy
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Sums over the target tokens of a micro-batch, in nats.
+    """Sums over the target tokens that were scored, in nats.
 
     Attributes:
         total: scalar, fp32; what is differentiated.
-        parts: named scalars to report, detached; they need not add up to `total`.
+        parts: scalars to report, detached, in the order of `Objective.parts`; they need not add up to `total`.
     """
 
     total: Tensor
-    parts: dict[str, Tensor]
+    parts: tuple[Tensor, ...] = ()
 
 
 class Objective(Protocol):
-    """A loss as a function of the model's logits."""
+    """A loss as a function of the model's logits.
 
-    def __call__(self, logits: Tensor, batch: MicroBatch) -> Loss:
-        """Scores logits [B, T, V] against a batch."""
+    Attributes:
+        parts: names of the parts that are reported besides the total.
+    """
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the parts."""
+        ...
+
+    def against(self, batch: MicroBatch) -> tuple[Tensor, ...]:
+        """What positions are scored against besides their labels, each [B, T, ...]; e.g. a teacher's logits."""
+        ...
+
+    def __call__(self, logits: Tensor, labels: Tensor, *against: Tensor, vocabulary: Vocabulary = WHOLE) -> Loss:
+        """Scores logits.
+
+        Args:
+            logits: [B, T', V'], of some positions; V' are the columns of `vocabulary`.
+            labels: int64 [B, T'], IGNORE where there is no target.
+            against: the same positions of what `against` returned.
+            vocabulary: which ids the columns are.
+        """
         ...
 
 
 class CrossEntropy:
-    """Next-token cross-entropy, computed in fp32."""
-
-    def __call__(self, logits: Tensor, batch: MicroBatch) -> Loss:
-        """Sum over targets of -log p(target); logits [B, T, V]."""
-        return Loss(cross_entropy_sum(logits, batch.labels), {})
-
-
-def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum in nats of -log softmax(logits)[label] over labels that count.
+    """Next-token cross-entropy, computed in fp32, with the z-loss.
 
     Args:
-        logits: [B, T, V], any float dtype; the softmax is taken in fp32.
-        labels: int64 [B, T], IGNORE where there is no target.
+        z_loss: weight of the sum of (log Z)^2, which keeps logits from drifting; 0 is off. Source: Chowdhery et al.
+            2022, PaLM (arXiv:2204.02311), section 5.
     """
-    flat = logits.float().flatten(0, -2)
-    return F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORE, reduction="sum")
+
+    def __init__(self, *, z_loss: float = 0.0) -> None:
+        self._z_loss = z_loss
+        self.parts = ("cross_entropy", "z_loss") if z_loss else ()
+
+    def against(self, _batch: MicroBatch) -> tuple[Tensor, ...]:
+        """Nothing but the labels."""
+        return ()
+
+    def __call__(self, logits: Tensor, labels: Tensor, *_against: Tensor, vocabulary: Vocabulary = WHOLE) -> Loss:
+        """Sum over targets of -log p(target) + z_loss * (log Z)^2."""
+        if not self._z_loss:
+            return Loss(cross_entropy(logits, labels, vocabulary)[0])
+        nats, squares = cross_entropy(logits, labels, vocabulary)
+        z = self._z_loss * squares
+        return Loss(nats + z, (nats.detach(), z.detach()))

@@ -14,9 +14,10 @@ from pipeline.config.rules import ResolvedRun
 from pipeline.data.loader import IGNORE, MicroBatch, StepBatch
 from pipeline.engines.base import Objective, StepResult, Sums
 from pipeline.engines.common import MOMENTS, decay_groups, decayed_names, ensure_state, make_adamw, refuse_non_finite
-from pipeline.engines.objective import cross_entropy_sum
+from pipeline.engines.objective import CrossEntropy
 from pipeline.models.materialise import materialise
 from pipeline.models.values import ParameterValues
+from pipeline.parallel.assemble import assemble
 
 
 class TorchReference:
@@ -39,44 +40,42 @@ class TorchReference:
         params = run.config.optimizer.params
         self.rank = 0
         self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        self.model, self._objective, self._device = model, objective, device
+        self._objective, self._device = objective, device
         self._clip = run.config.gradient_clipping
-        materialise(model, values, device=device)
-        model.train()
-        self._weights = dict(model.named_parameters())
+        self._decoder = assemble(run, model, None).decoder
+        materialise(self._decoder.causal, values, device=device)
+        self._decoder.train()
+        self._weights = self._decoder.named()
         self._masters = {name: _master(weight) for name, weight in self._weights.items()}
         groups = decay_groups(self._masters, decayed_names(model), weight_decay=params.weight_decay)
         self._optimizer = make_adamw(groups, params, fused=device.type == "cuda")
 
     def train_step(self, step: StepBatch, *, lr: float) -> StepResult:
         """See `Engine.train_step`."""
-        total, parts = torch.zeros((), device=self._device), dict[str, Tensor]()
+        sums = torch.zeros(1 + len(self._objective.parts), device=self._device)
         for micro in step.micro_batches:
             batch = micro.to(self._device)
-            loss = self._objective(self.model(input_ids=batch.input_ids, use_cache=False).logits, batch)
-            (loss.total / step.targets).backward()
+            total, *parts = self._decoder(batch.input_ids, batch, self._objective)
+            (total / step.targets).backward()
             self._add_gradients()
-            total += loss.total.detach()
-            for name, value in loss.parts.items():
-                parts[name] = parts.get(name, torch.zeros_like(total)) + value
-        mean = float(total) / step.targets
+            sums += torch.stack([total.detach(), *parts])
+        mean, *means = (sums.double() / step.targets).tolist()
         refuse_non_finite(step.step, "loss", mean)
         norm = self._gradient_norm()
         refuse_non_finite(step.step, "gradient norm", norm)
         self._update(norm, lr)
-        return StepResult(mean, {name: float(value) / step.targets for name, value in parts.items()}, norm)
+        return StepResult(mean, dict(zip(self._objective.parts, means, strict=True)), norm)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> Sums:
         """See `Engine.evaluate`."""
-        self.model.eval()
-        nats, targets = 0.0, 0
+        self._decoder.eval()
+        nats, targets, scoring = 0.0, 0, CrossEntropy()
         for micro in batches:
             batch = micro.to(self._device)
-            logits = self.model(input_ids=batch.input_ids, use_cache=False).logits
-            nats += float(cross_entropy_sum(logits, batch.labels))
+            nats += float(self._decoder(batch.input_ids, batch, scoring)[0])
             targets += int((batch.labels != IGNORE).sum())
-        self.model.train()
+        self._decoder.train()
         return Sums(nats, targets)
 
     def save(self, directory: Path) -> None:

@@ -1,0 +1,62 @@
+"""Collectives that gradients flow through. Each one's backward is the other of its pair.
+
+Shapes: B batch, T sequence, D features; `dim` is the dim that is cut or joined.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def all_gather(part: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
+    """Joins the ranks' parts along `dim`. Backward: the gradients of all ranks are added up, each gets its part."""
+    joined: Tensor = _AllGather.apply(part, group, dim)
+    return joined
+
+
+def reduce_scatter(whole: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
+    """Adds up the ranks' tensors and gives each its part along `dim`. Backward: the parts are joined."""
+    part: Tensor = _ReduceScatter.apply(whole, group, dim)
+    return part
+
+
+def _gathered(part: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    flat = part.movedim(dim, 0).contiguous()
+    out = flat.new_empty((flat.shape[0] * dist.get_world_size(group), *flat.shape[1:]))
+    dist.all_gather_into_tensor(out, flat, group=group)
+    return out.movedim(0, dim).contiguous()
+
+
+def _scattered(whole: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    flat = whole.movedim(dim, 0).contiguous()
+    ranks = dist.get_world_size(group)
+    assert flat.shape[0] % ranks == 0, (tuple(whole.shape), dim, ranks)
+    out = flat.new_empty((flat.shape[0] // ranks, *flat.shape[1:]))
+    dist.reduce_scatter_tensor(out, flat, group=group)
+    return out.movedim(0, dim).contiguous()
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _gathered(part, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _scattered(grads[0], ctx.group, ctx.dim), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _scattered(whole, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _gathered(grads[0], ctx.group, ctx.dim), None, None

@@ -1,0 +1,192 @@
+"""Tensor parallelism with sequence parallelism, applied from outside to a Hugging Face decoder on meta.
+
+The model's own `tp_plan` says which linear layers are cut along their outputs (colwise) and which along their inputs
+(rowwise). The vocabulary is cut across the ranks in the embedding and in the head. Between the cut blocks every rank
+holds T / tp positions of the sequence: a block's input is gathered (the backward pass adds up and scatters), its output
+is added up and scattered. Source: Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2.2.
+
+Parameters that are not cut (norms, biases of rowwise layers) see only a part of the positions or of the heads on every
+rank, so their gradients have to be summed over the tp group: `TensorParallel.summed` names them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headrace.errors import ConfigError
+from pipeline.checkpoint.shards import Rectangle
+from pipeline.parallel.collectives import all_gather, reduce_scatter
+
+_SEQUENCE = 1
+"""The dim of hidden states [B, T, D] that is cut between blocks."""
+
+_REPLICATED = {"replicated_with_grad_allreduce"}
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """What was cut.
+
+    Attributes:
+        group: the tp ranks.
+        boxes: name -> this rank's part of every parameter that was cut.
+        summed: names of parameters that every rank holds whole and whose gradients are to be summed over the group.
+    """
+
+    group: dist.ProcessGroup
+    boxes: dict[str, Rectangle]
+    summed: frozenset[str]
+
+
+def check_plan(model: nn.Module, *, tp: int) -> dict[str, str]:
+    """Module name -> colwise or rowwise, for every linear layer that tensor parallelism cuts.
+
+    Args:
+        model: a Hugging Face causal language model, on any device.
+        tp: ranks that share a layer.
+
+    Raises:
+        ConfigError: the architecture has no plan, or one that cuts what this module cannot; a size tp does not divide.
+    """
+    config: Any = model.config
+    plan = getattr(config, "base_model_tp_plan", None)
+    if not plan:
+        raise ConfigError(
+            "parallel.tp",
+            tp,
+            why=f"transformers has no base_model_tp_plan for {config.model_type}: nobody says how it is cut",
+            remedy="use ZeRO or FSDP2 (parallel.tp 1), or another architecture, e.g. llama",
+        )
+    prefix = f"{model.base_model_prefix}."
+    styles: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if not name.startswith(prefix):
+            continue
+        style = _style(plan, name.removeprefix(prefix))
+        if style is None or style in _REPLICATED:
+            continue
+        if style not in ("colwise", "rowwise") or not isinstance(module, nn.Linear):
+            raise ConfigError(
+                "parallel.tp",
+                tp,
+                why=f"the plan of {config.model_type} cuts {name} as '{style}', which is not offered",
+                remedy="use ZeRO or FSDP2 for this architecture (parallel.tp 1)",
+            )
+        _divides(module.weight.shape[0 if style == "colwise" else 1], tp, name)
+        styles[name] = style
+    _divides(config.vocab_size, tp, "model.config.vocab_size")
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        if getattr(config, key, None):
+            _divides(getattr(config, key), tp, f"model.config.{key}")
+    return styles
+
+
+def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup, *, names: dict[int, str]) -> TensorParallel:
+    """Cuts a model on meta in place; its modules then compute with this rank's part.
+
+    Args:
+        model: a whole Hugging Face causal language model, or a pipeline stage of it.
+        group: the tp ranks, two or more.
+        names: id of a parameter -> its name in the whole model (a tied one may be left under another name here).
+
+    Raises:
+        ConfigError: as `check_plan`.
+    """
+    tp, rank = dist.get_world_size(group), dist.get_rank(group)
+    styles = check_plan(model, tp=tp)
+    cut: dict[int, nn.Parameter] = {}
+    boxes: dict[str, Rectangle] = {}
+
+    def shard(module: nn.Module, key: str, dim: int) -> None:
+        whole = module._parameters[key]
+        if whole is None:
+            return
+        if id(whole) not in cut:  # a tied weight is cut once
+            sizes, offsets = list(whole.shape), [0] * whole.ndim
+            sizes[dim] //= tp
+            offsets[dim] = rank * sizes[dim]
+            boxes[names[id(whole)]] = Rectangle(tuple(offsets), tuple(sizes))
+            cut[id(whole)] = nn.Parameter(whole.new_empty(sizes), requires_grad=whole.requires_grad)
+            cut[id(whole)].tensor_model_parallel = True  # type: ignore[attr-defined]  # what DeepSpeed looks for
+        module._parameters[key] = cut[id(whole)]
+
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    for vocabulary in (embedding, head):
+        if isinstance(vocabulary, (nn.Embedding, nn.Linear)):
+            shard(vocabulary, "weight", 0)
+    if isinstance(embedding, nn.Embedding):
+        _cut_embedding(embedding, group)
+    blocks: set[str] = set()
+    for name, style in styles.items():
+        linear = model.get_submodule(name)
+        shard(linear, "weight", 0 if style == "colwise" else 1)
+        if style == "colwise":
+            shard(linear, "bias", 0)
+            blocks.add(name.rpartition(".")[0])
+        else:
+            assert isinstance(linear, nn.Linear)
+            linear.forward = partial(_row_forward, linear, group)  # type: ignore[method-assign]
+    for name in blocks:
+        model.get_submodule(name).register_forward_pre_hook(partial(_gather_input, group), with_kwargs=True)
+    return TensorParallel(group, boxes, frozenset(names.values()) - boxes.keys())
+
+
+def _style(plan: dict[str, str], name: str) -> str | None:
+    return plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name))
+
+
+def _divides(size: int, tp: int, what: str) -> None:
+    if size % tp:
+        fits = [n for n in range(1, tp) if size % n == 0]
+        raise ConfigError("parallel.tp", tp, why=f"it does not divide {what} ({size})", remedy=f"use {fits[-1]}")
+
+
+def _gather_input(
+    group: dist.ProcessGroup, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """[B, T / tp, D] -> [B, T, D] at the door of a block whose linear layers are cut."""
+    if args:
+        return (all_gather(args[0], group, dim=_SEQUENCE), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": all_gather(kwargs["hidden_states"], group, dim=_SEQUENCE)}
+
+
+def _row_forward(linear: nn.Linear, group: dist.ProcessGroup, features: Tensor) -> Tensor:
+    """Features [B, T, D_in / tp] -> [B, T / tp, D_out]; the bias is added once, after the sum over ranks."""
+    out = reduce_scatter(F.linear(features, linear.weight), group, dim=_SEQUENCE)
+    return out if linear.bias is None else out + linear.bias
+
+
+def _cut_embedding(embedding: nn.Embedding, group: dist.ProcessGroup) -> None:
+    """Ids of other ranks' rows give zeros here; the sum over ranks has every row once."""
+    rows = embedding.weight.shape[0]
+    first = dist.get_rank(group) * rows
+    plain = embedding.forward
+    if embedding.padding_idx is not None:  # that row takes no gradient; here it is a row of one rank
+        local_pad = embedding.padding_idx - first
+        embedding.padding_idx = local_pad if 0 <= local_pad < rows else None
+
+    def forward(ids: Tensor) -> Tensor:
+        local = ids - first
+        foreign = (local < 0) | (local >= rows)
+        vectors: Tensor = plain(local.masked_fill(foreign, 0))
+        return reduce_scatter(vectors.masked_fill(foreign.unsqueeze(-1), 0), group, dim=_SEQUENCE)
+
+    embedding.forward = forward  # type: ignore[method-assign, assignment]
+
+
+def sum_gradients(gradients: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Adds up small gradients over a group, in place, in fp32 and in one message."""
+    if not gradients:
+        return
+    flat = torch.cat([g.detach().float().reshape(-1) for g in gradients])
+    dist.all_reduce(flat, group=group)
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))

@@ -1,0 +1,78 @@
+"""Cross-entropy over a vocabulary that may be cut across ranks: no rank ever holds all columns of the logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.data.loader import IGNORE
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Which ids a rank's columns of the logits are.
+
+    Attributes:
+        group: the ranks that have the other columns; None when this rank has all.
+        first: id of the first column.
+    """
+
+    group: dist.ProcessGroup | None = None
+    first: int = 0
+
+
+WHOLE = Vocabulary()
+"""All columns on this rank."""
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, vocabulary: Vocabulary = WHOLE) -> tuple[Tensor, Tensor]:
+    """Sums over targets of -log p(target) and of (log Z)^2, Z being the sum of exp(logits); fp32.
+
+    Args:
+        logits: [B, T, V'], any float dtype.
+        labels: int64 [B, T], IGNORE where there is no target.
+        vocabulary: which ids the V' columns are. Every rank of its group gets the same sums.
+    """
+    nats, squares = _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), vocabulary)
+    return nats, squares
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Keeps one fp32 tensor of the logits' size for the backward pass: the softmax."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+        counts = labels != IGNORE
+        local = labels - vocabulary.first
+        here = counts & (local >= 0) & (local < logits.shape[-1])
+        rows, columns = here.nonzero().squeeze(-1), local[here]
+        scores = logits.float()
+        highest = scores.amax(-1)
+        if vocabulary.group is not None:
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=vocabulary.group)
+        scores = scores - highest.unsqueeze(-1)
+        at_target = torch.zeros_like(highest).index_put_((rows,), scores[rows, columns])
+        exp = scores.exp_()
+        z = exp.sum(-1)
+        if vocabulary.group is not None:
+            both = torch.stack([at_target, z])
+            dist.all_reduce(both, group=vocabulary.group)
+            at_target, z = both.unbind()
+        log_z = z.log()
+        softmax = exp.div_(z.unsqueeze(-1))
+        log_full = (log_z + highest) * counts
+        ctx.save_for_backward(softmax, counts, rows, columns, log_full)
+        ctx.dtype = logits.dtype
+        return ((log_z - at_target) * counts).sum(), log_full.square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        softmax, counts, rows, columns, log_full = ctx.saved_tensors
+        per_nat, per_square = grads
+        gradient = softmax * (counts * per_nat + 2.0 * log_full * per_square).unsqueeze(-1)
+        gradient.index_put_((rows, columns), -per_nat.expand(rows.shape), accumulate=True)
+        return gradient.to(ctx.dtype), None, None
