@@ -101,7 +101,7 @@ class Training:
             loss=result.loss,
             **result.parts,
             lr=lr,
-            grad_norm=result.grad_norm,
+            **_health(result),
             seconds=seconds,
             tokens_per_second=rate,
             **({"mfu": mfu} if mfu else {}),
@@ -117,3 +117,9 @@ class Training:
     def _record(self, kind: str, step: int, **values: Any) -> None:
         for sink in self.sinks:
             sink.write(kind, step, **values)
+
+
+def _health(result: StepResult) -> dict[str, Any]:
+    """The gradient's norm, and what fp16 did. A skipped step has no norm: its gradient was not finite."""
+    fp16 = {} if result.loss_scale is None else {"loss_scale": result.loss_scale}
+    return {"skipped": True, **fp16} if result.skipped else {"grad_norm": result.grad_norm, **fp16}

@@ -1,6 +1,7 @@
 """Writing and reading named shards: fp32 weights and moments under Hugging Face names, on any layout.
 
-Keys are `weight/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` and the scalar `optimizer_step`.
+Keys are `weight/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`, the scalar `optimizer_step` and, of an fp16 run,
+`loss_scale`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from headrace.errors import CheckpointError
 from pipeline.checkpoint.shards import LoadPlanner, NamedShard, SavePlanner
 
 OPTIMIZER_STEP = "optimizer_step"
+LOSS_SCALE = "loss_scale"
+"""Key of what `engines.loss_scale.LossScale.state` returns: fp64 [3]."""
 
 
 def weight_key(name: str) -> str:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from headrace.errors import ConfigError
 from pipeline.config.schema import DataSection
 from pipeline.data.dataset import TokenDataset, tokenizer_details
+from pipeline.data.documents import Borders, join
 from pipeline.data.order import SampleOrder
 
 
@@ -44,6 +45,15 @@ class Blend:
             mine = place.source == number
             rows[mine] = self.sources[number].read(place.window[mine])
         return rows
+
+    def borders(self, samples: npt.ArrayLike) -> Borders:
+        """Where documents begin within samples; see `TokenDataset.borders`. No token is read."""
+        place = self.order.place(samples)
+        parts = []
+        for number in np.unique(place.source):
+            mine = np.flatnonzero(place.source == number)
+            parts.append((mine, self.sources[number].borders(place.window[mine])))
+        return join(parts)
 
     @property
     def parents(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from data_prep.tokenfile import TokenFile, shard_prefix
 from headrace.directory import Manifest, check_sizes, read_manifest
 from headrace.errors import DataError
+from pipeline.data.documents import Borders, find_borders, join
 
 
 class TokenDataset:
@@ -74,13 +75,30 @@ class TokenDataset:
         Returns:
             int64 [n, T + 1]; inputs are [:, :-1], targets [:, 1:].
         """
-        wanted = np.asarray(windows, dtype=np.int64)
-        rows = np.empty((wanted.size, self.sequence_length + 1), dtype=np.int64)
-        shards = np.searchsorted(self._first_window, wanted, side="right") - 1
-        starts = (wanted - self._first_window[shards]) * self.sequence_length
+        shards, starts = self._locate(windows)
+        rows = np.empty((starts.size, self.sequence_length + 1), dtype=np.int64)
         for row, shard, start in zip(rows, shards, starts, strict=True):
             row[:] = self._files[shard].tokens[start : start + self.sequence_length + 1]
         return rows
+
+    def borders(self, windows: npt.ArrayLike) -> Borders:
+        """Where documents begin within windows, from the index alone.
+
+        Args:
+            windows: int64 [n], each in 0..self.windows-1.
+        """
+        shards, starts = self._locate(windows)
+        parts = []
+        for shard in np.unique(shards):
+            mine = np.flatnonzero(shards == shard)
+            parts.append((mine, find_borders(self._files[shard], starts[mine], length=self.sequence_length)))
+        return join(parts)
+
+    def _locate(self, windows: npt.ArrayLike) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Shard and first token of every window."""
+        wanted = np.asarray(windows, dtype=np.int64)
+        shards = np.searchsorted(self._first_window, wanted, side="right") - 1
+        return shards, (wanted - self._first_window[shards]) * self.sequence_length
 
 
 def tokenizer_details(manifest: Manifest) -> dict[str, Any]:

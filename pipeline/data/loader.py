@@ -10,15 +10,17 @@ import queue
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from pipeline.config.batch import Batch
 from pipeline.data.blend import Blend
 from pipeline.data.dataset import TokenDataset
+from pipeline.data.documents import Borders
 
 IGNORE: Final = -100
 """The label of a position that is not a target."""
@@ -49,6 +51,18 @@ class MicroBatch:
 
         return MicroBatch(*(moved(getattr(self, field.name)) for field in fields(self)))  # type: ignore[arg-type]
 
+    def pin_memory(self) -> MicroBatch:
+        """The same batch in page-locked memory."""
+        pinned = (t if t is None else t.pin_memory() for t in (getattr(self, f.name) for f in fields(self)))
+        return MicroBatch(*pinned)  # type: ignore[arg-type]
+
+    def split(self, samples: int) -> list[MicroBatch]:
+        """Batches of so many samples each, as views."""
+        whole = [getattr(self, field.name) for field in fields(self)]
+        count = -(-self.input_ids.shape[0] // samples)
+        parts = [[None] * count if tensor is None else tensor.split(samples) for tensor in whole]
+        return [MicroBatch(*each) for each in zip(*parts, strict=True)]
+
 
 @dataclass(frozen=True)
 class StepBatch:
@@ -57,7 +71,7 @@ class StepBatch:
     Attributes:
         step: number of the step, from 1.
         micro_batches: in the order they are accumulated.
-        targets: target tokens of the whole step, over all ranks and micro-batches.
+        targets: target tokens of the whole step, over all ranks and micro-batches. Every rank knows it.
     """
 
     step: int
@@ -76,16 +90,31 @@ class StepLoader:
         batch: how a step is cut up.
         dp_rank: this rank's place on the data-parallel axis.
         steps: (first, last) step, counted from 1, both included.
+        cp: ranks that share every sequence, in contiguous pieces of equal length.
+        cp_rank: this rank's place among them.
+        mask_documents: documents of one sample are kept apart: positions start anew in each, and a token that is
+            followed by another document's is no target.
         prefetch: steps gathered ahead.
         pin: put tensors in page-locked memory, for a GPU.
     """
 
-    def __init__(
-        self, blend: Blend, batch: Batch, *, dp_rank: int, steps: tuple[int, int], prefetch: int = 4, pin: bool = False
+    def __init__(  # noqa: PLR0913  a rank's place is four of them, and all but two have defaults
+        self,
+        blend: Blend,
+        batch: Batch,
+        *,
+        dp_rank: int,
+        steps: tuple[int, int],
+        cp: int = 1,
+        cp_rank: int = 0,
+        mask_documents: bool = False,
+        prefetch: int = 4,
+        pin: bool = False,
     ) -> None:
         self._blend, self._batch, self._dp_rank, self._pin = blend, batch, dp_rank, pin
         self._first, self._last = steps
-        self._prefetch = prefetch
+        self._cp, self._cp_rank = cp, cp_rank
+        self._mask_documents, self._prefetch = mask_documents, prefetch
 
     def __len__(self) -> int:
         return max(0, self._last - self._first + 1)
@@ -107,16 +136,19 @@ class StepLoader:
     def gather(self, step: int) -> StepBatch:
         """This rank's part of a step, at once and in this thread."""
         batch = self._batch
-        start = (step - 1) * batch.samples + self._dp_rank * batch.micro
-        micro_starts = start + np.arange(batch.accumulation) * batch.dp * batch.micro
-        samples = (micro_starts[:, None] + np.arange(batch.micro)).ravel()
-        rows = torch.from_numpy(self._blend.read(samples))
-        micros = [MicroBatch(self._own(part[:, :-1]), self._own(part[:, 1:])) for part in rows.split(batch.micro)]
-        return StepBatch(step, micros, targets=batch.tokens)
+        first = (step - 1) * batch.samples
+        micro_starts = self._dp_rank * batch.micro + np.arange(batch.accumulation) * batch.dp * batch.micro
+        mine = (micro_starts[:, None] + np.arange(batch.micro)).ravel()
+        rows, targets, own = self._blend.read(first + mine), batch.tokens, None
+        if self._mask_documents:
+            borders = self._blend.borders(np.arange(first, first + batch.samples))
+            targets, own = targets - borders.at.size, borders.of(mine)
+        whole = make_batch(rows, own, cp=self._cp, cp_rank=self._cp_rank)
+        return StepBatch(step, [self._own(micro) for micro in whole.split(batch.micro)], targets)
 
-    def _own(self, view: Tensor) -> Tensor:
-        """A contiguous copy, in page-locked memory for a GPU: a strided view would be copied again on its way."""
-        return view.contiguous().pin_memory() if self._pin else view.contiguous()
+    def _own(self, micro: MicroBatch) -> MicroBatch:
+        """Contiguous, in page-locked memory for a GPU: a strided view would be copied again on its way."""
+        return micro.pin_memory() if self._pin else micro
 
     def _gather_all(self, ready: queue.Queue[StepBatch | BaseException], stop: threading.Event) -> None:
         for step in range(self._first, self._last + 1):
@@ -134,21 +166,61 @@ class StepLoader:
                 return
 
 
+def make_batch(rows: npt.NDArray[np.int64], borders: Borders | None, *, cp: int = 1, cp_rank: int = 0) -> MicroBatch:
+    """One rank's piece of whole samples.
+
+    Args:
+        rows: int64 [n, S + 1].
+        borders: where documents begin; None when a sample counts as one document.
+        cp: ranks that share a sequence.
+        cp_rank: this rank's place among them.
+    """
+    samples, length = rows.shape[0], rows.shape[1] - 1
+    assert length % cp == 0, (length, cp)
+    piece = slice(cp_rank * (length // cp), (cp_rank + 1) * (length // cp))
+    ids, labels = rows[:, :-1], rows[:, 1:]
+    if borders is None:
+        return MicroBatch(_tensor(ids[:, piece]), _tensor(labels[:, piece]))
+    marks = borders.marks(samples, length=length)
+    labels = np.where(marks[:, 1:], IGNORE, labels)
+    at = np.arange(length)
+    begun = np.maximum.accumulate(np.where(marks[:, :-1], at, 0), axis=1)
+    documents = np.cumsum(marks[:, :-1], axis=1, dtype=np.int32)
+    kept = (ids[:, piece], labels[:, piece], (at - begun)[:, piece], documents)
+    return MicroBatch(*map(_tensor, kept))
+
+
+def _tensor(array: npt.NDArray[Any]) -> Tensor:
+    return torch.from_numpy(array.copy())  # inputs and labels of one sample overlap
+
+
 def heldout_batches(
-    dataset: TokenDataset, *, batch_size: int, dp: int, dp_rank: int, samples: int | None = None
+    dataset: TokenDataset,
+    *,
+    batch_size: int,
+    dp: int,
+    dp_rank: int,
+    cp: int = 1,
+    cp_rank: int = 0,
+    mask_documents: bool = False,
+    samples: int | None = None,
 ) -> Iterator[MicroBatch]:
-    """The windows of a split from first to last, as one data-parallel rank sees them.
+    """The windows of a split from first to last, as one rank sees them.
 
     Every rank gets the same number of batches of the same shape (sharded engines must run in step): rows past the end
     are filled with labels that do not count.
 
     Args:
+        dataset: the split.
+        batch_size: samples per batch of a rank.
+        dp, dp_rank, cp, cp_rank, mask_documents: as `StepLoader`.
         samples: evaluate only the first so many windows; all when None.
     """
     total = min(samples or dataset.windows, dataset.windows)
     for start in range(0, total, batch_size * dp):
         mine = start + dp_rank * batch_size + np.arange(batch_size)
-        rows = torch.from_numpy(dataset.read(np.minimum(mine, total - 1)))
-        labels = rows[:, 1:].clone()
-        labels[torch.from_numpy(mine >= total)] = IGNORE
-        yield MicroBatch(rows[:, :-1], labels)
+        windows = np.minimum(mine, total - 1)
+        borders = dataset.borders(windows) if mask_documents else None
+        batch = make_batch(dataset.read(windows), borders, cp=cp, cp_rank=cp_rank)
+        batch.labels[torch.from_numpy(mine >= total)] = IGNORE
+        yield batch

@@ -22,12 +22,16 @@ class StepResult:
     Attributes:
         loss: mean objective over the targets of the step, nats per token.
         parts: means of the objective's named parts.
-        grad_norm: 2-norm of the whole gradient before clipping.
+        grad_norm: 2-norm of the whole gradient before clipping; not finite when the step was skipped.
+        skipped: the gradient overflowed fp16 and the weights were left as they are.
+        loss_scale: fp16's loss scale in this step; None in other precisions.
     """
 
     loss: float
     parts: dict[str, float]
     grad_norm: float
+    skipped: bool = False
+    loss_scale: float | None = None
 
 
 @dataclass(frozen=True)

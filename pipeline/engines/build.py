@@ -24,9 +24,17 @@ def build_engine(
         device: of this rank.
     """
     if run.config.engine == "torch":
-        from pipeline.engines.torch_reference import TorchReference  # noqa: PLC0415
+        if run.plain:
+            from pipeline.engines.torch_reference import TorchReference  # noqa: PLC0415
 
-        return TorchReference(run, model, values, objective, device=device)
+            return TorchReference(run, model, values, objective, device=device)
+        from pipeline.engines.torch_parallel import TorchParallel  # noqa: PLC0415
+
+        return TorchParallel(run, model, values, objective, device=device)
+    if run.topology.pp > 1:
+        from pipeline.engines.deepspeed_pipeline import DeepSpeedPipeline  # noqa: PLC0415
+
+        return DeepSpeedPipeline(run, model, values, objective, device=device)
     from pipeline.engines.deepspeed_zero import DeepSpeedZero  # noqa: PLC0415  imports for seconds
 
     return DeepSpeedZero(run, model, values, objective, device=device)

@@ -18,7 +18,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def model_dtype(config: Config) -> torch.dtype:
-    """bf16 when the config enables it, else fp32."""
+    """What is computed in: bf16 or fp16 when the config enables it, else fp32."""
+    if config.fp16.enabled:
+        return torch.float16
     return torch.bfloat16 if config.bf16.enabled else torch.float32
 
 

@@ -1,9 +1,10 @@
-"""Where DeepSpeed's ZeRO optimizers keep which part of which parameter.
+"""Where DeepSpeed's optimizers keep which part of which parameter.
 
 All of them hold fp32 weights in flat tensors, one or more per rank, and the moments in tensors of the same length in
 the wrapped optimizer's state. This module finds, for every parameter, the stretch of flat tensor that is this rank's,
 and which flat range of the parameter it is. Seen with deepspeed 0.19.8: `DeepSpeedZeroOptimizer` (stages 1 and 2),
-`BF16_Optimizer` (stage 1 with bf16 and fp32 accumulation) and `DeepSpeedZeroOptimizer_Stage3`.
+`BF16_Optimizer` (stage 1 with bf16 and fp32 accumulation) and `DeepSpeedZeroOptimizer_Stage3`, whose flat tensors may
+lie on a disk (see `deepspeed_offload`); and our own `Replicated` (stage 0), where a flat tensor is one parameter.
 """
 
 from __future__ import annotations
@@ -18,6 +19,11 @@ from torch import Tensor, nn
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.shards import NamedShard
 from pipeline.engines.common import MOMENTS, ensure_state
+from pipeline.engines.deepspeed_offload import brought_in, is_swapped
+from pipeline.engines.deepspeed_replicated import Replicated
+from pipeline.parallel.assemble import Assembled
+
+_WEIGHT = "weight"
 
 
 @dataclass(frozen=True)
@@ -26,77 +32,109 @@ class Stretch:
 
     Attributes:
         name: Hugging Face name.
-        shape: of the full parameter.
-        start: first flat index within the parameter.
-        flat: 1-D fp32, the flat tensor it lies in.
-        at: first index within `flat`.
+        start: first flat index within what tensor parallelism left of the parameter.
+        flat: number of the flat tensor it lies in.
+        at: first index within that.
         length: number of elements, 0 when the rank holds none.
     """
 
     name: str
-    shape: tuple[int, ...]
     start: int
-    flat: Tensor
+    flat: int
     at: int
     length: int
 
 
-def stretches(zero: Any, named: dict[str, nn.Parameter]) -> Iterator[Stretch]:
-    """This rank's part of every parameter.
+@dataclass(frozen=True)
+class Held:
+    """This rank's state, to be written from or read into.
+
+    Attributes:
+        named: under the keys of `checkpoint.named_state`; values are views, or copies of what lies on a disk.
+        copies: number of a flat tensor on a disk -> copies of it and of its moments.
+    """
+
+    named: dict[str, NamedShard | Tensor]
+    copies: dict[int, dict[str, Tensor]]
+
+
+def hold(zero: Any, assembled: Assembled) -> Held:
+    """This rank's state. What lies on a disk is brought into host memory.
 
     Args:
         zero: the engine's `optimizer`.
-        named: the parameters by Hugging Face name.
+        assembled: this rank's part of the model.
     """
-    find = _stretch_stage3 if _is_stage3(zero) else _stretch_stage12
-    for name, parameter in named.items():
-        yield find(zero, name, parameter)
-
-
-def named_shards(zero: Any, parameters: dict[str, nn.Parameter]) -> dict[str, NamedShard | Tensor]:
-    """This rank's state under the keys of `checkpoint.named_state`. Shards are views: loading fills them in place."""
+    flats = [_contents(zero, number) for number in range(len(_flats(zero)))]
+    copies = {number: flats[number] for number in range(len(flats)) if is_swapped(zero, number)}
     named: dict[str, NamedShard | Tensor] = {}
-    step = torch.zeros((), dtype=torch.float32)
-    for s in stretches(zero, parameters):
-        state = ensure_state(zero.optimizer, s.flat)
-        sources = {named_state.weight_key(s.name): s.flat.data}
-        sources |= {named_state.moment_key(moment, s.name): state[moment] for moment in MOMENTS}
-        for key, flat in sources.items():
-            named[key] = NamedShard(s.shape, start=s.start, values=flat.narrow(0, s.at, s.length))
-        step = state["step"].detach().to("cpu", copy=True)
-    return {**named, named_state.OPTIMIZER_STEP: step}
+    for s in _stretches(zero, assembled.decoder.named()):
+        shape, box = assembled.shapes[s.name], assembled.box(s.name)
+        for kind in (_WEIGHT, *MOMENTS):
+            key = named_state.weight_key(s.name) if kind == _WEIGHT else named_state.moment_key(kind, s.name)
+            values = flats[s.flat][kind].view(-1).narrow(0, s.at, s.length)
+            named[key] = NamedShard(shape, start=s.start, values=values, box=box)
+    state = _adamw(zero).state.get(_flats(zero)[-1], {})
+    step = state["step"].detach().to("cpu", copy=True) if "step" in state else torch.zeros((), dtype=torch.float32)
+    return Held({**named, named_state.OPTIMIZER_STEP: step}, copies)
+
+
+@torch.no_grad()
+def take_up(zero: Any, held: Held) -> None:
+    """Goes on from a state that was read: disk, step counters and the model's own weights. Collective."""
+    step = held.named[named_state.OPTIMIZER_STEP]
+    assert isinstance(step, Tensor)
+    for number, flat in enumerate(_flats(zero)):
+        with brought_in(zero, number, write=True):
+            state = ensure_state(_adamw(zero), flat)
+            for kind, values in held.copies.get(number, {}).items():
+                (flat.data if kind == _WEIGHT else state[kind]).copy_(values)
+            state["step"].copy_(step)  # not by way of param_groups: stage 3 keeps them empty between steps
+            if _is_stage3(zero):
+                zero._reassign_or_swap_out_partitioned_parameters(number)
+    _share_weights(zero)
 
 
 def reset_moments(zero: Any) -> None:
-    """Undoes the dummy step by which DeepSpeed allocates optimizer state.
+    """Undoes the dummy step by which some of DeepSpeed's optimizers allocate their state.
 
     It leaves the step counter at 1, which would make the first real update 0.74 of its size (bias correction).
     """
-    for state in zero.optimizer.state.values():
+    for state in _adamw(zero).state.values():
         for value in state.values():
             if torch.is_tensor(value):
                 value.zero_()
 
 
-def set_step(zero: Any, step: Tensor) -> None:
-    """Sets the optimizer's step counter of every flat tensor."""
-    # not by way of param_groups: stage 3 keeps them empty between steps
-    for flat in _flats(zero):
-        ensure_state(zero.optimizer, flat)["step"].copy_(step)
+def _contents(zero: Any, number: int) -> dict[str, Tensor]:
+    """A flat tensor and its moments; copies when they lie on a disk."""
+    flat = _flats(zero)[number]
+    if not is_swapped(zero, number):
+        state = ensure_state(_adamw(zero), flat)
+        return {_WEIGHT: flat.data, **{moment: state[moment] for moment in MOMENTS}}
+    with brought_in(zero, number, write=False):
+        state = _adamw(zero).state.get(flat, {})
+        weight = flat.data.clone()
+        moments = {m: state[m].clone() if m in state else torch.zeros_like(weight) for m in MOMENTS}
+    return {_WEIGHT: weight, **moments}
 
 
-@torch.no_grad()
-def refresh_weights(zero: Any) -> None:
-    """Brings the model's own weights up to date with the fp32 ones, on all ranks. Collective."""
-    if not _is_stage3(zero):
+def _share_weights(zero: Any) -> None:
+    """Brings the model's own weights up to date with the fp32 ones of all ranks."""
+    if isinstance(zero, Replicated):
+        zero.refresh_weights()
+    elif not _is_stage3(zero):
         zero.update_lp_params()
-        return
-    for low, full in zip(zero.fp16_partitioned_groups_flat, zero.fp32_partitioned_groups_flat, strict=True):
-        low.data.copy_(full.data)
-    # parameters below the persistence threshold stay gathered on every rank and are copies by now out of date
-    if zero.persistent_parameters:
-        zero.persistent_parameters[0].partition(zero.persistent_parameters, has_been_updated=False)
-        zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+    else:
+        # whatever is still gathered, after an evaluation or because it always is, is a copy by now out of date
+        zero.empty_partition_cache()
+        if zero.persistent_parameters:
+            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+
+def _adamw(zero: Any) -> Any:
+    """The wrapped optimizer, which holds the moments."""
+    return zero if isinstance(zero, Replicated) else zero.optimizer
 
 
 def _is_stage3(zero: Any) -> bool:
@@ -104,20 +142,28 @@ def _is_stage3(zero: Any) -> bool:
 
 
 def _flats(zero: Any) -> list[Tensor]:
-    """This rank's flat fp32 tensors, one per parameter group (stages 1, 2) or sub-group (stage 3)."""
+    """This rank's flat fp32 tensors: per parameter (stage 0), parameter group (1, 2) or sub-group (3)."""
+    if isinstance(zero, Replicated):
+        return list(zero.masters.values())
     names = ("fp32_partitioned_groups_flat", "fp32_groups_flat_partition", "single_partition_of_fp32_groups")
     flats: list[Tensor] = next(getattr(zero, name) for name in names if hasattr(zero, name))
     return flats
 
 
-def _stretch_stage12(zero: Any, name: str, parameter: nn.Parameter) -> Stretch:
-    shape = tuple(parameter.shape)
+def _stretches(zero: Any, named: dict[str, nn.Parameter]) -> Iterator[Stretch]:
+    for number, (name, parameter) in enumerate(named.items()):
+        if isinstance(zero, Replicated):
+            yield Stretch(name, 0, number, 0, parameter.numel())
+        else:
+            yield (_stretch_stage3 if _is_stage3(zero) else _stretch_stage12)(zero, name, parameter)
+
+
+def _stretch_stage12(_zero: Any, name: str, parameter: nn.Parameter) -> Stretch:
     mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
     if mapping is None:
-        return Stretch(name, shape, 0, _flats(zero)[0], 0, 0)
-    flat = _flats(zero)[mapping.param_group_index]
+        return Stretch(name, 0, 0, 0, 0)
     inside, outside = mapping.lp_fragment_address, mapping.hp_fragment_address
-    return Stretch(name, shape, inside.start, flat, outside.start, inside.numel)
+    return Stretch(name, inside.start, mapping.param_group_index, outside.start, inside.numel)
 
 
 def _stretch_stage3(zero: Any, name: str, parameter: nn.Parameter) -> Stretch:
@@ -126,5 +172,4 @@ def _stretch_stage3(zero: Any, name: str, parameter: nn.Parameter) -> Stretch:
     numel: int = parameter.ds_numel  # type: ignore[attr-defined]
     # the last rank's part may reach past the end of the parameter, by the padding that makes all parts equal
     length = max(0, min(padded, numel - start))
-    shape = tuple(parameter.ds_shape)  # type: ignore[attr-defined]
-    return Stretch(name, shape, min(start, numel), _flats(zero)[group], at, length)
+    return Stretch(name, min(start, numel), group, at, length)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from pipeline.config.rules import ResolvedRun
 from pipeline.data.loader import IGNORE, MicroBatch, StepBatch
 from pipeline.engines.base import Objective, StepResult, Sums
 from pipeline.engines.common import MOMENTS, decay_groups, decayed_names, ensure_state, make_adamw, refuse_non_finite
+from pipeline.engines.loss_scale import LossScale
 from pipeline.engines.objective import CrossEntropy
 from pipeline.models.materialise import materialise
 from pipeline.models.values import ParameterValues
@@ -23,8 +25,8 @@ from pipeline.parallel.assemble import assemble
 class TorchReference:
     """One process, one device, no sharding.
 
-    With bf16 the model's weights are bf16; fp32 copies of them are what the optimizer updates, and gradients of the
-    micro-batches are added up in fp32.
+    With bf16 or fp16 the model's weights are of that type; fp32 copies of them are what the optimizer updates, and
+    gradients of the micro-batches are added up in fp32. fp16 scales the loss (`LossScale`).
 
     Args:
         run: the resolved config.
@@ -41,7 +43,7 @@ class TorchReference:
         self.rank = 0
         self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self._objective, self._device = objective, device
-        self._clip = run.config.gradient_clipping
+        self._clip, self._scale = run.config.gradient_clipping, LossScale(run.config.fp16)
         self._decoder = assemble(run, model, None).decoder
         materialise(self._decoder.causal, values, device=device)
         self._decoder.train()
@@ -56,15 +58,20 @@ class TorchReference:
         for micro in step.micro_batches:
             batch = micro.to(self._device)
             total, *parts = self._decoder(batch.input_ids, batch, self._objective)
-            (total / step.targets).backward()
+            (total * (self._scale.value / step.targets)).backward()
             self._add_gradients()
             sums += torch.stack([total.detach(), *parts])
         mean, *means = (sums.double() / step.targets).tolist()
         refuse_non_finite(step.step, "loss", mean)
-        norm = self._gradient_norm()
-        refuse_non_finite(step.step, "gradient norm", norm)
-        self._update(norm, lr)
-        return StepResult(mean, dict(zip(self._objective.parts, means, strict=True)), norm)
+        norm = self._gradient_norm() / self._scale.value
+        scale, overflow = self._scale.value, self._scale.enabled and not math.isfinite(norm)
+        if not overflow:
+            refuse_non_finite(step.step, "gradient norm", norm)
+            self._update(norm, lr)
+        self._optimizer.zero_grad(set_to_none=True)
+        self._scale.update(step.step, overflow=overflow)
+        parts = dict(zip(self._objective.parts, means, strict=True))
+        return StepResult(mean, parts, norm, skipped=overflow, loss_scale=scale if self._scale.enabled else None)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> Sums:
@@ -86,8 +93,10 @@ class TorchReference:
         """See `Engine.load`."""
         state = self._named_state()
         named_state.read(state, directory)
-        step = state[named_state.OPTIMIZER_STEP]
+        step, scale = state[named_state.OPTIMIZER_STEP], state.get(named_state.LOSS_SCALE)
         assert isinstance(step, Tensor)
+        if isinstance(scale, Tensor):
+            self._scale.load(scale)
         for name, master in self._masters.items():
             ensure_state(self._optimizer, master)["step"].copy_(step)
             self._weights[name].data.copy_(master.data)
@@ -101,6 +110,8 @@ class TorchReference:
             for moment in MOMENTS:
                 named[named_state.moment_key(moment, name)] = NamedShard(shape, start=0, values=state[moment].view(-1))
             steps = state["step"].detach().to("cpu", copy=True)
+        if self._scale.enabled:
+            named[named_state.LOSS_SCALE] = self._scale.state()
         return {**named, named_state.OPTIMIZER_STEP: steps}
 
     def _add_gradients(self) -> None:
@@ -118,15 +129,13 @@ class TorchReference:
 
     @torch.no_grad()
     def _update(self, norm: float, lr: float) -> None:
-        if self._clip > 0:
-            scale = 1.0 / max(1.0, (norm + 1e-6) / self._clip)  # DeepSpeed's rule, with its 1e-6
-            for master in self._masters.values():
-                if master.grad is not None:
-                    master.grad.mul_(scale)
+        factor = self._scale.factor(norm, self._clip)
+        for master in self._masters.values():
+            if master.grad is not None and factor != 1.0:
+                master.grad.mul_(factor)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
         for name, weight in self._weights.items():
             if self._masters[name] is not weight:
                 weight.copy_(self._masters[name])

@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from headrace.errors import ConfigError, DataError
 from headrace.section import suggest
-from pipeline.config.rules import check_model_config
+from pipeline.config.model_rules import check_model_config
 from pipeline.config.schema import ModelSection
 from pipeline.models.layers import keep_layers
 
@@ -77,7 +77,7 @@ def _from_section(given: dict[str, Any], tokenizer: dict[str, Any], sequence_len
         "eos_token_id": tokenizer.get("eos_id"),
         "pad_token_id": tokenizer.get("pad_id"),
     }
-    if "max_position_embeddings" in _known_keys(kind):
+    if "max_position_embeddings" in known_keys(kind):
         derived["max_position_embeddings"] = max(2048, sequence_length)
     # an architecture may know a key by two names (GPT-2: n_positions, max_position_embeddings); the user's word wins
     aliases = CONFIG_MAPPING[kind].attribute_map
@@ -93,7 +93,7 @@ def _from_section(given: dict[str, Any], tokenizer: dict[str, Any], sequence_len
 
 def _refuse_unknown_keys(kind: str, given: dict[str, Any]) -> None:
     """transformers keeps unknown keys silently, and a typo would train another model than the one meant."""
-    known = _known_keys(kind)
+    known = known_keys(kind)
     for key, value in given.items():
         if key not in known:
             near = suggest(key, sorted(known))
@@ -101,7 +101,8 @@ def _refuse_unknown_keys(kind: str, given: dict[str, Any]) -> None:
             raise ConfigError(f"model.config.{key}", value, why=f"{kind} has no such key", remedy=remedy)
 
 
-def _known_keys(kind: str) -> set[str]:
+def known_keys(kind: str) -> set[str]:
+    """The keys that an architecture's config takes, by all their names."""
     config_class = CONFIG_MAPPING[kind]
     signature = inspect.signature(config_class.__init__).parameters
     return {*signature, *config_class.attribute_map, "model_type"} - {"self", "kwargs"}

@@ -38,14 +38,18 @@ def materialise(
         if id(on_meta) not in real:
             value = values.value(names[id(on_meta)]).to(device=device, dtype=on_meta.dtype)
             real[id(on_meta)] = nn.Parameter(value, requires_grad=on_meta.requires_grad)
+            del value  # else it would live on, whole, while the next one is made
             place(real[id(on_meta)])
-    _fill_buffers(model, device)
+    fill_buffers(model, device)
     for module, key, on_meta in owners:
         module._parameters[key] = real[id(on_meta)]
 
 
-def _fill_buffers(model: nn.Module, device: torch.device) -> None:
-    """Buffers (rotary tables) are functions of the config; the model's own `_init_weights` computes them."""
+def fill_buffers(model: nn.Module, device: torch.device) -> None:
+    """Gives the buffers (rotary tables) of a model their values: its own `_init_weights` computes them.
+
+    To be called while its parameters are on meta, where `_init_weights` does nothing.
+    """
     for module in model.modules():
         buffers = {key: b for key, b in module._buffers.items() if b is not None and b.is_meta}
         if not buffers:

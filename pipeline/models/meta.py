@@ -27,10 +27,21 @@ def build_meta(config: PretrainedConfig, *, dtype: torch.dtype, attn_implementat
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
     except (StrictDataclassError, ValueError, TypeError, KeyError, ImportError, AttributeError, RuntimeError) as error:
         why = f"transformers refuses it: {one_line(error)}"
+        if attn_implementation != "eager" and _builds(config, dtype):
+            raise ConfigError("model.attn_implementation", why=why, remedy="use eager") from None
         raise ConfigError("model.config", config.model_type, why=why, remedy="check the model section") from None
     model.config.use_cache = False
     assert isinstance(model, nn.Module)
     return model
+
+
+def _builds(config: PretrainedConfig, dtype: torch.dtype) -> bool:
+    """With plain attention it can be built."""
+    try:
+        build_meta(config, dtype=dtype, attn_implementation="eager")
+    except ConfigError:
+        return False
+    return True
 
 
 def parameter_shapes(model: nn.Module) -> dict[str, torch.Size]:

@@ -15,7 +15,7 @@ from pipeline.config.rules import ResolvedRun
 from pipeline.models.attention import NAME
 from pipeline.models.values import ParameterValues
 from pipeline.parallel.context import make_exchange
-from pipeline.parallel.costs import forward_flops
+from pipeline.parallel.costs import describe, forward_flops
 from pipeline.parallel.decoder import Decoder, Form, owners_of
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.recompute import apply_recompute
@@ -57,6 +57,11 @@ def stages_of(run: ResolvedRun, model: nn.Module) -> list[Stage]:
     return split(flops, head=head, stages=count)
 
 
+def stage_lines(run: ResolvedRun, model: nn.Module) -> list[str]:
+    """What every pipeline stage has, one line each; none without a pipeline. See `costs.describe`."""
+    return describe(model, stages_of(run, model)) if run.topology.pp > 1 else []
+
+
 def assemble(run: ResolvedRun, model: nn.Module, mesh: Mesh | None, *, stage: Stage | None = None) -> Assembled:
     """Cuts a copy of a model down to what this rank computes.
 
@@ -88,6 +93,7 @@ def assemble(run: ResolvedRun, model: nn.Module, mesh: Mesh | None, *, stage: St
         tensor=tensor,
         exchange=make_exchange(run.config.parallel.context, mesh) if mesh else None,
         offset=cp_rank * run.batch.sequence_length // run.topology.cp,
+        pieces=run.topology.cp if mesh else 1,
         chunk=run.config.loss.chunk,
         own_attention=causal.config._attn_implementation == NAME,  # type: ignore[union-attr]
     )

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.models.attention import Exchange, Mask, attend
+from pipeline.models.attention import Exchange, Mask, attend, repeat_heads
 from pipeline.parallel.mesh import Mesh
+from pipeline.parallel.ring import Ring
 
 
 def make_exchange(kind: str, mesh: Mesh) -> Exchange | None:
@@ -20,15 +21,15 @@ def make_exchange(kind: str, mesh: Mesh) -> Exchange | None:
     group = mesh.group("cp")
     if group is None:
         return None
-    assert kind == "ulysses"
-    return Ulysses(group)
+    return Ring(group) if kind == "ring" else Ulysses(group)
 
 
 class Ulysses:
     """Every rank attends with some of the heads over the whole sequence.
 
     An all-to-all turns pieces of the sequence with all heads into the whole sequence with some heads, and back. Key
-    and value heads are repeated where there are fewer than ranks. Source: Jacobs et al. 2023 (arXiv:2309.14509).
+    and value heads are repeated, as few times as will do, where the ranks do not divide them. Source: Jacobs et al.
+    2023 (arXiv:2309.14509).
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -36,12 +37,16 @@ class Ulysses:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: Mask) -> Tensor:
         """See `Exchange.attend`."""
-        ranks = dist.get_world_size(self._group)
-        if key.shape[1] % ranks:
-            times = query.shape[1] // key.shape[1]
-            key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+        times = _times(query.shape[1], key.shape[1], ranks=dist.get_world_size(self._group))
+        if times > 1:
+            key, value = repeat_heads(key, times), repeat_heads(value, times)
         query, key, value = (swap(each, self._group, cut=1, join=2) for each in (query, key, value))
         return swap(attend(query, key, value, scale=scale, mask=mask), self._group, cut=2, join=1)
+
+
+def _times(heads: int, groups: int, *, ranks: int) -> int:
+    """How often key/value heads are repeated, so that every rank gets those its query heads need."""
+    return next(n for n in range(1, heads // groups + 1) if heads % (groups * n) == 0 and groups * n % ranks == 0)
 
 
 def swap(tensor: Tensor, group: dist.ProcessGroup, *, cut: int, join: int) -> Tensor:

@@ -50,6 +50,7 @@ class Form:
         tensor: how its layers were cut, or None.
         exchange: how attention sees the positions of other ranks (context parallelism), or None.
         offset: first position of this rank in the sequence.
+        pieces: ranks that share a sequence (cp).
         chunk: positions whose logits exist at one time; all when None.
         own_attention: attention is `models.attention`'s, which takes a context; else a Hugging Face one, plain.
     """
@@ -59,6 +60,7 @@ class Form:
     tensor: TensorParallel | None = None
     exchange: Exchange | None = None
     offset: int = 0
+    pieces: int = 1
     chunk: int | None = None
     own_attention: bool = True
 
@@ -80,6 +82,11 @@ class Decoder(nn.Module):
     def named(self) -> dict[str, nn.Parameter]:
         """The parameters this rank computes with, under their Hugging Face names, as they are now."""
         return {name: getattr(*places[0]) for name, places in self._owners.items()}
+
+    def put(self, name: str, parameter: nn.Parameter) -> None:
+        """Replaces a parameter in every module that holds it."""
+        for module, key in self._owners[name]:
+            module._parameters[key] = parameter
 
     def forward(self, inputs: Tensor, batch: MicroBatch, scoring: Scoring) -> tuple[Tensor, ...]:
         """Runs the decoder.
@@ -118,7 +125,7 @@ class Decoder(nn.Module):
             positions = torch.arange(self.form.offset, self.form.offset + length, device=inputs.device).unsqueeze(0)
         arguments: dict[str, Any] = {} if positions is None else {"position_ids": positions}
         if self.form.own_attention:
-            arguments["context"] = AttentionContext(batch.documents, self.form.exchange)
+            arguments["context"] = AttentionContext(length * self.form.pieces, batch.documents, self.form.exchange)
         return arguments
 
     def _score(self, hidden: Tensor, batch: MicroBatch, scoring: Scoring) -> tuple[Tensor, ...]:
@@ -127,7 +134,7 @@ class Decoder(nn.Module):
         head = self.causal.get_output_embeddings()  # type: ignore[operator]
         if tensor is not None:
             hidden = all_gather(hidden, tensor.group, dim=1)
-            vocabulary = Vocabulary(tensor.group, torch.distributed.get_rank(tensor.group) * head.weight.shape[0])
+            vocabulary = tensor.vocabulary
 
         def piece(hidden: Tensor, labels: Tensor, *against: Tensor) -> tuple[Tensor, ...]:
             return _flat(scoring(head(hidden), labels, *against, vocabulary=vocabulary))

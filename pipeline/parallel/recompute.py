@@ -28,26 +28,37 @@ _KEPT = {
 """Operators whose results selective recomputation keeps: they cost the most time per byte kept."""
 
 
+def check_recompute(model: nn.Module, memory: MemorySection) -> None:
+    """Refuses recomputation in a model whose layers do not have the switch.
+
+    Raises:
+        ConfigError: it is asked for and not offered.
+    """
+    if memory.recompute != "none" and not _layers(model):
+        kind = model.config.model_type  # type: ignore[union-attr]
+        why = f"the layers of {kind} do not offer it in transformers"
+        raise ConfigError("memory.recompute", memory.recompute, why=why, remedy="use none")
+
+
 def apply_recompute(model: nn.Module, memory: MemorySection) -> None:
     """Switches recomputation on in every n-th decoder layer of a model.
 
     Raises:
-        ConfigError: the architecture's layers do not have the switch.
+        ConfigError: as `check_recompute`.
     """
     if memory.recompute == "none":
         return
-    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    if not layers:
-        kind = model.config.model_type  # type: ignore[union-attr]
-        why = f"the layers of {kind} do not offer it in transformers"
-        raise ConfigError("memory.recompute", memory.recompute, why=why, remedy="use none")
     run: Any = partial(checkpoint, use_reentrant=False)
     if memory.recompute == "selective":
         run = partial(run, context_fn=partial(create_selective_checkpoint_contexts, _policy))
-    for number, layer in enumerate(layers):
+    for number, layer in enumerate(_layers(model)):
         if number % memory.every == 0:
             layer.gradient_checkpointing = True
             layer._gradient_checkpointing_func = run
+
+
+def _layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

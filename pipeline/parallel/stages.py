@@ -106,7 +106,20 @@ def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
     if len(lists) != 1:
         why = f"the plan of {config.model_type} names {len(lists)} lists of layers; one is offered"
         raise ConfigError("parallel.pp", why=why, remedy="use ZeRO or FSDP2 for this architecture (parallel.pp 1)")
+    prefix = f"{model.base_model_prefix}."
+    heads = {id(p) for p in model.get_output_embeddings().parameters()}  # type: ignore[operator]
+    for name, parameter in model.named_parameters():
+        planned = name.startswith(prefix) and name.removeprefix(prefix).split(".")[0] in plan
+        if not planned and id(parameter) not in heads:
+            why = f"the plan of {config.model_type} does not say which stage has {name}"
+            raise ConfigError("parallel.pp", why=why, remedy="use ZeRO or FSDP2 for this architecture (parallel.pp 1)")
     return lists[0]
+
+
+def placed_before_layers(model: nn.Module) -> list[str]:
+    """Names of the base model's modules that the first stage has besides layers: those the plan lists before them."""
+    plan = list(model.config.base_model_pp_plan)  # type: ignore[union-attr, arg-type]
+    return plan[: plan.index(layer_list(model)[0])]
 
 
 class Absent(nn.Module):
@@ -124,17 +137,16 @@ def cut_to_stage(model: nn.Module, stage: Stage) -> None:
         model: a whole Hugging Face causal language model, on meta. A head tied to the embedding stays with the last
             stage as its copy.
     """
-    _, layers = layer_list(model)
+    list_name, layers = layer_list(model)
+    early = placed_before_layers(model)
+    base: Any = model.base_model
+    plan: dict[str, Any] = model.config.base_model_pp_plan  # type: ignore[union-attr, assignment]
     for number in range(len(layers)):
         if not stage.layers[0] <= number < stage.layers[1]:
             layers[number] = Absent()
-    base: Any = model.base_model
-    plan: dict[str, Any] = model.config.base_model_pp_plan  # type: ignore[union-attr, assignment]
-    before = True
     for name in plan:
-        if isinstance(getattr(base, name), nn.ModuleList):
-            before = False
-        elif (before and not stage.first) or (not before and not stage.last):
+        has = stage.first if name in early else stage.last
+        if name != list_name and not has:
             setattr(base, name, Absent())
     if not stage.last:
         model.set_output_embeddings(Absent())  # type: ignore[operator]

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from headrace.errors import ConfigError
 from pipeline.checkpoint.shards import Rectangle
 from pipeline.parallel.collectives import all_gather, reduce_scatter
+from pipeline.parallel.vocabulary import Vocabulary
 
 _SEQUENCE = 1
 """The dim of hidden states [B, T, D] that is cut between blocks."""
@@ -39,11 +40,13 @@ class TensorParallel:
         group: the tp ranks.
         boxes: name -> this rank's part of every parameter that was cut.
         summed: names of parameters that every rank holds whole and whose gradients are to be summed over the group.
+        vocabulary: which ids this rank's columns of the logits are.
     """
 
     group: dist.ProcessGroup
     boxes: dict[str, Rectangle]
     summed: frozenset[str]
+    vocabulary: Vocabulary
 
 
 def check_plan(model: nn.Module, *, tp: int) -> dict[str, str]:
@@ -82,11 +85,26 @@ def check_plan(model: nn.Module, *, tp: int) -> dict[str, str]:
             )
         _divides(module.weight.shape[0 if style == "colwise" else 1], tp, name)
         styles[name] = style
+    _covers_blocks(model, plan, styles, tp)
     _divides(config.vocab_size, tp, "model.config.vocab_size")
     for key in ("num_attention_heads", "num_key_value_heads"):
         if getattr(config, key, None):
             _divides(getattr(config, key), tp, f"model.config.{key}")
     return styles
+
+
+def _covers_blocks(model: nn.Module, plan: dict[str, str], styles: dict[str, str], tp: int) -> None:
+    """Every parameter within a cut block must be spoken for: it may be one per head, and heads are dealt out."""
+    for block in sorted({name.rpartition(".")[0] for name in styles}):
+        for name, _ in model.get_submodule(block).named_parameters(prefix=block):
+            module = name.rpartition(".")[0]
+            if module not in styles and _style(plan, module.removeprefix(f"{model.base_model_prefix}.")) is None:
+                raise ConfigError(
+                    "parallel.tp",
+                    tp,
+                    why=f"the plan of {model.config.model_type} does not say what becomes of {name}",  # type: ignore[union-attr]
+                    remedy="use ZeRO or FSDP2 for this architecture (parallel.tp 1)",
+                )
 
 
 def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup, *, names: dict[int, str]) -> TensorParallel:
@@ -119,24 +137,28 @@ def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup, *, names: 
         module._parameters[key] = cut[id(whole)]
 
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
-    for vocabulary in (embedding, head):
-        if isinstance(vocabulary, (nn.Embedding, nn.Linear)):
-            shard(vocabulary, "weight", 0)
-    if isinstance(embedding, nn.Embedding):
+    if isinstance(embedding, nn.Embedding):  # a pipeline stage may have none
+        shard(embedding, "weight", 0)
         _cut_embedding(embedding, group)
+    if isinstance(head, nn.Linear):
+        shard(head, "weight", 0)
+        shard(head, "bias", 0)
     blocks: set[str] = set()
     for name, style in styles.items():
         linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
         shard(linear, "weight", 0 if style == "colwise" else 1)
         if style == "colwise":
             shard(linear, "bias", 0)
             blocks.add(name.rpartition(".")[0])
         else:
-            assert isinstance(linear, nn.Linear)
             linear.forward = partial(_row_forward, linear, group)  # type: ignore[method-assign]
     for name in blocks:
         model.get_submodule(name).register_forward_pre_hook(partial(_gather_input, group), with_kwargs=True)
-    return TensorParallel(group, boxes, frozenset(names.values()) - boxes.keys())
+    # not from the head's weight, which a sharding engine may have emptied by the time it is asked
+    config: Any = model.config
+    vocabulary = Vocabulary(group, rank * (config.vocab_size // tp))
+    return TensorParallel(group, boxes, frozenset(names.values()) - boxes.keys(), vocabulary)
 
 
 def _style(plan: dict[str, str], name: str) -> str | None:

@@ -42,20 +42,19 @@ def cross_entropy(logits: Tensor, labels: Tensor, vocabulary: Vocabulary = WHOLE
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Keeps one fp32 tensor of the logits' size for the backward pass: the softmax."""
+    """Keeps one fp32 tensor of the logits' size for the backward pass, which turns it into the gradient in place."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
         counts = labels != IGNORE
         local = labels - vocabulary.first
         here = counts & (local >= 0) & (local < logits.shape[-1])
-        rows, columns = here.nonzero().squeeze(-1), local[here]
-        scores = logits.float()
-        highest = scores.amax(-1)
+        column = local.masked_fill(~here, 0).unsqueeze(-1)
+        highest = logits.amax(-1).float()
         if vocabulary.group is not None:
             dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=vocabulary.group)
-        scores = scores - highest.unsqueeze(-1)
-        at_target = torch.zeros_like(highest).index_put_((rows,), scores[rows, columns])
+        scores = logits - highest.unsqueeze(-1)  # fp32 whatever the logits are, without a copy of them
+        at_target = scores.gather(-1, column).squeeze(-1) * here
         exp = scores.exp_()
         z = exp.sum(-1)
         if vocabulary.group is not None:
@@ -63,16 +62,17 @@ class _CrossEntropy(torch.autograd.Function):
             dist.all_reduce(both, group=vocabulary.group)
             at_target, z = both.unbind()
         log_z = z.log()
-        softmax = exp.div_(z.unsqueeze(-1))
         log_full = (log_z + highest) * counts
-        ctx.save_for_backward(softmax, counts, rows, columns, log_full)
-        ctx.dtype = logits.dtype
+        ctx.save_for_backward(exp, z, counts, here, column, log_full)
+        ctx.dtype, ctx.spent = logits.dtype, False
         return ((log_z - at_target) * counts).sum(), log_full.square().sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        softmax, counts, rows, columns, log_full = ctx.saved_tensors
+        assert not ctx.spent, "the tensor kept for the backward pass is its gradient by now: there can be one pass only"
+        ctx.spent = True
+        gradient, z, counts, here, column, log_full = ctx.saved_tensors
         per_nat, per_square = grads
-        gradient = softmax * (counts * per_nat + 2.0 * log_full * per_square).unsqueeze(-1)
-        gradient.index_put_((rows, columns), -per_nat.expand(rows.shape), accumulate=True)
+        gradient.mul_(((counts * per_nat + 2.0 * log_full * per_square) / z).unsqueeze(-1))
+        gradient.scatter_add_(-1, column, (here * -per_nat).unsqueeze(-1))
         return gradient.to(ctx.dtype), None, None

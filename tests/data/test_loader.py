@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,11 @@ T = 32
 def blend_of(*paths: Path) -> Blend:
     section = DataSection(sources=tuple(SourceSection(path=str(p)) for p in paths), sequence_length=T)
     return open_blend(section, seed=5)
+
+
+def some(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return tensor
 
 
 def step_of(blend: Blend, *, dp: int, micro: int, step: int) -> torch.Tensor:
@@ -106,3 +112,28 @@ def test_datasets_of_different_tokenizers_are_not_blended(tokens: Path, tmp_path
     other = make_tokens(tmp_path, [text], tokenizer={"train": "bpe", "vocab_size": 300})
     with pytest.raises(ConfigError, match=r"data\.sources\.1\.path"):
         blend_of(tokens, other)
+
+
+def test_the_pieces_of_a_sequence_put_together_are_the_sequence(tokens: Path) -> None:
+    blend, batch = blend_of(tokens), Batch(8, 2, 2, 2, T)
+    for masked in (False, True):
+        make = partial(StepLoader, blend, batch, dp_rank=1, steps=(1, 9), mask_documents=masked)
+        whole = make().gather(4)
+        pieces = [make(cp=4, cp_rank=rank).gather(4) for rank in range(4)]
+        assert {piece.targets for piece in pieces} == {whole.targets}
+        for number, micro in enumerate(whole.micro_batches):
+            parts = [piece.micro_batches[number] for piece in pieces]
+            assert torch.equal(micro.input_ids, torch.cat([p.input_ids for p in parts], 1))
+            assert torch.equal(micro.labels, torch.cat([p.labels for p in parts], 1))
+            if masked:
+                assert torch.equal(some(micro.positions), torch.cat([some(p.positions) for p in parts], 1))
+                assert all(torch.equal(some(micro.documents), some(p.documents)) for p in parts)
+
+
+def test_heldout_pieces_put_together_are_the_split(tokens: Path) -> None:
+    dataset = TokenDataset.open(tokens, split="heldout", sequence_length=T)
+    make = partial(heldout_batches, dataset, batch_size=1, dp=2, dp_rank=1, samples=21, mask_documents=True)
+    for whole, *parts in zip(make(), *(make(cp=2, cp_rank=rank) for rank in range(2)), strict=True):
+        assert torch.equal(whole.input_ids, torch.cat([p.input_ids for p in parts], 1))
+        assert torch.equal(whole.labels, torch.cat([p.labels for p in parts], 1))
+        assert whole.input_ids.min() >= 0

@@ -1,0 +1,87 @@
+"""Which documents lie in a sample: found in the token file's index, never guessed from the tokens.
+
+A sample is a window of S + 1 tokens; its position `at` is a border when a document begins there (1 <= at <= S: that one
+begins at position 0 changes nothing). From the borders follow who may see whom, the place of every token in its
+document, and which labels do not count, because the next token belongs to another document.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from data_prep.tokenfile import TokenFile
+
+I64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Borders:
+    """Documents' borders within samples: `sample` int64 [n], its number among those asked for; `at` int64 [n]."""
+
+    sample: I64
+    at: I64
+
+    def of(self, samples: I64) -> Borders:
+        """The borders of some of the samples, which are numbered anew in the order given; each at most once."""
+        new = np.full(max(int(self.sample.max(initial=-1)), int(samples.max(initial=-1))) + 1, -1)
+        new[samples] = np.arange(samples.size)
+        number = new[self.sample]
+        return Borders(number[number >= 0], self.at[number >= 0])
+
+    def marks(self, samples: int, *, length: int) -> npt.NDArray[np.bool_]:
+        """bool [samples, length + 1], True where a document begins; `length` is S."""
+        marks = np.zeros((samples, length + 1), dtype=np.bool_)
+        marks[self.sample, self.at] = True
+        return marks
+
+
+def join(parts: list[tuple[I64, Borders]]) -> Borders:
+    """Borders of several groups of samples as one; each comes with the numbers its samples are to have."""
+    empty = np.empty(0, dtype=np.int64)
+    return Borders(
+        np.concatenate([empty, *(numbers[b.sample] for numbers, b in parts)]),
+        np.concatenate([empty, *(b.at for _, b in parts)]),
+    )
+
+
+def find_borders(file: TokenFile, starts: I64, *, length: int) -> Borders:
+    """Borders within the windows [start, start + length] of a token file; O(windows x log documents).
+
+    Args:
+        file: an open token file.
+        starts: int64 [n], first token of each window.
+        length: S.
+    """
+    # views without the map's class, whose every indexing costs more than the reading
+    offsets, index = np.asarray(file.byte_offsets), np.asarray(file.document_index)[:-1]
+    width = file.dtype.itemsize
+    first_sequence = _at_least(offsets, (starts + 1) * width)
+    end_sequence = _at_least(offsets, (starts + length + 1) * width)
+    first, end = _at_least(index, first_sequence), _at_least(index, end_sequence)
+    found = end - first
+    window = np.repeat(np.arange(starts.size), found)
+    before = np.cumsum(found) - found
+    document = np.arange(window.size) - np.repeat(before - first, found)
+    at = offsets[index[document]] // width - starts[window]
+    # documents without tokens begin where the next one does
+    once = np.unique(window * (length + 1) + at)
+    return Borders(*np.divmod(once, length + 1))
+
+
+def _at_least(rising: npt.NDArray[Any], values: I64) -> I64:
+    """int64 [n], place of the first entry that is not below each value.
+
+    As np.searchsorted, which would copy the whole array first: the numbers in an index file are not aligned.
+    """
+    low, high = np.zeros(values.size, dtype=np.int64), np.full(values.size, len(rising), dtype=np.int64)
+    while np.any(open_ := low < high):
+        middle = (low + high) // 2
+        below = open_.copy()
+        below[open_] = rising[middle[open_]] < values[open_]
+        low[below] = middle[below] + 1
+        high[open_ & ~below] = middle[open_ & ~below]
+    return low

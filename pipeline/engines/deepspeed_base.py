@@ -1,0 +1,135 @@
+"""What DeepSpeed with and without a pipeline have in common: places, scales, results and the saved state."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.checkpoint import named_state
+from pipeline.checkpoint.shards import NamedShard
+from pipeline.config.rules import ResolvedRun
+from pipeline.data.loader import StepBatch
+from pipeline.engines.base import Objective, StepResult, Sums
+from pipeline.engines.common import MOMENTS, refuse_non_finite
+from pipeline.engines.deepspeed_replicated import Replicated
+from pipeline.engines.deepspeed_state import Held, hold, take_up
+from pipeline.engines.loss_scale import LossScale
+from pipeline.parallel.assemble import Assembled
+from pipeline.parallel.mesh import Mesh
+
+
+class DeepSpeedBase:
+    """State and helpers of a DeepSpeed engine. The process group is open.
+
+    Args:
+        run: the resolved config.
+        objective: what is minimised.
+        device: of this rank.
+    """
+
+    _engine: Any
+    _assembled: Assembled
+
+    def __init__(self, run: ResolvedRun, objective: Objective, *, device: torch.device) -> None:
+        deepspeed.init_distributed()  # takes over the open process group; zero.Init would not
+        deepspeed.utils.groups.mpu = None  # a global: the groups of an engine made before stay there
+        self.rank = dist.get_rank()
+        self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        self._objective, self._device = objective, device
+        self._scale = LossScale(run.config.fp16)
+        self._mesh = Mesh(run.topology, device_type=device.type) if run.topology.world_size > 1 else None
+        place = run.topology.coordinates(self.rank)
+        # every tp rank of the last stage has the same loss; one of them counts
+        self._brings_sums = place["tp"] == 0 and place["pp"] == run.topology.pp - 1
+
+    def save(self, directory: Path) -> None:
+        """See `Engine.save`."""
+        state = self._named_state()
+        if not self._assembled.decoder.form.first:  # the first stage writes what two stages hold
+            for name in self._assembled.shared:
+                for key in (named_state.weight_key(name), *(named_state.moment_key(m, name) for m in MOMENTS)):
+                    del state[key]
+        named_state.write(state, directory)
+
+    def load(self, directory: Path) -> None:
+        """See `Engine.load`."""
+        held = self._held()
+        named_state.read(held.named, directory)
+        scale = held.named.get(named_state.LOSS_SCALE)
+        if isinstance(scale, Tensor):
+            self._scale.load(scale)
+        take_up(self._engine.optimizer, held)
+
+    def _named_state(self) -> dict[str, NamedShard | Tensor]:
+        return self._held().named
+
+    def _held(self) -> Held:
+        held = hold(self._engine.optimizer, self._assembled)
+        if self._scale.enabled:
+            held.named[named_state.LOSS_SCALE] = self._scale.state()
+        return held
+
+    def _begin(self, step: StepBatch, lr: float) -> float:
+        """Sets the rate and the loss scale; returns what a sum over targets is multiplied by before its backward pass.
+
+        DeepSpeed averages gradients over the data ranks. Times their number that is the sum, and targets are counted
+        over all of them. In fp16 that number is taken off the loss scale, so that gradients are as large as on one
+        process and overflow when its would.
+        """
+        zero, ranks = self._engine.optimizer, self._mesh.size("data") if self._mesh else 1
+        for group in zero.param_groups:
+            group["lr"] = lr
+        if not self._scale.enabled:
+            return ranks / step.targets
+        if isinstance(zero, Replicated):
+            zero.scale = self._scale.value / ranks
+            return self._scale.value / step.targets
+        zero.override_loss_scale(self._scale.value / ranks)  # DeepSpeed multiplies the loss by it, in `backward`
+        return ranks / step.targets
+
+    def _result(self, step: StepBatch, means: list[float]) -> StepResult:
+        """What the optimizer did; lowers the loss scale after an overflow."""
+        loss, *parts = means
+        norm, scale = _norm(self._engine.get_global_grad_norm()), self._scale.value
+        overflow = self._scale.enabled and bool(self._engine.optimizer.overflow)
+        if not overflow:
+            refuse_non_finite(step.step, "gradient norm", norm)
+        self._scale.update(step.step, overflow=overflow)
+        return StepResult(
+            loss,
+            dict(zip(self._objective.parts, parts, strict=True)),
+            norm,
+            skipped=overflow,
+            loss_scale=scale if self._scale.enabled else None,
+        )
+
+    def _means(self, sums: Tensor, step: StepBatch) -> list[float]:
+        """Sums of one rank's micro-batches -> means over the targets of the step.
+
+        Raises:
+            TrainingError: the first of them, the loss, is not finite.
+        """
+        means: list[float] = (self._over_all(sums).double() / step.targets).tolist()
+        refuse_non_finite(step.step, "loss", means[0])
+        return means
+
+    def _evaluated(self, nats: Tensor, targets: int) -> Sums:
+        both = self._over_all(torch.stack([nats.double(), torch.tensor(targets, device=nats.device).double()]))
+        return Sums(float(both[0]), int(both[1]))
+
+    def _over_all(self, sums: Tensor) -> Tensor:
+        own = sums if self._brings_sums else torch.zeros_like(sums)
+        dist.all_reduce(own)
+        return own
+
+
+def _norm(reported: Any) -> float:
+    """DeepSpeed's gradient norm. When it skipped an update for an overflow it says None or -1, which is no norm."""
+    norm = math.inf if reported is None else float(reported)
+    return norm if norm >= 0 else math.inf

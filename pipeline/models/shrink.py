@@ -1,0 +1,164 @@
+"""A model's config made small: the same architecture and the same code paths, in sizes a test can run.
+
+What decides which code runs is kept (kinds of layers, tied or not, biases, windows, experts, grouped heads, an
+explicit head size); only sizes fall.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from headrace.errors import ConfigError
+from pipeline.models.hf_config import one_line
+
+HEAD_SIZE = 8
+"""Even after half of it is rotated (partial_rotary_factor 0.25 to 1)."""
+
+WINDOW = 12
+"""Positions a sliding window sees: fewer than a short test sequence has."""
+
+_SMALL = {
+    # latent attention and linear attention have sizes of their own
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
+    "sliding_window": WINDOW,
+    "attention_chunk_size": WINDOW,
+}
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_WIDTHS = (
+    *("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp"),
+    *("ffn_dim", "ffn_hidden_size", "n_inner"),
+)
+_KINDS = 4
+"""A list of one entry per layer with more values than this lists something else than kinds of layers."""
+_REMEDY = "use another architecture, or ZeRO or FSDP2 alone (no parallel.tp, pp or cp, no loss.chunk)"
+_DERIVED = ("qk_head_dim", "transformers_version", "model_type", "architectures", "dtype")
+
+
+def shrink(config: PretrainedConfig, *, divide: int, layers: int, vocab_size: int) -> PretrainedConfig:
+    """The config of a tiny model of the same architecture.
+
+    Args:
+        config: of the real model.
+        divide: what the number of heads is divided by in the layout to be tried (tp x cp). The shrunk numbers of heads
+            and key/value heads are divisible by it where the real ones are.
+        layers: at least so many decoder layers; there are more where every kind of layer would not appear.
+        vocab_size: of the tiny model.
+
+    Raises:
+        ConfigError: transformers does not accept the small sizes for this architecture.
+    """
+    if getattr(config, "num_attention_heads", None) is None:
+        why = "it has no attention heads"
+        raise ConfigError("model.config.model_type", config.model_type, why=why, remedy=_REMEDY)
+    alias = config.attribute_map
+    given = {k: v for k, v in config.to_dict().items() if k not in _DERIVED}
+    total = config.num_hidden_layers
+    depth = _depth(given, total, layers)
+    small: dict[str, Any] = {
+        **given,
+        "vocab_size": vocab_size,
+        alias.get("num_hidden_layers", "num_hidden_layers"): depth,
+    }
+    small |= {key: min(value, _SMALL[key]) for key, value in given.items() if key in _SMALL and value is not None}
+    small |= {key: _cycled(value, depth) for key, value in given.items() if _per_layer(key, value, total)}
+    small |= {
+        key: min(value, vocab_size - 1)
+        for key, value in given.items()
+        if key.endswith("_token_id") and isinstance(value, int)
+    }
+    small |= _attention(config, given, divide)
+    hidden = small[alias.get("hidden_size", "hidden_size")]
+    small |= _widths(given, config.hidden_size, hidden, divide)
+    small |= _experts(given)
+    small |= _rope(given, config)
+    try:
+        made = type(config).from_dict(small)
+    except Exception as error:  # each architecture checks in its own way
+        why = f"a small {config.model_type} to try the layout with cannot be made: {one_line(error)}"
+        raise ConfigError("model.config.model_type", config.model_type, why=why, remedy=_REMEDY) from None
+    assert isinstance(made, PretrainedConfig)
+    return made
+
+
+def _depth(given: dict[str, Any], total: int, layers: int) -> int:
+    """At least two layers, and so many that every kind of layer appears (one global after five local ones)."""
+    lists = [value for key, value in given.items() if _per_layer(key, value, total)]
+    seen = [values.index(kind) + 1 for values in lists if len(set(values)) <= _KINDS for kind in set(values)]
+    return int(max(layers, 2, *seen))
+
+
+def _per_layer(key: str, value: Any, total: int) -> bool:
+    return isinstance(value, list) and len(value) == total and "layer" in key
+
+
+def _cycled(values: list[Any], count: int) -> list[Any]:
+    return [values[i % len(values)] for i in range(count)]
+
+
+def _attention(config: PretrainedConfig, given: dict[str, Any], divide: int) -> dict[str, Any]:
+    """Heads, their size, and the hidden size in the same proportion to them."""
+    alias = config.attribute_map
+    heads = int(config.num_attention_heads)
+    groups = int(given.get("num_key_value_heads") or heads)
+    small_groups = math.gcd(groups, max(divide, 2))
+    ratio = heads // groups
+    ratios = [r for r in range(1, ratio + 1) if ratio % r == 0 and (r > 1 or ratio == 1)]
+    common = math.gcd(heads, divide)
+    small_heads = next(small_groups * r for r in ratios if small_groups * r % common == 0)
+    sizes: dict[str, Any] = {alias.get("num_attention_heads", "num_attention_heads"): small_heads}
+    if given.get("num_key_value_heads"):
+        sizes["num_key_value_heads"] = small_groups
+    head_size = given.get("head_dim") or config.hidden_size // heads
+    if given.get("head_dim"):
+        sizes["head_dim"] = HEAD_SIZE
+    wide = round(config.hidden_size / (heads * head_size) * small_heads * HEAD_SIZE / 4) * 4
+    sizes[alias.get("hidden_size", "hidden_size")] = max(wide, HEAD_SIZE)
+    if given.get("word_embed_proj_dim"):
+        sizes["word_embed_proj_dim"] = max(wide, HEAD_SIZE)
+    return sizes
+
+
+def _widths(given: dict[str, Any], hidden: int, small_hidden: int, divide: int) -> dict[str, int]:
+    unit = 4 * divide
+    return {
+        key: max(1, round(given[key] / hidden * small_hidden / unit)) * unit
+        for key in _WIDTHS
+        if isinstance(given.get(key), int)
+    }
+
+
+def _experts(given: dict[str, Any]) -> dict[str, int]:
+    sizes = {key: min(given[key], 4) for key in _EXPERTS if given.get(key)}
+    if sizes and given.get("num_experts_per_tok"):
+        sizes["num_experts_per_tok"] = min(given["num_experts_per_tok"], 2)
+    return sizes
+
+
+def _rope(given: dict[str, Any], config: PretrainedConfig) -> dict[str, Any]:
+    """Lists of one factor per rotated pair (longrope) are cut to the smaller head."""
+    rope = given.get("rope_parameters")
+    if not isinstance(rope, dict):
+        return {}
+    real = given.get("head_dim") or config.hidden_size // config.num_attention_heads
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: cut(each) for key, each in value.items()}
+        return value[: len(value) * HEAD_SIZE // real] if isinstance(value, list) else value
+
+    return {"rope_parameters": cut(rope)}

@@ -1,0 +1,129 @@
+"""Documents packed into one sample: borders from the index, and what follows from them."""
+
+from __future__ import annotations
+
+import struct
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_prep.tokenfile import TokenFile, TokenFileWriter
+from pipeline.config.batch import Batch
+from pipeline.config.schema import DataSection, SourceSection
+from pipeline.data.blend import Blend, open_blend
+from pipeline.data.documents import find_borders
+from pipeline.data.loader import IGNORE, StepLoader, heldout_batches
+from tests.conftest import make_tokens
+
+T = 32
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tokens of 200 short documents, several to a sample."""
+    work = tmp_path_factory.mktemp("short")
+    (work / "text").mkdir()
+    for i in range(200):
+        (work / "text" / f"{i}.txt").write_text(f"mill {i} " + "water turns the wheel. " * (i % 9))
+    return make_tokens(work, [work / "text"], tokenizer={"train": "bpe", "vocab_size": 300})
+
+
+def written(prefix: Path, lengths: list[int]) -> TokenFile:
+    """A token file whose documents have these lengths; the ids of document d are all d."""
+    with TokenFileWriter(prefix, dtype=np.uint16) as writer:
+        writer.append(np.repeat(np.arange(len(lengths)), lengths), lengths)
+    return TokenFile.open(prefix)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=40), length=st.integers(1, 12), data=st.data())
+def test_borders_are_where_the_document_changes(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], length: int, data: st.DataObject
+) -> None:
+    if sum(lengths) <= length:
+        return
+    file = written(tmp_path_factory.mktemp("file") / "shard", lengths)
+    last = file.tokens.size - length - 1
+    starts = np.array(data.draw(st.lists(st.integers(0, last), max_size=5)), dtype=np.int64)
+    marks = find_borders(file, starts, length=length).marks(starts.size, length=length)
+    for start, mark in zip(starts, marks, strict=True):
+        ids = np.asarray(file.tokens[start : start + length + 1])
+        assert mark[1:].tolist() == (ids[1:] != ids[:-1]).tolist()
+        assert not mark[0]
+
+
+def test_a_document_of_several_sequences_has_no_border_inside(tmp_path: Path) -> None:
+    # Megatron writes a document as one or more sequences: here 3 + 2 tokens, then 4
+    lengths, documents = [3, 2, 4], [0, 2, 3]
+    (tmp_path / "s.bin").write_bytes(np.arange(9, dtype="<u2").tobytes())
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, len(lengths), len(documents))
+    offsets = np.array([0, 6, 10], dtype="<i8")
+    body = np.array(lengths, dtype="<i4").tobytes() + offsets.tobytes() + np.array(documents, dtype="<i8").tobytes()
+    (tmp_path / "s.idx").write_bytes(header + body)
+    borders = find_borders(TokenFile.open(tmp_path / "s"), np.array([0, 2]), length=6)
+    assert (borders.sample.tolist(), borders.at.tolist()) == ([0, 1], [5, 3])
+
+
+def blend_of(tokens: Path, seed: int = 5) -> Blend:
+    return open_blend(DataSection(sources=(SourceSection(path=str(tokens)),), sequence_length=T), seed=seed)
+
+
+def test_every_rank_knows_the_targets_of_the_step_and_counts_its_own(tokens: Path) -> None:
+    blend, batch, seen = blend_of(tokens), Batch(24, 2, 3, 4, T), 0
+    for step in range(1, 9):
+        ranks = [
+            StepLoader(blend, batch, dp_rank=r, steps=(1, 9), cp=2, cp_rank=c, mask_documents=True).gather(step)
+            for r in range(4)
+            for c in range(2)
+        ]
+        counted = sum(int((m.labels != IGNORE).sum()) for rank in ranks for m in rank.micro_batches)
+        assert {rank.targets for rank in ranks} == {counted}
+        seen += batch.tokens - counted
+    assert seen > 0, "no border in all these samples: the test shows nothing"
+
+
+def test_positions_begin_anew_and_no_label_crosses_a_border(tokens: Path) -> None:
+    blend = blend_of(tokens)
+    borders = 0
+    for step in range(1, 30):
+        batch = StepLoader(blend, Batch(4, 4, 1, 1, T), dp_rank=0, steps=(1, 30), mask_documents=True).gather(step)
+        (micro,) = batch.micro_batches
+        assert micro.positions is not None
+        assert micro.documents is not None
+        assert (micro.documents.dtype, micro.positions.dtype) == (torch.int32, torch.int64)
+        changes = micro.documents.diff(dim=1) != 0
+        borders += int(changes.sum())
+        assert torch.equal(micro.labels[:, :-1] == IGNORE, changes)
+        assert torch.equal(micro.positions[:, 1:], torch.where(changes, 0, micro.positions[:, :-1] + 1))
+        assert not micro.positions[:, 0].any()
+    assert borders > 0
+
+
+def test_without_masking_nothing_but_ids_and_labels_is_made(tokens: Path) -> None:
+    (micro,) = StepLoader(blend_of(tokens), Batch(2, 2, 1, 1, T), dp_rank=0, steps=(1, 1)).gather(1).micro_batches
+    assert micro.positions is None
+    assert micro.documents is None
+
+
+def test_heldout_masks_alike(tokens: Path) -> None:
+    dataset = blend_of(tokens).sources[0]
+    batches = list(heldout_batches(dataset, batch_size=4, dp=1, dp_rank=0, mask_documents=True))
+    ignored = sum(int((b.labels == IGNORE).sum()) for b in batches)
+    padded = len(batches) * 4 - dataset.windows
+    assert ignored == padded * T + dataset.borders(np.arange(dataset.windows)).at.size
+
+
+def test_finding_borders_does_not_copy_the_index(tmp_path: Path) -> None:
+    # np.searchsorted on the mapped array would: its numbers are not aligned
+    file = written(tmp_path / "many", [3] * 500_000)
+    starts = np.random.default_rng(0).integers(0, file.tokens.size - T - 1, 64)
+    tracemalloc.start()
+    find_borders(file, starts, length=T)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 200_000 < file.byte_offsets.nbytes

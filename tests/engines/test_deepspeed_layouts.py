@@ -1,0 +1,150 @@
+"""Laws 3 and 4 for the DeepSpeed engine: every kind of layout has the gradients of one process and hands on its state.
+
+The micro-batches are made by hand; `tests/parity` runs whole trainings.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.errors import ConfigError
+from headrace.section import parse
+from pipeline.config.schema import Config
+from pipeline.engines.deepspeed_machine import check_machine
+from tests.conftest import ROOT
+
+FP32 = 1e-5
+"""Relative, on losses and gradients: fp32 rounds at 6e-8, and so few additions in another order stay far below this."""
+
+HALF = {"bf16": 2e-3, "fp16": 5e-4}
+"""Relative, on losses: half a unit of the type's last place (2^-8, 2^-11), on a few steps."""
+
+BF16 = {"bf16": {"enabled": True}}
+ON_THE_CPU = {"device": "cpu"}
+
+
+def case(stage: int, *, zero: dict[str, Any] | None = None, micro: int = 1, **keys: Any) -> dict[str, Any]:
+    """A layout: a ZeRO stage, more of that section, and the keys that differ from a plain run."""
+    return {"zero_optimization": {"stage": stage, **(zero or {})}, "train_micro_batch_size_per_gpu": micro, **keys}
+
+
+def parallel(
+    stage: int, *, zero: dict[str, Any] | None = None, more: dict[str, Any] | None = None, **sizes: int
+) -> Any:
+    """A layout with a mesh."""
+    return case(stage, zero=zero, parallel=sizes, **(more or {}))
+
+
+# every parameter is cut up, and buckets are filled more than once
+SMALL = {"stage3_param_persistence_threshold": 0, "sub_group_size": 4096, "reduce_bucket_size": 4096}
+
+ON_TWO = {
+    "stage 0, clipped, 20 steps": case(0, gradient_clipping=0.1, steps=20),
+    "stage 0, bf16": case(0, **BF16),
+    # the scale starts where gradients overflow: both engines skip the same steps
+    "stage 0, fp16": case(0, fp16={"enabled": True, "initial_scale_power": 22, "hysteresis": 1}),
+    "stage 1, bf16, optimizer on the cpu": case(1, zero={"offload_optimizer": ON_THE_CPU}, **BF16),
+    "stage 2, optimizer on the cpu": case(2, zero={"offload_optimizer": ON_THE_CPU}, gradient_clipping=0.1),
+    "stage 3, optimizer and weights on the cpu": case(
+        3, zero={"offload_optimizer": ON_THE_CPU, "offload_param": ON_THE_CPU, **SMALL}
+    ),
+    "tp 2, stage 3": parallel(3, tp=2, zero=SMALL),
+    "tp 2, stage 0, bf16": parallel(0, tp=2, more=BF16),
+    "cp 2, stage 2": parallel(2, cp=2),
+    "pp 2, stage 0, clipped, 20 steps": parallel(0, pp=2, more={"gradient_clipping": 0.1, "steps": 20}),
+    "pp 2, stage 1, bf16": parallel(1, pp=2, more=BF16),
+}
+
+ON_FOUR = {
+    "tp 2, stage 0": parallel(0, tp=2),
+    "tp 2, stage 1, clipped, 20 steps": parallel(1, tp=2, more={"gradient_clipping": 0.1, "steps": 20}),
+    "tp 2, stage 2, recomputed": parallel(2, tp=2, more={"memory": {"recompute": "full"}}),
+    "tp 2, stage 3, untied": parallel(3, tp=2, zero=SMALL, more={"model": {"tie_word_embeddings": False}}),
+    "tp 2, stage 2, optimizer on the cpu": parallel(2, tp=2, zero={"offload_optimizer": ON_THE_CPU}),
+    "cp 2, stage 3": parallel(3, cp=2, zero=SMALL),
+    "pp 2, stage 1": parallel(1, pp=2),
+    "pp 4, stage 0, three layers and a half": parallel(0, pp=4, more={"train_batch_size": 8}),
+    "pp 2 x tp 2, stage 1, clipped": parallel(1, pp=2, tp=2, more={"gradient_clipping": 0.1}),
+    "pp 2 x cp 2, stage 1, untied, recomputed": parallel(
+        1, pp=2, cp=2, more={"model": {"tie_word_embeddings": False}, "memory": {"recompute": "full"}}
+    ),
+    "experts, stage 3": case(
+        3,
+        zero=SMALL,
+        model={
+            "model_type": "qwen3_moe",
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    """Differences from the reference, by name of the layout."""
+    work = tmp_path_factory.mktemp("deepspeed")
+    return {**trial(work, ON_TWO, processes=2), **trial(work, ON_FOUR, processes=4)}
+
+
+def trial(work: Path, cases: dict[str, Any], *, processes: int) -> dict[str, dict[str, float]]:
+    """Runs all cases in one go of so many processes."""
+    given, results = work / f"cases{processes}.json", work / f"results{processes}.json"
+    given.write_text(json.dumps(cases))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command = [*torchrun, "-m", "tests.engines.deepspeed_trial", str(given), str(results)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-4000:]
+    read: dict[str, dict[str, float]] = json.loads(results.read_text())
+    return read
+
+
+def follows(differences: dict[str, float], name: str) -> None:
+    """Asserts that a layout is within the tolerance of its precision."""
+    kind = next((kind for kind in HALF if kind in name), None)
+    if kind is None:
+        assert differences["gradient"] < FP32
+        assert differences["norm"] < 1e-4  # of later steps too, when the weights differ by a few roundings already
+    for what in ("loss", "evaluation", "resumed", "resumed by the reference"):
+        assert differences[what] < (FP32 if kind is None else HALF[kind]), what
+
+
+@pytest.mark.parametrize("name", [*ON_TWO, *ON_FOUR])
+def test_a_layout_follows_one_process(found: dict[str, dict[str, float]], name: str) -> None:
+    follows(found[name], name)
+
+
+def test_fp16_skips_the_steps_that_overflow_and_no_others(found: dict[str, dict[str, float]]) -> None:
+    assert 0 < found["stage 0, fp16"]["skipped"] < 4  # of 4 steps
+
+
+@pytest.mark.matrix  # DeepSpeed compiles its reader for minutes at first use
+def test_state_on_a_disk_follows_one_process_and_is_saved_and_read(tmp_path: Path) -> None:
+    disk = {"device": "nvme", "nvme_path": str(tmp_path)}
+    # what is smaller than 1 MiB stays in memory: a model large enough that most of it does not
+    model = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4}
+    zero = {"sub_group_size": 300_000, "offload_optimizer": disk}
+    whole = {**zero, "offload_param": {**disk, "buffer_size": 1_000_000, "max_in_cpu": 0}}
+    cases = {"optimizer": case(3, zero=zero, model=model), "optimizer and weights": case(3, zero=whole, model=model)}
+    for name, differences in trial(tmp_path, cases, processes=2).items():
+        follows(differences, name)
+    assert list(tmp_path.glob("headrace-*/zero_stage_3/optimizer/rank1/*.swp"))
+
+
+def test_what_deepspeed_does_not_run_on_this_machine_is_refused_by_its_field() -> None:
+    from deepspeed.accelerator import get_accelerator  # noqa: PLC0415
+
+    if get_accelerator().is_fp16_supported():
+        pytest.skip("this processor runs fp16")
+    config = {"model": {"config": {"model_type": "llama"}}, "fp16": {"enabled": True}, "run": {"dir": "none"}}
+    config["data"] = {"sources": [{"path": "none"}], "sequence_length": 8}
+    check_machine(parse(Config, {**config, "zero_optimization": {"stage": 0}}))
+    with pytest.raises(ConfigError, match=r"fp16\.enabled"):
+        check_machine(parse(Config, {**config, "zero_optimization": {"stage": 1}}))

@@ -1,0 +1,56 @@
+"""fp16's loss scale moves by DeepSpeed's rules, is kept in checkpoints, and ends a run that it cannot save."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headrace.errors import TrainingError
+from pipeline.config.deepspeed_schema import Fp16Section
+from pipeline.engines.loss_scale import LossScale
+
+
+def scale(**fields: Any) -> LossScale:
+    """A dynamic scale that starts at 8."""
+    return LossScale(Fp16Section(enabled=True, initial_scale_power=3, **fields))
+
+
+def after(scale: LossScale, overflows: str) -> float:
+    """The scale after steps, x being an overflow."""
+    for step, each in enumerate(overflows, start=1):
+        scale.update(step, overflow=each == "x")
+    return scale.value
+
+
+@pytest.mark.parametrize(
+    ("overflows", "value"),
+    [("..", 8.0), ("...", 16.0), ("......", 32.0), ("x", 8.0), ("xx", 4.0), ("xxx", 2.0), ("x.x", 4.0), ("xx...", 8.0)],
+)
+def test_the_scale_doubles_after_a_window_and_halves_when_its_hysteresis_is_used_up(
+    overflows: str, value: float
+) -> None:
+    assert after(scale(loss_scale_window=3, hysteresis=2), overflows) == value
+
+
+def test_a_good_step_gives_consecutive_hysteresis_back() -> None:
+    assert after(scale(hysteresis=2, consecutive_hysteresis=True), "x.x.x") == 8.0
+
+
+def test_a_fixed_scale_never_moves() -> None:
+    fixed = LossScale(Fp16Section(enabled=True, loss_scale=64.0, loss_scale_window=1))
+    assert after(fixed, "x.x.xx") == 64.0
+
+
+def test_an_overflow_at_the_smallest_scale_ends_the_run() -> None:
+    with pytest.raises(TrainingError, match="smallest loss scale"):
+        after(scale(hysteresis=1, min_loss_scale=2.0), "xxx")
+
+
+def test_a_scale_goes_on_from_a_checkpoint_as_if_nothing_had_happened() -> None:
+    whole, first = scale(loss_scale_window=3), scale(loss_scale_window=3)
+    after(first, "x..")
+    second = scale(loss_scale_window=3)
+    second.load(first.state())
+    assert after(whole, "x..x..") == after(second, "x..")
+    assert (whole.state() == second.state()).all()

@@ -1,0 +1,121 @@
+"""Laws 3 and 4 for the native engine: every kind of layout has the gradients of one process and hands on its state.
+
+The micro-batches are made by hand; `tests/parity` runs whole trainings.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+
+FP32 = 1e-5
+"""Relative, on losses and gradients: fp32 rounds at 6e-8, and so few additions in another order stay far below this."""
+
+HALF = {"bf16": 2e-3, "fp16": 5e-4}
+"""Relative, on losses: half a unit of the type's last place (2^-8, 2^-11), on a few steps."""
+
+
+def case(stage: int, *, micro: int = 1, **keys: Any) -> dict[str, Any]:
+    """A layout: a ZeRO stage and the keys that differ from a plain run."""
+    return {"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": micro, **keys}
+
+
+def parallel(stage: int, **keys: Any) -> dict[str, Any]:
+    """A layout with a mesh."""
+    return case(stage, parallel=keys)
+
+
+ON_TWO = {
+    "whole weights on 2, 20 steps": case(0, steps=20),
+    "sharded weights, gathered per step, on 2": case(2),
+    "sharded weights, gathered per layer, on 2, 20 steps": case(3, steps=20),
+    "clipped gradients": case(3, gradient_clipping=0.1),
+    "all recomputed": case(3, memory={"recompute": "full"}),
+    "some recomputed, chunked z-loss": case(2, memory={"recompute": "selective"}, loss={"chunk": 8, "z_loss": 1e-3}),
+    "tensor parallel on 2": parallel(3, tp=2),
+    "context parallel on 2": parallel(3, cp=2),
+    "gpipe": parallel(0, pp=2, schedule="gpipe"),
+    "1f1b, 20 steps": {**parallel(3, pp=2), "steps": 20},
+    "interleaved 1f1b": parallel(2, pp=2, schedule="interleaved_1f1b"),
+    "zero bubble": parallel(2, pp=2, schedule="zero_bubble"),
+    "bf16": case(3, bf16={"enabled": True}),
+    "bf16 pipeline": {**parallel(2, pp=2), "bf16": {"enabled": True}},
+    # the scale starts where gradients overflow: both engines skip the same steps
+    "fp16": case(3, fp16={"enabled": True, "initial_scale_power": 22, "hysteresis": 1}),
+}
+
+ON_FOUR = {
+    "hybrid sharding 2 x 2": parallel(3, shard=2),
+    "dp 2 x tp 2": parallel(3, tp=2),
+    "cp 2 x tp 2, whole weights": parallel(0, cp=2, tp=2),
+    "pp 2 x dp 2": parallel(3, pp=2),
+    "pp 2 x tp 2, untied": {**parallel(2, pp=2, tp=2), "model": {"tie_word_embeddings": False}},
+    "pp 2 x dp 2, zero bubble, clipped": {
+        **parallel(2, pp=2, schedule="zero_bubble"),
+        "gradient_clipping": 0.1,
+    },
+    "pp 2 x cp 2, interleaved, recomputed": {
+        **parallel(3, pp=2, cp=2, schedule="interleaved_1f1b"),
+        "memory": {"recompute": "full"},
+    },
+    "experts": case(
+        3,
+        model={
+            "model_type": "qwen3_moe",
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    """Differences from the reference, by name of the layout."""
+    work = tmp_path_factory.mktemp("torch")
+    return {**trial(work, ON_TWO, processes=2), **trial(work, ON_FOUR, processes=4)}
+
+
+def trial(work: Path, cases: dict[str, Any], *, processes: int) -> dict[str, dict[str, float]]:
+    """Runs all cases in one go of so many processes."""
+    given, results = work / f"cases{processes}.json", work / f"results{processes}.json"
+    given.write_text(json.dumps(cases))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command = [*torchrun, "-m", "tests.engines.torch_trial", str(given), str(results)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-4000:]
+    read: dict[str, dict[str, float]] = json.loads(results.read_text())
+    return read
+
+
+@pytest.mark.parametrize("name", [*ON_TWO, *ON_FOUR])
+def test_a_layout_follows_one_process(found: dict[str, dict[str, float]], name: str) -> None:
+    differences = found[name]
+    kind = next((kind for kind in HALF if kind in name), None)
+    if kind is None:
+        assert differences["gradient"] < FP32
+        assert differences["norm"] < 1e-4  # of later steps too, when the weights differ by a few roundings already
+    for what in ("loss", "evaluation", "resumed", "resumed by the reference"):
+        assert differences[what] < (FP32 if kind is None else HALF[kind]), what
+
+
+def test_fp16_skips_the_steps_that_overflow_and_no_others(found: dict[str, dict[str, float]]) -> None:
+    assert 0 < found["fp16"]["skipped"] < 4  # of 4 steps
+
+
+def test_a_rank_keeps_its_share_of_the_weights_and_never_more_than_one_whole_one(
+    found: dict[str, dict[str, float]],
+) -> None:
+    # that whole ones are let go one by one is asserted while every engine is built; see torch_trial.OneAtATime
+    assert found["sharded weights, gathered per step, on 2"]["share"] == pytest.approx(1 / 2)
+    assert found["experts"]["share"] == pytest.approx(1 / 4, rel=0.01)  # rows that 4 does not divide
+    assert found["hybrid sharding 2 x 2"]["share"] == pytest.approx(1 / 2)
+    assert found["pp 2 x tp 2, untied"]["share"] == pytest.approx(1 / 4, rel=0.1)  # norms are on every tp rank

@@ -1,0 +1,209 @@
+"""Runs layouts of the native engine beside the one-process reference and tells how far apart they are.
+
+Started by torchrun: torch_trial.py CASES.json RESULTS.json. A case is a dict of config keys; `steps` is taken out. The
+micro-batches are made by hand, so that nothing but the engines is compared.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from headrace.section import parse
+from pipeline.config.rules import ResolvedRun, resolve
+from pipeline.config.schema import Config
+from pipeline.data.loader import IGNORE, MicroBatch, StepBatch
+from pipeline.engines.build import build_engine
+from pipeline.engines.common import model_dtype
+from pipeline.engines.objective import CrossEntropy
+from pipeline.models.attention import NAME
+from pipeline.models.hf_config import resolve_hf_config
+from pipeline.models.meta import build_meta
+from pipeline.models.values import InitByName, ParameterValues
+
+SAMPLES, LENGTH, VOCABULARY, SAVED = 8, 32, 64, 2
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "tie_word_embeddings": True,
+}
+SAME = ("bf16", "fp16", "loss", "model", "gradient_clipping", "optimizer")
+"""Keys that the reference shares with a layout."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What a run did: losses and norms of its steps, sum of an evaluation, gradients of the first step by name."""
+
+    losses: list[float]
+    norms: list[float]
+    skipped: list[bool]
+    nats: float
+    gradients: dict[str, Tensor]
+
+
+def resolved(case: dict[str, Any], *, processes: int) -> ResolvedRun:
+    """A run of a case on so many processes."""
+    config = {
+        "engine": "torch",
+        "data": {"sources": [{"path": "none"}], "sequence_length": LENGTH},
+        "train_batch_size": SAMPLES,
+        "optimizer": {"params": {"lr": 3e-3, "betas": [0.0, 0.95], "weight_decay": 0.1}},
+        "run": {"dir": "none", "steps": 20},
+        **case,
+        "model": {"config": {**MODEL, **case.get("model", {})}},
+    }
+    return resolve(parse(Config, config), world_size=processes)
+
+
+def make(run: ResolvedRun) -> Any:
+    """An engine of the run."""
+    hf = resolve_hf_config(run.config.model, tokenizer={"vocab_size": VOCABULARY}, sequence_length=LENGTH)
+    model = build_meta(hf, dtype=model_dtype(run.config), attn_implementation="sdpa" if run.plain else NAME)
+    objective, plain = CrossEntropy(z_loss=run.config.loss.z_loss), InitByName(model, seed=3)
+    values = plain if run.plain else OneAtATime(plain)
+    return build_engine(run, model, values, objective, device=torch.device("cpu"))
+
+
+class OneAtATime:
+    """Values of parameters that must be let go before the next is asked for."""
+
+    def __init__(self, values: ParameterValues) -> None:
+        self._values, self._before = values, StorageWeakRef(torch.empty(0).untyped_storage())
+
+    def value(self, name: str) -> Tensor:
+        """The full value."""
+        assert self._before.expired(), f"the parameter before {name} is still held whole"
+        value = self._values.value(name)
+        self._before = StorageWeakRef(value.untyped_storage())
+        return value
+
+
+def batches(run: ResolvedRun, step: int) -> StepBatch:
+    """This rank's part of a step of tokens that can be learnt, a tenth of which are no targets."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, 5, (SAMPLES, LENGTH + 1), generator=generator).cumsum(1) % VOCABULARY
+    labels = tokens[:, 1:].clone()
+    labels[torch.rand(labels.shape, generator=generator) < 0.1] = IGNORE
+    place = run.topology.coordinates(0 if run.plain else dist.get_rank())
+    own = LENGTH // run.topology.cp
+    piece = slice(place["cp"] * own, (place["cp"] + 1) * own)
+    micros = []
+    for number in range(run.batch.accumulation):
+        first = (number * run.batch.dp + place["dp"]) * run.batch.micro
+        rows = slice(first, first + run.batch.micro)
+        micros.append(MicroBatch(tokens[rows, :-1][:, piece].contiguous(), labels[rows, piece].contiguous()))
+    return StepBatch(step, micros, int((labels != IGNORE).sum()))
+
+
+def follow(run: ResolvedRun, engine: Any, *, first: int, last: int, save: Path | None = None) -> Curve:
+    """Trains from one step to another; evaluates in the middle, when nothing may change by it, and at the end."""
+    results, gradients = [], {}
+    for step in range(first, last + 1):
+        results.append(engine.train_step(batches(run, step), lr=3e-4 * step))
+        if step == 1:
+            gradients = dict(moments(engine))
+        if step == SAVED and save is not None:
+            engine.evaluate(iter(batches(run, 98).micro_batches))
+            save.mkdir(exist_ok=True)
+            engine.save(save)
+    nats = engine.evaluate(iter(batches(run, 99).micro_batches)).nats
+    losses, norms = [r.loss for r in results], [r.grad_norm for r in results]
+    return Curve(losses, norms, [r.skipped for r in results], nats, gradients)
+
+
+def moments(engine: Any) -> Iterator[tuple[str, Tensor]]:
+    """Name -> first moment, as a full tensor that is zero where another rank holds it; beta 0 makes it the gradient."""
+    state = engine._named_state()
+    for key, held in state.items():
+        if key.startswith("exp_avg/"):
+            full = torch.zeros(held.shape)
+            for offsets, part in held._parts.items():
+                full[tuple(slice(o, o + s) for o, s in zip(offsets, part.shape, strict=True))] = part
+            yield key.removeprefix("exp_avg/"), full
+
+
+@cache
+def reference(shared: str, *, steps: int, directory: Path) -> Curve:
+    """The curve of one plain process; its checkpoint is in the directory."""
+    run = resolved(json.loads(shared), processes=1)
+    return follow(run, make(run), first=1, last=steps, save=directory)
+
+
+def compare(case: dict[str, Any], work: Path) -> dict[str, float]:
+    """Relative differences of a layout from the reference, the largest over steps, names and ranks."""
+    steps = case.pop("steps", 4)
+    # of the same micro-batches, because fp16 may overflow in a large one and not in small ones
+    kept = {key: case[key] for key in (*SAME, "train_micro_batch_size_per_gpu") if key in case}
+    shared = json.dumps(kept, sort_keys=True)
+    saved = work / f"reference-{zlib.crc32(shared.encode())}"
+    expected = reference(shared, steps=steps, directory=saved)
+    run, plain = resolved(case, processes=dist.get_world_size()), resolved(json.loads(shared), processes=1)
+    found = follow(run, make(run), first=1, last=steps, save=work / "own")
+    resumed, back = make(run), make(plain)
+    resumed.load(saved)
+    back.load(work / "own")
+    there, here = (follow(r, e, first=SAVED + 1, last=4) for r, e in ((run, resumed), (plain, back)))
+    assert found.skipped == expected.skipped, (found.skipped, expected.skipped)
+    return {
+        "gradient": max(held_apart(found.gradients.get(name), full) for name, full in expected.gradients.items()),
+        "loss": apart(found.losses, expected.losses),
+        "norm": apart(found.norms, expected.norms),
+        "evaluation": apart([found.nats], [expected.nats]),
+        "resumed": apart(there.losses, expected.losses[SAVED:4]),
+        "resumed by the reference": apart(here.losses, found.losses[SAVED:4]),
+        "skipped": sum(found.skipped),
+        "share": sum(p.master.numel() for p in resumed._parts) / sum(g.numel() for g in expected.gradients.values()),
+    }
+
+
+def held_apart(parts: Tensor | None, full: Tensor) -> float:
+    """Joins a tensor's parts over the ranks and tells how far it is from the full one, relative to its norm."""
+    parts = torch.zeros_like(full) if parts is None else parts
+    copies = (parts != 0).float()
+    for tensor in (parts, copies):
+        dist.all_reduce(tensor)
+    return float((parts / copies.clamp(min=1) - full).norm() / full.norm().clamp(min=1e-30))
+
+
+def apart(found: list[float], expected: list[float]) -> float:
+    """Largest relative difference, of the rank where it is largest; steps that were skipped have no norm."""
+    pairs = [(f, e) for f, e in zip(found, expected, strict=True) if torch.tensor([f, e]).isfinite().all()]
+    worst = torch.tensor(max((abs(f - e) / abs(e) for f, e in pairs), default=0.0), dtype=torch.float64)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return float(worst)
+
+
+def main() -> None:
+    """Runs all cases; rank 0 writes what it found."""
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    where = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(where)
+    results = {}
+    for name, case in json.loads(Path(sys.argv[1]).read_text()).items():
+        results[name] = compare(case, Path(where[0]))
+    if dist.get_rank() == 0:
+        Path(sys.argv[2]).write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Tiny models of the architectures whose numerics are tested, in fp32, with their weights drawn by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, PretrainedConfig
+
+from pipeline.data.loader import IGNORE, MicroBatch
+from pipeline.models.attention import NAME
+from pipeline.models.materialise import materialise
+from pipeline.models.meta import build_meta
+from pipeline.models.values import InitByName
+from pipeline.parallel.decoder import Decoder, Form, owners_of
+
+V, T = 96, 24
+
+_HEADS = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+_COMMON = {**_HEADS, "intermediate_size": 48, "num_hidden_layers": 3}
+_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_NEOX = {"num_hidden_layers": 3, "intermediate_size": 48}
+_EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": False}
+_LOCAL_GLOBAL = ["sliding_attention", "full_attention", "sliding_attention"]
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **_COMMON},
+    "llama_tied": {"model_type": "llama", **_COMMON, "tie_word_embeddings": True},
+    "llama_biases": {"model_type": "llama", **_COMMON, "attention_bias": True, "mlp_bias": True},
+    "llama_padding": {"model_type": "llama", **_COMMON, "pad_token_id": 5},
+    "llama_one_kv_head": {"model_type": "llama", **_COMMON, "num_key_value_heads": 1},
+    "qwen3": {"model_type": "qwen3", **_COMMON, "head_dim": 16},
+    "mistral": {"model_type": "mistral", **_COMMON, "sliding_window": 7},
+    "gemma": {"model_type": "gemma", **_COMMON, "head_dim": 8, "pad_token_id": 0},
+    "gemma3_text": {
+        "model_type": "gemma3_text",
+        **_COMMON,
+        "head_dim": 8,
+        "sliding_window": 7,
+        "layer_types": _LOCAL_GLOBAL,
+        "query_pre_attn_scalar": 8,
+        "pad_token_id": 0,
+    },
+    "phi": {"model_type": "phi", **_COMMON, "partial_rotary_factor": 0.5},
+    "gpt_neox": {"model_type": "gpt_neox", "hidden_size": 32, "num_attention_heads": 4, **_NEOX},
+    "starcoder2": {"model_type": "starcoder2", **_COMMON},
+    "gpt2": {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 64, **_NO_DROPOUT},
+    "mixtral": {"model_type": "mixtral", **_COMMON, "num_local_experts": 4, **_EXPERTS},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        **_COMMON,
+        "head_dim": 16,
+        "num_experts": 4,
+        "moe_intermediate_size": 24,
+        **_EXPERTS,
+    },
+}
+
+
+def config_of(name: str, **fields: Any) -> PretrainedConfig:
+    """The config of a tiny model; keyword arguments replace fields."""
+    given = {"vocab_size": V, **CONFIGS[name], **fields}
+    return CONFIG_MAPPING[given.pop("model_type")](**given)
+
+
+def meta_of(name: str, *, attention: str = NAME, **fields: Any) -> nn.Module:
+    """A tiny model on meta."""
+    return build_meta(config_of(name, **fields), dtype=torch.float32, attn_implementation=attention)
+
+
+def real(model: nn.Module, *, seed: int = 3, spread: float = 5.0) -> nn.Module:
+    """Draws a model's weights in place, larger than usual so that attention is far from uniform."""
+    materialise(model, InitByName(model, seed=seed), device=torch.device("cpu"))
+    scale_up(model, spread=spread)
+    return model
+
+
+@torch.no_grad()
+def scale_up(model: nn.Module, *, spread: float = 5.0) -> None:
+    """Enlarges matrices, and moves vectors off their trivial values (norms at 1, biases at 0), name by name."""
+    for name, parameter in model.named_parameters():
+        parameter.copy_(enlarged(name, parameter, spread=spread))
+
+
+def enlarged(name: str, value: torch.Tensor, *, spread: float = 5.0) -> torch.Tensor:
+    """The value that tests give a parameter whose first value is `value`."""
+    if value.ndim > 1:
+        return value * spread
+    generator = torch.Generator().manual_seed(len(name) * 31 + value.numel())
+    return value + 0.3 * torch.randn(value.shape, generator=generator)
+
+
+def plain_decoder(name: str, *, attention: str = NAME, chunk: int | None = None, **fields: Any) -> Decoder:
+    """A whole tiny model on one process, with weights."""
+    model = real(meta_of(name, attention=attention, **fields))
+    form = Form(own_attention=attention == NAME, chunk=chunk)
+    return Decoder(model, form, owners_of(model))
+
+
+def batch_of(*, samples: int = 2, length: int = T, borders: tuple[tuple[int, ...], ...] | None = None) -> MicroBatch:
+    """A micro-batch of random ids. `borders`: for each sample, positions at which a document begins."""
+    generator = torch.Generator().manual_seed(11)
+    ids = torch.randint(V, (samples, length + 1), generator=generator)
+    labels = ids[:, 1:].clone()
+    if borders is None:
+        labels[0, 3] = IGNORE
+        return MicroBatch(ids[:, :-1].contiguous(), labels)
+    marks = torch.zeros(samples, length + 1, dtype=torch.int32)
+    for row, places in enumerate(borders):
+        marks[row, list(places)] = 1
+    documents = marks.cumsum(1, dtype=torch.int32)
+    labels[marks[:, 1:] == 1] = IGNORE
+    at = torch.arange(length)
+    begun = torch.where(marks[:, :-1] == 1, at, 0).cummax(1).values
+    return MicroBatch(ids[:, :-1].contiguous(), labels, at - begun, documents[:, :-1].contiguous())
+
+
+def documents_of(batch: MicroBatch) -> list[MicroBatch]:
+    """Every document of a packed micro-batch as a batch of its own."""
+    assert batch.documents is not None
+    apart = []
+    for ids, labels, numbers in zip(batch.input_ids, batch.labels, batch.documents, strict=True):
+        for number in numbers.unique():
+            mine = numbers == number
+            apart.append(MicroBatch(ids[mine][None], labels[mine][None]))
+    return apart
+
+
+def gradients(decoder: Decoder) -> dict[str, torch.Tensor]:
+    """Gradients by Hugging Face name, and cleared."""
+    found = {}
+    for name, parameter in decoder.named().items():
+        found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        parameter.grad = None
+    return found
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *, tolerance: float = 1e-5) -> None:
+    """Compares gradients by name: the largest difference relative to the largest value of each."""
+    assert found.keys() == expected.keys()
+    worst = {n: float((found[n] - expected[n]).abs().max() / expected[n].abs().max().clamp(min=1e-6)) for n in found}
+    wrong = {name: error for name, error in worst.items() if not error <= tolerance}
+    assert not wrong, wrong

@@ -1,0 +1,46 @@
+"""Our attention is Hugging Face's own, and documents packed together are documents run apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipeline.engines.objective import CrossEntropy
+from tests.models.architectures import assert_same, batch_of, documents_of, gradients, plain_decoder
+
+ALL = ["llama", "llama_one_kv_head", "qwen3", "mistral", "gemma", "gemma3_text", "gpt2", "mixtral", "qwen3_moe"]
+BORDERS = ((4, 5, 11, 20), (9,))
+FP32 = 1e-5
+
+
+@pytest.mark.parametrize("theirs", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ALL)
+def test_ours_is_hugging_faces_own(name: str, theirs: str) -> None:
+    for batch in (batch_of(), batch_of(borders=BORDERS)):
+        ours, own = plain_decoder(name), plain_decoder(name, attention=theirs)
+        found, expected = (d(batch.input_ids, batch, CrossEntropy())[0] for d in (ours, own))
+        assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=FP32)
+        found.backward()
+        expected.backward()
+        assert_same(gradients(ours), gradients(own))
+
+
+@pytest.mark.parametrize("attention", ["headrace", "sdpa"])
+@pytest.mark.parametrize("name", ALL)
+def test_documents_packed_together_equal_documents_run_apart(name: str, attention: str) -> None:
+    packed = batch_of(borders=BORDERS)
+    decoder = plain_decoder(name, attention=attention)
+    total = decoder(packed.input_ids, packed, CrossEntropy())[0]
+    total.backward()
+    together = gradients(decoder)
+    apart = sum((decoder(d.input_ids, d, CrossEntropy())[0] for d in documents_of(packed)), torch.zeros(()))
+    assert float(total.detach()) == pytest.approx(float(apart.detach()), rel=FP32)
+    apart.backward()
+    assert_same(together, gradients(decoder))
+
+
+def test_masking_changes_the_loss() -> None:
+    packed, decoder = batch_of(borders=BORDERS), plain_decoder("llama")
+    unmasked = type(packed)(packed.input_ids, packed.labels)
+    masked, open_ = (float(decoder(b.input_ids, b, CrossEntropy())[0].detach()) for b in (packed, unmasked))
+    assert abs(masked - open_) > 1e-3 * masked

@@ -1,0 +1,69 @@
+"""A shrunk config is the same architecture in small: it builds, runs the same code, and divides alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, PretrainedConfig
+
+from pipeline.models.meta import build_meta
+from pipeline.models.shrink import shrink
+
+REAL: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8, "num_hidden_layers": 80},
+    "qwen3": {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
+    "mistral": {"sliding_window": 4096, "tie_word_embeddings": True},
+    "gemma": {},
+    "gemma3_text": {},
+    "gpt2": {},
+    "mixtral": {},
+    "qwen3_moe": {},
+    "phi3": {"pad_token_id": 5},
+    "smollm3": {},
+    "gpt_oss": {},
+    "deepseek_v3": {},
+}
+
+
+def real(kind: str) -> PretrainedConfig:
+    return CONFIG_MAPPING[kind](**REAL[kind])
+
+
+@pytest.mark.parametrize("divide", [1, 2, 4])
+@pytest.mark.parametrize("kind", REAL)
+def test_it_is_small_and_divides_as_the_real_one_does(kind: str, divide: int) -> None:
+    config = real(kind)
+    small = shrink(config, divide=divide, layers=4, vocab_size=256)
+    model = build_meta(small, dtype=torch.float32, attn_implementation="eager")
+    assert sum(p.numel() for p in model.parameters()) < 1_000_000
+    assert (small.vocab_size, small.model_type) == (256, kind)
+    assert small.num_hidden_layers >= 4
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        if getattr(config, key, None) and getattr(config, key) % divide == 0:
+            assert getattr(small, key) % divide == 0, key
+
+
+@pytest.mark.parametrize("kind", REAL)
+def test_what_decides_which_code_runs_is_kept(kind: str) -> None:
+    config = real(kind)
+    small = shrink(config, divide=2, layers=2, vocab_size=256)
+    kept = ("tie_word_embeddings", "attention_bias", "mlp_bias", "hidden_act", "activation_function", "rope_parameters")
+    for key in kept:
+        assert getattr(small, key, None) == getattr(config, key, None), key
+    heads, groups = (getattr(config, key, None) for key in ("num_attention_heads", "num_key_value_heads"))
+    if groups:
+        assert (small.num_attention_heads == small.num_key_value_heads) == (heads == groups)
+    kinds, small_kinds = (getattr(each, "layer_types", None) for each in (config, small))
+    if kinds:
+        assert set(small_kinds) == set(kinds)
+        assert small_kinds == kinds[: len(small_kinds)]
+    if kind in ("qwen3", "gemma", "gemma3_text", "gpt_oss"):  # heads wider or narrower than the model
+        assert heads * config.head_dim != config.hidden_size
+        assert small.num_attention_heads * small.head_dim != small.hidden_size
+
+
+def test_fewer_key_value_heads_than_ranks_stay_fewer() -> None:
+    small = shrink(real("llama"), divide=16, layers=2, vocab_size=256)
+    assert (small.num_attention_heads % 16, small.num_key_value_heads) == (0, 8)

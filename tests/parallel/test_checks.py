@@ -1,0 +1,108 @@
+"""What an architecture cannot do in a layout is refused by name, with something that works, before anything starts."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from headrace.errors import ConfigError
+from pipeline.models.attention import NAME
+from pipeline.models.meta import build_meta
+from pipeline.parallel.checks import check_layout
+from tests.models.architectures import CONFIGS, config_of, meta_of
+from tests.parallel.layouts import T, resolved
+
+PP2: dict[str, Any] = {"parallel": {"pp": 2}}
+TP2: dict[str, Any] = {"parallel": {"tp": 2}}
+CP2: dict[str, Any] = {"parallel": {"cp": 2}}
+CHUNK: dict[str, Any] = {"loss": {"chunk": 8}}
+MASKED: dict[str, Any] = {"data": {"sources": [{"path": "n"}], "sequence_length": T, "mask_documents": True}}
+RECOMPUTE: dict[str, Any] = {"memory": {"recompute": "full"}}
+
+SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 48}
+_SCALED = {"logits_scaling": 8.0, "embedding_multiplier": 12.0}
+
+
+def built(kind: str, attention: str = NAME, **fields: Any) -> torch.nn.Module:
+    """A tiny model on meta, of an architecture that no other test uses."""
+    config = CONFIG_MAPPING[kind](**{"vocab_size": 64, "num_hidden_layers": 2, "pad_token_id": 0, **SMALL, **fields})
+    return build_meta(config, dtype=torch.float32, attn_implementation=attention)
+
+
+@pytest.mark.parametrize(
+    ("model", "sections", "says"),
+    [
+        (("gpt2", {}), TP2, r"no base_model_tp_plan for gpt2.*use ZeRO or FSDP2 \(parallel.tp 1\)"),
+        (("gpt2", {}), PP2, r"no base_model_pp_plan for gpt2.*use ZeRO or FSDP2 \(parallel.pp 1\)"),
+        (("mixtral", {}), TP2, r"'moe_tp_experts', which is not offered.*parallel.tp 1"),
+        (("phi3", {}), TP2, r"'(rowwise_split_input|colwise_gather_output)', which is not offered.*parallel.tp 1"),
+        (
+            ("llama", {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}),
+            TP2,
+            r"does not divide.*use 1",
+        ),
+        (("llama", {"intermediate_size": 49}), TP2, r"does not divide model.layers.0.mlp.gate_proj \(49\).*use 1"),
+        (("llama", {"vocab_size": 97}), TP2, r"does not divide.*vocab_size \(97\).*use 1"),
+        (("llama", {"num_hidden_layers": 1}), PP2, r"1 decoder layers.*use at most 1"),
+        (("granite", _SCALED), CHUNK, r"loss.chunk = 8.*other logits.*without loss.chunk"),
+        (("granite", _SCALED), PP2, r"parallel.pp = 2.*other logits"),
+        (("cohere", {}), TP2, r"parallel.tp = 2.*other logits"),
+        (("llama4_text", {"pad_token_id": 0}), {}, r"model.attn_implementation = 'sdpa'.*other logits.*eager"),
+        (
+            ("llama", {"attention_dropout": 0.1}),
+            {},
+            r"model.config.attention_dropout = 0.1.*set \"attention_dropout\": 0.0",
+        ),
+        (("mixtral", {"output_router_logits": True}), {}, r"load-balancing loss is not offered.*false"),
+    ],
+)
+def test_what_an_architecture_cannot_do_is_refused(
+    model: tuple[str, dict[str, Any]], sections: dict[str, Any], says: str
+) -> None:
+    kind, fields = model
+    made = meta_of(kind, **fields) if kind in CONFIGS else built(kind, **fields)
+    with pytest.raises(ConfigError, match=f"(?s){says}"):
+        check_layout(resolved(world_size=2, **sections), made)
+
+
+def test_layers_that_mix_positions_without_attention_cannot_keep_documents_or_pieces_apart() -> None:
+    fields = {"num_key_value_heads": 2, "num_local_experts": 4, "layer_types": ["linear_attention", "full_attention"]}
+    for sections, field in ((MASKED, "data.mask_documents"), (CP2, "parallel.cp")):
+        with pytest.raises(ConfigError, match=f"{field}.*\n.*mix positions by other means than attention"):
+            check_layout(resolved(world_size=2, **sections), built("minimax", **fields))
+
+
+def test_ring_attention_refuses_windows_and_documents() -> None:
+    ring = {"parallel": {"cp": 2, "context": "ring"}}
+    with pytest.raises(ConfigError, match=r"(?s)a sliding window of 7 positions.*use ulysses"):
+        check_layout(resolved(world_size=2, **ring), meta_of("mistral"))
+    with pytest.raises(ConfigError, match=r"(?s)data.mask_documents.*use ulysses"):
+        check_layout(resolved(world_size=2, **ring, **MASKED), meta_of("llama"))
+    check_layout(resolved(world_size=2, **ring), meta_of("mistral", sliding_window=T))
+
+
+def test_soft_capped_attention_needs_eager() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)model.attn_implementation.*use eager"):
+        check_layout(resolved(world_size=2), built("gemma2"))
+    eager = {"model": {"config": {"model_type": "gemma2", "vocab_size": 64}, "attn_implementation": "eager"}}
+    check_layout(resolved(world_size=2, **eager), built("gemma2", attention="eager"))
+    with pytest.raises(ConfigError, match=r"(?s)loss.chunk = 8.*other logits"):  # it caps its logits too
+        check_layout(resolved(world_size=2, **eager, **CHUNK), built("gemma2", attention="eager"))
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "qwen3", "mistral", "gemma", "gemma3_text"])
+def test_what_the_other_tests_prove_is_let_through(name: str) -> None:
+    began = time.perf_counter()
+    every = {"parallel": {"pp": 2, "tp": 2, "cp": 2}, **CHUNK, **MASKED, **RECOMPUTE}
+    check_layout(resolved(world_size=8, **every), meta_of(name))
+    assert time.perf_counter() - began < 10  # under a second on a machine that does nothing else
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "qwen3_moe"])
+def test_what_cannot_be_cut_may_still_be_sharded(name: str) -> None:
+    check_layout(resolved(world_size=2, **CHUNK, **MASKED, **RECOMPUTE), meta_of(name))
+    assert config_of(name).model_type == name

@@ -1,0 +1,67 @@
+"""The decoder's loss in pieces: the same numbers, and the logits of a whole sequence never exist."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipeline.data.loader import MicroBatch
+from pipeline.engines.objective import CrossEntropy
+from pipeline.parallel.decoder import Decoder
+from tests.models.architectures import assert_same, batch_of, gradients, plain_decoder
+from tests.parallel.sizes import Sizes
+
+BIG_V = 512
+"""So large that the logits of a batch are its largest tensor by far: 2 x 24 x 512, while the head is 32 x 512."""
+
+
+def run(decoder: Decoder, batch: MicroBatch, z_loss: float = 0.01) -> tuple[torch.Tensor, ...]:
+    sums: tuple[torch.Tensor, ...] = decoder(batch.input_ids, batch, CrossEntropy(z_loss=z_loss))
+    sums[0].backward()
+    return tuple(each.detach() for each in sums)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 12, 24, 1000])
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "gemma3_text", "gpt2"])
+def test_the_loss_in_pieces_is_the_loss(name: str, chunk: int) -> None:
+    batch = batch_of(borders=((4, 9), (12,)))
+    whole, pieces = plain_decoder(name), plain_decoder(name, chunk=chunk)
+    for found, expected in zip(run(pieces, batch), run(whole, batch), strict=True):
+        assert float(found) == pytest.approx(float(expected), rel=1e-5)
+    assert_same(gradients(pieces), gradients(whole))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied"])
+def test_in_pieces_the_logits_of_a_sequence_never_exist(name: str) -> None:
+    batch = batch_of()
+    logits = batch.labels.numel() * BIG_V
+    with Sizes() as seen:
+        run(plain_decoder(name, vocab_size=BIG_V), batch)
+    assert seen.largest >= logits
+    with Sizes() as seen:
+        run(plain_decoder(name, vocab_size=BIG_V, chunk=4), batch)
+    assert seen.largest < logits
+
+
+def test_in_pieces_what_waits_for_the_backward_pass_does_not_grow_with_the_vocabulary() -> None:
+    batch, kept = batch_of(), {}
+    for chunk in (None, 4):
+        decoder = plain_decoder("llama", vocab_size=BIG_V, chunk=chunk)
+        with Sizes() as seen:
+            total = decoder(batch.input_ids, batch, CrossEntropy())[0]
+            kept[chunk] = seen.alive_bytes
+        total.backward()
+    logits_bytes = 4 * batch.labels.numel() * BIG_V
+    assert kept[None] - kept[4] > 0.9 * logits_bytes
+
+
+def test_the_z_loss_is_its_formula() -> None:
+    batch, decoder = batch_of(), plain_decoder("llama")
+    with torch.no_grad():
+        total, nats, z = decoder(batch.input_ids, batch, CrossEntropy(z_loss=0.03))
+        logits = decoder.causal(
+            **{"input_ids": batch.input_ids, **decoder._attention_arguments(batch, batch.input_ids)}
+        )
+    squares = torch.logsumexp(logits.logits.double(), -1)[batch.labels >= 0].square().sum()
+    assert float(z) == pytest.approx(0.03 * float(squares), rel=1e-5)
+    assert float(total) == pytest.approx(float(nats) + float(z), rel=1e-6)

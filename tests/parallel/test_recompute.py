@@ -1,0 +1,52 @@
+"""Recomputation keeps less and changes no gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipeline.config.schema import MemorySection
+from pipeline.engines.objective import CrossEntropy
+from pipeline.parallel.recompute import apply_recompute
+from tests.models.architectures import assert_same, batch_of, gradients, plain_decoder
+from tests.parallel.sizes import Sizes
+
+MODES = {
+    "none": MemorySection(),
+    "full": MemorySection(recompute="full"),
+    "selective": MemorySection(recompute="selective"),
+    "every second": MemorySection(recompute="full", every=2),
+}
+
+
+KEPT = ("mm", "_scaled_dot_product_flash_attention_for_cpu")
+
+
+def passes(name: str, memory: MemorySection) -> tuple[int, dict[str, torch.Tensor], int]:
+    """Bytes kept after the forward pass, gradients, and matrix products and attentions of the backward pass."""
+    decoder, batch = plain_decoder(name), batch_of(borders=((4, 9), (12,)))
+    apply_recompute(decoder.causal, memory)
+    decoder.train()
+    with Sizes() as seen:
+        total = decoder(batch.input_ids, batch, CrossEntropy())[0]
+        kept, before = seen.alive_bytes, seen.calls(*KEPT)
+        total.backward()
+    return kept, gradients(decoder), seen.calls(*KEPT) - before
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "gemma3_text"])
+def test_gradients_do_not_change(name: str) -> None:
+    _, expected, _ = passes(name, MODES["none"])
+    for memory in MODES.values():
+        assert_same(passes(name, memory)[1], expected, tolerance=1e-6)
+
+
+def test_less_is_kept_the_more_is_recomputed() -> None:
+    kept = {mode: passes("llama", memory)[0] for mode, memory in MODES.items()}
+    assert kept["none"] > kept["every second"] > kept["full"]
+    assert kept["none"] > kept["selective"] > kept["full"]
+
+
+def test_selective_recomputes_no_matrix_product_and_no_attention() -> None:
+    products = {mode: passes("llama", memory)[2] for mode, memory in MODES.items()}
+    assert products["selective"] == products["none"] < products["every second"] < products["full"]

@@ -1,0 +1,96 @@
+"""Pipeline stages: balanced by cost, and put one behind the other they are the whole model."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.errors import ConfigError
+from pipeline.engines.objective import CrossEntropy
+from pipeline.parallel.assemble import Assembled, assemble, stages_of
+from pipeline.parallel.costs import describe, forward_flops
+from pipeline.parallel.stages import split
+from tests.models.architectures import assert_same, batch_of, gradients, meta_of
+from tests.parallel.layouts import T, Z, fill, resolved, whole
+
+BORDERS = ((3, 7, 8, 19, 24), (13,))
+
+
+@settings(max_examples=80, deadline=None)
+@given(costs=st.lists(st.floats(0.1, 10), min_size=1, max_size=8), head=st.floats(0, 20), stages=st.integers(1, 8))
+def test_the_split_is_the_best_of_all(costs: list[float], head: float, stages: int) -> None:
+    if stages > len(costs):
+        with pytest.raises(ConfigError, match=f"use at most {len(costs)}"):
+            split(costs, head=head, stages=stages)
+        return
+    found = split(costs, head=head, stages=stages)
+    best = min(
+        max(sum(costs[a:b]) + (head if b == len(costs) else 0.0) for a, b in itertools.pairwise((0, *cuts, len(costs))))
+        for cuts in itertools.combinations(range(1, len(costs)), stages - 1)
+    )
+    assert max(stage.cost for stage in found) == pytest.approx(best)
+    assert [n for stage in found for n in range(*stage.layers)] == list(range(len(costs)))
+    assert sum(stage.cost for stage in found) == pytest.approx(sum(costs) + head)
+
+
+def test_a_large_head_takes_layers_from_the_last_stage() -> None:
+    assert [s.layers for s in split([1.0] * 8, head=3.0, stages=2)] == [(0, 5), (5, 8)]
+
+
+def test_a_window_and_idle_experts_cost_less() -> None:
+    sliding, full, again = forward_flops(meta_of("gemma3_text"), sequence_length=4096)[0]
+    assert sliding == again < full
+    windowed, plain = (forward_flops(meta_of(name), sequence_length=4096)[0][0] for name in ("mistral", "llama"))
+    assert windowed < plain
+    all_experts, two = (forward_flops(meta_of("mixtral", num_experts_per_tok=n), sequence_length=T)[0] for n in (4, 2))
+    assert two[0] < 0.7 * all_experts[0]
+
+
+def in_stages(name: str, pp: int, borders: Any, **fields: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of stages run one behind the other; what several stages hold is added up."""
+    run = resolved(world_size=pp, parallel={"pp": pp})
+    model = meta_of(name, **fields)
+    parts: list[Assembled] = [assemble(run, model, None, stage=stage) for stage in stages_of(run, model)]
+    batch = batch_of(length=T, borders=borders)
+    passed: tuple[torch.Tensor, ...] = (batch.input_ids,)
+    for part in parts:
+        fill(part, model)
+        passed = part.decoder(passed[0], batch, CrossEntropy(z_loss=Z))
+    passed[0].backward()
+    found: dict[str, torch.Tensor] = {}
+    for part in parts:
+        for key, gradient in gradients(part.decoder).items():
+            assert (key in found) <= (key in part.shared)
+            found[key] = found[key] + gradient if key in found else gradient
+    return float(passed[0].detach()), found
+
+
+@pytest.mark.parametrize("pp", [2, 3])
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen3", "mistral", "gemma", "gemma3_text", "mixtral"])
+def test_stages_one_behind_the_other_are_the_whole_model(name: str, pp: int) -> None:
+    loss, expected = whole(name, BORDERS)
+    found, theirs = in_stages(name, pp, BORDERS)
+    assert found == pytest.approx(loss, rel=1e-5)
+    assert_same(theirs, expected)
+
+
+def test_the_opening_lines_say_what_every_stage_has() -> None:
+    run, model = resolved(world_size=2, parallel={"pp": 2}), meta_of("llama_tied")
+    lines = describe(model, stages_of(run, model))
+    assert len(lines) == 2
+    assert "layers 0-1" in lines[0]
+    assert "embedding" in lines[0]
+    assert "head" in lines[1]
+    # the tied embedding is in both: 96 x 32 numbers more than the model has
+    numbers = [int(line.split(" parameters")[0].split()[-1].replace(",", "")) for line in lines]
+    assert sum(numbers) == sum(p.numel() for p in model.parameters()) + 96 * 32
+
+
+def test_an_architecture_that_nobody_says_how_to_cut_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no base_model_pp_plan for gpt2"):
+        stages_of(resolved(world_size=2, parallel={"pp": 2}), meta_of("gpt2"))
