@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test check clean help
+.PHONY: demo test test-matrix check clean help
 
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/ - /'
@@ -28,6 +28,9 @@ check: $(READY)  ## style, types, import contracts
 
 test: check  ## everything; what this machine cannot run is skipped, and says why
 	pytest
+
+test-matrix: $(READY)  ## every legal layout against the reference: thousands of runs, hours
+	pytest -m matrix tests/parity
 
 clean:  ## remove what the demo and the tests made; the environment stays
 	rm -rf out/demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,60 +1,149 @@
-"""How far each layout's losses are from those of one plain PyTorch process: the table of docs/parity.md.
+"""How far each layout is from one plain PyTorch process: the table of docs/parity.md.
 
-    python benchmarks/parity.py --config ds_configs/zero3.json --set run.steps=20 [--processes 2]
+    python benchmarks/parity.py [--steps 20] [--only torch]
 
-Runs the config with the reference engine, then with ZeRO 1, 2 and 3 on so many processes, in fp32 and in bf16, and
-prints the largest relative difference of a step's loss and gradient norm. Every run is a real one, in a directory that
-is removed afterwards.
+A model of 2.7M parameters (ds_configs/zero3.json, heads and vocabulary so that 4 ranks can share them) on made-up
+tokens, 16 samples of 64 tokens per step, in fp32 and in bf16. Printed are the largest relative differences of a step's
+loss, of a step's gradient norm, and of a tensor of the first gradient; in bf16 the norm of the first step only, and
+beside it how far bf16 itself is from fp32. Takes some minutes on two cores.
 """
 
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from headrace.cli import add_config_arguments
-from pipeline.metrics.journal import read_rows
+from headrace.configfile import load, merge
+from pipeline.proof.case import Case, Outcome
+from pipeline.proof.compare import differences, first_gradient
+from pipeline.proof.small import plain, with_precision
+from pipeline.proof.tokens import write_tokens
+from pipeline.proof.verdict import Verdict, judge
+from pipeline.proof.worker import run_cases
 
-TRAIN = Path(__file__).resolve().parent.parent / "pipeline/train.py"
+ZERO3 = Path(__file__).resolve().parent.parent / "ds_configs/zero3.json"
+
+LAYOUTS: list[tuple[str, int, str, dict[str, Any]]] = [
+    # ranks, engine and what differs from it
+    ("ZeRO-0, dp 2", 2, "deepspeed", {"zero_optimization": {"stage": 0}}),
+    ("ZeRO-1, dp 2", 2, "deepspeed", {"zero_optimization": {"stage": 1}}),
+    ("ZeRO-2, dp 2", 2, "deepspeed", {"zero_optimization": {"stage": 2}}),
+    ("ZeRO-3, dp 2", 2, "deepspeed", {"zero_optimization": {"stage": 3}}),
+    ("ZeRO-1, tp 2 x dp 2", 4, "deepspeed", {"zero_optimization": {"stage": 1}, "parallel": {"tp": 2}}),
+    ("ZeRO-3, tp 2 x dp 2", 4, "deepspeed", {"zero_optimization": {"stage": 3}, "parallel": {"tp": 2}}),
+    ("ZeRO-3, cp 2 x dp 2", 4, "deepspeed", {"zero_optimization": {"stage": 3}, "parallel": {"cp": 2}}),
+    ("ZeRO-1, pp 2 x dp 2", 4, "deepspeed", {"zero_optimization": {"stage": 1}, "parallel": {"pp": 2}}),
+    ("ZeRO-1, pp 2 x dp 2 x tp 2", 8, "deepspeed", {"zero_optimization": {"stage": 1}, "parallel": {"pp": 2, "tp": 2}}),
+    (
+        "ZeRO-3, dp 2, offload to the CPU",
+        2,
+        "deepspeed",
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}},
+    ),
+    ("DDP, dp 2", 2, "torch", {"zero_optimization": {"stage": 0}}),
+    ("FSDP2 as ZeRO-2, dp 2", 2, "torch", {"zero_optimization": {"stage": 2}}),
+    ("FSDP2, dp 2", 2, "torch", {"zero_optimization": {"stage": 3}}),
+    ("HSDP, 2 copies of 2 shards", 4, "torch", {"zero_optimization": {"stage": 3}, "parallel": {"shard": 2}}),
+    ("FSDP2, tp 2 x dp 2", 4, "torch", {"zero_optimization": {"stage": 3}, "parallel": {"tp": 2}}),
+    ("FSDP2, ulysses 2 x dp 2", 4, "torch", {"zero_optimization": {"stage": 3}, "parallel": {"cp": 2}}),
+    (
+        "FSDP2, ring 2 x dp 2",
+        4,
+        "torch",
+        {"zero_optimization": {"stage": 3}, "parallel": {"cp": 2, "context": "ring"}},
+    ),
+    ("FSDP2, pp 2 (1f1b) x dp 2", 4, "torch", {"zero_optimization": {"stage": 3}, "parallel": {"pp": 2}}),
+    (
+        "FSDP2 as ZeRO-2, pp 2 (zero_bubble) x dp 2",
+        4,
+        "torch",
+        {"zero_optimization": {"stage": 2}, "parallel": {"pp": 2, "schedule": "zero_bubble"}},
+    ),
+    ("FSDP2, pp 2 x dp 2 x tp 2", 8, "torch", {"zero_optimization": {"stage": 3}, "parallel": {"pp": 2, "tp": 2}}),
+    (
+        "FSDP2, pp 2 (interleaved) x cp 2 x tp 2, full recomputation, chunked loss",
+        8,
+        "torch",
+        {
+            "zero_optimization": {"stage": 3},
+            "parallel": {"pp": 2, "cp": 2, "tp": 2, "schedule": "interleaved_1f1b"},
+            "memory": {"recompute": "full"},
+            "loss": {"chunk": 24},
+        },
+    ),
+]
 
 
-def run(arguments: argparse.Namespace, run_dir: Path, *sets: str, processes: int) -> list[dict[str, Any]]:
-    """One training run; returns its step rows."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    overrides = [*arguments.overrides, *sets, f"run.dir={run_dir}"]
-    words = [word for text in overrides for word in ("--set", text)]
-    command = [*torchrun, str(TRAIN), "--config", arguments.config, *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        sys.exit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
-    return read_rows(run_dir, kind="step")
-
-
-def largest(found: list[dict[str, Any]], expected: list[dict[str, Any]], key: str) -> float:
-    """Largest relative difference of a column over all steps."""
-    return max(abs(a[key] - b[key]) / abs(b[key]) for a, b in zip(found, expected, strict=True))
+def base(tokens: Path, steps: int) -> dict[str, Any]:
+    """What all layouts share."""
+    config = load(ZERO3)
+    for key in ("evaluation", "scheduler", "zero_optimization", "train_micro_batch_size_per_gpu"):
+        config.pop(key)
+    model = {**config["model"]["config"], "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 1024}
+    return {
+        **config,
+        "model": {"config": model},
+        "data": {"sources": [{"path": str(tokens)}], "sequence_length": 64},
+        "gradient_accumulation_steps": 2,
+        "run": {"dir": "replaced", "steps": steps, "seed": 1},
+    }
 
 
 def main() -> None:
     """Prints the table in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_config_arguments(parser)
-    parser.add_argument("--processes", type=int, default=2, metavar="N")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--only", default="", metavar="TEXT", help="layouts whose engine or name has this text")
     arguments = parser.parse_args()
-    print("| dtype | layout | loss, largest relative difference | gradient norm |\n|---|---|---|---|")
+    chosen = [row for row in LAYOUTS if arguments.only in f"{row[2]}, {row[0]}"]
     with tempfile.TemporaryDirectory() as work:
-        for dtype, bf16 in (("fp32", "false"), ("bf16", "true")):
-            precision = f"bf16.enabled={bf16}"
-            expected = run(arguments, Path(work, dtype), "engine=torch", precision, processes=1)
-            for stage in (1, 2, 3):
-                sets = ("engine=deepspeed", precision, f"zero_optimization.stage={stage}")
-                found = run(arguments, Path(work, f"{dtype}-{stage}"), *sets, processes=arguments.processes)
-                loss, norm = (largest(found, expected, key) for key in ("loss", "grad_norm"))
-                print(f"| {dtype} | ZeRO-{stage}, dp {arguments.processes} | {loss:.1e} | {norm:.1e} |", flush=True)
+        tokens = write_tokens(Path(work, "tokens"), vocab_size=1024, tokens=60_000, longest=200)
+        shared = base(tokens, arguments.steps)
+        cases: dict[str, Case] = {}
+        for precision in ("fp32", "bf16"):
+            reference = plain(with_precision(shared, precision), dp=2)
+            cases[f"reference {precision}"] = Case(f"reference {precision}", reference)
+            for name, ranks, engine, fields in chosen:
+                config = with_precision(merge(shared, {"engine": engine, **fields}), precision)
+                cases[f"{name} {precision}"] = Case(f"{name} {precision}", config, ranks)
+        found = run_cases(list(cases.values()), Path(work))
+        table(cases, found, chosen)
+
+
+def table(
+    cases: dict[str, Case], found: dict[str, Outcome], chosen: list[tuple[str, int, str, dict[str, Any]]]
+) -> None:
+    """One row per layout and precision."""
+    known = {name: (case, found[name]) for name, case in cases.items()}
+    exact, half = known["reference fp32"], known["reference bf16"]
+    own = differences(first_gradient(*half), first_gradient(*exact))
+    print(
+        "| dtype | engine | layout | loss | gradient norm | first gradient | seconds |\n|---|---|---|---|---|---|---|"
+    )
+    for precision, reference in (("fp32", exact), ("bf16", half)):
+        if precision == "bf16":
+            losses = max(abs(half[1].losses[s] - x) / x for s, x in exact[1].losses.items())
+            norm = abs(half[1].norms[1] - exact[1].norms[1]) / exact[1].norms[1]
+            print(f"| bf16 | | (bf16 against fp32) | {losses:.1e} | {norm:.1e} | {max(own.values()):.1e} | |")
+        for name, _, engine, _ in chosen:
+            layout = known[f"{name} {precision}"]
+            verdict = judge(layout, reference, exact=exact)
+            print(f"| {precision} | {engine} | {name} | {cells(verdict)} | {layout[1].seconds:.0f} |", flush=True)
+
+
+def cells(verdict: Verdict) -> str:
+    """The three differences; bold where one is too large."""
+    if verdict.failed is not None or verdict.gradient is None:
+        return f"failed: {str(verdict.failed).splitlines()[-1]} | |"
+    gaps = {gap.what: gap for gap in verdict.gaps}
+    shown = [
+        f"{gap.difference:.1e}" if gap.holds else f"**{gap.difference:.1e}**"
+        for gap in (gaps["loss"], gaps["gradient norm"])
+    ]
+    largest = f"{max(verdict.gradient.values()):.1e}"
+    return " | ".join([*shown, largest if not verdict.beyond() else f"**{largest}**"])
 
 
 if __name__ == "__main__":

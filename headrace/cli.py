@@ -5,10 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from headrace.errors import EXIT_INTERRUPTED, EXIT_USAGE, HeadraceError
+
+ERROR_FILE = "HEADRACE_ERROR_FILE"
+"""Variable by which whoever watches over several processes asks for errors in a file, to show one of them once."""
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,12 +49,7 @@ def guarded(main: Callable[[], int | None]) -> int:
     try:
         return main() or 0
     except HeadraceError as error:
-        rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
-        if rank == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        else:
-            brief = "; ".join(line.strip() for line in str(error).splitlines()[:2])
-            print(f"error (rank {rank}): {brief}", file=sys.stderr, flush=True)
+        _tell(error)
         return EXIT_USAGE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
@@ -57,3 +58,19 @@ def guarded(main: Callable[[], int | None]) -> int:
         # the reader of our output has gone (`... | head`): nothing to tell, and nobody to tell it to
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except Exception:
+        if ERROR_FILE not in os.environ:
+            raise
+        Path(os.environ[ERROR_FILE]).write_text(traceback.format_exc())
+        return 1
+
+
+def _tell(error: HeadraceError) -> None:
+    rank = next((os.environ[name] for name in _RANKS if name in os.environ), "0")
+    if ERROR_FILE in os.environ:
+        Path(os.environ[ERROR_FILE]).write_text(f"error: {error}")
+    elif rank == "0":
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    else:
+        brief = "; ".join(line.strip() for line in str(error).splitlines()[:2])
+        print(f"error (rank {rank}): {brief}", file=sys.stderr, flush=True)

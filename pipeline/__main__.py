@@ -11,6 +11,7 @@ from headrace.cli import guarded
 
 COMMANDS = {
     "check": ("pipeline.check", "print the resolved run of a config, or the one thing that is wrong with it"),
+    "prove": ("pipeline.proof.command", "show that a config's layout, made small, learns what one process does"),
     "export": ("pipeline.checkpoint.command", "write a run's model as a Hugging Face folder"),
     "eval": ("pipeline.evaluation.command", "held-out loss, perplexity and bits per byte of a model"),
     "complete": ("pipeline.evaluation.complete", "let a model go on from a prompt"),

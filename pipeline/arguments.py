@@ -3,23 +3,56 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
+from collections.abc import Sequence
 
-from headrace.cli import add_config_arguments
+from headrace.cli import add_config_arguments, leave
+from headrace.errors import ConfigError
 from pipeline.config.load import load_config
 from pipeline.config.rules import ResolvedRun, resolve
-from pipeline.launch import detect
+from pipeline.launch import detect, supervise
 
 
 def resolved_run(description: str) -> ResolvedRun:
     """Parses the command line, and resolves its config for the number of processes that were started.
 
+    With `--nproc N` this process only starts the N that train, and ends with them.
+
     Raises:
         ConfigError: the config cannot run.
     """
-    parser = argparse.ArgumentParser(description=description)
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     add_config_arguments(parser)
+    text = "start N processes on this machine, one per GPU (as torchrun --standalone --nproc-per-node N does)"
+    parser.add_argument("--nproc", type=int, metavar="N", help=text)
     # the deepspeed launcher appends it; the place of a process is read from the environment instead
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
+    # torch's C++ warnings print a page of stack for what is told in a sentence here; to be set before it is imported
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     arguments = parser.parse_args()
-    config = load_config(arguments.config, arguments.overrides)
-    return resolve(config, world_size=detect().world_size)
+    config, launch = load_config(arguments.config, arguments.overrides), detect()
+    if arguments.nproc is None:
+        return resolve(config, world_size=launch.world_size)
+    _check_nproc(arguments.nproc, launch.launcher)
+    run = resolve(config, world_size=arguments.nproc)
+    if arguments.nproc > 1:
+        command = [sys.executable, *_without_nproc(sys.orig_argv[1:])]
+        leave(supervise(command, processes=arguments.nproc))
+    return run
+
+
+def _check_nproc(processes: int, launcher: str) -> None:
+    if processes < 1:
+        raise ConfigError("--nproc", processes, why="it is a number of processes", remedy="use 1 or more")
+    if launcher != "python":
+        why = f"the processes are started by {launcher} already"
+        raise ConfigError("--nproc", processes, why=why, remedy="use one of the two")
+
+
+def _without_nproc(words: Sequence[str]) -> list[str]:
+    kept: list[str] = []
+    for before, word in zip(["", *words], words, strict=False):
+        if before != "--nproc" and word != "--nproc" and not word.startswith("--nproc="):
+            kept.append(word)
+    return kept

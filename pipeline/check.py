@@ -52,11 +52,12 @@ def _at_least_one(text: str) -> int:
 
 def _print_rules(run: ResolvedRun) -> None:
     config, batch = run.config, run.batch
-    sharding = f", ZeRO-{config.zero_optimization.stage}" if config.engine == "deepspeed" else ""
-    _line("engine", config.engine + sharding)
-    world_size = run.topology.world_size
-    _line("processes", f"{world_size} ({run.topology})" if world_size > 1 else "1")
-    _line("precision", "bf16, fp32 master weights" if config.bf16.enabled else "fp32")
+    _line("layout", run.layout)
+    _line("processes", str(run.topology.world_size))
+    _line("precision", run.precision)
+    if config.memory.recompute != "none":
+        which = "every layer" if config.memory.every == 1 else f"one layer in {config.memory.every}"
+        _line("recomputed", f"{config.memory.recompute}, {which}")
     _line("batch", str(batch))
     _line("steps", f"{run.steps:,} = {run.steps * batch.samples:,} samples = {run.steps * batch.tokens:,} tokens")
     rates = ", ".join(f"{run.schedule.lr(step):.2e} at step {step:,}" for step in _marks(run))
@@ -65,11 +66,15 @@ def _print_rules(run: ResolvedRun) -> None:
 
 
 def _print_prepared(prepared: Prepared) -> None:
+    from pipeline.parallel.assemble import stage_lines  # noqa: PLC0415  imports torch
+
     run, size = prepared.run, prepared.size
     epochs = prepared.blend.order.epochs(run.steps * run.batch.samples)
     _line("model", f"{prepared.hf_config['model_type']}, {size.parameters:,} parameters ({size.embedding:,} embedding)")
     if size.flops_per_token is not None:
         _line("compute", f"{size.flops_per_token / 1e6:,.1f} MFLOP per token, forward and backward")
+    for line in stage_lines(run, prepared.model):
+        _line(*line.split(": ", 1))
     for source, seen in zip(prepared.blend.sources, epochs, strict=True):
         _line("data", f"{source.path}: {source.tokens:,} tokens, {source.windows:,} samples, {seen:.2f} epochs")
     for source in prepared.heldout:

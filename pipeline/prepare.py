@@ -15,7 +15,8 @@ from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
 from headrace.directory import MANIFEST, Manifest, read_manifest
 from headrace.errors import CheckpointError, ConfigError, DataError
 from pipeline.checkpoint.store import Checkpoint, CheckpointStore
-from pipeline.config.rules import ResolvedRun, curve_fields
+from pipeline.config.curve import curve_fields
+from pipeline.config.rules import ResolvedRun
 from pipeline.config.schema import Config
 from pipeline.data.blend import Blend, open_blend, open_sources
 from pipeline.data.dataset import TokenDataset, tokenizer_details
@@ -28,6 +29,7 @@ from pipeline.models.hf_config import read_hf_config, resolve_hf_config
 from pipeline.models.layers import original_name
 from pipeline.models.meta import build_meta, parameter_shapes
 from pipeline.models.values import FromSafetensors, InitByName, ParameterValues
+from pipeline.parallel.checks import check_layout
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ def prepare(run: ResolvedRun) -> Prepared:
     if config.distill is not None:
         check_teacher(config, vocab_size=hf_config.vocab_size)
     model = build_meta(hf_config, dtype=model_dtype(config), attn_implementation=attention_of(run))
+    check_layout(run, model)
+    check_disks(config)
     values = first_values(config, model)
     size = measure(model, hf_config, sequence_length=config.data.sequence_length)
     store = CheckpointStore(Path(config.run.dir), keep=config.run.keep_checkpoints)
@@ -160,6 +164,21 @@ def folder_parents(config: Config) -> dict[str, Any]:
     """Path and fingerprint of every Hugging Face folder the config names."""
     named = named_folders(config).items()
     return {field: {"path": path, "fingerprint": ModelFolder.open(path).fingerprint()} for field, path in named}
+
+
+def check_disks(config: Config) -> None:
+    """Refuses to offload to a directory that this machine does not have.
+
+    Raises:
+        ConfigError: `nvme_path` is no directory, or cannot be written.
+    """
+    for name in ("offload_optimizer", "offload_param"):
+        section = getattr(config.zero_optimization, name)
+        path = section.nvme_path
+        if section.device == "nvme" and not (Path(path).is_dir() and os.access(path, os.W_OK)):
+            field = f"zero_optimization.{name}.nvme_path"
+            why = "it is not a directory that this machine can write to"
+            raise ConfigError(field, path, why=why, remedy=f"make it on every node: mkdir -p {path}")
 
 
 def check_run_dir(run: ResolvedRun, store: CheckpointStore, curve: dict[str, Any]) -> None:

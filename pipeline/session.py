@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,11 +22,14 @@ from pipeline.data.dataset import tokenizer_details
 from pipeline.data.loader import StepLoader, heldout_batches
 from pipeline.engines.base import Engine, Objective
 from pipeline.engines.build import build_engine, pick_device
-from pipeline.launch import Launch, detect, process_group
+from pipeline.launch import Launch, Meeting, detect, process_group
 from pipeline.metrics.console import TrainingDisplay
 from pipeline.metrics.journal import Journal
 from pipeline.metrics.peak import peak_flops
 from pipeline.metrics.wandb_sink import WandbSink
+from pipeline.parallel.assemble import stage_lines
+from pipeline.parallel.mesh import Mesh
+from pipeline.preflight import preflight
 from pipeline.prepare import Prepared, prepare
 from pipeline.trainer import Sink, Training
 
@@ -44,15 +48,17 @@ def train(run: ResolvedRun, make_objective: Callable[[torch.device], Objective])
     _quiet_libraries(launch)
     prepared = prepare(run)
     device = pick_device(launch)
+    answered: str | None = None
     with ExitStack() as stack:
         stack.enter_context(_only_one(prepared.run_dir) if launch.rank == 0 else nullcontext())
-        if run.config.engine == "deepspeed":
-            stack.enter_context(process_group(launch, gpu=device.index))
+        if not run.plain:
+            opened = process_group(launch, gpu=device.index, config=run.config.launch)
+            answered = _preflight(run, stack.enter_context(opened), device)
         engine = build_engine(run, prepared.model, prepared.values, make_objective(device), device=device)
-        _run(prepared, engine, launch, stack)
+        _run(prepared, engine, launch, stack, answered)
 
 
-def _run(prepared: Prepared, engine: Engine, launch: Launch, stack: ExitStack) -> None:
+def _run(prepared: Prepared, engine: Engine, launch: Launch, stack: ExitStack, answered: str | None) -> None:
     run, shown = prepared.run, launch.rank == 0
     voice = TrainingDisplay(first=0, total=run.steps, shown=shown)
     checkpoint = prepared.store.newest_whole(voice.say)
@@ -62,11 +68,19 @@ def _run(prepared: Prepared, engine: Engine, launch: Launch, stack: ExitStack) -
         on_rank_zero(lambda: _tell_run(prepared, done))  # a run killed after its checkpoint has not told yet
     sinks = _open_sinks(prepared, stack, from_step=done) if shown else []
     display = stack.enter_context(TrainingDisplay(first=done, total=run.steps, shown=shown))
+    if answered is not None:
+        display.say(answered)
     for line in _opening_lines(prepared, engine, launch, checkpoint):
         display.say(line)
     for sink in sinks:
         sink.write("event", done, event="resumed" if checkpoint else "started", world_size=launch.world_size)
-    dp_rank = run.topology.coordinates(launch.rank)["dp"]
+    place = run.topology.coordinates(launch.rank)
+    share: dict[str, Any] = {
+        "dp_rank": place["dp"],
+        "cp": run.topology.cp,
+        "cp_rank": place["cp"],
+        "mask_documents": run.config.data.mask_documents,
+    }
     pin = torch.cuda.is_available()
     training = Training(
         run=run,
@@ -74,7 +88,7 @@ def _run(prepared: Prepared, engine: Engine, launch: Launch, stack: ExitStack) -
         steps=StepLoader(
             prepared.blend,
             run.batch,
-            dp_rank=dp_rank,
+            **share,
             steps=(done + 1, run.steps),
             prefetch=run.config.data.prefetch,
             pin=pin,
@@ -84,7 +98,7 @@ def _run(prepared: Prepared, engine: Engine, launch: Launch, stack: ExitStack) -
             dataset,
             batch_size=run.batch.micro,
             dp=run.topology.dp,
-            dp_rank=dp_rank,
+            **share,
             samples=run.config.evaluation.samples,
         ),
         save=lambda step: _save(prepared, engine, step),
@@ -128,9 +142,9 @@ def _opening_lines(prepared: Prepared, engine: Engine, launch: Launch, checkpoin
     run, size = prepared.run, prepared.size
     samples = run.steps * run.batch.samples
     epochs = max(prepared.blend.order.epochs(samples))
-    sharding = f" ZeRO-{run.config.zero_optimization.stage}" if run.config.engine == "deepspeed" else ""
-    yield f"{launch} on {engine.device_name}, engine {run.config.engine}{sharding}, {run.topology}"
-    yield f"{size.parameters:,} parameters, {'bf16' if run.config.bf16.enabled else 'fp32'}; {run.batch}"
+    yield f"{launch} on {engine.device_name}; {run.layout}"
+    yield f"{size.parameters:,} parameters, {run.precision}; {run.batch}"
+    yield from stage_lines(run, prepared.model)
     yield (
         f"{run.steps:,} steps = {run.steps * run.batch.tokens:,} tokens,"
         f" {epochs:.2f} epochs of {prepared.blend.tokens:,}"
@@ -149,6 +163,14 @@ def _open_sinks(prepared: Prepared, stack: ExitStack, *, from_step: int) -> list
         stack.callback(wandb_sink.close)
         sinks.append(wandb_sink)
     return sinks
+
+
+def _preflight(run: ResolvedRun, meeting: Meeting, device: torch.device) -> str | None:
+    if meeting.world_size == 1:
+        return None
+    shard = run.config.parallel.shard
+    _, line = preflight(meeting, lambda: Mesh(run.topology, device_type=device.type, shard=shard), device=device)
+    return line
 
 
 @contextmanager

@@ -51,11 +51,18 @@ def resolve_batch(config: Config, *, dp: int) -> Batch:
     Raises:
         ConfigError: the numbers do not divide or contradict each other; names the nearest that work.
     """
-    total, micro, accumulation = (
-        config.train_batch_size,
-        config.train_micro_batch_size_per_gpu,
-        config.gradient_accumulation_steps,
+    total, micro, accumulation = cut_batch(
+        config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps, dp=dp
     )
+    return Batch(total, micro, accumulation, dp, config.data.sequence_length)
+
+
+def cut_batch(total: int | None, micro: int | None, accumulation: int | None, *, dp: int) -> tuple[int, int, int]:
+    """Samples per step, per forward pass of a rank, and forward passes per rank and step, from what is given of them.
+
+    Raises:
+        ConfigError: the numbers do not divide or contradict each other; names the nearest that work.
+    """
     if total is None:
         if micro is None:
             why = "neither it nor train_micro_batch_size_per_gpu is given"
@@ -75,7 +82,7 @@ def resolve_batch(config: Config, *, dp: int) -> Batch:
             why=f"train_batch_size {total} = micro-batch {micro} x accumulation x dp {dp} needs {derived}",
             remedy=f"set it to {derived}, or leave it out and it follows from the others",
         )
-    return Batch(total, micro, derived, dp, config.data.sequence_length)
+    return total, micro, derived
 
 
 def _divides(total: int, part: int, *, by: str, unit: int) -> None:

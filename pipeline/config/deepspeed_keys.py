@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.errors import ConfigError
+from headrace.section import Section
+from pipeline.config.schema import Config
 
 _LATER = "remove it: this version of headrace does not run it"
 _OURS = "remove it: headrace does this itself"
@@ -61,9 +63,9 @@ REFUSED_ZERO: dict[str, str] = {
     "zero_hpz_partition_size": _LATER,
     "zero_quantized_gradients": _LATER,
     "zero_quantized_weights": _LATER,
-    "cpu_offload": _LATER,
-    "cpu_offload_param": _LATER,
-    "cpu_offload_use_pin_memory": _LATER,
+    "cpu_offload": "use offload_optimizer",
+    "cpu_offload_param": "use offload_param",
+    "cpu_offload_use_pin_memory": "use offload_optimizer.pin_memory",
     "compute_grad_norm": _OURS,
     "enable_sanity_checks": _LATER,
     "leaf_module": _LATER,
@@ -94,6 +96,51 @@ REFUSED_BF16: dict[str, str] = {
     "check_grad_overflow": _OURS,
     "immediate_grad_update": _LATER,
 }
+
+
+_BUCKETS = "remove it: FSDP2 and DDP choose their own buckets"
+_GATHERS = "remove it: FSDP2 gathers layer by layer, one ahead"
+
+REFUSED_ON_TORCH: dict[str, str] = {
+    "zero_optimization.contiguous_gradients": _BUCKETS,
+    "zero_optimization.reduce_scatter": "remove it: FSDP2 always reduce-scatters",
+    "zero_optimization.reduce_bucket_size": _BUCKETS,
+    "zero_optimization.allgather_partitions": _GATHERS,
+    "zero_optimization.allgather_bucket_size": _GATHERS,
+    "zero_optimization.overlap_comm": "remove it: communication always overlaps with computation there",
+    "zero_optimization.sub_group_size": "remove it: the update is one fused kernel there",
+    "zero_optimization.round_robin_gradients": "remove it: it is for offload",
+    "zero_optimization.ignore_unused_parameters": "remove it: every parameter takes part",
+    "zero_optimization.stage3_max_live_parameters": _GATHERS,
+    "zero_optimization.stage3_max_reuse_distance": "use zero_optimization.stage 2 to keep parameters gathered",
+    "zero_optimization.stage3_prefetch_bucket_size": _GATHERS,
+    "zero_optimization.stage3_param_persistence_threshold": _GATHERS,
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "use python -m pipeline export",
+    "aio": "remove it: there is no offload there",
+    "wall_clock_breakdown": "remove it: DeepSpeed's own timers",
+    "steps_per_print": "remove it: DeepSpeed's own log",
+    "data_types.grad_accum_dtype": "remove it: gradients are added up in fp32 there",
+}
+"""Keys that mean nothing on the native engine. A value that says what happens there anyway is let through."""
+
+_SAYS_SO: dict[str, Any] = {"data_types.grad_accum_dtype": "fp32", "zero_optimization.reduce_scatter": True}
+
+
+def refuse_on_torch(config: Config) -> None:
+    """Refuses DeepSpeed's keys that mean nothing on the native engine.
+
+    Raises:
+        ConfigError: names the first such key.
+    """
+    for key, remedy in REFUSED_ON_TORCH.items():
+        section, _, name = key.partition(".")
+        value: Any = getattr(config, section)
+        value = getattr(value, name) if name else value
+        if isinstance(value, Section):
+            value = value.model_dump(exclude_none=True)
+        if value and _SAYS_SO.get(key) != value:
+            why = "DeepSpeed's key; it means nothing on the torch engine"
+            raise ConfigError(key, value, why=why, remedy=remedy + ", or use engine deepspeed")
 
 
 def refuse_by_name(raw: dict[str, Any]) -> None:

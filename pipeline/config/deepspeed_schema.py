@@ -76,7 +76,7 @@ class OffloadParamSection(Section):
     pin_memory: bool = False
     buffer_count: Count | None = None
     buffer_size: Count | None = None
-    max_in_cpu: Count | None = None
+    max_in_cpu: Index | None = Field(None, description="elements kept in host memory, the rest on the disk")
 
 
 class AioSection(Section):

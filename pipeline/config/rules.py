@@ -1,19 +1,111 @@
-"""What must hold between fields, checked before a process group, a GPU or a byte of output is touched.
+"""Which layouts are legal, in one table, and `resolve`: the one way from a parsed `Config` to something that can run.
 
-`resolve` is the one way from a parsed `Config` to something that can run.
+Everything is checked before a process group, a GPU or a byte of output is touched. `model_rules.py` has what must hold
+whatever the layout, `layout_rules.py` the arithmetic of a layout that is legal.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
 
 from headrace.errors import ConfigError
 from pipeline.config.batch import Batch, resolve_batch
+from pipeline.config.deepspeed_keys import refuse_on_torch
+from pipeline.config.layout_rules import SEVERAL_PIECES, check_layout, check_schedule, topology_of
+from pipeline.config.model_rules import check_model, check_optimizer, check_precision
 from pipeline.config.schedule import Schedule, make_schedule
 from pipeline.config.schema import Config
 from pipeline.topology import Topology
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Something a layout may have that not every engine offers at every ZeRO stage.
+
+    Attributes:
+        what: in words.
+        field: where the config asks for it.
+        without: what to write instead, to do without it.
+        given: the value that asks for it; None where it is not asked for.
+    """
+
+    what: str
+    field: str
+    without: str
+    given: Callable[[Config, Topology], object]
+
+
+def _offload(section: str) -> Feature:
+    field = f"zero_optimization.{section}.device"
+
+    def given(config: Config, _topology: Topology) -> object:
+        device = getattr(config.zero_optimization, section).device
+        return None if device == "none" else device
+
+    return Feature(section, field, f"{field} none", given)
+
+
+def _schedule(name: str) -> Feature:
+    def given(config: Config, topology: Topology) -> object:
+        return name if topology.pp > 1 and config.parallel.schedule == name else None
+
+    return Feature(f"schedule {name}", "parallel.schedule", "parallel.schedule 1f1b", given)
+
+
+FEATURES: dict[str, Feature] = {
+    "pp": Feature("pipeline stages", "parallel.pp", "parallel.pp 1", lambda _c, t: t.pp if t.pp > 1 else None),
+    "tp": Feature("tensor parallelism", "parallel.tp", "parallel.tp 1", lambda _c, t: t.tp if t.tp > 1 else None),
+    "cp": Feature("context parallelism", "parallel.cp", "parallel.cp 1", lambda _c, t: t.cp if t.cp > 1 else None),
+    "ring": Feature(
+        "ring attention",
+        "parallel.context",
+        "parallel.context ulysses",
+        lambda c, t: "ring" if t.cp > 1 and c.parallel.context == "ring" else None,
+    ),
+    "shard": Feature("hybrid sharding", "parallel.shard", "no parallel.shard", lambda c, _t: c.parallel.shard),
+    "offload_optimizer": _offload("offload_optimizer"),
+    "offload_param": _offload("offload_param"),
+    "fp16": Feature("fp16", "fp16.enabled", "bf16.enabled true", lambda c, _t: c.fp16.enabled or None),
+    **{name: _schedule(name) for name in ("gpipe", "interleaved_1f1b", "zero_bubble")},
+}
+"""Besides data parallelism and the schedule 1f1b: the one every row has, the other every row with pp."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A row of the table: what one engine runs at one ZeRO stage.
+
+    Attributes:
+        engine: deepspeed or torch.
+        stage: `zero_optimization.stage`.
+        does: what the stage is called there.
+        features: those of `FEATURES` that it may have, in any combination.
+    """
+
+    engine: str
+    stage: int
+    does: str
+    features: frozenset[str]
+
+
+_EVERYWHERE = frozenset({"tp", "cp", "ring", "fp16"})
+_NATIVE = _EVERYWHERE | {"pp", "gpipe", "interleaved_1f1b", "zero_bubble"}
+
+LAYOUTS = (
+    Layout("deepspeed", 0, "ZeRO-0: every data rank holds everything", _EVERYWHERE | {"pp"}),
+    Layout("deepspeed", 1, "ZeRO-1: optimizer state is sharded", _EVERYWHERE | {"pp"}),
+    Layout("deepspeed", 1, "ZeRO-1: optimizer state is sharded", _EVERYWHERE | {"offload_optimizer"}),
+    Layout("deepspeed", 2, "ZeRO-2: gradients too", _EVERYWHERE | {"offload_optimizer"}),
+    Layout("deepspeed", 3, "ZeRO-3: parameters too", _EVERYWHERE | {"offload_optimizer", "offload_param"}),
+    Layout("torch", 0, "DDP: every data rank holds everything", _NATIVE),
+    Layout("torch", 2, "FSDP2, parameters gathered once per step", _NATIVE | {"shard"}),
+    # zero_bubble takes gradients of weights apart from those of inputs: torch 2.13 does not find weights that are sharded
+    # again after each pass, and loses their gradients without a word
+    Layout("torch", 3, "FSDP2, parameters gathered for each pass", (_NATIVE | {"shard"}) - {"zero_bubble"}),
+)
+"""Every legal layout. Two rows of one engine and stage are alternatives: features of both are not mixed."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +126,33 @@ class ResolvedRun:
     @property
     def stages_per_rank(self) -> int:
         """Pieces of the model that one pipeline rank holds."""
-        return self.config.parallel.stages_per_rank or 1
+        if self.topology.pp == 1:
+            return 1
+        return self.config.parallel.stages_per_rank or (2 if self.config.parallel.schedule in SEVERAL_PIECES else 1)
+
+    @property
+    def layout(self) -> str:
+        """The layout in words: engine, sharding, mesh, schedule."""
+        config = self.config
+        if self.plain:
+            return "torch, one plain process"
+        stage = config.zero_optimization.stage
+        does = next(row.does for row in LAYOUTS if (row.engine, row.stage) == (config.engine, stage))
+        given = [(FEATURES[name], value) for name, value in wanted(config, self.topology).items()]
+        meshed = ("parallel.pp", "parallel.tp", "parallel.cp")
+        others = [f"{f.what} {value}" for f, value in given if f.field not in (*meshed, "parallel.schedule")]
+        if self.topology.pp > 1:
+            pieces = f", {self.stages_per_rank} pieces per rank" if self.stages_per_rank > 1 else ""
+            others.insert(0, config.parallel.schedule + pieces)
+        return "; ".join([config.engine, does, str(self.topology), *others])
+
+    @property
+    def precision(self) -> str:
+        """The precision in words."""
+        if self.config.fp16.enabled:
+            scale = self.config.fp16.loss_scale
+            return f"fp16, fp32 master weights, loss scale {f'{scale:g}' if scale else 'dynamic'}"
+        return "bf16, fp32 master weights" if self.config.bf16.enabled else "fp32"
 
 
 def resolve(config: Config, *, world_size: int) -> ResolvedRun:
@@ -43,65 +161,64 @@ def resolve(config: Config, *, world_size: int) -> ResolvedRun:
     Raises:
         ConfigError: on the first rule that is broken.
     """
-    _check_model(config)
-    _check_engine(config)
+    check_model(config)
+    check_optimizer(config)
+    check_precision(config)
     topology = topology_of(config, world_size=world_size)
+    refuse_illegal(config, topology)
+    if config.engine == "torch":
+        refuse_on_torch(config)
+    check_layout(config, topology)
     batch = resolve_batch(config, dp=topology.dp)
+    check_schedule(config, topology, batch)
     steps = _steps(config, batch)
     return ResolvedRun(config, topology, batch, steps, make_schedule(config, steps=steps))
 
 
-def topology_of(config: Config, *, world_size: int) -> Topology:
-    """The mesh: pp, cp and tp as the config says, dp what is left of the processes.
+def wanted(config: Config, topology: Topology) -> dict[str, object]:
+    """The features a config asks for, with the values that ask for them."""
+    asked = {name: feature.given(config, topology) for name, feature in FEATURES.items()}
+    return {name: value for name, value in asked.items() if value is not None}
 
-    DeepSpeed's own keys for an axis mean the same as ours; only one of the two may be given, or both alike.
+
+def refuse_illegal(config: Config, topology: Topology) -> None:
+    """Refuses a layout that is not in the table.
 
     Raises:
-        ConfigError: two keys contradict each other, or the processes cannot be divided so.
+        ConfigError: the nearest legal layouts are its remedy.
     """
-    parallel = config.parallel
-    theirs = {
-        "pp": ("pipeline.stages", config.pipeline.stages),
-        "tp": ("tensor_parallel.autotp_size", config.tensor_parallel.autotp_size),
-        "cp": ("sequence_parallel_size", config.sequence_parallel_size),
-    }
-    sizes: dict[str, int] = {}
-    for axis, (key, value) in theirs.items():
-        ours = getattr(parallel, axis)
-        if ours is not None and value is not None and ours != value:
-            raise ConfigError(f"parallel.{axis}", ours, why=f"{key} says {value}", remedy="give one of the two")
-        sizes[axis] = ours or value or 1
-    model_ranks = sizes["pp"] * sizes["tp"] * sizes["cp"]
-    if world_size % model_ranks:
-        product = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
-        near = max(1, world_size // model_ranks) * model_ranks
-        why = f"{world_size} processes are not a multiple of {model_ranks} ({product})"
-        remedy = f"start {near} or {near + model_ranks} processes, or change the section"
-        raise ConfigError("parallel", why=why, remedy=remedy)
-    return Topology(dp=world_size // model_ranks, **sizes)
+    engine, stage = config.engine, config.zero_optimization.stage
+    asked = wanted(config, topology)
+    here = [row for row in LAYOUTS if (row.engine, row.stage) == (engine, stage)]
+    if any(row.features >= asked.keys() for row in here):
+        return
+    remedy = _nearest(engine, stage, asked)
+    if not here:
+        stages = ", ".join(str(row.stage) for row in LAYOUTS if row.engine == engine)
+        why = f"the {engine} engine runs stages {stages}"
+        raise ConfigError("zero_optimization.stage", stage, why=why, remedy=remedy)
+    lacks = min((asked.keys() - row.features for row in here), key=len)
+    name = next(name for name in asked if name in lacks)
+    others = [FEATURES[other].what for other in asked if other != name and other not in _EVERYWHERE]
+    beside = f" beside {' and '.join(others)}" if any(name in row.features for row in here) else ""
+    why = f"the {engine} engine at ZeRO stage {stage} has no {FEATURES[name].what}{beside}"
+    raise ConfigError(FEATURES[name].field, asked[name], why=why, remedy=remedy)
 
 
-def curve_fields(run: ResolvedRun) -> dict[str, Any]:
-    """The fields that decide which curve a run follows; layout, logging and checkpointing are not among them.
-
-    A run may be resumed only where these are unchanged. Paths are not among them either: what lies there is compared
-    by fingerprint.
-    """
-    config = run.config.model_dump(mode="json")
-    weights = [source["weight"] for source in config["data"]["sources"]]
-    distill = config["distill"] and {k: v for k, v in config["distill"].items() if k != "teacher"}
-    return {
-        "model": {key: config["model"][key] for key in ("config", "fresh", "keep_layers")},
-        "data": {"weights": weights, "sequence_length": config["data"]["sequence_length"]},
-        "distill": distill,
-        "train_batch_size": run.batch.samples,
-        "optimizer": config["optimizer"],
-        "scheduler": run.schedule.describe(),
-        "gradient_clipping": config["gradient_clipping"],
-        "bf16": config["bf16"]["enabled"],
-        "grad_accum_dtype": config["data_types"]["grad_accum_dtype"] or "fp32",
-        "run.seed": config["run"]["seed"],
-    }
+def _nearest(engine: str, stage: int, asked: Collection[str]) -> str:
+    """The fewest changes that make a layout legal: every way of making so few, the nearest stage of each."""
+    ways: dict[tuple[str, ...], tuple[int, int, int, int, str]] = {}
+    for row in LAYOUTS:
+        dropped = tuple(FEATURES[name].without for name in asked if name not in row.features)
+        other_engine = (f"engine {row.engine}",) if row.engine != engine else ()
+        other_stage = (f"zero_optimization.stage {row.stage}",) if row.stage != stage else ()
+        changes = (*other_engine, *other_stage, *dropped)
+        kind = (*other_engine, *dropped)
+        # to keep what was asked for comes before doing without it
+        way = (len(changes), len(dropped), abs(row.stage - stage), -row.stage, " and ".join(changes))
+        ways[kind] = min(ways.get(kind, way), way)
+    fewest = min(ways.values())[0]
+    return "use " + ", or ".join(way[-1] for way in sorted(ways.values()) if way[0] == fewest)
 
 
 def _steps(config: Config, batch: Batch) -> int:
@@ -113,63 +230,3 @@ def _steps(config: Config, batch: Batch) -> int:
         return run.steps
     assert run.tokens is not None
     return math.ceil(run.tokens / batch.tokens)
-
-
-def _check_model(config: Config) -> None:
-    model = config.model
-    if (model.config is None) == (model.path is None):
-        why = "neither is given" if model.config is None else "both are given"
-        raise ConfigError("model.config / model.path", why=why, remedy="give exactly one of the two")
-    if model.config is not None:
-        for key in ("fresh", "keep_layers"):
-            if getattr(model, key):
-                why = "it only means something for a model that is loaded"
-                raise ConfigError(f"model.{key}", getattr(model, key), why=why, remedy="remove it, or use model.path")
-        check_model_config(model.config, sequence_length=config.data.sequence_length)
-
-
-def check_model_config(model: dict[str, Any], *, sequence_length: int) -> None:
-    """Checks the integers of a Hugging Face config that any decoder shares, as far as they are given.
-
-    Raises:
-        ConfigError: no `model_type`; heads that do not divide; a sequence longer than the model's positions.
-    """
-    if not isinstance(model.get("model_type"), str):
-        remedy = 'add "model_type": "llama" (or qwen3, mistral, gpt2, ...)'
-        raise ConfigError(
-            "model.config.model_type", model.get("model_type"), why="it names the architecture", remedy=remedy
-        )
-    for key, value in model.items():
-        whole = key.startswith("num_") or key.endswith("_size")
-        if whole and value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ConfigError(f"model.config.{key}", value, why="it is not a whole number above 0", remedy="use one")
-    hidden, heads = model.get("hidden_size"), model.get("num_attention_heads")
-    kv_heads = model.get("num_key_value_heads")
-    if hidden and heads and not model.get("head_dim") and hidden % heads:
-        near = max(h for h in range(1, heads + 1) if hidden % h == 0)
-        why = f"hidden_size {hidden} is not divisible by it"
-        raise ConfigError("model.config.num_attention_heads", heads, why=why, remedy=f"use {near}, or set head_dim")
-    if heads and kv_heads and heads % kv_heads:
-        near = max(h for h in range(1, min(kv_heads, heads) + 1) if heads % h == 0)
-        why = f"num_attention_heads {heads} is not divisible by it"
-        raise ConfigError("model.config.num_key_value_heads", kv_heads, why=why, remedy=f"use {near}")
-    positions = model.get("max_position_embeddings")
-    if positions and positions < sequence_length:
-        why = f"the model has max_position_embeddings {positions}"
-        remedy = f"use at most {positions}, or raise max_position_embeddings"
-        raise ConfigError("data.sequence_length", sequence_length, why=why, remedy=remedy)
-
-
-def _check_engine(config: Config) -> None:
-    if config.optimizer.type == "Adam" and not config.optimizer.params.adam_w_mode:
-        why = "Adam with L2 in the gradient is not offered"
-        raise ConfigError("optimizer.params.adam_w_mode", False, why=why, remedy="use type AdamW")
-    for beta in config.optimizer.params.betas:
-        if not 0 <= beta < 1:
-            why = "a beta must lie in [0, 1)"
-            raise ConfigError(
-                "optimizer.params.betas", config.optimizer.params.betas, why=why, remedy="use [0.9, 0.95]"
-            )
-    if config.data_types.grad_accum_dtype == "bf16" and not config.bf16.enabled:
-        why = "gradients of an fp32 run are fp32"
-        raise ConfigError("data_types.grad_accum_dtype", "bf16", why=why, remedy="remove it, or enable bf16")

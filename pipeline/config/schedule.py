@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from headrace.errors import ConfigError
-from pipeline.config.deepspeed_schema import SchedulerParams
+from pipeline.config.deepspeed_schema import SchedulerParams, SchedulerSection
 from pipeline.config.schema import Config
 
 _USES = {
@@ -69,12 +69,28 @@ def make_schedule(config: Config, *, steps: int) -> Schedule:
     Raises:
         ConfigError: a parameter that the chosen type does not use, or a warm-up and decay longer than the run.
     """
-    lr = config.optimizer.params.lr
-    if config.scheduler is None:
+    return schedule_of(config.scheduler, lr=config.optimizer.params.lr, steps=steps)
+
+
+def schedule_of(section: SchedulerSection | None, *, lr: float, steps: int | None) -> Schedule:
+    """The schedule of a config's section; a constant learning rate without one.
+
+    Args:
+        section: the config's `scheduler`.
+        lr: the optimizer's learning rate.
+        steps: of the run; None where nobody knows, and the section has to say it.
+
+    Raises:
+        ConfigError: as `make_schedule`, and a length that nobody gives.
+    """
+    if section is None:
         return Schedule("constant", lr)
-    kind, params = config.scheduler.type, config.scheduler.params
+    kind, params = section.type, section.params
     _refuse_unused(kind, params)
-    total = params.total_num_steps or steps
+    total = params.total_num_steps or steps or 0
+    if not total and kind != "WarmupLR":
+        why = f"{kind} needs the length of the training"
+        raise ConfigError("scheduler.params.total_num_steps", why=why, remedy="add it: the number of updates")
     if kind == "WSD":
         return _wsd(params, lr=lr, total=total)
     peak = params.warmup_max_lr or lr

@@ -115,6 +115,17 @@ class RunSection(Section):
     )
 
 
+class LaunchSection(Section):
+    """How the processes find and reach each other."""
+
+    backend: Literal["auto", "gloo", "nccl", "mpi"] = Field(
+        "auto", description="auto: nccl between GPUs, gloo between CPUs; or gloo, nccl, or mpi where torch has it"
+    )
+    timeout: PositiveFloat = Field(
+        300.0, description="seconds that ranks wait for each other at start and in each check of the pre-flight"
+    )
+
+
 class EvaluationSection(Section):
     """Held-out evaluation during training, on the 'heldout' split of every source."""
 
@@ -139,6 +150,7 @@ class Config(Section):
     model: ModelSection
     data: DataSection
     run: RunSection
+    launch: LaunchSection = LaunchSection()
     evaluation: EvaluationSection = EvaluationSection()
     distill: DistillSection | None = None
     loss: LossSection = LossSection()

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from headrace.errors import ConfigError
+from pipeline.config.curve import curve_fields
 from pipeline.config.load import load_config
-from pipeline.config.rules import ResolvedRun, curve_fields, resolve
+from pipeline.config.rules import ResolvedRun, resolve
 from tests.conftest import ROOT, tiny_config, write_config
 
 
@@ -26,8 +27,8 @@ REFUSALS = [
     ("zero_optimisation.stage=2", "did you mean 'zero_optimization'"),
     ("gradient_cliping=1.0", "did you mean 'gradient_clipping'"),
     ("zero_optimization.stage=4", "zero_optimization.stage"),
-    ("zero_optimization.offload_optimizer.device=cpu", "does not run it"),
-    ("tensor_parallel.autotp_size=2", "does not run it"),
+    ("zero_optimization.cpu_offload=true", "use offload_optimizer"),
+    ("tensor_parallel.autotp_size=2", "start 2 or 4 processes"),
     ("tensorboard.enabled=true", "metrics.jsonl"),
     ("optimizer.type=Lion", "AdamW"),
     ("optimizer.params.betas=[0.9, 1.0]", "a beta must lie in [0, 1)"),
@@ -46,7 +47,6 @@ REFUSALS = [
     ("data_types.grad_accum_dtype=bf16", "remove it, or enable bf16"),
     ("distill.alpha=1.5", "distill"),
     ("bf16.immediate_grad_update=true", "does not run it"),
-    ("zero_optimization.cpu_offload=true", "does not run it"),
     ("optimizer.params.lr=Infinity", "optimizer.params.lr"),
 ]
 
@@ -59,11 +59,6 @@ def test_what_cannot_run_is_refused_with_what_would(tmp_path: Path, override: st
     assert words in text
     assert "why: " in text
     assert "try: " in text
-
-
-def test_the_reference_engine_refuses_several_processes(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="2 were started"):
-        resolved(tmp_path, "engine=torch", world_size=2)
 
 
 def test_auto_values_of_a_trainer_config_are_derived(tmp_path: Path) -> None:
@@ -80,10 +75,18 @@ def test_tokens_become_whole_steps_rounded_up(tmp_path: Path) -> None:
 
 def test_the_curve_does_not_depend_on_layout_and_does_on_what_shapes_it(tmp_path: Path) -> None:
     base = curve_fields(resolved(tmp_path))
-    same = ["train_micro_batch_size_per_gpu=1", "zero_optimization.stage=1", "engine=torch", "run.checkpoint_every=2"]
+    same = [
+        "train_micro_batch_size_per_gpu=1",
+        "memory.recompute=full",
+        "loss.chunk=8",
+        "zero_optimization.stage=1",
+        "engine=torch",
+        "run.checkpoint_every=2",
+    ]
     for override in same:
         assert curve_fields(resolved(tmp_path, override)) == base, override
-    for override in ("run.seed=8", "optimizer.params.lr=1e-4", "data.sequence_length=16", "run.steps=21"):
+    numerics = ("loss.z_loss=1e-4", "data.mask_documents=true", "fp16.enabled=true")
+    for override in ("run.seed=8", "optimizer.params.lr=1e-4", "data.sequence_length=16", "run.steps=21", *numerics):
         assert curve_fields(resolved(tmp_path, override)) != base, override
 
 
@@ -110,15 +113,6 @@ def test_check_refuses_a_number_of_processes_that_is_none(tokens: Path, tmp_path
     done, _ = check("--config", str(path), "--processes", number)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
-
-
-def test_every_shipped_config_passes_the_rules() -> None:
-    shipped = sorted((ROOT / "ds_configs").glob("*.json"))
-    assert len(shipped) >= 4
-    for path in shipped:
-        for world_size in (1, 2, 8):
-            run = resolve(load_config(path), world_size=world_size)
-            assert run.steps > 0, path
 
 
 def test_check_prints_the_resolved_run(tokens: Path, tmp_path: Path) -> None:

@@ -1,0 +1,37 @@
+"""Which fields decide the curve a run follows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline.config.rules import ResolvedRun
+
+
+def curve_fields(run: ResolvedRun) -> dict[str, Any]:
+    """The fields that decide which curve a run follows; layout, logging and checkpointing are not among them.
+
+    A run may be resumed only where these are unchanged. Paths are not among them either: what lies there is compared
+    by fingerprint. What is off is None, so that a checkpoint from before a feature existed can still be resumed.
+    """
+    config = run.config.model_dump(mode="json")
+    weights = [source["weight"] for source in config["data"]["sources"]]
+    distill = config["distill"] and {k: v for k, v in config["distill"].items() if k != "teacher"}
+    return {
+        "model": {key: config["model"][key] for key in ("config", "fresh", "keep_layers")},
+        "data": {
+            "weights": weights,
+            "sequence_length": config["data"]["sequence_length"],
+            "mask_documents": config["data"]["mask_documents"] or None,
+        },
+        "distill": distill,
+        "loss.z_loss": config["loss"]["z_loss"] or None,
+        "train_batch_size": run.batch.samples,
+        "optimizer": config["optimizer"],
+        "scheduler": run.schedule.describe(),
+        "gradient_clipping": config["gradient_clipping"],
+        "bf16": config["bf16"]["enabled"],
+        # loss scaling decides which steps overflow and are skipped
+        "fp16": config["fp16"] if config["fp16"]["enabled"] else None,
+        "grad_accum_dtype": config["data_types"]["grad_accum_dtype"] or "fp32",
+        "run.seed": config["run"]["seed"],
+    }

@@ -1,0 +1,170 @@
+"""The arithmetic of a layout that the table in `rules.py` allows: what has to divide what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from headrace.errors import ConfigError
+from pipeline.config.batch import Batch
+from pipeline.config.schema import Config
+from pipeline.topology import Topology
+
+SEVERAL_PIECES = ("interleaved_1f1b", "zero_bubble")
+"""Schedules in which a pipeline rank holds several pieces of the model."""
+
+
+def topology_of(config: Config, *, world_size: int) -> Topology:
+    """The mesh: pp, cp and tp as the config says, dp what is left of the processes.
+
+    DeepSpeed's own keys for an axis mean the same as ours; only one of the two may be given, or both alike.
+
+    Raises:
+        ConfigError: two keys contradict each other, or the processes cannot be divided so.
+    """
+    parallel = config.parallel
+    theirs = {
+        "pp": ("pipeline.stages", config.pipeline.stages),
+        "tp": ("tensor_parallel.autotp_size", config.tensor_parallel.autotp_size),
+        "cp": ("sequence_parallel_size", config.sequence_parallel_size),
+    }
+    sizes: dict[str, int] = {}
+    for axis, (key, value) in theirs.items():
+        ours = getattr(parallel, axis)
+        if ours is not None and value is not None and ours != value:
+            raise ConfigError(f"parallel.{axis}", ours, why=f"{key} says {value}", remedy="give one of the two")
+        sizes[axis] = ours or value or 1
+    model_ranks = sizes["pp"] * sizes["tp"] * sizes["cp"]
+    if world_size % model_ranks:
+        product = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+        near = max(1, world_size // model_ranks) * model_ranks
+        why = f"{world_size} processes are not a multiple of {model_ranks} ({product})"
+        remedy = f"start {near} or {near + model_ranks} processes, or change the section"
+        raise ConfigError("parallel", why=why, remedy=remedy)
+    return Topology(dp=world_size // model_ranks, **sizes)
+
+
+def check_layout(config: Config, topology: Topology) -> None:
+    """Checks what must divide, and what the sections need of each other.
+
+    Raises:
+        ConfigError: names the nearest number that works.
+    """
+    _check_sequence(config, topology)
+    if config.model.config is not None:
+        check_heads(config.model.config, topology, context=config.parallel.context)
+    _check_attention(config, topology)
+    _check_shard(config, topology)
+    _check_offload(config)
+    if config.distill is not None and topology.tp * topology.cp > 1:
+        why = "a teacher's logits are whole, the student's would be cut over tp or cp ranks"
+        remedy = "use ZeRO, FSDP2 or parallel.pp, with parallel.tp 1 and parallel.cp 1"
+        raise ConfigError("distill", why=why, remedy=remedy)
+
+
+def check_heads(model: Mapping[str, Any], topology: Topology, *, context: str) -> None:
+    """Checks that heads and ids can be dealt out, as far as a Hugging Face config names them.
+
+    Raises:
+        ConfigError: names the largest number of ranks that works.
+    """
+    tp, cp = topology.tp, topology.cp
+    heads = model.get("num_attention_heads")
+    by_heads = cp if context == "ulysses" else 1
+    _deal("parallel.tp", tp, heads, "num_attention_heads")
+    _deal("parallel.tp", tp, model.get("num_key_value_heads"), "num_key_value_heads")
+    _deal("parallel.tp", tp, model.get("vocab_size"), "vocab_size")
+    if heads and (heads // tp) % by_heads:
+        near = max(n for n in range(1, cp) if (heads // tp) % n == 0)
+        why = f"ulysses deals out {heads // tp} heads ({heads} / tp {tp}), and {cp} ranks do not divide them"
+        raise ConfigError("parallel.cp", cp, why=why, remedy=f"use {near}, or parallel.context ring")
+
+
+def _deal(field: str, ranks: int, count: int | None, name: str) -> None:
+    if count and count % ranks:
+        near = max(n for n in range(1, ranks) if count % n == 0)
+        above = -(-count // ranks) * ranks
+        remedy = f"use {near}, or {name} {above}"
+        raise ConfigError(field, ranks, why=f"it does not divide model.config.{name} ({count})", remedy=remedy)
+
+
+def _check_sequence(config: Config, topology: Topology) -> None:
+    length, ranks = config.data.sequence_length, topology.cp * topology.tp
+    if length % ranks:
+        why = f"cp {topology.cp} x tp {topology.tp} ranks each hold an equal part of a sequence between blocks"
+        below = length // ranks * ranks
+        near = f"{below} or {below + ranks}" if below else str(ranks)
+        raise ConfigError("data.sequence_length", length, why=why, remedy=f"use {near}")
+
+
+def _check_attention(config: Config, topology: Topology) -> None:
+    if topology.cp > 1 and config.parallel.context == "ring" and config.data.mask_documents:
+        why = "ring attention knows no mask but the causal one, and there is data.mask_documents"
+        raise ConfigError("parallel.context", "ring", why=why, remedy="use ulysses")
+    given = config.model.attn_implementation
+    if given == "sdpa":
+        return
+    for needs, what in (
+        (topology.cp > 1, "parallel.cp"),
+        (topology.tp > 1, "parallel.tp"),
+        (config.data.mask_documents, "data.mask_documents"),
+    ):
+        if needs:
+            why = f"{what} needs headrace's own attention, which stands behind sdpa"
+            raise ConfigError("model.attn_implementation", given, why=why, remedy="use sdpa")
+
+
+def _check_shard(config: Config, topology: Topology) -> None:
+    shard, data = config.parallel.shard, topology.dp * topology.cp
+    if shard is not None and data % shard:
+        fits = [n for n in range(1, data + 1) if data % n == 0]
+        near = min(fits, key=lambda n: abs(n - shard))
+        why = f"it does not divide the {data} data ranks (dp {topology.dp} x cp {topology.cp})"
+        raise ConfigError("parallel.shard", shard, why=why, remedy=f"use {near}, or leave it out to shard over all")
+
+
+def _check_offload(config: Config) -> None:
+    for name in ("offload_optimizer", "offload_param"):
+        section = getattr(config.zero_optimization, name)
+        if section.device == "nvme" and section.nvme_path is None:
+            field = f"zero_optimization.{name}.nvme_path"
+            raise ConfigError(field, why="the device is nvme", remedy="name a directory on a local NVMe disk")
+
+
+def check_schedule(config: Config, topology: Topology, batch: Batch) -> None:
+    """Checks that there are enough micro-batches to fill a pipeline, in the number its schedule needs.
+
+    Raises:
+        ConfigError: names the nearest batch sizes that work.
+    """
+    parallel, pp = config.parallel, topology.pp
+    pieces = parallel.stages_per_rank
+    if pieces is not None and pieces > 1 and pp == 1:
+        why = "there is no pipeline: parallel.pp is 1"
+        raise ConfigError("parallel.stages_per_rank", pieces, why=why, remedy="remove it, or set parallel.pp")
+    if pp == 1:
+        return
+    several = parallel.schedule in SEVERAL_PIECES
+    if pieces is not None and several != (pieces > 1):
+        why = f"{parallel.schedule} runs {'several pieces' if several else 'one piece'} of the model per rank"
+        remedy = "use 2" if several else "remove it, or use parallel.schedule interleaved_1f1b"
+        raise ConfigError("parallel.stages_per_rank", pieces, why=why, remedy=remedy)
+    if parallel.schedule == "zero_bubble" and config.memory.recompute == "selective":
+        why = "zero_bubble runs a layer's backward pass in two parts, and torch recomputes selectively only once"
+        raise ConfigError("memory.recompute", "selective", why=why, remedy="use full, or schedule interleaved_1f1b")
+    if parallel.schedule == "gpipe":
+        return
+    if several and batch.accumulation % pp:
+        raise _micro_batches(batch, pp, why=f"{parallel.schedule} takes micro-batches in rounds of pp {pp}")
+    if batch.accumulation < pp:
+        raise _micro_batches(batch, pp, why=f"{parallel.schedule} keeps pp {pp} micro-batches under way")
+
+
+def _micro_batches(batch: Batch, pp: int, *, why: str) -> ConfigError:
+    each = batch.dp * batch.micro
+    below, above = (n // pp * pp * each for n in (batch.accumulation, batch.accumulation + pp))
+    near = f"{below} or {above}" if below else str(above)
+    why += f", and a step has {batch.accumulation} ({batch.samples} samples / micro {batch.micro} / dp {batch.dp})"
+    return ConfigError(
+        "train_batch_size", batch.samples, why=why, remedy=f"use {near}, or a smaller train_micro_batch_size_per_gpu"
+    )

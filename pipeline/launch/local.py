@@ -1,0 +1,192 @@
+"""`--nproc N`: N processes of this machine, started and watched over.
+
+torchrun does this too, and may be used instead. Torch's `SubprocessContext` underneath it lets the others live for up
+to 30 s after a failure, shows the errors of all ranks mixed or of none, and leaves orphans when it is killed itself;
+and it needs torch in this process, which here waits in 20 MB.
+
+Rank 0 writes to the terminal. What the others write is kept in files, and so are the errors of all ranks
+(`headrace.cli.guarded`): when one fails, the others often fail after it, and only the first error tells anything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.cli import ERROR_FILE
+from headrace.errors import EXIT_INTERRUPTED
+
+_POLL_S = 0.05
+_SETTLE_S = 1.0
+"""Time in which ranks that fail together are seen to fail, so that the cause can be told from its consequences."""
+_GRACE_S = 5.0
+"""Time between asking a process to end and ending it."""
+_TAIL_LINES = 20
+_CONSEQUENCE = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|remote process|peer|did not answer", re.IGNORECASE
+)
+_HANDED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass(frozen=True)
+class _Rank:
+    number: int
+    process: subprocess.Popen[bytes]
+    output: Path
+    error: Path
+
+    @property
+    def failed(self) -> bool:
+        return self.process.poll() not in (None, 0)
+
+    def said(self) -> str:
+        """Its error, or the end of what it printed where it had no time to tell."""
+        if self.error.exists():
+            return self.error.read_text().rstrip()
+        text = self.output.read_text(errors="replace") if self.output.exists() else ""
+        return "\n".join(text.rstrip().splitlines()[-_TAIL_LINES:])
+
+
+def supervise(command: Sequence[str], *, processes: int) -> int:
+    """Runs a command as so many ranks on this machine until all are done or one fails.
+
+    Ctrl-C ends all; signals that ask for something (SIGTERM, SIGUSR1, ...) are handed on to every rank.
+
+    Args:
+        command: what every rank runs.
+        processes: number of ranks.
+
+    Returns:
+        0, or the exit code of the rank that failed first; 128 + n when it was ended by signal n.
+    """
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-")))
+        port = stack.enter_context(_held_port())
+        ranks: list[_Rank] = []
+        stack.callback(_end, ranks, signal.SIGTERM)
+        ranks.extend(_start(command, number, processes, folder, port) for number in range(processes))
+        stack.enter_context(_handing_on(ranks))
+        try:
+            failures = _watch(ranks)
+        except KeyboardInterrupt:
+            _end(ranks, signal.SIGINT)
+            return EXIT_INTERRUPTED
+        if not failures:
+            return 0
+        cause = next((rank for rank in failures if not _CONSEQUENCE.search(_last_lines(rank))), failures[0])
+        _end(ranks, signal.SIGTERM)
+        return _tell(cause, processes)
+
+
+def _start(command: Sequence[str], number: int, processes: int, folder: Path, port: int) -> _Rank:
+    output, error = folder / f"output-{number}", folder / f"error-{number}"
+    threads = max(1, (os.cpu_count() or 1) // processes)
+    environ = {
+        "OMP_NUM_THREADS": str(threads),
+        **os.environ,
+        "HEADRACE_NPROC": str(processes),
+        "RANK": str(number),
+        "LOCAL_RANK": str(number),
+        "WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        ERROR_FILE: str(error),
+    }
+    with ExitStack() as stack:
+        kept = None if number == 0 else stack.enter_context(output.open("wb"))
+        process = subprocess.Popen(
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=kept,
+            stderr=kept and subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on
+            preexec_fn=_die_with_parent,  # noqa: PLW1509  there are no threads here
+        )
+    return _Rank(number, process, output, error)
+
+
+def _die_with_parent() -> None:
+    """Asks Linux to kill this process when its parent is gone, however the parent ended."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def _watch(ranks: Sequence[_Rank]) -> list[_Rank]:
+    """Waits for the end of all, or for a failure; then a moment longer. Returns those that failed, first one first."""
+    failures: list[_Rank] = []
+    deadline = float("inf")
+    while time.monotonic() < deadline and any(rank.process.poll() is None for rank in ranks):
+        time.sleep(_POLL_S)
+        failures += [rank for rank in ranks if rank.failed and rank not in failures]
+        if failures:
+            deadline = min(deadline, time.monotonic() + _SETTLE_S)
+    return failures + [rank for rank in ranks if rank.failed and rank not in failures]
+
+
+def _end(ranks: Sequence[_Rank], how: signal.Signals) -> None:
+    """Ends the processes that are left, and what they started: asks first, then insists."""
+    deadline = time.monotonic() + _GRACE_S
+    for rank in ranks:
+        _send(rank, how)
+    while time.monotonic() < deadline and any(rank.process.poll() is None for rank in ranks):
+        time.sleep(_POLL_S)
+    for rank in ranks:
+        _send(rank, signal.SIGKILL)
+        rank.process.wait()
+
+
+def _send(rank: _Rank, how: signal.Signals) -> None:
+    if rank.process.poll() is None:
+        os.killpg(rank.process.pid, how)
+
+
+def _tell(cause: _Rank, processes: int) -> int:
+    code, said = cause.process.returncode, cause.said()
+    if code < 0:
+        print(f"error: rank {cause.number} of {processes} was ended by {signal.Signals(-code).name}", file=sys.stderr)
+    elif cause.number > 0:
+        print(f"error: rank {cause.number} of {processes} failed with exit code {code}:", file=sys.stderr)
+    if said:
+        print(said, file=sys.stderr, flush=True)
+    return 128 - code if code < 0 else code
+
+
+def _last_lines(rank: _Rank) -> str:
+    return "\n".join(rank.said().splitlines()[-3:])
+
+
+@contextmanager
+def _handing_on(ranks: Sequence[_Rank]) -> Iterator[None]:
+    def hand_on(number: int, _frame: object) -> None:
+        for rank in ranks:
+            if rank.process.poll() is None:
+                rank.process.send_signal(number)
+
+    before = {which: signal.signal(which, hand_on) for which in _HANDED_ON}
+    try:
+        yield
+    finally:
+        for which, handler in before.items():
+            signal.signal(which, handler)
+
+
+@contextmanager
+def _held_port() -> Iterator[int]:
+    """A free port that Linux gives to nobody else; rank 0 may still listen on it, as both allow its reuse."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]

@@ -1,0 +1,6 @@
+"""Bring your own loop: `from pipeline.own_loop import prepare`. See docs/own_loop.md."""
+
+from pipeline.own_loop.engine import LoopEngine
+from pipeline.own_loop.prepare import prepare
+
+__all__ = ["LoopEngine", "prepare"]

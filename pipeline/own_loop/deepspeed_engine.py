@@ -1,0 +1,156 @@
+"""A loop of one's own on DeepSpeed: ZeRO 0 to 3.
+
+With bf16 or fp16 the model's weights are in that dtype and the optimizer's in fp32. ZeRO 0 keeps no fp32 weights then,
+so ZeRO 1 is used instead: the same curve in less memory.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import deepspeed
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from headrace.errors import CheckpointError
+from pipeline.engines import deepspeed_state as held
+from pipeline.engines.common import refuse_non_finite
+from pipeline.own_loop.batches import in_dtype
+from pipeline.own_loop.engine import LoopEngine, Parts, at_rate_zero
+from pipeline.own_loop.state import Piece
+
+_NEVER = 1 << 62
+
+
+class DeepSpeedLoop(LoopEngine):
+    """See `LoopEngine`. The process group is open.
+
+    Args:
+        parts: what it is made from.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        config = parts.config
+        half = config.bf16.enabled or config.fp16.enabled
+        self._dtype = torch.float32
+        if half:
+            self._dtype = torch.bfloat16 if config.bf16.enabled else torch.float16
+        self._stage = max(config.zero_optimization.stage, 1) if half else config.zero_optimization.stage
+        statistics = _statistics(parts.model)
+        deepspeed.init_distributed()  # takes over the open process group
+        self._engine: Any
+        with at_rate_zero(parts.optimizer):
+            made = _deepspeed_config(parts, self._stage)
+            self._engine, *_ = deepspeed.initialize(model=parts.model, optimizer=parts.optimizer, config=made)
+            parts.optimizer.state.clear()  # of the dummy step, whose count would shorten the first update
+        for group, peak in zip(self._groups(), self._peaks, strict=True):
+            group["lr"] = peak
+        for module, buffers in statistics:
+            module._buffers.update(buffers)  # DeepSpeed has cast them to half precision
+
+    def _root(self) -> Any:
+        return self._engine
+
+    def _groups(self) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = self._engine.optimizer.param_groups
+        return groups
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._dtype != torch.float32:
+            args, kwargs = in_dtype(args, self._dtype), in_dtype(kwargs, self._dtype)
+        return self._engine(*args, **kwargs)
+
+    def _backward(self, loss: Tensor) -> None:
+        self._engine.backward(loss)
+
+    def _step(self, ends: bool) -> None:
+        # stage 0 in fp32: DeepSpeed takes the norm only in order to clip
+        reported = self._norm() if ends and self._stage == 0 else None
+        self._engine.step()
+        if not ends:
+            return
+        if self._stage > 0:
+            reported = self._engine.get_global_grad_norm()
+        # -1 and None say that the update was left out
+        self.grad_norm = math.inf if reported is None or float(reported) < 0 else float(reported)
+        if not self._parts.config.fp16.enabled:
+            refuse_non_finite(self.steps + 1, "gradient norm", self.grad_norm)
+
+    def _norm(self) -> float:
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        return float(torch.nn.utils.get_total_norm(gradients))
+
+    def _pieces(self) -> list[Piece]:
+        named = dict(self.module.named_parameters())
+        base = self._parts.optimizer
+        if self._stage == 0:
+            return [Piece(n, tuple(p.shape), 0, p, 0, p.numel(), base.state[p]) for n, p in named.items()]
+        frozen = [name for name, parameter in named.items() if not parameter.requires_grad]
+        if frozen:
+            raise CheckpointError(
+                f"DeepSpeed keeps no fp32 copy of parameters that are not trained, such as {frozen[0]}\n"
+                f"  try: zero_optimization.stage 0 in fp32, or engine torch"
+            )
+        shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in named.items()}
+        flats, found = held._flats(self._engine.optimizer), held._stretches(self._engine.optimizer, named)
+        return [
+            Piece(s.name, shapes[s.name], s.start, flats[s.flat], s.at, s.length, base.state[flats[s.flat]])
+            for s in found
+        ]
+
+    def _loaded(self) -> None:
+        zero = self._engine.optimizer
+        if self._stage == 3:
+            for number in range(len(held._flats(zero))):
+                zero._reassign_or_swap_out_partitioned_parameters(number)
+        if self._stage > 0:
+            held._share_weights(zero)
+
+    def _loss_scale(self) -> list[float]:
+        scaler = self._scaler()
+        if scaler is None:
+            return [1.0, 0.0, 0.0]
+        return [scaler.cur_scale, scaler.cur_iter - scaler.last_overflow_iter - 1, scaler.cur_hysteresis]
+
+    def _set_loss_scale(self, state: list[float]) -> None:
+        scaler = self._scaler()
+        if scaler is not None:
+            scaler.cur_scale, scaler.cur_hysteresis = state[0], int(state[2])
+            scaler.cur_iter, scaler.last_overflow_iter = int(state[1]), -1
+
+    def _scaler(self) -> Any:
+        """DeepSpeed's dynamic loss scale, None where there is none."""
+        scaler = getattr(self._engine.optimizer, "loss_scaler", None)
+        return scaler if self._parts.config.fp16.enabled and hasattr(scaler, "cur_iter") else None
+
+
+def _statistics(model: nn.Module) -> list[tuple[nn.Module, dict[str, Tensor | None]]]:
+    """Every BatchNorm with its running statistics."""
+    return [(m, dict(m._buffers)) for m in model.modules() if isinstance(m, _BatchNorm)]
+
+
+def _deepspeed_config(parts: Parts, stage: int) -> dict[str, Any]:
+    config, share = parts.config, parts.share
+    zero = config.zero_optimization.model_dump(exclude_none=True)
+    for key in ("offload_optimizer", "offload_param"):
+        if zero[key]["device"] == "none":
+            del zero[key]
+    made: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": share.micro,
+        "gradient_accumulation_steps": share.accumulation,
+        "gradient_clipping": config.gradient_clipping,
+        "zero_optimization": {**zero, "stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "wall_clock_breakdown": config.wall_clock_breakdown,
+        "steps_per_print": config.steps_per_print or _NEVER,
+    }
+    if config.bf16.enabled:
+        made |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+        made["communication_data_type"] = "fp32"
+    if config.fp16.enabled:
+        made |= {"fp16": config.fp16.model_dump(), "communication_data_type": "fp32"}
+    return made

@@ -1,0 +1,144 @@
+"""A loop of one's own on native PyTorch: DDP at stage 0, FSDP2 from stage 1 on.
+
+Weights, gradients and optimizer state are fp32; with bf16 or fp16 the forward pass runs under autocast. Stages 1 and 2
+shard all three between updates and gather the weights for an update, stage 3 for the time of a block.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from pipeline.engines.common import refuse_non_finite
+from pipeline.engines.loss_scale import LossScale
+from pipeline.own_loop.engine import LoopEngine, Parts
+from pipeline.own_loop.state import Piece
+from pipeline.parallel.mesh import Mesh
+
+
+class TorchLoop(LoopEngine):
+    """See `LoopEngine`.
+
+    Args:
+        parts: what it is made from.
+        mesh: the ranks; None for one process.
+    """
+
+    def __init__(self, parts: Parts, mesh: Mesh | None) -> None:
+        super().__init__(parts)
+        config = parts.config
+        self._clip, self._scale = config.gradient_clipping, LossScale(config.fp16)
+        self._autocast: torch.dtype | None = None
+        if config.bf16.enabled or config.fp16.enabled:
+            self._autocast = torch.bfloat16 if config.bf16.enabled else torch.float16
+        self._wrapped: nn.Module = parts.model
+        if mesh is not None:
+            stage = config.zero_optimization.stage
+            self._wrapped = _replicated(parts) if stage == 0 else _sharded(parts, mesh, keep=stage < 3)
+
+    def _root(self) -> nn.Module:
+        return self._wrapped
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._sync_at_next_backward(self._backwards + 1 == self._accumulation)
+        with torch.autocast(self.device.type, dtype=self._autocast, enabled=self._autocast is not None):
+            return self._wrapped(*args, **kwargs)
+
+    def _sync_at_next_backward(self, sync: bool) -> None:
+        """Between the micro-batches of an update gradients stay where they are."""
+        if isinstance(self._wrapped, DistributedDataParallel):
+            self._wrapped.require_backward_grad_sync = sync
+        elif isinstance(self._wrapped, FSDPModule):
+            self._wrapped.set_requires_gradient_sync(sync)
+
+    def _backward(self, loss: Tensor) -> None:
+        (loss * (self._scale.value / self._accumulation)).backward()
+
+    def _step(self, ends: bool) -> None:
+        if not ends:
+            return
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        self.grad_norm = _norm(gradients) / self._scale.value
+        finite = math.isfinite(self.grad_norm)
+        if not self._scale.enabled:
+            refuse_non_finite(self.steps + 1, "gradient norm", self.grad_norm)
+        if finite:
+            factor = self._scale.factor(self.grad_norm, self._clip)
+            if factor != 1.0:
+                torch._foreach_mul_([_local(g) for g in gradients], factor)
+            self._parts.optimizer.step()
+        self._scale.update(self.steps + 1, overflow=not finite)
+        self._parts.optimizer.zero_grad(set_to_none=True)
+
+    def _pieces(self) -> list[Piece]:
+        state = self._parts.optimizer.state
+        return [_piece(name, p, state[p]) for name, p in self.module.named_parameters()]
+
+    def _loaded(self) -> None:
+        """The weights that were read are the ones that are used."""
+
+    def _loss_scale(self) -> list[float]:
+        numbers: list[float] = self._scale.state().tolist()
+        return numbers
+
+    def _set_loss_scale(self, state: list[float]) -> None:
+        self._scale.load(torch.tensor(state, dtype=torch.float64))
+
+
+def _replicated(parts: Parts) -> nn.Module:
+    devices = None if parts.device.type == "cpu" else [parts.device]
+    # buffers: BatchNorm's are alike by themselves, and whatever else a model keeps is its own affair at every stage
+    return DistributedDataParallel(parts.model, device_ids=devices, broadcast_buffers=False)
+
+
+def _sharded(parts: Parts, mesh: Mesh, *, keep: bool) -> nn.Module:
+    """FSDP2 in place; the optimizer is given the new parameters in the places of the old ones."""
+    names = {id(parameter): name for name, parameter in parts.model.named_parameters()}
+    for block in _blocks(parts.model):
+        fully_shard(block, mesh=mesh.sharding(), reshard_after_forward=not keep)
+    fully_shard(parts.model, mesh=mesh.sharding(), reshard_after_forward=False)
+    now = dict(parts.model.named_parameters())
+    for group in parts.optimizer.param_groups:
+        group["params"] = [now[names[id(old)]] for old in group["params"]]
+    return parts.model
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The modules that are gathered one at a time: members of lists and sequences that are made of modules themselves.
+
+    Only the outermost ones: a block inside a block would be gathered twice.
+    """
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
+    found = [child for each in lists for child in each.children() if any(True for _ in child.children())]
+    inner = {id(part) for block in found for part in block.modules() if part is not block}
+    return [block for block in found if id(block) not in inner and not isinstance(block, nn.ModuleList)]
+
+
+def _norm(gradients: list[Tensor]) -> float:
+    if not gradients:
+        return 0.0
+    square = torch.stack([_local(g).detach().float().square().sum().double() for g in gradients]).sum()
+    if isinstance(gradients[0], DTensor):
+        dist.all_reduce(square)
+    return float(square.sqrt())
+
+
+def _piece(name: str, parameter: nn.Parameter, state: dict[str, Any]) -> Piece:
+    local, start = _local(parameter), 0
+    if isinstance(parameter.data, DTensor):
+        rows = -(-parameter.shape[0] // parameter.data.device_mesh.size())
+        first = min(parameter.shape[0], rows * parameter.data.device_mesh.get_local_rank())
+        start = first * math.prod(parameter.shape[1:])
+    return Piece(name, tuple(parameter.shape), start, parameter, 0, local.numel(), state)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    held = tensor.data if isinstance(tensor, nn.Parameter) else tensor
+    return held.to_local() if isinstance(held, DTensor) else held

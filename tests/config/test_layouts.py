@@ -1,0 +1,168 @@
+"""The table of legal layouts: what is in it passes, what is not is refused with layouts that are in it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.errors import ConfigError
+from pipeline.config.load import load_config
+from pipeline.config.rules import FEATURES, LAYOUTS, resolve
+from tests.conftest import ROOT, tiny_config, write_config
+
+ASKS: dict[str, tuple[str, ...]] = {
+    "pp": ("parallel.pp=2",),
+    "tp": ("parallel.tp=2",),
+    "cp": ("parallel.cp=2",),
+    "ring": ("parallel.cp=2", "parallel.context=ring"),
+    "shard": ("parallel.shard=2",),
+    "offload_optimizer": ("zero_optimization.offload_optimizer.device=cpu",),
+    "offload_param": ("zero_optimization.offload_param.device=cpu",),
+    "fp16": ("fp16.enabled=true",),
+    "gpipe": ("parallel.pp=2", "parallel.schedule=gpipe"),
+    "interleaved_1f1b": ("parallel.pp=2", "parallel.schedule=interleaved_1f1b"),
+    "zero_bubble": ("parallel.pp=2", "parallel.schedule=zero_bubble"),
+}
+"""How a config asks for each feature."""
+
+
+def attempt(tmp_path: Path, sets: list[str], *, processes: int = 8) -> ConfigError | None:
+    config = tiny_config(tmp_path / "tokens", tmp_path / "run", train_batch_size=64)
+    path = write_config(tmp_path / "c.json", {**config, "train_micro_batch_size_per_gpu": 1})
+    try:
+        resolve(load_config(path, sets), world_size=processes)
+    except ConfigError as error:
+        return error
+    return None
+
+
+def base(engine: str, stage: int) -> list[str]:
+    return [f"engine={engine}", f"zero_optimization.stage={stage}"]
+
+
+def test_every_feature_of_the_table_can_be_asked_for() -> None:
+    assert set(ASKS) == set(FEATURES)
+
+
+@pytest.mark.parametrize("row", LAYOUTS, ids=lambda row: f"{row.engine}-{row.stage}")
+def test_every_layout_of_the_table_passes(tmp_path: Path, row: Any) -> None:
+    for count in (0, 1, 2):
+        for names in itertools.combinations(sorted(row.features), count):
+            if len({"gpipe", "interleaved_1f1b", "zero_bubble"} & set(names)) < 2:
+                sets = [*base(row.engine, row.stage), *(each for name in names for each in ASKS[name])]
+                assert attempt(tmp_path, sets) is None, names
+
+
+@pytest.mark.parametrize(("engine", "stage"), list(itertools.product(("deepspeed", "torch"), range(4))))
+def test_what_is_not_in_the_table_is_refused_with_what_is(tmp_path: Path, engine: str, stage: int) -> None:
+    here = [row.features for row in LAYOUTS if (row.engine, row.stage) == (engine, stage)]
+    refused = 0
+    for names in [*itertools.combinations(sorted(FEATURES), 1), *itertools.combinations(sorted(FEATURES), 2)]:
+        asked = {name: each for name in names for each in ASKS[name]}
+        wanted = {*names} | {n for n, sets in ASKS.items() if n in ("pp", "cp") and set(sets) & set(asked.values())}
+        if len({"gpipe", "interleaved_1f1b", "zero_bubble"} & set(names)) > 1 or any(f >= wanted for f in here):
+            continue
+        sets = [*base(engine, stage), *(each for name in names for each in ASKS[name])]
+        error = attempt(tmp_path, sets)
+        assert error is not None, names
+        refused += 1
+        for way in error.remedy.removeprefix("use ").split(", or "):
+            assert attempt(tmp_path, [*sets, *map(as_override, way.split(" and "))]) is None, (names, way)
+    assert refused
+
+
+def as_override(words: str) -> str:
+    """From a remedy's words to a `--set` text."""
+    field, _, value = words.partition(" ")
+    return f"{value}=null" if field == "no" else f"{field}={value}"
+
+
+def test_the_refusal_the_issue_asks_for(tmp_path: Path) -> None:
+    error = attempt(tmp_path, ["zero_optimization.stage=3", "parallel.pp=2"])
+    assert error is not None
+    assert error.remedy.startswith("use engine torch, or zero_optimization.stage 1")
+    error = attempt(tmp_path, ["engine=torch", "zero_optimization.stage=1"])
+    assert error is not None
+    assert "zero_optimization.stage 2" in error.remedy
+
+
+ARITHMETIC = [
+    (["parallel.pp=3"], "start 6 or 9 processes"),
+    (["parallel.tp=2", "tensor_parallel.autotp_size=4"], "give one of the two"),
+    (["parallel.tp=2", "parallel.cp=4", "data.sequence_length=36"], "use 32 or 40"),
+    (["parallel.tp=8"], "model.config.num_attention_heads"),
+    (["parallel.tp=4"], "use 2, or num_key_value_heads 4"),
+    (["parallel.tp=2", "model.config.vocab_size=511"], "use 1, or vocab_size 512"),
+    (["parallel.cp=8"], "use 4, or parallel.context ring"),
+    (["parallel.cp=2", "model.attn_implementation=eager"], "use sdpa"),
+    (["data.mask_documents=true", "model.attn_implementation=eager"], "use sdpa"),
+    (["engine=torch", "parallel.shard=3"], "use 2, or leave it out"),
+    (["engine=torch", "parallel.pp=4", "train_batch_size=4"], "use 8, or a smaller"),
+    (["engine=torch", "parallel.pp=4", "parallel.schedule=interleaved_1f1b", "train_batch_size=12"], "use 8 or 16"),
+    (["engine=torch", "parallel.pp=2", "parallel.stages_per_rank=2"], "interleaved_1f1b"),
+    (["engine=torch", "parallel.pp=2", "parallel.stages_per_rank=1", "parallel.schedule=zero_bubble"], "use 2"),
+    (["engine=torch", "parallel.stages_per_rank=2"], "parallel.pp is 1"),
+    (["fp16.enabled=true", "bf16.enabled=true"], "keep bf16"),
+    (["zero_optimization.offload_param.device=nvme"], "nvme_path"),
+    (["distill.teacher=t", "parallel.tp=2"], "parallel.tp 1"),
+    (["engine=torch", "zero_optimization.overlap_comm=true"], "use engine deepspeed"),
+    (["engine=torch", "zero_optimization.stage3_prefetch_bucket_size=5000"], "use engine deepspeed"),
+    (["engine=torch", "aio.block_size=1048576"], "use engine deepspeed"),
+]
+
+
+@pytest.mark.parametrize(("sets", "words"), ARITHMETIC)
+def test_a_layout_that_does_not_work_out_is_refused_with_the_nearest_numbers(
+    tmp_path: Path, sets: list[str], words: str
+) -> None:
+    error = attempt(tmp_path, sets)
+    assert error is not None
+    assert words in str(error)
+
+
+def test_gpipe_alone_may_have_fewer_micro_batches_than_stages(tmp_path: Path) -> None:
+    sets = ["engine=torch", "parallel.pp=4", "train_batch_size=2", "parallel.schedule=gpipe"]
+    assert attempt(tmp_path, sets) is None
+
+
+def test_the_document_shows_the_table() -> None:
+    text = (ROOT / "docs/layouts.md").read_text()
+    header = next(line for line in text.splitlines() if line.startswith("| engine | stage"))
+    columns = [cell.strip() for cell in header.strip("|").split("|")]
+    rows = re.findall(r"^\| (deepspeed|torch) \|(.*)\|$", text, flags=re.MULTILINE)
+    shown = []
+    for engine, cells in rows:
+        values = dict(zip(columns, [engine, *(cell.strip() for cell in cells.split("|"))], strict=True))
+        features = {name for name in columns[2:] if values[name] == "yes"}
+        shown.append((values["engine"], int(values["stage"]), features))
+    everywhere = set.intersection(*(set(row.features) for row in LAYOUTS))
+    assert shown == [(row.engine, row.stage, set(row.features) - everywhere) for row in LAYOUTS]
+
+
+def shipped() -> dict[str, int]:
+    """File -> the number of processes it is meant for, from docs/layouts.md."""
+    text = (ROOT / "docs/layouts.md").read_text()
+    rows = re.findall(r"^\| (`[^|]*json`) \| (\d+) \|", text, flags=re.MULTILINE)
+    return {name: int(count) for names, count in rows for name in re.findall(r"`([^`]+)`", names)}
+
+
+def test_every_shipped_config_is_listed_and_resolves_at_its_number_of_processes() -> None:
+    listed = shipped()
+    assert set(listed) == {path.name for path in (ROOT / "ds_configs").glob("*.json")}
+    for name, processes in listed.items():
+        run = resolve(load_config(ROOT / "ds_configs" / name), world_size=processes)
+        assert run.steps > 0, name
+
+
+def test_the_70b_configs_are_one_run() -> None:
+    from pipeline.config.curve import curve_fields  # noqa: PLC0415
+
+    names = [name for name in shipped() if name.startswith("llama_70b")]
+    runs = [resolve(load_config(ROOT / "ds_configs" / name), world_size=512) for name in names]
+    assert len(runs) == 3
+    assert len({json.dumps(curve_fields(run)) for run in runs}) == 1

@@ -1,0 +1,186 @@
+"""A loop of one's own follows the plain loop: every engine, every ZeRO stage, one and two ranks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline.config.deepspeed_schema import SchedulerParams, SchedulerSection
+from pipeline.config.schedule import schedule_of
+from tests.own_loop.worker import BATCH, data, network, optimizer_of
+
+LAYOUTS = {
+    **{f"torch-{stage}": {"engine": "torch", "zero_optimization": {"stage": stage}} for stage in (0, 2, 3)},
+    **{f"deepspeed-{stage}": {"zero_optimization": {"stage": stage}} for stage in (0, 1, 2, 3)},
+}
+WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_type": "linear"}}
+ADAMW = {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1}}
+HALF = {"torch-0": 1e-2, "torch-3": 1e-2, "deepspeed-0": 1e-2, "deepspeed-2": 1e-2, "deepspeed-3": 1e-2}
+
+
+def all_cases(work: Path) -> dict[str, dict[str, Any]]:
+    """Name -> what worker.py runs."""
+    cases: dict[str, dict[str, Any]] = {}
+    for name, layout in LAYOUTS.items():
+        clipped = {**layout, "gradient_accumulation_steps": 2, "gradient_clipping": 0.3, "scheduler": WARMUP}
+        cases[f"everything {name}"] = {"config": {**clipped, "optimizer": ADAMW}, "optimizer": "none"}
+        cases[f"sgd {name}"] = {"config": layout, "optimizer": "sgd", "user_schedule": True}
+        cases[f"norm {name}"] = {"config": layout, "network": "norm"}
+        cases[f"save {name}"] = {"config": layout, "save": str(work / name), "network": "norm"}
+    for name in ("torch-0", "torch-3", "deepspeed-2"):
+        cases[f"tied {name}"] = {"config": LAYOUTS[name], "network": "tied"}
+    for name in HALF:
+        cases[f"bf16 {name}"] = {"config": {**LAYOUTS[name], "bf16": {"enabled": True}}, "network": "norm"}
+    return cases
+
+
+def launched(work: Path, cases: dict[str, Any], *, processes: int) -> dict[str, Any]:
+    """What worker.py made of the cases."""
+    work.mkdir(parents=True, exist_ok=True)
+    (work / "cases.json").write_text(json.dumps(cases))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    starter = torchrun if processes > 1 else [sys.executable]
+    worker = str(Path(__file__).with_name("worker.py"))
+    done = subprocess.run(
+        [*starter, worker, "cases.json", "out.json"], cwd=work, capture_output=True, text=True, check=False, timeout=500
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    results: dict[str, Any] = json.loads((work / "out.json").read_text())
+    return results
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("own_loop")
+
+
+@pytest.fixture(scope="module")
+def one(work: Path) -> dict[str, Any]:
+    """All cases on one process."""
+    return launched(work / "one", all_cases(work / "one"), processes=1)
+
+
+@pytest.fixture(scope="module")
+def two(work: Path) -> dict[str, Any]:
+    """All cases on two processes."""
+    return launched(work / "two", all_cases(work / "two"), processes=2)
+
+
+@pytest.fixture(params=["one", "two"])
+def seen(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """All cases, on one and on two processes."""
+    results: dict[str, Any] = request.getfixturevalue(request.param)
+    return results
+
+
+def plain(kind: str, optimizer: torch.optim.Optimizer, model: nn.Module, *, clip: float = 0.0, epochs: int = 2) -> Any:
+    """The plain loop of torch; `kind` is warmup, steps or none. Returns losses, norms and the model's buffers."""
+    section = SchedulerSection(type="WarmupLR", params=SchedulerParams(**WARMUP["params"]))
+    schedule = schedule_of(section, lr=ADAMW["params"]["lr"], steps=None)  # type: ignore[index]
+    steps = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1) if kind == "steps" else None
+    inputs, targets = data()
+    losses, norms = [], []
+    for number in range(epochs * len(inputs) // BATCH):
+        where = slice(number * BATCH % len(inputs), number * BATCH % len(inputs) + BATCH)
+        loss = nn.functional.mse_loss(model(inputs[where]), targets[where])
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf"))))
+        for group in optimizer.param_groups:
+            group["lr"] = schedule.lr(number + 1) if kind == "warmup" else group["lr"]
+        optimizer.step()
+        optimizer.zero_grad()
+        if steps is not None:
+            steps.step()
+        losses.append(loss.item())
+    return losses, norms, {name: value.tolist() for name, value in model.named_buffers()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_accumulation_clipping_and_the_configs_optimizer_and_schedule(seen: dict[str, Any], layout: str) -> None:
+    model = network("plain")
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    losses, norms, _ = plain("warmup", torch.optim.AdamW(groups, lr=0.02), model, clip=0.3)
+    assert min(norms) > 0.3  # otherwise nothing was clipped
+    result = seen[f"everything {layout}"]
+    assert result["losses"] == pytest.approx(losses, rel=1e-5)
+    assert result["norms"] == pytest.approx(norms, rel=1e-4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_optimizer_and_a_schedule_that_the_user_brings(seen: dict[str, Any], layout: str) -> None:
+    model = network("plain")
+    optimizer = optimizer_of("sgd", model)
+    assert optimizer is not None
+    losses, norms, _ = plain("steps", optimizer, model)
+    assert seen[f"sgd {layout}"]["losses"] == pytest.approx(losses, rel=1e-5)
+    assert seen[f"sgd {layout}"]["norms"] == pytest.approx(norms, rel=1e-4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_batchnorm_sees_the_samples_of_all_ranks(seen: dict[str, Any], layout: str) -> None:
+    model = network("norm")
+    optimizer = optimizer_of("adamw", model)
+    assert optimizer is not None
+    losses, norms, buffers = plain("none", optimizer, model)
+    result = seen[f"norm {layout}"]
+    assert result["losses"] == pytest.approx(losses, rel=1e-5)
+    assert result["norms"] == pytest.approx(norms, rel=1e-4)
+    assert result["buffers"].keys() == buffers.keys()
+    for name, value in buffers.items():
+        assert result["buffers"][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+
+
+@pytest.mark.parametrize("layout", ["torch-0", "torch-3", "deepspeed-2"])
+def test_a_matrix_that_is_used_twice(seen: dict[str, Any], layout: str) -> None:
+    model = network("tied")
+    optimizer = optimizer_of("adamw", model)
+    assert optimizer is not None
+    losses, norms, _ = plain("none", optimizer, model)
+    assert seen[f"tied {layout}"]["losses"] == pytest.approx(losses, rel=1e-5)
+    assert seen[f"tied {layout}"]["norms"] == pytest.approx(norms, rel=1e-4)
+
+
+@pytest.mark.parametrize("layout", HALF)
+def test_bf16_follows_fp32_and_keeps_its_statistics_in_fp32(seen: dict[str, Any], layout: str) -> None:
+    model = network("norm")
+    optimizer = optimizer_of("adamw", model)
+    assert optimizer is not None
+    losses, _, buffers = plain("none", optimizer, model)
+    result = seen[f"bf16 {layout}"]
+    assert result["losses"] == pytest.approx(losses, rel=HALF[layout])
+    # 2^-8 is bf16's precision; statistics of activations in bf16, kept in fp32
+    assert result["buffers"]["1.running_var"] == pytest.approx(buffers["1.running_var"], rel=2**-6)
+
+
+@pytest.mark.parametrize("reader", ["torch-3", "deepspeed-2"])
+def test_any_layout_goes_on_from_the_checkpoint_of_any_other(one: Any, two: Any, work: Path, reader: str) -> None:
+    """A checkpoint of the first epoch of every layout, on one and on two ranks, read on one rank."""
+    writers = [(where, name) for where in ("one", "two") for name in LAYOUTS]
+    cases = {
+        f"{where} {name}": {"config": LAYOUTS[reader], "load": str(work / where / name), "epochs": 1, "network": "norm"}
+        for where, name in writers
+    }
+    results = launched(work / f"read-{reader}", cases, processes=1)
+    for where, name in writers:
+        wrote = {"one": one, "two": two}[where][f"save {name}"]
+        result = results[f"{where} {name}"]
+        assert result["done"] == 4
+        assert result["losses"] == pytest.approx(wrote["losses"][4:], rel=1e-5), (where, name)
+
+
+@pytest.mark.parametrize("reader", ["torch-0", "torch-2", "deepspeed-3"])
+def test_two_ranks_go_on_from_the_checkpoint_of_one(one: Any, work: Path, reader: str) -> None:
+    load = str(work / "one" / "torch-0")
+    cases = {"read": {"config": LAYOUTS[reader], "load": load, "epochs": 1, "network": "norm"}}
+    result = launched(work / f"spread-{reader}", cases, processes=2)["read"]
+    assert result["losses"] == pytest.approx(one["save torch-0"]["losses"][4:], rel=1e-5)

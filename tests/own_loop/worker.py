@@ -1,0 +1,94 @@
+"""Runs many short trainings by `prepare` in one launch, so that processes start once: worker.py CASES.json OUT.json."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from pipeline.own_loop import prepare
+
+SAMPLES, FEATURES, BATCH = 64, 8, 16
+
+
+def data() -> tuple[Tensor, Tensor]:
+    """Inputs [64, 8] and targets [64, 3]; the same everywhere."""
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(SAMPLES, FEATURES, generator=generator)
+    return inputs, torch.sin(inputs @ torch.randn(FEATURES, 3, generator=generator))
+
+
+def network(kind: str) -> nn.Module:
+    """A small network with blocks that can be gathered one by one; "norm" has BatchNorm, "tied" a shared matrix."""
+    torch.manual_seed(11)
+    if kind == "tied":
+        return Tied()
+    middle: nn.Module = nn.BatchNorm1d(16) if kind == "norm" else nn.LayerNorm(16)
+    blocks = [nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(2)]
+    return nn.Sequential(nn.Linear(FEATURES, 16), middle, nn.GELU(), *blocks, nn.Linear(16, 3))
+
+
+class Tied(nn.Module):
+    """Uses one matrix twice, and has a parameter without gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(FEATURES, 16), nn.Linear(FEATURES, 16), nn.Linear(16, 3)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)) + self.second(x))
+
+
+def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer | None:
+    """What the user brings; None leaves it to the config."""
+    if kind == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return torch.optim.AdamW(model.parameters(), lr=1e-2) if kind == "adamw" else None
+
+
+def run(case: dict[str, Any]) -> dict[str, Any]:
+    """Trains a case and returns the mean loss of every update, norms and what became of the model."""
+    model = network(case.get("network", "plain"))
+    if case.get("rank_dependent_start"):
+        torch.manual_seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
+    optimizer = optimizer_of(case.get("optimizer", "adamw"), model)
+    scheduler = None
+    if case.get("user_schedule"):
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1)
+    loader = DataLoader(TensorDataset(*data()), batch_size=BATCH)
+    engine, _, loader = prepare(model, optimizer, loader, config=case["config"], scheduler=scheduler)
+    done = engine.load(case["load"]) if "load" in case else 0
+    losses, norms, rates, now = [], [], [], []
+    saved = None
+    for _epoch in range(case.get("epochs", 2)):
+        for x, y in loader:
+            now.append(float(engine.backward(nn.functional.mse_loss(engine(x), y))))
+            if engine.step():
+                losses.append(sum(now) / len(now))
+                norms.append(engine.grad_norm)
+                rates.append(engine._groups()[0]["lr"])
+                now = []
+        if "save" in case and saved is None:
+            saved = str(engine.save(case["save"]))
+    buffers = {name: value.tolist() for name, value in model.named_buffers()}
+    dtypes = sorted({str(p.dtype) for p in model.parameters()})
+    return {"losses": losses, "norms": norms, "rates": rates, "done": done, "buffers": buffers, "dtypes": dtypes}
+
+
+def main() -> None:
+    """Runs all cases; one that fails says why in place of its results."""
+    cases, out = json.loads(Path(sys.argv[1]).read_text()), {}
+    for name, case in cases.items():
+        out[name] = run(case)
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        Path(sys.argv[2]).write_text(json.dumps(out))
+
+
+if __name__ == "__main__":
+    main()

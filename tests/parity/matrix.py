@@ -1,0 +1,170 @@
+"""The parity matrix: every factor that a layout or its arithmetic has, and a cell of it as a run.
+
+Which combinations are legal, the rules say; which of them are run, `choice.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.errors import ConfigError
+from headrace.section import parse
+from pipeline.config.rules import resolve
+from pipeline.config.schema import Config
+from pipeline.proof.case import Case
+from pipeline.proof.small import plain, with_precision
+
+MOST_RANKS = 8
+SAMPLES = 8
+SAVED = 15
+"""The step after which every cell is saved, for the next one to go on from."""
+SEQUENCE = 32
+VOCABULARY = 128
+
+Values = dict[str, Any]
+"""Factor -> value: one cell of the matrix."""
+
+LAYOUT: dict[str, tuple[Any, ...]] = {
+    "sharding": ("deepspeed-0", "deepspeed-1", "deepspeed-2", "deepspeed-3", "torch-0", "torch-2", "torch-3"),
+    "pipeline": ("none", "1f1b-2", "1f1b-4", "gpipe-2", "interleaved_1f1b-2", "zero_bubble-2"),
+    "tp": (1, 2),
+    "cp": ("none", "ulysses-2", "ring-2"),
+    "dp": (1, 2, 4),
+    "extra": ("none", "shard", "offload_optimizer", "offload_both"),
+    "accumulation": (1, 2, 4),
+}
+"""What decides which layout it is. Which combinations are legal, the rules say."""
+
+NUMBERS: dict[str, tuple[Any, ...]] = {
+    "recompute": ("none", "full", "selective"),
+    "chunk": (None, 5),
+    "tied": (False, True),
+    "mask": (False, True),
+    "z_loss": (0.0, 1e-2),
+    "clip": (0.0, 0.5),
+}
+"""What is legal in nearly every layout. 5 divides no sequence here: the last chunk is a shorter one."""
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+CURVE = ("tied", "mask", "z_loss", "clip", "precision")
+"""Factors that decide the curve; a reference is run for each combination that occurs."""
+
+
+def config_of(values: Values, tokens: str) -> tuple[dict[str, Any], int]:
+    """The config of a cell, and its number of processes. A legal one or not."""
+    engine, stage = values["sharding"].split("-")
+    schedule, _, pp = values["pipeline"].partition("-")
+    context, _, cp = values["cp"].partition("-")
+    mesh = {"pp": int(pp or 1), "tp": values["tp"], "cp": int(cp or 1)}
+    processes = mesh["pp"] * mesh["tp"] * mesh["cp"] * values["dp"]
+    parallel: dict[str, Any] = dict(mesh)
+    if pp:
+        parallel["schedule"] = schedule
+    if cp:
+        parallel["context"] = context
+    if values["extra"] == "shard":
+        parallel["shard"] = 2
+    loss = {"z_loss": values["z_loss"]} | ({"chunk": values["chunk"]} if values["chunk"] else {})
+    config = {
+        "engine": engine,
+        "model": {"config": model_of(values)},
+        "data": {
+            "sources": [{"path": tokens}],
+            "sequence_length": SEQUENCE,
+            "mask_documents": values["mask"],
+        },
+        "loss": loss,
+        "memory": {"recompute": values["recompute"]},
+        "parallel": parallel,
+        "train_batch_size": SAMPLES,
+        "gradient_accumulation_steps": values["accumulation"],
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "gradient_clipping": values["clip"],
+        "zero_optimization": _zero(engine, int(stage), values["extra"]),
+        "fp16": {"initial_scale_power": 12},
+        "run": {"dir": "replaced", "steps": 20, "seed": 7},
+    }
+    return with_precision(config, values["precision"]), processes
+
+
+def model_of(values: Values) -> dict[str, Any]:
+    """Four layers of llama: enough for four pieces, which the cost of the head makes unequal."""
+    return {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCABULARY,
+        "tie_word_embeddings": values["tied"],
+    }
+
+
+def _zero(engine: str, stage: int, extra: str) -> dict[str, Any]:
+    made: dict[str, Any] = {"stage": stage}
+    if extra in ("offload_optimizer", "offload_both"):
+        made["offload_optimizer"] = {"device": "cpu"}
+    if extra == "offload_both":
+        made["offload_param"] = {"device": "cpu"}
+    if engine == "deepspeed":
+        # the sizes of `proof.small`: several buckets, and matrices really cut up
+        made |= {"reduce_bucket_size": 4096} if stage else {}
+        made |= {"stage3_param_persistence_threshold": 64, "sub_group_size": 16384} if stage == 3 else {}
+    return made
+
+
+def is_legal(values: Values) -> bool:
+    """Whether the rules let it through, it means something, and it fits the most ranks."""
+    config, processes = config_of({**_plainest(), **values}, "tokens")
+    if processes > MOST_RANKS or (values["extra"] == "shard" and values["dp"] * _cp(values) != 4):
+        return False
+    try:
+        run = resolve(parse(Config, config), world_size=processes)
+    except ConfigError:
+        return False
+    return not run.plain
+
+
+def _cp(values: Values) -> int:
+    return int(values["cp"].partition("-")[2] or 1)
+
+
+def _plainest() -> Values:
+    return {**{name: choices[0] for name, choices in NUMBERS.items()}, "precision": "fp32"}
+
+
+def name_of(values: Values) -> str:
+    """A cell's name: the values that are not the plainest."""
+    plainest = {**_plainest(), "pipeline": "none", "tp": 1, "cp": "none", "extra": "none"}
+    said = [name for name in [*LAYOUT, *NUMBERS, "precision"] if values[name] != plainest.get(name)]
+    return ",".join(name if values[name] is True else f"{_SHORT.get(name, name)}{values[name]}" for name in said)
+
+
+_SHORT = {
+    "sharding": "",
+    "accumulation": "acc",
+    "pipeline": "",
+    "cp": "",
+    "extra": "",
+    "recompute": "re-",
+    "precision": "",
+}
+
+
+def curve_of(values: Values) -> tuple[Any, ...]:
+    """What a cell shares with its reference."""
+    return tuple(values[name] for name in CURVE)
+
+
+def case_of(values: Values, tokens: str, *, again: tuple[str, int] | None = None) -> Case:
+    """A cell as a case."""
+    config, processes = config_of(values, tokens)
+    return Case(name_of(values), config, processes, save=(1, SAVED), again=again)
+
+
+def reference_of(values: Values, tokens: str) -> Case:
+    """The plain process that a cell is compared with."""
+    config, _ = config_of({**values, "dp": 1}, tokens)
+    made = plain({**config, "gradient_accumulation_steps": 4}, dp=1)
+    return Case("reference-" + "-".join(map(str, curve_of(values))), made, 1, save=(1, SAVED))

@@ -1,0 +1,49 @@
+"""Law 3 (equivalence) and law 4 (re-layout) in every legal pair of what a layout may have.
+
+20 steps of every cell against one plain process: every loss, every gradient norm, every tensor of the first gradient,
+the held-out loss, and the last 5 steps once more from the state that another layout wrote.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.proof.verdict import Verdict
+from tests.parity.choice import full, groups, is_runnable, legal_pairs, pairs_of, precision_pairs, read_pairs
+from tests.parity.matrix import LAYOUT, NUMBERS, Values, is_legal, name_of
+from tests.parity.run import run, told
+
+CELLS = {name_of(values): values for values in read_pairs()}
+
+
+@pytest.fixture(scope="session")
+def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verdict]:
+    """All cells of this session, run in one launch: what is not selected is not run."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
+    names = [item.callspec.params["name"] for item in items if item.function is test_a_cell_follows_the_reference]
+    return run([CELLS[name] for name in names], tmp_path_factory.mktemp("parity"))
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_a_cell_follows_the_reference(verdicts: dict[str, Verdict], name: str) -> None:
+    assert verdicts[name].holds, told(name, verdicts[name])
+
+
+def test_every_legal_pair_of_values_meets_in_a_cell() -> None:
+    covered = {pair for v in CELLS.values() if v["precision"] == "fp32" for pair in pairs_of(v, [*LAYOUT, *NUMBERS])}
+    half = {pair for v in CELLS.values() for pair in pairs_of(v, [*LAYOUT, *NUMBERS, "precision"])}
+    assert not legal_pairs() - covered, "run: python -m tests.parity.choice"
+    assert not precision_pairs() - half, "run: python -m tests.parity.choice"
+
+
+def test_every_cell_is_legal() -> None:
+    assert [name for name, v in CELLS.items() if not (is_legal(v) and is_runnable(v, v["precision"]))] == []
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("group", groups())
+def test_the_full_matrix(tmp_path_factory: pytest.TempPathFactory, group: str) -> None:
+    cells: list[Values] = full()[group]
+    found = run(cells, tmp_path_factory.mktemp("matrix"))
+    wrong = [told(name, verdict) for name, verdict in found.items() if not verdict.holds]
+    assert not wrong, "\n".join([f"{len(wrong)} of {len(found)} cells", *wrong])

@@ -1,0 +1,96 @@
+"""`python -m pipeline prove`: what holds is proven, what does not is refuted, what is illegal is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.proof.case import Case, Outcome
+from pipeline.proof.compare import differences, first_gradient
+from pipeline.proof.tokens import write_tokens
+from pipeline.proof.verdict import judge
+from tests.conftest import tiny_config, write_config
+from tests.parity.choice import read_pairs
+from tests.parity.matrix import SEQUENCE, VOCABULARY, reference_of
+from tests.parity.run import launch
+
+
+def prove(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pipeline", "prove", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_a_layout_is_proven_without_its_data_and_in_its_own_precision(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "nowhere", tmp_path / "run", bf16={"enabled": True}, engine="torch")
+    path = write_config(tmp_path / "c.json", config)
+    done = prove("--config", str(path), "--steps", "6", "--gradients")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "torch; FSDP2" in done.stdout
+    assert "dp 2, 6 steps in fp32 and bf16" in done.stdout
+    assert "model.layers.1.mlp.down_proj.weight" in done.stdout
+    assert "proven in" in done.stdout
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_illegal_layout_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "nowhere", tmp_path / "run", parallel={"pp": 2})
+    done = prove("--config", str(write_config(tmp_path / "c.json", config)))
+    assert done.returncode == 2
+    assert "use engine torch, or zero_optimization.stage 1" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Case, Outcome]]:
+    """One plain process four times: as it is, with beta1 0 and no clipping, from another seed, and one that fails."""
+    work = tmp_path_factory.mktemp("two")
+    tokens = write_tokens(work / "tokens", vocab_size=VOCABULARY, tokens=12_000, longest=2 * SEQUENCE)
+    values = {**read_pairs()[0], "clip": 0.1, "precision": "fp32"}
+    plain = reference_of(values, str(tokens))
+    params = plain.config["optimizer"]["params"]
+    bare = {**plain.config, "gradient_clipping": 0.0}
+    bare["optimizer"] = {"type": "AdamW", "params": {**params, "betas": [0.0, 0.0]}}
+    seeded = {**plain.config, "run": {**plain.config["run"], "seed": 8}}
+    failing = {**plain.config, "model": {"config": {**plain.config["model"]["config"], "hidden_act": "none"}}}
+    named = {"plain": plain.config, "bare": bare, "seeded": seeded, "failing": failing}
+    return launch([replace(plain, name=name, config=config) for name, config in named.items()], work)
+
+
+def test_with_adams_betas_zero_and_no_clipping_the_optimizers_state_is_the_gradient(
+    two: dict[str, tuple[Case, Outcome]],
+) -> None:
+    # what is read back from any betas and clipping is that gradient: up to some roundings
+    assert max(differences(first_gradient(*two["plain"]), first_gradient(*two["bare"])).values()) < 1e-6
+    norms = [float(g.double().square().sum()) for g in first_gradient(*two["bare"]).values()]
+    assert sum(norms) ** 0.5 == pytest.approx(two["bare"][1].norms[1], rel=1e-6)
+
+
+def test_another_run_is_refuted_tensor_by_tensor(two: dict[str, tuple[Case, Outcome]]) -> None:
+    verdict = judge(two["seeded"], two["plain"], exact=two["plain"])
+    assert not verdict.holds
+    assert {gap.what for gap in verdict.gaps if not gap.holds} >= {"loss", "gradient", "gradient norm"}
+    assert len(verdict.beyond()) == len(first_gradient(*two["plain"]))
+    assert judge(two["plain"], two["plain"], exact=two["plain"]).holds
+
+
+def test_a_rank_that_fails_says_why(two: dict[str, tuple[Case, Outcome]]) -> None:
+    verdict = judge(two["failing"], two["plain"], exact=two["plain"])
+    assert not verdict.holds
+    assert "hidden_act" in str(verdict.failed) or "none" in str(verdict.failed)
+
+
+def test_a_tensor_that_is_missing_or_holds_no_numbers_is_infinitely_far_off() -> None:
+    ones = {"a": torch.ones(3), "b": torch.ones(2)}
+    assert differences({"a": torch.ones(3)}, ones) == {"a": 0.0, "b": float("inf")}
+    assert differences({**ones, "b": torch.tensor([1.0, float("nan")])}, ones)["b"] == float("inf")
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_is_not_compared_with_itself() -> None:
+    expected: dict[str, Any] = {"a": torch.full((100,), 1.0), "b": torch.full((100,), 1e-12)}
+    found = {"a": expected["a"], "b": -expected["b"]}
+    assert differences(found, expected)["b"] < 1e-8
