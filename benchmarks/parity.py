@@ -2,7 +2,7 @@
 
     python benchmarks/parity.py [--steps 20] [--only torch]
 
-A model of 2.7M parameters (ds_configs/zero3.json, heads and vocabulary so that 4 ranks can share them) on made-up
+A model of 3.2M parameters (ds_configs/zero3.json, heads and vocabulary so that 4 ranks can share them) on made-up
 tokens, 16 samples of 64 tokens per step, in fp32 and in bf16. Printed are the largest relative differences of a step's
 loss, of a step's gradient norm, and of a tensor of the first gradient; in bf16 the norm of the first step only, and
 beside it how far bf16 itself is from fp32. Takes some minutes on two cores.

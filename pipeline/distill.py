@@ -18,8 +18,11 @@ def main() -> None:
     from pipeline.compress.distillation import Distillation  # noqa: PLC0415
     from pipeline.session import train  # noqa: PLC0415
 
-    bf16, attention = run.config.bf16.enabled, run.config.model.attn_implementation
-    train(run, lambda device: Distillation(section, bf16=bf16, attn_implementation=attention, device=device))
+    bf16, attention, z_loss = run.config.bf16.enabled, run.config.model.attn_implementation, run.config.loss.z_loss
+    train(
+        run,
+        lambda device: Distillation(section, bf16=bf16, attn_implementation=attention, device=device, z_loss=z_loss),
+    )
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from pipeline.data.dataset import tokenizer_details
 from pipeline.data.loader import StepLoader, heldout_batches
 from pipeline.engines.base import Engine, Objective
 from pipeline.engines.build import build_engine, pick_device
+from pipeline.engines.deepspeed_machine import check_machine
 from pipeline.launch import Launch, Meeting, detect, process_group
 from pipeline.metrics.console import TrainingDisplay
 from pipeline.metrics.journal import Journal
@@ -47,6 +48,8 @@ def train(run: ResolvedRun, make_objective: Callable[[torch.device], Objective])
     launch = detect()
     _quiet_libraries(launch)
     prepared = prepare(run)
+    if run.config.engine == "deepspeed":
+        check_machine(run.config)
     device = pick_device(launch)
     answered: str | None = None
     with ExitStack() as stack:

@@ -2,7 +2,8 @@
 
 loss = alpha * t^2 * KL(teacher_t || student_t) + (1 - alpha) * cross-entropy, summed over target tokens, where the
 index t means softmax(logits / t). The factor t^2 keeps the two terms' gradients on one scale when t changes.
-Source: Hinton, Vinyals and Dean 2015 (arXiv:1503.02531), section 2.
+Source: Hinton, Vinyals and Dean 2015 (arXiv:1503.02531), section 2. A z-loss of the student is added where the config
+asks for it.
 
 Every rank holds the whole teacher, in the model dtype: it is not sharded.
 """
@@ -31,15 +32,23 @@ class Distillation:
         bf16: the teacher computes in bf16, else fp32.
         attn_implementation: as the student's.
         device: of this rank.
+        z_loss: as `engines.objective.CrossEntropy`.
 
     Raises:
         DataError: the teacher's folder holds no whole model.
     """
 
-    parts = ("cross_entropy", "kl")
-
-    def __init__(self, section: DistillSection, *, bf16: bool, attn_implementation: str, device: torch.device) -> None:
-        self._temperature, self._alpha = section.temperature, section.alpha
+    def __init__(
+        self,
+        section: DistillSection,
+        *,
+        bf16: bool,
+        attn_implementation: str,
+        device: torch.device,
+        z_loss: float = 0.0,
+    ) -> None:
+        self._temperature, self._alpha, self._z_loss = section.temperature, section.alpha, z_loss
+        self.parts = ("cross_entropy", "kl", "z_loss") if z_loss else ("cross_entropy", "kl")
         config = read_hf_config(section.teacher)
         dtype = torch.bfloat16 if bf16 else torch.float32
         self._teacher = build_meta(config, dtype=dtype, attn_implementation=attn_implementation)
@@ -54,13 +63,16 @@ class Distillation:
             return (self._teacher(input_ids=batch.input_ids, use_cache=False, **at).logits,)
 
     def __call__(self, logits: Tensor, labels: Tensor, *against: Tensor, vocabulary: Vocabulary = WHOLE) -> Loss:
-        """Scores the student's logits; parts are the cross-entropy and the KL term (without t^2)."""
+        """Scores the student's logits; parts are the cross-entropy, the KL term (without t^2) and the z-loss."""
         assert vocabulary.group is None, "refused by the rules: distillation compares whole rows of logits"
         (teacher,) = against
-        ce = cross_entropy(logits, labels)[0]
+        ce, squares = cross_entropy(logits, labels)
         kl = kl_sum(teacher, logits, labels, temperature=self._temperature)
         total = self._alpha * self._temperature**2 * kl + (1 - self._alpha) * ce
-        return Loss(total, (ce.detach(), kl.detach()))
+        if not self._z_loss:
+            return Loss(total, (ce.detach(), kl.detach()))
+        z = self._z_loss * squares
+        return Loss(total + z, (ce.detach(), kl.detach(), z.detach()))
 
 
 def kl_sum(teacher: Tensor, student: Tensor, labels: Tensor, *, temperature: float) -> Tensor:

@@ -86,8 +86,9 @@ def make_optimizer(
         decayed: names that weight decay applies to.
         holders: the ranks that together hold the whole model; None when this one does.
         counts_whole: this rank counts the gradients of parameters that all tp ranks hold whole.
-        fused: use torch's fused AdamW.
+        fused: use torch's fused AdamW; offloaded state always does, since it is many times faster on a CPU.
     """
+    fused = fused or run.config.zero_optimization.offload_optimizer.device != "none"
     params, named = run.config.optimizer.params, assembled.decoder.named()
     if run.config.zero_optimization.stage > 0:
         sum_partial_gradients(assembled)

@@ -1,6 +1,6 @@
 """BatchNorm over the samples of all ranks, as one process with the whole batch would compute it.
 
-torch.nn.SyncBatchNorm does that for fp32 weights on GPUs, and refuses tensors on the CPU. Elsewhere this module does it.
+torch.nn.SyncBatchNorm does that for fp32 weights on GPUs, and refuses tensors on the CPU. Elsewhere this module does.
 It also takes weights in half precision beside statistics in fp32, which torch's do not.
 """
 

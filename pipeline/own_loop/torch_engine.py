@@ -7,6 +7,7 @@ shard all three between updates and gather the weights for an update, stage 3 fo
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -95,7 +96,10 @@ class TorchLoop(LoopEngine):
 def _replicated(parts: Parts) -> nn.Module:
     devices = None if parts.device.type == "cpu" else [parts.device]
     # buffers: BatchNorm's are alike by themselves, and whatever else a model keeps is its own affair at every stage
-    return DistributedDataParallel(parts.model, device_ids=devices, broadcast_buffers=False)
+    with warnings.catch_warnings():
+        # torch 2.13 has a new name for it, which 2.11 does not know
+        warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
+        return DistributedDataParallel(parts.model, device_ids=devices, broadcast_buffers=False)
 
 
 def _sharded(parts: Parts, mesh: Mesh, *, keep: bool) -> nn.Module:

@@ -69,7 +69,7 @@ ON_FOUR = {
     "tp 2, stage 2, optimizer on the cpu": parallel(2, tp=2, zero={"offload_optimizer": ON_THE_CPU}),
     "cp 2, stage 3": parallel(3, cp=2, zero=SMALL),
     "pp 2, stage 1": parallel(1, pp=2),
-    "pp 4, stage 0, three layers and a half": parallel(0, pp=4, more={"train_batch_size": 8}),
+    "pp 4, stage 0": parallel(0, pp=4),
     "pp 2 x tp 2, stage 1, clipped": parallel(1, pp=2, tp=2, more={"gradient_clipping": 0.1}),
     "pp 2 x cp 2, stage 1, untied, recomputed": parallel(
         1, pp=2, cp=2, more={"model": {"tie_word_embeddings": False}, "memory": {"recompute": "full"}}

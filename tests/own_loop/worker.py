@@ -30,7 +30,9 @@ def network(kind: str) -> nn.Module:
         return Tied()
     middle: nn.Module = nn.BatchNorm1d(16) if kind == "norm" else nn.LayerNorm(16)
     blocks = [nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(2)]
-    return nn.Sequential(nn.Linear(FEATURES, 16), middle, nn.GELU(), *blocks, nn.Linear(16, 3))
+    # a bias before BatchNorm has no gradient but rounding errors, which Adam would make steps of
+    first = nn.Linear(FEATURES, 16, bias=kind != "norm")
+    return nn.Sequential(first, middle, nn.GELU(), *blocks, nn.Linear(16, 3))
 
 
 class Tied(nn.Module):

@@ -135,7 +135,5 @@ def full() -> dict[str, list[Values]]:
 if __name__ == "__main__":
     cells = choose()
     PAIRS.write_text("[\n" + ",\n".join(json.dumps(cell) for cell in cells) + "\n]\n")
-    spent = round(sum(map(cost, cells)))
-    print(
-        f"{len(cells)} cells, about {spent} CPU seconds; {len(legal_layouts())} legal layouts, {len(legal_pairs())} pairs"
-    )
+    spent, layouts, pairs = round(sum(map(cost, cells))), len(legal_layouts()), len(legal_pairs())
+    print(f"{len(cells)} cells, about {spent} CPU seconds; {layouts} legal layouts, {pairs} legal pairs")

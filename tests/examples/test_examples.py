@@ -1,0 +1,73 @@
+"""Every example of a loop of one's own: at most four lines differ from the plain one, and the losses are the same."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+EXAMPLES = ROOT / "examples"
+PAIRS = sorted(path.stem for path in EXAMPLES.glob("own_loop*.py") if not path.stem.endswith("_plain"))
+ENGINES = ("torch", "deepspeed")
+
+
+def said(script: str, *arguments: str, processes: int = 1) -> list[float]:
+    """The numbers an example prints, from rank 0."""
+    torchrun = (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={processes}",
+        "--local-ranks-filter=0",
+    )
+    command = [sys.executable, *(torchrun if processes > 1 else ()), f"examples/{script}.py", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=280)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return [float(number) for number in re.findall(r"^(?:loss|evaluated) (\S+)$", done.stdout, re.MULTILINE)]
+
+
+@pytest.fixture(scope="module", params=PAIRS)
+def example(request: pytest.FixtureRequest) -> tuple[str, list[float]]:
+    """An example, and what its plain loop prints."""
+    name: str = request.param
+    return name, said(f"{name}_plain")
+
+
+def code(path: Path) -> list[str]:
+    """The lines of a script without its docstring and empty lines."""
+    _, _, rest = path.read_text().partition('"""\n')
+    return [line for line in rest.splitlines() if line.strip()]
+
+
+def test_there_is_an_example_per_way() -> None:
+    assert PAIRS == ["own_loop", "own_loop_batchnorm", "own_loop_hf"]
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_four_lines_make_a_plain_loop_run_anywhere(name: str) -> None:
+    delta = list(difflib.ndiff(code(EXAMPLES / f"{name}_plain.py"), code(EXAMPLES / f"{name}.py")))
+    assert sum(line.startswith("+ ") for line in delta) == 4, delta
+    # what is taken away is replaced: nothing of the plain loop is lost but these two
+    assert sum(line.startswith("- ") for line in delta) == 2, delta
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_losses_are_those_of_the_plain_loop(example: tuple[str, list[float]], engine: str, processes: int) -> None:
+    name, expected = example
+    assert len(expected) >= 8
+    assert said(name, "--config", f"examples/{engine}.json", processes=processes) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_page_shows_the_lines_that_differ() -> None:
+    page = (ROOT / "docs/own_loop.md").read_text()
+    delta = difflib.ndiff(code(EXAMPLES / "own_loop_plain.py"), code(EXAMPLES / "own_loop.py"))
+    for line in delta:
+        if line[0] in "+-":
+            assert f"{line[0]} {line[2:]}" in page, line
