@@ -30,7 +30,7 @@ test: check  ## everything; what this machine cannot run is skipped, and says wh
 	pytest
 
 test-matrix: $(READY)  ## every legal layout against the reference: thousands of runs, hours
-	pytest -m matrix tests/parity
+	pytest -m matrix
 
 clean:  ## remove what the demo and the tests made; the environment stays
 	rm -rf out/demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

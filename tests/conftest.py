@@ -109,3 +109,13 @@ def command_line(script: str, config: Path, *sets: str, processes: int) -> list[
     starter = torchrun if processes > 1 else [sys.executable]
     overrides = [word for text in sets for word in ("--set", text)]
     return [*starter, str(ROOT / "pipeline" / script), "--config", str(config), *overrides]
+
+
+def selected(session: pytest.Session, test: Any, parameter: str) -> list[str]:
+    """The values of a parametrized test that this session runs, so that a fixture need not make the others."""
+    items = [item for item in session.items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
+    return [
+        item.callspec.params[parameter]
+        for item in items
+        if item.originalname == test.__name__ and item.path == Path(test.__code__.co_filename)
+    ]

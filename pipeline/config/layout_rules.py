@@ -129,6 +129,13 @@ def _check_offload(config: Config) -> None:
         if section.device == "nvme" and section.nvme_path is None:
             field = f"zero_optimization.{name}.nvme_path"
             raise ConfigError(field, why="the device is nvme", remedy="name a directory on a local NVMe disk")
+    optimizer, stage = config.zero_optimization.offload_optimizer, config.zero_optimization.stage
+    if optimizer.device == "nvme" and stage != 3:
+        why = f"DeepSpeed's stage {stage} keeps the optimizer in host memory whatever the device says"
+        raise ConfigError("zero_optimization.offload_optimizer.device", "nvme", why=why, remedy="use cpu, or stage 3")
+    if optimizer.device != "none" and optimizer.ratio not in (None, 1.0):
+        why = "a shared update needs DeepSpeed's own Adam, and headrace runs torch's"
+        raise ConfigError("zero_optimization.offload_optimizer.ratio", optimizer.ratio, why=why, remedy="remove it")
 
 
 def check_schedule(config: Config, topology: Topology, batch: Batch) -> None:

@@ -11,10 +11,11 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from headrace.errors import CheckpointError
+from headrace.errors import CheckpointError, ConfigError
 from pipeline.engines import deepspeed_state as held
 from pipeline.engines.common import refuse_non_finite
 from pipeline.own_loop.batches import in_dtype
@@ -34,6 +35,9 @@ class DeepSpeedLoop(LoopEngine):
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         config = parts.config
+        if config.fp16.enabled and not get_accelerator().is_fp16_supported():
+            why = f"DeepSpeed does not run it on this {get_accelerator().device_name()}"
+            raise ConfigError("fp16.enabled", True, why=why, remedy="use bf16, or engine torch")
         half = config.bf16.enabled or config.fp16.enabled
         self._dtype = torch.float32
         if half:

@@ -91,6 +91,8 @@ def test_the_refusal_the_issue_asks_for(tmp_path: Path) -> None:
     assert "zero_optimization.stage 2" in error.remedy
 
 
+ZERO_BUBBLE = ("engine=torch", "zero_optimization.stage=2", "parallel.pp=2", "parallel.schedule=zero_bubble")
+
 ARITHMETIC = [
     (["parallel.pp=3"], "start 6 or 9 processes"),
     (["parallel.tp=2", "tensor_parallel.autotp_size=4"], "give one of the two"),
@@ -105,7 +107,9 @@ ARITHMETIC = [
     (["engine=torch", "parallel.pp=4", "train_batch_size=4"], "use 8, or a smaller"),
     (["engine=torch", "parallel.pp=4", "parallel.schedule=interleaved_1f1b", "train_batch_size=12"], "use 8 or 16"),
     (["engine=torch", "parallel.pp=2", "parallel.stages_per_rank=2"], "interleaved_1f1b"),
-    (["engine=torch", "parallel.pp=2", "parallel.stages_per_rank=1", "parallel.schedule=zero_bubble"], "use 2"),
+    ([*ZERO_BUBBLE, "parallel.stages_per_rank=1"], "use 2"),
+    ([*ZERO_BUBBLE, "memory.recompute=selective"], "use full"),
+    (["parallel.cp=2", "parallel.context=ring", "data.mask_documents=true"], "use ulysses"),
     (["engine=torch", "parallel.stages_per_rank=2"], "parallel.pp is 1"),
     (["fp16.enabled=true", "bf16.enabled=true"], "keep bf16"),
     (["zero_optimization.offload_param.device=nvme"], "nvme_path"),

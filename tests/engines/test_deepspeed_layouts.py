@@ -17,7 +17,7 @@ from headrace.errors import ConfigError
 from headrace.section import parse
 from pipeline.config.schema import Config
 from pipeline.engines.deepspeed_machine import check_machine
-from tests.conftest import ROOT
+from tests.conftest import ROOT, selected
 
 FP32 = 1e-5
 """Relative, on losses and gradients: fp32 rounds at 6e-8, and so few additions in another order stay far below this."""
@@ -87,11 +87,26 @@ ON_FOUR = {
 }
 
 
+ALWAYS = {
+    "stage 0, fp16",
+    "stage 1, bf16, optimizer on the cpu",
+    "stage 3, optimizer and weights on the cpu",
+    "pp 2 x tp 2, stage 1, clipped",
+    "experts, stage 3",
+}
+"""What `tests/parity` does not have, and one pipeline; the others run with `make test-matrix`."""
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
     """Differences from the reference, by name of the layout."""
     work = tmp_path_factory.mktemp("deepspeed")
-    return {**trial(work, ON_TWO, processes=2), **trial(work, ON_FOUR, processes=4)}
+    wanted = ALWAYS | set(selected(request.session, test_a_layout_follows_one_process, "name"))
+    differences: dict[str, dict[str, float]] = {}
+    for processes, cases in ((2, ON_TWO), (4, ON_FOUR)):
+        chosen = {name: each for name, each in cases.items() if name in wanted}
+        differences |= trial(work, chosen, processes=processes)
+    return differences
 
 
 def trial(work: Path, cases: dict[str, Any], *, processes: int) -> dict[str, dict[str, float]]:
@@ -116,7 +131,9 @@ def follows(differences: dict[str, float], name: str) -> None:
         assert differences[what] < (FP32 if kind is None else HALF[kind]), what
 
 
-@pytest.mark.parametrize("name", [*ON_TWO, *ON_FOUR])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in ALWAYS else pytest.mark.matrix) for n in (*ON_TWO, *ON_FOUR)]
+)
 def test_a_layout_follows_one_process(found: dict[str, dict[str, float]], name: str) -> None:
     follows(found[name], name)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from pipeline.config.deepspeed_schema import SchedulerParams, SchedulerSection
@@ -36,6 +37,8 @@ def all_cases(work: Path) -> dict[str, dict[str, Any]]:
         cases[f"save {name}"] = {"config": layout, "save": str(work / name), "network": "norm"}
     for name in ("torch-0", "torch-3", "deepspeed-2"):
         cases[f"tied {name}"] = {"config": LAYOUTS[name], "network": "tied"}
+    for name in ("torch-0", "torch-3"):
+        cases[f"fp16 {name}"] = {"config": {**LAYOUTS[name], "fp16": {"enabled": True}}, "network": "norm"}
     for name in HALF:
         cases[f"bf16 {name}"] = {"config": {**LAYOUTS[name], "bf16": {"enabled": True}}, "network": "norm"}
     return cases
@@ -160,6 +163,24 @@ def test_bf16_follows_fp32_and_keeps_its_statistics_in_fp32(seen: dict[str, Any]
     assert result["losses"] == pytest.approx(losses, rel=HALF[layout])
     # 2^-8 is bf16's precision; statistics of activations in bf16, kept in fp32
     assert result["buffers"]["1.running_var"] == pytest.approx(buffers["1.running_var"], rel=2**-6)
+
+
+@pytest.mark.parametrize("layout", ["torch-0", "torch-3"])
+def test_fp16_with_its_loss_scale_follows_fp32(seen: dict[str, Any], layout: str) -> None:
+    model = network("norm")
+    optimizer = optimizer_of("adamw", model)
+    assert optimizer is not None
+    losses, norms, _ = plain("none", optimizer, model)
+    # 2^-11 is fp16's precision, and there are some ten roundings on the way
+    assert seen[f"fp16 {layout}"]["losses"] == pytest.approx(losses, rel=5e-3)
+    assert seen[f"fp16 {layout}"]["norms"] == pytest.approx(norms, rel=5e-2)
+
+
+def test_fp16_that_deepspeed_does_not_run_here_is_refused(work: Path) -> None:
+    if get_accelerator().is_fp16_supported():
+        pytest.skip("DeepSpeed runs fp16 on this device")
+    with pytest.raises(AssertionError, match=r"fp16\.enabled = True"):
+        launched(work / "refused", {"x": {"config": {"fp16": {"enabled": True}}}}, processes=1)
 
 
 @pytest.mark.parametrize("reader", ["torch-3", "deepspeed-2"])
