@@ -121,13 +121,6 @@ def selected(session: pytest.Session, test: Any, parameter: str) -> list[str]:
     ]
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several workers (`pytest -n 2`) the tests of a file stay together, so that they share what they set up.
-
-    Those that start a Slurm share one worker, and the longest file comes first.
-    """
-    for item in items:
-        group = "slurm" if item.get_closest_marker("slurm") else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+    """The longest file comes first, so that with several workers none is left alone with it at the end."""
     items.sort(key=lambda item: "parity" not in item.path.parts)
