@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
 import torch
@@ -54,7 +54,11 @@ def preflight(meeting: Meeting, make_mesh: Callable[[], Mesh], *, device: torch.
     used = {axis: group for axis, group in _groups(mesh).items() if group is not None}
     # the first all-reduce of a group makes its connections, which is not what the figure is to say
     for axis, group in [*used.items(), (_ALL, world)]:
-        _check(meeting, axis, group, device)
+        # nccl connects inside the call, before its own timeout counts
+        watched = device.type == "cuda"
+        where = f"in the all-reduce over {axis}"
+        with _deadline(meeting, where, passed=f"passed/{axis}", spare_s=_SETTLE_S) if watched else nullcontext():
+            _check(meeting, axis, group, device)
     started = time.perf_counter()
     for group in [*used.values(), world]:
         dist.all_reduce(torch.ones(1, device=device), group=group)
@@ -86,19 +90,20 @@ def _begin(meeting: Meeting, when: str) -> None:
 
 
 @contextmanager
-def _deadline(meeting: Meeting, when: str) -> Iterator[None]:
+def _deadline(meeting: Meeting, when: str, *, passed: str | None = None, spare_s: float = 0.0) -> Iterator[None]:
     """Ends this process when it is still in here after the timeout: torch's waits for a stopped store have no end."""
-    limit_s = meeting.timeout_s
+    limit_s = meeting.timeout_s + spare_s
+    passed = passed or when
 
     def give_up() -> int:
-        raise _give_up(meeting, when, range(meeting.world_size), when, "the others wait for it", seconds=limit_s)
+        raise _give_up(meeting, passed, range(meeting.world_size), when, "the others wait for it", seconds=limit_s)
 
     watch = threading.Timer(limit_s, lambda: leave(guarded(give_up)))
     watch.daemon = True
     watch.start()
     try:
         yield
-        meeting.note(f"{when}/{meeting.rank}")
+        meeting.note(f"{passed}/{meeting.rank}")
     finally:
         watch.cancel()
 
@@ -110,7 +115,7 @@ def _check(meeting: Meeting, axis: str, group: dist.ProcessGroup, device: torch.
     try:
         _all_reduce(values, group, meeting.timeout_s)
     except RuntimeError as error:
-        said, seconds = str(error).splitlines()[0], time.monotonic() - started
+        said, seconds = _reason(error), time.monotonic() - started
         where = f"in the all-reduce over {axis} ({_listed(ranks)})"
         raise _give_up(meeting, f"passed/{axis}", ranks, where, said, seconds=seconds) from None
     expected = sum(ranks) + len(ranks)
@@ -122,6 +127,12 @@ def _check(meeting: Meeting, axis: str, group: dist.ProcessGroup, device: torch.
             f"  try: {meeting.where(ranks)}: look for hardware that corrupts data, and for ranks of another run"
         )
     meeting.note(f"passed/{axis}/{meeting.rank}")
+
+
+def _reason(error: RuntimeError) -> str:
+    """gloo says it in the first line, nccl in the last."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
+    return lines[-1] if "NCCL" in lines[0] else lines[0]
 
 
 def _all_reduce(values: torch.Tensor, group: dist.ProcessGroup, timeout_s: float) -> None:

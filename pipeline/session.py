@@ -29,7 +29,7 @@ from pipeline.metrics.journal import Journal
 from pipeline.metrics.peak import peak_flops
 from pipeline.metrics.wandb_sink import WandbSink
 from pipeline.parallel.assemble import stage_lines
-from pipeline.parallel.mesh import Mesh
+from pipeline.parallel.mesh import Mesh, mesh_of
 from pipeline.preflight import preflight
 from pipeline.prepare import Prepared, prepare
 from pipeline.trainer import Sink, Training
@@ -51,13 +51,15 @@ def train(run: ResolvedRun, make_objective: Callable[[torch.device], Objective])
     if run.config.engine == "deepspeed":
         check_machine(run.config)
     device = pick_device(launch)
+    mesh: Mesh | None = None
     answered: str | None = None
     with ExitStack() as stack:
         stack.enter_context(_only_one(prepared.run_dir) if launch.rank == 0 else nullcontext())
         if not run.plain:
             opened = process_group(launch, gpu=device.index, config=run.config.launch)
-            answered = _preflight(run, stack.enter_context(opened), device)
-        engine = build_engine(run, prepared.model, prepared.values, make_objective(device), device=device)
+            mesh, answered = _preflight(run, stack.enter_context(opened), device)
+        objective = make_objective(device)
+        engine = build_engine(run, prepared.model, prepared.values, objective, device=device, mesh=mesh)
         _run(prepared, engine, launch, stack, answered)
 
 
@@ -168,12 +170,16 @@ def _open_sinks(prepared: Prepared, stack: ExitStack, *, from_step: int) -> list
     return sinks
 
 
-def _preflight(run: ResolvedRun, meeting: Meeting, device: torch.device) -> str | None:
+def _preflight(run: ResolvedRun, meeting: Meeting, device: torch.device) -> tuple[Mesh | None, str | None]:
     if meeting.world_size == 1:
-        return None
-    shard = run.config.parallel.shard
-    _, line = preflight(meeting, lambda: Mesh(run.topology, device_type=device.type, shard=shard), device=device)
-    return line
+        return None, None
+
+    def make() -> Mesh:
+        mesh = mesh_of(run, device.type)
+        assert mesh is not None
+        return mesh
+
+    return preflight(meeting, make, device=device)
 
 
 @contextmanager

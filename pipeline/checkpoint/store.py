@@ -76,7 +76,7 @@ class CheckpointStore:
             write(staging)
         except (OSError, RuntimeError, CheckpointError) as error:
             failed = str(error) or repr(error)
-        _raise_together(failed, f"checkpoint of step {step} could not be written to {final}")
+        raise_together(failed, f"checkpoint of step {step} could not be written to {final}")
 
         def finish() -> None:
             commit(staging, final, kind="checkpoint", config=config, parents=parents, details=details, replace=True)
@@ -138,7 +138,8 @@ def on_rank_zero(action: Callable[[], T]) -> T:
     return result
 
 
-def _raise_together(failed: str | None, what: str) -> None:
+def raise_together(failed: str | None, what: str) -> None:
+    """Raises CheckpointError on all ranks when `failed` says why on any. Collective."""
     failures: list[str | None] = [failed]
     if dist.is_initialized():
         failures = [None] * dist.get_world_size()

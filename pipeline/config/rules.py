@@ -101,8 +101,8 @@ LAYOUTS = (
     Layout("deepspeed", 3, "ZeRO-3: parameters too", _EVERYWHERE | {"offload_optimizer", "offload_param"}),
     Layout("torch", 0, "DDP: every data rank holds everything", _NATIVE),
     Layout("torch", 2, "FSDP2, parameters gathered once per step", _NATIVE | {"shard"}),
-    # zero_bubble takes gradients of weights apart from those of inputs: torch 2.13 does not find weights that are sharded
-    # again after each pass, and loses their gradients without a word
+    # zero_bubble takes gradients of weights apart from those of inputs: torch 2.13 does not find weights that are
+    # sharded again after each pass, and loses their gradients without a word
     Layout("torch", 3, "FSDP2, parameters gathered for each pass", (_NATIVE | {"shard"}) - {"zero_bubble"}),
 )
 """Every legal layout. Two rows of one engine and stage are alternatives: features of both are not mixed."""

@@ -76,3 +76,8 @@ def ensure_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[st
         on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
     return state
+
+
+def master_of(weight: nn.Parameter) -> nn.Parameter:
+    """What the optimizer updates: an fp32 copy of a weight of lower precision, the weight itself otherwise."""
+    return weight if weight.dtype == torch.float32 else nn.Parameter(weight.detach().float())

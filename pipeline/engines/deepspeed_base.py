@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.shards import NamedShard
+from pipeline.checkpoint.store import raise_together
 from pipeline.config.rules import ResolvedRun
 from pipeline.data.loader import StepBatch
 from pipeline.engines.base import Objective, StepResult, Sums
@@ -31,26 +32,27 @@ class DeepSpeedBase:
         run: the resolved config.
         objective: what is minimised.
         device: of this rank.
+        mesh: this rank's place and groups; None for one process.
     """
 
     _engine: Any
     _assembled: Assembled
 
-    def __init__(self, run: ResolvedRun, objective: Objective, *, device: torch.device) -> None:
+    def __init__(self, run: ResolvedRun, objective: Objective, *, device: torch.device, mesh: Mesh | None) -> None:
         deepspeed.init_distributed()  # takes over the open process group; zero.Init would not
         deepspeed.utils.groups.mpu = None  # a global: the groups of an engine made before stay there
         self.rank = dist.get_rank()
         self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self._objective, self._device = objective, device
         self._scale = LossScale(run.config.fp16)
-        self._mesh = Mesh(run.topology, device_type=device.type) if run.topology.world_size > 1 else None
+        self._mesh = mesh
         place = run.topology.coordinates(self.rank)
         # every tp rank of the last stage has the same loss; one of them counts
         self._brings_sums = place["tp"] == 0 and place["pp"] == run.topology.pp - 1
 
     def save(self, directory: Path) -> None:
         """See `Engine.save`."""
-        state = self._named_state()
+        state = self._state_of_all(directory)
         if not self._assembled.decoder.form.first:  # the first stage writes what two stages hold
             for name in self._assembled.shared:
                 for key in (named_state.weight_key(name), *(named_state.moment_key(m, name) for m in MOMENTS)):
@@ -65,6 +67,17 @@ class DeepSpeedBase:
         if isinstance(scale, Tensor):
             self._scale.load(scale)
         take_up(self._engine.optimizer, held)
+
+    def _state_of_all(self, directory: Path) -> dict[str, NamedShard | Tensor]:
+        """The named state, once all ranks have it: a disk may fail on one of them, and writing is collective."""
+        state: dict[str, NamedShard | Tensor] = {}
+        failed: str | None = None
+        try:
+            state = self._named_state()
+        except (OSError, RuntimeError, AssertionError) as error:
+            failed = str(error) or repr(error)
+        raise_together(failed, f"the state for {directory} could not be fetched")
+        return state
 
     def _named_state(self) -> dict[str, NamedShard | Tensor]:
         return self._held().named

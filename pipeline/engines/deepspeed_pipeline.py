@@ -35,6 +35,7 @@ from pipeline.engines.objective import CrossEntropy
 from pipeline.models.values import ParameterValues
 from pipeline.parallel.assemble import Assembled, stages_of
 from pipeline.parallel.decoder import Decoder
+from pipeline.parallel.mesh import Mesh
 from pipeline.topology import Topology
 
 _EVALUATED_AT_ONCE = 32
@@ -50,14 +51,21 @@ class DeepSpeedPipeline(DeepSpeedBase):
         values: first values of its parameters.
         objective: what is minimised.
         device: of this rank.
+        mesh: this rank's place and groups.
     """
 
     def __init__(
-        self, run: ResolvedRun, model: nn.Module, values: ParameterValues, objective: Objective, *, device: torch.device
+        self,
+        run: ResolvedRun,
+        model: nn.Module,
+        values: ParameterValues,
+        objective: Objective,
+        *,
+        device: torch.device,
+        mesh: Mesh,
     ) -> None:
-        super().__init__(run, objective, device=device)
-        assert self._mesh is not None
-        place = self._mesh.place
+        super().__init__(run, objective, device=device, mesh=mesh)
+        place = mesh.place
         stage = stages_of(run, model)[place["pp"]]
         self._assembled = make_part(run, model, values, self._mesh, device=device, stage=stage)
         self._turns = _Turns(self._assembled.decoder, len(objective.parts), device)

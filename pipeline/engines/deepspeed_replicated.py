@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.config.deepspeed_schema import OptimizerParams
-from pipeline.engines.common import decay_groups
+from pipeline.engines.common import decay_groups, master_of
 from pipeline.parallel.assemble import Assembled
 from pipeline.parallel.tensor import sum_gradients
 
@@ -66,7 +66,7 @@ class Replicated(torch.optim.AdamW):
     ) -> None:
         self._assembled, self._clip, self._counted = assembled, clip, counted
         self._weights = assembled.decoder.named()
-        self.masters = {name: _master(weight) for name, weight in self._weights.items()}
+        self.masters = {name: master_of(weight) for name, weight in self._weights.items()}
         groups = [g for g in decay_groups(self.masters, decayed, weight_decay=params.weight_decay) if g["params"]]
         super().__init__(groups, lr=0.0, betas=params.betas, eps=params.eps, fused=fused or None)
         self.scale, self.overflow, self._global_grad_norm = 1.0, False, 0.0
@@ -129,7 +129,3 @@ class Replicated(torch.optim.AdamW):
             weight.grad = None
 
         return add
-
-
-def _master(weight: nn.Parameter) -> nn.Parameter:
-    return weight if weight.dtype == torch.float32 else nn.Parameter(weight.detach().float())

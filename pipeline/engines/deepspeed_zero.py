@@ -19,6 +19,7 @@ from pipeline.engines.deepspeed_parts import make_optimizer, make_part, shard_at
 from pipeline.engines.deepspeed_state import reset_moments
 from pipeline.engines.objective import CrossEntropy
 from pipeline.models.values import ParameterValues
+from pipeline.parallel.mesh import Mesh
 
 
 class DeepSpeedZero(DeepSpeedBase):
@@ -30,13 +31,21 @@ class DeepSpeedZero(DeepSpeedBase):
         values: first values of its parameters.
         objective: what is minimised.
         device: of this rank.
+        mesh: this rank's place and groups; None for one process.
     """
 
     def __init__(
-        self, run: ResolvedRun, model: nn.Module, values: ParameterValues, objective: Objective, *, device: torch.device
+        self,
+        run: ResolvedRun,
+        model: nn.Module,
+        values: ParameterValues,
+        objective: Objective,
+        *,
+        device: torch.device,
+        mesh: Mesh | None,
     ) -> None:
-        super().__init__(run, objective, device=device)
-        mesh, config = self._mesh, deepspeed_config(run)
+        super().__init__(run, objective, device=device, mesh=mesh)
+        config = deepspeed_config(run)
         unit = ParallelUnit(mesh) if mesh and mesh.size("tp") > 1 else None
         place = shard_at_once(config, unit) if run.config.zero_optimization.stage == 3 else None
         self._assembled = make_part(run, model, values, mesh, device=device, place=place)

@@ -42,18 +42,25 @@ class TorchParallel:
         values: first values of its parameters.
         objective: what is minimised.
         device: of this rank.
+        mesh: this rank's place and groups.
     """
 
     def __init__(
-        self, run: ResolvedRun, model: nn.Module, values: ParameterValues, objective: Objective, *, device: torch.device
+        self,
+        run: ResolvedRun,
+        model: nn.Module,
+        values: ParameterValues,
+        objective: Objective,
+        *,
+        device: torch.device,
+        mesh: Mesh,
     ) -> None:
         params = run.config.optimizer.params
-        stage = run.config.zero_optimization.stage
         self.rank = dist.get_rank()
         self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self._objective, self._device, self._clip = objective, device, run.config.gradient_clipping
         self._scale = LossScale(run.config.fp16)
-        self._mesh = Mesh(run.topology, device_type=device.type, shard=1 if stage == 0 else run.config.parallel.shard)
+        self._mesh = mesh
         made = [self._make(run, model, values, stage) for stage in _own_stages(run, model, self._mesh)]
         self._roots = [root for root, _ in made]
         self._parts = [part for _, parts in made for part in parts]

@@ -14,7 +14,15 @@ from pipeline.checkpoint.shards import NamedShard
 from pipeline.config.rules import ResolvedRun
 from pipeline.data.loader import IGNORE, MicroBatch, StepBatch
 from pipeline.engines.base import Objective, StepResult, Sums
-from pipeline.engines.common import MOMENTS, decay_groups, decayed_names, ensure_state, make_adamw, refuse_non_finite
+from pipeline.engines.common import (
+    MOMENTS,
+    decay_groups,
+    decayed_names,
+    ensure_state,
+    make_adamw,
+    master_of,
+    refuse_non_finite,
+)
 from pipeline.engines.loss_scale import LossScale
 from pipeline.engines.objective import CrossEntropy
 from pipeline.models.materialise import materialise
@@ -48,7 +56,7 @@ class TorchReference:
         materialise(self._decoder.causal, values, device=device)
         self._decoder.train()
         self._weights = self._decoder.named()
-        self._masters = {name: _master(weight) for name, weight in self._weights.items()}
+        self._masters = {name: master_of(weight) for name, weight in self._weights.items()}
         groups = decay_groups(self._masters, decayed_names(model), weight_decay=params.weight_decay)
         self._optimizer = make_adamw(groups, params, fused=device.type == "cuda")
 
@@ -139,7 +147,3 @@ class TorchReference:
         for name, weight in self._weights.items():
             if self._masters[name] is not weight:
                 weight.copy_(self._masters[name])
-
-
-def _master(weight: nn.Parameter) -> nn.Parameter:
-    return weight if weight.dtype == torch.float32 else nn.Parameter(weight.detach().float())

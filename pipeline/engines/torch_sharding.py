@@ -8,8 +8,8 @@
 | 3 | sharded | whole for the time of a layer | sharded | after every micro-batch |
 
 fp32 weights and the optimizer's moments are sharded from stage 1 on. With hybrid sharding the copies are summed once
-per step. In a pipeline stages 1 and 2 are one (`torch_pipeline`). Every decoder layer is one message; what is left
-(embedding, final norm, head) is another.
+per step, but in a pipeline at stage 3 after every micro-batch. In a pipeline stages 1 and 2 are one
+(`torch_pipeline`). Every decoder layer is one message; what is left (embedding, final norm, head) is another.
 """
 
 from __future__ import annotations

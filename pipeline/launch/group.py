@@ -110,7 +110,8 @@ def process_group(
     except UnreachableError:
         raise
     except BaseException:
-        _close()
+        if gpu is None:  # nccl would wait for the collectives of ranks that do not know of this yet
+            _close()
         raise
     else:
         _close()

@@ -102,8 +102,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: Mas
     """Causal attention of a whole sequence: [B, H, S, d], [B, K, S, d] twice -> [B, H, S, d]."""
     grouped = query.shape[1] != key.shape[1]
     added = mask.added(query)
-    if grouped and added is not None:
-        # with a mask, CUDA's fast kernels take no grouped heads and the slow one would be chosen
+    if grouped and (added is not None or (query.is_cuda and query.dtype == torch.float32)):
+        # with a mask, and in fp32, CUDA's fast kernels take no grouped heads and the slow one would be chosen
         key, value = (repeat_heads(each, query.shape[1] // key.shape[1]) for each in (key, value))
         grouped = False
     return F.scaled_dot_product_attention(

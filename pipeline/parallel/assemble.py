@@ -1,4 +1,4 @@
-"""From a whole model on meta to this rank's decoder: stage, then tensor parallelism, then recomputation.
+"""From a whole model on meta to this rank's decoder: recomputation, then stage, then tensor parallelism.
 
 One function, one visible order. What comes out is still on meta; an engine shards it and gives it its values.
 """
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from headrace.errors import ConfigError
 from pipeline.checkpoint.shards import Rectangle
 from pipeline.config.rules import ResolvedRun
 from pipeline.models.attention import NAME
@@ -53,6 +54,12 @@ def stages_of(run: ResolvedRun, model: nn.Module) -> list[Stage]:
     count = run.topology.pp * run.stages_per_rank
     if count == 1:
         return [Stage(0, 1, (0, model.config.num_hidden_layers), 0.0)]  # type: ignore[union-attr, arg-type]
+    layers: int = model.config.num_hidden_layers  # type: ignore[union-attr, assignment]
+    if layers < count:
+        pieces = run.stages_per_rank
+        why = f"{run.topology.pp} ranks x {pieces} pieces are {count}, and the model has {layers} decoder layers"
+        fits = f"use parallel.pp {max(1, layers // pieces)}" + (", or fewer stages_per_rank" if pieces > 1 else "")
+        raise ConfigError("parallel.pp", run.topology.pp, why=why, remedy=fits)
     flops, head = forward_flops(model, sequence_length=run.batch.sequence_length)
     return split(flops, head=head, stages=count)
 
@@ -77,6 +84,7 @@ def assemble(run: ResolvedRun, model: nn.Module, mesh: Mesh | None, *, stage: St
     causal = copy.deepcopy(model)
     owners = owners_of(causal)
     shapes = {name: tuple(p.shape) for name, p in causal.named_parameters()}
+    apply_recompute(causal, run.config.memory)  # before the cut: every n-th layer is of the whole model
     if stage is not None and stage.count > 1:
         cut_to_stage(causal, stage)
     here = set(causal.modules())
@@ -85,7 +93,6 @@ def assemble(run: ResolvedRun, model: nn.Module, mesh: Mesh | None, *, stage: St
     shared = frozenset(name for name, places in owners_here.items() if len(places) < len(owners[name]))
     group = mesh.group("tp") if mesh else None
     tensor = apply_tensor_parallel(causal, group, names=_names(owners_here)) if group else None
-    apply_recompute(causal, run.config.memory)
     cp_rank = mesh.place["cp"] if mesh else 0
     form = Form(
         first=stage is None or stage.first,

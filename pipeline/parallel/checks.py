@@ -71,7 +71,6 @@ def _check_ring(run: ResolvedRun, config: Any) -> None:
     length = run.batch.sequence_length
     windows = [window_of(config, number) for number in range(config.num_hidden_layers)]
     smallest = min((window for window in windows if window is not None), default=length)
-    if smallest < length or run.config.data.mask_documents:
-        what = "data.mask_documents" if run.config.data.mask_documents else f"a sliding window of {smallest} positions"
-        why = f"ring attention knows no mask but the causal one, and there is {what}"
+    if smallest < length:
+        why = f"ring attention knows no mask but the causal one, and there is a sliding window of {smallest} positions"
         raise ConfigError("parallel.context", "ring", why=why, remedy="use ulysses")

@@ -76,6 +76,8 @@ def _three(parts: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _fits_flash(query: Tensor) -> bool:
+    if query.is_cuda and torch.cuda.get_device_capability(query.device) < (8, 0):  # before Ampere
+        return False
     return query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from pipeline.config.rules import ResolvedRun
 from pipeline.topology import Topology
 
 
@@ -58,6 +59,14 @@ class Mesh:
         if self._shard == self.size("data"):
             return self._data
         return self._device_mesh["replicate", "shard"]
+
+
+def mesh_of(run: ResolvedRun, device_type: str) -> Mesh | None:
+    """The mesh of a run; None for one process. Collective."""
+    if run.topology.world_size == 1:
+        return None
+    whole = run.config.engine == "torch" and run.config.zero_optimization.stage == 0
+    return Mesh(run.topology, device_type=device_type, shard=1 if whole else run.config.parallel.shard)
 
 
 def _own_group(topology: Topology, rank: int, axis: str) -> dist.ProcessGroup | None:

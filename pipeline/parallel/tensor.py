@@ -133,7 +133,6 @@ def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup, *, names: 
             offsets[dim] = rank * sizes[dim]
             boxes[names[id(whole)]] = Rectangle(tuple(offsets), tuple(sizes))
             cut[id(whole)] = nn.Parameter(whole.new_empty(sizes), requires_grad=whole.requires_grad)
-            cut[id(whole)].tensor_model_parallel = True  # type: ignore[attr-defined]  # what DeepSpeed looks for
         module._parameters[key] = cut[id(whole)]
 
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
