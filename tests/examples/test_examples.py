@@ -58,7 +58,7 @@ def test_four_lines_make_a_plain_loop_run_anywhere(name: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.matrix), 2])
 def test_the_losses_are_those_of_the_plain_loop(example: tuple[str, list[float]], engine: str, processes: int) -> None:
     name, expected = example
     assert len(expected) >= 8

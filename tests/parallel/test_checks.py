@@ -47,7 +47,7 @@ def built(kind: str, attention: str = NAME, **fields: Any) -> torch.nn.Module:
         ),
         (("llama", {"intermediate_size": 49}), TP2, r"does not divide model.layers.0.mlp.gate_proj \(49\).*use 1"),
         (("llama", {"vocab_size": 97}), TP2, r"does not divide.*vocab_size \(97\).*use 1"),
-        (("llama", {"num_hidden_layers": 1}), PP2, r"1 decoder layers.*use at most 1"),
+        (("llama", {"num_hidden_layers": 1}), PP2, r"1 decoder layers.*use parallel.pp 1"),
         (("granite", _SCALED), CHUNK, r"loss.chunk = 8.*other logits.*without loss.chunk"),
         (("granite", _SCALED), PP2, r"parallel.pp = 2.*other logits"),
         (("cohere", {}), TP2, r"parallel.tp = 2.*other logits"),
