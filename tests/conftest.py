@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -109,6 +110,13 @@ def command_line(script: str, config: Path, *sets: str, processes: int) -> list[
     starter = torchrun if processes > 1 else [sys.executable]
     overrides = [word for text in sets for word in ("--set", text)]
     return [*starter, str(ROOT / "pipeline" / script), "--config", str(config), *overrides]
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens on: the deepspeed launcher's own choice is the same for every run."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def selected(session: pytest.Session, test: Any, parameter: str) -> list[str]:

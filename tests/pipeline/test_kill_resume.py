@@ -13,13 +13,19 @@ from pathlib import Path
 import pytest
 
 from headrace.directory import read_manifest, verify
-from tests.conftest import ROOT, command_line, launch, losses, start, tiny_config, write_config
+from tests.conftest import ROOT, command_line, free_port, launch, losses, start, tiny_config, write_config
 
 
 def deepspeed(config: Path, *sets: str) -> list[str]:
     """The command of the README, on two processes of this machine."""
     overrides = [word for text in sets for word in ("--set", text)]
-    launcher = [str(Path(sys.executable).parent / "deepspeed"), "--num_accelerators", "2"]
+    launcher = [
+        str(Path(sys.executable).parent / "deepspeed"),
+        "--num_accelerators",
+        "2",
+        "--master_port",
+        str(free_port()),
+    ]
     return [*launcher, str(ROOT / "pipeline/train.py"), "--config", str(config), *overrides]
 
 
