@@ -63,9 +63,7 @@ class DeepSpeedBase:
         """See `Engine.load`."""
         held = self._held()
         named_state.read(held.named, directory)
-        scale = held.named.get(named_state.LOSS_SCALE)
-        if isinstance(scale, Tensor):
-            self._scale.load(scale)
+        self._scale.take_up(held.named)
         take_up(self._engine.optimizer, held)
 
     def _state_of_all(self, directory: Path) -> dict[str, NamedShard | Tensor]:
@@ -84,8 +82,7 @@ class DeepSpeedBase:
 
     def _held(self) -> Held:
         held = hold(self._engine.optimizer, self._assembled)
-        if self._scale.enabled:
-            held.named[named_state.LOSS_SCALE] = self._scale.state()
+        held.named.update(self._scale.named())
         return held
 
     def _begin(self, step: StepBatch, lr: float) -> float:
@@ -108,19 +105,11 @@ class DeepSpeedBase:
 
     def _result(self, step: StepBatch, means: list[float]) -> StepResult:
         """What the optimizer did; lowers the loss scale after an overflow."""
-        loss, *parts = means
-        norm, scale = _norm(self._engine.get_global_grad_norm()), self._scale.value
-        overflow = self._scale.enabled and bool(self._engine.optimizer.overflow)
-        if not overflow:
+        norm = _norm(self._engine.get_global_grad_norm())
+        skipped = self._scale.enabled and bool(self._engine.optimizer.overflow)
+        if not skipped:
             refuse_non_finite(step.step, "gradient norm", norm)
-        self._scale.update(step.step, overflow=overflow)
-        return StepResult(
-            loss,
-            dict(zip(self._objective.parts, parts, strict=True)),
-            norm,
-            skipped=overflow,
-            loss_scale=scale if self._scale.enabled else None,
-        )
+        return self._scale.result(step.step, means, self._objective.parts, norm, skipped=skipped)
 
     def _means(self, sums: Tensor, step: StepBatch) -> list[float]:
         """Sums of one rank's micro-batches -> means over the targets of the step.

@@ -40,33 +40,17 @@ def make_part(
         mesh: this rank's place; None for one process.
         device: where the part goes.
         stage: the piece to make; the whole model when None.
-        place: called with each parameter as soon as it is real, when given.
+        place: called with each parameter as soon as it is real.
     """
     assembled = assemble(run, model, mesh, stage=stage)
-    causal = assembled.decoder.causal
-    local = {id(parameter): name for name, parameter in causal.named_parameters()}
-    canonical = {local[id(parameter)]: name for name, parameter in assembled.decoder.named().items()}
-    materialise(causal, _Renamed(Cut(values, assembled), canonical), device=device, place=place or _keep)
+    # a head that is tied, alone on its stage, is called otherwise than the embedding it is a copy of
+    names = {id(parameter): name for name, parameter in assembled.decoder.named().items()}
+    materialise(assembled.decoder.causal, Cut(values, assembled), device=device, place=place, names=names)
     if assembled.tensor is not None:
         named = assembled.decoder.named()
         for name in assembled.tensor.boxes:
             named[name].tensor_model_parallel = True  # type: ignore[attr-defined]  # what DeepSpeed's norm looks for
     return assembled
-
-
-def _keep(_parameter: nn.Parameter) -> None:
-    """A parameter that has got its value stays where it is."""
-
-
-class _Renamed:
-    """Values under the names that a stage has for them: a tied head alone is called otherwise than its embedding."""
-
-    def __init__(self, values: ParameterValues, canonical: dict[str, str]) -> None:
-        self._values, self._canonical = values, canonical
-
-    def value(self, name: str) -> Tensor:
-        """See `ParameterValues.value`."""
-        return self._values.value(self._canonical[name])
 
 
 def make_optimizer(

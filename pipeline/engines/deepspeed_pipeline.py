@@ -35,7 +35,8 @@ from pipeline.engines.objective import CrossEntropy
 from pipeline.models.values import ParameterValues
 from pipeline.parallel.assemble import Assembled, stages_of
 from pipeline.parallel.decoder import Decoder
-from pipeline.parallel.mesh import Mesh
+from pipeline.parallel.mesh import Mesh, ends_group
+from pipeline.parallel.stages import is_tied
 from pipeline.topology import Topology
 
 _EVALUATED_AT_ONCE = 32
@@ -69,7 +70,8 @@ class DeepSpeedPipeline(DeepSpeedBase):
         stage = stages_of(run, model)[place["pp"]]
         self._assembled = make_part(run, model, values, self._mesh, device=device, stage=stage)
         self._turns = _Turns(self._assembled.decoder, len(objective.parts), device)
-        module = _Stages(run.topology, self._turns, self._assembled, number=place["pp"])
+        ends = ends_group(run.topology) if is_tied(model) else None
+        module = _Stages(run.topology, self._turns, self._assembled, number=place["pp"], ends=ends)
         optimizer = make_optimizer(
             run,
             self._assembled,
@@ -167,6 +169,7 @@ class _Stages(PipelineModule):  # type: ignore[misc]
         own: this rank's stage.
         assembled: what it is made of.
         number: of this stage.
+        ends: the ranks that hold a parameter with this one; None where there is none.
 
     Attributes:
         optimizer: DeepSpeed's, once there is one; it knows where gradients are.
@@ -174,13 +177,21 @@ class _Stages(PipelineModule):  # type: ignore[misc]
 
     optimizer: Any = None
 
-    def __init__(self, topology: Topology, own: _Turns, assembled: Assembled, *, number: int) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        own: _Turns,
+        assembled: Assembled,
+        *,
+        number: int,
+        ends: dist.ProcessGroup | None,
+    ) -> None:
         axes = PipeModelDataParallelTopology(num_pp=topology.pp, num_mp=topology.tp, num_dp=topology.dp * topology.cp)
         layers = [own if stage == number else LayerSpec(nn.Identity) for stage in range(topology.pp)]
         with redirect_stdout(StringIO()):  # it prints its layers
             super().__init__(layers, topology=axes, partition_method="uniform")
         self._assembled = assembled
-        self._ends = _ends(topology)
+        self._ends = ends
         named = assembled.decoder.named()
         for name in assembled.shared if number > 0 else ():
             named[name].ds_pipe_replicated = True  # type: ignore[attr-defined]  # the first stage counts its gradient
@@ -202,13 +213,3 @@ class _Stages(PipelineModule):  # type: ignore[misc]
         weight = self._assembled.decoder.named()[name]
         places = (getattr(weight, place, None) for place in ("_hp_grad", "grad_accum", "grad"))
         return next((gradient for gradient in places if gradient is not None), None)
-
-
-def _ends(topology: Topology) -> dist.ProcessGroup | None:
-    """The first and the last stage at this rank's data and tp place."""
-    own: dist.ProcessGroup | None = None
-    for rank in range(topology.world_size // topology.pp):
-        ranks = topology.group(rank, "pp")
-        group = dist.new_group([ranks[0], ranks[-1]])
-        own = group if dist.get_rank() in (ranks[0], ranks[-1]) else own
-    return own

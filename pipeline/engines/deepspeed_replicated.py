@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from pipeline.config.deepspeed_schema import OptimizerParams
 from pipeline.engines.common import decay_groups, master_of
+from pipeline.engines.loss_scale import update_factor
 from pipeline.parallel.assemble import Assembled
 from pipeline.parallel.tensor import sum_gradients
 
@@ -95,8 +96,7 @@ class Replicated(torch.optim.AdamW):
         norm = self._norm() / self.scale
         self.overflow, self._global_grad_norm = not math.isfinite(norm), norm
         if not self.overflow:
-            # DeepSpeed's rule for clipping, with its 1e-6
-            factor = 1.0 / (self.scale * (max(1.0, (norm + 1e-6) / self._clip) if self._clip > 0 else 1.0))
+            factor = update_factor(norm, clip=self._clip, scale=self.scale)
             if factor != 1.0:
                 torch._foreach_mul_([self.gradient(name) for name in self.masters], factor)
             super().step()

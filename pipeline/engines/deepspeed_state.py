@@ -65,16 +65,16 @@ def hold(zero: Any, assembled: Assembled) -> Held:
         zero: the engine's `optimizer`.
         assembled: this rank's part of the model.
     """
-    flats = [_contents(zero, number) for number in range(len(_flats(zero)))]
+    flats = [_contents(zero, number) for number in range(len(flat_tensors(zero)))]
     copies = {number: flats[number] for number in range(len(flats)) if is_swapped(zero, number)}
     named: dict[str, NamedShard | Tensor] = {}
-    for s in _stretches(zero, assembled.decoder.named()):
+    for s in stretches(zero, assembled.decoder.named()):
         shape, box = assembled.shapes[s.name], assembled.box(s.name)
         for kind in (_WEIGHT, *MOMENTS):
             key = named_state.weight_key(s.name) if kind == _WEIGHT else named_state.moment_key(kind, s.name)
             values = flats[s.flat][kind].view(-1).narrow(0, s.at, s.length)
             named[key] = NamedShard(shape, start=s.start, values=values, box=box)
-    state = _adamw(zero).state.get(_flats(zero)[-1], {})
+    state = _adamw(zero).state.get(flat_tensors(zero)[-1], {})
     step = state["step"].detach().to("cpu", copy=True) if "step" in state else torch.zeros((), dtype=torch.float32)
     return Held({**named, named_state.OPTIMIZER_STEP: step}, copies)
 
@@ -84,7 +84,7 @@ def take_up(zero: Any, held: Held) -> None:
     """Goes on from a state that was read: disk, step counters and the model's own weights. Collective."""
     step = held.named[named_state.OPTIMIZER_STEP]
     assert isinstance(step, Tensor)
-    for number, flat in enumerate(_flats(zero)):
+    for number, flat in enumerate(flat_tensors(zero)):
         with brought_in(zero, number, write=True):
             state = ensure_state(_adamw(zero), flat)
             for kind, values in held.copies.get(number, {}).items():
@@ -92,7 +92,7 @@ def take_up(zero: Any, held: Held) -> None:
             state["step"].copy_(step)  # not by way of param_groups: stage 3 keeps them empty between steps
             if _is_stage3(zero):
                 zero._reassign_or_swap_out_partitioned_parameters(number)
-    _share_weights(zero)
+    share_weights(zero)
 
 
 def reset_moments(zero: Any) -> None:
@@ -108,7 +108,7 @@ def reset_moments(zero: Any) -> None:
 
 def _contents(zero: Any, number: int) -> dict[str, Tensor]:
     """A flat tensor and its moments; copies when they lie on a disk."""
-    flat = _flats(zero)[number]
+    flat = flat_tensors(zero)[number]
     if not is_swapped(zero, number):
         state = ensure_state(_adamw(zero), flat)
         return {_WEIGHT: flat.data, **{moment: state[moment] for moment in MOMENTS}}
@@ -119,7 +119,7 @@ def _contents(zero: Any, number: int) -> dict[str, Tensor]:
     return {_WEIGHT: weight, **moments}
 
 
-def _share_weights(zero: Any) -> None:
+def share_weights(zero: Any) -> None:
     """Brings the model's own weights up to date with the fp32 ones of all ranks."""
     if isinstance(zero, Replicated):
         zero.refresh_weights()
@@ -141,7 +141,7 @@ def _is_stage3(zero: Any) -> bool:
     return hasattr(zero, "fp32_partitioned_groups_flat")
 
 
-def _flats(zero: Any) -> list[Tensor]:
+def flat_tensors(zero: Any) -> list[Tensor]:
     """This rank's flat fp32 tensors: per parameter (stage 0), parameter group (1, 2) or sub-group (3)."""
     if isinstance(zero, Replicated):
         return list(zero.masters.values())
@@ -150,7 +150,13 @@ def _flats(zero: Any) -> list[Tensor]:
     return flats
 
 
-def _stretches(zero: Any, named: dict[str, nn.Parameter]) -> Iterator[Stretch]:
+def stretches(zero: Any, named: dict[str, nn.Parameter]) -> Iterator[Stretch]:
+    """This rank's part of every parameter.
+
+    Args:
+        zero: DeepSpeed's optimizer.
+        named: the parameters by Hugging Face name.
+    """
     for number, (name, parameter) in enumerate(named.items()):
         if isinstance(zero, Replicated):
             yield Stretch(name, 0, number, 0, parameter.numel())

@@ -9,12 +9,17 @@ DeepSpeed's `fp16` section.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from headrace.errors import TrainingError
+from pipeline.checkpoint import named_state
+from pipeline.checkpoint.shards import NamedShard
 from pipeline.config.deepspeed_schema import Fp16Section
+from pipeline.engines.base import StepResult
+from pipeline.engines.common import refuse_non_finite
 
 
 class LossScale:
@@ -34,6 +39,37 @@ class LossScale:
         if section.enabled:
             self.value = section.loss_scale or 2.0**section.initial_scale_power
         self._left, self._good = section.hysteresis, 0
+
+    def overflows(self, step: int, norm: float) -> bool:
+        """Whether a step is to be skipped: its gradient is not finite, and in fp16 that may be.
+
+        Raises:
+            TrainingError: it is not finite, and nothing was scaled.
+        """
+        if self.enabled and not math.isfinite(norm):
+            return True
+        refuse_non_finite(step, "gradient norm", norm)
+        return False
+
+    def result(
+        self, step: int, means: Sequence[float], names: Sequence[str], norm: float, *, skipped: bool
+    ) -> StepResult:
+        """What a step did; takes note of how it went.
+
+        Args:
+            step: its number.
+            means: of the loss and its parts, over the targets of the step.
+            names: of the parts.
+            norm: of the whole gradient, unscaled.
+            skipped: as `overflows` said.
+
+        Raises:
+            TrainingError: an overflow at the smallest scale.
+        """
+        used = self.value if self.enabled else None
+        self.update(step, overflow=skipped)
+        loss, *parts = means
+        return StepResult(loss, dict(zip(names, parts, strict=True)), norm, skipped=skipped, loss_scale=used)
 
     def update(self, step: int, *, overflow: bool) -> None:
         """Takes note of how a step went.
@@ -70,6 +106,16 @@ class LossScale:
             )
         self.value = max(self.value / 2.0, self._section.min_loss_scale)
 
+    def named(self) -> dict[str, Tensor]:
+        """`state` under its key in a checkpoint; nothing when the scale is off."""
+        return {named_state.LOSS_SCALE: self.state()} if self.enabled else {}
+
+    def take_up(self, state: Mapping[str, NamedShard | Tensor]) -> None:
+        """Goes on from a checkpoint that has been read into what `named` gave."""
+        read = state.get(named_state.LOSS_SCALE)
+        if isinstance(read, Tensor):
+            self.load(read)
+
     def state(self) -> Tensor:
         """fp64 [3], for a checkpoint: the scale, steps since the last overflow, overflows before it is lowered."""
         return torch.tensor([self.value, self._good, self._left], dtype=torch.float64)
@@ -87,6 +133,17 @@ class LossScale:
             norm: of the whole gradient, unscaled.
             clip: the largest norm; 0 is no clipping. DeepSpeed's rule, with its 1e-6.
         """
-        assert math.isfinite(norm)
-        excess = max(1.0, (norm + 1e-6) / clip) if clip > 0 else 1.0
-        return 1.0 / (excess * self.value)
+        return update_factor(norm, clip=clip, scale=self.value)
+
+
+def update_factor(norm: float, *, clip: float, scale: float) -> float:
+    """What gradients are multiplied by before the update: without the loss scale, and clipped.
+
+    Args:
+        norm: of the whole gradient, unscaled; finite.
+        clip: the largest norm; 0 is no clipping. DeepSpeed's rule, with its 1e-6.
+        scale: what the loss was multiplied by.
+    """
+    assert math.isfinite(norm)
+    excess = max(1.0, (norm + 1e-6) / clip) if clip > 0 else 1.0
+    return 1.0 / (excess * scale)

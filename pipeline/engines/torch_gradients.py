@@ -12,21 +12,6 @@ from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.tensor import sum_gradients
 
 
-def holders_of_shared(mesh: Mesh) -> dist.ProcessGroup | None:
-    """The group of the first and the last pipeline rank, who may hold a parameter both (a head tied to the embedding).
-
-    Collective. None where there is no pipeline, and on the ranks in the middle.
-    """
-    own: dist.ProcessGroup | None = None
-    for rank in range(mesh.topology.world_size if mesh.topology.pp > 1 else 0):
-        if mesh.topology.coordinates(rank)["pp"] == 0:
-            column = mesh.topology.group(rank, "pp")
-            ends = [column[0], column[-1]]
-            group = dist.new_group(ends)
-            own = group if mesh.rank in ends else own
-    return own
-
-
 @torch.no_grad()
 def complete(parts: Sequence[Part], mesh: Mesh, shared: dist.ProcessGroup | None) -> None:
     """After the backward passes: attaches gradients to the masters and adds up what FSDP2 has not.
@@ -34,7 +19,7 @@ def complete(parts: Sequence[Part], mesh: Mesh, shared: dist.ProcessGroup | None
     Args:
         parts: of this rank.
         mesh: this rank's place.
-        shared: see `holders_of_shared`.
+        shared: the ranks that hold a parameter with this one, see `parallel.mesh.ends_group`.
     """
     for part in parts:
         part.attach()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,8 @@ from pipeline.engines.torch_sharding import Part, reshard, shard
 from pipeline.engines.torch_state import named_shards, set_step
 from pipeline.models.values import ParameterValues
 from pipeline.parallel.assemble import assemble, stages_of
-from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.stages import Stage
+from pipeline.parallel.mesh import Mesh, ends_group
+from pipeline.parallel.stages import Stage, is_tied
 
 
 class TorchParallel:
@@ -64,7 +63,7 @@ class TorchParallel:
         made = [self._make(run, model, values, stage) for stage in _own_stages(run, model, self._mesh)]
         self._roots = [root for root, _ in made]
         self._parts = [part for _, parts in made for part in parts]
-        self._shared = gradients.holders_of_shared(self._mesh) if _is_tied(model) else None
+        self._shared = ends_group(run.topology) if is_tied(model) else None
         self._brings_sums = self._mesh.place["tp"] == 0 and self._mesh.place["pp"] == run.topology.pp - 1
         self._passes = self._make_passes(run, model)
         self._train(True)
@@ -95,19 +94,16 @@ class TorchParallel:
         """See `Engine.train_step`."""
         batches = [micro.to(self._device) for micro in step.micro_batches]
         sums = self._passes.train(batches, self._objective, scale=self._scale.value / step.targets)
-        mean, *means = (self._over_all(sums) / step.targets).tolist()
-        refuse_non_finite(step.step, "loss", mean)
+        means: list[float] = (self._over_all(sums) / step.targets).tolist()
+        refuse_non_finite(step.step, "loss", means[0])
         gradients.complete(self._parts, self._mesh, self._shared)
         norm = gradients.norm(self._parts, self._device) / self._scale.value
-        scale, overflow = self._scale.value, self._scale.enabled and not math.isfinite(norm)
+        overflow = self._scale.overflows(step.step, norm)
         if not overflow:
-            refuse_non_finite(step.step, "gradient norm", norm)
             self._update(norm, lr)
         for part in self._parts:
             part.detach()
-        self._scale.update(step.step, overflow=overflow)
-        parts = dict(zip(self._objective.parts, means, strict=True))
-        return StepResult(mean, parts, norm, skipped=overflow, loss_scale=scale if self._scale.enabled else None)
+        return self._scale.result(step.step, means, self._objective.parts, norm, skipped=overflow)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> Sums:
@@ -131,17 +127,15 @@ class TorchParallel:
         """See `Engine.load`."""
         state = self._named_state()
         named_state.read(state, directory)
-        step, scale = state[named_state.OPTIMIZER_STEP], state.get(named_state.LOSS_SCALE)
+        step = state[named_state.OPTIMIZER_STEP]
         assert isinstance(step, Tensor)
         set_step(self._parts, self._optimizer, step)
-        if isinstance(scale, Tensor):
-            self._scale.load(scale)
+        self._scale.take_up(state)
         for root in self._roots:
             reshard(root)
 
     def _named_state(self) -> dict[str, NamedShard | Tensor]:
-        scale = {named_state.LOSS_SCALE: self._scale.state()} if self._scale.enabled else {}
-        return {**named_shards(self._parts, self._optimizer), **scale}
+        return {**named_shards(self._parts, self._optimizer), **self._scale.named()}
 
     def _over_all(self, sums: Tensor) -> Tensor:
         """Adds up sums over the data ranks; of the ranks that share a model, one that sees the loss brings them."""
@@ -168,8 +162,3 @@ class TorchParallel:
 def _own_stages(run: ResolvedRun, model: nn.Module, mesh: Mesh) -> list[Stage]:
     """The pieces of the model that this rank holds."""
     return [stage for stage in stages_of(run, model) if stage.index % run.topology.pp == mesh.place["pp"]]
-
-
-def _is_tied(model: Any) -> bool:
-    """The head is the embedding."""
-    return model.get_output_embeddings().weight is model.get_input_embeddings().weight

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -69,17 +68,14 @@ class TorchReference:
             (total * (self._scale.value / step.targets)).backward()
             self._add_gradients()
             sums += torch.stack([total.detach(), *parts])
-        mean, *means = (sums.double() / step.targets).tolist()
-        refuse_non_finite(step.step, "loss", mean)
+        means: list[float] = (sums.double() / step.targets).tolist()
+        refuse_non_finite(step.step, "loss", means[0])
         norm = self._gradient_norm() / self._scale.value
-        scale, overflow = self._scale.value, self._scale.enabled and not math.isfinite(norm)
+        overflow = self._scale.overflows(step.step, norm)
         if not overflow:
-            refuse_non_finite(step.step, "gradient norm", norm)
             self._update(norm, lr)
         self._optimizer.zero_grad(set_to_none=True)
-        self._scale.update(step.step, overflow=overflow)
-        parts = dict(zip(self._objective.parts, means, strict=True))
-        return StepResult(mean, parts, norm, skipped=overflow, loss_scale=scale if self._scale.enabled else None)
+        return self._scale.result(step.step, means, self._objective.parts, norm, skipped=overflow)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> Sums:
@@ -101,10 +97,9 @@ class TorchReference:
         """See `Engine.load`."""
         state = self._named_state()
         named_state.read(state, directory)
-        step, scale = state[named_state.OPTIMIZER_STEP], state.get(named_state.LOSS_SCALE)
+        step = state[named_state.OPTIMIZER_STEP]
         assert isinstance(step, Tensor)
-        if isinstance(scale, Tensor):
-            self._scale.load(scale)
+        self._scale.take_up(state)
         for name, master in self._masters.items():
             ensure_state(self._optimizer, master)["step"].copy_(step)
             self._weights[name].data.copy_(master.data)
@@ -118,9 +113,7 @@ class TorchReference:
             for moment in MOMENTS:
                 named[named_state.moment_key(moment, name)] = NamedShard(shape, start=0, values=state[moment].view(-1))
             steps = state["step"].detach().to("cpu", copy=True)
-        if self._scale.enabled:
-            named[named_state.LOSS_SCALE] = self._scale.state()
-        return {**named, named_state.OPTIMIZER_STEP: steps}
+        return {**named, **self._scale.named(), named_state.OPTIMIZER_STEP: steps}
 
     def _add_gradients(self) -> None:
         for name, weight in self._weights.items():

@@ -6,7 +6,7 @@ what it keeps, plus one parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -20,7 +20,8 @@ def materialise(
     values: ParameterValues,
     *,
     device: torch.device,
-    place: Callable[[nn.Parameter], None] = lambda _parameter: None,
+    place: Callable[[nn.Parameter], None] | None = None,
+    names: Mapping[int, str] | None = None,
 ) -> None:
     """Gives every parameter and buffer of a model on meta its value.
 
@@ -29,8 +30,9 @@ def materialise(
         values: where the values come from.
         device: where they go.
         place: called with each parameter as soon as it is real.
+        names: id of a parameter -> the name its value has, where that is not its name in `model`.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = names or {id(parameter): name for name, parameter in model.named_parameters()}
     real: dict[int, nn.Parameter] = {}
     # all values are taken before the model changes: a value may be computed by the model's own code, on meta
     owners = [(module, key, p) for module in model.modules() for key, p in module._parameters.items() if p is not None]
@@ -39,7 +41,8 @@ def materialise(
             value = values.value(names[id(on_meta)]).to(device=device, dtype=on_meta.dtype)
             real[id(on_meta)] = nn.Parameter(value, requires_grad=on_meta.requires_grad)
             del value  # else it would live on, whole, while the next one is made
-            place(real[id(on_meta)])
+            if place is not None:
+                place(real[id(on_meta)])
     fill_buffers(model, device)
     for module, key, on_meta in owners:
         module._parameters[key] = real[id(on_meta)]

@@ -99,7 +99,7 @@ class DeepSpeedLoop(LoopEngine):
                 f"  try: zero_optimization.stage 0 in fp32, or engine torch"
             )
         shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in named.items()}
-        flats, found = held._flats(self._engine.optimizer), held._stretches(self._engine.optimizer, named)
+        flats, found = held.flat_tensors(self._engine.optimizer), held.stretches(self._engine.optimizer, named)
         return [
             Piece(s.name, shapes[s.name], s.start, flats[s.flat], s.at, s.length, base.state[flats[s.flat]])
             for s in found
@@ -108,10 +108,10 @@ class DeepSpeedLoop(LoopEngine):
     def _loaded(self) -> None:
         zero = self._engine.optimizer
         if self._stage == 3:
-            for number in range(len(held._flats(zero))):
+            for number in range(len(held.flat_tensors(zero))):
                 zero._reassign_or_swap_out_partitioned_parameters(number)
         if self._stage > 0:
-            held._share_weights(zero)
+            held.share_weights(zero)
 
     def _loss_scale(self) -> list[float]:
         scaler = self._scaler()

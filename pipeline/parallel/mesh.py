@@ -7,11 +7,13 @@ copies.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipeline.config.rules import ResolvedRun
-from pipeline.topology import Topology
+from pipeline.topology import AXES, Topology
 
 
 class Mesh:
@@ -38,13 +40,13 @@ class Mesh:
         self._device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
         self._data = self._device_mesh["replicate", "shard"]._flatten("data")
         # every rank takes part in making every group, its own or not
-        self._cp = _own_group(topology, self.rank, "cp")
+        self._cp = _own_group(topology.group(rank, "cp") for rank in range(topology.world_size))
 
     def size(self, axis: str) -> int:
         """Ranks along pp, dp, cp, tp, or data."""
         if axis == "data":
             return self.topology.dp * self.topology.cp
-        return {"pp": self.topology.pp, "dp": self.topology.dp, "cp": self.topology.cp, "tp": self.topology.tp}[axis]
+        return self.topology.sizes[AXES.index(axis)]
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The group of pp, cp, tp or data that this rank is in; None where it would be alone."""
@@ -69,13 +71,20 @@ def mesh_of(run: ResolvedRun, device_type: str) -> Mesh | None:
     return Mesh(run.topology, device_type=device_type, shard=1 if whole else run.config.parallel.shard)
 
 
-def _own_group(topology: Topology, rank: int, axis: str) -> dist.ProcessGroup | None:
+def ends_group(topology: Topology) -> dist.ProcessGroup | None:
+    """The first and the last pipeline rank at this rank's place, which both hold a head that is the embedding.
+
+    Collective. None where there is no pipeline, and on the ranks in the middle.
+    """
+    columns = (topology.group(rank, "pp") for rank in range(topology.world_size))
+    return _own_group([column[0], column[-1]] for column in columns if topology.pp > 1)
+
+
+def _own_group(groups: Iterable[list[int]]) -> dist.ProcessGroup | None:
+    """Makes every group of several ranks once, on all ranks in the same order, and gives the one this rank is in."""
     own: dist.ProcessGroup | None = None
-    made: set[tuple[int, ...]] = set()
-    for each in range(topology.world_size):
-        ranks = tuple(topology.group(each, axis))
-        if len(ranks) > 1 and ranks not in made:
-            made.add(ranks)
-            group = dist.new_group(list(ranks))
-            own = group if rank in ranks else own
+    for ranks in dict.fromkeys(tuple(group) for group in groups):
+        if len(ranks) > 1:
+            made = dist.new_group(list(ranks))
+            own = made if dist.get_rank() in ranks else own
     return own

@@ -150,3 +150,8 @@ def cut_to_stage(model: nn.Module, stage: Stage) -> None:
             setattr(base, name, Absent())
     if not stage.last:
         model.set_output_embeddings(Absent())  # type: ignore[operator]
+
+
+def is_tied(model: Any) -> bool:
+    """The head of a whole model is its embedding."""
+    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
