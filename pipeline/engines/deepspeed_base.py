@@ -18,6 +18,7 @@ from pipeline.config.rules import ResolvedRun
 from pipeline.data.loader import StepBatch
 from pipeline.engines.base import Objective, StepResult, Sums
 from pipeline.engines.common import MOMENTS, refuse_non_finite
+from pipeline.engines.deepspeed_operators import remove_stale_locks
 from pipeline.engines.deepspeed_replicated import Replicated
 from pipeline.engines.deepspeed_state import Held, hold, take_up
 from pipeline.engines.loss_scale import LossScale
@@ -39,6 +40,7 @@ class DeepSpeedBase:
     _assembled: Assembled
 
     def __init__(self, run: ResolvedRun, objective: Objective, *, device: torch.device, mesh: Mesh | None) -> None:
+        remove_stale_locks()
         deepspeed.init_distributed()  # takes over the open process group; zero.Init would not
         deepspeed.utils.groups.mpu = None  # a global: the groups of an engine made before stay there
         self.rank = dist.get_rank()

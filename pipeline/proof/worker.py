@@ -70,11 +70,17 @@ def _import_once(cases: Sequence[Case]) -> None:
     modules = ["pipeline.proof.trial", "transformers.generation.utils"]
     kinds = {case.config["model"].get("config", {}).get("model_type") for case in cases} - {None}
     modules += [f"transformers.models.{kind}.modeling_{kind}" for kind in sorted(kinds)]
-    for engine in {case.config.get("engine", "deepspeed") for case in cases}:
+    engines = {case.config.get("engine", "deepspeed") for case in cases}
+    for engine in engines:
         modules += _IMPORTS[engine]
     for name in modules:
         with contextlib.suppress(ImportError):  # whoever needs it says so better
             importlib.import_module(name)
+    if "deepspeed" in engines:
+        with contextlib.suppress(ImportError, RuntimeError):
+            from pipeline.engines.deepspeed_operators import load_for_cpu  # noqa: PLC0415
+
+            load_for_cpu()
 
 
 _IMPORTS = {
