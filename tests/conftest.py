@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests import warm
+
 ROOT = Path(__file__).resolve().parent.parent
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -84,7 +86,7 @@ def losses(run_dir: Path) -> dict[int, float]:
 
 
 def launch(script: str, config: Path, *sets: str, processes: int = 1, timeout: float = 300) -> str:
-    """Runs an entry point to its end under torchrun (or plainly, for one process) and returns what it said.
+    """Runs an entry point to its end on so many ranks and returns what it said.
 
     Raises AssertionError with its output when it fails.
     """
@@ -97,10 +99,16 @@ def start(
     script: str, config: Path, *sets: str, processes: int = 1, timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
     """As `launch`, without looking at the exit code; stdout and stderr come as one text."""
-    command = command_line(script, config, *sets, processes=processes)
-    output = subprocess.PIPE
-    return subprocess.run(
-        command, stdout=output, stderr=subprocess.STDOUT, text=True, timeout=timeout, check=False, cwd=config.parent
+    words = [word for text in sets for word in ("--set", text)]
+    return warm.run(
+        ROOT / "pipeline" / script,
+        "--config",
+        config,
+        *words,
+        cwd=config.parent,
+        processes=processes,
+        merged=True,
+        timeout_s=timeout,
     )
 
 

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from headrace.directory import read_manifest
+from tests import warm
 from tests.conftest import launch, tiny_config, write_config
 
 
@@ -30,8 +31,7 @@ def run_dir(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def export(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pipeline", "export", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return warm.run("-m", "pipeline", "export", *arguments)
 
 
 USER = """
@@ -66,8 +66,8 @@ def test_a_user_of_transformers_loads_the_model_and_its_tokenizer(run_dir: Path,
 
 def test_the_held_out_loss_of_the_export_is_that_of_the_run(run_dir: Path, tokens: Path, tmp_path: Path) -> None:
     assert export(run_dir, tmp_path / "model").returncode == 0
-    command = [sys.executable, "-m", "pipeline", "eval", str(tmp_path / "model"), "--data", str(tokens)]
-    done = subprocess.run([*command, "--sequence-length", "32", "--json"], capture_output=True, text=True, check=True)
+    command = ("-m", "pipeline", "eval", tmp_path / "model", "--data", tokens)
+    done = warm.run(*command, "--sequence-length", 32, "--json")
     exported = json.loads(done.stdout)
     row = next(json.loads(r) for r in (run_dir / "metrics.jsonl").read_text().splitlines() if '"eval"' in r)
     # training evaluated 16 windows from the start, this is the whole split: the first bound is that it is one model
@@ -79,7 +79,7 @@ def test_weights_are_cut_into_files_of_bounded_size(run_dir: Path, tmp_path: Pat
         "import pipeline.checkpoint.export as e, sys; from pathlib import Path; e.SHARD_BYTES = 60_000;"
         "e.export(e.find_checkpoint(Path(sys.argv[1])), Path(sys.argv[2]))"
     )
-    subprocess.run([sys.executable, "-c", code, str(run_dir), str(tmp_path / "cut")], check=True, capture_output=True)
+    assert warm.run("-c", code, run_dir, tmp_path / "cut").returncode == 0
     assert export(run_dir, tmp_path / "whole").returncode == 0
     files = sorted((tmp_path / "cut").glob("model-*.safetensors"))
     assert len(files) > 2
@@ -108,9 +108,7 @@ def damage(tensors, *arguments, **named):
 e.save_file = damage
 e.export(e.find_checkpoint(Path(sys.argv[1])), Path(sys.argv[2]))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(run_dir), str(tmp_path / "model")], capture_output=True, text=True, check=False
-    )
+    done = warm.run("-c", code, run_dir, tmp_path / "model")
     assert "the export is refused" in done.stderr
     assert not (tmp_path / "model").exists()
 

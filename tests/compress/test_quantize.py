@@ -25,6 +25,7 @@ from pipeline.compress.weights import pack, save
 from pipeline.data.dataset import TokenDataset
 from pipeline.evaluation.loading import load_model
 from pipeline.evaluation.model_folder import ModelFolder
+from tests import warm
 from tests.evaluation.small import SEQUENCE, make_model, run_python
 
 ENTRY = Path(__file__).resolve().parents[2] / "pipeline" / "quantize.py"
@@ -58,7 +59,7 @@ def write_config(folder: Path, model: Path, tokens: Path, **fields: Any) -> Path
 
 
 def quantize(folder: Path, model: Path, tokens: Path, **fields: Any) -> Made:
-    done = run_python(ENTRY, "--config", write_config(folder, model, tokens, **fields))
+    done = warm.run(ENTRY, "--config", write_config(folder, model, tokens, **fields))
     assert done.returncode == 0, done.stderr
     return Made(folder / "small", read_manifest(folder / "small", kind="model"), done.stdout)
 

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.conftest import launch, losses, tiny_config, write_config
+from tests.conftest import command_line, losses, tiny_config, write_config
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+
+def launch(script: str, config: Path, *sets: str, processes: int = 1) -> str:
+    """Runs an entry point to its end, started as a user starts it; what it said."""
+    command = command_line(script, config, *sets, processes=processes)
+    pipe = subprocess.PIPE
+    done = subprocess.run(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, check=False, cwd=config.parent)
+    assert done.returncode == 0, done.stdout[-4000:]
+    return done.stdout
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -6,14 +6,13 @@ The micro-batches are made by hand; `tests/parity` runs whole trainings.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT, selected
+from tests import warm
+from tests.conftest import selected
 
 FP32 = 1e-5
 """Relative, on losses and gradients: fp32 rounds at 6e-8, and so few additions in another order stay far below this."""
@@ -104,9 +103,8 @@ def trial(work: Path, cases: dict[str, Any], *, processes: int) -> dict[str, dic
     """Runs all cases in one go of so many processes."""
     given, results = work / f"cases{processes}.json", work / f"results{processes}.json"
     given.write_text(json.dumps(cases))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command = [*torchrun, "-m", "tests.engines.torch_trial", str(given), str(results)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, cwd=ROOT)
+    trial = ("-m", "tests.engines.torch_trial", given, results)
+    done = warm.run(*trial, processes=processes, timeout_s=900)
     assert done.returncode == 0, done.stderr[-4000:]
     read: dict[str, dict[str, float]] = json.loads(results.read_text())
     return read

@@ -14,7 +14,8 @@ from pipeline.data.dataset import TokenDataset
 from pipeline.evaluation import command, complete
 from pipeline.evaluation.heldout import evaluate
 from pipeline.evaluation.loading import load_model
-from tests.evaluation.small import SEQUENCE, TEXTS, make_tokens, run_python
+from tests import warm
+from tests.evaluation.small import SEQUENCE, TEXTS, make_tokens
 
 
 def arguments(*given: object) -> argparse.Namespace:
@@ -29,7 +30,7 @@ def copied(model: Path, tmp_path: Path) -> Path:
 
 
 def test_json_holds_the_numbers_of_evaluate(model: Path, tokens: Path) -> None:
-    done = run_python("-m", "pipeline.evaluation", model, "--data", tokens, "--sequence-length", SEQUENCE, "--json")
+    done = warm.run("-m", "pipeline.evaluation", model, "--data", tokens, "--sequence-length", SEQUENCE, "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     dataset = TokenDataset.open(tokens, split="heldout", sequence_length=SEQUENCE)
@@ -60,7 +61,7 @@ def test_a_larger_vocabulary_than_the_models_is_refused(copied: Path, tokens: Pa
 
 
 def test_windows_longer_than_the_models_positions_are_refused(model: Path, tokens: Path) -> None:
-    done = run_python("-m", "pipeline.evaluation", model, "--data", tokens, "--sequence-length", 129)
+    done = warm.run("-m", "pipeline.evaluation", model, "--data", tokens, "--sequence-length", 129)
     assert done.returncode == 2
     assert "--sequence-length = 129" in done.stderr
     assert "128, or less" in done.stderr

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import difflib
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.conftest import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -19,15 +18,7 @@ ENGINES = ("torch", "deepspeed")
 
 def said(script: str, *arguments: str, processes: int = 1) -> list[float]:
     """The numbers an example prints, from rank 0."""
-    torchrun = (
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc_per_node={processes}",
-        "--local-ranks-filter=0",
-    )
-    command = [sys.executable, *(torchrun if processes > 1 else ()), f"examples/{script}.py", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=280)
+    done = warm.run(EXAMPLES / f"{script}.py", *arguments, cwd=ROOT, processes=processes)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return [float(number) for number in re.findall(r"^(?:loss|evaluated) (\S+)$", done.stdout, re.MULTILINE)]
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch import nn
 
 from pipeline.config.deepspeed_schema import SchedulerParams, SchedulerSection
 from pipeline.config.schedule import schedule_of
+from tests import warm
 from tests.own_loop.worker import BATCH, data, network, optimizer_of
 
 LAYOUTS = {
@@ -48,12 +47,8 @@ def launched(work: Path, cases: dict[str, Any], *, processes: int) -> dict[str, 
     """What worker.py made of the cases."""
     work.mkdir(parents=True, exist_ok=True)
     (work / "cases.json").write_text(json.dumps(cases))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    starter = torchrun if processes > 1 else [sys.executable]
-    worker = str(Path(__file__).with_name("worker.py"))
-    done = subprocess.run(
-        [*starter, worker, "cases.json", "out.json"], cwd=work, capture_output=True, text=True, check=False, timeout=500
-    )
+    worker = Path(__file__).with_name("worker.py")
+    done = warm.run(worker, "cases.json", "out.json", cwd=work, processes=processes, timeout_s=500)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     results: dict[str, Any] = json.loads((work / "out.json").read_text())
     return results

@@ -13,13 +13,16 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 WORLD = 4
+PRELOADED = ["torch", "transformers.models.llama.modeling_llama", "pipeline.parallel.assemble"]
+"""What the processes are forked with, once for all worlds."""
 
 
 class Ranks:
     """A world of `WORLD` processes with an open gloo group."""
 
     def __init__(self, folder: str) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(WORLD):

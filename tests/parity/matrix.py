@@ -37,13 +37,13 @@ LAYOUT: dict[str, tuple[Any, ...]] = {
 
 NUMBERS: dict[str, tuple[Any, ...]] = {
     "recompute": ("none", "full", "selective"),
-    "chunk": (None, 5),
+    "chunk": (None, 12),
     "tied": (False, True),
     "mask": (False, True),
     "z_loss": (0.0, 1e-2),
     "clip": (0.0, 0.5),
 }
-"""What is legal in nearly every layout. 5 divides no sequence here: the last chunk is a shorter one."""
+"""What is legal in nearly every layout. 12 divides no sequence here: the last chunk is a shorter one."""
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 CURVE = ("tied", "mask", "z_loss", "clip", "precision")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 from pipeline.proof.case import Case, Outcome, read_outcome, write_cases
 from pipeline.proof.tokens import write_tokens
 from pipeline.proof.verdict import Verdict, judge
+from tests import warm
 from tests.parity.matrix import SAVED, SEQUENCE, VOCABULARY, Values, case_of, reference_of
 
 
@@ -45,8 +44,7 @@ def run(cells: list[Values], work: Path) -> dict[str, Verdict]:
 def launch(cases: list[Case], work: Path) -> dict[str, tuple[Case, Outcome]]:
     """Runs cases in one launch; every case and what it gave, by name."""
     write_cases(cases, work / "cases.json")
-    command = [sys.executable, "-m", "pipeline.proof.worker", str(work / "cases.json"), str(work)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    done = warm.run("-m", "pipeline.proof.worker", work / "cases.json", work, merged=True, timeout_s=86_400)
     assert done.returncode == 0, done.stdout[-4000:]
     return {case.name: (case, read_outcome(work / case.name)) for case in cases}
 

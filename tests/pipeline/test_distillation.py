@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ import torch
 from headrace.directory import read_manifest
 from pipeline.compress.distillation import kl_sum
 from pipeline.data.loader import IGNORE
+from tests import warm
 from tests.conftest import launch, losses, start, tiny_config, write_config
 
 
@@ -38,8 +37,7 @@ def teacher(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = tiny_config(tokens, work / "run", engine="torch")
     config["model"]["config"]["num_hidden_layers"] = 3
     launch("train.py", write_config(work / "c.json", config))
-    command = [sys.executable, "-m", "pipeline", "export", str(work / "run"), str(work / "model")]
-    subprocess.run(command, check=True, capture_output=True)
+    assert warm.run("-m", "pipeline", "export", work / "run", work / "model").returncode == 0
     return work / "model"
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.conftest import launch, make_tokens, start, tiny_config, write_config
 
 
@@ -152,8 +153,5 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_spares_the_checkpoint(tokens
 
 
 def export(run: Path, out: Path) -> Path:
-    import subprocess  # noqa: PLC0415
-    import sys  # noqa: PLC0415
-
-    subprocess.run([sys.executable, "-m", "pipeline", "export", str(run), str(out)], check=True, capture_output=True)
+    assert warm.run("-m", "pipeline", "export", run, out).returncode == 0
     return out

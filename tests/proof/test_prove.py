@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from pipeline.proof.case import Case, Outcome
 from pipeline.proof.compare import differences, first_gradient
 from pipeline.proof.tokens import write_tokens
 from pipeline.proof.verdict import judge
+from tests import warm
 from tests.conftest import tiny_config, write_config
 from tests.parity.choice import read_pairs
 from tests.parity.matrix import SEQUENCE, VOCABULARY, reference_of
@@ -22,8 +22,7 @@ from tests.parity.run import launch
 
 
 def prove(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pipeline", "prove", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return warm.run("-m", "pipeline", "prove", *arguments)
 
 
 def test_a_layout_is_proven_without_its_data_and_in_its_own_precision(tmp_path: Path) -> None:

@@ -1,0 +1,209 @@
+"""Processes that start at once, since they are forked from one that has imported what every rank imports.
+
+Imports take a rank 5 CPU seconds and torchrun 3 more, and the tests start hundreds of ranks. What is forked is a
+process like any other, with its own environment, arguments, output and exit code; it runs its script from the first
+line. Launchers themselves are started in `pipeline/test_launchers.py`, `pipeline/test_kill_resume.py`, `test_slurm.py`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+IMPORTED = (
+    "pipeline.session",
+    "pipeline.compress.run",
+    "pipeline.evaluation.command",
+    "pipeline.own_loop",
+    "pipeline.own_loop.torch_engine",
+    "pipeline.own_loop.deepspeed_engine",
+    "pipeline.proof.command",
+    "pipeline.proof.trial",
+    "pipeline.engines.torch_pipeline",
+    "pipeline.engines.deepspeed_zero",
+    "pipeline.engines.deepspeed_pipeline",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "transformers.generation.utils",
+    # imported when a model is wrapped
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.module_inject.auto_ep_layer",
+    "torch.utils.cpp_extension",
+)
+PATIENCE_S = 5.0
+"""How long the other ranks have to end after one has failed."""
+
+
+def run(
+    *command: object,
+    cwd: Path = ROOT,
+    processes: int = 1,
+    merged: bool = False,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 300.0,
+) -> subprocess.CompletedProcess[str]:
+    """Runs `SCRIPT ARGUMENTS`, `-m MODULE ARGUMENTS` or `-c CODE ARGUMENTS` as python would, on so many ranks.
+
+    Args:
+        command: what follows `python`.
+        cwd: where.
+        processes: number of ranks; more than one have a launcher's variables.
+        merged: all that all ranks say is stdout; else that is rank 0's, and what else is said is stderr.
+        env: more environment variables.
+        timeout_s: seconds until all are killed.
+
+    Raises:
+        TimeoutExpired: they were.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, "stdout"), Path(folder, "stdout" if merged else "stderr")]
+        for file in files:
+            file.touch()
+        job = {
+            "command": [str(word) for word in command],
+            "cwd": str(cwd),
+            "env": {**os.environ, **(env or {})},
+            "processes": processes,
+            "files": [str(file) for file in files],
+            "timeout_s": timeout_s,
+        }
+        server = _server()
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(json.dumps(job) + "\n")
+        server.stdin.flush()
+        answer = json.loads(server.stdout.readline() or '"the server is gone"')
+        said, erred = (file.read_text(errors="replace") for file in files)
+    if not isinstance(answer, int):
+        raise subprocess.TimeoutExpired(job["command"], timeout_s, output=f"{answer}\n{said}\n{erred}")
+    return subprocess.CompletedProcess(job["command"], answer, stdout=said, stderr="" if merged else erred)
+
+
+@cache
+def _server() -> subprocess.Popen[str]:
+    command, pipe = [sys.executable, "-m", "tests.warm"], subprocess.PIPE
+    # a process that has looked for a GPU in the usual way cannot be forked any more
+    env = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    server = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT, env=env)
+    atexit.register(server.kill)
+    return server
+
+
+@dataclass
+class Job:
+    """A started command: rank -> process id of those that still run."""
+
+    running: dict[int, int]
+    deadline: float
+
+    def wait(self) -> int | str:
+        """The exit code of the rank that failed first, or 0; a text when time was up."""
+        while self.running:
+            for rank, child in list(self.running.items()):
+                done, status = os.waitpid(child, os.WNOHANG)
+                if done:
+                    del self.running[rank]
+                    if code := os.waitstatus_to_exitcode(status):
+                        self._end()
+                        return code
+            if time.monotonic() > self.deadline:
+                late = sorted(self.running)
+                self._end()
+                return f"ranks {late} were still running"
+            time.sleep(0.01)
+        return 0
+
+    def _end(self) -> None:
+        for how, patience in ((signal.SIGTERM, PATIENCE_S), (signal.SIGKILL, 60.0)):
+            for child in self.running.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, how)
+            deadline = time.monotonic() + patience
+            while self.running and time.monotonic() < deadline:
+                ended = {rank for rank, child in self.running.items() if os.waitpid(child, os.WNOHANG)[0]}
+                self.running = {rank: child for rank, child in self.running.items() if rank not in ended}
+                time.sleep(0.01)
+
+
+def _start(job: dict[str, Any]) -> Job:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    ranks = {}
+    for rank in range(job["processes"]):
+        launcher = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job["processes"], "MASTER_ADDR": "127.0.0.1"}
+        launcher |= {"LOCAL_WORLD_SIZE": job["processes"], "MASTER_PORT": port}
+        more = {name: str(value) for name, value in launcher.items()} if job["processes"] > 1 else {}
+        child = os.fork()
+        if not child:
+            said, erred = job["files"]
+            _become(job["command"], job["cwd"], [said if rank == 0 else erred, erred], {**job["env"], **more})
+        ranks[rank] = child
+    return Job(ranks, time.monotonic() + job["timeout_s"])
+
+
+def _become(command: Sequence[str], cwd: str, files: Sequence[str], env: Mapping[str, str]) -> None:
+    """Turns this process into one that python was started for; does not return."""
+    code = 1
+    try:
+        for stream, path in enumerate((os.devnull, *files)):
+            opened = os.open(path, os.O_RDONLY if stream == 0 else os.O_WRONLY | os.O_APPEND)
+            os.dup2(opened, stream)
+            os.close(opened)
+        os.chdir(cwd)
+        os.environ.clear()
+        os.environ.update(env)
+        how = command[0] if command[0] in ("-m", "-c") else ""
+        what, *arguments = command[1:] if how else command
+        sys.argv = [what if how != "-c" else "-c", *arguments]
+        sys.path[0] = cwd if how else str(Path(what).resolve().parent)
+        if how == "-m":
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+        elif how == "-c":
+            exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            runpy.run_path(what, run_name="__main__")
+        code = 0
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def main() -> None:
+    """Serves until its input ends."""
+    reply = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what imports say is no answer
+    for name in IMPORTED:
+        importlib.import_module(name)
+    from pipeline.engines.deepspeed_operators import load_for_cpu  # noqa: PLC0415
+
+    load_for_cpu()
+    for line in sys.stdin:
+        print(json.dumps(_start(json.loads(line)).wait()), file=reply, flush=True)
+
+
+if __name__ == "__main__":
+    main()
