@@ -26,9 +26,9 @@ check: $(READY)  ## style, types, import contracts
 	mypy
 	lint-imports
 
-# two workers fill the time in which processes start; the tests of a file share what they set up
+# more workers than cores: some tests wait for time limits. The tests of a file share what they set up
 test: check  ## everything; what this machine cannot run is skipped, and says why
-	pytest -n 2 --dist loadfile
+	pytest -n 3 --dist loadfile
 
 test-matrix: $(READY)  ## every legal layout against the reference: thousands of runs, hours
 	pytest -m matrix

@@ -5,7 +5,6 @@ The micro-batches are made by hand; `tests/parity` runs whole trainings.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +14,10 @@ from headrace.errors import ConfigError
 from headrace.section import parse
 from pipeline.config.schema import Config
 from pipeline.engines.deepspeed_machine import check_machine
-from tests import warm
-from tests.conftest import selected
-
-FP32 = 1e-5
-"""Relative, on losses and gradients: fp32 rounds at 6e-8, and so few additions in another order stay far below this."""
-
-HALF = {"bf16": 2e-3, "fp16": 5e-4}
-"""Relative, on losses: half a unit of the type's last place (2^-8, 2^-11), on a few steps."""
+from tests.engines.compared import case, compare, compare_wanted, daily, follows
 
 BF16 = {"bf16": {"enabled": True}}
 ON_THE_CPU = {"device": "cpu"}
-
-
-def case(stage: int, *, zero: dict[str, Any] | None = None, micro: int = 1, **keys: Any) -> dict[str, Any]:
-    """A layout: a ZeRO stage, more of that section, and the keys that differ from a plain run."""
-    return {"zero_optimization": {"stage": stage, **(zero or {})}, "train_micro_batch_size_per_gpu": micro, **keys}
 
 
 def parallel(
@@ -99,39 +86,11 @@ ALWAYS = {
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
     """Differences from the reference, by name of the layout."""
-    work = tmp_path_factory.mktemp("deepspeed")
-    wanted = ALWAYS | set(selected(request.session, test_a_layout_follows_one_process, "name"))
-    differences: dict[str, dict[str, float]] = {}
-    for processes, cases in ((2, ON_TWO), (4, ON_FOUR)):
-        chosen = {name: each for name, each in cases.items() if name in wanted}
-        differences |= trial(work, chosen, processes=processes)
-    return differences
+    test, work = test_a_layout_follows_one_process, tmp_path_factory.mktemp("deepspeed")
+    return compare_wanted(request, work, "deepspeed", test, ALWAYS, {2: ON_TWO, 4: ON_FOUR})
 
 
-def trial(work: Path, cases: dict[str, Any], *, processes: int) -> dict[str, dict[str, float]]:
-    """Runs all cases in one go of so many processes."""
-    given, results = work / f"cases{processes}.json", work / f"results{processes}.json"
-    given.write_text(json.dumps(cases))
-    trial = ("-m", "tests.engines.deepspeed_trial", given, results)
-    done = warm.run(*trial, processes=processes, timeout_s=900)
-    assert done.returncode == 0, done.stderr[-4000:]
-    read: dict[str, dict[str, float]] = json.loads(results.read_text())
-    return read
-
-
-def follows(differences: dict[str, float], name: str) -> None:
-    """Asserts that a layout is within the tolerance of its precision."""
-    kind = next((kind for kind in HALF if kind in name), None)
-    if kind is None:
-        assert differences["gradient"] < FP32
-        assert differences["norm"] < 1e-4  # of later steps too, when the weights differ by a few roundings already
-    for what in ("loss", "evaluation", "resumed", "resumed by the reference"):
-        assert differences[what] < (FP32 if kind is None else HALF[kind]), what
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in ALWAYS else pytest.mark.matrix) for n in (*ON_TWO, *ON_FOUR)]
-)
+@pytest.mark.parametrize("name", daily(ALWAYS, ON_TWO, ON_FOUR))
 def test_a_layout_follows_one_process(found: dict[str, dict[str, float]], name: str) -> None:
     follows(found[name], name)
 
@@ -148,7 +107,7 @@ def test_state_on_a_disk_follows_one_process_and_is_saved_and_read(tmp_path: Pat
     zero = {"sub_group_size": 300_000, "offload_optimizer": disk}
     whole = {**zero, "offload_param": {**disk, "buffer_size": 1_000_000, "max_in_cpu": 0}}
     cases = {"optimizer": case(3, zero=zero, model=model), "optimizer and weights": case(3, zero=whole, model=model)}
-    for name, differences in trial(tmp_path, cases, processes=2).items():
+    for name, differences in compare(tmp_path, "deepspeed", cases, processes=2).items():
         follows(differences, name)
     assert list(tmp_path.glob("headrace-*/zero_stage_3/optimizer/rank1/*.swp"))
 

@@ -5,25 +5,11 @@ The micro-batches are made by hand; `tests/parity` runs whole trainings.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import warm
-from tests.conftest import selected
-
-FP32 = 1e-5
-"""Relative, on losses and gradients: fp32 rounds at 6e-8, and so few additions in another order stay far below this."""
-
-HALF = {"bf16": 2e-3, "fp16": 5e-4}
-"""Relative, on losses: half a unit of the type's last place (2^-8, 2^-11), on a few steps."""
-
-
-def case(stage: int, *, micro: int = 1, **keys: Any) -> dict[str, Any]:
-    """A layout: a ZeRO stage and the keys that differ from a plain run."""
-    return {"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": micro, **keys}
+from tests.engines.compared import case, compare_wanted, daily, follows
 
 
 def parallel(stage: int, **keys: Any) -> dict[str, Any]:
@@ -90,37 +76,13 @@ ALWAYS = {
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
     """Differences from the reference, by name of the layout."""
-    work = tmp_path_factory.mktemp("torch")
-    wanted = ALWAYS | set(selected(request.session, test_a_layout_follows_one_process, "name"))
-    differences: dict[str, dict[str, float]] = {}
-    for processes, cases in ((2, ON_TWO), (4, ON_FOUR)):
-        chosen = {name: each for name, each in cases.items() if name in wanted}
-        differences |= trial(work, chosen, processes=processes)
-    return differences
+    test, work = test_a_layout_follows_one_process, tmp_path_factory.mktemp("torch")
+    return compare_wanted(request, work, "torch", test, ALWAYS, {2: ON_TWO, 4: ON_FOUR})
 
 
-def trial(work: Path, cases: dict[str, Any], *, processes: int) -> dict[str, dict[str, float]]:
-    """Runs all cases in one go of so many processes."""
-    given, results = work / f"cases{processes}.json", work / f"results{processes}.json"
-    given.write_text(json.dumps(cases))
-    trial = ("-m", "tests.engines.torch_trial", given, results)
-    done = warm.run(*trial, processes=processes, timeout_s=900)
-    assert done.returncode == 0, done.stderr[-4000:]
-    read: dict[str, dict[str, float]] = json.loads(results.read_text())
-    return read
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in ALWAYS else pytest.mark.matrix) for n in (*ON_TWO, *ON_FOUR)]
-)
+@pytest.mark.parametrize("name", daily(ALWAYS, ON_TWO, ON_FOUR))
 def test_a_layout_follows_one_process(found: dict[str, dict[str, float]], name: str) -> None:
-    differences = found[name]
-    kind = next((kind for kind in HALF if kind in name), None)
-    if kind is None:
-        assert differences["gradient"] < FP32
-        assert differences["norm"] < 1e-4  # of later steps too, when the weights differ by a few roundings already
-    for what in ("loss", "evaluation", "resumed", "resumed by the reference"):
-        assert differences[what] < (FP32 if kind is None else HALF[kind]), what
+    follows(found[name], name)
 
 
 def test_fp16_skips_the_steps_that_overflow_and_no_others(found: dict[str, dict[str, float]]) -> None:
@@ -130,7 +92,7 @@ def test_fp16_skips_the_steps_that_overflow_and_no_others(found: dict[str, dict[
 def test_a_rank_keeps_its_share_of_the_weights_and_never_more_than_one_whole_one(
     found: dict[str, dict[str, float]],
 ) -> None:
-    # that whole ones are let go one by one is asserted while every engine is built; see torch_trial.OneAtATime
+    # that whole ones are let go one by one is asserted while every engine is built; see trial.LetGo
     assert found["sharded weights, gathered per step, on 2"]["share"] == pytest.approx(1 / 2)
     assert found["experts"]["share"] == pytest.approx(1 / 4, rel=0.01)  # rows that 4 does not divide
     assert found["hybrid sharding 2 x 2"]["share"] == pytest.approx(1 / 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,15 @@ def plain(kind: str, optimizer: torch.optim.Optimizer, model: nn.Module, *, clip
     return losses, norms, {name: value.tolist() for name, value in model.named_buffers()}
 
 
+@cache
+def plain_of(kind: str, optimizer: str, schedule: str) -> Any:
+    """The plain loop with a network and an optimizer of `worker.py`."""
+    model = network(kind)
+    made = optimizer_of(optimizer, model)
+    assert made is not None
+    return plain(schedule, made, model)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_accumulation_clipping_and_the_configs_optimizer_and_schedule(seen: dict[str, Any], layout: str) -> None:
     model = network("plain")
@@ -116,20 +126,14 @@ def test_accumulation_clipping_and_the_configs_optimizer_and_schedule(seen: dict
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_optimizer_and_a_schedule_that_the_user_brings(seen: dict[str, Any], layout: str) -> None:
-    model = network("plain")
-    optimizer = optimizer_of("sgd", model)
-    assert optimizer is not None
-    losses, norms, _ = plain("steps", optimizer, model)
+    losses, norms, _ = plain_of("plain", "sgd", "steps")
     assert seen[f"sgd {layout}"]["losses"] == pytest.approx(losses, rel=1e-5)
     assert seen[f"sgd {layout}"]["norms"] == pytest.approx(norms, rel=1e-4)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_batchnorm_sees_the_samples_of_all_ranks(seen: dict[str, Any], layout: str) -> None:
-    model = network("norm")
-    optimizer = optimizer_of("adamw", model)
-    assert optimizer is not None
-    losses, norms, buffers = plain("none", optimizer, model)
+    losses, norms, buffers = plain_of("norm", "adamw", "none")
     result = seen[f"norm {layout}"]
     assert result["losses"] == pytest.approx(losses, rel=1e-5)
     assert result["norms"] == pytest.approx(norms, rel=1e-4)
@@ -140,20 +144,14 @@ def test_batchnorm_sees_the_samples_of_all_ranks(seen: dict[str, Any], layout: s
 
 @pytest.mark.parametrize("layout", ["torch-0", "torch-3", "deepspeed-2"])
 def test_a_matrix_that_is_used_twice(seen: dict[str, Any], layout: str) -> None:
-    model = network("tied")
-    optimizer = optimizer_of("adamw", model)
-    assert optimizer is not None
-    losses, norms, _ = plain("none", optimizer, model)
+    losses, norms, _ = plain_of("tied", "adamw", "none")
     assert seen[f"tied {layout}"]["losses"] == pytest.approx(losses, rel=1e-5)
     assert seen[f"tied {layout}"]["norms"] == pytest.approx(norms, rel=1e-4)
 
 
 @pytest.mark.parametrize("layout", HALF)
 def test_bf16_follows_fp32_and_keeps_its_statistics_in_fp32(seen: dict[str, Any], layout: str) -> None:
-    model = network("norm")
-    optimizer = optimizer_of("adamw", model)
-    assert optimizer is not None
-    losses, _, buffers = plain("none", optimizer, model)
+    losses, _, buffers = plain_of("norm", "adamw", "none")
     result = seen[f"bf16 {layout}"]
     assert result["losses"] == pytest.approx(losses, rel=HALF[layout])
     # 2^-8 is bf16's precision; statistics of activations in bf16, kept in fp32
@@ -162,10 +160,7 @@ def test_bf16_follows_fp32_and_keeps_its_statistics_in_fp32(seen: dict[str, Any]
 
 @pytest.mark.parametrize("layout", ["torch-0", "torch-3"])
 def test_fp16_with_its_loss_scale_follows_fp32(seen: dict[str, Any], layout: str) -> None:
-    model = network("norm")
-    optimizer = optimizer_of("adamw", model)
-    assert optimizer is not None
-    losses, norms, _ = plain("none", optimizer, model)
+    losses, norms, _ = plain_of("norm", "adamw", "none")
     # 2^-11 is fp16's precision, and there are some ten roundings on the way
     assert seen[f"fp16 {layout}"]["losses"] == pytest.approx(losses, rel=5e-3)
     assert seen[f"fp16 {layout}"]["norms"] == pytest.approx(norms, rel=5e-2)
