@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -116,10 +117,12 @@ def table(arguments: argparse.Namespace, contestants: dict[str, Round]) -> None:
     """Runs the rounds and prints the figures."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     names = list(contestants)
+    # the Trainer needs a thread of its own, where memory is not got as in the first one: so all have one
+    threads = {name: ThreadPoolExecutor(1) for name in names}
     for number in range(arguments.rounds + 1):
         first = number % len(names)  # nobody always comes after the same one
         for name in names[first:] + names[:first]:
-            took = contestants[name](arguments.steps)
+            took = threads[name].submit(contestants[name], arguments.steps).result()
             if number > 0:  # the first round warms up
                 seconds[name].append(took)
     tokens = RUN["train_batch_size"] * 256 * arguments.steps  # type: ignore[operator]

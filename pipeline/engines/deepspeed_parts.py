@@ -60,7 +60,6 @@ def make_optimizer(
     *,
     holders: dist.ProcessGroup | None,
     counts_whole: bool,
-    fused: bool,
 ) -> torch.optim.Optimizer:
     """AdamW as DeepSpeed's engine gets it: `Replicated` at stage 0, else torch's, which ZeRO wraps.
 
@@ -70,19 +69,17 @@ def make_optimizer(
         decayed: names that weight decay applies to.
         holders: the ranks that together hold the whole model; None when this one does.
         counts_whole: this rank counts the gradients of parameters that all tp ranks hold whole.
-        fused: use torch's fused AdamW; offloaded state always does, since it is many times faster on a CPU.
     """
-    fused = fused or run.config.zero_optimization.offload_optimizer.device != "none"
     params, named = run.config.optimizer.params, assembled.decoder.named()
     if run.config.zero_optimization.stage > 0:
         sum_partial_gradients(assembled)
         groups = decay_groups(named, decayed, weight_decay=params.weight_decay)
-        return make_adamw(groups, params, fused=fused)
+        return make_adamw(groups, params)
     cut = assembled.tensor.boxes.keys() if assembled.tensor else set()
     second = assembled.shared if not assembled.decoder.form.first else frozenset()
     names = frozenset(name for name in named if (counts_whole or name in cut) and name not in second)
     clip, counted = run.config.gradient_clipping, Counted(names, holders)
-    return Replicated(assembled, decayed, params, clip=clip, counted=counted, fused=fused)
+    return Replicated(assembled, decayed, params, clip=clip, counted=counted)
 
 
 def sum_partial_gradients(assembled: Assembled) -> None:

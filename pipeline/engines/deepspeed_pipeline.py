@@ -78,7 +78,6 @@ class DeepSpeedPipeline(DeepSpeedBase):
             decayed_names(model),
             holders=module.mpu().get_model_parallel_group(),
             counts_whole=place["tp"] == 0,
-            fused=device.type == "cuda",
         )
         self._engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=deepspeed_config(run))
         module.optimizer = self._engine.optimizer

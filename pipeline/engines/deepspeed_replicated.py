@@ -47,7 +47,6 @@ class Replicated(torch.optim.AdamW):
         params: AdamW's numbers.
         clip: largest norm of the gradient; 0 is off.
         counted: see `Counted`.
-        fused: use torch's fused AdamW.
 
     Attributes:
         masters: the fp32 weights by Hugging Face name.
@@ -63,13 +62,12 @@ class Replicated(torch.optim.AdamW):
         *,
         clip: float,
         counted: Counted,
-        fused: bool,
     ) -> None:
         self._assembled, self._clip, self._counted = assembled, clip, counted
         self._weights = assembled.decoder.named()
         self.masters = {name: master_of(weight) for name, weight in self._weights.items()}
         groups = [g for g in decay_groups(self.masters, decayed, weight_decay=params.weight_decay) if g["params"]]
-        super().__init__(groups, lr=0.0, betas=params.betas, eps=params.eps, fused=fused or None)
+        super().__init__(groups, lr=0.0, betas=params.betas, eps=params.eps, fused=True)
         self.scale, self.overflow, self._global_grad_norm = 1.0, False, 0.0
         for name, weight in self._weights.items():
             if self.masters[name] is not weight:

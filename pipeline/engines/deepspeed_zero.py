@@ -55,7 +55,6 @@ class DeepSpeedZero(DeepSpeedBase):
             decayed_names(model),
             holders=mesh.group("tp") if mesh else None,
             counts_whole=mesh is None or mesh.place["tp"] == 0,
-            fused=device.type == "cuda",
         )
         self._engine, *_ = deepspeed.initialize(
             model=self._assembled.decoder, optimizer=optimizer, config=config, mpu=unit

@@ -69,7 +69,7 @@ class TorchParallel:
         self._train(True)
         masters = {part.name: part.master for part in self._parts}
         groups = decay_groups(masters, decayed_names(model), weight_decay=params.weight_decay)
-        self._optimizer = make_adamw(groups, params, fused=device.type == "cuda")
+        self._optimizer = make_adamw(groups, params)
 
     def _make(
         self, run: ResolvedRun, model: nn.Module, values: ParameterValues, stage: Stage

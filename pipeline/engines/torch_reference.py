@@ -57,7 +57,7 @@ class TorchReference:
         self._weights = self._decoder.named()
         self._masters = {name: master_of(weight) for name, weight in self._weights.items()}
         groups = decay_groups(self._masters, decayed_names(model), weight_decay=params.weight_decay)
-        self._optimizer = make_adamw(groups, params, fused=device.type == "cuda")
+        self._optimizer = make_adamw(groups, params)
 
     def train_step(self, step: StepBatch, *, lr: float) -> StepResult:
         """See `Engine.train_step`."""
