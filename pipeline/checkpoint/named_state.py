@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from headrace.errors import CheckpointError
+from headrace.interrupts import finished_first
 from pipeline.checkpoint.shards import LoadPlanner, NamedShard, SavePlanner
 
 OPTIMIZER_STEP = "optimizer_step"
@@ -45,7 +46,7 @@ def write(state: Mapping[str, NamedShard | Tensor], directory: Path) -> None:
     """
     writer = dcp.FileSystemWriter(directory, single_file_per_rank=True, sync_files=True)
     try:
-        with _quiet():
+        with _quiet(), finished_first("the checkpoint"):
             dcp.save(dict(state), storage_writer=writer, planner=SavePlanner(), no_dist=not dist.is_initialized())
     except CheckpointException as error:
         raise CheckpointError(_first_cause(error)) from None
@@ -59,7 +60,7 @@ def read(state: Mapping[str, NamedShard | Tensor], directory: Path) -> None:
     """
     try:
         reader = dcp.FileSystemReader(directory)
-        with _quiet():
+        with _quiet(), finished_first("reading the checkpoint"):
             dcp.load(dict(state), storage_reader=reader, planner=LoadPlanner(), no_dist=not dist.is_initialized())
     except (CheckpointException, RuntimeError, ValueError, OSError, EOFError, pickle.UnpicklingError) as error:
         raise CheckpointError(
@@ -97,5 +98,5 @@ def _quiet() -> Iterator[None]:
 def _first_cause(error: BaseException) -> str:
     if isinstance(error, CheckpointException) and error.failures:
         failure = next(iter(error.failures.values()))
-        return str(failure[0] if isinstance(failure, tuple) else failure).splitlines()[0]
+        error = failure[0] if isinstance(failure, tuple) else failure
     return (str(error) or repr(error)).splitlines()[0]

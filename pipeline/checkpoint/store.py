@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from headrace.directory import Manifest, commit, fresh_staging, read_manifest, staging_path, verify
 from headrace.errors import CheckpointError, HeadraceError
+from headrace.interrupts import finished_first
 
 T = TypeVar("T")
 _PREFIX = "step-"
@@ -70,19 +71,20 @@ class CheckpointStore:
         """
         final = self._root / f"{_PREFIX}{step:08d}"
         staging = staging_path(final)
-        on_rank_zero(lambda: fresh_staging(final))
-        failed: str | None = None
-        try:
-            write(staging)
-        except (OSError, RuntimeError, CheckpointError) as error:
-            failed = str(error) or repr(error)
-        raise_together(failed, f"checkpoint of step {step} could not be written to {final}")
 
         def finish() -> None:
             commit(staging, final, kind="checkpoint", config=config, parents=parents, details=details, replace=True)
             self._prune()
 
-        on_rank_zero(finish)
+        with finished_first(f"the checkpoint of step {step}"):
+            on_rank_zero(lambda: fresh_staging(final))
+            failed: str | None = None
+            try:
+                write(staging)
+            except (OSError, RuntimeError, CheckpointError) as error:
+                failed = str(error) or repr(error)
+            raise_together(failed, f"checkpoint of step {step} could not be written to {final}")
+            on_rank_zero(finish)
         return Checkpoint(final, step)
 
     def newest_whole(self, say: Callable[[str], None]) -> Checkpoint | None:

@@ -1,0 +1,46 @@
+"""Ctrl-C at a moment when it would do harm."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+@contextmanager
+def finished_first(what: str) -> Iterator[None]:
+    """Has Ctrl-C wait until a block is done, and then raises KeyboardInterrupt. A second Ctrl-C does not wait.
+
+    torch's writer of checkpoints wraps an interrupt into an error of its own, or aborts the process. Without effect in
+    other threads than the main one, inside another such block, and where the program handles SIGINT itself.
+
+    Args:
+        what: is done first; told to whoever interrupts.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    asked = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            signal.default_int_handler(number, frame)
+        asked = True
+        if os.environ.get("RANK", "0") == "0":
+            print(f"interrupted: {what} is finished first; Ctrl-C again to stop at once", file=sys.stderr, flush=True)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if asked:
+        raise KeyboardInterrupt
