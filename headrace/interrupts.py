@@ -21,10 +21,8 @@ def finished_first(what: str) -> Iterator[None]:
     Args:
         what: is done first; told to whoever interrupts.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
     asked = False

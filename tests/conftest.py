@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -15,7 +14,7 @@ import pytest
 
 from tests import warm
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = warm.ROOT
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -99,32 +98,21 @@ def start(
     script: str, config: Path, *sets: str, processes: int = 1, timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
     """As `launch`, without looking at the exit code; stdout and stderr come as one text."""
-    words = [word for text in sets for word in ("--set", text)]
-    return warm.run(
-        ROOT / "pipeline" / script,
-        "--config",
-        config,
-        *words,
-        cwd=config.parent,
-        processes=processes,
-        merged=True,
-        timeout_s=timeout,
-    )
+    words = entry_point(script, config, *sets)
+    return warm.run(*words, cwd=config.parent, processes=processes, merged=True, timeout_s=timeout)
+
+
+def entry_point(script: str, config: Path, *sets: str) -> list[str]:
+    """An entry point and its arguments, as they follow `python` or a launcher."""
+    overrides = [word for text in sets for word in ("--set", text)]
+    return [str(ROOT / "pipeline" / script), "--config", str(config), *overrides]
 
 
 def command_line(script: str, config: Path, *sets: str, processes: int) -> list[str]:
     """The command that starts an entry point on so many processes of this machine."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     starter = torchrun if processes > 1 else [sys.executable]
-    overrides = [word for text in sets for word in ("--set", text)]
-    return [*starter, str(ROOT / "pipeline" / script), "--config", str(config), *overrides]
-
-
-def free_port() -> int:
-    """A port of this host that nobody listens on: the deepspeed launcher's own choice is the same for every run."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return [*starter, *entry_point(script, config, *sets)]
 
 
 def selected(session: pytest.Session, test: Any, parameter: str) -> list[str]:

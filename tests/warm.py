@@ -14,7 +14,6 @@ import json
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,27 +25,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pipeline.launch.group import free_port
+
 ROOT = Path(__file__).resolve().parent.parent
 IMPORTED = (
     "pipeline.session",
     "pipeline.compress.run",
     "pipeline.evaluation.command",
-    "pipeline.own_loop",
     "pipeline.own_loop.torch_engine",
     "pipeline.own_loop.deepspeed_engine",
     "pipeline.proof.command",
-    "pipeline.proof.trial",
-    "pipeline.engines.torch_pipeline",
-    "pipeline.engines.deepspeed_zero",
-    "pipeline.engines.deepspeed_pipeline",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe",
-    "transformers.generation.utils",
-    # imported when a model is wrapped
-    "deepspeed.runtime.zero.muon.muon_optimizer",
-    "deepspeed.module_inject.auto_ep_layer",
-    "torch.utils.cpp_extension",
 )
+"""Besides what the proofs fork their ranks with."""
 PATIENCE_S = 5.0
 """How long the other ranks have to end after one has failed."""
 
@@ -56,7 +46,6 @@ def run(
     cwd: Path = ROOT,
     processes: int = 1,
     merged: bool = False,
-    env: Mapping[str, str] | None = None,
     timeout_s: float = 300.0,
 ) -> subprocess.CompletedProcess[str]:
     """Runs `SCRIPT ARGUMENTS`, `-m MODULE ARGUMENTS` or `-c CODE ARGUMENTS` as python would, on so many ranks.
@@ -66,7 +55,6 @@ def run(
         cwd: where.
         processes: number of ranks; more than one have a launcher's variables.
         merged: all that all ranks say is stdout; else that is rank 0's, and what else is said is stderr.
-        env: more environment variables.
         timeout_s: seconds until all are killed.
 
     Raises:
@@ -79,7 +67,7 @@ def run(
         job = {
             "command": [str(word) for word in command],
             "cwd": str(cwd),
-            "env": {**os.environ, **(env or {})},
+            "env": dict(os.environ),
             "processes": processes,
             "files": [str(file) for file in files],
             "timeout_s": timeout_s,
@@ -143,10 +131,7 @@ class Job:
 
 
 def _start(job: dict[str, Any]) -> Job:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    ranks = {}
+    port, ranks = free_port(), {}
     for rank in range(job["processes"]):
         launcher = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job["processes"], "MASTER_ADDR": "127.0.0.1"}
         launcher |= {"LOCAL_WORLD_SIZE": job["processes"], "MASTER_PORT": port}
@@ -198,9 +183,9 @@ def main() -> None:
     os.dup2(2, 1)  # what imports say is no answer
     for name in IMPORTED:
         importlib.import_module(name)
-    from pipeline.engines.deepspeed_operators import load_for_cpu  # noqa: PLC0415
+    from pipeline.proof.worker import preload  # noqa: PLC0415
 
-    load_for_cpu()
+    preload(("torch", "deepspeed"), ("llama", "qwen3_moe"))
     for line in sys.stdin:
         print(json.dumps(_start(json.loads(line)).wait()), file=reply, flush=True)
 

@@ -18,7 +18,7 @@ from pipeline.config.rules import ResolvedRun
 from pipeline.data.loader import StepBatch
 from pipeline.engines.base import Objective, StepResult, Sums
 from pipeline.engines.common import MOMENTS, refuse_non_finite
-from pipeline.engines.deepspeed_operators import remove_stale_locks
+from pipeline.engines.deepspeed_operators import set_up_deepspeed
 from pipeline.engines.deepspeed_replicated import Replicated
 from pipeline.engines.deepspeed_state import Held, hold, take_up
 from pipeline.engines.loss_scale import LossScale
@@ -40,8 +40,7 @@ class DeepSpeedBase:
     _assembled: Assembled
 
     def __init__(self, run: ResolvedRun, objective: Objective, *, device: torch.device, mesh: Mesh | None) -> None:
-        remove_stale_locks()
-        deepspeed.init_distributed()  # takes over the open process group; zero.Init would not
+        set_up_deepspeed()  # zero.Init would not take over the process group
         deepspeed.utils.groups.mpu = None  # a global: the groups of an engine made before stay there
         self.rank = dist.get_rank()
         self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import deepspeed
 from deepspeed.accelerator import get_accelerator
 from torch.utils.cpp_extension import get_default_build_root
 
@@ -23,7 +24,7 @@ OLD_S = 600.0
 def remove_stale_locks(root: Path | None = None, *, old_s: float = OLD_S) -> None:
     """Removes locks of processes that are gone, and waits for those that another host may hold.
 
-    To be called by every rank before DeepSpeed is set up. Locks of living processes on this host stay.
+    Every rank calls it. Locks of living processes on this host stay.
 
     Args:
         root: where operators are compiled; as torch chooses it when None.
@@ -37,6 +38,12 @@ def remove_stale_locks(root: Path | None = None, *, old_s: float = OLD_S) -> Non
             fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
         for lock in _locks(root):
             _remove_if_stale(lock, old_s)
+
+
+def set_up_deepspeed() -> None:
+    """DeepSpeed takes over the open process group, and waits for no lock that a killed process left."""
+    remove_stale_locks()
+    deepspeed.init_distributed()
 
 
 def load_for_cpu() -> None:

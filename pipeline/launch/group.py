@@ -252,11 +252,12 @@ def _torchrun_variables(launch: Launch, gpu: int | None) -> dict[str, str]:
         "WORLD_SIZE": str(launch.world_size),
         "LOCAL_RANK": str(launch.local_rank if gpu is None else gpu),
         "MASTER_ADDR": address,
-        "MASTER_PORT": port if port != "0" else str(_free_port()),
+        "MASTER_PORT": port if port != "0" else str(free_port()),
     }
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this host that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from headrace.errors import CheckpointError, ConfigError
 from pipeline.engines import deepspeed_state as held
 from pipeline.engines.common import refuse_non_finite
-from pipeline.engines.deepspeed_operators import remove_stale_locks
+from pipeline.engines.deepspeed_operators import set_up_deepspeed
 from pipeline.own_loop.batches import in_dtype
 from pipeline.own_loop.engine import LoopEngine, Parts, at_rate_zero
 from pipeline.own_loop.state import Piece
@@ -45,8 +45,7 @@ class DeepSpeedLoop(LoopEngine):
             self._dtype = torch.bfloat16 if config.bf16.enabled else torch.float16
         self._stage = max(config.zero_optimization.stage, 1) if half else config.zero_optimization.stage
         statistics = _statistics(parts.model)
-        remove_stale_locks()
-        deepspeed.init_distributed()  # takes over the open process group
+        set_up_deepspeed()
         self._engine: Any
         with at_rate_zero(parts.optimizer):
             made = _deepspeed_config(parts, self._stage)

@@ -13,14 +13,14 @@ import contextlib
 import importlib
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from pipeline.launch.group import free_port
 from pipeline.proof.case import Case, Outcome, read_cases, read_outcome, write_outcome
 
 TIMEOUT_S = 240.0
@@ -66,11 +66,19 @@ def _on_cpu() -> None:
 
 
 def _import_once(cases: Sequence[Case]) -> None:
-    """Imports what the ranks would each import for themselves; some of it they would find only at the first step."""
-    modules = ["pipeline.proof.trial", "transformers.generation.utils"]
     kinds = {case.config["model"].get("config", {}).get("model_type") for case in cases} - {None}
+    preload({case.config.get("engine", "deepspeed") for case in cases}, kinds)
+
+
+def preload(engines: Collection[str], kinds: Iterable[str]) -> None:
+    """Imports what the ranks would each import for themselves; some of it they would find only at the first step.
+
+    Args:
+        engines: torch, deepspeed.
+        kinds: of models, as Hugging Face's `model_type` names them.
+    """
+    modules = ["pipeline.proof.trial", "transformers.generation.utils"]
     modules += [f"transformers.models.{kind}.modeling_{kind}" for kind in sorted(kinds)]
-    engines = {case.config.get("engine", "deepspeed") for case in cases}
     for engine in engines:
         modules += _IMPORTS[engine]
     for name in modules:
@@ -100,7 +108,7 @@ def _run(case: Case, directory: Path, timeout_s: float) -> Outcome:
     started = time.monotonic()
     own = directory / case.name
     own.mkdir(parents=True)
-    port = _free_port()
+    port = free_port()
     ranks = {_fork(case, own, rank=rank, port=port): rank for rank in range(case.processes)}
     cpu: list[float] = []
     failed = _wait(ranks, own, cpu, deadline=started + timeout_s)
@@ -108,13 +116,6 @@ def _run(case: Case, directory: Path, timeout_s: float) -> Outcome:
     outcome = replace(outcome, seconds=time.monotonic() - started, cpu_seconds=sum(cpu))
     write_outcome(outcome)
     return outcome
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _fork(case: Case, own: Path, *, rank: int, port: int) -> int:

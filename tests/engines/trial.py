@@ -33,18 +33,10 @@ from pipeline.models.attention import NAME
 from pipeline.models.hf_config import resolve_hf_config
 from pipeline.models.meta import build_meta
 from pipeline.models.values import InitByName, ParameterValues
+from tests.parity.matrix import model_of
 
 SAMPLES, LENGTH, VOCABULARY, SAVED = 8, 32, 64, 2
-MODEL = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCABULARY,
-    "tie_word_embeddings": True,
-}
+MODEL = {**model_of({"tied": True}), "vocab_size": VOCABULARY}
 SAME = ("bf16", "fp16", "loss", "model", "gradient_clipping", "optimizer")
 """Keys that the reference shares with a layout."""
 

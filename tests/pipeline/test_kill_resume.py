@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from headrace.directory import read_manifest, verify
-from tests.conftest import ROOT, command_line, free_port, launch, losses, start, tiny_config, write_config
+from pipeline.launch.group import free_port
+from tests.conftest import ROOT, command_line, launch, losses, start, tiny_config, write_config
 
 
 def deepspeed(config: Path, *sets: str) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.launch.group import free_port
 from tests.conftest import ROOT
 
 TIMEOUT_S = 6.0
@@ -74,9 +75,7 @@ def ranks(work: Path, how: str, *, bad: int) -> tuple[dict[int, str], dict[int, 
     """Runs four ranks of which one misbehaves: what those said that ended by themselves, and their exit codes."""
     script = work / "ranks.py"
     script.write_text(RANKS.format(root=str(ROOT), timeout=TIMEOUT_S))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     environ = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCH_CPP_LOG_LEVEL": "ERROR"}
     command = [sys.executable, str(script), how, str(bad)]
     subprocess.run(command, env=environ, timeout=LIMIT_S, check=True, cwd=work)
