@@ -1,10 +1,12 @@
 """Our loop against a bare PyTorch loop and against the Hugging Face Trainer with the same DeepSpeed config.
 
-    python benchmarks/loop.py [--rounds 40] [--steps 4] [--threads 2]
+    python benchmarks/loop.py [--restarts 6] [--rounds 8] [--steps 4] [--threads 2] [--only deepspeed,trainer]
 
-One process, one model, one dataset. Every contestant is set up first; then they take turns, so many steps each per
-round, so that a machine whose speed drifts drifts for all. Printed are tokens per second (median over the rounds) and
-the median of the rounds' ratios, with their quartiles. Ours is the whole loop: loader, schedule, journal on disk.
+One model, one dataset, and every contestant in a process of its own, so that none inherits another's memory or
+threads. All are set up first; then they take turns, so many steps each per round, so that a machine whose speed drifts
+drifts for all. How a process happens to get its memory makes 2 % for as long as it lives, so all start over several
+times. Printed are tokens per second (median over the rounds) and the median of the rounds' ratios, with quartiles, of
+the time on the clock and of the CPU time. Ours is the whole loop: loader, schedule, journal on disk.
 
 The Trainer needs `pip install accelerate`; it is left out, and said to be, where that is missing.
 """
@@ -14,17 +16,16 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
+import multiprocessing
 import statistics
 import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,11 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM
 
+from headrace.cli import leave
 from pipeline.config.load import load_config
 from pipeline.config.rules import ResolvedRun, resolve
 from pipeline.data.dataset import TokenDataset
-from pipeline.data.loader import StepLoader
+from pipeline.data.loader import StepBatch, StepLoader
 from pipeline.engines.build import build_engine, pick_device
 from pipeline.engines.objective import CrossEntropy
 from pipeline.launch import detect, process_group
@@ -45,9 +47,6 @@ from pipeline.metrics.journal import Journal
 from pipeline.models.hf_config import resolve_hf_config
 from pipeline.prepare import Prepared, prepare
 from pipeline.trainer import Training
-
-Round = Callable[[int], float]
-"""Does so many steps and returns the seconds they took."""
 
 RUN = {
     "model": {
@@ -66,186 +65,238 @@ RUN = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
     "gradient_clipping": 1.0,
 }
+MANY = 1_000_000
+"""Steps of a run: more than are done."""
+
+
+class Turns:
+    """A contestant's end of the pipe on which turns are given: it brackets every step by `begin` and `end`."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe, self._left = pipe, 0
+        self._wall = self._cpu = 0.0
+
+    def begin(self) -> None:
+        """Waits for a turn unless this one has steps left."""
+        if self._left == 0:
+            self._left = self._pipe.recv()
+            self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+    def end(self) -> None:
+        """After the turn's last step tells how long it took."""
+        self._left -= 1
+        if self._left == 0:
+            self._pipe.send((time.perf_counter() - self._wall, time.process_time() - self._cpu))
+
+    def steps(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
+        """Hands on batches, each within a turn. Getting one is part of its step."""
+        while True:
+            self.begin()
+            yield next(batches)
+            self.end()
+
+
+Contestant = Callable[[Prepared, Turns], None]
+"""Trains for ever, its steps within turns. The process group is open."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of the table.
+
+    Attributes:
+        title: what it is called there.
+        contestant: what is run.
+        fields: what its config has besides `RUN`.
+    """
+
+    title: str
+    contestant: Contestant
+    fields: dict[str, Any]
+
+
+def entries(zero: int) -> dict[str, Entry]:
+    """The contestants by the names that `--only` takes."""
+    stage = {"zero_optimization": {"stage": zero}}
+    known = {
+        "bare": Entry("bare PyTorch loop", bare, {"engine": "torch"}),
+        "torch": Entry("ours, engine torch", ours, {"engine": "torch"}),
+        "bare-deepspeed": Entry(f"bare loop around deepspeed.initialize, ZeRO-{zero}", bare_deepspeed, stage),
+        "deepspeed": Entry(f"ours, engine deepspeed, ZeRO-{zero}", ours, stage),
+        "trainer": Entry(f"Hugging Face Trainer, deepspeed, ZeRO-{zero}", hf_trainer, stage),
+    }
+    if not importlib.util.find_spec("accelerate"):
+        print("the Hugging Face Trainer is left out: pip install accelerate\n")
+        del known["trainer"]
+    return known
+
+
+PAIRS = (("torch", "bare"), ("deepspeed", "bare-deepspeed"), ("deepspeed", "trainer"), ("trainer", "bare-deepspeed"))
+"""What is set against what, besides everything against the first line."""
 
 
 def main() -> None:
-    """Prints the table in Markdown."""
+    """Prints the tables in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--restarts", type=int, default=6, help="how often all processes start over")
+    parser.add_argument("--rounds", type=int, default=8, help="per start")
     parser.add_argument("--steps", type=int, default=4, help="steps per contestant and round")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--zero", type=int, default=1, help="ZeRO stage of the DeepSpeed contestants")
+    parser.add_argument("--only", help="contestants, e.g. deepspeed,trainer: fewer take less time")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    with tempfile.TemporaryDirectory() as work, process_group(detect(), gpu=pick_device(detect()).index):
-        table(arguments, set_up(Path(work), arguments))
-    sys.stdout.flush()
-    os._exit(0)  # the Trainer's thread still waits for its next turn
+    known = entries(arguments.zero)
+    chosen = arguments.only.split(",") if arguments.only else list(known)
+    took: dict[str, list[tuple[float, float]]] = {name: [] for name in chosen}
+    with tempfile.TemporaryDirectory() as work:
+        tokens = make_tokens(Path(work))
+        for number in range(arguments.restarts):
+            race(arguments, chosen, tokens, Path(work, f"start-{number}"), took)
+    table(arguments, {name: known[name].title for name in chosen}, took)
 
 
-def set_up(work: Path, arguments: argparse.Namespace) -> dict[str, Round]:
-    """The contestants, ready to run."""
-    tokens = make_tokens(work)
-    total = (arguments.rounds + 1) * arguments.steps
-
-    def prepared(name: str, **fields: Any) -> Prepared:
-        config = {
-            **RUN,
-            "data": {"sources": [{"path": str(tokens)}], "sequence_length": 256},
-            "run": {"dir": str(work / name), "steps": total + 1},
-            **fields,
-        }
-        path = work / f"{name}.json"
-        path.write_text(json.dumps(config))
-        return prepare(resolve(load_config(path), world_size=1))
-
-    stage = {"stage": arguments.zero}
-    contestants = {"bare PyTorch loop": bare(prepared("bare", engine="torch"))}
-    contestants["ours, engine torch"] = ours(prepared("torch", engine="torch"))
-    given = prepared("bare-deepspeed", zero_optimization=stage)
-    contestants[f"bare loop around deepspeed.initialize, ZeRO-{arguments.zero}"] = bare_deepspeed(given)
-    contestants[f"ours, engine deepspeed, ZeRO-{arguments.zero}"] = ours(prepared("deepspeed", zero_optimization=stage))
-    if importlib.util.find_spec("accelerate"):
-        given = prepared("trainer", zero_optimization=stage)
-        contestants[f"Hugging Face Trainer, deepspeed, ZeRO-{arguments.zero}"] = hf_trainer(given, total, work)
-    else:
-        print("the Hugging Face Trainer is left out: pip install accelerate\n")
-    return contestants
-
-
-def table(arguments: argparse.Namespace, contestants: dict[str, Round]) -> None:
-    """Runs the rounds and prints the figures."""
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    names = list(contestants)
-    # the Trainer needs a thread of its own, where memory is not got as in the first one: so all have one
-    threads = {name: ThreadPoolExecutor(1) for name in names}
+def race(
+    arguments: argparse.Namespace,
+    chosen: list[str],
+    tokens: Path,
+    work: Path,
+    took: dict[str, list[tuple[float, float]]],
+) -> None:
+    """Starts every contestant, gives them turns, and lets them end. Adds to `took` the seconds of every turn."""
+    work.mkdir()
+    pipes = {}
+    processes = multiprocessing.get_context("spawn")
+    for name in chosen:
+        pipes[name], theirs = processes.Pipe()
+        given = (name, arguments.zero, arguments.threads, tokens, work / name, theirs)
+        processes.Process(target=compete, args=given, daemon=True).start()
+        theirs.close()
     for number in range(arguments.rounds + 1):
-        first = number % len(names)  # nobody always comes after the same one
-        for name in names[first:] + names[:first]:
-            took = threads[name].submit(contestants[name], arguments.steps).result()
+        first = number % len(chosen)  # nobody always comes after the same one
+        for name in chosen[first:] + chosen[:first]:
+            pipes[name].send(arguments.steps)
+            seconds = pipes[name].recv()
             if number > 0:  # the first round warms up
-                seconds[name].append(took)
+                took[name].append(seconds)
+    for pipe in pipes.values():
+        pipe.close()
+    for process in multiprocessing.active_children():
+        process.join()
+
+
+def compete(name: str, zero: int, threads: int, tokens: Path, run_dir: Path, pipe: Connection) -> None:
+    """A contestant's process."""
+    torch.set_num_threads(threads)
+    entry = entries(zero)[name]
+    config = {
+        **RUN,
+        "data": {"sources": [{"path": str(tokens)}], "sequence_length": 256},
+        "run": {"dir": str(run_dir), "steps": MANY},
+        **entry.fields,
+    }
+    path = run_dir.with_suffix(".json")
+    path.write_text(json.dumps(config))
+    prepared = prepare(resolve(load_config(path), world_size=1))
+    with process_group(detect(), gpu=pick_device(detect()).index):
+        try:
+            entry.contestant(prepared, Turns(pipe))
+        except EOFError:  # no more turns
+            leave(0)
+
+
+def table(arguments: argparse.Namespace, titles: dict[str, str], took: dict[str, list[tuple[float, float]]]) -> None:
+    """Prints the figures."""
     tokens = RUN["train_batch_size"] * 256 * arguments.steps  # type: ignore[operator]
-    print("| loop | tokens/s, median | time against the bare PyTorch loop |\n|---|---|---|")
-    for name, times in seconds.items():
-        print(f"| {name} | {tokens / statistics.median(times):,.0f} | {ratio(times, seconds[names[0]])} |")
-    print("\n| time of | against | ratio |\n|---|---|---|")
-    for ours_, other in ((1, 0), (3, 2), (3, 4)):
-        if other < len(names):
-            print(f"| {names[ours_]} | {names[other]} | {ratio(seconds[names[ours_]], seconds[names[other]])} |")
+    base = next(iter(titles))
+    print(f"| loop | tokens/s, median | time against the {titles[base]} |\n|---|---|---|")
+    for name, title in titles.items():
+        rate = tokens / statistics.median(wall for wall, _ in took[name])
+        print(f"| {title} | {rate:,.0f} | {ratio(took[name], took[base], 0)} |")
+    print("\n| time of | against | ratio on the clock | ratio of CPU time |\n|---|---|---|---|")
+    for name, other in PAIRS:
+        if name in titles and other in titles:
+            wall, cpu = (ratio(took[name], took[other], kind) for kind in (0, 1))
+            print(f"| {titles[name]} | {titles[other]} | {wall} | {cpu} |")
 
 
-def ratio(times: list[float], others: list[float]) -> str:
+def ratio(times: list[tuple[float, float]], others: list[tuple[float, float]], kind: int) -> str:
     """Median and quartiles of the ratios of the rounds."""
-    low, middle, high = statistics.quantiles([a / b for a, b in zip(times, others, strict=True)], n=4)
+    ratios = [a[kind] / b[kind] for a, b in zip(times, others, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
     return f"{middle:.3f} ({low:.3f} - {high:.3f})"
 
 
-def bare(prepared: Prepared) -> Round:
+def bare(prepared: Prepared, turns: Turns) -> None:
     """What one writes in ten lines, and nothing else: no schedule, no log, no checkpoint."""
-    run = prepared.run
-    config, params = run.config, run.config.optimizer.params
+    config, params = prepared.run.config, prepared.run.config.optimizer.params
     model: Any = AutoModelForCausalLM.from_config(hf_config_of(prepared), attn_implementation="sdpa")
     optimizer = torch.optim.AdamW(model.parameters(), lr=params.lr, betas=params.betas, weight_decay=0.1)
-    batches = iter(loader(prepared, 1, 1 << 40))
-
-    def go(steps: int) -> float:
-        started = time.perf_counter()
-        for _ in range(steps):
-            batch = next(batches)
-            for micro in batch.micro_batches:
-                logits = model(input_ids=micro.input_ids, use_cache=False).logits
-                loss = F.cross_entropy(logits.flatten(0, 1), micro.labels.flatten(), reduction="sum")
-                (loss / batch.targets).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), config.gradient_clipping)
-            optimizer.step()
-            optimizer.zero_grad()
-        return time.perf_counter() - started
-
-    return go
+    for batch in turns.steps(iter(loader(prepared))):
+        for micro in batch.micro_batches:
+            logits = model(input_ids=micro.input_ids, use_cache=False).logits
+            loss = F.cross_entropy(logits.flatten(0, 1), micro.labels.flatten(), reduction="sum")
+            (loss / batch.targets).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.gradient_clipping)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
-def bare_deepspeed(prepared: Prepared) -> Round:
+def bare_deepspeed(prepared: Prepared, turns: Turns) -> None:
     """DeepSpeed's own three calls and nothing else: what its engine costs without our loop."""
     import deepspeed  # noqa: PLC0415  imports for seconds
 
     model = AutoModelForCausalLM.from_config(hf_config_of(prepared), attn_implementation="sdpa")
     engine, *_ = deepspeed.initialize(model=model, config=deepspeed_file(prepared.run))
-    batches = iter(loader(prepared, 1, 1 << 40))
-
-    def go(steps: int) -> float:
-        started = time.perf_counter()
-        for _ in range(steps):
-            for micro in next(batches).micro_batches:
-                logits = engine(input_ids=micro.input_ids, use_cache=False).logits
-                engine.backward(F.cross_entropy(logits.flatten(0, 1), micro.labels.flatten()))
-                engine.step()
-        return time.perf_counter() - started
-
-    return go
+    for batch in turns.steps(iter(loader(prepared))):
+        for micro in batch.micro_batches:
+            logits = engine(input_ids=micro.input_ids, use_cache=False).logits
+            engine.backward(F.cross_entropy(logits.flatten(0, 1), micro.labels.flatten()))
+            engine.step()
 
 
-def ours(prepared: Prepared) -> Round:
+def ours(prepared: Prepared, turns: Turns) -> None:
     """The trainer's loop, as `pipeline/train.py` runs it."""
     engine = build_engine(prepared.run, prepared.model, prepared.values, CrossEntropy(), device=pick_device(detect()))
     prepared.run_dir.mkdir(parents=True)
-    journal = Journal(prepared.run_dir, from_step=0)
-    done = 0
-    training = Training(
+    Training(
         run=prepared.run,
         engine=engine,
-        steps=(),
+        steps=turns.steps(iter(loader(prepared))),
         heldout=[],
         heldout_batches=lambda _dataset: iter(()),
         save=no_save,
-        sinks=[journal],
+        sinks=[Journal(prepared.run_dir, from_step=0)],
         display=TrainingDisplay(first=0, total=prepared.run.steps, shown=False),
         flops_per_token=prepared.size.flops_per_token,
         peak_flops=None,
-    )
-
-    def go(steps: int) -> float:
-        nonlocal done
-        feed = loader(prepared, done + 1, done + steps)
-        started = time.perf_counter()
-        replace(training, steps=feed).go()
-        done += steps
-        return time.perf_counter() - started
-
-    return go
+    ).go()
 
 
 def no_save(_step: int) -> Any:
-    """No round reaches the run's last step."""
+    """The run's last step is never reached."""
     raise AssertionError("no checkpoint is due")
 
 
-def loader(prepared: Prepared, first: int, last: int) -> StepLoader:
-    """This process's batches of some steps."""
-    return StepLoader(prepared.blend, prepared.run.batch, dp_rank=0, steps=(first, last))
+def loader(prepared: Prepared) -> StepLoader:
+    """All batches."""
+    return StepLoader(prepared.blend, prepared.run.batch, dp_rank=0, steps=(1, MANY))
 
 
-def hf_trainer(prepared: Prepared, total: int, work: Path) -> Round:
-    """`transformers.Trainer` with the same DeepSpeed config, stopped and let go by a callback between its steps."""
+def hf_trainer(prepared: Prepared, turns: Turns) -> None:
+    """`transformers.Trainer` with the same DeepSpeed config."""
     from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: PLC0415  needs accelerate
 
-    turn, done = threading.Semaphore(0), threading.Semaphore(0)
-    quota = [0]
-
-    class Turns(TrainerCallback):  # type: ignore[misc]
+    class InTurns(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, *_args: Any, **_kwargs: Any) -> None:
-            if quota[0] == 0:
-                turn.acquire()
+            turns.begin()
 
         def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
-            quota[0] -= 1
-            if quota[0] == 0:
-                done.release()
+            turns.end()
 
     model = AutoModelForCausalLM.from_config(hf_config_of(prepared), attn_implementation="sdpa")
     arguments = TrainingArguments(
-        output_dir=str(work / "trainer-out"),
-        max_steps=total + 1,
+        output_dir=str(prepared.run_dir),
+        max_steps=MANY,
         per_device_train_batch_size=prepared.run.batch.micro,
         gradient_accumulation_steps=prepared.run.batch.accumulation,
         deepspeed=deepspeed_file(prepared.run),
@@ -260,17 +311,7 @@ def hf_trainer(prepared: Prepared, total: int, work: Path) -> Round:
         use_cpu=not torch.cuda.is_available(),
     )
     data = Windows(prepared.blend.sources[0])
-    trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=[Turns()])
-    threading.Thread(target=trainer.train, daemon=True).start()
-
-    def go(steps: int) -> float:
-        quota[0] = steps
-        started = time.perf_counter()
-        turn.release()
-        done.acquire()
-        return time.perf_counter() - started
-
-    return go
+    Trainer(model=model, args=arguments, train_dataset=data, callbacks=[InTurns()]).train()
 
 
 def hf_config_of(prepared: Prepared) -> Any:
