@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from headrace.errors import CheckpointError
 from headrace.interrupts import finished_first
-from pipeline.checkpoint.shards import LoadPlanner, NamedShard, SavePlanner
+from pipeline.checkpoint.planning import State, make_plan
+from pipeline.checkpoint.shards import LoadPlanner
+from pipeline.checkpoint.store import on_rank_zero, raise_together
+from pipeline.checkpoint.writing import write_metadata, write_pieces
 
 OPTIMIZER_STEP = "optimizer_step"
 LOSS_SCALE = "loss_scale"
@@ -38,21 +41,28 @@ def moment_key(moment: str, name: str) -> str:
     return f"{moment}/{name}"
 
 
-def write(state: Mapping[str, NamedShard | Tensor], directory: Path) -> None:
+def write(state: State, directory: Path) -> None:
     """Writes every rank's shards into a directory, with torch.distributed.checkpoint's metadata. Collective.
 
     Raises:
         CheckpointError: a rank could not write.
     """
-    writer = dcp.FileSystemWriter(directory, single_file_per_rank=True, sync_files=True)
+    plan = make_plan(state)
+    failed: str | None = None
+    results: list[Any] = []
     try:
-        with _quiet(), finished_first("the checkpoint"):
-            dcp.save(dict(state), storage_writer=writer, planner=SavePlanner(), no_dist=not dist.is_initialized())
-    except CheckpointException as error:
-        raise CheckpointError(_first_cause(error)) from None
+        results = write_pieces(plan, plan.source(state), directory).results
+    except (OSError, RuntimeError) as error:
+        failed = str(error) or repr(error)
+    raise_together(failed, f"{directory} could not be written")
+    everyone = [results]
+    if dist.is_initialized():
+        everyone = [[]] * dist.get_world_size()
+        dist.all_gather_object(everyone, results)
+    on_rank_zero(lambda: write_metadata(plan, directory, everyone))
 
 
-def read(state: Mapping[str, NamedShard | Tensor], directory: Path) -> None:
+def read(state: State, directory: Path) -> None:
     """Fills the shards in place from a directory written in any layout. Collective.
 
     Raises:

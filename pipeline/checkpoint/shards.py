@@ -82,12 +82,18 @@ class NamedShard:
     """
 
     def __init__(self, shape: tuple[int, ...], *, start: int, values: Tensor, box: Rectangle | None = None) -> None:
-        self.shape = torch.Size(shape)
+        self.shape, self._dtype = torch.Size(shape), values.dtype
         boxes = rectangles(box.sizes if box else tuple(shape), start, values.numel())
         if box is not None:
             boxes = [each.moved(box.offsets) for each in boxes]
         parts = values.split([box.numel for box in boxes]) if boxes else ()
         self._parts = {box.offsets: part.view(box.sizes) for box, part in zip(boxes, parts, strict=True)}
+
+    @property
+    def boxes(self) -> tuple[torch.Size, torch.dtype, tuple[Rectangle, ...]]:
+        """Full shape, type and boxes: what of the tensor is here, without its values."""
+        parts = [Rectangle(offsets, tuple(part.shape)) for offsets, part in self._parts.items()]
+        return self.shape, self._dtype, tuple(parts)
 
     def size(self) -> torch.Size:
         """Full shape; `torch.distributed.checkpoint` compares it with what is stored."""

@@ -1,25 +1,29 @@
 """The checkpoints of a run: `runs/NAME/checkpoints/step-00000100/`, whole or absent.
 
-Every rank writes its shards into a staging directory; when all are done rank 0 checksums it, writes the manifest and
-renames it. A checkpoint that is deleted loses its name first. So a directory with a step's name is always whole.
+Every rank writes its shards into a staging directory; when all are done rank 0 writes the manifest with everybody's
+checksums and renames it. A checkpoint that is deleted loses its name first. So a directory with a step's name is
+always whole. `latest` is a link to the newest; it is for people and other tools, since a resume looks for itself.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from headrace.directory import Manifest, commit, fresh_staging, read_manifest, staging_path, verify
+from headrace.directory import Manifest, commit, fresh_staging, read_manifest, sha256_of_file, staging_path
 from headrace.errors import CheckpointError, HeadraceError
-from headrace.interrupts import finished_first
 
 T = TypeVar("T")
+LATEST = "latest"
 _PREFIX = "step-"
+_HASHING = 4
+"""Threads of a rank that read a checkpoint: one does not keep up with a disk."""
 
 
 @dataclass(frozen=True)
@@ -35,70 +39,79 @@ class Checkpoint:
         return read_manifest(self.path, kind="checkpoint")
 
 
+@dataclass(frozen=True)
+class About:
+    """What a checkpoint's manifest says besides its files."""
+
+    step: int
+    config: dict[str, Any]
+    parents: dict[str, Any]
+    details: dict[str, Any]
+
+
 class CheckpointStore:
-    """Writes, finds and deletes the checkpoints of one run.
+    """Names, finds and deletes the checkpoints of one run. `checkpoint.saving` writes them.
 
     Args:
         run_dir: the run's directory.
         keep: how many of the newest stay.
+        keep_every: those of every so many steps stay for ever; None for none.
     """
 
-    def __init__(self, run_dir: Path, *, keep: int) -> None:
-        self._root, self._keep = run_dir / "checkpoints", keep
+    def __init__(self, run_dir: Path, *, keep: int, keep_every: int | None = None) -> None:
+        self._root, self._keep, self._keep_every = run_dir / "checkpoints", keep, keep_every
 
     def all(self) -> list[Checkpoint]:
         """Finished checkpoints, newest first."""
         found = [p for p in self._root.glob(f"{_PREFIX}*") if p.name.removeprefix(_PREFIX).isdigit()]
         return sorted((Checkpoint(p, int(p.name.removeprefix(_PREFIX))) for p in found), key=lambda c: -c.step)
 
-    def save(
-        self,
-        write: Callable[[Path], None],
-        *,
-        step: int,
-        config: dict[str, Any],
-        parents: dict[str, Any],
-        details: dict[str, Any],
-    ) -> Checkpoint:
-        """Writes a checkpoint. Collective.
+    def final(self, step: int) -> Path:
+        """What the checkpoint of a step is called."""
+        return self._root / f"{_PREFIX}{step:08d}"
+
+    def stage(self, step: int) -> Path:
+        """An empty directory to write a step's checkpoint into. On one rank."""
+        return fresh_staging(self.final(step))
+
+    def abandon(self, step: int) -> None:
+        """Deletes what was written for a step: a full disk gets its room back. On one rank."""
+        shutil.rmtree(staging_path(self.final(step)), ignore_errors=True)
+
+    def commit(self, about: About, sha256: Mapping[str, str]) -> Checkpoint:
+        """Gives a written checkpoint its name, moves `latest` there, and deletes older ones. On one rank.
 
         Args:
-            write: writes the calling rank's shards into a directory.
-            step: the last step that is in it.
-
-        Raises:
-            CheckpointError: on all ranks when any could not write, e.g. on a full disk. Nothing has a final name then.
+            about: goes into the manifest.
+            sha256: checksums of the files that need not be read again.
         """
-        final = self._root / f"{_PREFIX}{step:08d}"
-        staging = staging_path(final)
-
-        def finish() -> None:
-            commit(staging, final, kind="checkpoint", config=config, parents=parents, details=details, replace=True)
-            self._prune()
-
-        with finished_first(f"the checkpoint of step {step}"):
-            on_rank_zero(lambda: fresh_staging(final))
-            failed: str | None = None
-            try:
-                write(staging)
-            except (OSError, RuntimeError, CheckpointError) as error:
-                failed = str(error) or repr(error)
-            raise_together(failed, f"checkpoint of step {step} could not be written to {final}")
-            on_rank_zero(finish)
-        return Checkpoint(final, step)
+        final = self.final(about.step)
+        commit(
+            staging_path(final),
+            final,
+            kind="checkpoint",
+            config=about.config,
+            parents=about.parents,
+            details=about.details,
+            replace=True,
+            known_sha256=sha256,
+        )
+        self._point_to(final)
+        self._prune()
+        return Checkpoint(final, about.step)
 
     def newest_whole(self, say: Callable[[str], None]) -> Checkpoint | None:
         """The newest checkpoint whose checksums hold, or None when the run has none at all. Collective.
 
-        A damaged one is passed over, and `say` is told. Raises CheckpointError when there are some and none is whole.
-        """
-        return on_rank_zero(lambda: self._search(say))
+        The ranks share the reading. A damaged one is passed over, and `say` is told.
 
-    def _search(self, say: Callable[[str], None]) -> Checkpoint | None:
-        self._clean()
-        candidates = self.all()
+        Raises:
+            CheckpointError: there are some, and none is whole.
+        """
+        on_rank_zero(self._clean)
+        candidates = on_rank_zero(self.all)
         for candidate in candidates:
-            damage = damage_of(candidate)
+            damage = damage_found_by_all(candidate)
             if damage is None:
                 return candidate
             say(f"warning: {candidate.path} is damaged ({damage}); going back to the one before")
@@ -109,8 +122,19 @@ class CheckpointStore:
             )
         return None
 
+    def _point_to(self, final: Path) -> None:
+        link, new = self._root / LATEST, self._root / f".{LATEST}.new"
+        try:
+            new.unlink(missing_ok=True)
+            new.symlink_to(final.name)
+            new.replace(link)
+        except OSError:  # a file system without links: nothing of ours reads it
+            new.unlink(missing_ok=True)
+
     def _prune(self) -> None:
         for old in self.all()[self._keep :]:
+            if self._keep_every is not None and old.step % self._keep_every == 0:
+                continue
             doomed = old.path.with_name(f".{old.path.name}.deleted")
             shutil.rmtree(doomed, ignore_errors=True)
             old.path.rename(doomed)
@@ -118,8 +142,14 @@ class CheckpointStore:
 
     def _clean(self) -> None:
         """Deletes what a killed run left half-written or half-deleted; such a directory has no name of a checkpoint."""
+        for aside in self._root.glob(f".{_PREFIX}*.replaced"):
+            name = aside.name.removeprefix(".").removesuffix(".replaced")
+            if not (self._root / name).exists():
+                aside.rename(self._root / name)  # killed between moving it aside and putting the new one
         for leftover in (*self._root.glob(f".{_PREFIX}*.partial"), *self._root.glob(f".{_PREFIX}*.deleted")):
             shutil.rmtree(leftover, ignore_errors=True)
+        for newest in self.all()[:1]:
+            self._point_to(newest.path)
 
 
 def on_rank_zero(action: Callable[[], T]) -> T:
@@ -155,8 +185,33 @@ def raise_together(failed: str | None, what: str) -> None:
 
 def damage_of(checkpoint: Checkpoint) -> str | None:
     """What is wrong with a checkpoint's files, by their checksums; None when nothing is."""
+    return _damage(checkpoint, 0, 1)
+
+
+def damage_found_by_all(checkpoint: Checkpoint) -> str | None:
+    """The same, each rank reading a share of the files. Collective."""
+    if not dist.is_initialized():
+        return damage_of(checkpoint)
+    found: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, _damage(checkpoint, dist.get_rank(), dist.get_world_size()))
+    return next((damage for damage in found if damage is not None), None)
+
+
+def _damage(checkpoint: Checkpoint, rank: int, ranks: int) -> str | None:
+    """Of every file whose number is `rank` modulo `ranks`."""
     try:
-        bad = next((name for name, whole in verify(checkpoint.path, checkpoint.manifest) if not whole), None)
+        files = list(checkpoint.manifest.files.items())[rank::ranks]
     except HeadraceError as error:
         return str(error).splitlines()[0]
+
+    def is_whole(name: str, entry: Mapping[str, Any]) -> bool:
+        path = checkpoint.path / name
+        try:
+            return path.stat().st_size == int(entry["bytes"]) and sha256_of_file(path) == str(entry["sha256"])
+        except OSError:
+            return False
+
+    with ThreadPoolExecutor(_HASHING) as readers:
+        whole = list(readers.map(lambda file: is_whole(*file), files))
+    bad = next((name for (name, _), good in zip(files, whole, strict=True) if not good), None)
     return bad and f"{bad} does not have the checksum it was written with"

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 
 from headrace.section import parse
+from pipeline.checkpoint import named_state
 from pipeline.config.rules import ResolvedRun, resolve
 from pipeline.config.schema import Config
 from pipeline.data.loader import MicroBatch, StepLoader, heldout_batches
 from pipeline.engines.base import Engine
 from pipeline.engines.build import build_engine
+from pipeline.engines.common import refuse_result
 from pipeline.engines.objective import CrossEntropy
 from pipeline.launch import Launch, process_group
 from pipeline.prepare import Prepared, prepare
@@ -59,7 +61,7 @@ def _train(case: Case, own: Path, prepared: Prepared, engine: Engine, share: dic
     run = prepared.run
     outcome = Outcome(own, layout=run.layout)
     for batch in _steps(prepared, share, first=1):
-        result = engine.train_step(batch, lr=run.schedule.lr(batch.step))
+        result = refuse_result(batch.step, engine.train_step(batch, lr=run.schedule.lr(batch.step)))
         outcome.losses[batch.step], outcome.norms[batch.step] = result.loss, result.grad_norm
         if batch.step in case.save:
             _save(engine, outcome.state(batch.step))
@@ -79,7 +81,7 @@ def _steps(prepared: Prepared, share: dict[str, Any], *, first: int) -> StepLoad
 
 def _save(engine: Engine, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    engine.save(directory)
+    named_state.write(engine.state(), directory)
 
 
 def _heldout(prepared: Prepared, share: dict[str, Any]) -> Iterator[MicroBatch]:

@@ -23,9 +23,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from headrace.section import parse
+from pipeline.checkpoint import named_state
 from pipeline.config.rules import ResolvedRun, resolve
 from pipeline.config.schema import Config
 from pipeline.data.loader import IGNORE, MicroBatch, StepBatch
+from pipeline.engines.base import Objective
 from pipeline.engines.build import build_engine
 from pipeline.engines.common import model_dtype
 from pipeline.engines.objective import CrossEntropy
@@ -66,11 +68,11 @@ def resolved(case: dict[str, Any], *, processes: int) -> ResolvedRun:
     return resolve(parse(Config, config), world_size=processes)
 
 
-def make(run: ResolvedRun) -> Any:
-    """An engine of the run."""
+def make(run: ResolvedRun, objective: Objective | None = None) -> Any:
+    """An engine of the run, for its own objective unless another is given."""
     hf = resolve_hf_config(run.config.model, tokenizer={"vocab_size": VOCABULARY}, sequence_length=LENGTH)
     model = build_meta(hf, dtype=model_dtype(run.config), attn_implementation="sdpa" if run.plain else NAME)
-    objective, plain = CrossEntropy(z_loss=run.config.loss.z_loss), InitByName(model, seed=3)
+    objective, plain = objective or CrossEntropy(z_loss=run.config.loss.z_loss), InitByName(model, seed=3)
     values: ParameterValues = plain
     if not run.plain and run.config.engine == "torch":
         values = LetGo(plain, lingering=0)
@@ -106,8 +108,10 @@ def batches(run: ResolvedRun, step: int) -> StepBatch:
     micros = []
     for number in range(run.batch.accumulation):
         first = (number * run.batch.dp + place["dp"]) * run.batch.micro
-        rows = slice(first, first + run.batch.micro)
-        micros.append(MicroBatch(tokens[rows, :-1][:, piece].contiguous(), labels[rows, piece].contiguous()))
+        rows = torch.arange(first, first + run.batch.micro)
+        filling, rows = rows >= SAMPLES, rows.clamp(max=SAMPLES - 1)
+        own_labels = labels[rows, piece].masked_fill(filling[:, None], IGNORE)
+        micros.append(MicroBatch(tokens[rows, :-1][:, piece].contiguous(), own_labels))
     return StepBatch(step, micros, int((labels != IGNORE).sum()))
 
 
@@ -121,7 +125,7 @@ def follow(run: ResolvedRun, engine: Any, *, first: int, last: int, save: Path |
         if step == SAVED and save is not None:
             engine.evaluate(iter(batches(run, 98).micro_batches))
             save.mkdir(exist_ok=True)
-            engine.save(save)
+            named_state.write(engine.state(), save)
     nats = engine.evaluate(iter(batches(run, 99).micro_batches)).nats
     losses, norms = [r.loss for r in results], [r.grad_norm for r in results]
     return Curve(losses, norms, [r.skipped for r in results], nats, gradients)
