@@ -29,6 +29,7 @@ class TokenDataset:
         manifest: the directory's manifest.
         tokens: tokens in the split.
         bytes: UTF-8 bytes of the split's text.
+        files: its shards, open.
     """
 
     def __init__(self, path: Path, manifest: Manifest, *, split: str, sequence_length: int) -> None:
@@ -36,8 +37,8 @@ class TokenDataset:
         details = manifest.details["splits"][split]
         self.tokens: int = details["tokens"]
         self.bytes: int = details["bytes"]
-        self._files = [TokenFile.open(shard_prefix(path, split, i)) for i in range(len(details["shards"]))]
-        per_shard = [max(0, (file.tokens.size - 1) // sequence_length) for file in self._files]
+        self.files = [TokenFile.open(shard_prefix(path, split, i)) for i in range(len(details["shards"]))]
+        per_shard = [max(0, (file.tokens.size - 1) // sequence_length) for file in self.files]
         self._first_window = np.cumsum([0, *per_shard])
 
     @classmethod
@@ -75,10 +76,10 @@ class TokenDataset:
         Returns:
             int64 [n, T + 1]; inputs are [:, :-1], targets [:, 1:].
         """
-        shards, starts = self._locate(windows)
+        shards, starts = self.locate(windows)
         rows = np.empty((starts.size, self.sequence_length + 1), dtype=np.int64)
         for row, shard, start in zip(rows, shards, starts, strict=True):
-            row[:] = self._files[shard].tokens[start : start + self.sequence_length + 1]
+            row[:] = self.files[shard].tokens[start : start + self.sequence_length + 1]
         return rows
 
     def borders(self, windows: npt.ArrayLike) -> Borders:
@@ -87,15 +88,22 @@ class TokenDataset:
         Args:
             windows: int64 [n], each in 0..self.windows-1.
         """
-        shards, starts = self._locate(windows)
+        shards, starts = self.locate(windows)
         parts = []
         for shard in np.unique(shards):
             mine = np.flatnonzero(shards == shard)
-            parts.append((mine, find_borders(self._files[shard], starts[mine], length=self.sequence_length)))
+            parts.append((mine, find_borders(self.files[shard], starts[mine], length=self.sequence_length)))
         return join(parts)
 
-    def _locate(self, windows: npt.ArrayLike) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Shard and first token of every window."""
+    def locate(self, windows: npt.ArrayLike) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Shard and first token of every window.
+
+        Args:
+            windows: int64 [n].
+
+        Returns:
+            int64 [n] each.
+        """
         wanted = np.asarray(windows, dtype=np.int64)
         shards = np.searchsorted(self._first_window, wanted, side="right") - 1
         return shards, (wanted - self._first_window[shards]) * self.sequence_length

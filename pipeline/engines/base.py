@@ -6,13 +6,44 @@ the optimizer and the process group's collectives; it does not know what a run, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
+from pipeline.checkpoint.planning import State
 from pipeline.data.loader import MicroBatch, StepBatch
 from pipeline.engines.objective import Objective
+from pipeline.engines.replica import Replica
+
+Gate = Callable[[float, float], bool]
+"""Asked before an update, once per step: (loss, norm of the whole gradient before clipping) -> whether to make it.
+
+The numbers are the same on every rank, so that all decide alike without a message. They need not be finite.
+"""
+
+
+def always(_loss: float, _grad_norm: float) -> bool:
+    """The open gate."""
+    return True
+
+
+def never(_loss: float, _grad_norm: float) -> bool:
+    """The closed gate: a step is computed and measured, and everything stays as it was."""
+    return False
+
+
+class Outcome(StrEnum):
+    """What became of a step. But for the first, weights, moments and AdamW's counter are as they were before it."""
+
+    APPLIED = "applied"
+    OVERFLOW = "overflow"
+    """The gradient overflowed fp16, whose loss scale has taken note of it."""
+    NON_FINITE = "non_finite"
+    """The loss or the gradient was not finite, and that was not fp16's doing."""
+    REFUSED = "refused"
+    """The gate was closed; fp16's loss scale is as it was, too."""
 
 
 @dataclass(frozen=True)
@@ -22,16 +53,21 @@ class StepResult:
     Attributes:
         loss: mean objective over the targets of the step, nats per token.
         parts: means of the objective's named parts.
-        grad_norm: 2-norm of the whole gradient before clipping; not finite when the step was skipped.
-        skipped: the gradient overflowed fp16 and the weights were left as they are.
+        grad_norm: 2-norm of the whole gradient before clipping; infinite or NaN where it was not finite.
+        outcome: whether the weights were updated, and if not, why.
         loss_scale: fp16's loss scale in this step; None in other precisions.
     """
 
     loss: float
     parts: dict[str, float]
     grad_norm: float
-    skipped: bool = False
+    outcome: Outcome = Outcome.APPLIED
     loss_scale: float | None = None
+
+    @property
+    def skipped(self) -> bool:
+        """The weights were left as they are."""
+        return self.outcome is not Outcome.APPLIED
 
 
 @dataclass(frozen=True)
@@ -48,11 +84,19 @@ class Engine(Protocol):
     rank: int
     device_name: str
 
-    def train_step(self, step: StepBatch, *, lr: float) -> StepResult:
-        """One optimizer update from this rank's micro-batches.
+    def train_step(self, step: StepBatch, *, lr: float, allow: Gate = always) -> StepResult:
+        """One optimizer update from this rank's micro-batches, unless it is not to be.
+
+        A loss or a gradient that is not finite never reaches the weights or the moments. A step that was not applied
+        leaves no gradient behind: the next one is as if it had not been.
+
+        Args:
+            step: the micro-batches.
+            lr: learning rate.
+            allow: see `Gate`.
 
         Raises:
-            TrainingError: the loss or the gradient is not finite; a non-finite loss never reaches the weights.
+            TrainingError: fp16 overflows at its smallest loss scale.
         """
         ...
 
@@ -60,13 +104,21 @@ class Engine(Protocol):
         """Cross-entropy over batches, without gradients. Every rank brings equally many."""
         ...
 
-    def save(self, directory: Path) -> None:
-        """Writes this rank's named shards: fp32 weights and optimizer moments."""
+    def state(self) -> State:
+        """This rank's named shards: fp32 weights and optimizer moments, as they are until the next step.
+
+        Raises:
+            CheckpointError: on all ranks when one could not fetch what it keeps on a disk.
+        """
         ...
 
     def load(self, directory: Path) -> None:
         """Reads named shards that any engine wrote in any layout."""
         ...
 
+    def replicas(self) -> Iterator[Replica]:
+        """Values of this rank of which other ranks should hold the very same bits."""
+        ...
 
-__all__ = ["Engine", "Objective", "StepResult", "Sums"]
+
+__all__ = ["Engine", "Gate", "Objective", "Outcome", "Replica", "StepResult", "Sums", "always", "never"]

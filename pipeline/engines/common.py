@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from headrace.errors import TrainingError
 from pipeline.config.deepspeed_schema import OptimizerParams
 from pipeline.config.schema import Config
+from pipeline.engines.base import Outcome, StepResult
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's state per parameter, as torch names it."""
@@ -63,6 +64,18 @@ def refuse_non_finite(step: int, name: str, value: float) -> None:
             f"  the last checkpoint is untouched; try: a lower optimizer.params.lr, gradient_clipping 1.0, a longer"
             f" warm-up, or look at the samples of this step"
         )
+
+
+def refuse_result(step: int, result: StepResult) -> StepResult:
+    """A result, for whoever has no other answer to numbers gone wrong.
+
+    Raises:
+        TrainingError: the step was not applied, because its loss or its gradient is not finite.
+    """
+    if result.outcome is Outcome.NON_FINITE:
+        refuse_non_finite(step, "loss", result.loss)
+        refuse_non_finite(step, "gradient norm", result.grad_norm)
+    return result
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.checkpoint import named_state
+from pipeline.checkpoint.planning import State
 from pipeline.checkpoint.shards import NamedShard
 from pipeline.checkpoint.store import raise_together
 from pipeline.config.rules import ResolvedRun
 from pipeline.data.loader import StepBatch
-from pipeline.engines.base import Objective, StepResult, Sums
-from pipeline.engines.common import MOMENTS, refuse_non_finite
+from pipeline.engines.base import Gate, Objective, Outcome, Replica, StepResult, Sums, always
+from pipeline.engines.common import MOMENTS
 from pipeline.engines.deepspeed_operators import set_up_deepspeed
 from pipeline.engines.deepspeed_replicated import Replicated
-from pipeline.engines.deepspeed_state import Held, hold, take_up
+from pipeline.engines.deepspeed_state import Held, hold, replicas, take_up
 from pipeline.engines.loss_scale import LossScale
 from pipeline.parallel.assemble import Assembled
 from pipeline.parallel.mesh import Mesh
@@ -38,6 +40,12 @@ class DeepSpeedBase:
 
     _engine: Any
     _assembled: Assembled
+    _ends: dist.ProcessGroup | None
+    """The ranks that hold a parameter with this one, being the two ends of a pipeline."""
+    _loss: float
+    _allow: Gate
+    _outcome: Outcome | None
+    """Of the step under way; None until it is decided."""
 
     def __init__(self, run: ResolvedRun, objective: Objective, *, device: torch.device, mesh: Mesh | None) -> None:
         set_up_deepspeed()  # zero.Init would not take over the process group
@@ -46,19 +54,20 @@ class DeepSpeedBase:
         self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self._objective, self._device = objective, device
         self._scale = LossScale(run.config.fp16)
-        self._mesh = mesh
+        self._mesh, self._ends = mesh, None
+        self._loss, self._allow, self._outcome = math.nan, always, Outcome.APPLIED
         place = run.topology.coordinates(self.rank)
         # every tp rank of the last stage has the same loss; one of them counts
         self._brings_sums = place["tp"] == 0 and place["pp"] == run.topology.pp - 1
 
-    def save(self, directory: Path) -> None:
-        """See `Engine.save`."""
-        state = self._state_of_all(directory)
+    def state(self) -> State:
+        """See `Engine.state`."""
+        state = self._state_of_all()
         if not self._assembled.decoder.form.first:  # the first stage writes what two stages hold
             for name in self._assembled.shared:
                 for key in (named_state.weight_key(name), *(named_state.moment_key(m, name) for m in MOMENTS)):
                     del state[key]
-        named_state.write(state, directory)
+        return state
 
     def load(self, directory: Path) -> None:
         """See `Engine.load`."""
@@ -67,7 +76,7 @@ class DeepSpeedBase:
         self._scale.take_up(held.named)
         take_up(self._engine.optimizer, held)
 
-    def _state_of_all(self, directory: Path) -> dict[str, NamedShard | Tensor]:
+    def _state_of_all(self) -> dict[str, NamedShard | Tensor]:
         """The named state, once all ranks have it: a disk may fail on one of them, and writing is collective."""
         state: dict[str, NamedShard | Tensor] = {}
         failed: str | None = None
@@ -75,7 +84,7 @@ class DeepSpeedBase:
             state = self._named_state()
         except (OSError, RuntimeError, AssertionError) as error:
             failed = str(error) or repr(error)
-        raise_together(failed, f"the state for {directory} could not be fetched")
+        raise_together(failed, "the state could not be fetched")
         return state
 
     def _named_state(self) -> dict[str, NamedShard | Tensor]:
@@ -86,14 +95,19 @@ class DeepSpeedBase:
         held.named.update(self._scale.named())
         return held
 
-    def _begin(self, step: StepBatch, lr: float) -> float:
-        """Sets the rate and the loss scale; returns what a sum over targets is multiplied by before its backward pass.
+    def replicas(self) -> Iterator[Replica]:
+        """See `Engine.replicas`."""
+        return replicas(self._engine.optimizer, self._assembled, self._mesh, self._ends)
+
+    def _begin(self, step: StepBatch, lr: float, allow: Gate) -> float:
+        """Sets rate, gate and loss scale; returns what a sum over targets is multiplied by before its backward pass.
 
         DeepSpeed averages gradients over the data ranks. Times their number that is the sum, and targets are counted
         over all of them. In fp16 that number is taken off the loss scale, so that gradients are as large as on one
         process and overflow when its would.
         """
         zero, ranks = self._engine.optimizer, self._mesh.size("data") if self._mesh else 1
+        self._loss, self._allow, self._outcome = math.nan, allow, None
         for group in zero.param_groups:
             group["lr"] = lr
         if not self._scale.enabled:
@@ -105,21 +119,33 @@ class DeepSpeedBase:
         return ranks / step.targets
 
     def _result(self, step: StepBatch, means: list[float]) -> StepResult:
-        """What the optimizer did; lowers the loss scale after an overflow."""
-        norm = _norm(self._engine.get_global_grad_norm())
-        skipped = self._scale.enabled and bool(self._engine.optimizer.overflow)
-        if not skipped:
-            refuse_non_finite(step.step, "gradient norm", norm)
-        return self._scale.result(step.step, means, self._objective.parts, norm, skipped=skipped)
+        """What the optimizer did; lowers the loss scale after an overflow.
+
+        Where DeepSpeed left the update out by itself, because the norm is not finite, the gate has not been asked yet.
+        """
+        self._permits()
+        assert self._outcome is not None
+        return self._scale.result(step.step, means, self._objective.parts, self._norm(), self._outcome)
+
+    def _permits(self) -> bool:
+        """Whether weights and moments may be updated; what the wrapped optimizer asks.
+
+        DeepSpeed's optimizers know the norm by then, and ask once per flat tensor: the first answer stands.
+        """
+        if self._outcome is None:
+            self._outcome = self._scale.outcome(self._loss, self._norm(), self._allow)
+        return self._outcome is Outcome.APPLIED
+
+    def _norm(self) -> float:
+        """Of the gradient. When DeepSpeed left an update out for it, it says None, infinity or -1."""
+        reported = self._engine.optimizer._global_grad_norm
+        norm = math.inf if reported is None else float(reported)
+        return norm if norm >= 0 else math.inf
 
     def _means(self, sums: Tensor, step: StepBatch) -> list[float]:
-        """Sums of one rank's micro-batches -> means over the targets of the step.
-
-        Raises:
-            TrainingError: the first of them, the loss, is not finite.
-        """
+        """Sums of one rank's micro-batches -> means over the targets of the step, before its update."""
         means: list[float] = (self._over_all(sums).double() / step.targets).tolist()
-        refuse_non_finite(step.step, "loss", means[0])
+        self._loss = means[0]
         return means
 
     def _evaluated(self, nats: Tensor, targets: int) -> Sums:
@@ -130,9 +156,3 @@ class DeepSpeedBase:
         own = sums if self._brings_sums else torch.zeros_like(sums)
         dist.all_reduce(own)
         return own
-
-
-def _norm(reported: Any) -> float:
-    """DeepSpeed's gradient norm. When it skipped an update for an overflow it says None or -1, which is no norm."""
-    norm = math.inf if reported is None else float(reported)
-    return norm if norm >= 0 else math.inf

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pipeline.config.rules import ResolvedRun
 from pipeline.engines.common import decay_groups, make_adamw
+from pipeline.engines.deepspeed_gated import ask_first
 from pipeline.engines.deepspeed_replicated import Counted, Replicated
 from pipeline.models.materialise import materialise
 from pipeline.models.values import ParameterValues
@@ -60,6 +61,7 @@ def make_optimizer(
     *,
     holders: dist.ProcessGroup | None,
     counts_whole: bool,
+    permits: Callable[[], bool],
 ) -> torch.optim.Optimizer:
     """AdamW as DeepSpeed's engine gets it: `Replicated` at stage 0, else torch's, which ZeRO wraps.
 
@@ -69,17 +71,18 @@ def make_optimizer(
         decayed: names that weight decay applies to.
         holders: the ranks that together hold the whole model; None when this one does.
         counts_whole: this rank counts the gradients of parameters that all tp ranks hold whole.
+        permits: asked before every update, when the norm is known, whether to make it.
     """
     params, named = run.config.optimizer.params, assembled.decoder.named()
     if run.config.zero_optimization.stage > 0:
         sum_partial_gradients(assembled)
         groups = decay_groups(named, decayed, weight_decay=params.weight_decay)
-        return make_adamw(groups, params)
+        return ask_first(make_adamw(groups, params), permits)
     cut = assembled.tensor.boxes.keys() if assembled.tensor else set()
     second = assembled.shared if not assembled.decoder.form.first else frozenset()
     names = frozenset(name for name in named if (counts_whole or name in cut) and name not in second)
     clip, counted = run.config.gradient_clipping, Counted(names, holders)
-    return Replicated(assembled, decayed, params, clip=clip, counted=counted)
+    return Replicated(assembled, decayed, params, clip=clip, counted=counted, permits=permits)
 
 
 def sum_partial_gradients(assembled: Assembled) -> None:

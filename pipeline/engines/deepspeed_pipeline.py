@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from pipeline.config.rules import ResolvedRun
 from pipeline.data.loader import IGNORE, MicroBatch, StepBatch
-from pipeline.engines.base import Objective, StepResult, Sums
+from pipeline.engines.base import Gate, Objective, StepResult, Sums, always
 from pipeline.engines.common import decayed_names
 from pipeline.engines.deepspeed_base import DeepSpeedBase
 from pipeline.engines.deepspeed_config import deepspeed_config
@@ -70,24 +70,25 @@ class DeepSpeedPipeline(DeepSpeedBase):
         stage = stages_of(run, model)[place["pp"]]
         self._assembled = make_part(run, model, values, self._mesh, device=device, stage=stage)
         self._turns = _Turns(self._assembled.decoder, len(objective.parts), device)
-        ends = ends_group(run.topology) if is_tied(model) else None
-        module = _Stages(run.topology, self._turns, self._assembled, number=place["pp"], ends=ends)
+        self._ends = ends_group(run.topology) if is_tied(model) else None
+        module = _Stages(run.topology, self._turns, self._assembled, number=place["pp"], ends=self._ends)
         optimizer = make_optimizer(
             run,
             self._assembled,
             decayed_names(model),
             holders=module.mpu().get_model_parallel_group(),
             counts_whole=place["tp"] == 0,
+            permits=self._permits,
         )
         self._engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=deepspeed_config(run))
         module.optimizer = self._engine.optimizer
         reset_moments(self._engine.optimizer)
 
-    def train_step(self, step: StepBatch, *, lr: float) -> StepResult:
+    def train_step(self, step: StepBatch, *, lr: float, allow: Gate = always) -> StepResult:
         """See `Engine.train_step`."""
         engine = self._engine
         # DeepSpeed divides the loss by the number of micro-batches
-        factor = self._begin(step, lr) * len(step.micro_batches)
+        factor = self._begin(step, lr, allow) * len(step.micro_batches)
         batches = [micro.to(self._device) for micro in step.micro_batches]
         self._turns.begin(batches, self._objective, factor)
         engine.module.train()
@@ -120,7 +121,7 @@ def _pairs(batches: Sequence[MicroBatch]) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 class _WithoutStep(TrainSchedule):  # type: ignore[misc]
-    """DeepSpeed's 1F1B schedule up to the reduced gradients; a loss that is not finite must not reach the weights."""
+    """DeepSpeed's 1F1B schedule up to the reduced gradients: the update comes when the loss is known on every rank."""
 
     def steps(self) -> Iterator[list[Any]]:
         """The instructions of every tick."""

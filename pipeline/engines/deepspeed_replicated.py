@@ -11,6 +11,7 @@ Seen with deepspeed 0.19.8 (`runtime/engine.py`: `_do_optimizer_sanity_check`, `
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,11 +48,12 @@ class Replicated(torch.optim.AdamW):
         params: AdamW's numbers.
         clip: largest norm of the gradient; 0 is off.
         counted: see `Counted`.
+        permits: asked before an update, when the norm is known, whether to make it; never when it is not finite.
 
     Attributes:
         masters: the fp32 weights by Hugging Face name.
         scale: what the loss of the step under way was multiplied by.
-        overflow: the last step was left out, because its gradient was not finite.
+        overflow: the last step was left out.
     """
 
     def __init__(
@@ -62,8 +64,9 @@ class Replicated(torch.optim.AdamW):
         *,
         clip: float,
         counted: Counted,
+        permits: Callable[[], bool],
     ) -> None:
-        self._assembled, self._clip, self._counted = assembled, clip, counted
+        self._assembled, self._clip, self._counted, self._permits = assembled, clip, counted, permits
         self._weights = assembled.decoder.named()
         self.masters = {name: master_of(weight) for name, weight in self._weights.items()}
         groups = [g for g in decay_groups(self.masters, decayed, weight_decay=params.weight_decay) if g["params"]]
@@ -89,10 +92,10 @@ class Replicated(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Unscales, clips and updates; leaves everything as it was when the gradient is not finite."""
+        """Unscales, clips and updates, where that is permitted; else leaves all but the gradient as it was."""
         assert closure is None
-        norm = self._norm() / self.scale
-        self.overflow, self._global_grad_norm = not math.isfinite(norm), norm
+        self._global_grad_norm = norm = self._norm() / self.scale
+        self.overflow = not self._permits()
         if not self.overflow:
             factor = update_factor(norm, clip=self._clip, scale=self.scale)
             if factor != 1.0:
@@ -116,6 +119,9 @@ class Replicated(torch.optim.AdamW):
             squares += torch.nn.utils.get_total_norm(gradients).square()
         if self._counted.group is not None:
             dist.all_reduce(squares, group=self._counted.group)
+        # every data rank has taken it of its own copy: where one has gone wrong, all are to decide alike
+        torch.nan_to_num_(squares, nan=math.inf, posinf=math.inf)
+        dist.all_reduce(squares, op=dist.ReduceOp.MAX)
         return float(squares.sqrt())
 
     @staticmethod

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 from torch import Tensor, nn
 
 from pipeline.checkpoint import named_state
@@ -21,7 +23,9 @@ from pipeline.checkpoint.shards import NamedShard
 from pipeline.engines.common import MOMENTS, ensure_state
 from pipeline.engines.deepspeed_offload import brought_in, is_swapped
 from pipeline.engines.deepspeed_replicated import Replicated
+from pipeline.engines.replica import Replica
 from pipeline.parallel.assemble import Assembled
+from pipeline.parallel.mesh import Mesh
 
 _WEIGHT = "weight"
 
@@ -130,6 +134,33 @@ def share_weights(zero: Any) -> None:
         zero.empty_partition_cache()
         if zero.persistent_parameters:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+
+def replicas(zero: Any, assembled: Assembled, mesh: Mesh | None, ends: dist.ProcessGroup | None) -> Iterator[Replica]:
+    """The weights of this rank that other ranks hold too: fp32 at stage 0, what is computed with at stages 1 to 3.
+
+    At stage 3 data ranks hold no copies, and partitions that lie on a disk are passed over.
+
+    Args:
+        zero: the engine's `optimizer`.
+        assembled: this rank's part of the model.
+        mesh: this rank's place; None for one process.
+        ends: the ranks that hold a parameter with this one, being the two ends of a pipeline.
+    """
+    if mesh is None:
+        return
+    data, tensor = mesh.group("data"), mesh.group("tp")
+    for name, weight in assembled.decoder.named().items():
+        values, copies = weight.data, data
+        if isinstance(zero, Replicated):
+            values = zero.masters[name].data
+        elif _is_stage3(zero):
+            part: Any = weight.ds_tensor  # type: ignore[attr-defined]
+            if part.status != PartitionedParamStatus.AVAILABLE:
+                continue
+            values, copies = part.data, None
+        groups = (copies, tensor if assembled.box(name) is None else None, ends if name in assembled.shared else None)
+        yield from (Replica(name, values, group) for group in groups if group is not None)
 
 
 def _adamw(zero: Any) -> Any:

@@ -10,7 +10,7 @@ from torch import nn
 
 from pipeline.config.rules import ResolvedRun
 from pipeline.data.loader import IGNORE, MicroBatch, StepBatch
-from pipeline.engines.base import Objective, StepResult, Sums
+from pipeline.engines.base import Gate, Objective, StepResult, Sums, always
 from pipeline.engines.common import decayed_names
 from pipeline.engines.deepspeed_base import DeepSpeedBase
 from pipeline.engines.deepspeed_config import deepspeed_config
@@ -55,6 +55,7 @@ class DeepSpeedZero(DeepSpeedBase):
             decayed_names(model),
             holders=mesh.group("tp") if mesh else None,
             counts_whole=mesh is None or mesh.place["tp"] == 0,
+            permits=self._permits,
         )
         self._engine, *_ = deepspeed.initialize(
             model=self._assembled.decoder, optimizer=optimizer, config=config, mpu=unit
@@ -62,9 +63,9 @@ class DeepSpeedZero(DeepSpeedBase):
         reset_moments(self._engine.optimizer)
         self._engine.train()
 
-    def train_step(self, step: StepBatch, *, lr: float) -> StepResult:
+    def train_step(self, step: StepBatch, *, lr: float, allow: Gate = always) -> StepResult:
         """See `Engine.train_step`."""
-        factor, means = self._begin(step, lr), []
+        factor, means = self._begin(step, lr, allow), []
         sums = torch.zeros(1 + len(self._objective.parts), device=self._device)
         for number, micro in enumerate(step.micro_batches):
             batch = micro.to(self._device)

@@ -18,8 +18,7 @@ from headrace.errors import TrainingError
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.shards import NamedShard
 from pipeline.config.deepspeed_schema import Fp16Section
-from pipeline.engines.base import StepResult
-from pipeline.engines.common import refuse_non_finite
+from pipeline.engines.base import Gate, Outcome, StepResult
 
 
 class LossScale:
@@ -40,19 +39,22 @@ class LossScale:
             self.value = section.loss_scale or 2.0**section.initial_scale_power
         self._left, self._good = section.hysteresis, 0
 
-    def overflows(self, step: int, norm: float) -> bool:
-        """Whether a step is to be skipped: its gradient is not finite, and in fp16 that may be.
+    def outcome(self, loss: float, norm: float, allow: Gate) -> Outcome:
+        """What is to become of a step whose gradient is complete; only `APPLIED` may reach the weights.
 
-        Raises:
-            TrainingError: it is not finite, and nothing was scaled.
+        A loss that is not finite is no overflow of fp16's scale: it comes from the forward pass, where nothing is
+        scaled.
         """
-        if self.enabled and not math.isfinite(norm):
-            return True
-        refuse_non_finite(step, "gradient norm", norm)
-        return False
+        if not allow(loss, norm):
+            return Outcome.REFUSED
+        if not math.isfinite(loss):
+            return Outcome.NON_FINITE
+        if not math.isfinite(norm):
+            return Outcome.OVERFLOW if self.enabled else Outcome.NON_FINITE
+        return Outcome.APPLIED
 
     def result(
-        self, step: int, means: Sequence[float], names: Sequence[str], norm: float, *, skipped: bool
+        self, step: int, means: Sequence[float], names: Sequence[str], norm: float, outcome: Outcome
     ) -> StepResult:
         """What a step did; takes note of how it went.
 
@@ -61,15 +63,16 @@ class LossScale:
             means: of the loss and its parts, over the targets of the step.
             names: of the parts.
             norm: of the whole gradient, unscaled.
-            skipped: as `overflows` said.
+            outcome: as `outcome` said.
 
         Raises:
             TrainingError: an overflow at the smallest scale.
         """
         used = self.value if self.enabled else None
-        self.update(step, overflow=skipped)
+        if outcome in (Outcome.APPLIED, Outcome.OVERFLOW):
+            self.update(step, overflow=outcome is Outcome.OVERFLOW)
         loss, *parts = means
-        return StepResult(loss, dict(zip(names, parts, strict=True)), norm, skipped=skipped, loss_scale=used)
+        return StepResult(loss, dict(zip(names, parts, strict=True)), norm, outcome, loss_scale=used)
 
     def update(self, step: int, *, overflow: bool) -> None:
         """Takes note of how a step went.

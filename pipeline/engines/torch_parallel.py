@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +11,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.checkpoint import named_state
+from pipeline.checkpoint.planning import State
 from pipeline.checkpoint.shards import NamedShard
 from pipeline.config.rules import ResolvedRun
 from pipeline.data.loader import IGNORE, MicroBatch, StepBatch
 from pipeline.engines import torch_gradients as gradients
-from pipeline.engines.base import Objective, StepResult, Sums
-from pipeline.engines.common import decay_groups, decayed_names, make_adamw, model_dtype, refuse_non_finite
+from pipeline.engines.base import Gate, Objective, Outcome, Replica, StepResult, Sums, always
+from pipeline.engines.common import decay_groups, decayed_names, make_adamw, model_dtype
 from pipeline.engines.loss_scale import LossScale
 from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.torch_passes import Accumulation, Passes
 from pipeline.engines.torch_pipeline import Piece, Pipeline
 from pipeline.engines.torch_sharding import Part, reshard, shard
-from pipeline.engines.torch_state import named_shards, set_step
+from pipeline.engines.torch_state import named_shards, replicas, set_step
 from pipeline.models.values import ParameterValues
 from pipeline.parallel.assemble import assemble, stages_of
 from pipeline.parallel.mesh import Mesh, ends_group
@@ -90,20 +91,23 @@ class TorchParallel:
         width: int = model.config.hidden_size  # type: ignore[union-attr, assignment]
         return Pipeline(run, pieces, self._mesh, width=width, device=self._device)
 
-    def train_step(self, step: StepBatch, *, lr: float) -> StepResult:
+    def train_step(self, step: StepBatch, *, lr: float, allow: Gate = always) -> StepResult:
         """See `Engine.train_step`."""
         batches = [micro.to(self._device) for micro in step.micro_batches]
         sums = self._passes.train(batches, self._objective, scale=self._scale.value / step.targets)
         means: list[float] = (self._over_all(sums) / step.targets).tolist()
-        refuse_non_finite(step.step, "loss", means[0])
         gradients.complete(self._parts, self._mesh, self._shared)
         norm = gradients.norm(self._parts, self._device) / self._scale.value
-        overflow = self._scale.overflows(step.step, norm)
-        if not overflow:
+        outcome = self._scale.outcome(means[0], norm, allow)
+        if outcome is Outcome.APPLIED:
             self._update(norm, lr)
         for part in self._parts:
             part.detach()
-        return self._scale.result(step.step, means, self._objective.parts, norm, skipped=overflow)
+        return self._scale.result(step.step, means, self._objective.parts, norm, outcome)
+
+    def replicas(self) -> Iterator[Replica]:
+        """See `Engine.replicas`: copies of sharded parts, what tensor parallelism left whole, what two stages hold."""
+        return replicas(self._parts, self._mesh, self._shared)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> Sums:
@@ -119,9 +123,9 @@ class TorchParallel:
         nats, targets = self._over_all(sums).tolist()
         return Sums(nats, int(targets))
 
-    def save(self, directory: Path) -> None:
-        """See `Engine.save`."""
-        named_state.write(self._named_state(), directory)
+    def state(self) -> State:
+        """See `Engine.state`."""
+        return self._named_state()
 
     def load(self, directory: Path) -> None:
         """See `Engine.load`."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from pipeline.checkpoint import named_state
+from pipeline.checkpoint.planning import State
 from pipeline.checkpoint.shards import NamedShard
 from pipeline.config.rules import ResolvedRun
 from pipeline.data.loader import IGNORE, MicroBatch, StepBatch
-from pipeline.engines.base import Objective, StepResult, Sums
+from pipeline.engines.base import Gate, Objective, Outcome, Replica, StepResult, Sums, always
 from pipeline.engines.common import (
     MOMENTS,
     decay_groups,
@@ -20,7 +21,6 @@ from pipeline.engines.common import (
     ensure_state,
     make_adamw,
     master_of,
-    refuse_non_finite,
 )
 from pipeline.engines.loss_scale import LossScale
 from pipeline.engines.objective import CrossEntropy
@@ -59,7 +59,7 @@ class TorchReference:
         groups = decay_groups(self._masters, decayed_names(model), weight_decay=params.weight_decay)
         self._optimizer = make_adamw(groups, params)
 
-    def train_step(self, step: StepBatch, *, lr: float) -> StepResult:
+    def train_step(self, step: StepBatch, *, lr: float, allow: Gate = always) -> StepResult:
         """See `Engine.train_step`."""
         sums = torch.zeros(1 + len(self._objective.parts), device=self._device)
         for micro in step.micro_batches:
@@ -69,13 +69,16 @@ class TorchReference:
             self._add_gradients()
             sums += torch.stack([total.detach(), *parts])
         means: list[float] = (sums.double() / step.targets).tolist()
-        refuse_non_finite(step.step, "loss", means[0])
         norm = self._gradient_norm() / self._scale.value
-        overflow = self._scale.overflows(step.step, norm)
-        if not overflow:
+        outcome = self._scale.outcome(means[0], norm, allow)
+        if outcome is Outcome.APPLIED:
             self._update(norm, lr)
         self._optimizer.zero_grad(set_to_none=True)
-        return self._scale.result(step.step, means, self._objective.parts, norm, skipped=overflow)
+        return self._scale.result(step.step, means, self._objective.parts, norm, outcome)
+
+    def replicas(self) -> Iterator[Replica]:
+        """See `Engine.replicas`: there are none."""
+        return iter(())
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> Sums:
@@ -89,9 +92,9 @@ class TorchReference:
         self._decoder.train()
         return Sums(nats, targets)
 
-    def save(self, directory: Path) -> None:
-        """See `Engine.save`."""
-        named_state.write(self._named_state(), directory)
+    def state(self) -> State:
+        """See `Engine.state`."""
+        return self._named_state()
 
     def load(self, directory: Path) -> None:
         """See `Engine.load`."""

@@ -1,16 +1,20 @@
-"""The state of the native engine as named shards."""
+"""The state of the native engine as named shards, and which of it other ranks hold too."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.shards import NamedShard
 from pipeline.engines.common import MOMENTS, ensure_state
+from pipeline.engines.replica import Replica
 from pipeline.engines.torch_sharding import Part
+from pipeline.parallel.mesh import Mesh
 
 
 @torch.no_grad()
@@ -33,3 +37,22 @@ def set_step(parts: Sequence[Part], optimizer: torch.optim.Optimizer, step: Tens
     """Sets AdamW's step counter everywhere."""
     for part in parts:
         ensure_state(optimizer, part.master)["step"].copy_(step)
+
+
+@torch.no_grad()
+def replicas(parts: Sequence[Part], mesh: Mesh, shared: dist.ProcessGroup | None) -> Iterator[Replica]:
+    """The weights of this rank that other ranks hold too.
+
+    Args:
+        parts: of this rank.
+        mesh: this rank's place.
+        shared: the ranks that hold a parameter with this one, see `parallel.mesh.ends_group`.
+    """
+    tensor = mesh.group("tp")
+    for part in parts:
+        part.attach()
+        sharded, values = part.sharded.data, part.master.data
+        assert isinstance(sharded, DTensor)
+        copies = sharded.device_mesh.get_group(0) if sharded.device_mesh.ndim == 2 else None
+        groups = (copies, tensor if part.box is None else None, shared if part.shared else None)
+        yield from (Replica(part.name, values, group) for group in groups if group is not None)

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from headrace.errors import CheckpointError, ConfigError
 from pipeline.engines import deepspeed_state as held
 from pipeline.engines.common import refuse_non_finite
+from pipeline.engines.deepspeed_gated import ask_first
 from pipeline.engines.deepspeed_operators import set_up_deepspeed
 from pipeline.own_loop.batches import in_dtype
 from pipeline.own_loop.engine import LoopEngine, Parts, at_rate_zero
@@ -45,6 +46,9 @@ class DeepSpeedLoop(LoopEngine):
             self._dtype = torch.bfloat16 if config.bf16.enabled else torch.float16
         self._stage = max(config.zero_optimization.stage, 1) if half else config.zero_optimization.stage
         statistics = _statistics(parts.model)
+        self._finite = True
+        if self._stage == 0:  # at the other stages DeepSpeed leaves out an update that is not finite by itself
+            ask_first(parts.optimizer, lambda: self._finite)
         set_up_deepspeed()
         self._engine: Any
         with at_rate_zero(parts.optimizer):
@@ -74,6 +78,7 @@ class DeepSpeedLoop(LoopEngine):
     def _step(self, ends: bool) -> None:
         # stage 0 in fp32: DeepSpeed takes the norm only in order to clip
         reported = self._norm() if ends and self._stage == 0 else None
+        self._finite = reported is None or math.isfinite(reported)
         self._engine.step()
         if not ends:
             return

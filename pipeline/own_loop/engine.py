@@ -22,8 +22,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from headrace.errors import TrainingError
+from headrace.interrupts import finished_first
 from pipeline.checkpoint import named_state
-from pipeline.checkpoint.store import CheckpointStore
+from pipeline.checkpoint.saving import save_now
+from pipeline.checkpoint.store import About, CheckpointStore
 from pipeline.config.schedule import Schedule
 from pipeline.own_loop.batches import in_dtype
 from pipeline.own_loop.config import LoopConfig, Share
@@ -126,9 +128,10 @@ class LoopEngine(ABC):
         ends = self._backwards == self._accumulation
         if ends:
             self._set_rates()
-        self._step(ends)
         if ends:
             self._backwards = 0
+        self._step(ends)
+        if ends:
             self.steps += 1
             if self._parts.scheduler is not None:
                 self._parts.scheduler.step()
@@ -157,11 +160,10 @@ class LoopEngine(ABC):
             "loss_scale": self._loss_scale(),
         }
 
-        def write(staging: Path) -> None:
-            named_state.write(entries(self._pieces(), self.module), staging)
-
         config = self._parts.config.model_dump(mode="json")
-        return store.save(write, step=self.steps, config=config, parents={}, details=details).path
+        about = About(self.steps, config, parents={}, details=details)
+        with finished_first(f"the checkpoint of step {self.steps}"):
+            return save_now(store, about, lambda: entries(self._pieces(), self.module)).path
 
     def load(self, directory: str | Path) -> int:
         """Goes on from the newest whole checkpoint that `save` has written; does nothing when there is none.

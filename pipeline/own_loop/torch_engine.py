@@ -68,15 +68,15 @@ class TorchLoop(LoopEngine):
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         self.grad_norm = _norm(gradients) / self._scale.value
         finite = math.isfinite(self.grad_norm)
-        if not self._scale.enabled:
-            refuse_non_finite(self.steps + 1, "gradient norm", self.grad_norm)
         if finite:
             factor = self._scale.factor(self.grad_norm, self._clip)
             if factor != 1.0:
                 torch._foreach_mul_([_local(g) for g in gradients], factor)
             self._parts.optimizer.step()
-        self._scale.update(self.steps + 1, overflow=not finite)
         self._parts.optimizer.zero_grad(set_to_none=True)
+        if not self._scale.enabled:
+            refuse_non_finite(self.steps + 1, "gradient norm", self.grad_norm)
+        self._scale.update(self.steps + 1, overflow=not finite)
 
     def _pieces(self) -> list[Piece]:
         state = self._parts.optimizer.state

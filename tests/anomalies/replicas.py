@@ -1,0 +1,65 @@
+"""Flips one bit of a rank's weights, and checks the replicas before and after. replicas.py CASES.json RESULTS.json."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from headrace.errors import TrainingError
+from pipeline.anomalies.replicas import check_replicas
+from tests.engines.trial import batches, make, resolved
+
+
+def flip(values: Tensor) -> None:
+    """Flips the lowest bit of one element."""
+    bits = values.view(-1).view({2: torch.int16, 4: torch.int32}[values.element_size()])
+    bits[bits.numel() // 2] ^= 1
+
+
+def said(engine: Any, step: int) -> str:
+    """What the check says; nothing when all is well."""
+    try:
+        check_replicas(engine.replicas(), step=step)
+    except TrainingError as error:
+        return str(error)
+    return ""
+
+
+def tried(case: dict[str, Any]) -> dict[str, Any]:
+    """The check of an engine that has trained, and of the same engine with a flipped bit on `rank` in `name`."""
+    rank, name = case.pop("rank"), case.pop("name")
+    run = resolved(case, processes=dist.get_world_size())
+    engine = make(run)
+    for step in (1, 2):
+        engine.train_step(batches(run, step), lr=1e-3)
+    names = sorted({replica.name for replica in engine.replicas()})
+    before = said(engine, 2)
+    if dist.get_rank() == rank:
+        flip(next(replica.values for replica in engine.replicas() if replica.name == name))
+    return {"names": names, "before": before, "after": said(engine, 2)}
+
+
+def main() -> None:
+    """Runs all cases; rank 0 writes what it found."""
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    results = {}
+    for name, case in json.loads(Path(sys.argv[1]).read_text()).items():
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, tried(case))
+        results[name] = everyone
+    if dist.get_rank() == 0:
+        Path(sys.argv[2]).write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

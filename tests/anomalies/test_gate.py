@@ -1,0 +1,92 @@
+"""Numbers gone wrong never reach the weights: a step that is not applied is, for the engine, one that never was."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests import warm
+from tests.conftest import selected
+from tests.engines.compared import case
+
+FP16 = case(0, engine="torch", micro=2, fp16={"enabled": True, "initial_scale_power": 10})
+HALF = {"bf16": {"enabled": True}}
+ALONE = {"reference": case(0, engine="torch", micro=2), "reference, bf16": case(0, engine="torch", micro=2, **HALF)}
+ON_TWO = {
+    "FSDP2, sharded per layer": case(3, engine="torch", micro=2),
+    "FSDP2, bf16": case(2, engine="torch", micro=2, **HALF),
+    "torch pipeline": case(2, engine="torch", micro=2, parallel={"pp": 2}),
+    "ZeRO-0, clipped": case(0, engine="deepspeed", micro=2, gradient_clipping=0.1),
+    "ZeRO-1": case(1, engine="deepspeed", micro=2),
+    "ZeRO-1, bf16": case(1, engine="deepspeed", micro=2, **HALF),
+    "ZeRO-2, bf16, clipped": case(2, engine="deepspeed", micro=2, gradient_clipping=0.1, **HALF),
+    "ZeRO-2, optimizer on the host": case(
+        2, zero={"offload_optimizer": {"device": "cpu"}}, engine="deepspeed", micro=2
+    ),
+    "ZeRO-3": case(3, engine="deepspeed", micro=2),
+    "ZeRO-3, all on the host": case(
+        3,
+        zero={"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+        engine="deepspeed",
+        micro=2,
+        **HALF,
+    ),
+    "ZeRO-0 pipeline": case(0, engine="deepspeed", micro=2, parallel={"pp": 2}, **HALF),
+    "ZeRO-1 pipeline": case(1, engine="deepspeed", micro=2, parallel={"pp": 2}),
+    "ZeRO-1 pipeline, bf16": case(1, engine="deepspeed", micro=2, parallel={"pp": 2}, **HALF),
+}
+ALWAYS = {"reference", "FSDP2, sharded per layer", "torch pipeline", "ZeRO-0, clipped", "ZeRO-1", "ZeRO-3"} | {
+    "ZeRO-2, bf16, clipped",
+    "ZeRO-1 pipeline, bf16",
+}
+NAMES = [pytest.param(n, marks=[] if n in ALWAYS else pytest.mark.matrix) for n in (*ALONE, *ON_TWO)]
+EXPECTED = {"loss": "non_finite", "gradient": "non_finite", "gate": "refused"}
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What every rank found, by the layout's name."""
+    work, found = tmp_path_factory.mktemp("poison"), {}
+    wanted = set(selected(request.session, test_a_step_gone_wrong_leaves_no_trace, "name")) | {"reference"}
+    for processes, every in ((1, {**ALONE, "fp16": FP16}), (2, ON_TWO)):
+        cases = {name: layout for name, layout in every.items() if name in wanted | {"fp16"}}
+        if not cases:
+            continue
+        given, results = work / f"cases{processes}.json", work / f"results{processes}.json"
+        given.write_text(json.dumps(cases))
+        done = warm.run("-m", "tests.anomalies.poison", given, results, processes=processes)
+        assert done.returncode == 0, done.stderr[-4000:]
+        found |= json.loads(results.read_text())
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("how", EXPECTED)
+def test_a_step_gone_wrong_leaves_no_trace(found: dict[str, list[dict[str, Any]]], name: str, how: str) -> None:
+    """Of a NaN loss, of a NaN gradient of a finite loss (both on one data rank alone), and of a closed gate."""
+    for own in found[name]:
+        tried = own[how]
+        assert tried["outcome"] == EXPECTED[how]
+        assert tried["entries"] > 30  # weights, moments and the step counter have been compared, in pieces
+        assert tried["same"]
+        assert tried["same score"]
+        assert tried["losses"] == own["without"]  # to the last bit
+
+
+def test_a_closed_gate_measures_what_an_open_one_would_have(found: dict[str, list[dict[str, Any]]]) -> None:
+    (own,) = found["reference"]
+    assert float(own["gate"]["norm"]) > 0
+    assert own["gate"]["norm"] == own["gate"]["norm again"]
+    assert own["gate"]["loss"] == own["gradient"]["loss"]  # it was the same loss, whose gradient was not a number
+
+
+def test_fp16_takes_note_of_an_overflow_and_not_of_a_closed_gate(found: dict[str, list[dict[str, Any]]]) -> None:
+    (own,) = found["fp16"]
+    assert own["gradient"]["outcome"] == "overflow"
+    assert not own["gradient"]["same"]  # one overflow less until the scale is lowered
+    assert own["loss"]["outcome"] == "non_finite"  # no loss scale helps a forward pass
+    assert own["loss"]["same"]
+    assert own["gate"]["same"]
+    assert own["gate"]["losses"] == own["without"]

@@ -1,0 +1,150 @@
+"""Going back to a checkpoint and passing over the data since then, from train.py's own session to its journal."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.directory import read_manifest
+from headrace.section import parse
+from pipeline.config.rules import resolve
+from pipeline.config.schema import Config
+from pipeline.data.loader import StepLoader
+from pipeline.data.skips import Skip, Skips
+from pipeline.engines.build import build_engine
+from pipeline.engines.objective import CrossEntropy
+from pipeline.metrics.journal import read_rows
+from pipeline.prepare import prepare
+from tests import warm
+from tests.conftest import losses, tiny_config, write_config
+
+SCRIPT = Path(__file__).with_name("train_poisoned.py")
+BAD_STEP, BAD_SAMPLE, CHECKPOINT = 13, 12 * 8 + 5, 10
+SKIPPED = Skips((Skip(CHECKPOINT + 1, BAD_STEP - CHECKPOINT),))
+
+
+def run_poisoned(config: Path, *sets: str, processes: int = 1) -> str:
+    """Trains with the bad sample; returns what was said."""
+    overrides = [word for text in sets for word in ("--set", text)]
+    done = warm.run(SCRIPT, "--config", config, *overrides, cwd=config.parent, processes=processes, merged=True)
+    assert done.returncode == 0, done.stdout[-4000:]
+    return done.stdout
+
+
+def config_of(work: Path, tokens: Path, **fields: Any) -> Path:
+    made = tiny_config(tokens, work / "run", anomalies={"non_finite": "rollback", "check_replicas": 4}, **fields)
+    made["run"] |= {"keep_checkpoints": 9}
+    return write_config(work / "c.json", made)
+
+
+def events(run_dir: Path, *names: str) -> list[dict[str, Any]]:
+    return [row for row in read_rows(run_dir, kind="event") if row["event"] in names]
+
+
+@pytest.fixture(scope="module")
+def gone_back(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a config and its finished run, which went back once, on one process."""
+    work = tmp_path_factory.mktemp("rollback")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("POISON", f"nan:{BAD_SAMPLE}")
+        said = run_poisoned(config_of(work, tokens, engine="torch", zero_optimization={"stage": 0}))
+    assert f"going back from step {BAD_STEP} to step {CHECKPOINT}" in said
+    return work
+
+
+def expected(work: Path) -> dict[int, float]:
+    """Losses of one plain process from the checkpoint on, on the data after the bad step's."""
+    config = json.loads((work / "c.json").read_text()) | {"engine": "torch", "zero_optimization": {"stage": 0}}
+    run = resolve(parse(Config, config | {"run": {**config["run"], "dir": str(work / "own")}}), world_size=1)
+    made = prepare(run)
+    engine = build_engine(run, made.model, made.values, CrossEntropy(), device=torch.device("cpu"))
+    engine.load(work / f"run/checkpoints/step-{CHECKPOINT:08d}")
+    loader = StepLoader(made.blend, run.batch, dp_rank=0, steps=(CHECKPOINT + 1, run.steps), skips=SKIPPED)
+    return {batch.step: engine.train_step(batch, lr=run.schedule.lr(batch.step)).loss for batch in loader}
+
+
+def test_a_run_goes_back_passes_over_the_data_and_goes_on_on_what_comes_after(gone_back: Path) -> None:
+    found, after = losses(gone_back / "run"), expected(gone_back)
+    rows = [row["step"] for row in read_rows(gone_back / "run", kind="step")]
+    assert rows == list(range(1, 21))  # as if it had never been elsewhere
+    assert {step: found[step] for step in after} == after  # to the last bit
+
+
+def test_the_event_names_the_samples_the_numbers_and_what_is_skipped(gone_back: Path) -> None:
+    (event,) = events(gone_back / "run", "rollback", "non_finite", "spike")
+    assert (event["event"], event["step"], event["bad_step"]) == ("rollback", CHECKPOINT, BAD_STEP)
+    assert event["first_sample"] <= BAD_SAMPLE <= event["last_sample"]
+    assert (event["cause"], event["what"], event["loss"], event["reproduced"]) == ("non_finite", "loss", None, True)
+    assert event["skips"] == SKIPPED.plain()
+
+
+def test_every_later_checkpoint_knows_what_was_passed_over(gone_back: Path) -> None:
+    for step in (15, 20):
+        details = read_manifest(gone_back / f"run/checkpoints/step-{step:08d}", kind="checkpoint").details
+        assert details["skips"] == SKIPPED.plain()
+        assert details["samples"] == (step + 3) * 8
+
+
+@pytest.mark.parametrize("kept", [15, CHECKPOINT])
+def test_a_run_killed_after_going_back_goes_on_as_one_that_was_not(
+    gone_back: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    """At 15 the manifest knows; at 10, before any checkpoint could, the journal does."""
+    monkeypatch.setenv("POISON", f"nan:{BAD_SAMPLE}")
+    shutil.copytree(gone_back, tmp_path / "again")
+    work = tmp_path / "again"
+    for path in (work / "run/checkpoints").glob("step-*"):
+        if int(path.name.removeprefix("step-")) > kept:
+            shutil.rmtree(path)
+    said = run_poisoned(work / "c.json", f"run.dir={work / 'run'}")
+    assert f"resuming after step {kept}" in said
+    assert "going back" not in said
+    assert losses(work / "run") == losses(gone_back / "run")
+
+
+@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.matrix)])
+def test_sharded_on_two_processes_it_is_the_same_curve(
+    gone_back: Path, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int
+) -> None:
+    monkeypatch.setenv("POISON", f"nan:{BAD_SAMPLE}")
+    config = config_of(tmp_path, tokens, zero_optimization={"stage": stage})
+    said = run_poisoned(config, processes=2)
+    assert f"going back from step {BAD_STEP} to step {CHECKPOINT}" in said
+    for step, loss in losses(gone_back / "run").items():
+        assert losses(tmp_path / "run")[step] == pytest.approx(loss, rel=1e-5), step
+
+
+def test_a_spike_of_a_whole_run_is_left_out_and_found_again_by_its_samples(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POISON", f"60:{BAD_SAMPLE + 8 * 8}")  # of step 21, when there are enough to compare with
+    anomalies = {"spikes": "skip", "window": 16, "deviations": 20.0}  # batches this small have norms that vary
+    made = tiny_config(tokens, tmp_path / "run", anomalies=anomalies, engine="torch", zero_optimization={"stage": 0})
+    made["run"]["steps"] = 24
+    run_poisoned(write_config(tmp_path / "c.json", made))
+    (event,) = events(tmp_path / "run", "spike")
+    assert (event["step"], event["action"], event["reproduced"]) == (BAD_STEP + 8, "skip", True)
+    rows = {row["step"]: row for row in read_rows(tmp_path / "run", kind="step")}
+    assert rows[BAD_STEP + 8]["outcome"] == "refused"
+    assert [step for step, row in rows.items() if row.get("skipped")] == [BAD_STEP + 8]
+
+
+def test_a_run_that_stops_at_numbers_gone_wrong_can_go_on_by_another_answer(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POISON", f"nan:{BAD_SAMPLE}")
+    made = tiny_config(tokens, tmp_path / "run", engine="torch", zero_optimization={"stage": 0})
+    config = write_config(tmp_path / "c.json", made)
+    done = warm.run(SCRIPT, "--config", config, cwd=tmp_path, merged=True)
+    assert done.returncode == 2
+    assert f"step {BAD_STEP}: the loss is nan" in done.stdout
+    assert "Traceback" not in done.stdout
+    assert max(losses(tmp_path / "run")) == BAD_STEP - 1
+    said = run_poisoned(config, "anomalies.non_finite=skip")
+    assert f"resuming after step {CHECKPOINT}" in said
+    assert list(losses(tmp_path / "run")) == list(range(1, 21))

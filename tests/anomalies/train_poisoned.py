@@ -1,0 +1,44 @@
+"""train.py with an objective that goes wrong at one sample of the run. POISON=HOW:SAMPLE, HOW being nan or a factor.
+
+The sample is bad wherever it turns up: on whichever rank, in whichever step, however often.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from headrace.cli import guarded, leave
+from pipeline.arguments import resolved_run
+from pipeline.data.blend import open_blend
+from pipeline.engines.objective import CrossEntropy, Loss
+from pipeline.parallel.vocabulary import WHOLE, Vocabulary
+from pipeline.session import train
+
+
+class BadSample(CrossEntropy):
+    """Cross-entropy, times a factor where a batch has certain labels [T]."""
+
+    def __init__(self, labels: Tensor, factor: float) -> None:
+        super().__init__()
+        self._labels, self._factor = labels, factor
+
+    def __call__(self, logits: Tensor, labels: Tensor, *against: Tensor, vocabulary: Vocabulary = WHOLE) -> Loss:
+        """As `CrossEntropy`."""
+        loss = super().__call__(logits, labels, *against, vocabulary=vocabulary)
+        bad = (labels == self._labels.to(labels.device)).all(dim=1).any()
+        return Loss(loss.total * (self._factor if bad else 1.0), loss.parts)
+
+
+def main() -> int:
+    """Entry point."""
+    run = resolved_run("Train with a bad sample.")
+    how, sample = os.environ["POISON"].split(":")
+    row = open_blend(run.config.data, seed=run.config.run.seed).read([int(sample)])[0]
+    return train(run, lambda _device: BadSample(torch.from_numpy(row[1:].copy()), float(how)))
+
+
+if __name__ == "__main__":
+    leave(guarded(main))
