@@ -6,12 +6,16 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from headrace.cli import add_config_arguments, leave
-from headrace.errors import ConfigError
+from headrace.directory import read_manifest
+from headrace.errors import ConfigError, DataError
 from pipeline.config.load import load_config
 from pipeline.config.rules import ResolvedRun, resolve
+from pipeline.config.schema import Config
 from pipeline.launch import detect, supervise
+from pipeline.metrics.journal import NAME as JOURNAL
 
 
 def resolved_run(description: str) -> ResolvedRun:
@@ -32,14 +36,33 @@ def resolved_run(description: str) -> ResolvedRun:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     arguments = parser.parse_args()
     config, launch = load_config(arguments.config, arguments.overrides), detect()
+    begun = has_begun(config)
     if arguments.nproc is None:
-        return resolve(config, world_size=launch.world_size)
+        return resolve(config, world_size=launch.world_size, begun=begun)
     _check_nproc(arguments.nproc, launch.launcher)
-    run = resolve(config, world_size=arguments.nproc)
-    if arguments.nproc > 1:
+    run = resolve(config, world_size=arguments.nproc, begun=begun)
+    processes = run.topology.world_size
+    if run.spare:
+        print(f"the layout takes {processes} of {arguments.nproc} processes: so many are started", file=sys.stderr)
+    if processes > 1:
         command = [sys.executable, *_without_nproc(sys.orig_argv[1:])]
-        leave(supervise(command, processes=arguments.nproc))
+        leave(supervise(command, processes=processes))
     return run
+
+
+def has_begun(config: Config) -> bool:
+    """Whether the run has trained in its directory before: it goes on with the processes there are now.
+
+    With another batch it would be another run, and its numbers have to divide as those of any run that is begun.
+    """
+    run_dir = Path(config.run.dir)
+    if not (run_dir / JOURNAL).exists() and not (run_dir / "checkpoints").is_dir():
+        return False
+    try:
+        before = read_manifest(run_dir, kind="run").config
+    except DataError:  # it was killed before its first checkpoint; what else may be wrong is told where it is opened
+        return True
+    return before.get("train_batch_size") == config.train_batch_size
 
 
 def _check_nproc(processes: int, launcher: str) -> None:

@@ -9,6 +9,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from headrace.cli import add_config_arguments
+from pipeline.arguments import has_begun
 from pipeline.config.load import load_config
 from pipeline.config.rules import ResolvedRun, resolve
 from pipeline.launch import detect
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the resolved run."""
     config = load_config(arguments.config, arguments.overrides)
-    resolved = resolve(config, world_size=arguments.processes or detect().world_size)
+    resolved = resolve(config, world_size=arguments.processes or detect().world_size, begun=has_begun(config))
     if arguments.rules_only:
         _print_rules(resolved)
         return 0
@@ -53,7 +54,7 @@ def _at_least_one(text: str) -> int:
 def _print_rules(run: ResolvedRun) -> None:
     config, batch = run.config, run.batch
     _line("layout", run.layout)
-    _line("processes", str(run.topology.world_size))
+    _line("processes", str(run.topology.world_size) + (f", and {run.spare} spare" if run.spare else ""))
     _line("precision", run.precision)
     if config.memory.recompute != "none":
         which = "every layer" if config.memory.every == 1 else f"one layer in {config.memory.every}"

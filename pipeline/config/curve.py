@@ -34,4 +34,12 @@ def curve_fields(run: ResolvedRun) -> dict[str, Any]:
         "fp16": config["fp16"] if config["fp16"]["enabled"] else None,
         "grad_accum_dtype": config["data_types"]["grad_accum_dtype"] or "fp32",
         "run.seed": config["run"]["seed"],
+        # which steps count as spikes, where that keeps them from the weights. What becomes of numbers that are not
+        # finite is not among these: a run that stopped at them may go on by another answer
+        "anomalies": _spikes(run),
     }
+
+
+def _spikes(run: ResolvedRun) -> dict[str, Any] | None:
+    section = run.config.anomalies
+    return None if section.spikes == "ignore" else section.model_dump(include={"spikes", "window", "deviations"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import gcd
 from typing import Any
 
 from headrace.errors import ConfigError
@@ -14,10 +15,15 @@ SEVERAL_PIECES = ("interleaved_1f1b", "zero_bubble")
 """Schedules in which a pipeline rank holds several pieces of the model."""
 
 
-def topology_of(config: Config, *, world_size: int) -> Topology:
+def topology_of(config: Config, *, world_size: int, elastic: bool = False) -> Topology:
     """The mesh: pp, cp and tp as the config says, dp what is left of the processes.
 
     DeepSpeed's own keys for an axis mean the same as ours; only one of the two may be given, or both alike.
+
+    Args:
+        config: the config.
+        world_size: number of processes.
+        elastic: the mesh is the largest that the processes make; some may be left over.
 
     Raises:
         ConfigError: two keys contradict each other, or the processes cannot be divided so.
@@ -35,6 +41,11 @@ def topology_of(config: Config, *, world_size: int) -> Topology:
             raise ConfigError(f"parallel.{axis}", ours, why=f"{key} says {value}", remedy="give one of the two")
         sizes[axis] = ours or value or 1
     model_ranks = sizes["pp"] * sizes["tp"] * sizes["cp"]
+    if elastic and config.launch.backend != "mpi":  # mpirun's world cannot be cut
+        # data ranks come by the number that hybrid sharding deals parameters to
+        together = parallel.shard // gcd(parallel.shard, sizes["cp"]) if parallel.shard else 1
+        if dp := world_size // (model_ranks * together) * together:
+            return Topology(dp=dp, **sizes)
     if world_size % model_ranks:
         product = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
         near = max(1, world_size // model_ranks) * model_ranks
@@ -138,6 +149,13 @@ def _check_offload(config: Config) -> None:
         raise ConfigError("zero_optimization.offload_optimizer.ratio", optimizer.ratio, why=why, remedy="remove it")
 
 
+def micro_batches_of(config: Config, topology: Topology) -> tuple[int, int]:
+    """How many micro-batches a pipeline needs at least, and what their number must be a multiple of."""
+    if topology.pp == 1 or config.parallel.schedule == "gpipe":
+        return 1, 1
+    return topology.pp, topology.pp if config.parallel.schedule in SEVERAL_PIECES else 1
+
+
 def check_schedule(config: Config, topology: Topology, batch: Batch) -> None:
     """Checks that there are enough micro-batches to fill a pipeline, in the number its schedule needs.
 
@@ -152,6 +170,7 @@ def check_schedule(config: Config, topology: Topology, batch: Batch) -> None:
     if pp == 1:
         return
     several = parallel.schedule in SEVERAL_PIECES
+    least, rounds = micro_batches_of(config, topology)
     if pieces is not None and several != (pieces > 1):
         why = f"{parallel.schedule} runs {'several pieces' if several else 'one piece'} of the model per rank"
         remedy = "use 2" if several else "remove it, or use parallel.schedule interleaved_1f1b"
@@ -159,11 +178,9 @@ def check_schedule(config: Config, topology: Topology, batch: Batch) -> None:
     if parallel.schedule == "zero_bubble" and config.memory.recompute == "selective":
         why = "zero_bubble runs a layer's backward pass in two parts, and torch recomputes selectively only once"
         raise ConfigError("memory.recompute", "selective", why=why, remedy="use full, or schedule interleaved_1f1b")
-    if parallel.schedule == "gpipe":
-        return
-    if several and batch.accumulation % pp:
+    if batch.accumulation % rounds:
         raise _micro_batches(batch, pp, why=f"{parallel.schedule} takes micro-batches in rounds of pp {pp}")
-    if batch.accumulation < pp:
+    if batch.accumulation < least:
         raise _micro_batches(batch, pp, why=f"{parallel.schedule} keeps pp {pp} micro-batches under way")
 
 

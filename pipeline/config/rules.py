@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from headrace.errors import ConfigError
 from pipeline.config.batch import Batch, resolve_batch
 from pipeline.config.deepspeed_keys import refuse_on_torch
-from pipeline.config.layout_rules import SEVERAL_PIECES, check_layout, check_schedule, topology_of
+from pipeline.config.layout_rules import SEVERAL_PIECES, check_layout, check_schedule, micro_batches_of, topology_of
 from pipeline.config.model_rules import check_model, check_optimizer, check_precision
 from pipeline.config.schedule import Schedule, make_schedule
 from pipeline.config.schema import Config
@@ -110,13 +110,17 @@ LAYOUTS = (
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A config that may run, with everything that follows from it and the number of processes."""
+    """A config that may run, with everything that follows from it and the number of processes.
+
+    `spare` processes fit into no place of the topology, and wait.
+    """
 
     config: Config
     topology: Topology
     batch: Batch
     steps: int
     schedule: Schedule
+    spare: int = 0
 
     @property
     def plain(self) -> bool:
@@ -144,6 +148,8 @@ class ResolvedRun:
         if self.topology.pp > 1:
             pieces = f", {self.stages_per_rank} pieces per rank" if self.stages_per_rank > 1 else ""
             others.insert(0, config.parallel.schedule + pieces)
+        if self.spare:
+            others.append(f"{self.spare} spare process{'es' if self.spare > 1 else ''}")
         return "; ".join([config.engine, does, str(self.topology), *others])
 
     @property
@@ -155,8 +161,13 @@ class ResolvedRun:
         return "bf16, fp32 master weights" if self.config.bf16.enabled else "fp32"
 
 
-def resolve(config: Config, *, world_size: int) -> ResolvedRun:
+def resolve(config: Config, *, world_size: int, begun: bool = False) -> ResolvedRun:
     """Checks the rules and derives layout, batch, steps and schedule.
+
+    Args:
+        config: the config.
+        world_size: number of processes.
+        begun: the run has trained before, and goes on with the processes there are, as with `parallel.elastic`.
 
     Raises:
         ConfigError: on the first rule that is broken.
@@ -164,15 +175,18 @@ def resolve(config: Config, *, world_size: int) -> ResolvedRun:
     check_model(config)
     check_optimizer(config)
     check_precision(config)
-    topology = topology_of(config, world_size=world_size)
+    elastic = begun or config.parallel.elastic
+    topology = topology_of(config, world_size=world_size, elastic=elastic)
     refuse_illegal(config, topology)
     if config.engine == "torch":
         refuse_on_torch(config)
     check_layout(config, topology)
-    batch = resolve_batch(config, dp=topology.dp)
+    least, rounds = micro_batches_of(config, topology)
+    batch = resolve_batch(config, dp=topology.dp, elastic=elastic, least=least, rounds=rounds)
     check_schedule(config, topology, batch)
     steps = _steps(config, batch)
-    return ResolvedRun(config, topology, batch, steps, make_schedule(config, steps=steps))
+    spare = world_size - topology.world_size
+    return ResolvedRun(config, topology, batch, steps, make_schedule(config, steps=steps), spare)
 
 
 def wanted(config: Config, topology: Topology) -> dict[str, object]:

@@ -99,6 +99,11 @@ class ParallelSection(Section):
     context: Literal["ulysses", "ring"] = Field(
         "ulysses", description="how cp ranks exchange attention: ulysses (all-to-all over heads) or ring"
     )
+    elastic: bool = Field(
+        False,
+        description="true: any number of processes may begin this run, not only go on with it; what does not divide is"
+        " filled up, who does not fit waits",
+    )
 
 
 class RunSection(Section):
@@ -110,6 +115,18 @@ class RunSection(Section):
     seed: Index = Field(0, description="one number for the init and the data order")
     checkpoint_every: Count | None = Field(None, description="steps between checkpoints; the last is always written")
     keep_checkpoints: Count = Field(2, description="how many of the newest checkpoints stay on disk")
+    keep_every: Count | None = Field(
+        None, description="checkpoints of every so many steps stay for ever, besides the newest; none when absent"
+    )
+    async_checkpoints: bool = Field(
+        True,
+        description="write checkpoints beside the training, from a copy in host memory; false: training waits instead",
+    )
+    allow_change: tuple[str, ...] = Field(
+        (),
+        description='fields that may differ from the checkpoint\'s though they alter the curve, e.g. ["optimizer"]',
+        strict=False,
+    )
     resume: Literal["auto", "never"] = Field(
         "auto", description="auto: go on from the newest whole checkpoint; never: refuse a directory that has one"
     )
@@ -126,11 +143,59 @@ class LaunchSection(Section):
     )
 
 
+class WatchdogSection(Section):
+    """When a rank counts as lost. One that dies is known at once."""
+
+    enabled: bool = Field(True, description="false: nobody watches; a rank that dies or hangs is torch's affair")
+    silent: PositiveFloat = Field(
+        60.0, description="seconds without a sign of life, after which a rank is stopped or its host is gone"
+    )
+    stuck: PositiveFloat = Field(
+        1500.0, description="seconds without progress of any rank, after which the run hangs; below torch's own 1800"
+    )
+
+
 class EvaluationSection(Section):
     """Held-out evaluation during training, on the 'heldout' split of every source."""
 
     every: Count | None = Field(None, description="steps between evaluations; there is always one at the end")
     samples: Count | None = Field(None, description="sequences per source to evaluate; all of the split when absent")
+
+
+class StragglersSection(Section):
+    """The report of who is slow, in runs on several processes. Changes no result."""
+
+    every: Count | None = Field(
+        100, description="steps between reports; one of them is profiled. null: no reports are made"
+    )
+    slower_by: PositiveFloat = Field(
+        0.1, description="a rank is named when its own work takes so much longer than its peers' median, e.g. 0.1"
+    )
+
+
+class AnomaliesSection(Section):
+    """What happens when the numbers of a step are not finite, or far out of the ordinary. It never reaches the weights
+    but where `spikes` is ignore."""
+
+    non_finite: Literal["stop", "skip", "rollback"] = Field(
+        "stop",
+        description="a loss or gradient that is not finite: stop the run, skip the step, or rollback: go back to the"
+        " newest checkpoint and pass over the data since then",
+    )
+    spikes: Literal["ignore", "skip", "rollback"] = Field(
+        "ignore", description="a loss or gradient norm far above those before it: ignore (but report), skip or rollback"
+    )
+    window: int = Field(128, ge=16, description="steps whose losses and gradient norms a step is compared with")
+    deviations: PositiveFloat = Field(
+        10.0, description="robust deviations (1.4826 x median absolute deviation) above the median that make a spike"
+    )
+    recheck: bool = Field(
+        True, description="execute a suspicious step once more, to tell a device that fails from data that does"
+    )
+    give_up_after: Count = Field(5, description="bad steps without progress between them after which the run stops")
+    check_replicas: Count | None = Field(
+        None, description="steps between checks that ranks with the same weights have the same bits; never when absent"
+    )
 
 
 class DistillSection(Section):
@@ -151,7 +216,10 @@ class Config(Section):
     data: DataSection
     run: RunSection
     launch: LaunchSection = LaunchSection()
+    watchdog: WatchdogSection = WatchdogSection()
     evaluation: EvaluationSection = EvaluationSection()
+    anomalies: AnomaliesSection = AnomaliesSection()
+    stragglers: StragglersSection = StragglersSection()
     distill: DistillSection | None = None
     loss: LossSection = LossSection()
     memory: MemorySection = MemorySection()

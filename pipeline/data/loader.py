@@ -21,6 +21,7 @@ from pipeline.config.batch import Batch
 from pipeline.data.blend import Blend
 from pipeline.data.dataset import TokenDataset
 from pipeline.data.documents import Borders
+from pipeline.data.skips import NO_SKIPS, Skips
 
 IGNORE: Final = -100
 """The label of a position that is not a target."""
@@ -82,8 +83,9 @@ class StepBatch:
 class StepLoader:
     """An iterable over the steps of a run, as one data-parallel rank sees them.
 
-    Which samples are in a step depends on the step alone; a rank takes its share of each. It can feed any PyTorch
-    loop: `for step in StepLoader(...): for micro in step.micro_batches: ...`
+    Which samples are in a step depends on the step alone; a rank takes its share of each. Where they cannot be dealt
+    out evenly, every rank has rows for the largest share, and those left over are filling: without targets. It can feed
+    any PyTorch loop: `for step in StepLoader(...): for micro in step.micro_batches: ...`
 
     Args:
         blend: where samples come from.
@@ -94,6 +96,7 @@ class StepLoader:
         cp_rank: this rank's place among them.
         mask_documents: documents of one sample are kept apart: positions start anew in each, and a token that is
             followed by another document's is no target.
+        skips: which data is passed over.
         prefetch: steps gathered ahead.
         pin: put tensors in page-locked memory, for a GPU.
     """
@@ -108,6 +111,7 @@ class StepLoader:
         cp: int = 1,
         cp_rank: int = 0,
         mask_documents: bool = False,
+        skips: Skips = NO_SKIPS,
         prefetch: int = 4,
         pin: bool = False,
     ) -> None:
@@ -115,6 +119,7 @@ class StepLoader:
         self._first, self._last = steps
         self._cp, self._cp_rank = cp, cp_rank
         self._mask_documents, self._prefetch = mask_documents, prefetch
+        self._skips = skips
 
     def __len__(self) -> int:
         return max(0, self._last - self._first + 1)
@@ -136,14 +141,17 @@ class StepLoader:
     def gather(self, step: int) -> StepBatch:
         """This rank's part of a step, at once and in this thread."""
         batch = self._batch
-        first = (step - 1) * batch.samples
+        first = self._skips.samples(step, per_step=batch.samples)[0]
         micro_starts = self._dp_rank * batch.micro + np.arange(batch.accumulation) * batch.dp * batch.micro
         mine = (micro_starts[:, None] + np.arange(batch.micro)).ravel()
-        rows, targets, own = self._blend.read(first + mine), batch.tokens, None
+        samples = mine[mine < batch.samples]  # the rows that come first; the others are filling
+        read = self._blend.read(first + np.minimum(mine, batch.samples - 1))
+        targets, own = batch.tokens, None
         if self._mask_documents:
             borders = self._blend.borders(np.arange(first, first + batch.samples))
-            targets, own = targets - borders.at.size, borders.of(mine)
-        whole = make_batch(rows, own, cp=self._cp, cp_rank=self._cp_rank)
+            targets, own = targets - borders.at.size, borders.of(samples)
+        whole = make_batch(read, own, cp=self._cp, cp_rank=self._cp_rank)
+        whole.labels[samples.size :] = IGNORE
         return StepBatch(step, [self._own(micro) for micro in whole.split(batch.micro)], targets)
 
     def _own(self, micro: MicroBatch) -> MicroBatch:

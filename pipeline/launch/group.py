@@ -10,8 +10,9 @@ import os
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,10 +22,14 @@ from pipeline.config.schema import LaunchSection
 from pipeline.launch.environment import Launch
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import PrefixStore, Store
 
 T = TypeVar("T")
 DEFAULTS = LaunchSection()
+OVER = "headrace/over"
+"""The note that rank 0 leaves when all is done, for processes that wait beside the run."""
+_ASKED = "headrace/asked"
+_POLL_S = 0.02
 
 
 class UnreachableError(TrainingError):
@@ -114,6 +119,8 @@ def process_group(
             _close()
         raise
     else:
+        if launch.rank == 0:
+            ask(lambda: store.underlying_store.set(OVER, "1"), otherwise=None)
         _close()
 
 
@@ -172,13 +179,15 @@ def ask(question: Callable[[], T], *, otherwise: T, patience_s: float = 5.0) -> 
     return answers[0] if answers else otherwise
 
 
-def _meet(launch: Launch, timeout_s: float) -> tuple[Meeting, Store]:
+def _meet(launch: Launch, timeout_s: float) -> tuple[Meeting, PrefixStore]:
     """Opens the store, and waits in it until all ranks are there."""
     import torch.distributed as dist  # noqa: PLC0415
 
-    store = _open_store(launch, timeout_s)
+    opened = open_store(launch, timeout_s)
+    name = _name_of_start(opened, launch, timeout_s) if _outlives_ranks() else "headrace"
+    store = dist.PrefixStore(name, opened)
     # a connection of its own: torch may wait in the other one, and holds it then
-    notes = dist.PrefixStore("headrace", store.clone())  # type: ignore[attr-defined]  # torch has no type for it
+    notes = dist.PrefixStore(f"{name}/notes", _another(opened))
     meeting = Meeting(launch.rank, launch.world_size, notes, timeout_s)
     try:
         notes.set(f"host/{launch.rank}", socket.gethostname())
@@ -190,12 +199,61 @@ def _meet(launch: Launch, timeout_s: float) -> tuple[Meeting, Store]:
     return replace(meeting, first_host=notes.get("host/0").decode()), store
 
 
-def _open_store(launch: Launch, timeout_s: float) -> Store:
+def _outlives_ranks() -> bool:
+    """torchrun keeps a store of its own, and starts ranks again on the notes of those that have died."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _name_of_start(store: Store, launch: Launch, timeout_s: float) -> str:
+    """A name that the ranks of one start agree on, and no earlier start had.
+
+    torchrun tells none: its restart count is of one agent, and stays the same when nodes come or go. So rank 0 makes a
+    name up, and tells it to whoever asks by a number that nobody has asked by before.
+    """
+    if launch.rank == 0:
+        name = f"headrace/{uuid.uuid4().hex}"
+        threading.Thread(target=_tell_name, args=(_another(store), name), name="meeting", daemon=True).start()
+        return name
+    asked = uuid.uuid4().hex
+    # in one message, so that nobody who dies here leaves half a question
+    store.append(_ASKED, f"{asked} ")  # type: ignore[attr-defined]  # torch has no type for it
+    try:
+        return store.get(f"headrace/told/{asked}").decode()
+    except RuntimeError:
+        raise TrainingError(
+            f"rank 0 never came to {launch.master} within {timeout_s:g} s; rank {launch.rank} on"
+            f" {socket.gethostname()} waited for it\n  try: look for rank 0's error, or raise launch.timeout"
+        ) from None
+
+
+def _tell_name(store: Store, name: str) -> None:
+    """Answers all who ask. Those of an earlier start are not there to read it."""
+    told: set[str] = set()
+    with suppress(RuntimeError):  # torchrun has gone
+        while not store.check([f"{name}/notes/complete"]):
+            asked = set(store.get(_ASKED).decode().split()) if store.check([_ASKED]) else set()
+            for each in asked - told:
+                store.set(f"headrace/told/{each}", name)
+            told |= asked
+            time.sleep(_POLL_S)
+
+
+def _another(store: Store) -> Store:
+    """A connection of its own to the same store."""
+    return store.clone()  # type: ignore[attr-defined, no-any-return]  # torch has no type for it
+
+
+def open_store(launch: Launch, timeout_s: float) -> Store:
+    """Connects to where the ranks meet; rank 0 opens it, where torchrun has not.
+
+    Raises:
+        ConfigError: the port is taken.
+        TrainingError: nobody is there.
+    """
     import torch.distributed as dist  # noqa: PLC0415
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    # torchrun keeps a store of its own; it outlives rank 0
-    hosts = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    hosts = launch.rank == 0 and not _outlives_ranks()
     options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s), "wait_for_workers": False}
     try:
         return dist.TCPStore(address, port, launch.world_size, hosts, **options, multi_tenant=hosts)

@@ -170,3 +170,35 @@ def test_the_70b_configs_are_one_run() -> None:
     runs = [resolve(load_config(ROOT / "ds_configs" / name), world_size=512) for name in names]
     assert len(runs) == 3
     assert len({json.dumps(curve_fields(run)) for run in runs}) == 1
+
+
+@pytest.mark.parametrize(
+    ("sets", "processes", "sizes", "spare"),
+    [
+        (["parallel.tp=2"], 7, (1, 3, 1, 2), 1),
+        (["parallel.tp=2", "parallel.pp=2"], 7, (2, 1, 1, 2), 3),
+        (["parallel.shard=2", "engine=torch"], 7, (1, 6, 1, 1), 1),
+        (["parallel.shard=4", "parallel.cp=2", "engine=torch"], 11, (1, 4, 2, 1), 3),
+        (["parallel.pp=2", "parallel.schedule=interleaved_1f1b", "engine=torch"], 6, (2, 3, 1, 1), 0),
+    ],
+)
+@pytest.mark.parametrize("how", ["elastic", "begun"])
+def test_a_run_that_goes_on_takes_as_many_processes_as_fit_into_its_layout(
+    tmp_path: Path, sets: list[str], processes: int, sizes: tuple[int, ...], spare: int, how: str
+) -> None:
+    config = tiny_config(tmp_path / "tokens", tmp_path / "run", train_batch_size=64)
+    path = write_config(tmp_path / "c.json", {**config, "zero_optimization": {"stage": 0}})
+    if "engine=torch" in sets:
+        sets = [*sets, "zero_optimization.stage=2"]
+    with pytest.raises(ConfigError):
+        resolve(load_config(path, sets), world_size=processes)
+    flag = ["parallel.elastic=true"] if how == "elastic" else []
+    run = resolve(load_config(path, [*sets, *flag]), world_size=processes, begun=how == "begun")
+    assert (run.topology.sizes, run.spare) == (sizes, spare)
+    assert (f"{spare} spare" in run.layout) == (spare > 0)
+
+
+def test_fewer_processes_than_one_copy_of_the_model_are_refused_all_the_same(tmp_path: Path) -> None:
+    path = write_config(tmp_path / "c.json", tiny_config(tmp_path / "tokens", tmp_path / "run"))
+    with pytest.raises(ConfigError, match="start 4 or 8 processes"):
+        resolve(load_config(path, ["parallel.tp=4", "parallel.elastic=true"]), world_size=3)

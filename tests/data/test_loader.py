@@ -15,7 +15,7 @@ from pipeline.config.batch import Batch
 from pipeline.config.schema import DataSection, SourceSection
 from pipeline.data.blend import Blend, open_blend
 from pipeline.data.dataset import TokenDataset
-from pipeline.data.loader import IGNORE, StepLoader, heldout_batches
+from pipeline.data.loader import IGNORE, StepBatch, StepLoader, heldout_batches
 from tests.conftest import make_tokens
 
 T = 32
@@ -137,3 +137,28 @@ def test_heldout_pieces_put_together_are_the_split(tokens: Path) -> None:
         assert torch.equal(whole.input_ids, torch.cat([p.input_ids for p in parts], 1))
         assert torch.equal(whole.labels, torch.cat([p.labels for p in parts], 1))
         assert whole.input_ids.min() >= 0
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("dp", "micro", "accumulation"), [(3, 2, 2), (5, 1, 2), (11, 1, 1), (3, 3, 1)])
+def test_ranks_that_do_not_divide_a_step_see_each_of_its_samples_once_and_filling(
+    tokens: Path, dp: int, micro: int, accumulation: int, masked: bool
+) -> None:
+    blend, whole, cut = blend_of(tokens), Batch(8, 8, 1, 1, T), Batch(8, micro, accumulation, dp, T)
+
+    def gathered(batch: Batch, rank: int) -> StepBatch:
+        return StepLoader(blend, batch, dp_rank=rank, steps=(3, 3), mask_documents=masked).gather(3)
+
+    expected, ranks = gathered(whole, 0), [gathered(cut, rank) for rank in range(dp)]
+    assert {rank.targets for rank in ranks} == {expected.targets}
+    assert {len(rank.micro_batches) for rank in ranks} == {accumulation}
+    for field in ("input_ids", "labels", "positions", "documents"):
+        of_all = zip(*([getattr(micro, field) for micro in rank.micro_batches] for rank in ranks), strict=True)
+        parts = [part for each in of_all for part in each]
+        if parts[0] is None:
+            continue
+        assert {part.shape for part in parts} == {(micro, T)}
+        rows = torch.cat(parts)
+        assert torch.equal(rows[:8], some(getattr(expected.micro_batches[0], field))), field
+        assert rows.min() >= (IGNORE if field == "labels" else 0)
+        assert field != "labels" or bool((rows[8:] == IGNORE).all())
