@@ -6,6 +6,7 @@ and it needs torch in this process, which here waits in 20 MB.
 
 Rank 0 writes to the terminal. What the others write is kept in files, and so are the errors of all ranks
 (`headrace.cli.guarded`): when one fails, the others often fail after it, and only the first error tells anything.
+When one is lost, the watchdog's report lies in one of those files too (`pipeline/faults`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.cli import ERROR_FILE
-from headrace.errors import EXIT_INTERRUPTED
+from headrace.errors import EXIT_INTERRUPTED, EXIT_LOST
 
 _POLL_S = 0.05
 _SETTLE_S = 1.0
@@ -33,9 +34,10 @@ _SETTLE_S = 1.0
 _GRACE_S = 5.0
 """Time between asking a process to end and ending it."""
 _TAIL_LINES = 20
-_CONSEQUENCE = re.compile(
+CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|remote process|peer|did not answer", re.IGNORECASE
 )
+"""What a rank says when another one has gone."""
 _HANDED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -61,14 +63,15 @@ class _Rank:
 def supervise(command: Sequence[str], *, processes: int) -> int:
     """Runs a command as so many ranks on this machine until all are done or one fails.
 
-    Ctrl-C ends all; signals that ask for something (SIGTERM, SIGUSR1, ...) are handed on to every rank.
+    Signals that ask for something (Ctrl-C, SIGTERM, ...) are handed on to every rank; a second Ctrl-C ends all.
 
     Args:
         command: what every rank runs.
         processes: number of ranks.
 
     Returns:
-        0, or the exit code of the rank that failed first; 128 + n when it was ended by signal n.
+        0, or the exit code of the rank that failed first; 128 + n when it was ended by signal n, and `EXIT_LOST` when
+        the other ranks have found that one is lost.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-")))
@@ -78,13 +81,16 @@ def supervise(command: Sequence[str], *, processes: int) -> int:
         ranks.extend(_start(command, number, processes, folder, port) for number in range(processes))
         stack.enter_context(_handing_on(ranks))
         try:
-            failures = _watch(ranks)
+            failures = _watch_through_interrupt(ranks)
         except KeyboardInterrupt:
             _end(ranks, signal.SIGINT)
             return EXIT_INTERRUPTED
         if not failures:
             return 0
-        cause = next((rank for rank in failures if not _CONSEQUENCE.search(_last_lines(rank))), failures[0])
+        own = [rank for rank in failures if rank.process.returncode != EXIT_LOST]
+        if len(own) < len(failures) and all(rank.process.returncode < 0 for rank in own):
+            return _tell_loss(ranks, own)
+        cause = next((rank for rank in own if not CONSEQUENCE.search(_last_lines(rank))), own[0])
         _end(ranks, signal.SIGTERM)
         return _tell(cause, processes)
 
@@ -136,6 +142,16 @@ def _watch(ranks: Sequence[_Rank]) -> list[_Rank]:
     return failures + [rank for rank in ranks if rank.failed and rank not in failures]
 
 
+def _watch_through_interrupt(ranks: Sequence[_Rank]) -> list[_Rank]:
+    """As `_watch`. The first Ctrl-C is handed on, for a run that saves itself before it ends; the second is raised."""
+    try:
+        return _watch(ranks)
+    except KeyboardInterrupt:
+        for rank in ranks:
+            _send(rank, signal.SIGINT)
+        return _watch(ranks)
+
+
 def _end(ranks: Sequence[_Rank], how: signal.Signals) -> None:
     """Ends the processes that are left, and what they started: asks first, then insists."""
     deadline = time.monotonic() + _GRACE_S
@@ -151,6 +167,15 @@ def _end(ranks: Sequence[_Rank], how: signal.Signals) -> None:
 def _send(rank: _Rank, how: signal.Signals) -> None:
     if rank.process.poll() is None:
         os.killpg(rank.process.pid, how)
+
+
+def _tell_loss(ranks: Sequence[_Rank], dead: Sequence[_Rank]) -> int:
+    """Shows the watchdog's report, which names whoever was lost, and what only their parent knows: how they ended."""
+    ended = [f"  rank {rank.number} was ended by {signal.Signals(-rank.process.returncode).name}" for rank in dead]
+    _end(ranks, signal.SIGTERM)
+    reports = [rank.error.read_text().rstrip() for rank in ranks if rank.error.exists()]
+    print("\n".join([*reports[:1], *ended]), file=sys.stderr, flush=True)
+    return EXIT_LOST
 
 
 def _tell(cause: _Rank, processes: int) -> int:

@@ -1,0 +1,120 @@
+"""Four ranks that wait for each other as in training, and one that misbehaves: `ranks.py HOW BAD`, forked from here."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from headrace.cli import guarded, leave
+from headrace.errors import TrainingError
+from pipeline.config.schema import LaunchSection, WatchdogSection
+from pipeline.faults.watchdog import Watchdog, watched
+from pipeline.launch import Launch, detect, process_group
+from pipeline.launch.group import free_port
+
+RANKS = 4
+LIMITS = {"stuck": {"stuck": 3.0}, "starved": {"stuck": 6.0}, "slow": {"stuck": 60.0}}
+SILENT_S = 3.0
+STEPS = 6
+
+
+def sleep_with_the_lock(seconds: int) -> None:
+    """As an extension that does not give Python's interpreter lock away."""
+    ctypes.PyDLL(None).sleep(seconds)
+
+
+def end_hub() -> None:
+    """Kills the hub beside this process, as the end of its host would."""
+    subprocess.run(["pkill", "-9", "-P", str(os.getpid()), "-f", "pipeline.faults.hub"], check=True)
+
+
+def kill_host() -> None:
+    """What the end of rank 0's host ends."""
+    end_hub()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail() -> None:
+    """An error of one rank."""
+    raise ValueError("the real cause")
+
+
+def refuse() -> None:
+    """An error that all ranks find together."""
+    raise TrainingError("all say this\n  try: something else")
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "fine": lambda: None,
+    "die": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "stuck": lambda: time.sleep(600),
+    "starved": lambda: sleep_with_the_lock(600),
+    "slow": lambda: sleep_with_the_lock(2 * int(SILENT_S)),
+    "raise": fail,
+    "refuse": refuse,
+    "hub": end_hub,
+    "host": kill_host,
+}
+"""What happens in the third step to the ranks it happens to."""
+
+
+def train(launch: Launch, how: str, bad: int) -> None:
+    """Steps of one all-reduce each."""
+    limits = WatchdogSection(**{"silent": SILENT_S, "stuck": 60.0, **LIMITS.get(how, {})})
+    with process_group(launch, gpu=None, config=LaunchSection(timeout=60)) as meeting:
+        dist.barrier()
+        with watched(launch, meeting, config=limits, run_dir=Path.cwd()) as watchdog, watchdog:
+            for step in range(1, STEPS + 1):
+                do_step(watchdog, step, FAULTS[how] if launch.rank == bad or bad < 0 else FAULTS["fine"])
+
+
+def do_step(watchdog: Watchdog, step: int, happens: Callable[[], None]) -> None:
+    """One step; in the third something happens."""
+    watchdog.at("training", step)
+    if step == 3:
+        time.sleep(2.0)  # so that all have been heard of
+        happens()
+    dist.all_reduce(torch.ones(1))
+    time.sleep(0.2)
+
+
+def main() -> None:
+    """Forks the ranks; leaves `said-RANK` and `code-RANK` in the working directory."""
+    how, bad = sys.argv[1], int(sys.argv[2])
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    pr_set_child_subreaper = 36
+    ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)  # the hub outlives rank 0: it becomes a child of this process
+    children = [start(rank, how, bad) for rank in range(RANKS)]
+    codes = {}
+    with suppress(ChildProcessError):  # none is left
+        while True:
+            child, status = os.wait()
+            codes[child] = os.waitstatus_to_exitcode(status)
+    for rank, child in enumerate(children):
+        Path(f"code-{rank}").write_text(str(codes[child]))
+
+
+def start(rank: int, how: str, bad: int) -> int:
+    """Forks one rank; returns its pid."""
+    if child := os.fork():
+        return child
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank)}
+    said = os.open(f"said-{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    return leave(guarded(lambda: train(detect(), how, bad)))
+
+
+if __name__ == "__main__":
+    main()
