@@ -53,3 +53,63 @@ headrace_rendezvous() {
     export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
     export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-=$interface}
 }
+
+# How often a job may start its processes again after it has lost a rank or a node; being asked to stop does not count.
+HEADRACE_RESTARTS=${HEADRACE_RESTARTS:-20}
+
+# Seconds to wait for Slurm to see that a node has failed, and to take it out of the job (its SlurmdTimeout, and some).
+HEADRACE_PATIENCE=${HEADRACE_PATIENCE:-900}
+
+# Runs a command as tasks on all nodes of the job, as often as starting it again helps (docs/faults.md lists the codes):
+# at once, on the nodes that are left, when a rank or a node was lost; by way of the queue when the job was asked to stop.
+# $1: tasks per node; the rest: the command.
+headrace_train() {
+    local tasks=$1 nodes code started
+    shift
+    for ((started = 0; ; started++)); do
+        headrace_answering
+        nodes=${#HEADRACE_NODES[@]} code=0
+        srun --nodes="$nodes" --ntasks=$((nodes * tasks)) --ntasks-per-node="$tasks" --kill-on-bad-exit=1 "$@" || code=$?
+        case $code in
+            75)
+                echo "job $SLURM_JOB_ID: it was asked to stop and has saved itself; back into the queue"
+                scontrol requeue "$SLURM_JOB_ID" || echo "error: it could not be put back: submit it again, it goes on" >&2
+                return 75
+                ;;
+            76 | 137 | 143) ;; # a rank was lost; 137 and 143 are srun's words for one that was killed
+            *)
+                headrace_nodes
+                # a node that failed takes its ranks with it, whatever srun then says
+                [ "$code" != 0 ] && [ "${#HEADRACE_NODES[@]}" -lt "$nodes" ] || return "$code"
+                ;;
+        esac
+        if [ "$started" -ge "$HEADRACE_RESTARTS" ]; then
+            echo "error: started again $started times after a loss: look for the cause (HEADRACE_RESTARTS=$HEADRACE_RESTARTS)" >&2
+            return "$code"
+        fi
+        echo "job $SLURM_JOB_ID: a rank or a node was lost (exit code $code); starting again"
+    done
+}
+
+# The nodes that the job has now: with --no-kill Slurm takes a failed one out of it.
+headrace_nodes() {
+    mapfile -t HEADRACE_NODES < <(scontrol show hostnames "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%N)")
+}
+
+# Has every node of the job say its name, before the first process group waits for all of them. One that does not answer
+# is waited for until Slurm takes it out of the job or it comes back.
+headrace_answering() {
+    local deadline=$((SECONDS + HEADRACE_PATIENCE))
+    while :; do
+        headrace_nodes
+        # as many as there are: one that is just failing would be waited for
+        if srun --label --nodes="${#HEADRACE_NODES[@]}" --ntasks="${#HEADRACE_NODES[@]}" --ntasks-per-node=1 hostname; then
+            return 0
+        fi
+        if [ "$SECONDS" -ge "$deadline" ]; then
+            echo "error: not all of ${HEADRACE_NODES[*]} answer" >&2
+            exit 1
+        fi
+        sleep 5
+    done
+}

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ BIN = Path(sys.executable).parent
 # the jobs use the environment that the tests run in, wherever it is; one thread each, since both nodes share the cores
 JOB_ENV = {"HEADRACE_VENV": "", "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "HEADRACE_MAP_JOBS": "4"}
 STEPS = 6
+LONG = 150
+"""Steps that take longer than it takes to interfere."""
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 
@@ -144,6 +147,56 @@ def test_as_many_tasks_as_gpus_or_refused(cluster: VirtualCluster, tmp_path: Pat
     assert "1 tasks but 2 GPUs per node" in (tmp_path / "train.out").read_text()
 
 
+def test_a_run_that_is_asked_to_stop_comes_back_and_ends_as_if_it_had_not_been(
+    cluster: VirtualCluster, tokens: Path, tmp_path: Path
+) -> None:
+    config = _long_config(tmp_path, tokens)
+    options = ["--nodes=2", f"--output={tmp_path}/train.out"]
+    number = cluster.sbatch("slurm/train.sbatch", str(config), options=options, cwd=ROOT, env=JOB_ENV)
+    _wait_for_step(tmp_path / "long", 5)
+    cluster.run("scancel", "--signal=USR1", str(number))
+    job = cluster.wait(number, timeout_s=240)
+    log = (tmp_path / "train.out").read_text()
+    assert job.state == "COMPLETED", log
+    assert "stopped by SIGUSR1" in log
+    assert "it was asked to stop and has saved itself; back into the queue" in log
+    assert "resuming after step" in log
+    assert list(_losses(tmp_path / "long")) == list(range(1, LONG + 1))
+
+
+def test_a_run_whose_node_loses_its_power_goes_on_with_the_node_that_is_left(tokens: Path, tmp_path: Path) -> None:
+    config = _long_config(tmp_path, tokens)
+    options = ["--nodes=2", f"--output={tmp_path}/train.out"]
+    (tmp_path / "cluster").mkdir()
+    with VirtualCluster(tmp_path / "cluster", nodes=2, cpus=2, down_after_s=5) as cluster:
+        cluster.wait_for_nodes("idle", "n1", "n2")
+        number = cluster.sbatch("slurm/train.sbatch", str(config), options=options, cwd=ROOT, env=JOB_ENV)
+        _wait_for_step(tmp_path / "long", 12)
+        cluster.node("n2").crash()
+        job = cluster.wait(number, timeout_s=240)
+    log = (tmp_path / "train.out").read_text()
+    assert (job.state, job.nodes) == ("COMPLETED", "n1"), log
+    assert "resuming after step 1" in log  # 10, or a later one
+    assert "dp 2" in log
+    assert "1 process" in log
+    assert "starting again" in log
+    assert list(_losses(tmp_path / "long")) == list(range(1, LONG + 1))
+
+
+def _long_config(directory: Path, tokens: Path) -> Path:
+    path = _training_config(directory, name="long", tokens=tokens)
+    config = json.loads(path.read_text())
+    config["run"] |= {"steps": LONG, "checkpoint_every": 10}
+    return _write(path, config)
+
+
+def _wait_for_step(run: Path, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while not ((run / "metrics.jsonl").exists() and step in _losses(run)):
+        assert time.monotonic() < deadline, "the run does not get on"
+        time.sleep(0.05)
+
+
 def _prepare_tokens(cluster: VirtualCluster, corpus: Path, directory: Path) -> str:
     """Submits data_prep.sbatch from `directory`, waits for the whole chain, returns the log."""
     output = ["--set", f"output={directory}/tokens"]
@@ -176,7 +229,8 @@ def _training_config(directory: Path, *, name: str, tokens: Path) -> Path:
 
 
 def _losses(run: Path) -> dict[int, float]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
     return {row["step"]: row["loss"] for row in rows if row["kind"] == "step"}
 
 
