@@ -7,7 +7,7 @@ from headrace.errors import ConfigError
 from pipeline.arguments import resolved_run
 
 
-def main() -> None:
+def main() -> int:
     """Entry point."""
     run = resolved_run("Train a student to follow a frozen teacher. Same loop, engine and config as train.py.")
     section = run.config.distill
@@ -19,7 +19,7 @@ def main() -> None:
     from pipeline.session import train  # noqa: PLC0415
 
     bf16, attention, z_loss = run.config.bf16.enabled, run.config.model.attn_implementation, run.config.loss.z_loss
-    train(
+    return train(
         run,
         lambda device: Distillation(section, bf16=bf16, attn_implementation=attention, device=device, z_loss=z_loss),
     )

@@ -12,9 +12,8 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
-from headrace.directory import MANIFEST, Manifest, read_manifest
-from headrace.errors import CheckpointError, ConfigError, DataError
-from pipeline.checkpoint.store import Checkpoint, CheckpointStore
+from headrace.errors import ConfigError
+from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.curve import curve_fields
 from pipeline.config.rules import ResolvedRun
 from pipeline.config.schema import Config
@@ -22,7 +21,6 @@ from pipeline.data.blend import Blend, open_blend, open_sources
 from pipeline.data.dataset import TokenDataset, tokenizer_details
 from pipeline.engines.common import model_dtype
 from pipeline.evaluation.model_folder import ModelFolder
-from pipeline.metrics.journal import NAME as JOURNAL
 from pipeline.models import attention
 from pipeline.models.count import ModelSize, measure
 from pipeline.models.hf_config import read_hf_config, resolve_hf_config
@@ -30,6 +28,7 @@ from pipeline.models.layers import original_name
 from pipeline.models.meta import build_meta, parameter_shapes
 from pipeline.models.values import FromSafetensors, InitByName, ParameterValues
 from pipeline.parallel.checks import check_layout
+from pipeline.resume import check_run_dir
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,8 @@ def prepare(run: ResolvedRun) -> Prepared:
     check_disks(config)
     values = first_values(config, model)
     size = measure(model, hf_config, sequence_length=config.data.sequence_length)
-    store = CheckpointStore(Path(config.run.dir), keep=config.run.keep_checkpoints)
+    section = config.run
+    store = CheckpointStore(Path(section.dir), keep=section.keep_checkpoints, keep_every=section.keep_every)
     plain = described(hf_config)
     parents = {**blend.parents, **folder_parents(config)}
     prints = {f"{field}.fingerprint": parent["fingerprint"] for field, parent in parents.items()}
@@ -179,73 +179,3 @@ def check_disks(config: Config) -> None:
             field = f"zero_optimization.{name}.nvme_path"
             why = "it is not a directory that this machine can write to"
             raise ConfigError(field, path, why=why, remedy=f"make it on every node: mkdir -p {path}")
-
-
-def check_run_dir(run: ResolvedRun, store: CheckpointStore, curve: dict[str, Any]) -> None:
-    """Refuses to resume another run, to start over silently, and to train into what is no run.
-
-    Raises:
-        CheckpointError: the newest checkpoint was written with fields that make another curve.
-        ConfigError: `run.resume` is never and there are checkpoints; there are more steps than `run.steps`; the
-            directory belongs to something else, or cannot be written.
-    """
-    config = run.config
-    _check_is_run(Path(config.run.dir))
-    checkpoints = store.all()
-    if not checkpoints:
-        _check_writable(Path(config.run.dir))
-        return
-    newest = checkpoints[0]
-    if config.run.resume == "never":
-        why = f"it holds {newest.path.name}, and run.resume is never"
-        raise ConfigError(
-            "run.dir", config.run.dir, why=why, remedy="choose another run.dir, or set run.resume to auto"
-        )
-    if newest.step > run.steps:
-        why = f"{newest.path} is of step {newest.step} already"
-        raise ConfigError("run.steps", run.steps, why=why, remedy=f"use more than {newest.step}, or another run.dir")
-    readable = next((c for c in checkpoints if _manifest_or_none(c) is not None), None)
-    if readable is not None:
-        _refuse_other_curve(readable, curve)
-
-
-def _refuse_other_curve(checkpoint: Checkpoint, curve: dict[str, Any]) -> None:
-    changed = _changed(checkpoint.manifest.details["curve"], curve)
-    if changed:
-        listed = "\n".join(f"    {field}: was {was!r}, now {now!r}" for field, was, now in changed[:8])
-        raise CheckpointError(
-            f"{checkpoint.path} belongs to another run; it would not go on as if nothing had happened:\n{listed}\n"
-            f"  try: choose another run.dir, or put the fields back"
-        )
-
-
-def _manifest_or_none(checkpoint: Checkpoint) -> Manifest | None:
-    """A damaged manifest is passed over here; the search for a whole checkpoint tells of it."""
-    try:
-        return checkpoint.manifest
-    except DataError:
-        return None
-
-
-def _check_is_run(run_dir: Path) -> None:
-    """A directory that another stage made must not be trained into: it would lose its manifest."""
-    if not run_dir.is_dir() or not any(run_dir.iterdir()):
-        return
-    if (run_dir / MANIFEST).exists():
-        read_manifest(run_dir, kind="run")
-    elif not any((run_dir / name).exists() for name in (".lock", JOURNAL, "checkpoints")):
-        why = "it holds files that no run has put there"
-        raise ConfigError("run.dir", str(run_dir), why=why, remedy="choose a directory that does not exist yet")
-
-
-def _changed(was: Any, now: Any, at: str = "") -> list[tuple[str, Any, Any]]:
-    if isinstance(was, dict) and isinstance(now, dict):
-        keys = sorted({*was, *now})
-        return [row for key in keys for row in _changed(was.get(key), now.get(key), f"{at}.{key}" if at else key)]
-    return [] if was == now else [(at, was, now)]
-
-
-def _check_writable(run_dir: Path) -> None:
-    parent = next(p for p in (run_dir, *run_dir.absolute().parents) if p.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ConfigError("run.dir", str(run_dir), why=f"{parent} cannot be written", remedy="choose another directory")

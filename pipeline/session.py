@@ -2,137 +2,266 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from headrace.directory import write_manifest
-from headrace.errors import ConfigError
-from pipeline.checkpoint.store import Checkpoint, on_rank_zero
+from pipeline.anomalies.steps import GoBack, Steps
+from pipeline.checkpoint.saving import CheckpointWriter
+from pipeline.checkpoint.store import About, Checkpoint, on_rank_zero
 from pipeline.config.rules import ResolvedRun
 from pipeline.data.dataset import tokenizer_details
 from pipeline.data.loader import StepLoader, heldout_batches
+from pipeline.data.skips import NO_SKIPS, Skips, skips_of
 from pipeline.engines.base import Engine, Objective
 from pipeline.engines.build import build_engine, pick_device
 from pipeline.engines.deepspeed_machine import check_machine
-from pipeline.launch import Launch, Meeting, detect, process_group
+from pipeline.faults.agreement import Agreement
+from pipeline.faults.stop import Stop, StopSignals, leave_in_order
+from pipeline.faults.watchdog import Watchdog, watched
+from pipeline.launch import Launch, Meeting, detect, process_group, stand_by
 from pipeline.metrics.console import TrainingDisplay
-from pipeline.metrics.journal import Journal
+from pipeline.metrics.journal import Journal, read_rows
 from pipeline.metrics.peak import peak_flops
+from pipeline.metrics.stragglers import Stragglers, peers_of
 from pipeline.metrics.wandb_sink import WandbSink
 from pipeline.parallel.assemble import stage_lines
 from pipeline.parallel.mesh import Mesh, mesh_of
 from pipeline.preflight import preflight
 from pipeline.prepare import Prepared, prepare
-from pipeline.trainer import Sink, Training
+from pipeline.resume import changed_fields
+from pipeline.run_lock import only_one
+from pipeline.trainer import Progress, Sink, Training
 
 
-def train(run: ResolvedRun, make_objective: Callable[[torch.device], Objective]) -> None:
-    """Trains to the end of a run, from where its directory's newest checkpoint stopped.
+def train(run: ResolvedRun, make_objective: Callable[[torch.device], Objective]) -> int:
+    """Trains from where the newest checkpoint stopped to the end of the run, or to where it is asked to stop.
 
     Args:
         run: the resolved config.
         make_objective: called with this rank's device; what it returns is minimised.
 
+    Returns:
+        The exit code of this rank; see `faults.stop`.
+
     Raises:
         HeadraceError: anything the user can mend; before work starts wherever it can be known by then.
     """
     launch = detect()
+    if launch.rank >= run.topology.world_size:
+        stand_by(launch, processes=run.topology.world_size, config=run.config.launch)
+        return 0
+    launch = replace(launch, world_size=run.topology.world_size)
     _quiet_libraries(launch)
     prepared = prepare(run)
     if run.config.engine == "deepspeed":
         check_machine(run.config)
     device = pick_device(launch)
+    meeting: Meeting | None = None
     mesh: Mesh | None = None
     answered: str | None = None
     with ExitStack() as stack:
-        stack.enter_context(_only_one(prepared.run_dir) if launch.rank == 0 else nullcontext())
+        stack.enter_context(only_one(prepared.run_dir) if launch.rank == 0 else nullcontext())
+        signals = stack.enter_context(StopSignals(tells=launch.rank == 0))
         if not run.plain:
-            opened = process_group(launch, gpu=device.index, config=run.config.launch)
-            mesh, answered = _preflight(run, stack.enter_context(opened), device)
-        objective = make_objective(device)
-        engine = build_engine(run, prepared.model, prepared.values, objective, device=device, mesh=mesh)
-        _run(prepared, engine, launch, stack, answered)
+            meeting = stack.enter_context(process_group(launch, gpu=device.index, config=run.config.launch))
+            mesh, answered = _preflight(run, meeting, device)
+        limits, run_dir = run.config.watchdog, prepared.run_dir
+        watchdog = stack.enter_context(watched(launch, meeting, config=limits, run_dir=run_dir))
+        with watchdog:
+            objective = make_objective(device)
+            engine = build_engine(run, prepared.model, prepared.values, objective, device=device, mesh=mesh)
+            session = _Session(prepared, engine, launch, signals, Agreement(device), watchdog)
+            stop = session.go(answered)
+    return leave_in_order(stop.exit_code, meeting)
 
 
-def _run(prepared: Prepared, engine: Engine, launch: Launch, stack: ExitStack, answered: str | None) -> None:
-    run, shown = prepared.run, launch.rank == 0
-    voice = TrainingDisplay(first=0, total=run.steps, shown=shown)
-    checkpoint = prepared.store.newest_whole(voice.say)
-    done = checkpoint.step if checkpoint else 0
-    if checkpoint is not None:
-        engine.load(checkpoint.path)
+@dataclass(frozen=True)
+class _Session:
+    """A run with everything in its place.
+
+    Attributes:
+        prepared: what was looked at before.
+        engine: ready for its first step.
+        launch: this process's place.
+        signals: what it is asked from outside.
+        agreement: of all ranks.
+        watchdog: is told where this rank is.
+    """
+
+    prepared: Prepared
+    engine: Engine
+    launch: Launch
+    signals: StopSignals
+    agreement: Agreement
+    watchdog: Watchdog
+
+    def go(self, answered: str | None) -> Stop:
+        """Loads, tells, trains; goes back to a checkpoint as often as it is ordered to."""
+        order: GoBack | None = None
+        while True:
+            try:
+                with ExitStack() as stack:
+                    return self._train(answered, order, stack)
+            except GoBack as again:
+                order, answered = again.with_traceback(None), None
+
+    def _train(self, answered: str | None, order: GoBack | None, stack: ExitStack) -> Stop:
+        prepared, run, shown = self.prepared, self.prepared.run, self.launch.rank == 0
+        voice = TrainingDisplay(first=0, total=run.steps, shown=shown)
+        checkpoint = prepared.store.newest_whole(voice.say)
+        done = checkpoint.step if checkpoint else 0
+        if checkpoint is not None:
+            self.engine.load(checkpoint.path)
         on_rank_zero(lambda: _tell_run(prepared, done))  # a run killed after its checkpoint has not told yet
-    sinks = _open_sinks(prepared, stack, from_step=done) if shown else []
-    display = stack.enter_context(TrainingDisplay(first=done, total=run.steps, shown=shown))
-    if answered is not None:
-        display.say(answered)
-    for line in _opening_lines(prepared, engine, launch, checkpoint):
-        display.say(line)
-    for sink in sinks:
-        sink.write("event", done, event="resumed" if checkpoint else "started", world_size=launch.world_size)
-    place = run.topology.coordinates(launch.rank)
-    share: dict[str, Any] = {
-        "dp_rank": place["dp"],
-        "cp": run.topology.cp,
-        "cp_rank": place["cp"],
-        "mask_documents": run.config.data.mask_documents,
-    }
-    pin = torch.cuda.is_available()
-    training = Training(
-        run=run,
-        engine=engine,
-        steps=StepLoader(
-            prepared.blend,
-            run.batch,
-            **share,
-            steps=(done + 1, run.steps),
-            prefetch=run.config.data.prefetch,
-            pin=pin,
-        ),
-        heldout=prepared.heldout,
-        heldout_batches=lambda dataset: heldout_batches(
-            dataset,
-            batch_size=run.batch.micro,
-            dp=run.topology.dp,
-            **share,
-            samples=run.config.evaluation.samples,
-        ),
-        save=lambda step: _save(prepared, engine, step),
-        sinks=sinks,
-        display=display,
-        flops_per_token=prepared.size.flops_per_token,
-        peak_flops=peak_flops(engine.device_name, bf16=run.config.bf16.enabled),
-    )
-    training.go()
-    display.say(f"finished: {run.steps} steps, in {prepared.run_dir}")
+        skips = order.skips_from(done) if order else _skips(prepared, checkpoint)
+        sinks = _open_sinks(prepared, stack, from_step=done) if shown else []
+        display = stack.enter_context(TrainingDisplay(first=done, total=run.steps, shown=shown))
+        if answered is not None:
+            display.say(answered)
+        if order is not None:
+            display.say(order.told(done))
+        else:
+            for line in _opening_lines(prepared, self.engine, self.launch, checkpoint):
+                display.say(line)
+        began = {"event": "resumed" if checkpoint else "started", "world_size": self.launch.world_size}
+        for sink in sinks:
+            sink.write("event", done, **(order.event(skips) if order else began))
+        executed = self._executed(skips, sinks)
+        if checkpoint is not None:
+            if order is None:
+                self._tell_changes(checkpoint, sinks, display)
+            executed.load(checkpoint.manifest.details.get("anomalies", {}), after=order)
+        training = self._training(done, executed, sinks, display)
+        try:
+            stop = self._missed(training, done) or training.go()
+        except GoBack:
+            training.settle()
+            raise
+        except BaseException as error:
+            self.watchdog.fail(error)  # before the sinks are closed, which may take long
+            raise
+        self.watchdog.at("finishing")
+        display.say(
+            f"stopped by {stop} after step {training.progress.step}: start it again to go on"
+            if stop
+            else f"finished: {run.steps} steps, in {prepared.run_dir}"
+        )
+        return stop
+
+    def _tell_changes(self, checkpoint: Checkpoint, sinks: list[Sink], display: TrainingDisplay) -> None:
+        """Leaves a trace of what `run.allow_change` let pass."""
+        fields = changed_fields(checkpoint.manifest.details["curve"], self.prepared.curve)
+        for field, was, now in fields:
+            display.say(f"changed since the checkpoint: {field}, was {was!r}, now {now!r}")
+        for sink in sinks if fields else ():
+            sink.write("event", checkpoint.step, event="changed", fields=[list(row) for row in fields])
+
+    def _missed(self, training: Training, done: int) -> Stop:
+        """Makes up for an evaluation that was cut short; finds out whether to begin at all."""
+        stop = training.stop_asked()
+        due = done > 0 and training.evaluation_due(done)
+        if stop or not due or on_rank_zero(lambda: _evaluated(self.prepared.run_dir, done)):
+            return stop
+        return training.evaluate(done)
+
+    def _executed(self, skips: Skips, sinks: list[Sink]) -> Steps:
+        run = self.prepared.run
+
+        def record(step: int, **values: Any) -> None:
+            for sink in sinks:
+                sink.write("event", step, **values)
+
+        return Steps(
+            self.engine,
+            run.config.anomalies,
+            fp16=run.config.fp16.enabled,
+            samples=run.batch.samples,
+            skips=skips,
+            record=record,
+            may_go_back=lambda: on_rank_zero(lambda: bool(self.prepared.store.all())),
+        )
+
+    def _training(self, done: int, executed: Steps, sinks: list[Sink], display: TrainingDisplay) -> Training:
+        prepared, run = self.prepared, self.prepared.run
+        place = run.topology.coordinates(self.launch.rank)
+        share: dict[str, Any] = {
+            "dp_rank": place["dp"],
+            "cp": run.topology.cp,
+            "cp_rank": place["cp"],
+            "mask_documents": run.config.data.mask_documents,
+        }
+        ahead: dict[str, Any] = {"prefetch": run.config.data.prefetch, "pin": torch.cuda.is_available()}
+        return Training(
+            run=run,
+            engine=self.engine,
+            executed=executed,
+            steps=StepLoader(
+                prepared.blend, run.batch, **share, steps=(done + 1, run.steps), skips=executed.skips, **ahead
+            ),
+            heldout=prepared.heldout,
+            heldout_batches=lambda dataset: heldout_batches(
+                dataset,
+                batch_size=run.batch.micro,
+                dp=run.topology.dp,
+                **share,
+                samples=run.config.evaluation.samples,
+            ),
+            writer=CheckpointWriter(prepared.store, background=run.config.run.async_checkpoints),
+            about=lambda step: _about(prepared, step, executed),
+            on_saved=lambda step: _tell_run(prepared, step) if self.launch.rank == 0 else None,
+            signals=self.signals,
+            agreement=self.agreement,
+            at=self.watchdog.at,
+            sinks=sinks,
+            display=display,
+            flops_per_token=prepared.size.flops_per_token,
+            peak_flops=peak_flops(self.engine.device_name, bf16=run.config.bf16.enabled),
+            stragglers=self._stragglers(),
+            progress=Progress(done),
+        )
+
+    def _stragglers(self) -> Stragglers:
+        run = self.prepared.run
+        peers = peers_of(run.topology, ring=run.config.parallel.context == "ring")
+        return Stragglers(run.config.stragglers, peers=peers, rank=self.launch.rank, gpu=torch.cuda.is_available())
 
 
-def _save(prepared: Prepared, engine: Engine, step: int) -> Checkpoint:
+def _evaluated(run_dir: Path, step: int) -> bool:
+    return any(row["step"] == step for row in read_rows(run_dir, kind="eval"))
+
+
+def _skips(prepared: Prepared, checkpoint: Checkpoint | None) -> Skips:
+    """What data this run passes over. Collective."""
+    if checkpoint is None:
+        return NO_SKIPS
+    details, step = checkpoint.manifest.details, checkpoint.step
+    return on_rank_zero(lambda: skips_of(details, read_rows(prepared.run_dir, kind="event"), step=step))
+
+
+def _about(prepared: Prepared, step: int, executed: Steps) -> About:
+    """What a checkpoint's manifest says."""
     run = prepared.run
     details = {
         "step": step,
-        "samples": step * run.batch.samples,
+        "samples": executed.skips.data_step(step) * run.batch.samples,
+        "skips": executed.skips.plain(),
+        "anomalies": executed.state(),
         "topology": str(run.topology),
         "engine": run.config.engine,
         "curve": prepared.curve,
         "hf_config": prepared.hf_config,
         "tokenizer": tokenizer_details(prepared.blend.sources[0].manifest),
     }
-    config = run.config.model_dump(mode="json")
-    parents = prepared.parents
-    checkpoint = prepared.store.save(engine.save, step=step, config=config, parents=parents, details=details)
-
-    on_rank_zero(lambda: _tell_run(prepared, step))
-    return checkpoint
+    return About(step, run.config.model_dump(mode="json"), prepared.parents, details)
 
 
 def _tell_run(prepared: Prepared, step: int) -> None:
@@ -180,25 +309,6 @@ def _preflight(run: ResolvedRun, meeting: Meeting, device: torch.device) -> tupl
         return mesh
 
     return preflight(meeting, make, device=device)
-
-
-@contextmanager
-def _only_one(run_dir: Path) -> Iterator[None]:
-    """Holds the run's directory against a second run. The lock goes with the process, however it ends."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            why = "another process is training there"
-            raise ConfigError(
-                "run.dir", str(run_dir), why=why, remedy="wait for it, or choose another run.dir"
-            ) from None
-        except OSError as error:  # a file system without locks, such as Lustre mounted without flock
-            print(
-                f"warning: {run_dir} cannot be locked ({error}): see to it that only one run uses it", file=sys.stderr
-            )
-        yield
 
 
 def _quiet_libraries(launch: Launch) -> None:

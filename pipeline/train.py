@@ -7,7 +7,7 @@ from headrace.errors import ConfigError
 from pipeline.arguments import resolved_run
 
 
-def main() -> None:
+def main() -> int:
     """Entry point."""
     run = resolved_run("Train a language model. Goes on from the newest checkpoint of run.dir by itself.")
     if run.config.distill is not None:
@@ -17,7 +17,7 @@ def main() -> None:
     from pipeline.engines.objective import CrossEntropy  # noqa: PLC0415
     from pipeline.session import train  # noqa: PLC0415
 
-    train(run, lambda _device: CrossEntropy(z_loss=run.config.loss.z_loss))
+    return train(run, lambda _device: CrossEntropy(z_loss=run.config.loss.z_loss))
 
 
 if __name__ == "__main__":

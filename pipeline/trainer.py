@@ -1,18 +1,25 @@
-"""The loop. Names no framework: an engine executes the steps, a store keeps checkpoints, sinks take the numbers."""
+"""The loop. Names no framework: an engine executes the steps, a writer keeps checkpoints, sinks take the numbers."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pipeline.checkpoint.store import Checkpoint
+from headrace.errors import CheckpointError
+from pipeline.anomalies.steps import Steps
+from pipeline.checkpoint.saving import CheckpointWriter, Saved, saved_or_error
+from pipeline.checkpoint.store import About
 from pipeline.config.rules import ResolvedRun
 from pipeline.data.dataset import TokenDataset
 from pipeline.data.loader import MicroBatch, StepBatch
 from pipeline.engines.base import Engine, StepResult
+from pipeline.faults.agreement import Agreement
+from pipeline.faults.stop import Stop, StopSignals
 from pipeline.metrics.console import TrainingDisplay
+from pipeline.metrics.stragglers import Stragglers
 from pipeline.metrics.units import bits_per_byte, perplexity
 
 
@@ -24,55 +31,112 @@ class Sink(Protocol):
         ...
 
 
+@dataclass
+class Progress:
+    """How far a run has got: its last finished step."""
+
+    step: int
+
+
 @dataclass(frozen=True)
 class Training:
     """Everything one run of the loop needs.
 
     Attributes:
         run: the resolved config.
-        engine: executes steps.
+        engine: evaluates, and hands out its state.
+        executed: executes steps, and answers for their numbers.
         steps: this rank's batches, from the first step to do to the last.
         heldout: evaluation data, and how this rank reads it.
-        save: writes a checkpoint after a step. Collective.
+        writer: writes checkpoints.
+        about: what the manifest of a step's checkpoint says.
+        on_saved: called on every rank when a checkpoint has its name.
+        signals: whether this process was asked to stop.
+        agreement: of all ranks.
+        at: is told where this rank is: the phase, and the step where another one begins.
         sinks: where numbers go; empty on all ranks but one.
         display: what a person sees.
         flops_per_token: of the model, forward and backward.
         peak_flops: of one device, or None.
+        stragglers: finds out who is slow.
+        progress: kept up to date.
     """
 
     run: ResolvedRun
     engine: Engine
+    executed: Steps
     steps: Iterable[StepBatch]
     heldout: Sequence[TokenDataset]
     heldout_batches: Callable[[TokenDataset], Iterator[MicroBatch]]
-    save: Callable[[int], Checkpoint]
+    writer: CheckpointWriter
+    about: Callable[[int], About]
+    on_saved: Callable[[int], None]
+    signals: StopSignals
+    agreement: Agreement
+    at: Callable[[str, int | None], None]
     sinks: Sequence[Sink]
     display: TrainingDisplay
     flops_per_token: float | None
     peak_flops: float | None
+    stragglers: Stragglers
+    progress: Progress
 
-    def go(self) -> None:
-        """Trains to the last step, evaluating and saving on the way and at the end."""
-        run, evaluate_every = self.run.config.run, self.run.config.evaluation.every
+    def go(self) -> Stop:
+        """Trains to the last step, evaluating and saving on the way and at the end; or to where it is asked to stop.
+
+        Raises:
+            CheckpointError: the last checkpoint could not be written. One on the way is tried again at its next time.
+            TrainingError, GoBack: see `Steps.train`.
+        """
+        save_every = self.run.config.run.checkpoint_every
         started = time.perf_counter()
-        for batch in self.steps:
+        for batch in self.stragglers.timed(self.steps):
             step = batch.step
-            result = self.engine.train_step(batch, lr=self.run.schedule.lr(step))
+            self.at("training", step)
+            with self.stragglers.measured(step):
+                result = self.executed.train(batch, lr=self.run.schedule.lr(step))
+            self.progress.step = step
             self._report(step, result, seconds=time.perf_counter() - started)
+            self._report_stragglers(step)
+            stop = self._look_around()
             last = step == self.run.steps
-            if last or (evaluate_every and step % evaluate_every == 0):
-                self.evaluate(step)
-            if last or (run.checkpoint_every and step % run.checkpoint_every == 0):
+            if not stop and self.evaluation_due(step):
+                stop = self.evaluate(step)
+            if stop or last:
+                self._save_last(step)
+                return Stop.NO if last else stop
+            if save_every and step % save_every == 0:
                 self._save(step)
+            self.at("reading data", step + 1)
             started = time.perf_counter()
+        return Stop.NO
 
-    def evaluate(self, step: int) -> None:
-        """Held-out loss, perplexity and bits per byte over all sources, each token counting once."""
+    def settle(self) -> None:
+        """Waits for a checkpoint that is being written. Collective."""
+        self._tell(self.writer.wait())
+
+    def stop_asked(self) -> Stop:
+        """What any rank was asked. Collective."""
+        return Stop(self.agreement.highest(self.signals.asked)[0])
+
+    def evaluation_due(self, step: int) -> bool:
+        """Whether there is an evaluation after a step."""
+        every = self.run.config.evaluation.every
+        return step == self.run.steps or bool(every and step % every == 0)
+
+    def evaluate(self, step: int) -> Stop:
+        """Held-out loss, perplexity and bits per byte over all sources, each token counting once.
+
+        Ends early, and without a result, when the run is asked to stop.
+        """
         started = time.perf_counter()
         nats, targets, tokens, text_bytes = 0.0, 0, 0, 0
         whole_nats = 0.0
+        stopping = _Stopping(self)
         for dataset in self.heldout:
-            sums = self.engine.evaluate(self.heldout_batches(dataset))
+            sums = self.engine.evaluate(stopping.watched(self.heldout_batches(dataset)))
+            if stopping.stop:
+                return stopping.stop
             nats, targets = nats + sums.nats, targets + sums.targets
             whole_nats += sums.nats / sums.targets * dataset.tokens
             tokens, text_bytes = tokens + dataset.tokens, text_bytes + dataset.bytes
@@ -85,6 +149,14 @@ class Training:
             f"step {step}: held-out loss {loss:.4f}, perplexity {row['perplexity']:.2f},"
             f" {per_byte:.4f} bits per byte ({targets:,} tokens, {seconds:.1f} s)"
         )
+        return Stop.NO
+
+    def _look_around(self) -> Stop:
+        """What all ranks have to agree on after a step: whether to stop, and whether a checkpoint is written."""
+        stop, busy = self.agreement.highest(self.signals.asked, self.writer.busy)
+        if self.writer.in_flight and not busy:
+            self._tell(self.writer.settle())
+        return Stop(stop)
 
     def _report(self, step: int, result: StepResult, *, seconds: float) -> None:
         batch = self.run.batch
@@ -109,17 +181,67 @@ class Training:
         self.display.step(step, loss=result.loss, lr=lr, tokens_per_second=rate, mfu=mfu)
 
     def _save(self, step: int) -> None:
-        started = time.perf_counter()
-        checkpoint = self.save(step)
-        seconds = time.perf_counter() - started
-        self._record("event", step, event="checkpoint", path=str(checkpoint.path), seconds=seconds)
+        """Begins a checkpoint, when the one before is done. One that fails is told of, and training goes on."""
+        self.at("saving", step)
+        self._tell(self.writer.wait())
+        try:
+            self.writer.begin(self.about(step), self.engine.state)
+        except CheckpointError as error:
+            self._tell(Saved(step, None, str(error).splitlines()[0], 0.0, 0.0))
+
+    def _save_last(self, step: int) -> None:
+        self.at("saving", step)
+        self._tell(self.writer.wait())
+        self.writer.begin(self.about(step), self.engine.state)
+        saved = self.writer.wait()
+        assert saved is not None
+        self._tell(saved)
+        saved_or_error(saved)
+
+    def _tell(self, saved: Saved | None) -> None:
+        if saved is None:
+            return
+        times = {"seconds": saved.seconds, "waited_seconds": saved.waited_s}
+        if saved.checkpoint is not None:
+            self.on_saved(saved.step)
+            self._record("event", saved.step, event="checkpoint", path=str(saved.checkpoint.path), **times)
+            return
+        self._record("event", saved.step, event="checkpoint_failed", why=saved.failure, **times)
+        self.display.say(
+            f"WARNING: the checkpoint of step {saved.step} could not be written: {saved.failure}\n"
+            f"  training goes on; nothing since the checkpoint before is safe: free space there"
+        )
+
+    def _report_stragglers(self, step: int) -> None:
+        report = self.stragglers.report(step)
+        if report is not None:
+            self._record("event", step, event="stragglers", **report.row())
+            for line in report.lines():
+                self.display.say(line)
 
     def _record(self, kind: str, step: int, **values: Any) -> None:
         for sink in self.sinks:
             sink.write(kind, step, **values)
 
 
+class _Stopping:
+    """Ends an evaluation between two batches, on all ranks at the same one."""
+
+    def __init__(self, training: Training) -> None:
+        self._training, self.stop = training, Stop.NO
+
+    def watched(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """Hands on batches until the run is asked to stop."""
+        for batch in batches:
+            self._training.at("evaluation", None)
+            self.stop = self._training.stop_asked()
+            if self.stop:
+                return
+            yield batch
+
+
 def _health(result: StepResult) -> dict[str, Any]:
-    """The gradient's norm, and what fp16 did. A skipped step has no norm: its gradient was not finite."""
+    """The gradient's norm where it is a number, what fp16 did, and why a step was not applied."""
     fp16 = {} if result.loss_scale is None else {"loss_scale": result.loss_scale}
-    return {"skipped": True, **fp16} if result.skipped else {"grad_norm": result.grad_norm, **fp16}
+    norm = {"grad_norm": result.grad_norm} if math.isfinite(result.grad_norm) else {}
+    return {**({"skipped": True, "outcome": result.outcome} if result.skipped else {}), **norm, **fp16}

@@ -1,4 +1,4 @@
-"""`python -m pipeline export RUN OUT`."""
+"""`python -m pipeline export RUN OUT`, and `python -m pipeline checkpoint export RUN OUT`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headrace.errors import DataError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `python -m pipeline export`."""
+    """Arguments of an export."""
     parser.add_argument("run", metavar="RUN", help="a run directory, or one of its checkpoints")
     parser.add_argument("out", metavar="OUT", help="the Hugging Face folder to write")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), help="of the written weights (default: as trained)")
@@ -25,7 +25,8 @@ def run(arguments: argparse.Namespace) -> int:
     import torch  # noqa: PLC0415
     from rich.progress import Progress  # noqa: PLC0415  with torch below: seconds of import
 
-    from pipeline.checkpoint.export import export, find_checkpoint  # noqa: PLC0415
+    from pipeline.checkpoint.export import export  # noqa: PLC0415
+    from pipeline.checkpoint.finding import find_checkpoint  # noqa: PLC0415
 
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}
     tokenizer = Path(arguments.tokenizer) if arguments.tokenizer else None

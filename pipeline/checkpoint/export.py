@@ -8,24 +8,27 @@ logits are compared with those of a model filled from the checkpoint by the trai
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
 from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
 from headrace.directory import Manifest, commit, fresh_staging, read_manifest
 from headrace.errors import CheckpointError, DataError
-from pipeline.checkpoint import named_state
-from pipeline.checkpoint.store import Checkpoint, CheckpointStore, damage_of
+from pipeline.checkpoint.reader import FromCheckpoint
+from pipeline.checkpoint.store import Checkpoint, damage_of
+from pipeline.checkpoint.trained_model import attention_of, trained_config, trained_model
 from pipeline.data.permutation import permute
 from pipeline.models.materialise import materialise
-from pipeline.models.meta import build_meta, parameter_shapes
+from pipeline.models.meta import parameter_shapes
 from pipeline.models.tokenizer_files import check_tokenizer_folder, copy_tokenizer
 
 SHARD_BYTES = 4 << 30
@@ -33,33 +36,6 @@ SHARD_BYTES = 4 << 30
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Largest difference of logits between two readings of the same weights: only the order of additions may differ."""
-
-
-class FromCheckpoint:
-    """Parameter values read from a checkpoint's named shards, without a process group."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self.shapes = named_state.stored_shapes(directory)
-
-    def value(self, name: str) -> Tensor:
-        """The parameter's fp32 value on the CPU."""
-        return named_state.read_weight(name, self.shapes[name], self._directory)
-
-
-def find_checkpoint(run: Path) -> Checkpoint:
-    """The newest checkpoint of a run directory, or the checkpoint that `run` itself is.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    if run.name.startswith("step-") and run.name.removeprefix("step-").isdigit():
-        return Checkpoint(run, int(run.name.removeprefix("step-")))
-    found = CheckpointStore(run, keep=1).all()
-    if not found:
-        why = "no such directory" if not run.is_dir() else "it has no finished checkpoint"
-        raise CheckpointError(f"{run}: {why}\n  try: a run.dir that has trained, or one of its checkpoints")
-    return found[0]
 
 
 def export(
@@ -89,30 +65,42 @@ def export(
     damage = damage_of(checkpoint)
     if damage:
         raise CheckpointError(f"{checkpoint.path} is damaged: {damage}\n  try: an older checkpoint of the run")
+    if "hf_config" not in manifest.details:
+        why = "it is of a loop of somebody's own, and does not say what model it holds"
+        raise CheckpointError(f"{checkpoint.path} cannot be exported: {why}\n  try: a checkpoint of pipeline/train.py")
     if out.exists() and not replace:
         raise DataError(f"{out} exists already\n  try: another folder, or --replace")
     tokenizer = tokenizer or _tokenizer_of(manifest)
     _check_tokenizer(tokenizer, manifest)
-    config = _config_of(manifest)
+    config = trained_config(manifest)
     trained = torch.bfloat16 if manifest.config["bf16"]["enabled"] else torch.float32
     dtype = dtype or trained
     values = FromCheckpoint(checkpoint.path)
-    attention = _attention(manifest)
-    model = build_meta(config, dtype=dtype, attn_implementation=attention)
+    model = trained_model(manifest, dtype=dtype)
     _compare_names(values.shapes, parameter_shapes(model), checkpoint)
+    with _staged(out) as staging:
+        _write_weights(values, staging, dtype, progress)
+        _write_config(config, model, staging, dtype)
+        copy_tokenizer(tokenizer, staging)
+        details = {
+            "step": checkpoint.step,
+            "dtype": str(dtype).removeprefix("torch."),
+            "parameters": sum(shape.numel() for shape in values.shapes.values()),
+            "largest_logit_difference": _gate(model, values, staging, dtype, attention_of(manifest)),
+        }
+        parents = {"checkpoint": {"path": str(checkpoint.path), "fingerprint": manifest.fingerprint}}
+        told: dict[str, Any] = {"config": manifest.config, "parents": parents, "details": details}
+        return commit(staging, out, kind="model", **told, replace=replace)
+
+
+@contextmanager
+def _staged(out: Path) -> Iterator[Path]:
+    """A directory to build `out` in; deleted when that fails, since an export starts from the beginning anyway."""
     staging = fresh_staging(out)
-    _write_weights(values, staging, dtype, progress)
-    _write_config(config, model, staging, dtype)
-    copy_tokenizer(tokenizer, staging)
-    difference = _gate(model, values, staging, dtype, attention)
-    details = {
-        "step": checkpoint.step,
-        "dtype": str(dtype).removeprefix("torch."),
-        "parameters": sum(shape.numel() for shape in values.shapes.values()),
-        "largest_logit_difference": difference,
-    }
-    parents = {"checkpoint": {"path": str(checkpoint.path), "fingerprint": manifest.fingerprint}}
-    return commit(staging, out, kind="model", config=manifest.config, parents=parents, details=details, replace=replace)
+    try:
+        yield staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)  # by then it has another name, if all went well
 
 
 def _tokenizer_of(manifest: Manifest) -> Path:
@@ -133,17 +121,6 @@ def _check_tokenizer(folder: Path, manifest: Manifest) -> None:
     trained_on = manifest.details["tokenizer"]["fingerprint"]
     if (folder / "tokenizer.json").is_file() and tokenizer_fingerprint(folder) != trained_on:
         raise DataError(f"{folder} is not the tokenizer the model was trained with: ids would mean other text")
-
-
-def _config_of(manifest: Manifest) -> PretrainedConfig:
-    stored = dict(manifest.details["hf_config"])
-    return AutoConfig.for_model(stored.pop("model_type"), **stored)
-
-
-def _attention(manifest: Manifest) -> str:
-    """As trained; flash attention needs a GPU, and an export does not."""
-    trained = str(manifest.config["model"]["attn_implementation"])
-    return "sdpa" if trained.startswith("flash") else trained
 
 
 def _compare_names(found: dict[str, torch.Size], needed: dict[str, torch.Size], checkpoint: Checkpoint) -> None:

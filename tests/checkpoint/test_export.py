@@ -77,7 +77,8 @@ def test_the_held_out_loss_of_the_export_is_that_of_the_run(run_dir: Path, token
 def test_weights_are_cut_into_files_of_bounded_size(run_dir: Path, tmp_path: Path) -> None:
     code = (
         "import pipeline.checkpoint.export as e, sys; from pathlib import Path; e.SHARD_BYTES = 60_000;"
-        "e.export(e.find_checkpoint(Path(sys.argv[1])), Path(sys.argv[2]))"
+        "from pipeline.checkpoint.finding import find_checkpoint;"
+        "e.export(find_checkpoint(Path(sys.argv[1])), Path(sys.argv[2]))"
     )
     assert warm.run("-c", code, run_dir, tmp_path / "cut").returncode == 0
     assert export(run_dir, tmp_path / "whole").returncode == 0
@@ -101,16 +102,17 @@ def test_a_model_that_differs_from_the_trained_one_is_refused(run_dir: Path, tmp
 import sys
 from pathlib import Path
 import pipeline.checkpoint.export as e
+from pipeline.checkpoint.finding import find_checkpoint
 write = e.save_file
 def damage(tensors, *arguments, **named):
     tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].roll(1, 0)
     write(tensors, *arguments, **named)
 e.save_file = damage
-e.export(e.find_checkpoint(Path(sys.argv[1])), Path(sys.argv[2]))
+e.export(find_checkpoint(Path(sys.argv[1])), Path(sys.argv[2]))
 """
     done = warm.run("-c", code, run_dir, tmp_path / "model")
     assert "the export is refused" in done.stderr
-    assert not (tmp_path / "model").exists()
+    assert list(tmp_path.iterdir()) == []  # nor is what it had begun left there
 
 
 def test_what_cannot_be_exported_is_refused_with_exit_code_2(run_dir: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from headrace.directory import read_manifest, verify
 from pipeline.launch.group import free_port
+from pipeline.metrics.journal import read_rows
 from tests.conftest import ROOT, command_line, launch, losses, start, tiny_config, write_config
 
 
@@ -70,8 +71,9 @@ def test_a_run_killed_with_sigkill_and_resumed_has_the_losses_of_one_that_was_no
     done = subprocess.run(deepspeed(config), check=True, capture_output=True, text=True, cwd=tmp_path)
     assert "resuming after step 10" in done.stderr
     assert losses(run_dir) == losses(uninterrupted)  # to the last bit: the layout is the same
-    names = [p.name for p in (run_dir / "checkpoints").iterdir()]
+    names = [p.name for p in (run_dir / "checkpoints").glob("step-*")]
     assert sorted(names) == ["step-00000015", "step-00000020"]
+    assert (run_dir / "checkpoints/latest").resolve().name == "step-00000020"
     for name in names:
         checkpoint = run_dir / "checkpoints" / name
         assert all(whole for _, whole in verify(checkpoint, read_manifest(checkpoint, kind="checkpoint")))
@@ -100,7 +102,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(
 ) -> None:
     run_dir = copy_of(uninterrupted, tmp_path)
     config = write_config(tmp_path / "c.json", tiny_config(tokens, run_dir))
-    for checkpoint in (run_dir / "checkpoints").iterdir():
+    for checkpoint in (run_dir / "checkpoints").glob("step-*"):
         flip_a_byte(checkpoint / "__1_0.distcp")
     before = (run_dir / "metrics.jsonl").read_bytes()
     done = start("train.py", config, "engine=torch")
@@ -132,7 +134,7 @@ def test_two_processes_cannot_train_in_one_directory(tokens: Path, tmp_path: Pat
         first.wait()
 
 
-def test_ctrl_c_leaves_nothing_that_looks_finished(tokens: Path, tmp_path: Path) -> None:
+def test_ctrl_c_while_checkpoints_are_written_leaves_whole_ones(tokens: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "c.json", tiny_config(tokens, tmp_path / "run", engine="torch"))
     long = command_line("train.py", config, "run.steps=100000", "run.checkpoint_every=1", processes=1)
     process = subprocess.Popen(long, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -143,10 +145,43 @@ def test_ctrl_c_leaves_nothing_that_looks_finished(tokens: Path, tmp_path: Path)
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "interrupted" in said
+    assert "stopped by SIGINT" in said
     assert "Traceback" not in said
-    for checkpoint in (tmp_path / "run/checkpoints").glob("step-*"):
+    found = list((tmp_path / "run/checkpoints").glob("step-*"))
+    assert max(found).name == f"step-{max(losses(tmp_path / 'run')):08d}"
+    for checkpoint in found:
         assert all(whole for _, whole in verify(checkpoint, read_manifest(checkpoint, kind="checkpoint")))
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_start_over(
+    uninterrupted: Path, tokens: Path, tmp_path: Path
+) -> None:
+    run_dir = copy_of(uninterrupted, tmp_path)
+    config = write_config(tmp_path / "c.json", tiny_config(tokens, run_dir))
+    shutil.rmtree(run_dir / "checkpoints")
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    done = start("train.py", config, "engine=torch")
+    assert done.returncode == 2
+    assert "its checkpoints are gone" in done.stdout
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_field_that_alters_the_curve_changes_only_when_it_is_named(
+    uninterrupted: Path, tokens: Path, tmp_path: Path
+) -> None:
+    run_dir = copy_of(uninterrupted, tmp_path)
+    config = write_config(tmp_path / "c.json", tiny_config(tokens, run_dir))
+    changed = ("engine=torch", "run.steps=22", "optimizer.params.lr=0.001")
+    refused = start("train.py", config, *changed)
+    assert refused.returncode == 2
+    assert 'run.allow_change: ["optimizer.params.lr"' in refused.stdout
+    typo = start("train.py", config, *changed, 'run.allow_change=["optimiser"]')
+    assert typo.returncode == 2
+    assert "did you mean 'optimizer'?" in typo.stdout
+    launch("train.py", config, *changed, 'run.allow_change=["optimizer", "scheduler"]')
+    events = {row["event"]: row for row in read_rows(run_dir, kind="event")}
+    assert ["optimizer.params.lr", 0.003, 0.001] in events["changed"]["fields"]
+    assert sorted(losses(run_dir)) == list(range(1, 23))
 
 
 def flip_a_byte(path: Path) -> None:

@@ -1,0 +1,162 @@
+"""A rank's own time: what it needs for its part of a step, without waiting for others.
+
+Synchronous ranks all take equally long for a step, since the fast ones wait in collectives: with ZeRO-3, tensor and
+context parallelism in every layer. So the time of a step says nothing about who is slow; what does is the time of a
+step in which a rank does not wait. Three clocks, of which no one sees all:
+
+- host: one profiled step, without the times at which a message is under way and no operator runs. Sees whatever makes
+  the host longer: a slow or shared core, a process or a virtual machine that is stopped now and then;
+- cores: time of the main thread on a core, and runnable in the queue for one, median of all steps. Also sees that a
+  rank gets its core late whenever a message has come. Not where a GPU is used: who waits for one does so on a core;
+- kernels: the GPU's kernels and copies in the profiled step, without NCCL's.
+
+A rank's own time is the longest of the three.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+_COMMUNICATION = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem"}
+_MESSAGES = ("gloo:", "mpi:")
+"""How the profiler's names of what waits for a message begin, in whichever thread."""
+_DRIVER = ("cuda_runtime", "cuda_driver")
+_STEP = "headrace::step"
+_SCHEDSTAT = Path("/proc/thread-self/schedstat")
+
+
+class Span(NamedTuple):
+    """Something the profiler saw. A tuple, since there are thousands, and a dataclass takes four times as long to make.
+
+    Attributes:
+        name: of an operator or a kernel.
+        kind: Kineto's word: cpu_op, cuda_runtime, kernel, gpu_memcpy, ...
+        thread: where it ran; of no meaning on a device.
+        start: in ns.
+        end: in ns.
+    """
+
+    name: str
+    kind: str
+    thread: int
+    start: int
+    end: int
+
+
+@contextmanager
+def profiled(*, gpu: bool) -> Iterator[list[Span]]:
+    """Fills the list with what ran inside; leaves it empty where somebody profiles already.
+
+    Args:
+        gpu: also ask the GPU for its kernels.
+    """
+    found: list[Span] = []
+    if torch.autograd._profiler_enabled():  # a second profiler beside it ends in a segmentation fault
+        yield found
+        return
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it says on stderr that it starts and stops
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
+    profiler = profile(activities=activities)  # acc_events=True would cost ten times as much
+    profiler.start()
+    try:
+        with record_function(_STEP):
+            yield found
+    finally:
+        profiler.stop()  # waits for the GPU
+    found += _spans(profiler)
+
+
+def _spans(profiler: profile) -> Iterator[Span]:
+    # torch's own table of the events takes ten times as long to make
+    inner: Any = profiler.profiler
+    for event in inner.kineto_results.events():
+        yield Span(event.name(), event.activity_type(), event.start_thread_id(), event.start_ns(), event.end_ns())
+
+
+def host_seconds(spans: Iterable[Span]) -> float:
+    """Time of the step in which the host did not wait; 0 where no step was profiled.
+
+    It waits where a message is under way, or a call of the driver, and no thread is inside of an operator that does not
+    communicate. Python beside a message that is sent in the background is taken for waiting, too.
+    """
+    threads: dict[int, list[Span]] = defaultdict(list)
+    waits: list[tuple[int, int]] = []
+    step: Span | None = None
+    for span in spans:
+        if span.kind in ("cpu_op", *_DRIVER):
+            threads[span.thread].append(span)
+        if span.kind in _DRIVER or span.name.startswith(_MESSAGES) or _communicates(span):
+            waits.append((span.start, span.end))
+        elif span.name == _STEP:
+            step = span
+    if step is None:
+        return 0.0
+    works = [piece for each in threads.values() for piece in _operators(each)]
+    return (step.end - step.start - _outside(waits, works)) / 1e9
+
+
+def _operators(spans: list[Span]) -> Iterator[tuple[int, int]]:
+    """When a thread is in an operator of its own, and not in a collective or the driver called from there."""
+    around = [Span("", "", 0, 0, 1 << 63)]
+    at = 0
+    for span in sorted(spans, key=lambda s: (s.start, -s.end)):
+        while around[-1].end <= span.start:
+            if _works(around[-1]) and around[-1].end > at:
+                yield at, around[-1].end
+            at = max(at, around.pop().end)
+        if _works(around[-1]) and span.start > at:
+            yield at, span.start
+        at = span.start
+        around.append(span)
+    for span in reversed(around[1:]):
+        if _works(span) and span.end > at:
+            yield at, span.end
+        at = max(at, span.end)
+
+
+def _outside(waits: list[tuple[int, int]], works: list[tuple[int, int]]) -> int:
+    """Total of the times at which there is a wait and no work."""
+    marks = [mark for start, end in waits for mark in ((start, 1, 0), (end, -1, 0))]
+    marks += [mark for start, end in works for mark in ((start, 0, 1), (end, 0, -1))]
+    total = last = waiting = working = 0
+    for at, wait, work in sorted(marks):
+        if waiting and not working:
+            total += at - last
+        last, waiting, working = at, waiting + wait, working + work
+    return total
+
+
+def _works(span: Span) -> bool:
+    _, found, name = span.name.partition("::")
+    return span.kind == "cpu_op" and bool(found) and name.isidentifier() and not _communicates(span)
+
+
+def _communicates(span: Span) -> bool:
+    return span.kind == "cpu_op" and span.name.partition("::")[0] in _COMMUNICATION
+
+
+def kernel_seconds(spans: Iterable[Span]) -> float:
+    """Time of the GPU's kernels, copies and fills, without those of NCCL, added up over its streams."""
+    own = (s for s in spans if s.kind in ("kernel", "gpu_memcpy", "gpu_memset") and not s.name.startswith("nccl"))
+    return sum(span.end - span.start for span in own) / 1e9
+
+
+def core_seconds() -> float:
+    """Time this thread has been on a core or in the queue for one, since it began.
+
+    Source: Documentation/scheduler/sched-stats.rst of Linux, /proc/PID/schedstat. Without it, the time on a core.
+    """
+    try:
+        on, waiting, _ = _SCHEDSTAT.read_text().split()
+    except (OSError, ValueError):
+        return time.thread_time()
+    return (int(on) + int(waiting)) / 1e9

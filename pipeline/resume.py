@@ -1,0 +1,120 @@
+"""Whether a config may go on in a run's directory: it has to be the same run, and nothing is started over silently."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from headrace.directory import MANIFEST, Manifest, read_manifest
+from headrace.errors import CheckpointError, ConfigError, DataError
+from headrace.section import suggest
+from pipeline.checkpoint.store import Checkpoint, CheckpointStore
+from pipeline.config.rules import ResolvedRun
+from pipeline.metrics.journal import NAME as JOURNAL
+
+
+def check_run_dir(run: ResolvedRun, store: CheckpointStore, curve: dict[str, Any]) -> None:
+    """Refuses to resume another run, to start over silently, and to train into what is no run.
+
+    Raises:
+        CheckpointError: the newest checkpoint was written with fields that make another curve.
+        ConfigError: `run.resume` is never and there are checkpoints; there are more steps than `run.steps`; the
+            directory belongs to something else, or cannot be written.
+    """
+    config = run.config
+    _check_is_run(Path(config.run.dir))
+    checkpoints = store.all()
+    if not checkpoints:
+        _refuse_lost_checkpoints(Path(config.run.dir))
+        _check_writable(Path(config.run.dir))
+        return
+    newest = checkpoints[0]
+    if config.run.resume == "never":
+        why = f"it holds {newest.path.name}, and run.resume is never"
+        raise ConfigError(
+            "run.dir", config.run.dir, why=why, remedy="choose another run.dir, or set run.resume to auto"
+        )
+    if newest.step > run.steps:
+        why = f"{newest.path} is of step {newest.step} already"
+        raise ConfigError("run.steps", run.steps, why=why, remedy=f"use more than {newest.step}, or another run.dir")
+    readable = next((c for c in checkpoints if _manifest_or_none(c) is not None), None)
+    if readable is not None:
+        _refuse_other_curve(readable, curve, allowed=config.run.allow_change)
+
+
+def _refuse_other_curve(checkpoint: Checkpoint, curve: dict[str, Any], *, allowed: Sequence[str]) -> None:
+    """Refuses fields that differ, but for those in `allowed`, and names in `allowed` that are no such field."""
+    was = checkpoint.manifest.details["curve"]
+    known = {*_paths(was), *_paths(curve)}
+    for name in allowed:
+        if name not in known:
+            near = suggest(name, sorted(known))
+            remedy = f"did you mean '{near}'?" if near else f"name one of: {', '.join(sorted({*was, *curve}))}"
+            raise ConfigError("run.allow_change", name, why="no such field alters the curve", remedy=remedy)
+    differing = changed_fields(was, curve)
+    for field, before, now in differing:
+        if field == "train_batch_size":
+            why = f"the checkpoint's is {before}, and the place in the data is counted in steps of it"
+            raise ConfigError(field, now, why=why, remedy=f"use {before}, or start another run.dir from this model")
+    changed = [row for row in differing if not any(f"{row[0]}.".startswith(f"{name}.") for name in allowed)]
+    if changed:
+        listed = "\n".join(f"    {field}: was {was!r}, now {now!r}" for field, was, now in changed[:8])
+        names = ", ".join(f'"{field}"' for field, *_ in changed[:8])
+        raise CheckpointError(
+            f"{checkpoint.path} belongs to another run; it would not go on as if nothing had happened:\n{listed}\n"
+            f"  try: choose another run.dir, put the fields back, or, if it is meant, run.allow_change: [{names}]"
+        )
+
+
+def _paths(value: Any, at: str = "") -> Iterator[str]:
+    """The dotted paths of everything in nested dicts."""
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        path = f"{at}.{key}" if at else key
+        yield path
+        yield from _paths(inner, path)
+
+
+def _refuse_lost_checkpoints(run_dir: Path) -> None:
+    """A run that has had a checkpoint and has none any more must not start over as if it were new."""
+    if not (run_dir / MANIFEST).exists():
+        return
+    step = read_manifest(run_dir, kind="run").details.get("step", 0)
+    if step:
+        why = f"it was trained to step {step}, but its checkpoints are gone"
+        remedy = f"put {run_dir}/checkpoints back, or choose another run.dir to start over"
+        raise ConfigError("run.dir", str(run_dir), why=why, remedy=remedy)
+
+
+def _manifest_or_none(checkpoint: Checkpoint) -> Manifest | None:
+    """A damaged manifest is passed over here; the search for a whole checkpoint tells of it."""
+    try:
+        return checkpoint.manifest
+    except DataError:
+        return None
+
+
+def _check_is_run(run_dir: Path) -> None:
+    """A directory that another stage made must not be trained into: it would lose its manifest."""
+    if not run_dir.is_dir() or not any(run_dir.iterdir()):
+        return
+    if (run_dir / MANIFEST).exists():
+        read_manifest(run_dir, kind="run")
+    elif not any((run_dir / name).exists() for name in (".lock", JOURNAL, "checkpoints")):
+        why = "it holds files that no run has put there"
+        raise ConfigError("run.dir", str(run_dir), why=why, remedy="choose a directory that does not exist yet")
+
+
+def changed_fields(was: Any, now: Any, at: str = "") -> list[tuple[str, Any, Any]]:
+    """What differs between two curves: (dotted path, before, now)."""
+    if isinstance(was, dict) and isinstance(now, dict):
+        keys = sorted({*was, *now})
+        return [row for key in keys for row in changed_fields(was.get(key), now.get(key), f"{at}.{key}" if at else key)]
+    return [] if was == now else [(at, was, now)]
+
+
+def _check_writable(run_dir: Path) -> None:
+    parent = next(p for p in (run_dir, *run_dir.absolute().parents) if p.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ConfigError("run.dir", str(run_dir), why=f"{parent} cannot be written", remedy="choose another directory")

@@ -1,0 +1,174 @@
+"""What is wrong with a checkpoint is found, and the file or the tensor is named."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from headrace.directory import commit
+from pipeline.checkpoint import named_state
+from pipeline.checkpoint.shards import NamedShard
+from pipeline.checkpoint.store import Checkpoint
+from pipeline.checkpoint.verification import MOMENTS, verify_checkpoint
+from pipeline.models.meta import build_meta, parameter_shapes
+from tests import warm
+from tests.parity.matrix import model_of
+
+HF = model_of({"tied": True})
+NORM = "weight/model.norm.weight"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """A checkpoint of a tiny llama, of one process."""
+    final = tmp_path_factory.mktemp("run") / "checkpoints/step-00000003"
+    staging = final.with_name("staging")
+    config = AutoConfig.for_model(**HF)
+    state: dict[str, NamedShard | torch.Tensor] = {named_state.OPTIMIZER_STEP: torch.tensor(3.0)}
+    shapes = parameter_shapes(build_meta(config, dtype=torch.float32, attn_implementation="sdpa"))
+    for name, shape in shapes.items():
+        for kind in ("weight", *MOMENTS):
+            state[f"{kind}/{name}"] = NamedShard(tuple(shape), start=0, values=torch.randn(shape.numel()))
+    named_state.write(state, staging)
+    details = {"step": 3, "samples": 24, "engine": "torch", "topology": "1 process", "hf_config": HF}
+    commit(staging, final, kind="checkpoint", config={"model": {"attn_implementation": "sdpa"}}, details=details)
+    return Checkpoint(final, 3)
+
+
+def copy_of(checkpoint: Checkpoint, tmp_path: Path) -> Checkpoint:
+    final = tmp_path / "run/checkpoints/step-00000003"
+    shutil.copytree(checkpoint.path, final)
+    return Checkpoint(final, 3)
+
+
+def recommitted(checkpoint: Checkpoint, change: Callable[[Any], None], tmp_path: Path) -> Checkpoint:
+    """A copy whose metadata says something else, with checksums that fit."""
+    copy = copy_of(checkpoint, tmp_path)
+    path = copy.path / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+    commit_again(copy, config=copy.manifest.config, details=copy.manifest.details)
+    return copy
+
+
+def commit_again(checkpoint: Checkpoint, *, config: dict[str, Any], details: dict[str, Any]) -> None:
+    staging = checkpoint.path.rename(checkpoint.path.with_name("staging"))
+    commit(staging, checkpoint.path, kind="checkpoint", config=config, details=details)
+
+
+def test_a_whole_checkpoint_is_read_to_the_last_byte_and_nothing_is_wrong(whole: Checkpoint) -> None:
+    read: list[int] = []
+    assert verify_checkpoint(whole, progress=read.append) == []
+    assert sum(read) == sum(entry["bytes"] for entry in whole.manifest.files.values())
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "a flipped bit": ("__0_0.distcp", flip, "checksum"),
+    "a flipped bit of the metadata": (".metadata", flip, "checksum"),
+    "a file cut short": ("__0_0.distcp", lambda p: p.write_bytes(p.read_bytes()[:-1]), "and was written with"),
+    "a lost file": ("__0_0.distcp", Path.unlink, "No such file"),
+    "a lost manifest": ("manifest.json", Path.unlink, "has no manifest.json"),
+    "half a manifest": ("manifest.json", lambda p: p.write_text(p.read_text()[:99]), "damaged"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_named(whole: Checkpoint, tmp_path: Path, damage: str) -> None:
+    name, change, said = DAMAGES[damage]
+    copy = copy_of(whole, tmp_path)
+    change(copy.path / name)
+    (problem,) = verify_checkpoint(copy)
+    assert problem.place == name
+    assert said in problem.what
+
+
+def test_tensors_that_do_not_make_the_model_are_named_though_every_checksum_holds(
+    whole: Checkpoint, tmp_path: Path
+) -> None:
+    def spoil(metadata: Any) -> None:
+        entries, places = metadata.state_dict_metadata, metadata.storage_data
+        entries["weight/stray"] = entries[NORM]
+        del entries["exp_avg/model.norm.weight"]
+        entries["exp_avg_sq/model.norm.weight"].size = torch.Size([33])
+        first, second = list(places)[:2]
+        places[second] = places[first]
+
+    found = verify_checkpoint(recommitted(whole, spoil, tmp_path))
+    said = {(problem.place, problem.what) for problem in found}
+    assert ("exp_avg_sq/model.norm.weight", "1 of 33 elements are in no piece") in said
+    assert ("exp_avg_sq/model.norm.weight", "has shape (33,); the model has it as (32,)") in said
+    assert ("exp_avg/model.norm.weight", "is not there; the model has it as (32,)") in said
+    assert ("weight/stray", "belongs to no parameter of the model") in said
+    assert ("weight/stray", "it is not said where its piece at (0,) lies") in said
+    assert any("shares bytes of __0_0.distcp with" in problem.what for problem in found)
+
+
+def test_a_piece_past_the_end_of_its_file_is_named(whole: Checkpoint, tmp_path: Path) -> None:
+    def spoil(metadata: Any) -> None:
+        place = max(metadata.storage_data.values(), key=lambda info: info.offset)
+        place.length += 1
+
+    (problem,) = verify_checkpoint(recommitted(whole, spoil, tmp_path))
+    assert problem.what == "it lies past the end of __0_0.distcp"
+
+
+def test_a_checkpoint_of_a_loop_of_ones_own_is_verified_without_a_model(whole: Checkpoint, tmp_path: Path) -> None:
+    copy = copy_of(whole, tmp_path)
+    commit_again(copy, config={}, details={})
+    assert verify_checkpoint(copy) == []
+
+
+def checkpoint(*arguments: object) -> tuple[int, str, str]:
+    done = warm.run("-m", "pipeline", "checkpoint", *arguments)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_commands_tell_whole_from_damaged_and_what_a_resume_would_take(whole: Checkpoint, tmp_path: Path) -> None:
+    older = copy_of(whole, tmp_path)
+    run = older.path.parent.parent
+    newer = shutil.copytree(older.path, older.path.with_name("step-00000007"))
+    flip(newer / "__0_0.distcp")
+    code, said, _ = checkpoint("verify", run)
+    assert (code, "__0_0.distcp: does not have the checksum" in said, "--all" in said) == (1, True, True)
+    code, said, _ = checkpoint("verify", run, "--all")
+    assert (code, "step-00000003: whole" in said, "takes the newest that is whole" in said) == (1, True, True)
+    assert checkpoint("verify", older.path)[0] == 0
+    (newer / "__0_0.distcp").write_bytes(b"")
+    rows = json.loads(checkpoint("ls", run, "--json")[1])
+    assert [(row["step"], row["resumed"], row["damage"] is None) for row in rows] == [
+        (7, False, False),
+        (3, True, True),
+    ]
+    table = checkpoint("ls", run)[1]
+    assert "a resume takes this one" in table
+    assert "damaged: __0_0.distcp" in table
+
+
+def test_the_tensors_of_a_checkpoint_are_listed(whole: Checkpoint) -> None:
+    rows = {row["name"]: row for row in json.loads(checkpoint("ls", whole.path, "--json")[1])}
+    shown = {"name": NORM, "shape": [32], "dtype": "float32", "bytes": 128, "pieces": 1}
+    assert rows[NORM] == shown
+    assert "lm_head.weight" not in " ".join(rows)  # tied: it appears once
+    assert NORM in checkpoint("ls", whole.path)[1]
+
+
+def test_what_is_no_checkpoint_is_refused_with_exit_code_2(tmp_path: Path) -> None:
+    for verb in ("ls", "verify"):
+        for path in (tmp_path, tmp_path / "nowhere", tmp_path / "step-00000001", tmp_path / "checkpoints/latest"):
+            code, _, erred = checkpoint(verb, path)
+            assert (code, "try: a run.dir that has trained" in erred) == (2, True)
