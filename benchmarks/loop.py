@@ -35,18 +35,24 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM
 
 from headrace.cli import leave
+from pipeline.anomalies.steps import Steps
+from pipeline.checkpoint.saving import CheckpointWriter
 from pipeline.config.load import load_config
 from pipeline.config.rules import ResolvedRun, resolve
 from pipeline.data.dataset import TokenDataset
 from pipeline.data.loader import StepBatch, StepLoader
+from pipeline.data.skips import NO_SKIPS
 from pipeline.engines.build import build_engine, pick_device
 from pipeline.engines.objective import CrossEntropy
+from pipeline.faults.agreement import Agreement
+from pipeline.faults.stop import StopSignals
 from pipeline.launch import detect, process_group
 from pipeline.metrics.console import TrainingDisplay
 from pipeline.metrics.journal import Journal
+from pipeline.metrics.stragglers import Stragglers
 from pipeline.models.hf_config import resolve_hf_config
 from pipeline.prepare import Prepared, prepare
-from pipeline.trainer import Training
+from pipeline.trainer import Progress, Training
 
 RUN = {
     "model": {
@@ -256,19 +262,34 @@ def bare_deepspeed(prepared: Prepared, turns: Turns) -> None:
 
 def ours(prepared: Prepared, turns: Turns) -> None:
     """The trainer's loop, as `pipeline/train.py` runs it."""
-    engine = build_engine(prepared.run, prepared.model, prepared.values, CrossEntropy(), device=pick_device(detect()))
+    run, device = prepared.run, pick_device(detect())
+    engine = build_engine(run, prepared.model, prepared.values, CrossEntropy(), device=device)
     prepared.run_dir.mkdir(parents=True)
+    journal = Journal(prepared.run_dir, from_step=0)
+
+    def record(step: int, **values: Any) -> None:
+        journal.write("event", step, **values)
+
+    given: dict[str, Any] = {"samples": run.batch.samples, "skips": NO_SKIPS}
     Training(
-        run=prepared.run,
+        run=run,
         engine=engine,
+        executed=Steps(engine, run.config.anomalies, fp16=False, record=record, may_go_back=lambda: False, **given),
         steps=turns.steps(iter(loader(prepared))),
         heldout=[],
         heldout_batches=lambda _dataset: iter(()),
-        save=no_save,
-        sinks=[Journal(prepared.run_dir, from_step=0)],
-        display=TrainingDisplay(first=0, total=prepared.run.steps, shown=False),
+        writer=CheckpointWriter(prepared.store),
+        about=no_save,
+        on_saved=no_save,
+        signals=StopSignals(tells=False),
+        agreement=Agreement(device),
+        at=lambda _phase, _step: None,
+        sinks=[journal],
+        display=TrainingDisplay(first=0, total=run.steps, shown=False),
         flops_per_token=prepared.size.flops_per_token,
         peak_flops=None,
+        stragglers=Stragglers(run.config.stragglers, peers=[0], rank=0, gpu=device.type == "cuda"),
+        progress=Progress(0),
     ).go()
 
 

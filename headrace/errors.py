@@ -16,7 +16,7 @@ EXIT_INTERRUPTED = 130
 """Exit code after Ctrl-C (128 + SIGINT), as shells report it."""
 
 EXIT_REQUEUE = 75
-"""Exit code of a run that was asked to stop and has saved itself (sysexits.h: EX_TEMPFAIL). Started again it goes on."""
+"""Exit code of a run that was asked to stop and has saved itself (EX_TEMPFAIL). Started again it goes on."""
 
 EXIT_LOST = 76
 """Exit code of a run that has lost a rank, dead or hanging. Started again it goes on from its newest checkpoint."""

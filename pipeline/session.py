@@ -117,7 +117,7 @@ class _Session:
     def _train(self, answered: str | None, order: GoBack | None, stack: ExitStack) -> Stop:
         prepared, run, shown = self.prepared, self.prepared.run, self.launch.rank == 0
         voice = TrainingDisplay(first=0, total=run.steps, shown=shown)
-        checkpoint = prepared.store.newest_whole(voice.say)
+        checkpoint = prepared.store.newest_whole(voice.say, alive=lambda: self.watchdog.at("start-up"))
         done = checkpoint.step if checkpoint else 0
         if checkpoint is not None:
             self.engine.load(checkpoint.path)

@@ -100,10 +100,16 @@ class CheckpointStore:
         self._prune()
         return Checkpoint(final, about.step)
 
-    def newest_whole(self, say: Callable[[str], None]) -> Checkpoint | None:
+    def newest_whole(
+        self, say: Callable[[str], None], *, alive: Callable[[], None] = lambda: None
+    ) -> Checkpoint | None:
         """The newest checkpoint whose checksums hold, or None when the run has none at all. Collective.
 
         The ranks share the reading. A damaged one is passed over, and `say` is told.
+
+        Args:
+            say: takes a line for people.
+            alive: called before every file, since reading may take minutes.
 
         Raises:
             CheckpointError: there are some, and none is whole.
@@ -111,7 +117,7 @@ class CheckpointStore:
         on_rank_zero(self._clean)
         candidates = on_rank_zero(self.all)
         for candidate in candidates:
-            damage = damage_found_by_all(candidate)
+            damage = damage_found_by_all(candidate, alive)
             if damage is None:
                 return candidate
             say(f"warning: {candidate.path} is damaged ({damage}); going back to the one before")
@@ -185,27 +191,31 @@ def raise_together(failed: str | None, what: str) -> None:
 
 def damage_of(checkpoint: Checkpoint) -> str | None:
     """What is wrong with a checkpoint's files, by their checksums; None when nothing is."""
-    return _damage(checkpoint, 0, 1)
+    return _damage(checkpoint, 0, 1, lambda: None)
 
 
-def damage_found_by_all(checkpoint: Checkpoint) -> str | None:
+def damage_found_by_all(checkpoint: Checkpoint, alive: Callable[[], None]) -> str | None:
     """The same, each rank reading a share of the files. Collective."""
     if not dist.is_initialized():
-        return damage_of(checkpoint)
+        return _damage(checkpoint, 0, 1, alive)
     found: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, _damage(checkpoint, dist.get_rank(), dist.get_world_size()))
+    dist.all_gather_object(found, _damage(checkpoint, dist.get_rank(), dist.get_world_size(), alive))
     return next((damage for damage in found if damage is not None), None)
 
 
-def _damage(checkpoint: Checkpoint, rank: int, ranks: int) -> str | None:
+def _damage(checkpoint: Checkpoint, rank: int, ranks: int, alive: Callable[[], None]) -> str | None:
     """Of every file whose number is `rank` modulo `ranks`."""
     try:
-        files = list(checkpoint.manifest.files.items())[rank::ranks]
+        listed = list(checkpoint.manifest.files.items())
     except HeadraceError as error:
         return str(error).splitlines()[0]
+    files = listed[rank::ranks]
+    for _ in range(-(-len(listed) // ranks) - len(files)):
+        alive()  # as often on every rank
 
     def is_whole(name: str, entry: Mapping[str, Any]) -> bool:
         path = checkpoint.path / name
+        alive()
         try:
             return path.stat().st_size == int(entry["bytes"]) and sha256_of_file(path) == str(entry["sha256"])
         except OSError:
