@@ -98,34 +98,22 @@ class _Checksummed(FileSystem):
         with Path(path).open(mode, buffering=0) as file:
             stream = _Stream(cast("io.FileIO", file))
             yield cast("io.IOBase", stream)
-            if stream.error is not None:
-                raise stream.error
         self.sha256[Path(path).name] = stream.digest.hexdigest()
 
 
 class _Stream:
-    """A file that is only appended to. After an error nothing is written any more.
-
-    torch's zip writer calls it, which ends the process when its own end of the file cannot be written: the error is
-    kept until torch is done.
-    """
+    """A file that is only appended to."""
 
     def __init__(self, file: io.FileIO) -> None:
         self._file, self.digest, self._at = file, hashlib.sha256(), 0
-        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        if self.error is None:
-            try:
-                rest = memoryview(data).cast("B")
-                while rest:
-                    rest = rest[self._file.write(rest) :]
-                self.digest.update(data)
-            except OSError as error:
-                self.error = error
-        length = memoryview(data).nbytes
-        self._at += length
-        return length
+        rest = memoryview(data).cast("B")
+        self.digest.update(rest)
+        self._at += rest.nbytes
+        while rest:
+            rest = rest[self._file.write(rest) :]
+        return memoryview(data).nbytes
 
     def tell(self) -> int:
         return self._at
