@@ -98,22 +98,31 @@ class _Checksummed(FileSystem):
         with Path(path).open(mode, buffering=0) as file:
             stream = _Stream(cast("io.FileIO", file))
             yield cast("io.IOBase", stream)
+            if stream.error is not None:
+                raise stream.error
         self.sha256[Path(path).name] = stream.digest.hexdigest()
 
 
 class _Stream:
-    """A file that is only appended to."""
+    """A file that is only appended to. After an error nothing is written any more, and the error is kept.
+
+    Raised at once it would be lost: torch's zip writer goes on to write its end, and that error is the one it raises.
+    """
 
     def __init__(self, file: io.FileIO) -> None:
         self._file, self.digest, self._at = file, hashlib.sha256(), 0
+        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        rest = memoryview(data).cast("B")
-        self.digest.update(rest)
-        self._at += rest.nbytes
-        while rest:
-            rest = rest[self._file.write(rest) :]
-        return memoryview(data).nbytes
+        whole = rest = memoryview(data).cast("B")
+        self._at += whole.nbytes
+        while rest and self.error is None:
+            try:
+                rest = rest[self._file.write(rest) :]
+            except OSError as error:
+                self.error = error
+        self.digest.update(whole)
+        return whole.nbytes
 
     def tell(self) -> int:
         return self._at

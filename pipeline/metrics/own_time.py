@@ -20,6 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 _COMMUNICATION = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem"}
 _MESSAGES = ("gloo:", "mpi:")
-"""How the profiler's names of what waits for a message begin, in whichever thread."""
+"""How the profiler's names of messages that are under way begin."""
 _DRIVER = ("cuda_runtime", "cuda_driver")
 _STEP = "headrace::step"
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
@@ -75,11 +76,10 @@ def profiled(*, gpu: bool) -> Iterator[list[Span]]:
     found += _spans(profiler)
 
 
-def _spans(profiler: profile) -> Iterator[Span]:
-    # torch's own table of the events takes ten times as long to make
-    inner: Any = profiler.profiler
-    for event in inner.kineto_results.events():
-        yield Span(event.name(), event.activity_type(), event.start_thread_id(), event.start_ns(), event.end_ns())
+def _spans(profiler: profile) -> list[Span]:
+    inner: Any = profiler.profiler  # torch's own table of the events takes ten times as long to make
+    events = inner.kineto_results.events()
+    return [Span(e.name(), e.activity_type(), e.start_thread_id(), e.start_ns(), e.end_ns()) for e in events]
 
 
 def host_seconds(spans: Iterable[Span]) -> float:
@@ -88,39 +88,55 @@ def host_seconds(spans: Iterable[Span]) -> float:
     It waits where a message is under way, or a call of the driver, and no thread is inside of an operator that does not
     communicate. Python beside a message that is sent in the background is taken for waiting, too.
     """
-    threads: dict[int, list[Span]] = defaultdict(list)
+    threads: dict[int, list[_Timed]] = defaultdict(list)
     waits: list[tuple[int, int]] = []
-    step: Span | None = None
-    for span in spans:
-        if span.kind in ("cpu_op", *_DRIVER):
-            threads[span.thread].append(span)
-        if span.kind in _DRIVER or span.name.startswith(_MESSAGES) or _communicates(span):
-            waits.append((span.start, span.end))
-        elif span.name == _STEP:
-            step = span
-    if step is None:
-        return 0.0
-    works = [piece for each in threads.values() for piece in _operators(each)]
-    return (step.end - step.start - _outside(waits, works)) / 1e9
+    length = 0
+    for name, kind, thread, start, end in spans:
+        found = _meaning(name, kind)
+        if found in (_WORK, _CALL):
+            threads[thread].append((start, -end, found == _WORK))
+        if found in (_CALL, _MESSAGE):
+            waits.append((start, end))
+        elif name == _STEP:
+            length = end - start
+    works = [piece for each in threads.values() for piece in _works(each)]
+    return (length - _outside(waits, works)) / 1e9 if length else 0.0
 
 
-def _operators(spans: list[Span]) -> Iterator[tuple[int, int]]:
-    """When a thread is in an operator of its own, and not in a collective or the driver called from there."""
-    around = [Span("", "", 0, 0, 1 << 63)]
+_Timed = tuple[int, int, bool]
+"""(start, minus the end, whether it is work): in this order what encloses another comes first."""
+_NOTHING, _WORK, _CALL, _MESSAGE = range(4)
+"""A call waits in its thread; a message is under way, in whichever thread it is listed."""
+
+
+@lru_cache(maxsize=4096)  # thousands of spans have some hundred names
+def _meaning(name: str, kind: str) -> int:
+    space, found, rest = name.partition("::")
+    if name.startswith(_MESSAGES):
+        return _MESSAGE
+    if kind in _DRIVER or (kind == "cpu_op" and space in _COMMUNICATION):
+        return _CALL
+    return _WORK if kind == "cpu_op" and found and rest.isidentifier() else _NOTHING
+
+
+def _works(spans: list[_Timed]) -> Iterator[tuple[int, int]]:
+    """When a thread works: is in an operator, and not in a collective or the driver called from there."""
+    around: list[tuple[int, bool]] = [(1 << 63, False)]
     at = 0
-    for span in sorted(spans, key=lambda s: (s.start, -s.end)):
-        while around[-1].end <= span.start:
-            if _works(around[-1]) and around[-1].end > at:
-                yield at, around[-1].end
-            at = max(at, around.pop().end)
-        if _works(around[-1]) and span.start > at:
-            yield at, span.start
-        at = span.start
-        around.append(span)
-    for span in reversed(around[1:]):
-        if _works(span) and span.end > at:
-            yield at, span.end
-        at = max(at, span.end)
+    for start, minus_end, is_work in sorted(spans):
+        while around[-1][0] <= start:
+            end, worked = around.pop()
+            if worked and end > at:
+                yield at, end
+            at = max(at, end)
+        if around[-1][1] and start > at:
+            yield at, start
+        at = max(at, start)
+        around.append((-minus_end, is_work))
+    for end, worked in reversed(around[1:]):
+        if worked and end > at:
+            yield at, end
+        at = max(at, end)
 
 
 def _outside(waits: list[tuple[int, int]], works: list[tuple[int, int]]) -> int:
@@ -133,15 +149,6 @@ def _outside(waits: list[tuple[int, int]], works: list[tuple[int, int]]) -> int:
             total += at - last
         last, waiting, working = at, waiting + wait, working + work
     return total
-
-
-def _works(span: Span) -> bool:
-    _, found, name = span.name.partition("::")
-    return span.kind == "cpu_op" and bool(found) and name.isidentifier() and not _communicates(span)
-
-
-def _communicates(span: Span) -> bool:
-    return span.kind == "cpu_op" and span.name.partition("::")[0] in _COMMUNICATION
 
 
 def kernel_seconds(spans: Iterable[Span]) -> float:
