@@ -1,0 +1,138 @@
+"""What a checkpoint costs: the wait of the step and the whole, against a bare `torch.save` of the same state.
+
+    python benchmarks/checkpoint.py [--parameters 50e6] [--rounds 8] [--dir DIRECTORY]
+
+One process, fp32 weights and two moments (12 bytes per parameter) in tensors of 4M elements. The ways take turns, and
+every one flushes to disk. Ours also checksums every byte, writes the manifest, renames, and deletes the one before.
+Printed are medians with quartiles, of seconds and of the ratio to `torch.save` in the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from pipeline.checkpoint import named_state
+from pipeline.checkpoint.saving import CheckpointWriter
+from pipeline.checkpoint.shards import NamedShard
+from pipeline.checkpoint.store import About, CheckpointStore
+from pipeline.engines.common import MOMENTS
+
+TENSOR = 4 << 20
+"""Elements of a tensor: a matrix of 2048 x 2048."""
+Way = Callable[[int], tuple[float, float]]
+"""Saves; returns the seconds until training could go on, and until everything is on disk."""
+
+
+def main() -> None:
+    """Prints the table in Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=float, default=50e6)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--dir", help="a directory on the disk to measure; the temporary one when absent")
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore", message="torch.distributed is")
+    state = make_state(int(arguments.parameters))
+    with tempfile.TemporaryDirectory(dir=arguments.dir) as work:
+        ways = {
+            "torch.save": bare(state, Path(work, "bare")),
+            "dcp.save": plain_dcp(state, Path(work, "dcp")),
+            "ours, waiting": ours(state, Path(work, "waiting"), background=False),
+            "ours, beside training": ours(state, Path(work, "beside"), background=True),
+        }
+        took: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+        for number in range(arguments.rounds + 1):
+            for name, way in ways.items():
+                os.sync()  # nobody waits for what another one has left in the cache
+                seconds = way(number)
+                if number > 0:  # the first makes buffers and plans
+                    took[name].append(seconds)
+    table(took, megabytes=sum(t.numel() for t in state.values()) * 4 / 1e6)
+
+
+def make_state(parameters: int) -> dict[str, Tensor]:
+    """Named tensors, as an engine holds them."""
+    names = [f"model.layers.{n}.weight" for n in range(max(1, parameters // TENSOR))]
+    kinds = [named_state.weight_key, *(lambda name, m=m: named_state.moment_key(m, name) for m in MOMENTS)]
+    return {kind(name): torch.randn(2048, 2048) for name in names for kind in kinds}
+
+
+def bare(state: dict[str, Tensor], folder: Path) -> Way:
+    """One file, flushed."""
+    folder.mkdir()
+
+    def save(number: int) -> tuple[float, float]:
+        started = time.perf_counter()
+        with (folder / f"{number}.pt").open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        took = time.perf_counter() - started
+        (folder / f"{number - 1}.pt").unlink(missing_ok=True)
+        return took, took
+
+    return save
+
+
+def plain_dcp(state: dict[str, Tensor], folder: Path) -> Way:
+    """torch.distributed.checkpoint as its documentation has it."""
+
+    def save(number: int) -> tuple[float, float]:
+        started = time.perf_counter()
+        dcp.save(dict(state), checkpoint_id=folder / str(number), no_dist=True)
+        took = time.perf_counter() - started
+        shutil.rmtree(folder / str(number - 1), ignore_errors=True)
+        return took, took
+
+    return save
+
+
+def ours(state: dict[str, Tensor], folder: Path, *, background: bool) -> Way:
+    """As the trainer saves."""
+    writer = CheckpointWriter(CheckpointStore(folder, keep=1), background=background)
+    shards = {key: NamedShard(tuple(t.shape), start=0, values=t.view(-1)) for key, t in state.items()}
+
+    def save(number: int) -> tuple[float, float]:
+        started = time.perf_counter()
+        writer.begin(About(number, {}, {}, {}), lambda: shards)
+        waited = time.perf_counter() - started
+        saved = writer.wait()
+        assert saved is not None
+        assert saved.checkpoint is not None, saved.failure
+        took = time.perf_counter() - started
+        return (waited if background else took), took
+
+    return save
+
+
+def table(took: dict[str, list[tuple[float, float]]], *, megabytes: float) -> None:
+    """Prints the figures."""
+    base = took["torch.save"]
+    print(f"{megabytes:,.0f} MB\n")
+    print("| | the step waits, s | in all, s | wait against torch.save | in all against torch.save |")
+    print("|---|---|---|---|---|")
+    for name, times in took.items():
+        cells = [spread([t[kind] for t in times]) for kind in (0, 1)]
+        cells += [spread([t[kind] / b[1] for t, b in zip(times, base, strict=True)]) for kind in (0, 1)]
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
+def spread(values: list[float]) -> str:
+    """Median and quartiles."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.3f} ({low:.3f} - {high:.3f})"
+
+
+if __name__ == "__main__":
+    main()
