@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test test-matrix check clean help
+.PHONY: demo test test-matrix test-faults check clean help
 
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/ - /'
@@ -32,6 +32,9 @@ test: check  ## everything; what this machine cannot run is skipped, and says wh
 
 test-matrix: $(READY)  ## every legal layout against the reference: thousands of runs, hours
 	pytest -m matrix
+
+test-faults: $(READY)  ## 200 kills, stops, full disks and damaged checkpoints at random moments: about an hour on two cores
+	python -m tests.faults.campaign --kills 200 --report out/faults_campaign.md
 
 clean:  ## remove what the demo and the tests made; the environment stays
 	rm -rf out/demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -12,7 +12,8 @@ complete.
 - `parents`: name -> {path, fingerprint} of the directories it was made from,
 - `details`: what the kind wants to tell its readers (counts, sizes),
 - `files`: relative path -> {bytes, sha256},
-- `fingerprint`: SHA-256 of kind and files: equal fingerprints mean equal bytes, wherever and whenever they were made.
+- `fingerprint`: SHA-256 of kind and files: equal fingerprints mean equal bytes, wherever and whenever they were made,
+- `checksum`: SHA-256 of all of the above, where there are files: the manifest itself may be what is damaged.
 
 Nothing in it depends on the time, the host or the number of workers.
 """
@@ -34,6 +35,7 @@ from headrace import __version__
 from headrace.errors import DataError
 
 MANIFEST = "manifest.json"
+_CHECKSUM = "checksum"
 _CHUNK_BYTES = 1 << 20
 
 
@@ -83,7 +85,7 @@ def commit(
         known_sha256: checksums of files that were taken while writing, so that they need not be read again.
 
     Raises:
-        DataError: `final` exists and `replace` is not given.
+        DataError: `final` exists and `replace` is not given; or a file of `known_sha256` is not there.
     """
     _restore(final)
     if final.exists() and not replace:
@@ -91,6 +93,9 @@ def commit(
     known = known_sha256 or {}
     _share(staging)
     files = {name: _entry(staging / name, known.get(name)) for name in _files(staging)}
+    for name in known:
+        if name not in files:
+            raise DataError(f"{staging / name} was written and is not there\n  try: a file system that all hosts share")
     manifest = write_manifest(staging, kind=kind, config=config, parents=parents, details=details, files=files)
     _sync_tree(staging)
     _rename(staging, final)
@@ -117,7 +122,8 @@ def write_manifest(
         "files": listed,
         "fingerprint": _fingerprint(kind, listed),
     }
-    write_json(directory / MANIFEST, manifest)
+    own = {_CHECKSUM: _checksum(manifest)} if listed else {}
+    write_json(directory / MANIFEST, manifest | own)
     return _parse(manifest)
 
 
@@ -138,6 +144,9 @@ def read_manifest(directory: str | Path, *, kind: str) -> Manifest:
         raise DataError(f"{directory} has no {MANIFEST}: it was not finished, or not made by headrace") from None
     except (json.JSONDecodeError, UnicodeDecodeError, TypeError, KeyError) as error:
         raise DataError(f"{path} is damaged: {error!r}\n  try: {_how_to_make(kind)}") from None
+    if raw.get(_CHECKSUM) not in (None, _checksum(raw)):
+        why = "its checksum is not the one it was written with"
+        raise DataError(f"{path} is damaged: {why}\n  try: {_how_to_make(kind)}")
     if manifest.kind != kind:
         raise DataError(f"{directory} holds a '{manifest.kind}', but a '{kind}' is needed\n  try: {_how_to_make(kind)}")
     return manifest
@@ -180,12 +189,16 @@ def sha256_of_file(path: Path) -> str:
 def write_json(path: Path, value: object) -> None:
     """Writes `value` as indented JSON under its final name in one step: a reader sees the old file or the new one."""
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1, sort_keys=True, ensure_ascii=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            json.dump(value, file, indent=1, sort_keys=True, ensure_ascii=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:  # a full disk does not say of which file
+        error.filename = error.filename or str(path)
+        raise
 
 
 def fingerprint_of(value: object) -> str:
@@ -226,6 +239,11 @@ def _entry(path: Path, sha256: str | None) -> dict[str, Any]:
 
 def _fingerprint(kind: str, files: Mapping[str, Mapping[str, Any]]) -> str:
     return fingerprint_of({"kind": kind, "files": {name: entry["sha256"] for name, entry in files.items()}})
+
+
+def _checksum(manifest: Mapping[str, Any]) -> str:
+    plain = json.loads(json.dumps({key: value for key, value in manifest.items() if key != _CHECKSUM}))
+    return fingerprint_of(plain)
 
 
 def _parse(raw: Mapping[str, Any]) -> Manifest:

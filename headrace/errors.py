@@ -21,6 +21,9 @@ EXIT_REQUEUE = 75
 EXIT_LOST = 76
 """Exit code of a run that has lost a rank, dead or hanging. Started again it goes on from its newest checkpoint."""
 
+EXIT_FOLLOWED = 77
+"""Exit code of a rank that ends because another one has failed with an error of its own, which tells what to do."""
+
 
 class HeadraceError(Exception):
     """Base of all errors a user can cause."""

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from headrace.cli import guarded, leave
 from headrace.errors import ConfigError
 from pipeline.arguments import resolved_run
+from pipeline.faults.stop import StopSignals
+from pipeline.launch import detect
+
+if TYPE_CHECKING:
+    import torch
 
 
 def main() -> int:
@@ -14,15 +21,16 @@ def main() -> int:
     if section is None:
         remedy = 'add "distill": {"teacher": "out/models/teacher"}, or use pipeline/train.py'
         raise ConfigError("distill", why="the config names no teacher", remedy=remedy)
-    # torch takes seconds to import, and a refusal should not wait for it
-    from pipeline.compress.distillation import Distillation  # noqa: PLC0415
-    from pipeline.session import train  # noqa: PLC0415
-
     bf16, attention, z_loss = run.config.bf16.enabled, run.config.model.attn_implementation, run.config.loss.z_loss
-    return train(
-        run,
-        lambda device: Distillation(section, bf16=bf16, attn_implementation=attention, device=device, z_loss=z_loss),
-    )
+    # torch takes seconds to import, and a refusal should not wait for it
+    with StopSignals(tells=detect().rank == 0) as signals:
+        from pipeline.compress.distillation import Distillation  # noqa: PLC0415
+        from pipeline.session import train  # noqa: PLC0415
+
+        def objective(device: torch.device) -> Distillation:
+            return Distillation(section, bf16=bf16, attn_implementation=attention, device=device, z_loss=z_loss)
+
+        return train(run, objective, signals=signals)
 
 
 if __name__ == "__main__":

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import os
+import secrets
+import socket
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from headrace.directory import MANIFEST, Manifest, read_manifest
 from headrace.errors import CheckpointError, ConfigError, DataError
 from headrace.section import suggest
-from pipeline.checkpoint.store import Checkpoint, CheckpointStore
+from pipeline.checkpoint.store import Checkpoint, CheckpointStore, on_rank_zero
 from pipeline.config.rules import ResolvedRun
 from pipeline.metrics.journal import NAME as JOURNAL
+
+_PATIENCE_S = 10.0
 
 
 def check_run_dir(run: ResolvedRun, store: CheckpointStore, curve: dict[str, Any]) -> None:
@@ -41,15 +48,20 @@ def check_run_dir(run: ResolvedRun, store: CheckpointStore, curve: dict[str, Any
         raise ConfigError("run.steps", run.steps, why=why, remedy=f"use more than {newest.step}, or another run.dir")
     readable = next((c for c in checkpoints if _manifest_or_none(c) is not None), None)
     if readable is not None:
-        _refuse_other_curve(readable, curve, allowed=config.run.allow_change)
+        refuse_other_curve(readable, curve, allowed=config.run.allow_change)
 
 
-def _refuse_other_curve(checkpoint: Checkpoint, curve: dict[str, Any], *, allowed: Sequence[str]) -> None:
-    """Refuses fields that differ, but for those in `allowed`, and names in `allowed` that are no such field."""
+def refuse_other_curve(checkpoint: Checkpoint, curve: dict[str, Any], *, allowed: Sequence[str]) -> None:
+    """Refuses fields that differ, but for those in `allowed`, and names in `allowed` that are no such field.
+
+    Raises:
+        CheckpointError: a field differs.
+        ConfigError: there is no such field, or it cannot be allowed.
+    """
     was = checkpoint.manifest.details["curve"]
     known = {*_paths(was), *_paths(curve)}
     for name in allowed:
-        if name not in known:
+        if name not in known and not _off(name, was, curve):
             near = suggest(name, sorted(known))
             remedy = f"did you mean '{near}'?" if near else f"name one of: {', '.join(sorted({*was, *curve}))}"
             raise ConfigError("run.allow_change", name, why="no such field alters the curve", remedy=remedy)
@@ -66,6 +78,41 @@ def _refuse_other_curve(checkpoint: Checkpoint, curve: dict[str, Any], *, allowe
             f"{checkpoint.path} belongs to another run; it would not go on as if nothing had happened:\n{listed}\n"
             f"  try: choose another run.dir, put the fields back, or, if it is meant, run.allow_change: [{names}]"
         )
+
+
+def check_shared(run_dir: Path) -> None:
+    """Refuses a run directory that not all hosts see. Collective.
+
+    Raises:
+        ConfigError: says which ranks do not see what rank 0 has written there.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    token = on_rank_zero(lambda: _leave_token(run_dir))
+    deadline = time.monotonic() + _PATIENCE_S
+    while not (seen := (run_dir / token).exists()) and time.monotonic() < deadline:
+        time.sleep(0.05)  # a network file system may show it a moment later
+    everyone: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, None if seen else f"rank {dist.get_rank()} on {socket.gethostname()}")
+    on_rank_zero(lambda: (run_dir / token).unlink(missing_ok=True))
+    blind = [who for who in everyone if who]
+    if blind:
+        why = f"{', '.join(blind[:8])} do not see what rank 0 has written there"
+        raise ConfigError("run.dir", str(run_dir), why=why, remedy="choose a directory that all hosts share")
+
+
+def _leave_token(run_dir: Path) -> str:
+    name = f".seen-{secrets.token_hex(8)}"
+    (run_dir / name).touch()
+    return name
+
+
+def _off(name: str, *curves: dict[str, Any]) -> bool:
+    """Whether a field belongs to what one of the curves does not have, such as fp16's scale in bf16."""
+    parents = [name.rpartition(".")[0][: len(name)]]
+    while parents[-1]:
+        parents.append(parents[-1].rpartition(".")[0])
+    return any(parent in curve and curve[parent] is None for parent in parents for curve in curves)
 
 
 def _paths(value: Any, at: str = "") -> Iterator[str]:

@@ -18,6 +18,7 @@ from pipeline.anomalies.steps import GoBack, Steps
 from pipeline.checkpoint.saving import CheckpointWriter
 from pipeline.checkpoint.store import About, Checkpoint, on_rank_zero
 from pipeline.config.rules import ResolvedRun
+from pipeline.config.schema import Config
 from pipeline.data.dataset import tokenizer_details
 from pipeline.data.loader import StepLoader, heldout_batches
 from pipeline.data.skips import NO_SKIPS, Skips, skips_of
@@ -25,6 +26,7 @@ from pipeline.engines.base import Engine, Objective
 from pipeline.engines.build import build_engine, pick_device
 from pipeline.engines.deepspeed_machine import check_machine
 from pipeline.faults.agreement import Agreement
+from pipeline.faults.progress import progress_by_reading
 from pipeline.faults.stop import Stop, StopSignals, leave_in_order
 from pipeline.faults.watchdog import Watchdog, watched
 from pipeline.launch import Launch, Meeting, detect, process_group, stand_by
@@ -33,21 +35,23 @@ from pipeline.metrics.journal import Journal, read_rows
 from pipeline.metrics.peak import peak_flops
 from pipeline.metrics.stragglers import Stragglers, peers_of
 from pipeline.metrics.wandb_sink import WandbSink
+from pipeline.models.values import Reported
 from pipeline.parallel.assemble import stage_lines
 from pipeline.parallel.mesh import Mesh, mesh_of
 from pipeline.preflight import preflight
 from pipeline.prepare import Prepared, prepare
-from pipeline.resume import changed_fields
+from pipeline.resume import changed_fields, check_shared, refuse_other_curve
 from pipeline.run_lock import only_one
 from pipeline.trainer import Progress, Sink, Training
 
 
-def train(run: ResolvedRun, make_objective: Callable[[torch.device], Objective]) -> int:
+def train(run: ResolvedRun, make_objective: Callable[[torch.device], Objective], *, signals: StopSignals) -> int:
     """Trains from where the newest checkpoint stopped to the end of the run, or to where it is asked to stop.
 
     Args:
         run: the resolved config.
         make_objective: called with this rank's device; what it returns is minimised.
+        signals: what this process is asked from outside.
 
     Returns:
         The exit code of this rank; see `faults.stop`.
@@ -70,18 +74,20 @@ def train(run: ResolvedRun, make_objective: Callable[[torch.device], Objective])
     answered: str | None = None
     with ExitStack() as stack:
         stack.enter_context(only_one(prepared.run_dir) if launch.rank == 0 else nullcontext())
-        signals = stack.enter_context(StopSignals(tells=launch.rank == 0))
+        signals.take_interrupts()
         if not run.plain:
             meeting = stack.enter_context(process_group(launch, gpu=device.index, config=run.config.launch))
             mesh, answered = _preflight(run, meeting, device)
+            check_shared(prepared.run_dir)
         limits, run_dir = run.config.watchdog, prepared.run_dir
         watchdog = stack.enter_context(watched(launch, meeting, config=limits, run_dir=run_dir))
         with watchdog:
             objective = make_objective(device)
-            engine = build_engine(run, prepared.model, prepared.values, objective, device=device, mesh=mesh)
+            values = Reported(prepared.values, lambda: watchdog.at("start-up"))
+            engine = build_engine(run, prepared.model, values, objective, device=device, mesh=mesh)
             session = _Session(prepared, engine, launch, signals, Agreement(device), watchdog)
             stop = session.go(answered)
-    return leave_in_order(stop.exit_code, meeting)
+        return leave_in_order(stop.exit_code, meeting)
 
 
 @dataclass(frozen=True)
@@ -120,7 +126,9 @@ class _Session:
         checkpoint = prepared.store.newest_whole(voice.say, alive=lambda: self.watchdog.at("start-up"))
         done = checkpoint.step if checkpoint else 0
         if checkpoint is not None:
-            self.engine.load(checkpoint.path)
+            refuse_other_curve(checkpoint, prepared.curve, allowed=run.config.run.allow_change)
+            with progress_by_reading(lambda: self.watchdog.at("start-up")):
+                self.engine.load(checkpoint.path)
         on_rank_zero(lambda: _tell_run(prepared, done))  # a run killed after its checkpoint has not told yet
         skips = order.skips_from(done) if order else _skips(prepared, checkpoint)
         sinks = _open_sinks(prepared, stack, from_step=done) if shown else []
@@ -215,9 +223,14 @@ class _Session:
                 **share,
                 samples=run.config.evaluation.samples,
             ),
-            writer=CheckpointWriter(prepared.store, background=run.config.run.async_checkpoints),
+            writer=CheckpointWriter(
+                prepared.store,
+                # what lies on a disk is brought into host memory to be written: a second copy would be too much
+                background=run.config.run.async_checkpoints and not on_nvme(run.config),
+                alive=lambda: self.watchdog.at("saving"),
+            ),
             about=lambda step: _about(prepared, step, executed),
-            on_saved=lambda step: _tell_run(prepared, step) if self.launch.rank == 0 else None,
+            on_saved=lambda step: _tell_if_possible(prepared, step, display.say) if self.launch.rank == 0 else None,
             signals=self.signals,
             agreement=self.agreement,
             at=self.watchdog.at,
@@ -233,6 +246,12 @@ class _Session:
         run = self.prepared.run
         peers = peers_of(run.topology, ring=run.config.parallel.context == "ring")
         return Stragglers(run.config.stragglers, peers=peers, rank=self.launch.rank, gpu=torch.cuda.is_available())
+
+
+def on_nvme(config: Config) -> bool:
+    """Whether a part of the state lies on a disk between steps."""
+    zero = config.zero_optimization
+    return "nvme" in (zero.offload_optimizer.device, zero.offload_param.device)
 
 
 def _evaluated(run_dir: Path, step: int) -> bool:
@@ -270,6 +289,14 @@ def _tell_run(prepared: Prepared, step: int) -> None:
     summary = {"step": step, "steps": run.steps, "finished": step == run.steps}
     config = run.config.model_dump(mode="json")
     write_manifest(prepared.run_dir, kind="run", config=config, parents=prepared.parents, details=summary)
+
+
+def _tell_if_possible(prepared: Prepared, step: int, say: Callable[[str], None]) -> None:
+    """The same while training, which goes on when the disk is full; a start writes it anew."""
+    try:
+        _tell_run(prepared, step)
+    except OSError as error:
+        say(f"warning: the manifest of {prepared.run_dir} cannot be written: {error}")
 
 
 def _opening_lines(prepared: Prepared, engine: Engine, launch: Launch, checkpoint: Checkpoint | None) -> Iterator[str]:

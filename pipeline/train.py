@@ -5,6 +5,8 @@ from __future__ import annotations
 from headrace.cli import guarded, leave
 from headrace.errors import ConfigError
 from pipeline.arguments import resolved_run
+from pipeline.faults.stop import StopSignals
+from pipeline.launch import detect
 
 
 def main() -> int:
@@ -14,10 +16,11 @@ def main() -> int:
         remedy = "start pipeline/distill.py with this config, or remove the section"
         raise ConfigError("distill", why="train.py has no teacher", remedy=remedy)
     # torch takes seconds to import, and a refusal should not wait for it
-    from pipeline.engines.objective import CrossEntropy  # noqa: PLC0415
-    from pipeline.session import train  # noqa: PLC0415
+    with StopSignals(tells=detect().rank == 0) as signals:
+        from pipeline.engines.objective import CrossEntropy  # noqa: PLC0415
+        from pipeline.session import train  # noqa: PLC0415
 
-    return train(run, lambda _device: CrossEntropy(z_loss=run.config.loss.z_loss))
+        return train(run, lambda _device: CrossEntropy(z_loss=run.config.loss.z_loss), signals=signals)
 
 
 if __name__ == "__main__":

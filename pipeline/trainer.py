@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from headrace.errors import CheckpointError
+from headrace.errors import CheckpointError, TrainingError
 from pipeline.anomalies.steps import Steps
 from pipeline.checkpoint.saving import CheckpointWriter, Saved, saved_or_error
 from pipeline.checkpoint.store import About
@@ -93,8 +93,12 @@ class Training:
         for batch in self.stragglers.timed(self.steps):
             step = batch.step
             self.at("training", step)
-            with self.stragglers.measured(step):
-                result = self.executed.train(batch, lr=self.run.schedule.lr(step))
+            try:
+                with self.stragglers.measured(step):
+                    result = self.executed.train(batch, lr=self.run.schedule.lr(step))
+            except TrainingError:  # on all ranks alike: what is being written is not lost for it
+                self.settle()
+                raise
             self.progress.step = step
             self._report(step, result, seconds=time.perf_counter() - started)
             self._report_stragglers(step)
@@ -104,7 +108,7 @@ class Training:
                 stop = self.evaluate(step)
             if stop or last:
                 self._save_last(step)
-                return Stop.NO if last else stop
+                return stop  # after the last step, too: what the evaluation has missed is made up for by a restart
             if save_every and step % save_every == 0:
                 self._save(step)
             self.at("reading data", step + 1)

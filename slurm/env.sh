@@ -69,18 +69,17 @@ headrace_train() {
     for ((started = 0; ; started++)); do
         headrace_answering
         nodes=${#HEADRACE_NODES[@]} code=0
-        srun --nodes="$nodes" --ntasks=$((nodes * tasks)) --ntasks-per-node="$tasks" --kill-on-bad-exit=1 "$@" || code=$?
+        # The ranks end each other and say why; srun would kill them in the middle of it, and report only the kill. It ends
+        # what is left a minute after the first one has gone.
+        srun --nodes="$nodes" --ntasks=$((nodes * tasks)) --ntasks-per-node="$tasks" --kill-on-bad-exit=0 --wait=60 "$@" || code=$?
         case $code in
-            75)
-                echo "job $SLURM_JOB_ID: it was asked to stop and has saved itself; back into the queue"
-                scontrol requeue "$SLURM_JOB_ID" || echo "error: it could not be put back: submit it again, it goes on" >&2
-                return 75
-                ;;
-            76 | 137 | 143) ;; # a rank was lost; 137 and 143 are srun's words for one that was killed
+            0 | 130) return "$code" ;;
+            75 | 138) headrace_requeue "it was asked to stop" ;; # 138: before it could note the signal
+            76 | 253) ;;                                         # a rank was lost; 253: to the out-of-memory killer
             *)
                 headrace_nodes
-                # a node that failed takes its ranks with it, whatever srun then says
-                [ "$code" != 0 ] && [ "${#HEADRACE_NODES[@]}" -lt "$nodes" ] || return "$code"
+                # 128 and more: a rank was killed. A node that failed takes its ranks with it, whatever srun then says
+                [ "$code" -ge 128 ] || { [ "$code" != 0 ] && [ "${#HEADRACE_NODES[@]}" -lt "$nodes" ]; } || return "$code"
                 ;;
         esac
         if [ "$started" -ge "$HEADRACE_RESTARTS" ]; then
@@ -91,25 +90,34 @@ headrace_train() {
     done
 }
 
-# The nodes that the job has now: with --no-kill Slurm takes a failed one out of it.
+# Puts the job back into the queue and ends the script. $1: why.
+headrace_requeue() {
+    echo "job $SLURM_JOB_ID: $1; back into the queue"
+    scontrol requeue "$SLURM_JOB_ID" || echo "error: it could not be put back: submit it again, it goes on" >&2
+    exit 75
+}
+
+# The nodes that the job has now: with --no-kill Slurm takes a failed one out of it. A controller that does not answer is
+# asked again: it must not look like nodes that are gone.
 headrace_nodes() {
-    mapfile -t HEADRACE_NODES < <(scontrol show hostnames "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%N)")
+    local list
+    until list=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%N) && [ -n "$list" ]; do
+        sleep 5
+    done
+    mapfile -t HEADRACE_NODES < <(scontrol show hostnames "$list")
 }
 
 # Has every node of the job say its name, before the first process group waits for all of them. One that does not answer
 # is waited for until Slurm takes it out of the job or it comes back.
 headrace_answering() {
-    local deadline=$((SECONDS + HEADRACE_PATIENCE))
+    local deadline=$((SECONDS + HEADRACE_PATIENCE)) code
     while :; do
         headrace_nodes
-        # as many as there are: one that is just failing would be waited for
-        if srun --label --nodes="${#HEADRACE_NODES[@]}" --ntasks="${#HEADRACE_NODES[@]}" --ntasks-per-node=1 hostname; then
-            return 0
-        fi
-        if [ "$SECONDS" -ge "$deadline" ]; then
-            echo "error: not all of ${HEADRACE_NODES[*]} answer" >&2
-            exit 1
-        fi
+        code=0
+        srun --label --nodes="${#HEADRACE_NODES[@]}" --ntasks="${#HEADRACE_NODES[@]}" --ntasks-per-node=1 hostname || code=$?
+        [ "$code" != 0 ] || return 0
+        [ "$code" != 138 ] || headrace_requeue "it was asked to stop"
+        [ "$SECONDS" -lt "$deadline" ] || headrace_requeue "not all of ${HEADRACE_NODES[*]} answer"
         sleep 5
     done
 }

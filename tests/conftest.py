@@ -25,9 +25,13 @@ os.environ.pop("WANDB_API_KEY", None)
 @pytest.fixture(scope="session")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tokens of the standard library's json and email packages, by a byte-level BPE of 512 ids."""
-    work = tmp_path_factory.mktemp("tokens")
+    return make_tokens(tmp_path_factory.mktemp("tokens"), text_folders())
+
+
+def text_folders() -> list[Path]:
+    """Text that every machine has."""
     stdlib = Path(sysconfig.get_paths()["stdlib"])
-    return make_tokens(work, [stdlib / "json", stdlib / "email"])
+    return [stdlib / "json", stdlib / "email"]
 
 
 def make_tokens(work: Path, folders: list[Path], **fields: Any) -> Path:

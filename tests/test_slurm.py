@@ -159,7 +159,7 @@ def test_a_run_that_is_asked_to_stop_comes_back_and_ends_as_if_it_had_not_been(
     log = (tmp_path / "train.out").read_text()
     assert job.state == "COMPLETED", log
     assert "stopped by SIGUSR1" in log
-    assert "it was asked to stop and has saved itself; back into the queue" in log
+    assert "it was asked to stop; back into the queue" in log
     assert "resuming after step" in log
     assert list(_losses(tmp_path / "long")) == list(range(1, LONG + 1))
 

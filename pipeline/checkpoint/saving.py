@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +31,8 @@ from headrace.errors import CheckpointError, HeadraceError
 from pipeline.checkpoint.planning import Plan, State, make_plan
 from pipeline.checkpoint.store import About, Checkpoint, CheckpointStore, on_rank_zero
 from pipeline.checkpoint.writing import Written, write_metadata, write_pieces
+
+_GLANCE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -68,14 +72,19 @@ class CheckpointWriter:
     Args:
         store: names and deletes them.
         background: beside the training; else `begin` returns when the files are written.
+        alive: called about once per second of waiting in which something was written.
     """
 
-    def __init__(self, store: CheckpointStore, *, background: bool = True) -> None:
+    def __init__(
+        self, store: CheckpointStore, *, background: bool = True, alive: Callable[[], None] = lambda: None
+    ) -> None:
         self._store, self._background = store, background
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._plan: Plan | None = None
         self._buffers: dict[Any, Tensor] = {}
         self._flight: _Flight | None = None
+        self._alive, self._seen = alive, 0
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
 
     @property
     def in_flight(self) -> bool:
@@ -107,7 +116,7 @@ class CheckpointWriter:
         source = self._copied(plan, held) if self._background else plan.source(held)
         job = self._threads.submit(write_pieces, plan, source, folder)
         if not self._background:
-            job.exception()  # waits; what it is comes out in `settle`
+            self._wait_for(job, folder)  # how it ended comes out in `settle`
         self._flight = _Flight(about, plan, began, job, waited_s=time.perf_counter() - began)
 
     def settle(self) -> Saved | None:
@@ -131,9 +140,16 @@ class CheckpointWriter:
         """Waits until nothing is in flight any more; None when nothing was. Collective."""
         saved = None
         while self._flight is not None:
-            self._flight.job.exception()
+            self._wait_for(self._flight.job, staging_path(self._store.final(self._flight.about.step)))
             saved = self.settle()
         return saved
+
+    def _wait_for(self, job: Future[Any], folder: Path) -> None:
+        while not futures.wait([job], timeout=_GLANCE_S).done:
+            written = sum(path.stat().st_size for path in folder.glob(f"__{self._rank}_*"))
+            if written != self._seen:
+                self._seen = written
+                self._alive()
 
     def _copied(self, plan: Plan, held: State) -> Callable[[WriteItem], Tensor]:
         """Copies this rank's share into buffers that stay for the next time."""
@@ -141,7 +157,7 @@ class CheckpointWriter:
         for item in plan.items.items:
             value = find(item)
             if item.index not in self._buffers:
-                self._buffers[item.index] = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+                self._buffers[item.index] = _host_buffer(value)
             self._buffers[item.index].copy_(value, non_blocking=True)
             on_gpu = on_gpu or value.is_cuda
         if on_gpu:
@@ -173,6 +189,17 @@ class CheckpointWriter:
         except BaseException:
             self._store.abandon(flight.about.step)
             raise
+
+
+def _host_buffer(value: Tensor) -> Tensor:
+    """Host memory for a copy, page-locked for one from a GPU.
+
+    Locked where it is: torch's own allocator of page-locked memory rounds sizes up to the next power of two.
+    """
+    buffer = torch.empty(value.shape, dtype=value.dtype)
+    if value.is_cuda and buffer.numel():
+        torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)  # unlocked it is only slower
+    return buffer
 
 
 def save_now(store: CheckpointStore, about: About, state: Callable[[], State]) -> Checkpoint:
@@ -213,5 +240,5 @@ def _outcome(job: Future[Any]) -> tuple[str | None, Checkpoint | None]:
 
 def _words(error: BaseException) -> str:
     if not isinstance(error, OSError | RuntimeError | HeadraceError):
-        raise error
+        return repr(error)
     return (str(error) or repr(error)).splitlines()[0]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -97,7 +98,8 @@ class CheckpointStore:
             known_sha256=sha256,
         )
         self._point_to(final)
-        self._prune()
+        with suppress(OSError):  # it has its name; what cannot be deleted is tried again after the next one
+            self._prune(about.step)
         return Checkpoint(final, about.step)
 
     def newest_whole(
@@ -137,8 +139,9 @@ class CheckpointStore:
         except OSError:  # a file system without links: nothing of ours reads it
             new.unlink(missing_ok=True)
 
-    def _prune(self) -> None:
-        for old in self.all()[self._keep :]:
+    def _prune(self, newest: int) -> None:
+        """Deletes the oldest of those up to a step. Later ones are damaged: the run has gone back behind them."""
+        for old in [each for each in self.all() if each.step <= newest][self._keep :]:
             if self._keep_every is not None and old.step % self._keep_every == 0:
                 continue
             doomed = old.path.with_name(f".{old.path.name}.deleted")

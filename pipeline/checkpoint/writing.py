@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from pipeline.checkpoint.planning import Plan
 
+_PATIENCE_S = 10.0
 METADATA = ".metadata"
 """The file in which torch.distributed.checkpoint says what lies where."""
 
@@ -50,7 +53,7 @@ def write_pieces(plan: Plan, source: Callable[[WriteItem], Tensor], directory: P
     Raises:
         OSError, RuntimeError: it could not be written.
     """
-    directory.mkdir(parents=True, exist_ok=True)  # made by rank 0, but a network file system may not show it here yet
+    _wait_for(directory)
     files = _Checksummed()
     writer = _writer(directory, files)
     writer.set_up_storage_writer(plan.rank == 0)
@@ -62,6 +65,17 @@ def write_pieces(plan: Plan, source: Callable[[WriteItem], Tensor], directory: P
     finally:
         torch.serialization.set_crc32_options(before)
     return Written(results, files.sha256)
+
+
+def _wait_for(directory: Path) -> None:
+    """Rank 0 has made it; a network file system may show it here a moment later."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while not directory.is_dir():
+        if time.monotonic() > deadline:
+            raise FileNotFoundError(
+                f"{directory} is not seen on {socket.gethostname()}: is run.dir on a shared file system?"
+            )
+        time.sleep(0.05)
 
 
 def write_metadata(plan: Plan, directory: Path, results: Sequence[list[WriteResult]]) -> None:

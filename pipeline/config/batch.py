@@ -78,10 +78,9 @@ def resolve_batch(config: Config, *, dp: int, elastic: bool = False, least: int 
     accumulation, length = config.gradient_accumulation_steps, config.data.sequence_length
     if config.parallel.elastic:
         _says_what_stays(config)
-    if not elastic or total is None:
+    if not elastic or total is None or micro is None:  # without it nobody knows what fits into memory
         return Batch(*cut_batch(total, micro, accumulation, dp=dp), dp, length)
-    largest = micro or -(-total // (dp * (accumulation or 1)))
-    cut = fill_batch(total, largest, dp=dp, least=least, rounds=rounds)
+    cut = fill_batch(total, micro, dp=dp, least=least, rounds=rounds)
     given = {
         "train_micro_batch_size_per_gpu": (micro, cut[0]),
         "gradient_accumulation_steps": (accumulation, cut[1]),

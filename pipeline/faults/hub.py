@@ -152,7 +152,8 @@ class Hub:
             if isinstance(message, str) or message.pop("token", None) != self._orders.token:
                 return False
             peer.record = Record(**message, heard=now, moved=now)
-            connection.send(line({"welcome": self._orders.token}))
+            with suppress(OSError):  # gone again already: that is seen when receiving
+                connection.send(line({"welcome": self._orders.token}))
         elif isinstance(message, str):
             peer.dump = [message] if message.startswith("Timeout") else [*peer.dump, message]
             stack = parsed(peer.dump, thread=peer.record.main) or peer.record.stack

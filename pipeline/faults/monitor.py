@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from headrace.errors import EXIT_LOST
+from headrace.errors import EXIT_FOLLOWED, EXIT_LOST
 from pipeline.faults.ending import leave_now, put_down
 from pipeline.faults.stacks import stack_of
 from pipeline.faults.verdict import SETTLE_S
@@ -220,7 +220,7 @@ class Monitor(threading.Thread):
             self._judged.set()
             time.sleep(INSIST_S)
             leave_now(self._code)
-        leave_now(EXIT_LOST)
+        leave_now(EXIT_FOLLOWED if kind == "failed" else EXIT_LOST)
 
     def _wait_for_own_error(self, seconds: float) -> None:
         """Where all ranks refuse together, each tells so itself, a moment earlier or later."""

@@ -12,11 +12,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace.cli import ERROR_FILE
-from headrace.errors import EXIT_LOST
+from headrace.errors import EXIT_FOLLOWED, EXIT_LOST
 from pipeline.faults.verdict import Record, Verdict
 from pipeline.faults.wire import machine, state_of
 
@@ -50,7 +51,8 @@ def told(verdict: Verdict, records: Mapping[int, Record], *, world_size: int) ->
         if verdict.kind == "stuck":
             lines += _stack(max(others, key=lambda record: record.places), "is")
     if others:
-        lines.append(f"  the other ranks are ended (exit code {EXIT_LOST})")
+        code = EXIT_FOLLOWED if verdict.kind == "failed" else EXIT_LOST
+        lines.append(f"  the other ranks are ended (exit code {code})")
     return "\n".join([*lines, f"  try: {_remedy(verdict, guilty[0])}"])
 
 
@@ -94,7 +96,11 @@ def claim(run_dir: Path, entry: Mapping[str, Any], *, token: str) -> bool:
 def read_faults(run_dir: str | Path) -> list[dict[str, Any]]:
     """The faults of a run, oldest first."""
     path = Path(run_dir) / NAME
-    return [json.loads(each) for each in path.read_text().splitlines()] if path.exists() else []
+    rows = []
+    for each in path.read_text().splitlines() if path.exists() else ():
+        with suppress(ValueError):  # half a line, from a full disk
+            rows.append(json.loads(each))
+    return rows
 
 
 def within(seconds: float, action: Callable[[], T], *, otherwise: T) -> T:
@@ -117,8 +123,11 @@ def _append(path: Path, entry: Mapping[str, Any]) -> bool:
     with path.open("a+", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
-        if any(f'"start": "{entry["start"]}"' in line for line in file):
+        known = file.read()
+        if f'"start": "{entry["start"]}"' in known:
             return False
+        whole = not known or known.endswith("\n")
+        file.write("" if whole else "\n")
         file.write(json.dumps(entry) + "\n")
         file.flush()
         os.fsync(file.fileno())

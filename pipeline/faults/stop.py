@@ -21,10 +21,11 @@ from typing import Any
 
 from headrace.errors import EXIT_INTERRUPTED, EXIT_REQUEUE
 from pipeline.launch import Meeting
+from pipeline.launch.group import STOPPED
 
 _LEFT = "left"
 _PATIENCE_S = 10.0
-_SETTLE_S = 0.3
+_SETTLE_S = 1.0
 
 
 class Stop(IntEnum):
@@ -44,11 +45,16 @@ class Stop(IntEnum):
         return {1: "SIGINT", 2: "SIGUSR1", 3: "SIGTERM"}.get(int(self), "no signal")
 
 
-_SIGNALS = {signal.SIGINT: Stop.INTERRUPT, signal.SIGUSR1: Stop.WARNING, signal.SIGTERM: Stop.TERMINATE}
+_SIGNALS = {signal.SIGUSR1: Stop.WARNING, signal.SIGTERM: Stop.TERMINATE, signal.SIGINT: Stop.INTERRUPT}
 
 
 class StopSignals:
     """Notes the signals instead of dying of them, from `with` to the end of the block. In the main thread.
+
+    Ctrl-C ends the process as ever until `take_interrupts`: while a run starts up there is nothing to save.
+
+    Args:
+        tells: whether this process says so when it is asked.
 
     Attributes:
         asked: what this process was asked.
@@ -60,10 +66,17 @@ class StopSignals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
-        """Takes the signals over; without effect in other threads than the main one."""
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
+        """Takes the signals over that schedulers send; without effect in other threads than the main one."""
+        self._take(signal.SIGUSR1, signal.SIGTERM)
         return self
+
+    def take_interrupts(self) -> None:
+        """Takes Ctrl-C over, too."""
+        self._take(signal.SIGINT)
+
+    def _take(self, *numbers: signal.Signals) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._before |= {number: signal.signal(number, self._note) for number in numbers}
 
     def __exit__(self, *_: object) -> None:
         """Gives them back."""
@@ -83,13 +96,15 @@ class StopSignals:
 def leave_in_order(code: int, meeting: Meeting | None) -> int:
     """The exit code of this rank, when all stop together: rank 0 has `code` and goes last, the others have 0.
 
-    srun and deepspeed kill whoever is left after the first exit code that is not 0, and then report the kill.
+    To be called while the process group is open: the notes lie in its store. srun and deepspeed kill whoever is left
+    after the first exit code that is not 0, and then report the kill.
     """
     if meeting is None or meeting.world_size == 1 or code == 0:
         return code
     if meeting.rank > 0:
         meeting.note(f"{_LEFT}/{meeting.rank}")
         return 0
+    meeting.note(STOPPED)
     deadline = time.monotonic() + _PATIENCE_S
     while meeting.missing(_LEFT, range(1, meeting.world_size)) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 DEFAULTS = LaunchSection()
+STOPPED = "stopped"
+"""Rank 0's note that the run is to be started again: spare ranks wait for that."""
 OVER = "headrace/over"
 """The note that rank 0 leaves when all is done, for processes that wait beside the run."""
 _ASKED = "headrace/asked"
@@ -119,7 +121,7 @@ def process_group(
             _close()
         raise
     else:
-        if launch.rank == 0:
+        if launch.rank == 0 and not ask(lambda: meeting.store.check([STOPPED]), otherwise=True):
             ask(lambda: store.underlying_store.set(OVER, "1"), otherwise=None)
         _close()
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.cli import ERROR_FILE
-from headrace.errors import EXIT_INTERRUPTED, EXIT_LOST
+from headrace.errors import EXIT_FOLLOWED, EXIT_INTERRUPTED, EXIT_LOST
 
 _POLL_S = 0.05
 _SETTLE_S = 1.0
@@ -87,7 +87,7 @@ def supervise(command: Sequence[str], *, processes: int) -> int:
             return EXIT_INTERRUPTED
         if not failures:
             return 0
-        own = [rank for rank in failures if rank.process.returncode != EXIT_LOST]
+        own = [rank for rank in failures if rank.process.returncode not in (EXIT_LOST, EXIT_FOLLOWED)]
         if len(own) < len(failures) and all(rank.process.returncode < 0 for rank in own):
             return _tell_loss(ranks, own)
         cause = next((rank for rank in own if not CONSEQUENCE.search(_last_lines(rank))), own[0])

@@ -9,35 +9,57 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from headrace.errors import TrainingError
 
 NAME = "metrics.jsonl"
 
 
 class Journal:
-    """Appends rows to a run's metrics.jsonl.
+    """Appends rows to a run's metrics.jsonl. On a full disk they are kept until there is room: training goes on.
 
     Args:
         run_dir: the run's directory.
         from_step: rows of later steps are cut off first; 0 for a fresh run.
+
+    Raises:
+        TrainingError: the file cannot be written.
     """
 
     def __init__(self, run_dir: Path, *, from_step: int) -> None:
-        path = run_dir / NAME
-        _cut(path, from_step)
-        self._file = path.open("a", encoding="utf-8")
+        self._path, self._kept, self._warned = run_dir / NAME, b"", False
+        try:
+            _cut(self._path, from_step)
+            self._file = self._path.open("ab", buffering=0)
+        except OSError as error:
+            raise TrainingError(
+                f"{self._path} cannot be written: {error}\n  try: free space there, then start again"
+            ) from None
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Appends a row and hands it to the operating system, so that it outlives this process."""
-        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
-        self._file.flush()
+        self._kept += json.dumps({"kind": kind, "step": step, **values}).encode() + b"\n"
+        self._hand_over()
 
     def close(self) -> None:
         """Flushes to disk."""
-        os.fsync(self._file.fileno())
-        self._file.close()
+        self._hand_over()
+        with suppress(OSError), self._file:
+            os.fsync(self._file.fileno())
+
+    def _hand_over(self) -> None:
+        try:
+            while self._kept:
+                self._kept = self._kept[self._file.write(self._kept) :]
+        except OSError as error:
+            if not self._warned:
+                print(f"warning: {self._path} cannot be written ({error}): rows are kept", file=sys.stderr, flush=True)
+        self._warned = bool(self._kept)
 
 
 def read_rows(run_dir: str | Path, *, kind: str | None = None) -> list[dict[str, Any]]:

@@ -19,8 +19,9 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
+from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +33,6 @@ _MESSAGES = ("gloo:", "mpi:")
 """How the profiler's names of messages that are under way begin."""
 _DRIVER = ("cuda_runtime", "cuda_driver")
 _STEP = "headrace::step"
-_SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
 
 class Span(NamedTuple):
@@ -157,13 +157,22 @@ def kernel_seconds(spans: Iterable[Span]) -> float:
     return sum(span.end - span.start for span in own) / 1e9
 
 
-def core_seconds() -> float:
-    """Time this thread has been on a core or in the queue for one, since it began.
+class CoreClock:
+    """Time the thread that makes it has been on a core or in the queue for one.
 
     Source: Documentation/scheduler/sched-stats.rst of Linux, /proc/PID/schedstat. Without it, the time on a core.
     """
-    try:
-        on, waiting, _ = _SCHEDSTAT.read_text().split()
-    except (OSError, ValueError):
-        return time.thread_time()
-    return (int(on) + int(waiting)) / 1e9
+
+    def __init__(self) -> None:
+        self._file: FileIO | None = None
+        with suppress(OSError):
+            # kept open: to open it anew for every step takes longer than to read it
+            self._file = Path("/proc/thread-self/schedstat").open("rb", buffering=0)  # noqa: SIM115
+
+    def seconds(self) -> float:
+        """Since the thread began."""
+        if self._file is None:
+            return time.thread_time()
+        self._file.seek(0)
+        on, waiting, _ = self._file.read().split()
+        return (int(on) + int(waiting)) / 1e9

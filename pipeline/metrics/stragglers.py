@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.config.schema import StragglersSection
-from pipeline.metrics.own_time import core_seconds, host_seconds, kernel_seconds, profiled
+from pipeline.metrics.own_time import CoreClock, host_seconds, kernel_seconds, profiled
 from pipeline.topology import Topology
 
 T = TypeVar("T")
@@ -120,7 +120,7 @@ class Stragglers:
         self._every = section.every if len(peers) > 1 else None
         self._judge = Judge(peers, slower_by=section.slower_by)
         self._rank, self._gpu = rank, gpu
-        self._hosts: list[str] = []
+        self._clock, self._hosts = CoreClock(), list[str]()
         self._forget()
 
     def _forget(self) -> None:
@@ -151,10 +151,10 @@ class Stragglers:
                 yield
             self._host, self._kernels = host_seconds(spans), kernel_seconds(spans)
         else:
-            started = core_seconds()
+            started = self._clock.seconds()
             yield
             if not self._gpu:  # who waits for a GPU does so on a core
-                self._cores.append(core_seconds() - started)
+                self._cores.append(self._clock.seconds() - started)
 
     def report(self, step: int) -> Report | None:
         """Gathers and judges, when it is time: collective then. None on ranks other than 0, and at other steps."""

@@ -146,3 +146,20 @@ def _ignorable(found: set[str], shapes: Mapping[str, torch.Size]) -> set[str]:
     rotary = {n for n in found if re.search(r"rotary_emb\.inv_freq$", n)}
     tied = {"lm_head.weight"} if "lm_head.weight" not in shapes else set()
     return rotary | tied
+
+
+class Reported:
+    """Values that are told of when they are asked for: making or reading those of a large model takes minutes.
+
+    Args:
+        values: the values.
+        report: called for each parameter.
+    """
+
+    def __init__(self, values: ParameterValues, report: Callable[[], None]) -> None:
+        self._values, self._report = values, report
+
+    def value(self, name: str) -> Tensor:
+        """See `ParameterValues.value`."""
+        self._report()
+        return self._values.value(name)

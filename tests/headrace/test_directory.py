@@ -96,6 +96,17 @@ def test_a_damaged_manifest_is_named(tmp_path: Path, text: str) -> None:
         read_manifest(tmp_path / "out", kind="tokens")
 
 
+def test_a_manifest_in_which_one_character_changed_is_damaged(tmp_path: Path) -> None:
+    build(tmp_path / "out")
+    path = tmp_path / "out/manifest.json"
+    text = path.read_text()
+    path.write_text(text.replace('"bytes": 100', '"bytes": 101'))
+    with pytest.raises(DataError, match=r"manifest\.json is damaged: its checksum"):
+        read_manifest(tmp_path / "out", kind="tokens")
+    path.write_text(text)
+    read_manifest(tmp_path / "out", kind="tokens")
+
+
 def test_a_directory_of_another_kind_is_refused_with_how_to_make_the_right_one(tmp_path: Path) -> None:
     build(tmp_path / "out")
     with pytest.raises(DataError, match=r"holds a 'tokens', but a 'model' is needed\n.*pipeline export"):
@@ -137,4 +148,4 @@ def test_a_process_killed_while_committing_leaves_all_or_nothing(tmp_path: Path,
 def test_a_manifest_is_plain_json_without_time_or_host(tmp_path: Path) -> None:
     build(tmp_path / "out")
     manifest = json.loads((tmp_path / "out/manifest.json").read_text())
-    assert set(manifest) == {"kind", "config", "code", "parents", "details", "files", "fingerprint"}
+    assert set(manifest) == {"kind", "config", "code", "parents", "details", "files", "fingerprint", "checksum"}

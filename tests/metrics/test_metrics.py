@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -37,6 +40,32 @@ def test_a_damaged_line_stays_and_does_not_keep_a_run_from_going_on(tmp_path: Pa
     assert (tmp_path / "metrics.jsonl").read_text() == '{"kind": "step", "step": 1}\nnonsense\n'
     with pytest.raises(ValueError, match="Expecting value"):
         read_rows(tmp_path)
+
+
+def test_rows_that_a_full_disk_does_not_take_are_kept_until_there_is_room(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal = Journal(tmp_path, from_step=0)
+    journal.write("step", 1, loss=1.0)
+    with room_for((tmp_path / "metrics.jsonl").stat().st_size + 10):
+        journal.write("step", 2, loss=2.0)
+        journal.write("step", 3, loss=3.0)
+    assert [row["step"] for row in read_rows(tmp_path)] == [1]
+    assert capsys.readouterr().err.count("cannot be written") == 1
+    journal.write("step", 4, loss=4.0)
+    journal.close()
+    assert [row["step"] for row in read_rows(tmp_path)] == [1, 2, 3, 4]
+
+
+@contextmanager
+def room_for(size: int) -> Iterator[None]:
+    """No file of this process can grow past so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_bits_per_byte_does_not_depend_on_the_tokenizer() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pipeline.metrics.journal import read_rows
-from pipeline.metrics.own_time import Span, core_seconds, host_seconds, kernel_seconds, profiled
+from pipeline.metrics.own_time import CoreClock, Span, host_seconds, kernel_seconds, profiled
 from pipeline.metrics.stragglers import Judge, peers_of
 from pipeline.topology import Topology
 from tests import warm
@@ -94,14 +94,16 @@ def test_the_host_waits_where_a_message_is_under_way_and_no_operator_runs() -> N
 
 
 def test_time_on_a_core_does_not_count_waiting() -> None:
-    before = core_seconds()
-    time.sleep(0.3)
-    waited = core_seconds() - before
-    matrix, started = torch.randn(300, 300), time.perf_counter()
+    clock, waited = CoreClock(), []
+    for _ in range(5):  # on a busy machine one may wait for a core after having slept, and that counts
+        before = clock.seconds()
+        time.sleep(0.1)
+        waited.append(clock.seconds() - before)
+    before, matrix, started = clock.seconds(), torch.randn(300, 300), time.perf_counter()
     while time.perf_counter() - started < 0.2:
         matrix @ matrix
-    assert waited < 0.1
-    assert core_seconds() - before - waited > 0.1
+    assert min(waited) < 0.05
+    assert clock.seconds() - before > 0.1
 
 
 def test_beside_another_profiler_nothing_is_measured_and_nothing_breaks(capfd: pytest.CaptureFixture[str]) -> None:
@@ -138,22 +140,23 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 """Where ranks wait for each other in every layer."""
 
 
-def trained(tokens: Path, work: Path, layout: str, *, slow: int) -> tuple[list[dict[str, Any]], str]:
+def trained(tokens: Path, work: Path, layout: str, *, slow: int, slower_by: float) -> tuple[list[dict[str, Any]], str]:
     """The reports of a short run on two ranks, one of which may be slowed, and what was said."""
     run: dict[str, Any] = {"dir": str(work / "run"), "steps": 20, "seed": 7}
-    # twice as slow: the machine of a test is shared, and the ranks are not told where to run
-    config = tiny_config(tokens, work / "run", run=run, stragglers={"every": 4, "slower_by": 0.5}, **LAYOUTS[layout])
+    config = tiny_config(
+        tokens, work / "run", run=run, stragglers={"every": 2, "slower_by": slower_by}, **LAYOUTS[layout]
+    )
     words = entry_point("train.py", write_config(work / "c.json", config))
     done = warm.run("-c", SLOWED, slow, *words, cwd=work, processes=2, merged=True)
     assert done.returncode == 0, done.stdout[-3000:]
     reports = [row for row in read_rows(work / "run", kind="event") if row["event"] == "stragglers"]
-    assert [row["step"] for row in reports] == [4, 8, 12, 16, 20]
+    assert [row["step"] for row in reports] == list(range(2, 21, 2))
     return reports, done.stdout
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_rank_that_is_really_slow_is_named_wherever_ranks_wait(tokens: Path, tmp_path: Path, layout: str) -> None:
-    reports, said = trained(tokens, tmp_path, layout, slow=1)
+    reports, said = trained(tokens, tmp_path, layout, slow=1, slower_by=0.3)
     host = socket.gethostname()
     assert re.search(rf"rank 1 on {host} needs \d\.\d\d times the median's time for its own work", said)
     assert f"rank 0 on {host} needs" not in said
@@ -163,7 +166,8 @@ def test_a_rank_that_is_really_slow_is_named_wherever_ranks_wait(tokens: Path, t
 
 
 def test_where_nobody_is_slow_nobody_is_named(tokens: Path, tmp_path: Path) -> None:
-    reports, said = trained(tokens, tmp_path, "deepspeed-3", slow=2)
+    # twice as slow: other tests share the machine, and where they run a rank really is slower, by up to 1.6 as was seen
+    reports, said = trained(tokens, tmp_path, "deepspeed-3", slow=2, slower_by=1.0)
     assert "the median's time" not in said
     slowest = reports[-1]["slowest"][0]
     assert slowest["seconds"] == reports[-1]["seconds"]["max"]

@@ -1,0 +1,119 @@
+"""The campaign's figures: a table on the terminal, and the same as Markdown."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+import deepspeed
+import torch
+from rich.table import Table
+
+from headrace.directory import code_version
+from tests.faults.campaign.layouts import EVALUATE_EVERY, KEEP, SAVE_EVERY, SILENT_S, STEPS
+from tests.faults.campaign.life import Outcome
+
+HEAD = (
+    "strike",
+    "times",
+    "hung",
+    "resumed wrongly",
+    "lost more",
+    "told wrongly",
+    "median s to the end of all",
+    "longest s",
+    "median steps lost",
+    "most steps lost",
+    "exit codes",
+)
+
+
+def rows_of(outcomes: Sequence[Outcome]) -> list[list[str]]:
+    """One row per kind of strike, and a last one for all."""
+    kinds = list(dict.fromkeys(sorted(outcome.kind for outcome in outcomes)))
+    rows = [_row(kind, [each for each in outcomes if each.kind == kind]) for kind in kinds]
+    return [*rows, _row("all", outcomes)]
+
+
+def table_of(outcomes: Sequence[Outcome]) -> Table:
+    """For a terminal."""
+    table = Table(*HEAD)
+    for row in rows_of(outcomes):
+        table.add_row(*row)
+    return table
+
+
+def markdown_of(outcomes: Sequence[Outcome], *, command: str, seed: int, minutes: float) -> str:
+    """For docs/."""
+    broken = sum(bool(outcome.violations) for outcome in outcomes)
+    code = code_version()
+    short = (code["commit"] or "")[:12]
+    lines = [
+        "# The kill campaign",
+        "",
+        f"{len(outcomes)} strikes at random moments, {'none' if broken == 0 else broken} of which broke a promise."
+        f" {datetime.now(UTC):%Y-%m-%d}, {minutes:.0f} minutes, seed {seed}, headrace {code['headrace']} at or after"
+        f" commit {short}.",
+        "",
+        f"    {command}",
+        "",
+        f"Machine: {os.cpu_count()} cores ({_cpu()}), no GPU; Python {platform.python_version()},"
+        f" torch {torch.__version__}, DeepSpeed {deepspeed.__version__}, gloo.",
+        "",
+        f"Runs of {STEPS} steps, a checkpoint begun every {SAVE_EVERY} (asynchronous, the newest {KEEP} stay), an"
+        f" evaluation every {EVALUATE_EVERY}; `watchdog.silent` is {SILENT_S:g} s. What came to its end began anew.",
+        "",
+        *_markdown(HEAD, rows_of(outcomes)),
+        "",
+        'Exit codes are those of the launcher; a negative one is the number of the signal that ended it. "Steps'
+        ' lost" are those that had been done and had to be done again. After every strike it was looked at whether:',
+        "",
+        "- all processes were gone in time;",
+        "- everything with a checkpoint's name had the checksums of its manifest, but for what was damaged on purpose;",
+        "- the next start went on from the newest whole checkpoint, which was no older than the one before the last"
+        " begun; after SIGTERM, SIGUSR1 and SIGINT from the very last step;",
+        "- the journal had every step once, in order, with the losses of a run that nobody touched, bit for bit, and"
+        " every evaluation;",
+        "- there was one report, of the right rank, and a documented exit code, without a traceback.",
+        "",
+        *_shares("When", [outcome.moment for outcome in outcomes]),
+        "",
+        *_shares("What", [outcome.layout for outcome in outcomes]),
+        "",
+        *_shares("Started by", [outcome.launcher for outcome in outcomes]),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _row(name: str, outcomes: Sequence[Outcome]) -> list[str]:
+    sorts = ("hung", "resumed wrongly", "lost more", "told wrongly")
+    broken = [str(sum(any(v.sort == sort for v in each.violations) for each in outcomes)) for sort in sorts]
+    seconds, lost = [each.seconds for each in outcomes], [each.lost for each in outcomes]
+    codes = Counter(each.code for each in outcomes)
+    shown = ", ".join(f"{code} ({count})" for code, count in codes.most_common())
+    times = [f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}"]
+    steps = [f"{statistics.median(lost):g}", str(max(lost))]
+    return [name, str(len(outcomes)), *broken, *times, *steps, shown]
+
+
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    ruler = ["---", *["---:"] * (len(head) - 2), "---"]
+    return [f"| {' | '.join(row)} |" for row in (head, ruler, *rows)]
+
+
+def _shares(title: str, names: Sequence[str]) -> list[str]:
+    rows = [[name, str(count)] for name, count in Counter(names).most_common()]
+    return _markdown([title, "strikes"], rows)
+
+
+def _cpu() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:  # noqa: PTH123  no file of ours
+            return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.machine()

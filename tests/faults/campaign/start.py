@@ -1,0 +1,147 @@
+"""One start of a run: its processes, found by its directory, and what its journal says of it."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from pipeline.metrics.journal import NAME, read_rows
+from tests.faults.campaign.layouts import TRAIN, Layout, command_of, environment
+
+POLL_S = 0.005
+_OPENING = ("started", "resumed")
+
+
+def processes_of(work: Path) -> list[psutil.Process]:
+    """All that name a directory in their command line or stand in it: launcher, ranks, the watchdog's hub."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            named = any(str(work) in word for word in process.cmdline()) or process.cwd() == str(work)
+            if named and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def end_all(work: Path) -> None:
+    """What a power cut does."""
+    for process in processes_of(work):
+        with suppress(psutil.Error):
+            process.kill()
+
+
+class Start:
+    """A started run.
+
+    Args:
+        work: the directory it stands in; its processes are known by it.
+        run_dir: the run's own.
+        layout: what trains.
+        launcher: who starts it.
+        number: of this start in `work`.
+    """
+
+    def __init__(self, work: Path, run_dir: Path, layout: Layout, launcher: str, number: int) -> None:
+        self.work, self.run_dir, self.layout, self.launcher = work, run_dir, layout, launcher
+        self.before = read_rows(run_dir)
+        self.output = work / f"said-{number}"
+        self._seen: tuple[float, int] = (0.0, -1)
+        self._rows: list[dict[str, Any]] = self.before
+        command = command_of(launcher, layout, work / "c.json")
+        with self.output.open("wb") as said:
+            self.process = subprocess.Popen(
+                command,
+                cwd=work,
+                env=environment(work),
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                start_new_session=True,
+            )
+        self.began = time.monotonic()
+
+    @property
+    def alive(self) -> bool:
+        """Whether what was started still runs; a launcher may be gone before its ranks."""
+        return self.process.poll() is None
+
+    @property
+    def said(self) -> str:
+        """By all ranks that may write to the terminal."""
+        return self.output.read_text(errors="replace")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The whole lines of the journal."""
+        with suppress(FileNotFoundError):
+            stat = (self.run_dir / NAME).stat()
+            if (stat.st_mtime, stat.st_size) != self._seen:
+                self._seen, self._rows = (stat.st_mtime, stat.st_size), read_rows(self.run_dir)
+        return self._rows
+
+    def resumed_after(self) -> int | None:
+        """The step that this start has gone on from; None when it has not come so far, or was ended first."""
+        opened = _openings(self.rows())
+        if not opened:
+            return None
+        step = opened[-1]
+        kept = [each for each in _openings(self.before) if each <= step]
+        return step if len(opened) == len(kept) + 1 else None
+
+    def done(self) -> int:
+        """The last step that this start has finished; 0 before it has any."""
+        came_from = self.resumed_after()
+        return 0 if came_from is None else max([0, *(s for s in steps_of(self.rows()) if s > came_from)])
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        """Rank -> its process."""
+        if self.launcher == "plain":
+            return {0: psutil.Process(self.process.pid)} if self.alive else {}
+        found = {}
+        for process in processes_of(self.work):
+            with suppress(psutil.Error, ValueError):
+                rank = process.environ().get("RANK")
+                if rank is not None and str(TRAIN) in process.cmdline():
+                    found[int(rank)] = process
+        return found
+
+    def wait_for(self, condition: Callable[[], bool], *, within_s: float) -> bool:
+        """Waits until something holds; False when the run ends or time is up first."""
+        deadline = time.monotonic() + within_s
+        while not condition():
+            if not self.alive or time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    def wait_until_gone(self, within_s: float) -> float | None:
+        """Seconds until no process of this run is left; None when some are. Those are killed."""
+        began = time.monotonic()
+        while time.monotonic() - began < within_s:
+            if not self.alive and not processes_of(self.work):
+                return time.monotonic() - began
+            time.sleep(10 * POLL_S)
+        self.kill()
+        return None
+
+    def kill(self) -> None:
+        """Ends whatever is left."""
+        while self.alive or processes_of(self.work):
+            end_all(self.work)
+            with suppress(ProcessLookupError):
+                self.process.kill()
+            time.sleep(10 * POLL_S)
+
+
+def steps_of(rows: Sequence[dict[str, Any]]) -> list[int]:
+    """The steps that a journal has, in its order."""
+    return [row["step"] for row in rows if row["kind"] == "step"]
+
+
+def _openings(rows: Sequence[dict[str, Any]]) -> list[int]:
+    return [row["step"] for row in rows if row["kind"] == "event" and row["event"] in _OPENING]
