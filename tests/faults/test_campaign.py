@@ -27,7 +27,7 @@ def test_runs_that_are_struck_at_random_moments_go_on_as_if_nothing_had_been(tok
         tmp_path,
         tokens,
         [layout for layout in LAYOUTS if layout.name == "torch FSDP2, dp 2"],
-        ["nproc"],
+        ["warm"],
         SEED,
         report=lambda outcome: said.append(str(outcome)),
         say=said.append,

@@ -159,14 +159,13 @@ def test_a_rank_that_is_really_slow_is_named_wherever_ranks_wait(tokens: Path, t
     reports, said = trained(tokens, tmp_path, layout, slow=1, slower_by=0.3)
     host = socket.gethostname()
     assert re.search(rf"rank 1 on {host} needs \d\.\d\d times the median's time for its own work", said)
-    assert f"rank 0 on {host} needs" not in said
     # it is the slowest in most reports, though in a step of milliseconds it may happen not to be stopped
     assert statistics.median(row["slowest"][0]["rank"] for row in reports) == 1
     assert statistics.median(row["seconds"]["max"] / row["seconds"]["min"] for row in reports) > 1.5
 
 
 def test_where_nobody_is_slow_nobody_is_named(tokens: Path, tmp_path: Path) -> None:
-    # twice as slow: other tests share the machine, and where they run a rank really is slower, by up to 1.6 as was seen
+    # twice as slow: other tests share the machine and slow ranks down: 1.6 in two reports in a row was seen
     reports, said = trained(tokens, tmp_path, "deepspeed-3", slow=2, slower_by=1.0)
     assert "the median's time" not in said
     slowest = reports[-1]["slowest"][0]

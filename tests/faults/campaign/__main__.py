@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -23,6 +24,7 @@ from tests.faults.campaign.strikes import KINDS, can_mount
 def main() -> int:
     """Entry point; 1 when a promise was broken."""
     asked = _arguments()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` ignores it, and what is started inherits
     console = Console(stderr=True)
     work = Path(tempfile.mkdtemp(prefix="headrace-campaign-", dir=asked.work))
     if not can_mount():
@@ -69,8 +71,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=200, help="strikes")
     parser.add_argument("--seed", type=int, default=1, help="of what is struck, how and when")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
-    launchers = "nproc,nproc,nproc,nproc,torchrun,deepspeed"
-    parser.add_argument("--launcher", default=launchers, help="drawn from; more often what is named more often")
+    launchers = "warm,warm,warm,warm,warm,warm,nproc,nproc,torchrun,deepspeed"
+    text = "drawn from; warm is --nproc, forked from a process that has done the imports"
+    parser.add_argument("--launcher", default=launchers, help=text)
     parser.add_argument("--layout", default="", help="only layouts whose name has this in it")
     parser.add_argument("--kind", choices=sorted(KINDS), help="only strikes of this kind")
     parser.add_argument("--work", type=Path, help="where the runs lie; a temporary directory when absent")

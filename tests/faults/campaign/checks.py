@@ -12,6 +12,8 @@ from tests.faults.campaign.layouts import EVALUATE_EVERY, SAVE_EVERY, STEPS
 from tests.faults.campaign.start import Start, steps_of
 from tests.faults.campaign.strikes import Blow, Kind
 
+GOES_ON = 8
+"""Steps that are done at most between a signal and the stop, by what is seen from outside."""
 Sort = Literal["hung", "resumed wrongly", "lost more", "told wrongly"]
 
 
@@ -93,7 +95,9 @@ def told_wrongly(start: Start, blow: Blow, kind: Kind, faults_before: int) -> It
     reports = [line for line in said.splitlines() if line.startswith("error: rank") and " of " in line]
     if blow.victim is not None and len(reports) > 1:
         yield Violation("told wrongly", f"{len(reports)} reports: {reports}")
-    if start.launcher in ("nproc", "plain"):
+    if blow.asked_at is not None and start.done() > blow.asked_at + GOES_ON:
+        yield Violation("told wrongly", f"asked to stop after step {blow.asked_at}, it went on to step {start.done()}")
+    if start.launcher in ("warm", "nproc", "plain"):
         code = start.process.returncode
         finished = code == 0 and start.done() == STEPS
         if code not in blow.codes and not finished:

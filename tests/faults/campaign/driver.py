@@ -80,10 +80,10 @@ class Campaign:
     def _live(self, life: Life, kinds: list[Kind], rng: random.Random) -> bool:
         """Strikes until the run is at its end, or something is wrong; False then."""
         while not (life.finished or self.stopped):
-            launcher = "plain" if life.layout.processes == 1 else rng.choice(self.launchers)
+            launcher = rng.choice(self._launchers(life.layout))
             kind = next((each for each in kinds if _fits(each, life, launcher)), None)
             if kind is None:
-                if any(_fits(each, life, other) for each in kinds for other in self.launchers):
+                if any(_fits(each, life, other) for each in kinds for other in self._launchers(life.layout)):
                     continue  # with another launcher
                 outcome = life.finish(launcher)
                 return outcome is None or self._take(outcome)
@@ -94,6 +94,12 @@ class Campaign:
             if not self._take(outcome):
                 return False
         return True
+
+    def _launchers(self, layout: Layout) -> Sequence[str]:
+        """Those that can be drawn: what starts one process is python itself, or the fork."""
+        if layout.processes > 1:
+            return self.launchers
+        return [launcher if launcher == "warm" else "plain" for launcher in self.launchers]
 
     def _take(self, outcome: Outcome) -> bool:
         with self._lock:

@@ -76,10 +76,9 @@ def command_of(launcher: str, layout: Layout, config: Path) -> list[str]:
         case "deepspeed":
             script = str(Path(sys.executable).parent / "deepspeed")
             return [script, "--num_accelerators", processes, "--master_port", str(free_port()), *arguments]
-        case "nproc":
-            return [sys.executable, *arguments, "--nproc", processes]
         case _:
-            return [sys.executable, *arguments]
+            several = ["--nproc", processes] if layout.processes > 1 else []
+            return [sys.executable, *arguments, *several]
 
 
 def environment(work: Path) -> dict[str, str]:

@@ -162,7 +162,7 @@ class Life:
         if not is_full(self.small) or before.alive:
             return
         rows = before.rows()
-        start = self.begin("nproc" if self.layout.processes > 1 else "plain")
+        start = self.begin("warm")
         if start.wait_until_gone(PATIENCE_S) is None:
             yield Violation("hung", "started on a full disk, it did not end")
         code, said = start.process.returncode, start.said
@@ -204,7 +204,7 @@ def reference(work: Path, layout: Layout, tokens: Path, say: Callable[[str], Non
     say(f"reference: {layout.name}")
     (work / "tmp").mkdir(parents=True)
     write(config_of(layout, tokens, work / "run"), work / "c.json")
-    start = Start(work, work / "run", layout, "nproc" if layout.processes > 1 else "plain", 0)
+    start = Start(work, work / "run", layout, "warm", 0)
     start.wait_for(lambda: False, within_s=2 * PATIENCE_S)
     code, said = start.process.poll(), start.said
     if code != 0:

@@ -14,6 +14,8 @@ PATIENCE_S = 240.0
 """For a run to come to a moment; one that does not get there hangs."""
 START_UP_S = 9.0
 """About how long imports, rendezvous, loading and the first step take."""
+WARM_START_UP_S = 3.0
+"""Without the imports."""
 WEIGHTS = {
     "start-up": 3,
     "training": 4,
@@ -42,7 +44,7 @@ def _trains(start: Start) -> bool:
 
 
 def _start_up(start: Start, rng: random.Random) -> bool:
-    return _pause(start, rng.uniform(0.0, START_UP_S))
+    return _pause(start, rng.uniform(0.0, WARM_START_UP_S if start.launcher == "warm" else START_UP_S))
 
 
 def _training(start: Start, rng: random.Random) -> bool:

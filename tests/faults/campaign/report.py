@@ -84,6 +84,9 @@ def markdown_of(outcomes: Sequence[Outcome], *, command: str, seed: int, minutes
         "",
         *_shares("What", [outcome.layout for outcome in outcomes]),
         "",
+        "nproc is `--nproc 2`; warm is the same with launcher and ranks forked from a process that has done the imports,"
+        " which are nearly all that a start costs.",
+        "",
         *_shares("Started by", [outcome.launcher for outcome in outcomes]),
         "",
     ]

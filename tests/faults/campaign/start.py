@@ -13,6 +13,7 @@ import psutil
 
 from pipeline.metrics.journal import NAME, read_rows
 from tests.faults.campaign.layouts import TRAIN, Layout, command_of, environment
+from tests.faults.campaign.warm_start import Warm, pids_of_ranks
 
 POLL_S = 0.005
 _OPENING = ("started", "resumed")
@@ -53,18 +54,18 @@ class Start:
         self.output = work / f"said-{number}"
         self._seen: tuple[float, int] = (0.0, -1)
         self._rows: list[dict[str, Any]] = self.before
-        command = command_of(launcher, layout, work / "c.json")
-        with self.output.open("wb") as said:
-            self.process = subprocess.Popen(
-                command,
-                cwd=work,
-                env=environment(work),
-                stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
-                start_new_session=True,
-            )
+        self.process = self._begin(command_of(launcher, layout, work / "c.json"))
         self.began = time.monotonic()
+
+    def _begin(self, command: list[str]) -> subprocess.Popen[bytes] | Warm:
+        env = environment(self.work)
+        with self.output.open("wb") as said:
+            if self.launcher == "warm":
+                return Warm(command, work=self.work, env=env, output=self.output)
+            none = subprocess.DEVNULL
+            return subprocess.Popen(
+                command, cwd=self.work, env=env, stdin=none, stdout=said, stderr=said, start_new_session=True
+            )
 
     @property
     def alive(self) -> bool:
@@ -100,9 +101,12 @@ class Start:
 
     def ranks(self) -> dict[int, psutil.Process]:
         """Rank -> its process."""
-        if self.launcher == "plain":
+        if self.layout.processes == 1:
             return {0: psutil.Process(self.process.pid)} if self.alive else {}
         found = {}
+        if self.launcher == "warm":
+            alive = {process.pid: process for process in processes_of(self.work)}
+            return {rank: alive[pid] for rank, pid in pids_of_ranks(self.work).items() if pid in alive}
         for process in processes_of(self.work):
             with suppress(psutil.Error, ValueError):
                 rank = process.environ().get("RANK")

@@ -39,6 +39,7 @@ class Blow:
         named: a report has to name it: all ranks were heard of, and none had finished.
         limit_s: seconds in which all processes have to be gone.
         codes: the launcher's exit codes that are in order.
+        asked_at: the step after which it was asked to stop, where it trained.
         what: more words for the report of something wrong.
     """
 
@@ -46,6 +47,7 @@ class Blow:
     named: bool = False
     limit_s: float = SLACK_S
     codes: frozenset[int] = frozenset()
+    asked_at: int | None = None
     what: str = ""
 
 
@@ -81,7 +83,7 @@ def _kill_rank(start: Start, rng: random.Random) -> Blow | None:
 
 def _stop_rank(start: Start, rng: random.Random) -> Blow | None:
     """One process alone is watched from its first breath as a run, but not while it imports."""
-    if start.launcher == "plain" and start.done() == 0:
+    if start.layout.processes == 1 and start.done() == 0:
         return None
     # before the watchdog is there, those that wait for the stopped one end with an error: it never came
     codes = frozenset({EXIT_LOST, EXIT_USAGE, *_dead(signal.SIGKILL)})
@@ -97,12 +99,16 @@ def _to_rank(start: Start, rng: random.Random, how: signal.Signals, codes: froze
     watched = 0 < start.done() < STEPS
     with suppress(psutil.NoSuchProcess):
         ranks[victim].send_signal(how)
-        return Blow(victim, watched, _patience(start, how), codes)
+        return Blow(victim, watched, _patience(start, how), codes, _asked_at(start, how))
     return None
 
 
 def _patience(start: Start, how: signal.Signals) -> float:
     return SLACK_S + (START_UP_S if how in (_TERM, _USR1, _INT) and start.done() == 0 else 0.0)
+
+
+def _asked_at(start: Start, how: signal.Signals) -> int | None:
+    return start.done() if how in (_TERM, _USR1, _INT) and 0 < start.done() < STEPS else None
 
 
 def _kill_ranks(start: Start, _rng: random.Random) -> Blow | None:
@@ -139,7 +145,7 @@ def _to_launcher(start: Start, how: signal.Signals, codes: frozenset[int]) -> Bl
         return None
     limit_s = _patience(start, how)
     start.process.send_signal(how)
-    return Blow(codes=codes | {-how}, limit_s=limit_s)
+    return Blow(codes=codes | {-how}, limit_s=limit_s, asked_at=_asked_at(start, how))
 
 
 def fill(small: Path) -> None:
@@ -219,7 +225,7 @@ def can_mount() -> bool:
     return os.geteuid() == 0 and Path("/proc/mounts").exists()
 
 
-_OURS = ("nproc", "plain")
+_OURS = ("warm", "nproc", "plain")
 # the ranks of torchrun and deepspeed outlive their launcher, and go on to the end of the run
 KINDS: Mapping[str, Kind] = {
     kind.name: kind
