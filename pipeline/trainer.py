@@ -199,10 +199,10 @@ class Training:
         self.writer.begin(self.about(step), self.engine.state)
         saved = self.writer.wait()
         assert saved is not None
-        self._tell(saved)
+        self._tell(saved, last=True)
         saved_or_error(saved)
 
-    def _tell(self, saved: Saved | None) -> None:
+    def _tell(self, saved: Saved | None, *, last: bool = False) -> None:
         if saved is None:
             return
         times = {"seconds": saved.seconds, "waited_seconds": saved.waited_s}
@@ -211,10 +211,11 @@ class Training:
             self._record("event", saved.step, event="checkpoint", path=str(saved.checkpoint.path), **times)
             return
         self._record("event", saved.step, event="checkpoint_failed", why=saved.failure, **times)
-        self.display.say(
-            f"WARNING: the checkpoint of step {saved.step} could not be written: {saved.failure}\n"
-            f"  training goes on; nothing since the checkpoint before is safe: free space there"
-        )
+        if not last:  # that one is an error
+            self.display.say(
+                f"WARNING: the checkpoint of step {saved.step} could not be written: {saved.failure}\n"
+                f"  training goes on; nothing since the checkpoint before is safe: free space there"
+            )
 
     def _report_stragglers(self, step: int) -> None:
         report = self.stragglers.report(step)

@@ -104,6 +104,9 @@ class Life:
             return outcome
         outcome.phase = f"{start.done()} steps" if start.resumed_after() is not None else "start-up"
         blow = kind.strike(start, rng) if come else None
+        if blow is None and come and start.alive:  # its ranks are not there yet
+            start.kill()
+            return None
         if blow is None:
             return self._over(start, outcome, newest, damaged)
         self._await_end(start, blow, outcome, launcher)
@@ -147,11 +150,11 @@ class Life:
 
     def _check(self, start: Start, blow: Blow, kind: Kind, outcome: Outcome, faults: int) -> None:
         broken = outcome.violations
+        broken += checks.told_wrongly(start, blow, kind, faults)
         if kind.needs_small_disk:
             broken += self._refused_while_full(start)
             free(self.small)
         broken += checks.wrong_journal(start.rows(), self._reference)
-        broken += checks.told_wrongly(start, blow, kind, faults)
         whole, _ = self._damage.look(self.run_dir)
         self._newest(outcome)
         if not kind.needs_small_disk:

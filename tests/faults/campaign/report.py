@@ -78,14 +78,17 @@ def markdown_of(outcomes: Sequence[Outcome], *, command: str, seed: int, minutes
         " begun; after SIGTERM, SIGUSR1 and SIGINT from the very last step;",
         "- the journal had every step once, in order, with the losses of a run that nobody touched, bit for bit, and"
         " every evaluation;",
-        "- there was one report, of the right rank, and a documented exit code, without a traceback.",
+        "- not more than one fault was recorded, and just one, of the right rank, where one rank was killed or stopped"
+        " in training;",
+        "- with `--nproc` and one process: a documented exit code, and no traceback. Other launchers have codes and"
+        " tracebacks of their own, which are not looked at.",
         "",
         *_shares("When", [outcome.moment for outcome in outcomes]),
         "",
         *_shares("What", [outcome.layout for outcome in outcomes]),
         "",
-        "nproc is `--nproc 2`; warm is the same with launcher and ranks forked from a process that has done the imports,"
-        " which are nearly all that a start costs.",
+        "nproc is `--nproc 2`; warm is the same with launcher and ranks forked from a process that has done the"
+        " imports, which are nearly all that a start costs.",
         "",
         *_shares("Started by", [outcome.launcher for outcome in outcomes]),
         "",

@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -21,6 +21,8 @@ from tests.faults.campaign.start import POLL_S, Start
 
 SLACK_S = 45.0
 """For the end of all processes, on a machine that does other things too; launchers allow ranks 5 s and more."""
+IMPORTS_S = 45.0
+"""What the imports of a start may take on such a machine."""
 START_UP_S = 180.0
 """More for a run that is asked to stop before its first step: it starts up first, if all its ranks note the signal."""
 LAUNCHER_S = 45.0
@@ -88,7 +90,8 @@ def _stop_rank(start: Start, rng: random.Random) -> Blow | None:
     # before the watchdog is there, those that wait for the stopped one end with an error: it never came
     codes = frozenset({EXIT_LOST, EXIT_USAGE, *_dead(signal.SIGKILL)})
     blow = _to_rank(start, rng, signal.SIGSTOP, codes)
-    return blow and Blow(blow.victim, blow.named, blow.limit_s + (SILENT_S if blow.named else MEETING_S), codes)
+    # until then the others come, wait in the meeting, and perhaps in a check after it
+    return blow and replace(blow, limit_s=SLACK_S + (SILENT_S if blow.named else IMPORTS_S + 2 * MEETING_S))
 
 
 def _to_rank(start: Start, rng: random.Random, how: signal.Signals, codes: frozenset[int]) -> Blow | None:
@@ -183,16 +186,16 @@ def _fill_and_free(start: Start, rng: random.Random) -> Blow | None:
     newest = max(named(start.run_dir), default=0)
     fill(small)
     _pass(start, rng.uniform(1.0, 3.0))
-    filled = start.done()
+    filled, over = start.done(), not start.alive or f"step {STEPS}/{STEPS}" in start.said
     free(small)
     later = start.wait_for(lambda: max(named(start.run_dir), default=0) > max(newest, filled), within_s=60.0)
-    if start.alive and not later:
+    if start.alive and not (later or over):
         start.kill()
         return Blow(what="no checkpoint was written in the 60 s after there was room again")
-    if start.alive:
+    if start.alive and not over:
         start.kill()
         return Blow(codes=frozenset(_dead(signal.SIGKILL)))
-    return Blow(codes=frozenset({0, EXIT_USAGE} if filled >= STEPS - 1 else {0}))
+    return Blow(codes=frozenset({0, EXIT_USAGE} if over else {0}))
 
 
 def _fill_and_ask(start: Start, rng: random.Random) -> Blow | None:
@@ -226,7 +229,9 @@ def can_mount() -> bool:
 
 
 _OURS = ("warm", "nproc", "plain")
-# the ranks of torchrun and deepspeed outlive their launcher, and go on to the end of the run
+# the ranks of torchrun and deepspeed outlive their launcher, and go on to the end of the run; deepspeed does not hand
+# SIGTERM on
+_HANDS_ON = (*_OURS, "torchrun")
 KINDS: Mapping[str, Kind] = {
     kind.name: kind
     for kind in (
@@ -237,12 +242,12 @@ KINDS: Mapping[str, Kind] = {
         Kind("SIGKILL, everything, in a write", _kill_machine, moment="writing"),
         Kind("SIGKILL, one rank, in a write", _kill_rank, moment="writing"),
         Kind("SIGSTOP, one rank", _stop_rank),
-        Kind("SIGTERM, the launcher", _ask_launcher(_TERM, EXIT_REQUEUE)),
+        Kind("SIGTERM, the launcher", _ask_launcher(_TERM, EXIT_REQUEUE), launchers=_HANDS_ON),
         Kind("SIGTERM, one rank", _ask_rank),
         Kind("SIGUSR1, the launcher", _ask_launcher(_USR1, EXIT_REQUEUE), launchers=_OURS),
         Kind("SIGINT, the launcher", _ask_launcher(_INT, EXIT_INTERRUPTED)),
         Kind("disk full for a while", _fill_and_free, moment="training", needs_small_disk=True),
-        Kind("disk full, SIGTERM", _fill_and_ask, moment="training", needs_small_disk=True),
+        Kind("disk full, SIGTERM", _fill_and_ask, moment="training", launchers=_HANDS_ON, needs_small_disk=True),
         Kind("disk full, SIGKILL", _fill_and_kill, moment="training", needs_small_disk=True),
         Kind("a bit flipped in a checkpoint", _kill_machine, moment="with two checkpoints", damages="flip"),
         Kind("a checkpoint's file cut off", _kill_machine, moment="with two checkpoints", damages="truncate"),

@@ -94,8 +94,16 @@ class _Server:
                 self.codes[pid] = code
 
 
-@cache
+_STARTING = threading.Lock()
+
+
 def _server() -> _Server:
+    with _STARTING:  # a cache alone lets two threads make two
+        return _only_server()
+
+
+@cache
+def _only_server() -> _Server:
     return _Server()
 
 
