@@ -31,6 +31,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     """A checkpoint of a tiny llama, of one process."""
     final = tmp_path_factory.mktemp("run") / "checkpoints/step-00000003"
     staging = final.with_name("staging")
+    staging.mkdir(parents=True)
     config = AutoConfig.for_model(**HF)
     state: dict[str, NamedShard | torch.Tensor] = {named_state.OPTIMIZER_STEP: torch.tensor(3.0)}
     shapes = parameter_shapes(build_meta(config, dtype=torch.float32, attn_implementation="sdpa"))
