@@ -25,7 +25,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -177,12 +177,14 @@ def verify(directory: Path, manifest: Manifest) -> Iterator[tuple[str, bool]]:
         yield name, path.is_file() and sha256_of_file(path) == entry["sha256"]
 
 
-def sha256_of_file(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
+def sha256_of_file(path: Path, progress: Callable[[int], None] = lambda _bytes: None) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal; `progress` is called with the bytes of each part that was read."""
+    digest, buffer = hashlib.sha256(), bytearray(_CHUNK_BYTES)
+    view = memoryview(buffer)
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(buffer):
+            digest.update(view[:size])
+            progress(size)
     return digest.hexdigest()
 
 

@@ -111,7 +111,7 @@ class CheckpointStore:
 
         Args:
             say: takes a line for people.
-            alive: called before every file, since reading may take minutes.
+            alive: called while files are read, which may take minutes.
 
         Raises:
             CheckpointError: there are some, and none is whole.
@@ -209,18 +209,17 @@ def damage_found_by_all(checkpoint: Checkpoint, alive: Callable[[], None]) -> st
 def _damage(checkpoint: Checkpoint, rank: int, ranks: int, alive: Callable[[], None]) -> str | None:
     """Of every file whose number is `rank` modulo `ranks`."""
     try:
-        listed = list(checkpoint.manifest.files.items())
+        files = list(checkpoint.manifest.files.items())[rank::ranks]
     except HeadraceError as error:
         return str(error).splitlines()[0]
-    files = listed[rank::ranks]
-    for _ in range(-(-len(listed) // ranks) - len(files)):
-        alive()  # as often on every rank
+
+    def read(path: Path) -> str:
+        return sha256_of_file(path, lambda _bytes: alive())
 
     def is_whole(name: str, entry: Mapping[str, Any]) -> bool:
         path = checkpoint.path / name
-        alive()
         try:
-            return path.stat().st_size == int(entry["bytes"]) and sha256_of_file(path) == str(entry["sha256"])
+            return path.stat().st_size == int(entry["bytes"]) and read(path) == str(entry["sha256"])
         except OSError:
             return False
 

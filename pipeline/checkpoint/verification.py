@@ -10,19 +10,17 @@ Looked at in this order, each only when what it rests on is sound:
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.directory import Manifest
+from headrace.directory import Manifest, sha256_of_file
 from headrace.errors import CheckpointError, DataError, HeadraceError
 from pipeline.checkpoint.contents import Stored, contents, misfit, misplaced, read_metadata
 from pipeline.checkpoint.store import Checkpoint
 
-_CHUNK_BYTES = 4 << 20
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Of AdamW."""
 
@@ -77,7 +75,7 @@ def missing_files(directory: Path, manifest: Manifest) -> list[Problem]:
 def _changed_files(directory: Path, manifest: Manifest, progress: Callable[[int], None]) -> list[Problem]:
     def look(name: str) -> Problem | None:
         try:
-            found = _sha256(directory / name, progress)
+            found = sha256_of_file(directory / name, progress)
         except OSError as error:
             return Problem(name, f"cannot be read: {error.strerror}")
         same = found == manifest.files[name]["sha256"]
@@ -86,16 +84,6 @@ def _changed_files(directory: Path, manifest: Manifest, progress: Callable[[int]
     # SHA-256 lets go of the interpreter's lock, and one core does not keep up with a disk
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
         return [problem for problem in threads.map(look, manifest.files) if problem]
-
-
-def _sha256(path: Path, progress: Callable[[int], None]) -> str:
-    digest, buffer = hashlib.sha256(), bytearray(_CHUNK_BYTES)
-    view = memoryview(buffer)
-    with path.open("rb", buffering=0) as file:
-        while size := file.readinto(buffer):
-            digest.update(view[:size])
-            progress(size)
-    return digest.hexdigest()
 
 
 def _wrong_tensors(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[Problem]:
