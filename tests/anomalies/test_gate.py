@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
-from tests import warm
+from tests.anomalies.cases import try_cases
 from tests.conftest import selected
 from tests.engines.compared import case
 
@@ -54,11 +53,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         cases = {name: layout for name, layout in every.items() if name in wanted | {"fp16"}}
         if not cases:
             continue
-        given, results = work / f"cases{processes}.json", work / f"results{processes}.json"
-        given.write_text(json.dumps(cases))
-        done = warm.run("-m", "tests.anomalies.poison", given, results, processes=processes)
-        assert done.returncode == 0, done.stderr[-4000:]
-        found |= json.loads(results.read_text())
+        found |= try_cases("tests.anomalies.poison", cases, work, processes=processes)
     return found
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 import torch
 
 from pipeline.anomalies.replicas import fingerprint
-from tests import warm
+from tests.anomalies.cases import try_cases
 from tests.engines.compared import case
 
 NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
@@ -37,11 +36,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     """What every rank said, by the layout's name."""
     work, found = tmp_path_factory.mktemp("replicas"), {}
     for processes, cases in ((2, ON_TWO), (4, ON_FOUR)):
-        given, results = work / f"cases{processes}.json", work / f"results{processes}.json"
-        given.write_text(json.dumps(cases))
-        done = warm.run("-m", "tests.anomalies.replicas", given, results, processes=processes)
-        assert done.returncode == 0, done.stderr[-4000:]
-        found |= json.loads(results.read_text())
+        found |= try_cases("tests.anomalies.replicas", cases, work, processes=processes)
     return found
 
 
