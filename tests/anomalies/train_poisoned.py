@@ -14,6 +14,8 @@ from headrace.cli import guarded, leave
 from pipeline.arguments import resolved_run
 from pipeline.data.blend import open_blend
 from pipeline.engines.objective import CrossEntropy, Loss
+from pipeline.faults.stop import StopSignals
+from pipeline.launch import detect
 from pipeline.parallel.vocabulary import WHOLE, Vocabulary
 from pipeline.session import train
 
@@ -37,7 +39,8 @@ def main() -> int:
     run = resolved_run("Train with a bad sample.")
     how, sample = os.environ["POISON"].split(":")
     row = open_blend(run.config.data, seed=run.config.run.seed).read([int(sample)])[0]
-    return train(run, lambda _device: BadSample(torch.from_numpy(row[1:].copy()), float(how)))
+    with StopSignals(tells=detect().rank == 0) as signals:
+        return train(run, lambda _device: BadSample(torch.from_numpy(row[1:].copy()), float(how)), signals=signals)
 
 
 if __name__ == "__main__":
