@@ -112,7 +112,7 @@ class Monitor(threading.Thread):
         self._told: tuple[str, ...] = ()
         self._own: Literal["", "cause", "consequence"] = ""
         self._code = 1
-        self._judged, self._closing = threading.Event(), False
+        self._judged, self._closing, self._orphaned = threading.Event(), False, False
 
     def run(self) -> None:
         """Until `close`, a verdict, or the end of the hub."""
@@ -132,6 +132,7 @@ class Monitor(threading.Thread):
                 self._socket = None
                 connection.close()
         if silence is not None and not self._closing:
+            self._orphaned = True
             self._lost(silence)
 
     def fail(self, text: str, *, consequence: bool, code: int) -> None:
@@ -147,9 +148,15 @@ class Monitor(threading.Thread):
         self._send({"failed": text, "consequence": consequence, **self._where()})
 
     def await_verdict(self, seconds: float) -> None:
-        """Gives the hub time to judge: this thread then ends the process, or returns when nobody else is to blame."""
-        if self.is_alive():
-            self._judged.wait(seconds)
+        """Gives the hub time to judge: this thread then ends the process, or returns when nobody else is to blame.
+
+        A hub that has gone cannot judge, but rank 0 may have gone a moment after it: that is looked at once more.
+        """
+        deadline = time.monotonic() + seconds
+        while self.is_alive() and not self._judged.is_set() and time.monotonic() < deadline:
+            self.join(0.05)
+        if self._orphaned and self._rank:
+            self._lost(0.0)
 
     def close(self) -> None:
         """Says goodbye: what is closed after this is no death."""

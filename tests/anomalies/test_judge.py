@@ -43,9 +43,9 @@ def test_a_spike_of_the_loss_and_one_of_the_norm_are_found_with_their_thresholds
     assert spike.threshold is not None
     assert spike.median is not None
     assert 2.5 < spike.median < 2.9 < spike.threshold < 5.0
-    norm = watching.finding(2.6, 8.0)
-    assert norm is not None
-    assert norm.what == "grad_norm"
+    of_norm = watching.finding(2.6, 8.0)
+    assert of_norm is not None
+    assert of_norm.what == "grad_norm"
     assert watching.finding(0.1, 0.01) is None  # below is never one
 
 

@@ -45,7 +45,7 @@ class Machine:
 
     def __init__(self, name: str, *, hosts: str, state: Path, inside: Machine | None = None) -> None:
         self.name = name
-        self._outer = inside._enter if inside else []
+        self._outer: list[str] = inside._enter if inside else []
         hosts_file = state / f"hosts.{name}"
         hosts_file.write_text(hosts)
         self._process = subprocess.Popen(
@@ -59,7 +59,7 @@ class Machine:
         self.pid = self._process.stdout.readline().strip()
         if not self.pid:
             raise RuntimeError(f"machine {name} did not start: {self._process.communicate()[1].strip()}")
-        self._enter = [*self._outer, "nsenter", f"--target={self.pid}", "--all"]
+        self._enter: list[str] = [*self._outer, "nsenter", f"--target={self.pid}", "--all"]
 
     def command(self, *command: str, cwd: Path = Path("/")) -> list[str]:
         """What to execute on the real machine so that `command` runs in this one, in directory `cwd`."""

@@ -44,6 +44,13 @@ def kill_host() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def kill_hub_then_host() -> None:
+    """The hub goes first, and everybody has noticed before rank 0 goes, too."""
+    end_hub()
+    time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def fail() -> None:
     """An error of one rank."""
     raise ValueError("the real cause")
@@ -65,6 +72,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "refuse": refuse,
     "hub": end_hub,
     "host": kill_host,
+    "hub, host": kill_hub_then_host,
 }
 """What happens in the third step to the ranks it happens to."""
 

@@ -137,8 +137,9 @@ def test_when_the_judge_is_killed_the_run_goes_on(tmp_path: Path) -> None:
     assert run.said[1:] == [""] * (RANKS - 1)
 
 
-def test_when_rank_0_goes_together_with_the_judge_it_is_named_once(tmp_path: Path) -> None:
-    run = outcome(tmp_path, "host", 0)
+@pytest.mark.parametrize("how", ["host", "hub, host"])
+def test_when_rank_0_goes_with_the_judge_or_after_it_it_is_named_once(how: str, tmp_path: Path) -> None:
+    run = outcome(tmp_path, how, 0)
     assert lost(run.codes, but=0), run
     assert len(run.reports) == 1, run
     assert f"rank 0 of 4 on {HOST} died" in run.reports[0]

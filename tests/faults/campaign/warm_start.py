@@ -156,9 +156,8 @@ def _fork(job: Mapping[str, Any]) -> int:
 
         os.setsid()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        local.subprocess = SimpleNamespace(  # type: ignore[assignment]
-            Popen=_Rank, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT
-        )
+        stand_in = SimpleNamespace(Popen=_Rank, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
+        local.subprocess = stand_in  # type: ignore[attr-defined]
         _run(job["command"], job["work"], job["output"], job["env"])
     return child
 
