@@ -68,8 +68,9 @@ def _arguments(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def _all(args: argparse.Namespace) -> None:
-    from data_prep import stages  # noqa: PLC0415
+    from data_prep import local, stages  # noqa: PLC0415
 
+    local.warm_up()
     inspected = stages.inspect(_config(args))
     workers = _workers(args, None)
     if stages.already_there(inspected):

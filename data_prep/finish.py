@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from data_prep.config import TOKENIZER_PARENT, differing
+import xxhash
+
+from data_prep.config import TOKENIZER_PARENT, CorpusConfig, differing
 from data_prep.job import Job
 from data_prep.limits import BadCount
 from data_prep.readers.records import Bad
 from data_prep.survey import raise_empty
-from data_prep.tasks.map import BAD_RECORDS, read_marker
+from data_prep.tasks.map import BAD_RECORDS, counts_of, read_marker
 from data_prep.tasks.tokenizer import folder_of, read_description
 from data_prep.tokenfile import SPLITS
 from headrace.directory import Manifest, commit, read_manifest
@@ -39,7 +41,8 @@ def checked_markers(job: Job, *, tasks: int) -> list[dict[str, Any]]:
         )
     markers = [done for done in found if done is not None]
     BadCount(job.config).add_all(_bad_records(job, tasks))
-    raise_empty({split: sum(m["splits"][split]["documents"] for m in markers) for split in SPLITS}, job.config)
+    documents = counts_of(markers)[:, :, 0].sum(axis=0).tolist()
+    raise_empty(dict(zip(SPLITS, documents, strict=True)), job.config)
     return markers
 
 
@@ -60,7 +63,7 @@ def finish(
     skipped: Counter[str] = sum((Counter(m["skipped"]) for m in markers), Counter())
     details = {
         "tokenizer": read_description(job.tokenizer),
-        "splits": {split: _split_entry(shards[split]) for split in SPLITS},
+        "splits": {split: _split_entry(shards[split], job.config) for split in SPLITS},
         "skipped": dict(sorted(skipped.items())),
     }
     identity, parents = job.config.identity(), _parents(job, files, tokenizer)
@@ -115,15 +118,15 @@ def _write_skipped(job: Job, tasks: int) -> None:
 
 
 def _write_sources(path: Path, markers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One line per input file: source, file, bytes, sha256. A file read in parts has the SHA-256 of its parts' sums."""
+    """One line per input file: source, file, bytes, xxh128. A file read in parts has the sum of its parts' sums."""
     files: list[dict[str, Any]] = []
     with path.open("w", encoding="ascii") as out:
         sums: list[str] = []
-        for source, file, size, part, parts, sha256 in (entry for marker in markers for entry in marker["files"]):
-            sums.append(sha256)
+        for source, file, size, part, parts, xxh128 in (entry for marker in markers for entry in marker["files"]):
+            sums.append(xxh128)
             if part == parts - 1:
-                whole = sha256 if parts == 1 else hashlib.sha256("".join(sums).encode()).hexdigest()
-                files.append({"source": source, "file": file, "bytes": size, "parts": parts, "sha256": whole})
+                whole = xxh128 if parts == 1 else xxhash.xxh3_128_hexdigest("".join(sums).encode())
+                files.append({"source": source, "file": file, "bytes": size, "parts": parts, "xxh128": whole})
                 out.write(json.dumps(files[-1]) + "\n")
                 sums = []
     return files
@@ -134,7 +137,7 @@ def _parents(job: Job, files: list[dict[str, Any]], tokenizer: str | None) -> di
     parents: dict[str, Any] = {}
     for source in job.config.sources:
         own = [f for f in files if f["source"] == source.label]
-        digest = hashlib.sha256("".join(json.dumps([f["file"], f["bytes"], f["sha256"]]) + "\n" for f in own).encode())
+        digest = hashlib.sha256("".join(json.dumps([f["file"], f["bytes"], f["xxh128"]]) + "\n" for f in own).encode())
         parents[source.label] = {
             "path": source.path if source.builder is None else source.builder,
             "fingerprint": digest.hexdigest(),
@@ -146,9 +149,22 @@ def _parents(job: Job, files: list[dict[str, Any]], tokenizer: str | None) -> di
     return parents
 
 
-def _split_entry(shards: list[dict[str, Any]]) -> dict[str, Any]:
-    entries = [{key: value for key, value in shard.items() if key != "sha256"} for shard in shards]
-    return {key: sum(e[key] for e in entries) for key in ("documents", "tokens", "bytes")} | {"shards": entries}
+def _split_entry(shards: list[dict[str, Any]], config: CorpusConfig) -> dict[str, Any]:
+    labels = [source.label for source in config.sources]
+    entries = [{**shard, "source": labels[shard["source"]]} for shard in shards]
+    for entry in entries:
+        del entry["sha256"], entry["lengths"]
+    sources = {label: _sums([s for s in shards if labels[s["source"]] == label]) for label in labels}
+    return {**_sums(shards), "shards": entries, "sources": {k: v for k, v in sources.items() if v["documents"]}}
+
+
+def _sums(shards: list[dict[str, Any]]) -> dict[str, Any]:
+    """Documents, tokens and bytes; `lengths`: how many documents have 2^k up to 2^(k + 1) - 1 tokens, by k."""
+    sums: dict[str, Any] = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes")}
+    lengths = [sum(column) for column in zip(*(shard["lengths"] for shard in shards), strict=True)]
+    while lengths and not lengths[-1]:
+        lengths.pop()
+    return sums | {"lengths": lengths}
 
 
 def _copy_tokenizer(folder: Path, target: Path) -> None:

@@ -13,6 +13,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any, cast
@@ -65,9 +66,15 @@ def run(
             process.join()
 
 
+def warm_up() -> None:
+    """Starts the server that workers are forked from: it imports while this process still looks at the inputs."""
+    mp.get_context("forkserver").set_forkserver_preload(["data_prep.local", "data_prep.tasks.map", "fastokens"])
+    forkserver.ensure_running()
+
+
 def _start() -> tuple[Connection, ForkServerProcess]:
+    warm_up()
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["data_prep.tasks.map"])
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs,), daemon=True)
     process.start()

@@ -47,15 +47,16 @@ def units(sources: Iterable[ResolvedSource], *, task_bytes: int) -> Iterator[Uni
 
 
 def group(all_units: Iterable[Unit], *, task_bytes: int) -> list[list[Unit]]:
-    """Neighbouring units, put together until they hold `task_bytes`."""
+    """Neighbouring units, put together until they hold about `task_bytes`: half a unit more or less."""
     tasks: list[list[Unit]] = []
-    room = 0
+    room = 0.0
     for unit in all_units:
-        if room <= 0:
+        size = unit.end - unit.start
+        if not tasks or room < size / 2:
             tasks.append([])
             room = task_bytes
         tasks[-1].append(unit)
-        room -= unit.end - unit.start
+        room -= size
     return tasks
 
 

@@ -17,10 +17,12 @@ from data_prep.job import Job, identity_of
 from data_prep.plan import Unit, group, units
 from data_prep.progress import Display
 from data_prep.readers import hf
+from data_prep.runs import runs_of
+from data_prep.shards import plan_shards
 from data_prep.survey import check_documents, check_tables, resolve_all, tokenizer_identity
 from data_prep.tasks.base import plain_errors
-from data_prep.tasks.map import MapTask, read_marker
-from data_prep.tasks.reduce import ReduceTask, plan_shards
+from data_prep.tasks.map import MapTask, counts_of, read_marker
+from data_prep.tasks.reduce import ReduceTask
 from data_prep.tasks.tokenizer import read_description
 from data_prep.tokenfile import SPLITS, dtype_for
 from headrace.directory import Manifest
@@ -99,19 +101,17 @@ def map_share(config: CorpusConfig, *, task: int, of: int, workers: int) -> tupl
 
 
 def reduce(job: Job, plan: Plan, *, workers: int, tokenizer: str | None) -> Manifest:
-    """Merges finished map outputs into shards and commits the output. The caller holds the job alone.
+    """Writes the shards and commits the output. The caller holds the job alone.
 
     Raises:
         DataError: see `finish.checked_markers`.
     """
     markers = checked_markers(job, tasks=len(plan))
-    described = read_description(job.tokenizer)
-    assert described is not None
-    dtype = dtype_for(described["vocab_size"]).str
     with plain_errors("reduce"):
-        tasks = [task for split in SPLITS for task in _reduce_tasks(job, split, len(plan), dtype)]
-        done = _run_all(tasks, workers=workers, display=Display("reduce", total_bytes=0))
-        shards = {s: [done[t.name] for t in tasks if t.split == s] for s in SPLITS}
+        tasks = _reduce_tasks(job, markers)
+        total = sum(task.shard.tokens for task in tasks)
+        done = _run_all(tasks, workers=workers, display=Display("reduce", total_tokens=total))
+        shards = {s: [done[t.name] for t in tasks if t.shard.split == s] for s in SPLITS}
         return finish(job, markers=markers, shards=shards, tokenizer=tokenizer)
 
 
@@ -173,11 +173,15 @@ def _prepared(job: Job) -> Plan:
     return job.load_plan()
 
 
-def _reduce_tasks(job: Job, split: str, maps: int, dtype: str) -> list[ReduceTask]:
-    directories = [job.map_directory(i) for i in range(maps)]
-    shards = plan_shards(directories, split=split, shard_tokens=job.config.shard_tokens)
+def _reduce_tasks(job: Job, markers: list[dict[str, Any]]) -> list[ReduceTask]:
+    described = read_description(job.tokenizer)
+    assert described is not None
+    runs = [run for i in range(len(markers)) for run in runs_of(job.map_directory(i))]
+    counts = counts_of(markers)
+    shards = plan_shards(counts[:, :, 1], counts[:, :, 0], runs, shard_tokens=job.config.shard_tokens)
+    dtype = dtype_for(described["vocab_size"]).str
     return [
-        ReduceTask(split, i, slices, dtype, job.out, job.reduce_marker(split, i)) for i, slices in enumerate(shards)
+        ReduceTask(shard, runs, (), dtype, job.out, job.reduce_marker(shard.split, shard.index)) for shard in shards
     ]
 
 

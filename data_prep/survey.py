@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from data_prep.config import CorpusConfig, Source
+from data_prep.hashing import HELDOUT, below, content_hashes
 from data_prep.inputs import ResolvedSource, resolve
 from data_prep.limits import BadCount
 from data_prep.plan import Unit
 from data_prep.readers import hf, parquet
 from data_prep.readers.bytesource import DamagedFileError
-from data_prep.readers.records import DAMAGED_FILE, Bad, Document
-from data_prep.readers.unit import read_unit
-from data_prep.split import split_of
+from data_prep.readers.records import DAMAGED_FILE, Bad, Batch
+from data_prep.readers.unit import read_unit, wanted_of
 from data_prep.tokenfile import SPLITS
 from data_prep.tokenizer.given import check_path, content_fingerprint
 from headrace.errors import DataError
@@ -73,7 +73,7 @@ def check_documents(units: Iterable[Unit], config: CorpusConfig) -> None:
     found: Counter[str] = Counter()
     bad = BadCount(config)
     for unit in units:
-        for record in read_unit(unit, sources[unit.source]):
+        for record in read_unit(unit, wanted_of(sources[unit.source])):
             if isinstance(record, Bad):
                 bad.add(record)
                 bad.check()
@@ -105,10 +105,13 @@ def raise_empty(documents: dict[str, int], config: CorpusConfig) -> None:
             raise DataError(f"{why}\n  try: {better}")
 
 
-def _count(record: Document, found: Counter[str], config: CorpusConfig) -> bool:
-    if record.text:
-        found[split_of(record.text.encode(), seed=config.seed, heldout_fraction=config.heldout_fraction)] += 1
-    return len(found) == len(SPLITS)
+def _count(batch: Batch, found: Counter[str], config: CorpusConfig) -> bool:
+    raw = [text.encode() for text in batch.texts if text]
+    if raw:
+        hashes = content_hashes(raw)[:, 0]
+        heldout = below(hashes, share=config.heldout_fraction, seed=config.seed, purpose=HELDOUT)
+        found += Counter({"heldout": int(heldout.sum()), "train": int((~heldout).sum())})
+    return all(found[split] for split in SPLITS)
 
 
 def _damaged(source: ResolvedSource, given: Source, *, at: str) -> list[Bad]:
@@ -116,7 +119,7 @@ def _damaged(source: ResolvedSource, given: Source, *, at: str) -> list[Bad]:
     damaged = []
     for file in source.files:
         try:
-            check(file.path, at=at, text_field=given.text_field, id_field=given.id_field)
+            check(file.path, at=at, wanted=wanted_of(given))
         except DamagedFileError as error:
             damaged.append(Bad(source.label, file.name, "file", None, DAMAGED_FILE, str(error)))
     return damaged

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -153,19 +153,20 @@ class TokenFileWriter:
         self._write(np.ascontiguousarray(tokens, dtype=self.dtype).data.cast("B"))
         self._note(sizes, np.arange(len(sizes), dtype=np.int64))
 
-    def append_documents(self, source: TokenFile, *, first: int, end: int) -> None:
-        """Appends documents [first, end) of another file, copied in pieces of 4 MiB.
+    def append_pieces(self, pieces: Sequence[memoryview], lengths: Array) -> None:
+        """Appends documents whose ids lie apart from one another.
 
-        Raises:
-            DataError: the files hold ids of different dtypes.
+        Args:
+            pieces: bytes of the ids of each document, in the file's dtype.
+            lengths: tokens of each.
         """
-        if source.dtype != self.dtype:
-            raise DataError(f"{source.prefix} holds {source.dtype}, {self.prefix} {self.dtype}: they cannot be merged")
-        starts = np.asarray(source.document_index[first : end + 1])
-        lengths = np.asarray(source.sequence_lengths[starts[0] : starts[-1]])
-        if len(lengths):
-            self._copy(with_suffix(source.prefix, ".bin"), int(source.byte_offsets[starts[0]]), lengths)
-        self._note(lengths.astype(np.int64), starts[:-1] - starts[0])
+        start, held = 0, 0
+        for i, piece in enumerate(pieces):
+            held += len(piece)
+            if held >= _COPY_BYTES or i == len(pieces) - 1:
+                self._write(memoryview(b"".join(pieces[start : i + 1])))
+                start, held = i + 1, 0
+        self._note(lengths.astype(np.int64), np.arange(len(lengths), dtype=np.int64))
 
     def close(self) -> dict[str, str]:
         """Writes the index and flushes both files to disk.
@@ -197,17 +198,6 @@ class TokenFileWriter:
             self.close()
         self._file.close()
 
-    def _copy(self, path: Path, offset: int, lengths: Array) -> None:
-        left = int(lengths.sum(dtype=np.int64)) * self.dtype.itemsize
-        with path.open("rb") as file:
-            file.seek(offset)
-            while left:
-                piece = file.read(min(left, _COPY_BYTES))
-                if not piece:
-                    raise DataError(f"{path} ends {left} bytes early: it was cut while being read")
-                self._write(memoryview(piece))
-                left -= len(piece)
-
     def _write(self, data: memoryview) -> None:
         self._file.write(data)
         self._digest.update(data)
@@ -219,32 +209,6 @@ class TokenFileWriter:
         self._starts.append(starts + self._sequences)
         self._sequences += len(lengths)
         self.tokens += int(lengths.sum())
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Documents [first, end) of the token file at `prefix`."""
-
-    prefix: Path
-    first: int
-    end: int
-
-
-def merge(slices: Iterable[Slice], output: Path, *, dtype: npt.DTypeLike) -> dict[str, str]:
-    """Concatenates slices of token files into one, in order, holding 4 MiB of tokens at a time.
-
-    Returns:
-        the SHA-256 of the new .bin and .idx, by suffix.
-
-    Raises:
-        DataError: an input is damaged or of another dtype.
-    """
-    with TokenFileWriter(output, dtype=dtype) as writer:
-        for part in slices:
-            source = TokenFile.open(part.prefix)
-            writer.append_documents(source, first=part.first, end=part.end)
-            source.close()
-        return writer.close()
 
 
 def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:

@@ -1,20 +1,25 @@
-"""Opening a file as a stream of bytes, decompressed by suffix, with damage told apart from the end."""
+"""Opening a file as a stream of bytes, decompressed by suffix, hashed on the way, with damage told from the end."""
 
 from __future__ import annotations
 
 import gzip
 import io
 import zlib
-from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
+import xxhash
 import zstandard
+from isal import igzip, isal_zlib
 
+from data_prep import storage
 from headrace.errors import DataError
 
 _CHUNK_BYTES = 1 << 20
 
-DECOMPRESSION_ERRORS = (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError)
+DECOMPRESSION_ERRORS: tuple[type[Exception], ...] = (
+    *(EOFError, zlib.error, cast(type[Exception], isal_zlib.error)),
+    *(gzip.BadGzipFile, zstandard.ZstdError),
+)
 """What reading a damaged or truncated compressed file raises."""
 
 
@@ -22,10 +27,64 @@ class DamagedFileError(DataError):
     """A file that ends too early or cannot be decoded from some point on."""
 
 
+class Digest:
+    """XXH3-128 of bytes [start, end) of a file as stored, taken while they are read for another purpose."""
+
+    def __init__(self, path: str, *, start: int, end: int) -> None:
+        self._path, self._next, self._end = path, start, end
+        self._hash = xxhash.xxh3_128()
+
+    def pass_by(self, data: memoryview, at: int) -> None:
+        """Takes bytes that were read at offset `at`, as far as they are the next ones."""
+        first, last = self._next - at, min(self._end - at, len(data))
+        if 0 <= first < last:
+            self._hash.update(data[first:last])
+            self._next += last - first
+
+    def finish(self) -> str:
+        """Reads what nobody has read, and returns the sum in hexadecimal."""
+        if self._next < self._end:
+            with storage.open_raw(self._path) as file:
+                file.seek(self._next)
+                while self._next < self._end and (chunk := file.read(min(self._end - self._next, _CHUNK_BYTES))):
+                    self.pass_by(memoryview(chunk), self._next)
+        return self._hash.hexdigest()
+
+
+class Passing(io.RawIOBase):
+    """A file as a raw stream that shows what it reads to a `Digest`."""
+
+    def __init__(self, file: BinaryIO, digest: Digest) -> None:
+        self._file, self._digest, self._at = file, digest, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = self._file.seek(offset, whence)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        count = self._file.readinto(buffer) or 0  # type: ignore[attr-defined]
+        self._digest.pass_by(memoryview(buffer)[:count], self._at)
+        self._at += count
+        return int(count)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
 class _Zstd(io.RawIOBase):
     """A zstd file as a raw stream; EOFError where it ends inside a frame, which zstandard's own reader passes over."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: io.RawIOBase) -> None:
         self._file = file
         self._frame: zstandard.ZstdDecompressionObj | None = None
         self._rest = b""  # compressed bytes behind the end of the last frame
@@ -61,16 +120,37 @@ class _Zstd(io.RawIOBase):
         return True
 
 
-def open_bytes(path: str) -> io.BufferedIOBase:
-    """Opens `path` for reading; `.gz` and `.zst` are decompressed.
+def open_bytes(path: str, digest: Digest) -> io.RawIOBase:
+    """Opens a file as a raw stream of its text; `.gz` and `.zst` are decompressed.
 
     Raises:
         DamagedFileError: a compressed file of 0 bytes. What is read later may raise one of `DECOMPRESSION_ERRORS`.
     """
+    file = Passing(storage.open_raw(path), digest)
     if not path.endswith((".gz", ".zst")):
-        return Path(path).open("rb")
-    if Path(path).stat().st_size == 0:
+        return file
+    if storage.stat(path).bytes == 0:
+        file.close()
         raise DamagedFileError("0 bytes: not even a header")
-    if path.endswith(".gz"):
-        return io.BufferedReader(gzip.open(path, "rb"), _CHUNK_BYTES)
-    return io.BufferedReader(_Zstd(Path(path).open("rb")), _CHUNK_BYTES)
+    if path.endswith(".zst"):
+        return _Zstd(file)
+    return _Gzip(io.BufferedReader(file, _CHUNK_BYTES))
+
+
+class _Gzip(io.RawIOBase):
+    """A gzip file as a raw stream, by ISA-L: about twice as fast as zlib."""
+
+    def __init__(self, file: io.BufferedReader) -> None:
+        self._file = file
+        self._plain = igzip.IGzipFile(fileobj=file, mode="rb")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        return int(self._plain.readinto(buffer))
+
+    def close(self) -> None:
+        self._plain.close()
+        self._file.close()
+        super().close()

@@ -7,42 +7,70 @@ from typing import Any
 
 import pyarrow as pa
 
-from data_prep.readers.records import Bad, Document
+from data_prep.readers.records import Bad, Batch, Wanted
 from headrace.errors import ConfigError
 
 
-def check_schema(schema: Any, *, path: str, at: str, text_field: str, id_field: str | None) -> None:
+def check_schema(schema: Any, *, path: str, at: str, wanted: Wanted) -> None:
     """Refuses a table without the columns that the config names.
 
     Raises:
         ConfigError: a column is missing, or the text column holds no strings.
     """
-    for key, column in (("text_field", text_field), ("id_field", id_field)):
+    for key, column in (("text_field", wanted.text), ("id_field", wanted.id)):
         if column is not None and column not in schema.names:
             raise ConfigError(f"{at}.{key}", column, why=f"{path} has no such column", remedy=", ".join(schema.names))
-    kind = schema.field(text_field).type
+    kind = schema.field(wanted.text).type
     plain = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not (pa.types.is_string(plain) or pa.types.is_large_string(plain) or pa.types.is_string_view(plain)):
         strings = [f.name for f in schema if "string" in str(f.type)]
         remedy = f"columns of strings: {', '.join(strings) or 'none'}"
-        raise ConfigError(f"{at}.text_field", text_field, why=f"the column in {path} holds {kind}", remedy=remedy)
+        raise ConfigError(f"{at}.text_field", wanted.text, why=f"the column in {path} holds {kind}", remedy=remedy)
 
 
-def documents(
-    batch: Any, *, first_row: int, source: str, file: str, text_field: str, id_field: str | None
-) -> Iterator[Document | Bad]:
+def batches(batch: Any, *, first_row: int, source: str, file: str, wanted: Wanted) -> Iterator[Batch | Bad]:
     """Yields the rows of a record batch, whose first row is row `first_row` of the file."""
-    ids = batch.column(id_field) if id_field else None
-    for i, cell in enumerate(batch.column(text_field)):
-        row = first_row + i
-        try:
-            text = cell.as_py()
-        except UnicodeDecodeError as error:
-            yield Bad(source, file, "row", row, "not UTF-8", str(error))
+    extra = {name: batch.column(name).to_pylist() for name in wanted.extra if name in batch.schema.names}
+    made = Batch()
+    for i, text in enumerate(_texts(batch.column(wanted.text))):
+        refused = _refused(text, i, extra, wanted)
+        if refused is not None:
+            if made.texts:
+                yield made
+                made = Batch()
+            yield Bad(source, file, "row", first_row + i, *refused)
             continue
-        if text is None:
-            yield Bad(source, file, "row", row, "text is not a string", f"'{text_field}' is null")
-        elif ids is not None and ids[i].as_py() is None:
-            yield Bad(source, file, "row", row, "no id", f"'{id_field}' is null")
-        else:
-            yield Document(f"{source}/{file}#{row}" if ids is None else f"{source}/{ids[i].as_py()}", text)
+        if wanted.extra:
+            made.fields.append({name: extra[name][i] if name in extra else None for name in wanted.extra})
+        if made.add(text, first_row + i):
+            yield made
+            made = Batch()
+    if made.texts:
+        yield made
+
+
+def _texts(column: Any) -> list[Any]:
+    """Strings, None for null, and the error of what is not UTF-8."""
+    try:
+        texts: list[Any] = column.to_pylist()
+    except UnicodeDecodeError:
+        texts = [_text(cell) for cell in column]
+    return texts
+
+
+def _text(cell: Any) -> Any:
+    try:
+        return cell.as_py()
+    except UnicodeDecodeError as error:
+        return error
+
+
+def _refused(text: Any, row: int, extra: dict[str, list[Any]], wanted: Wanted) -> tuple[str, str] | None:
+    """Reason and detail of a row that is not taken."""
+    if isinstance(text, UnicodeDecodeError):
+        return "not UTF-8", str(text)
+    if text is None:
+        return "text is not a string", f"'{wanted.text}' is null"
+    if wanted.id is not None and extra[wanted.id][row] is None:
+        return "no id", f"'{wanted.id}' is null"
+    return None

@@ -16,7 +16,7 @@ import pyarrow as pa
 from data_prep.config import Source
 from data_prep.readers import columns
 from data_prep.readers.bytesource import DamagedFileError
-from data_prep.readers.records import Bad, Document
+from data_prep.readers.records import Bad, Batch, Wanted
 from headrace.errors import ConfigError, DataError
 
 _STATE, _DICT = "state.json", "dataset_dict.json"
@@ -75,26 +75,26 @@ def materialise(source: Source, target: Path, *, at: str) -> None:
     partial.rename(target)
 
 
-def check(path: str, *, at: str, text_field: str, id_field: str | None) -> None:
+def check(path: str, *, at: str, wanted: Wanted) -> None:
     """Reads the schema and refuses a file without the columns.
 
     Raises:
         DamagedFileError: no readable schema. ConfigError: a column is missing or holds no strings.
     """
-    columns.check_schema(_open(path).schema, path=path, at=at, text_field=text_field, id_field=id_field)
+    columns.check_schema(_open(path).schema, path=path, at=at, wanted=wanted)
 
 
-def read(path: str, *, source: str, file: str, text_field: str, id_field: str | None) -> Iterator[Document | Bad]:
+def read(path: str, *, source: str, file: str, wanted: Wanted) -> Iterator[Batch | Bad]:
     """Yields the rows of one Arrow stream file.
 
     Raises:
         DamagedFileError: the stream ends too early; the rows before have been yielded.
     """
     stream, row = _open(path), 0
+    names = None
     while (batch := _next(stream)) is not None:
-        yield from columns.documents(
-            batch, first_row=row, source=source, file=file, text_field=text_field, id_field=id_field
-        )
+        names = names or [name for name in (wanted.text, *wanted.extra) if name in batch.schema.names]
+        yield from columns.batches(batch.select(names), first_row=row, source=source, file=file, wanted=wanted)
         row += batch.num_rows
 
 

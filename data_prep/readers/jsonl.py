@@ -7,109 +7,152 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 
-from data_prep.readers.bytesource import DECOMPRESSION_ERRORS, DamagedFileError, open_bytes
-from data_prep.readers.records import Bad, Document
+from data_prep import storage
+from data_prep.readers.bytesource import DECOMPRESSION_ERRORS, DamagedFileError, Digest, open_bytes
+from data_prep.readers.records import Bad, Batch, Wanted
 
 _CHUNK_BYTES = 1 << 20
 _BOM = b"\xef\xbb\xbf"
+_NEWLINE = 10
 
 
 def read(
-    path: str, *, source: str, file: str, start: int, end: int | None, text_field: str, id_field: str | None
-) -> Iterator[Document | Bad]:
+    path: str, *, source: str, file: str, start: int, end: int | None, wanted: Wanted, digest: Digest
+) -> Iterator[Batch | Bad]:
     """Yields the records of the lines that start in bytes [start, end) of the decompressed file.
 
     Args:
         path: the file; `.gz` and `.zst` are decompressed and must be read whole (start 0, end None).
-        source, file: how ids and reports call it.
+        source, file: how reports call it.
         end: None reads to the end of the file.
-        text_field, id_field: keys of the object. Without `id_field` the id is the byte offset of the line.
+        wanted: keys of the object.
+        digest: is shown the bytes.
 
     Raises:
         DamagedFileError: the compressed file ends too early; the records before the damage have been yielded.
     """
-    first_line: int | None = None
-    for ordinal, offset, line in _lines(path, start, end):
-        if not line.strip():
-            continue
-        try:
-            text, given_id = _fields(line, text_field, id_field)
-        except _RefusedError as refused:
-            if first_line is None:  # lines before a range are only counted for the sake of a report
-                first_line = _count_lines(path, start) + 1
-            yield Bad(source, file, "line", first_line + ordinal, refused.reason, refused.detail)
-            continue
-        yield Document(f"{source}/{given_id}" if id_field else f"{source}/{file}#{offset}", text)
+    batch, lines_before = Batch(), None
+    try:
+        for ordinal, (offset, line) in enumerate(_lines(path, start, end, digest)):
+            record = _parsed(line, wanted)
+            if isinstance(record, tuple):
+                if batch.texts:
+                    yield batch
+                    batch = Batch()
+                if lines_before is None:  # they are only counted for the sake of a report
+                    lines_before = _count_lines(path, start)
+                yield Bad(source, file, "line", lines_before + ordinal + 1, *record)
+            elif record and batch.take(record, wanted, offset):
+                yield batch
+                batch = Batch()
+    except DECOMPRESSION_ERRORS as error:
+        if batch.texts:
+            yield batch
+        raise DamagedFileError(str(error)) from None
+    if batch.texts:
+        yield batch
 
 
-class _RefusedError(Exception):
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(reason)
-        self.reason, self.detail = reason, detail
+def _parsed(line: memoryview, wanted: Wanted) -> dict[str, Any] | tuple[str, str] | None:
+    """The object of a line; or the reason and the detail of its refusal; or None for a blank one."""
+    try:
+        record: dict[str, Any] = orjson.loads(line)
+        if type(record[wanted.text]) is str and (wanted.id is None or isinstance(record[wanted.id], str | int)):
+            return record
+    except (ValueError, LookupError, TypeError):  # LookupError, TypeError: not an object, or without the field
+        pass
+    return _why(bytes(line), wanted)
 
 
-def _fields(line: bytes, text_field: str, id_field: str | None) -> tuple[str, Any]:
+def _why(line: bytes, wanted: Wanted) -> tuple[str, str] | None:
+    """Reason and detail of a line that was refused; None for a blank one."""
+    if not line.strip():
+        return None
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise _why_not_json(line, error) from None
+        return _why_not_json(line, error)
     if not isinstance(record, dict):
-        raise _RefusedError("not an object", f"a JSON {type(record).__name__}")
-    if text_field not in record:
-        raise _RefusedError("no text field", f"no '{text_field}' among: {', '.join(list(record)[:8]) or 'no keys'}")
-    text = record[text_field]
-    if not isinstance(text, str):
-        raise _RefusedError("text is not a string", f"'{text_field}' is a {type(text).__name__}")
-    if id_field is not None and not isinstance(record.get(id_field), str | int):
-        raise _RefusedError("no id", f"'{id_field}' is missing, or no string or integer")
-    return text, record[id_field] if id_field else None
+        return "not an object", f"a JSON {type(record).__name__}"
+    if wanted.text not in record:
+        return "no text field", f"no '{wanted.text}' among: {', '.join(list(record)[:8]) or 'no keys'}"
+    if not isinstance(record[wanted.text], str):
+        return "text is not a string", f"'{wanted.text}' is a {type(record[wanted.text]).__name__}"
+    return "no id", f"'{wanted.id}' is missing, or no string or integer"
 
 
-def _why_not_json(line: bytes, error: orjson.JSONDecodeError) -> _RefusedError:
+def _why_not_json(line: bytes, error: orjson.JSONDecodeError) -> tuple[str, str]:
     try:
         line.decode("utf-8")
     except UnicodeDecodeError as bad:
-        return _RefusedError("not UTF-8", f"byte {line[bad.start]:#04x} at column {bad.start + 1}")
-    return _RefusedError("not JSON", f"{error.msg}, column {error.colno}")
+        return "not UTF-8", f"byte {line[bad.start]:#04x} at column {bad.start + 1}"
+    return "not JSON", f"{error.msg}, column {error.colno}"
 
 
-def _lines(path: str, start: int, end: int | None) -> Iterator[tuple[int, int, bytes]]:
-    """Yields (ordinal in the range, byte offset, line)."""
-    with open_bytes(path) as stream:
-        offset = _seek_line(stream, start)
-        ordinal = 0
-        while end is None or offset < end:
-            try:
-                line = stream.readline()
-            except DECOMPRESSION_ERRORS as error:
-                raise DamagedFileError(str(error)) from None
-            if not line:
+def _lines(path: str, start: int, end: int | None, digest: Digest) -> Iterator[tuple[int, memoryview]]:
+    """Yields (byte offset, line without its newline) of the lines that start in [start, end).
+
+    The views are of one buffer, which the next chunk overwrites.
+    """
+    with open_bytes(path, digest) as stream:
+        # from the byte before the range on: it tells whether a line starts with the range
+        position = max(0, start - 1)
+        if position:
+            stream.seek(position)
+        skip_first = start > 0
+        buffer, held = bytearray(2 * _CHUNK_BYTES), 0
+        while count := _fill(stream, buffer, held):
+            filled = held + count
+            view = memoryview(buffer)
+            ends = np.flatnonzero(np.frombuffer(buffer, np.uint8, count, held) == _NEWLINE) + held
+            first = 0
+            for stop in ends.tolist():
+                if not skip_first:
+                    if end is not None and position + first >= end:
+                        return
+                    yield position + first, _without_mark(view[first:stop], position + first)
+                skip_first, first = False, stop + 1
+            held = filled - first
+            buffer = _carry(buffer, first, filled)
+            position += first
+            if end is not None and position >= end and not skip_first:
                 return
-            yield ordinal, offset, line.removeprefix(_BOM) if offset == 0 else line
-            ordinal += 1
-            offset += len(line)
+        if held and not skip_first and (end is None or position < end):
+            yield position, _without_mark(memoryview(buffer)[:held], position)
 
 
-def _seek_line(stream: io.BufferedIOBase, start: int) -> int:
-    """Goes to the first line that starts at `start` or later; returns its offset."""
-    if start == 0:
-        return 0
-    stream.seek(start - 1)
-    return start - 1 + len(stream.readline())
+def _fill(stream: io.RawIOBase, buffer: bytearray, held: int) -> int:
+    """Reads behind what is held; at most a chunk."""
+    return stream.readinto(memoryview(buffer)[held : held + _CHUNK_BYTES]) or 0
+
+
+def _carry(buffer: bytearray, first: int, filled: int) -> bytearray:
+    """The buffer with its unfinished line at the front, and room for a chunk behind it."""
+    left = filled - first
+    if left + _CHUNK_BYTES <= len(buffer) and left <= first:
+        buffer[:left] = buffer[first:filled]
+        return buffer
+    grown = bytearray(max(len(buffer), 2 * (left + _CHUNK_BYTES)))
+    grown[:left] = memoryview(buffer)[first:filled]
+    return grown
+
+
+def _without_mark(line: memoryview, offset: int) -> memoryview:
+    return line[3:] if offset == 0 and line[:3] == _BOM else line
 
 
 def _count_lines(path: str, start: int) -> int:
     """Lines that start before `start`: those of the ranges before this one."""
     if start == 0:
         return 0
-    with Path(path).open("rb") as stream:
-        left, count, last = start - 1, 0, b""
-        while left and (last := stream.read(min(left, _CHUNK_BYTES))):
-            count += last.count(b"\n")
-            left -= len(last)
+    with storage.open_raw(path) as stream:
+        left, count = start - 1, 0
+        while left and (chunk := stream.read(min(left, _CHUNK_BYTES))):
+            count += chunk.count(b"\n")
+            left -= len(chunk)
     return count + 1

@@ -8,9 +8,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from data_prep import storage
 from data_prep.readers import columns
 from data_prep.readers.bytesource import DamagedFileError
-from data_prep.readers.records import Bad, Document
+from data_prep.readers.records import Bad, Batch, Wanted
 
 _ROWS = 1024
 
@@ -25,19 +26,18 @@ def row_group_bytes(path: str) -> list[int]:
     return [sum(g.column(c).total_compressed_size for c in range(g.num_columns)) for g in groups]
 
 
-def check(path: str, *, at: str, text_field: str, id_field: str | None) -> None:
+def check(path: str, *, at: str, wanted: Wanted) -> None:
     """Reads the footer and refuses a file without the columns.
 
     Raises:
         DamagedFileError: no readable footer. ConfigError: a column is missing or holds no strings.
     """
-    schema = _open(path).schema_arrow
-    columns.check_schema(schema, path=path, at=at, text_field=text_field, id_field=id_field)
+    columns.check_schema(_open(path).schema_arrow, path=path, at=at, wanted=wanted)
 
 
 def read(
-    path: str, *, source: str, file: str, first_group: int, end_group: int, text_field: str, id_field: str | None
-) -> Iterator[Document | Bad]:
+    path: str, *, source: str, file: str, first_group: int, end_group: int, wanted: Wanted
+) -> Iterator[Batch | Bad]:
     """Yields the rows of row groups [first_group, end_group).
 
     Raises:
@@ -45,18 +45,16 @@ def read(
     """
     table = _open(path)
     row = sum(table.metadata.row_group(i).num_rows for i in range(first_group))
-    names = [text_field, *([id_field] if id_field else [])]
-    batches = table.iter_batches(_ROWS, row_groups=range(first_group, end_group), columns=names, use_threads=False)
-    while (batch := _next(batches)) is not None:
-        yield from columns.documents(
-            batch, first_row=row, source=source, file=file, text_field=text_field, id_field=id_field
-        )
+    names = [name for name in (wanted.text, *wanted.extra) if name in table.schema_arrow.names]
+    rows = table.iter_batches(_ROWS, row_groups=range(first_group, end_group), columns=names, use_threads=False)
+    while (batch := _next(rows)) is not None:
+        yield from columns.batches(batch, first_row=row, source=source, file=file, wanted=wanted)
         row += batch.num_rows
 
 
 def _open(path: str) -> Any:
     try:
-        return pq.ParquetFile(path, memory_map=True)
+        return pq.ParquetFile(storage.parquet_source(path), memory_map=not storage.is_remote(path))
     except (pa.ArrowInvalid, OSError) as error:
         if isinstance(error, FileNotFoundError | PermissionError):
             raise

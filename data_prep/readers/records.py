@@ -1,17 +1,65 @@
-"""What readers give: documents, and records that could not be read, each with its reason."""
+"""What readers give: batches of texts, and records that could not be read, each with its reason."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+BATCH_CHARACTERS = 1 << 18
+"""About how much text is in a batch: the tokens of one stay in the processor's cache while they are written."""
+BATCH_DOCUMENTS = 4096
+
+
+@dataclass(slots=True)
+class Batch:
+    """Texts of one unit, in order.
+
+    Attributes:
+        texts: the texts.
+        at: where each lies: the byte offset of its line, or the number of its row. It does not depend on how the input
+            was cut, and names the document together with its file.
+        fields: of each text, the other fields that were asked for; empty when none were.
+        characters: of all texts.
+    """
+
+    texts: list[str] = field(default_factory=list)
+    at: list[int] = field(default_factory=list)
+    fields: list[Mapping[str, Any]] = field(default_factory=list)
+    characters: int = 0
+
+    def add(self, text: str, at: int) -> bool:
+        """Adds a text; tells whether the batch is full."""
+        self.texts.append(text)
+        self.at.append(at)
+        self.characters += len(text)
+        return self.characters >= BATCH_CHARACTERS or len(self.texts) >= BATCH_DOCUMENTS
+
+    def take(self, record: Mapping[str, Any], wanted: Wanted, at: int) -> bool:
+        """Adds a record's text and what else is wanted of it; tells whether the batch is full."""
+        if wanted.extra:
+            self.fields.append({name: record.get(name) for name in wanted.extra})
+        return self.add(record[wanted.text], at)
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
-    """One text and its stable name: source, file, and the position in the file."""
+class Wanted:
+    """What is read of a record.
 
-    id: str
+    Attributes:
+        text: the field or column of the text.
+        id: of the document's id, which must be there; None: the position is the id.
+        others: further ones, which may be missing.
+    """
+
     text: str
+    id: str | None = None
+    others: tuple[str, ...] = ()
+
+    @property
+    def extra(self) -> tuple[str, ...]:
+        """All but the text."""
+        return tuple(dict.fromkeys(([self.id] if self.id else []) + list(self.others)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,76 +2,73 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
-from pathlib import Path
-from typing import TypedDict
+from collections.abc import Iterator, Sequence
 
+from data_prep import storage
 from data_prep.config import Source
 from data_prep.plan import Unit
 from data_prep.readers import hf, jsonl, parquet, text
-from data_prep.readers.bytesource import DamagedFileError
-from data_prep.readers.records import DAMAGED_FILE, Bad, Document
+from data_prep.readers.bytesource import DamagedFileError, Digest
+from data_prep.readers.records import DAMAGED_FILE, Bad, Batch, Wanted
 from headrace.errors import DataError
 
-_CHUNK_BYTES = 1 << 20
+
+def wanted_of(source: Source, others: Sequence[str] = ()) -> Wanted:
+    """What is read of the records of a source: its text, its id, and what the job asks for besides."""
+    return Wanted(source.text_field, source.id_field, tuple(others))
 
 
-def read_unit(unit: Unit, source: Source) -> Iterator[Document | Bad]:
+def digest_of(unit: Unit) -> Digest:
+    """The sum of the bytes that a unit answers for, still to be taken."""
+    return Digest(unit.path, start=unit.start, end=unit.end)
+
+
+def read_unit(unit: Unit, wanted: Wanted, digest: Digest | None = None) -> Iterator[Batch | Bad]:
     """Yields the documents of a unit, and what was not readable.
 
     A damaged file ends with a `Bad` of the reason `DAMAGED_FILE`; what was read before the damage stands.
+
+    Args:
+        digest: of the unit; is shown the bytes that are read.
 
     Raises:
         DataError: the file is not the one that was planned: it is gone, or its size has changed.
     """
     before = _stat(unit)
     try:
-        yield from _documents(unit, source)
+        yield from _batches(unit, wanted, digest or digest_of(unit))
     except DamagedFileError as error:
         yield Bad(unit.source, unit.file, "file", None, DAMAGED_FILE, str(error))
     if _stat(unit) != before:
         raise DataError(f"{unit.path} was changed while it was read\n  try: leave the corpus alone and run again")
 
 
-def hash_unit(unit: Unit) -> str:
-    """SHA-256 of the bytes [start, end) of the unit's file, as stored."""
-    digest = hashlib.sha256()
-    left = unit.end - unit.start
-    with Path(unit.path).open("rb") as file:
-        file.seek(unit.start)
-        while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
-            digest.update(chunk)
-            left -= len(chunk)
-    return digest.hexdigest()
+def name_of(unit: Unit, at: int) -> str:
+    """The name of a document without an id of its own: source, file and position."""
+    return f"{unit.source}/{unit.file}" + ("" if unit.type == "text" else f"#{at}")
 
 
-class _Fields(TypedDict):
-    text_field: str
-    id_field: str | None
-
-
-def _documents(unit: Unit, source: Source) -> Iterator[Document | Bad]:
-    name, fields = unit.source, _Fields(text_field=source.text_field, id_field=source.id_field)
+def _batches(unit: Unit, wanted: Wanted, digest: Digest) -> Iterator[Batch | Bad]:
+    path, source, file = unit.path, unit.source, unit.file
     if unit.type == "text":
-        return text.read(unit.path, source=name, file=unit.file)
+        return text.read(path, source=source, file=file, digest=digest)
     if unit.type == "jsonl":
         end = unit.end if unit.parts > 1 else None
-        return jsonl.read(unit.path, source=name, file=unit.file, start=unit.start, end=end, **fields)
+        return jsonl.read(path, source=source, file=file, start=unit.start, end=end, wanted=wanted, digest=digest)
     if unit.type == "parquet":
-        first, end_group = unit.first_group, unit.end_group
-        return parquet.read(unit.path, source=name, file=unit.file, first_group=first, end_group=end_group, **fields)
-    return hf.read(unit.path, source=name, file=unit.file, **fields)
+        groups = {"first_group": unit.first_group, "end_group": unit.end_group}
+        return parquet.read(path, source=source, file=file, wanted=wanted, **groups)
+    return hf.read(path, source=source, file=file, wanted=wanted)
 
 
-def _stat(unit: Unit) -> tuple[int, int]:
+def _stat(unit: Unit) -> storage.Stat:
     try:
-        found = Path(unit.path).stat()
+        found = storage.stat(unit.path)
     except FileNotFoundError:
         raise DataError(f"{unit.path} has gone since the job was planned\n  try: bring it back and run again") from None
-    if found.st_size != unit.file_bytes:
+    if found.bytes != unit.file_bytes:
         raise DataError(
-            f"{unit.path} has {found.st_size} bytes, and had {unit.file_bytes} when the job was planned\n"
+            f"{unit.path} has {found.bytes} bytes, and had {unit.file_bytes} when the job was planned\n"
             "  try: restore it, or remove the job directory to start over"
         )
-    return found.st_size, found.st_mtime_ns
+    return found

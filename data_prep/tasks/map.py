@@ -1,14 +1,13 @@
-"""Map: one task's units, read, split, tokenised and written as one token file per split.
+"""Map: one task's units, read, cleaned, tokenised and written as runs.
 
-`MAP/` of a finished task holds `SPLIT.bin`, `SPLIT.idx`, `SPLIT.bytes` (int64[documents], UTF-8 bytes of each text),
-`bad.jsonl` (what was not readable) and `done.json` (the counts, and a SHA-256 for each unit's share of its file).
+`MAP/` of a finished task holds `run-000/` and on (see `runs.py`), `bad.jsonl` (what was not readable), `dropped.jsonl`
+(what cleaning left out, if asked for) and `done.json`: the counts, and the XXH3-128 of each unit's share of its file.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,19 +15,19 @@ from typing import Any, TextIO
 import numpy as np
 
 from data_prep.config import CorpusConfig
+from data_prep.hashing import HELDOUT, below, content_hashes, document_keys, unit_key
 from data_prep.limits import BadCount
 from data_prep.plan import Unit
-from data_prep.readers.records import Bad
-from data_prep.readers.unit import hash_unit, read_unit
-from data_prep.split import split_of
+from data_prep.readers.records import Bad, Batch
+from data_prep.readers.unit import digest_of, read_unit, wanted_of
+from data_prep.runs import Facts, RunWriter
 from data_prep.tasks.base import Counts, Report, plain_errors, whole_or_absent
-from data_prep.tokenfile import SPLITS, TokenFileWriter, dtype_for
-from data_prep.tokenizer.load import Encoder, load_encoder
+from data_prep.tokenfile import SPLITS
+from data_prep.tokenizer.encoder import Encoder, open_encoder
+from data_prep.tokenizer.engines import Tokens
 
 MARKER = "done.json"
 BAD_RECORDS = "bad.jsonl"
-_BATCH_BYTES = 1 << 20  # enough to keep the tokenizer's own loop busy, small next to its memory
-_BATCH_DOCUMENTS = 1024
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,8 @@ class MapTask:
         if (done := read_marker(self.directory)) is not None:
             return done
         with plain_errors(self.name), whole_or_absent(self.directory) as scratch:
-            done = _run(self, scratch, report)
+            with (scratch / BAD_RECORDS).open("w", encoding="ascii") as bad_file:
+                done = _Mapper(self, scratch, report, bad_file).run()
             # ASCII: a file's name need not be UTF-8
             (scratch / MARKER).write_text(json.dumps(done), encoding="ascii")
         return done
@@ -66,92 +66,115 @@ def read_marker(directory: Path) -> dict[str, Any] | None:
     return done
 
 
-def read_text_bytes(directory: Path, split: str) -> np.ndarray[Any, Any]:
-    """int64[documents]: UTF-8 bytes of each document of a split."""
-    return np.fromfile(directory / f"{split}.bytes", dtype="<i8")
-
-
 @dataclass
-class _Split:
-    """One split of a task while it is being written."""
+class _Pending:
+    """Texts that have been read and wait for enough company; of several units where those are small."""
 
-    writer: TokenFileWriter
-    text_bytes: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    at: list[int] = field(default_factory=list)
+    units: list[tuple[int, int]] = field(default_factory=list)
+    """(number of the unit, how many texts)."""
+    characters: int = 0
 
-    def add(self, tokens: list[np.ndarray[Any, Any]], text_bytes: list[int]) -> None:
-        self.writer.append(np.concatenate(tokens), [len(t) for t in tokens])
-        self.text_bytes += text_bytes
-
-    def close(self, path: Path) -> dict[str, int]:
-        self.writer.close()
-        sizes = np.asarray(self.text_bytes, dtype="<i8")
-        sizes.tofile(path)
-        return {"documents": len(sizes), "tokens": self.writer.tokens, "bytes": int(sizes.sum())}
-
-
-def _run(task: MapTask, scratch: Path, report: Report) -> dict[str, Any]:
-    encoder = load_encoder(task.tokenizer, append_eos=task.config.append_eos)
-    dtype = dtype_for(encoder.vocab_size)
-    splits = {split: _Split(TokenFileWriter(scratch / split, dtype=dtype)) for split in SPLITS}
-    skipped: Counter[str] = Counter()
-    bad = BadCount(task.config)
-    with (scratch / BAD_RECORDS).open("w", encoding="ascii") as bad_file:
-        for unit in task.units:
-            for batch in _batches(_texts(unit, task.config, skipped, bad, bad_file)):
-                report(_encode(batch, task.config, encoder, splits, skipped))
-            report(Counts(input_bytes=unit.end - unit.start))
-    counts = {split: open_split.close(scratch / f"{split}.bytes") for split, open_split in splits.items()}
-    files = [[u.source, u.file, u.file_bytes, u.part, u.parts, hash_unit(u)] for u in task.units]
-    return {"splits": counts, "skipped": dict(sorted(skipped.items())), "files": files}
+    def add(self, batch: Batch, unit: int) -> None:
+        self.texts += batch.texts
+        self.at += batch.at
+        self.units.append((unit, len(batch.texts)))
+        self.characters += batch.characters
 
 
-def _texts(
-    unit: Unit, config: CorpusConfig, skipped: Counter[str], bad: BadCount, bad_file: TextIO
-) -> Iterator[tuple[str, bytes]]:
-    """Yields (text, its UTF-8), writing down what was not readable; stops at the limits of the config."""
-    source = next(s for s in config.sources if s.label == unit.source)
-    for record in read_unit(unit, source):
-        if isinstance(record, Bad):
-            bad_file.write(json.dumps(record.listing()) + "\n")
-            skipped[record.reason] += 1
-            bad.add(record)
-            bad.check()
-        elif not record.text:
-            skipped["empty"] += 1
-        else:
-            yield record.text, record.text.encode()
+class _Mapper:
+    """The work of one task."""
+
+    def __init__(self, task: MapTask, scratch: Path, report: Report, bad_file: TextIO) -> None:
+        self._task, self._config, self._report, self._bad_file = task, task.config, report, bad_file
+        self._encoder: Encoder = open_encoder(task.tokenizer, task.config.text_policy())
+        self._runs = RunWriter(scratch, self._encoder.dtype, self._encoder.before, self._encoder.after)
+        self._skipped: Counter[str] = Counter()
+        self._bad = BadCount(task.config)
+        self._counts = np.zeros((len(task.config.sources), len(SPLITS), 3), np.int64)
+        self._documents, self._batches = 0, 0
+        self._sample: list[str] = []
+        labels = [source.label for source in task.config.sources]
+        self._source = np.array([labels.index(unit.source) for unit in task.units], np.int64)
+        keys = [unit_key(unit.source, unit.file, seed=task.config.seed) for unit in task.units]
+        self._unit_key = np.array(keys, np.uint64)
+
+    def run(self) -> dict[str, Any]:
+        files, pending = [], _Pending()
+        for number, unit in enumerate(self._task.units):
+            digest = digest_of(unit)
+            wanted = wanted_of(self._config.sources[self._source[number]])
+            for record in read_unit(unit, wanted, digest):
+                if isinstance(record, Bad):
+                    self._leave_out(record)
+                    continue
+                pending.add(record, number)
+                if pending.characters >= _ENOUGH_CHARACTERS:
+                    self._process(pending)
+                    pending = _Pending()
+            files.append([unit.source, unit.file, unit.file_bytes, unit.part, unit.parts, digest.finish()])
+            self._report(Counts(input_bytes=unit.end - unit.start))
+        if pending.texts:
+            self._process(pending)
+        self._encoder.check(self._sample, where=self._task.name)
+        self._runs.flush()
+        return {"counts": self._counts.tolist(), "skipped": dict(sorted(self._skipped.items())), "files": files}
+
+    def _leave_out(self, bad: Bad) -> None:
+        self._bad_file.write(json.dumps(bad.listing()) + "\n")
+        self._skipped[bad.reason] += 1
+        self._bad.add(bad)
+        self._bad.check()
+
+    def _process(self, pending: _Pending) -> None:
+        raw = [text.encode() for text in pending.texts]
+        tokens = self._encoder.encode(pending.texts)
+        self._keep_sample(pending.texts)
+        facts = self._facts(pending, raw)
+        empty = np.diff(tokens.offsets) == 0
+        if empty.any():  # empty texts, and those of which a normaliser leaves nothing
+            self._skipped["empty"] += int(empty.sum())
+            tokens = Tokens(tokens.ids, tokens.offsets[np.append(True, ~empty)])
+            facts = facts.take(~empty)
+        if len(facts.key):
+            self._runs.add(tokens, facts)
+        self._count(tokens, facts)
+
+    def _keep_sample(self, texts: list[str]) -> None:
+        """Keeps the beginning of a text now and then, for the comparison with the reference."""
+        if self._batches % _SAMPLE_EVERY == 0 and len(self._sample) < _SAMPLES:
+            self._sample.append(texts[len(texts) // 2][:_SAMPLE_CHARACTERS])
+        self._batches += 1
+
+    def _facts(self, pending: _Pending, raw: list[bytes]) -> Facts:
+        unit = np.repeat(*np.array(pending.units, np.int64).T)
+        hashes = content_hashes(raw)
+        heldout = below(hashes[:, 0], share=self._config.heldout_fraction, seed=self._config.seed, purpose=HELDOUT)
+        first = self._task.index * _MOST_DOCUMENTS + self._documents
+        self._documents += len(raw)
+        return Facts(
+            key=document_keys(self._unit_key[unit], np.array(pending.at, np.int64)),
+            rank=np.arange(first, first + len(raw)),
+            bytes=np.fromiter(map(len, raw), np.int64, len(raw)),
+            source=self._source[unit],
+            split=np.where(heldout, SPLITS.index("heldout"), SPLITS.index("train")),
+        )
+
+    def _count(self, tokens: Tokens, facts: Facts) -> None:
+        lengths = np.diff(tokens.offsets) + self._encoder.frame
+        sums = (np.ones_like(lengths), lengths, facts.bytes)
+        for column, values in enumerate(sums):
+            np.add.at(self._counts[:, :, column], (facts.source, facts.split), values)
+        self._report(Counts(text_bytes=int(facts.bytes.sum()), documents=len(lengths), tokens=int(lengths.sum())))
 
 
-def _batches(texts: Iterator[tuple[str, bytes]]) -> Iterator[list[tuple[str, bytes]]]:
-    batch: list[tuple[str, bytes]] = []
-    held = 0
-    for text in texts:
-        batch.append(text)
-        held += len(text[1])
-        if held >= _BATCH_BYTES or len(batch) >= _BATCH_DOCUMENTS:
-            yield batch
-            batch, held = [], 0
-    if batch:
-        yield batch
+_ENOUGH_CHARACTERS = 1 << 18
+_SAMPLE_EVERY, _SAMPLES, _SAMPLE_CHARACTERS = 16, 8, 2048
+_MOST_DOCUMENTS = 1 << 36  # of one task
 
 
-def _encode(
-    batch: list[tuple[str, bytes]],
-    config: CorpusConfig,
-    encoder: Encoder,
-    splits: dict[str, _Split],
-    skipped: Counter[str],
-) -> Counts:
-    found: dict[str, tuple[list[np.ndarray[Any, Any]], list[int]]] = {split: ([], []) for split in SPLITS}
-    for tokens, (_, raw) in zip(encoder.encode([text for text, _ in batch]), batch, strict=True):
-        if not len(tokens):  # a normaliser may leave nothing of a text
-            skipped["empty"] += 1
-            continue
-        tokens_of, bytes_of = found[split_of(raw, seed=config.seed, heldout_fraction=config.heldout_fraction)]
-        tokens_of.append(tokens)
-        bytes_of.append(len(raw))
-    for split, (tokens_of, bytes_of) in found.items():
-        if tokens_of:
-            splits[split].add(tokens_of, bytes_of)
-    counted = [len(tokens) for tokens_of, _ in found.values() for tokens in tokens_of]
-    return Counts(text_bytes=sum(len(raw) for _, raw in batch), documents=len(counted), tokens=sum(counted))
+def counts_of(markers: list[dict[str, Any]]) -> np.ndarray[Any, Any]:
+    """int64 [sources, splits, 3]: documents, tokens and bytes that the map tasks have written."""
+    counts: np.ndarray[Any, Any] = np.array([marker["counts"] for marker in markers], np.int64)
+    return np.asarray(counts.sum(axis=0))

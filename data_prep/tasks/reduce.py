@@ -1,7 +1,7 @@
-"""Reduce: the map outputs of a split, in task order, cut into shards of about equal size and merged.
+"""Reduce: one shard, from the slice that every run has of it.
 
-Seen as one long row of tokens, a split is cut every `shard_tokens`; a document goes to the shard in which it starts. So
-a shard holds `shard_tokens` give or take a document, and none straddles two.
+A shard is a range of keys of one source in one split. Keys are hashes, so shards of a source are of about equal size
+and each is a random sample of it. Memory: `_HELD_BYTES` of tokens and 40 bytes for each document of the shard.
 """
 
 from __future__ import annotations
@@ -9,25 +9,49 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from data_prep.runs import DOCUMENT, Array, Run
 from data_prep.tasks.base import Counts, Report, plain_errors, scratch_path
-from data_prep.tasks.map import read_text_bytes
-from data_prep.tokenfile import Slice, TokenFile, merge, shard_name, with_suffix
+from data_prep.tokenfile import SPLITS, TokenFileWriter, shard_name, with_suffix
 from headrace.directory import write_json
+
+KEYS = 1 << 64
+DROPS = "drop.npy"
+_HELD_BYTES = 64 << 20
+_LENGTH_BINS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Shard `index` of a split: the documents of source number `source` with keys in [low, high).
+
+    tokens: about how many.
+    """
+
+    split: str
+    index: int
+    source: int
+    low: int
+    high: int
+    tokens: int
 
 
 @dataclass(frozen=True)
 class ReduceTask:
-    """Writes shard `index` of `split` from `slices` of map outputs to `out/SPLIT/`, then its `marker`."""
+    """Writes a shard to `out/SPLIT/`, then its `marker`.
 
-    split: str
-    index: int
-    slices: list[Slice]
+    Args:
+        runs: of all map tasks, in order.
+        drops: for each run, where its array of dropped documents is; empty when nothing is dropped.
+    """
+
+    shard: Shard
+    runs: Sequence[Path]
+    drops: Sequence[Path]
     dtype: str
     out: Path
     marker: Path
@@ -35,7 +59,7 @@ class ReduceTask:
     @property
     def name(self) -> str:
         """What messages call it."""
-        return f"reduce task {self.split}/{shard_name(self.index)}"
+        return f"reduce task {self.shard.split}/{shard_name(self.shard.index)}"
 
     def run(self, report: Report) -> dict[str, Any]:
         """See `Task.run`."""
@@ -43,45 +67,74 @@ class ReduceTask:
             done: dict[str, Any] = json.loads(self.marker.read_text())
             return done
         with plain_errors(self.name):
-            final = self.out / self.split / shard_name(self.index)
+            final = self.out / self.shard.split / shard_name(self.shard.index)
             scratch = scratch_path(self.marker)
             try:
-                sums = merge(self.slices, scratch, dtype=self.dtype)
-                done = _counts(self, scratch, sums)
-                for suffix in sums:
+                done = self._write(scratch, report)
+                for suffix in done["sha256"]:
                     with_suffix(scratch, suffix).rename(with_suffix(final, suffix))
             finally:
                 for suffix in (".bin", ".idx"):
                     with_suffix(scratch, suffix).unlink(missing_ok=True)
             write_json(self.marker, done)
-        report(Counts(tokens=done["tokens"], documents=done["documents"]))
         return done
 
+    def _write(self, scratch: Path, report: Report) -> dict[str, Any]:
+        text_bytes, lengths = 0, np.zeros(_LENGTH_BINS, np.int64)
+        with TokenFileWriter(scratch, dtype=self.dtype) as writer:
+            for low, high in self._ranges():
+                slices = list(self._slices(low, high))
+                pieces, documents = _merged(slices)
+                writer.append_pieces(pieces, documents["tokens"])
+                text_bytes += int(documents["bytes"].sum())
+                lengths += np.bincount(_length_bin(documents["tokens"]), minlength=_LENGTH_BINS)
+                report(Counts(tokens=int(documents["tokens"].sum()), documents=len(documents)))
+            sums = writer.close()
+            entry = {"documents": int(lengths.sum()), "tokens": writer.tokens, "bytes": text_bytes}
+        return {"name": shard_name(self.shard.index), "source": self.shard.source, **entry} | {
+            "lengths": lengths.tolist(),
+            "sha256": sums,
+        }
 
-def plan_shards(directories: Sequence[Path], *, split: str, shard_tokens: int) -> list[list[Slice]]:
-    """The slices of each shard of a split, in order. Shards into which no document falls do not exist."""
-    cuts = groupby(_cuts(directories, split, shard_tokens), key=lambda cut: cut[0])
-    return [[part for _, part in same_shard] for _, same_shard in cuts]
+    def _ranges(self) -> Iterator[tuple[int, int]]:
+        """The shard's keys, in ranges that fit into memory."""
+        parts = max(1, -(-self.shard.tokens * np.dtype(self.dtype).itemsize // _HELD_BYTES))
+        span = self.shard.high - self.shard.low
+        for i in range(parts):
+            yield self.shard.low + span * i // parts, self.shard.low + span * (i + 1) // parts
+
+    def _slices(self, low: int, high: int) -> Iterator[tuple[Array, Array]]:
+        """Of each run, the ids and the documents that belong to a range and are kept."""
+        group = SPLITS.index(self.shard.split), self.shard.source
+        for i, path in enumerate(self.runs):
+            run = Run.open(path)
+            first, end = run.between(group, low, high)
+            if first == end:
+                continue
+            documents = np.array(run.documents[first:end])
+            ids = run.read_tokens(first, end, np.dtype(self.dtype))
+            documents["start"] -= documents["start"][0]
+            if self.drops:
+                documents = documents[np.load(self.drops[i], mmap_mode="r")[first:end] == 0]
+            yield ids, documents
 
 
-def _cuts(directories: Sequence[Path], split: str, shard_tokens: int) -> Iterator[tuple[int, Slice]]:
-    """Yields (number of the piece of the row, documents of one map output that start in it)."""
-    position = 0
-    for directory in directories:
-        source = TokenFile.open(directory / split)
-        ends = position + np.cumsum(source.sequence_lengths, dtype=np.int64)
-        if len(ends):
-            starts = np.concatenate([[position], ends[:-1]]) // shard_tokens
-            bounds = [0, *(np.flatnonzero(np.diff(starts)) + 1).tolist(), len(starts)]
-            for first, end in pairwise(bounds):
-                yield int(starts[first]), Slice(directory / split, first, end)
-            position = int(ends[-1])
-        source.close()
+def _merged(slices: list[tuple[Array, Array]]) -> tuple[list[memoryview], Array]:
+    """The documents of some slices in the order of their keys: (bytes of the ids of each, `DOCUMENT` [n])."""
+    documents = np.concatenate([np.empty(0, DOCUMENT), *(documents for _, documents in slices)])
+    if not len(documents):
+        return [], documents
+    which = np.repeat(np.arange(len(slices)), [len(documents) for _, documents in slices])
+    order = np.lexsort((documents["rank"], documents["key"]))
+    views = [ids.view(np.uint8).data for ids, _ in slices]
+    size = slices[0][0].itemsize
+    starts = (documents["start"][order] * size).tolist()
+    ends = ((documents["start"] + documents["tokens"])[order] * size).tolist()
+    chosen = which[order].tolist()
+    pieces = [views[run][start:end] for run, start, end in zip(chosen, starts, ends, strict=True)]
+    return pieces, documents[order]
 
 
-def _counts(task: ReduceTask, prefix: Path, sums: dict[str, str]) -> dict[str, Any]:
-    merged = TokenFile.open(prefix)
-    sizes = (read_text_bytes(part.prefix.parent, task.split)[part.first : part.end].sum() for part in task.slices)
-    entry = {"documents": merged.documents, "tokens": len(merged.tokens), "bytes": int(sum(sizes))}
-    merged.close()
-    return {**entry, "name": shard_name(task.index), "sha256": sums}
+def _length_bin(tokens: Array) -> Array:
+    """The bin of a length: k for 2^k up to 2^(k + 1) - 1 tokens."""
+    return np.frexp(tokens.astype(np.float64))[1] - 1

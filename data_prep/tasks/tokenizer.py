@@ -10,6 +10,7 @@ from typing import Any
 from data_prep.config import CorpusConfig
 from data_prep.plan import Unit
 from data_prep.tasks.base import Counts, Report, plain_errors, whole_or_absent
+from data_prep.tokenizer.policy import ENGINE_FILE
 from headrace.directory import write_json
 
 _MARKER = "described.json"
@@ -18,7 +19,10 @@ _FOLDER = "tokenizer"
 
 @dataclass(frozen=True)
 class TokenizerTask:
-    """Makes `directory/tokenizer` (the Hugging Face folder) and `directory/described.json` (its manifest entry)."""
+    """Makes `directory/tokenizer`, the Hugging Face folder.
+
+    Beside it, `described.json` is its manifest entry, and `engine.json` says which engine was proven to give its ids.
+    """
 
     units: list[Unit]
     config: CorpusConfig
@@ -41,7 +45,7 @@ class TokenizerTask:
 
     def _make(self, scratch: Path) -> dict[str, Any]:
         # here and not above: transformers comes with `given`, and no other task needs either
-        from data_prep.tokenizer import given, load, sample, train  # noqa: PLC0415
+        from data_prep.tokenizer import given, load, proof, sample, train  # noqa: PLC0415
 
         folder = scratch / _FOLDER
         folder.mkdir()
@@ -50,7 +54,11 @@ class TokenizerTask:
             given.take(section.path, folder)
         else:
             train.train(sample.sample_texts(self.units, self.config), folder, section)
-        load.check_usable(folder, append_eos=self.config.append_eos)
+        policy = self.config.text_policy()
+        load.check_usable(folder, policy)
+        texts = sample.first_texts(self.units, self.config)
+        choice = proof.choose(section.engine, folder, special=policy.special, sample=texts)
+        write_json(scratch / ENGINE_FILE, {"engine": choice.engine, "refused": list(choice.refused)})
         return load.describe(folder, kind=section.train or "given")
 
 

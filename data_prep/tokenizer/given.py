@@ -8,12 +8,14 @@ again, and then both must give the same ids.
 from __future__ import annotations
 
 import hashlib
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 from data_prep.tokenizer import sentencepiece_model
 from data_prep.tokenizer.fingerprint import TOKENIZER_JSON
-from data_prep.tokenizer.load import load
+from data_prep.tokenizer.load import TOKENIZER_CONFIG, load
 from data_prep.tokenizer.probes import PROBES
 from data_prep.tokenizer.train import write_folder
 from headrace.directory import sha256_of_file
@@ -72,7 +74,18 @@ def take(path: str, folder: Path) -> None:
         write_folder(tokenizer, folder, eos_token=eos, bos_token=bos)
 
 
+_PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Classes that transformers builds from tokenizer.json as it is."""
+_PLAIN_FILES = (TOKENIZER_JSON, TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja")
+
+
 def _take_folder(path: str, folder: Path) -> None:
+    if _is_plain(Path(path)):  # transformers would add seconds and change nothing
+        for name in _PLAIN_FILES:
+            if (Path(path) / name).is_file():
+                shutil.copyfile(Path(path) / name, folder / name)
+        load(folder)
+        return
     given = _auto(path)
     given.save_pretrained(str(folder))
     if not (folder / TOKENIZER_JSON).is_file():
@@ -87,6 +100,16 @@ def _take_folder(path: str, folder: Path) -> None:
             why = f"{path}: AutoTokenizer and its own saved copy give different ids for {text[:60]!r}"
             remedy = '"tokenizer_class": "PreTrainedTokenizerFast" in its tokenizer_config.json'
             raise DataError(f"{why}\n  try: {remedy}")
+
+
+def _is_plain(folder: Path) -> bool:
+    """Whether a folder has a tokenizer.json that `AutoTokenizer` takes as it is."""
+    try:
+        config = json.loads((folder / TOKENIZER_CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    named = isinstance(config, dict) and config.get("tokenizer_class") in _PLAIN_CLASSES and "auto_map" not in config
+    return named and (folder / TOKENIZER_JSON).is_file()
 
 
 def _auto(path: str) -> Any:

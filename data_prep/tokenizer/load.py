@@ -1,53 +1,18 @@
-"""A tokenizer folder as the map tasks use it: text in, arrays of ids out, special tokens never from text."""
+"""A tokenizer folder, opened by the `tokenizers` library, and what its files say of its special tokens."""
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tokenizers import Tokenizer
 
 from data_prep.tokenizer.fingerprint import TOKENIZER_JSON, tokenizer_fingerprint
+from data_prep.tokenizer.policy import TextPolicy
 from headrace.errors import DataError
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
-
-
-@dataclass(frozen=True)
-class Encoder:
-    """Turns texts into ids. vocab_size: highest id + 1. eos_id: appended to each text, or None to append nothing."""
-
-    tokenizer: Any
-    vocab_size: int
-    eos_id: int | None
-
-    def encode(self, texts: list[str]) -> Iterator[np.ndarray[Any, Any]]:
-        """Yields int32[tokens] per text. A text without any token yields an empty array, without eos."""
-        ends = [] if self.eos_id is None else [self.eos_id]
-        for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False):
-            ids = encoding.ids
-            count = len(ids)
-            tokens = np.empty(count + len(ends) if count else 0, dtype=np.int32)
-            tokens[:count] = ids
-            if count:
-                tokens[count:] = ends
-            yield tokens
-
-
-@cache
-def load_encoder(folder: Path, *, append_eos: bool) -> Encoder:
-    """Loads a folder for tokenising; kept for the next task of the same process."""
-    # parallelism is over tasks: threads inside each would fight over the cores
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer = load(folder)
-    eos = special_ids(folder, tokenizer)["eos_id"] if append_eos else None
-    return Encoder(tokenizer, vocab_size(tokenizer), eos)
 
 
 def load(folder: Path) -> Any:
@@ -83,16 +48,22 @@ def describe(folder: Path, *, kind: str) -> dict[str, Any]:
     return entry | special_ids(folder, tokenizer)
 
 
-def check_usable(folder: Path, *, append_eos: bool) -> None:
+def check_usable(folder: Path, policy: TextPolicy) -> None:
     """Refuses a tokenizer with which shards would not mean what they say.
 
     Raises:
-        DataError: no end-of-document token though one is to be appended, or a special token that can be typed.
+        DataError: no token for the end or the beginning of a document though one is to be added, or a special token
+            that can be typed though it must not be.
     """
     tokenizer = load(folder)
-    if append_eos and special_ids(folder, tokenizer)["eos_id"] is None:
-        remedy = 'name an "eos_token" in its tokenizer_config.json, or set append_eos to false'
-        raise DataError(f"the tokenizer names no end-of-document token, and append_eos is true\n  try: {remedy}")
+    ids = special_ids(folder, tokenizer)
+    framing = ((policy.eos, "eos", "end", "append_eos"), (policy.bos, "bos", "beginning", "prepend_bos"))
+    for asked, kind, word, key in framing:
+        if asked and ids[f"{kind}_id"] is None:
+            remedy = f'name an "{kind}_token" in its tokenizer_config.json, or set {key} to false'
+            raise DataError(f"the tokenizer names no {word}-of-document token, and {key} is true\n  try: {remedy}")
+    if policy.special:
+        return
     for number, token in tokenizer.get_added_tokens_decoder().items():
         if token.special and number in tokenizer.encode(token.content, add_special_tokens=False).ids:
             why = f"the tokenizer turns the text {token.content!r} into its special id {number} even when told not to"

@@ -4,44 +4,61 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from data_prep.config import CorpusConfig
+from data_prep.hashing import HELDOUT, SAMPLE, U64, below, content_hashes, document_keys, unit_key
 from data_prep.plan import Unit
-from data_prep.readers.records import Document
-from data_prep.readers.unit import read_unit
-from data_prep.split import split_of, unit_hash
+from data_prep.readers.records import Batch
+from data_prep.readers.unit import read_unit, wanted_of
 
 _SPREAD = 8
 """Of a large corpus, units of this many times the sample are read: the sample then holds text from many places at the
 cost of reading 8 bytes for each that is kept."""
+_PROOF_CHARACTERS = 1 << 18
+_LONGEST_IN_PROOF = 1 << 14
 
 
 def sample_texts(units: Sequence[Unit], config: CorpusConfig) -> Iterator[str]:
     """Yields about `tokenizer.sample_bytes` of train texts: a pure function of the corpus and the config.
 
-    Units are drawn by the hash of their name, documents by the hash of their id, until the sample is full. Unreadable
-    records are passed over; the map tasks report them.
+    Units are drawn by the hash of their name, documents by the hash of their place, until the sample is full.
+    Unreadable records are passed over; the map tasks report them.
     """
     wanted = config.tokenizer.sample_bytes
-    sources = {source.label: source for source in config.sources}
     drawn = _draw(units, wanted * _SPREAD, config.seed)
     share = min(1.0, wanted / max(1, sum(unit.end - unit.start for unit in drawn)))
     for unit in drawn:
-        for record in read_unit(unit, sources[unit.source]):
-            if not isinstance(record, Document) or not _chosen(record, share, config):
-                continue
-            if wanted <= 0:
-                return
-            wanted -= len(record.text.encode())
-            yield record.text
+        for batch in _batches(unit, config):
+            for text, size in _chosen(batch, unit, share, config):
+                if wanted <= 0:
+                    return
+                wanted -= size
+                yield text
+
+
+def first_texts(units: Sequence[Unit], config: CorpusConfig) -> list[str]:
+    """The beginnings of some texts of a few units, to prove an engine on: about a fourth of a million characters."""
+    texts, left = list[str](), _PROOF_CHARACTERS
+    for unit in _draw(units, 1 << 62, config.seed):
+        for batch in _batches(unit, config):
+            texts += [text[:_LONGEST_IN_PROOF] for text in batch.texts]
+            left -= sum(min(len(text), _LONGEST_IN_PROOF) for text in batch.texts)
+            if left <= _PROOF_CHARACTERS // 2:  # the rest from the next unit
+                break
+        if left <= 0:
+            break
+    return texts
+
+
+def _batches(unit: Unit, config: CorpusConfig) -> Iterator[Batch]:
+    source = next(source for source in config.sources if source.label == unit.source)
+    return (record for record in read_unit(unit, wanted_of(source)) if isinstance(record, Batch))
 
 
 def _draw(units: Sequence[Unit], wanted_bytes: int, seed: int) -> list[Unit]:
-    def position(unit: Unit) -> float:
-        name = f"{unit.source}/{unit.file}#{unit.part}".encode("utf-8", "surrogateescape")
-        return unit_hash(name, seed=seed, purpose=b"sample units")
-
     drawn: list[Unit] = []
-    for unit in sorted(units, key=position):
+    for unit in sorted(units, key=lambda u: unit_key(u.source, f"{u.file}#{u.part}", seed=seed)):
         if wanted_bytes <= 0:
             break
         drawn.append(unit)
@@ -49,9 +66,14 @@ def _draw(units: Sequence[Unit], wanted_bytes: int, seed: int) -> list[Unit]:
     return drawn
 
 
-def _chosen(document: Document, share: float, config: CorpusConfig) -> bool:
-    name = document.id.encode("utf-8", "surrogateescape")
-    if share < 1 and unit_hash(name, seed=config.seed, purpose=b"sample") >= share:
-        return False
-    split = split_of(document.text.encode(), seed=config.seed, heldout_fraction=config.heldout_fraction)
-    return bool(document.text) and split == "train"
+def _chosen(batch: Batch, unit: Unit, share: float, config: CorpusConfig) -> list[tuple[str, int]]:
+    """The texts of a batch that are in the sample, with their sizes in bytes."""
+    raw = [text.encode() for text in batch.texts]
+    keys = document_keys(_keys(unit, len(raw), config), np.array(batch.at, np.int64))
+    in_sample = below(keys, share=share, seed=config.seed, purpose=SAMPLE) | (share >= 1)
+    heldout = below(content_hashes(raw)[:, 0], share=config.heldout_fraction, seed=config.seed, purpose=HELDOUT)
+    return [(batch.texts[i], len(raw[i])) for i in np.flatnonzero(in_sample & ~heldout) if raw[i]]
+
+
+def _keys(unit: Unit, count: int, config: CorpusConfig) -> U64:
+    return np.full(count, unit_key(unit.source, unit.file, seed=config.seed), np.uint64)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer
@@ -206,14 +207,42 @@ def all_texts(work: Path) -> list[str]:
     ]
 
 
-def test_no_shard_is_longer_than_asked_by_more_than_a_document(finished: Path) -> None:
-    prefixes, entry = open_split(finished / "tokens", split="train")
-    files = [TokenFile.open(prefix) for prefix in prefixes]
-    longest = max(int(file.sequence_lengths.max()) for file in files)
-    assert len(files) > 2
-    for file, shard in zip(files[:-1], entry["shards"][:-1], strict=True):
-        assert abs(len(file.tokens) - 5000) <= longest
+def documents_of(tokens: Path, split: str) -> list[tuple[str, bytes]]:
+    """(source, ids) of every document, in the order of the shards."""
+    prefixes, entry = open_split(tokens, split=split)
+    found = []
+    for prefix, shard in zip(prefixes, entry["shards"], strict=True):
+        file = TokenFile.open(prefix)
         assert (file.documents, len(file.tokens)) == (shard["documents"], shard["tokens"])
+        ends = np.cumsum(file.sequence_lengths)
+        found += [(shard["source"], ids.tobytes()) for ids in np.split(np.asarray(file.tokens), ends[:-1])]
+    return found
+
+
+def test_shards_hold_one_source_each_and_are_of_about_the_size_asked_for(finished: Path) -> None:
+    _, entry = open_split(finished / "tokens", split="train")
+    for source, sums in entry["sources"].items():
+        sizes = [shard["tokens"] for shard in entry["shards"] if shard["source"] == source]
+        assert sum(sizes) == sums["tokens"]
+        assert len(sizes) == -(-sums["tokens"] // 5000)
+        assert max(sizes) < 2 * 5000
+
+
+def test_the_order_of_documents_is_a_shuffle_that_does_not_depend_on_how_the_input_was_cut(
+    finished: Path, cli: Any, bytes_of: Callable[[Path], Tree]
+) -> None:
+    shards = {name: data for name, data in bytes_of(finished / "tokens").items() if "shard" in name}
+    order = documents_of(finished / "tokens", "train")
+    config = json.loads((finished / "corpus.json").read_text())
+    (finished / "other.json").write_text(json.dumps(config | {"task_bytes": 100_000, "output": "uncut"}))
+    cli("--config", "other.json")
+    uncut = {name: data for name, data in bytes_of(finished / "uncut").items() if "shard" in name}
+    assert uncut == shards
+    (finished / "other.json").write_text(json.dumps(config | {"seed": 7, "output": "reseeded"}))
+    cli("--config", "other.json", "--set", 'tokenizer={"path": "tokens/tokenizer"}')
+    again = documents_of(finished / "reseeded", "train") + documents_of(finished / "reseeded", "heldout")
+    assert again != order
+    assert sorted(again) == sorted(order + documents_of(finished / "tokens", "heldout"))
 
 
 def test_verify_names_a_flipped_byte_and_a_missing_file(finished: Path, cli: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import struct
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.tokenfile import Slice, TokenFile, TokenFileWriter, dtype_for, merge, with_suffix
+from data_prep.tokenfile import TokenFile, TokenFileWriter, dtype_for, with_suffix
 from headrace.errors import DataError
 
 Documents = list[list[int]]
@@ -73,23 +74,22 @@ def test_many_documents_in_one_append_are_as_many_appends_of_one(tmp_path: Path)
         assert with_suffix(tmp_path / "one", suffix).read_bytes() == with_suffix(tmp_path / "all", suffix).read_bytes()
 
 
-@given(parts=st.lists(DOCUMENTS, max_size=4), cut=st.integers(0, 12))
+@given(documents=DOCUMENTS, order=st.randoms())
 @settings(max_examples=30, deadline=None)
-def test_merging_slices_is_writing_their_documents(
-    parts: list[Documents], cut: int, tmp_path_factory: pytest.TempPathFactory
+def test_pieces_from_anywhere_are_written_as_the_documents_they_are(
+    documents: Documents, order: random.Random, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     root = tmp_path_factory.mktemp("t")
-    slices, expected = [], []
-    for i, documents in enumerate(parts):
-        first = min(cut, len(documents))
-        slices.append(Slice(write(root / str(i), documents), first, len(documents)))
-        expected += documents[first:]
-    sums = merge(slices, root / "merged", dtype="uint16")
-    write(root / "expected", expected)
+    order.shuffle(documents)
+    pieces = [memoryview(np.array(document, "<u2").tobytes()) for document in documents]
+    with TokenFileWriter(root / "pieces", dtype="uint16") as writer:
+        writer.append_pieces(pieces, np.array([len(document) for document in documents]))
+        sums = writer.close()
+    write(root / "expected", documents)
     for suffix in (".bin", ".idx"):
-        merged = with_suffix(root / "merged", suffix).read_bytes()
-        assert merged == with_suffix(root / "expected", suffix).read_bytes()
-        assert sums[suffix] == hashlib.sha256(merged).hexdigest()
+        written = with_suffix(root / "pieces", suffix).read_bytes()
+        assert written == with_suffix(root / "expected", suffix).read_bytes()
+        assert sums[suffix] == hashlib.sha256(written).hexdigest()
 
 
 def test_a_document_of_several_sequences_stays_one_document(tmp_path: Path) -> None:
@@ -101,14 +101,6 @@ def test_a_document_of_several_sequences_stays_one_document(tmp_path: Path) -> N
     header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, 3, 3)
     index.write_bytes(header + raw[34 : 34 + 36] + struct.pack("<3q", 0, 2, 3) + b"\x00\x01\x02")  # with modes
     assert TokenFile.open(tmp_path / "a").documents == 2
-    merge([Slice(tmp_path / "a", 1, 2), Slice(tmp_path / "a", 0, 1)], tmp_path / "b", dtype="uint16")
-    assert parse(tmp_path / "b") == (8, [[4], [1], [2, 3]], [0, 1, 3])
-
-
-def test_files_of_different_dtypes_are_not_merged(tmp_path: Path) -> None:
-    write(tmp_path / "a", [[1]], "int32")
-    with pytest.raises(DataError, match="int32"):
-        merge([Slice(tmp_path / "a", 0, 1)], tmp_path / "b", dtype="uint16")
 
 
 def test_ids_are_uint16_below_65500_and_int32_from_there() -> None:

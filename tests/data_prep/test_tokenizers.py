@@ -21,6 +21,7 @@ from data_prep.tokenizer import given as given_tokenizer
 from data_prep.tokenizer import sentencepiece_model
 from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
 from data_prep.tokenizer.load import check_usable, describe, load
+from data_prep.tokenizer.policy import TextPolicy
 from data_prep.tokenizer.probes import PROBES
 from data_prep.tokenizer.train import train
 from headrace.errors import ConfigError, DataError
@@ -177,7 +178,7 @@ def test_a_models_own_normalisation_is_kept(rule: str, model_type: str, work: Pa
     assert ids(work / "taken", "  ﬁne   wheel ") == processor.encode("  ﬁne   wheel ")
     entry = describe(work / "taken", kind="given")
     assert (entry["eos_id"], entry["bos_id"]) == (processor.eos_id(), processor.bos_id())
-    check_usable(work / "taken", append_eos=True)
+    check_usable(work / "taken", TextPolicy(bos=False, eos=True, special=False))
 
 
 def test_a_given_folder_ends_up_as_autotokenizer_sees_it(folder: Path, tmp_path: Path) -> None:
@@ -190,9 +191,9 @@ def test_a_given_folder_ends_up_as_autotokenizer_sees_it(folder: Path, tmp_path:
 def test_a_tokenizer_without_an_end_is_refused_when_ends_are_appended(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "a")
     (tmp_path / "a" / "tokenizer_config.json").write_text("{}")
-    check_usable(tmp_path / "a", append_eos=False)
+    check_usable(tmp_path / "a", TextPolicy(bos=False, eos=False, special=False))
     with pytest.raises(DataError, match="no end-of-document token"):
-        check_usable(tmp_path / "a", append_eos=True)
+        check_usable(tmp_path / "a", TextPolicy(bos=False, eos=True, special=False))
 
 
 def test_a_tokenizer_whose_special_tokens_can_be_typed_is_refused(tmp_path: Path) -> None:
@@ -202,7 +203,7 @@ def test_a_tokenizer_whose_special_tokens_can_be_typed_is_refused(tmp_path: Path
     content["model"]["vocab"][1][1] = 0.0  # the best of all scores for the piece <|endoftext|>, as others convert it
     path.write_text(json.dumps(content))
     with pytest.raises(DataError, match="special id 1"):
-        check_usable(folder, append_eos=True)
+        check_usable(folder, TextPolicy(bos=False, eos=True, special=False))
 
 
 def test_a_vocabulary_that_the_text_cannot_fill_is_refused(tmp_path: Path) -> None:

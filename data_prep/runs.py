@@ -1,0 +1,221 @@
+"""Runs: what map tasks leave for reduce tasks. Documents sorted by (split, source, key), so that a shard is a slice.
+
+    RUN/tokens.bin    token ids back to back, BOS and EOS included
+    RUN/docs.npy      one `DOCUMENT` each
+    RUN/run.json      the groups: [split, source, first document, end]
+    RUN/hashes.npy    uint64 [documents, 2], XXH3-128 of the texts; only for exact dedup
+    RUN/bands.npy     uint64 [bands, documents], MinHash; only for near-dedup
+
+A run holds what fits into `RUN_BYTES` of memory; a task writes as many as it needs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from data_prep.hashing import U64
+from data_prep.tokenizer.engines import Tokens
+from headrace.directory import write_json
+from headrace.errors import DataError
+
+Array = npt.NDArray[Any]
+
+RUN_BYTES = 64 << 20
+DOCUMENT = np.dtype(
+    [
+        ("key", "<u8"),
+        ("start", "<i8"),
+        ("rank", "<i8"),
+        ("bytes", "<i8"),
+        ("tokens", "<i4"),
+        ("source", "<u2"),
+        ("split", "u1"),
+    ]
+)
+"""A document of a run.
+
+key: its place in the order of its source. start: its first token in the run. rank: its place in the order of the input.
+bytes: UTF-8 of its text. tokens: with BOS and EOS. source: number in the config. split: number in `SPLITS`.
+"""
+_PIECE_BYTES = 4 << 20
+_TOKENS, _DOCUMENTS, _RUN, HASHES, BANDS = "tokens.bin", "docs.npy", "run.json", "hashes.npy", "bands.npy"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of documents beside their tokens; arrays of one length. See `DOCUMENT`.
+
+    hashes: uint64 [n, 2] or None. bands: uint64 [n, bands] or None.
+    """
+
+    key: U64
+    rank: Array
+    bytes: Array
+    source: Array
+    split: Array
+    hashes: U64 | None = None
+    bands: U64 | None = None
+
+    def take(self, which: Array) -> Facts:
+        """Some of the documents."""
+        taken: dict[str, Any] = {k: None if column is None else column[which] for k, column in vars(self).items()}
+        return Facts(**taken)
+
+
+@dataclass
+class RunWriter:
+    """Collects documents of a map task and writes them as runs `DIRECTORY/run-000` and on.
+
+    Args:
+        before, after: ids that frame every document.
+    """
+
+    directory: Path
+    dtype: np.dtype[Any]
+    before: Sequence[int] = ()
+    after: Sequence[int] = ()
+    runs: int = 0
+    _used: int = 0
+    _ids: Array = field(init=False)
+    _lengths: list[Array] = field(default_factory=list)
+    _facts: list[Facts] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._ids = np.empty((1 << 20) // self.dtype.itemsize, self.dtype)
+
+    def add(self, tokens: Tokens, facts: Facts) -> None:
+        """Adds the documents of a batch, all of which have tokens."""
+        self._fit(len(tokens.ids))
+        np.copyto(self._ids[self._used : self._used + len(tokens.ids)], tokens.ids, casting="unsafe")
+        self._used += len(tokens.ids)
+        self._lengths.append(np.diff(tokens.offsets))
+        self._facts.append(facts)
+        if self._used * self.dtype.itemsize >= RUN_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what has been collected as a run."""
+        if not self._facts:
+            return
+        run = self.directory / f"run-{self.runs:03d}"
+        run.mkdir()
+        lengths, facts = np.concatenate(self._lengths), _joined(self._facts)
+        order = np.lexsort((facts.rank, facts.key, facts.source, facts.split))
+        self._write_tokens(run / _TOKENS, lengths, order)
+        _write_documents(run, lengths[order] + len(self.before) + len(self.after), facts.take(order))
+        self.runs += 1
+        self._used, self._lengths, self._facts = 0, [], []
+
+    def _fit(self, more: int) -> None:
+        if self._used + more > len(self._ids):
+            grown = np.empty(max(self._used + more, min(2 * len(self._ids), 2 * RUN_BYTES)), self.dtype)
+            grown[: self._used] = self._ids[: self._used]
+            self._ids = grown
+
+    def _write_tokens(self, path: Path, lengths: Array, order: Array) -> None:
+        data, size = self._ids.view(np.uint8).data, self.dtype.itemsize
+        before, after = (np.array(ids, self.dtype).tobytes() for ids in (self.before, self.after))
+        ends = np.cumsum(lengths)
+        first, last = ((ends - lengths)[order] * size).tolist(), (ends[order] * size).tolist()
+        with path.open("wb") as file:
+            for piece in _pieces(last, first):
+                parts: list[Any] = []
+                for i in piece:
+                    parts += (before, data[first[i] : last[i]], after)
+                file.write(b"".join(parts))
+
+
+@dataclass(frozen=True)
+class Run:
+    """An open run, memory-mapped. documents: `DOCUMENT` [n]; groups: {(split, source): (first, end)}."""
+
+    path: Path
+    documents: Array
+    groups: dict[tuple[int, int], tuple[int, int]]
+
+    @classmethod
+    def open(cls, path: Path) -> Run:
+        """Maps a run.
+
+        Raises:
+            DataError: it is incomplete, though its task has finished.
+        """
+        try:
+            groups = json.loads((path / _RUN).read_text())["groups"]
+            documents = np.load(path / _DOCUMENTS, mmap_mode="r")
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} is damaged: {error}\n  try: remove {path.parent} and run again") from None
+        return cls(path, documents, {(split, source): (first, end) for split, source, first, end in groups})
+
+    def between(self, group: tuple[int, int], low: int, high: int) -> tuple[int, int]:
+        """Documents [first, end) of a group whose keys are in [low, high)."""
+        if group not in self.groups:
+            return 0, 0
+        first, end = self.groups[group]
+        keys = self.documents["key"][first:end]
+        cuts = (
+            int(np.searchsorted(keys, np.uint64(bound))) if bound < 1 << 64 else end - first for bound in (low, high)
+        )
+        start, stop = cuts
+        return first + start, first + stop
+
+    def read_tokens(self, first: int, end: int, dtype: np.dtype[Any]) -> Array:
+        """The ids of documents [first, end)."""
+        begin, last = int(self.documents["start"][first]), self.documents[end - 1]
+        count = int(last["start"]) + int(last["tokens"]) - begin
+        ids: Array = np.fromfile(self.path / _TOKENS, dtype, count, offset=begin * dtype.itemsize)
+        if len(ids) != count:
+            raise DataError(f"{self.path / _TOKENS} ends early\n  try: remove {self.path.parent} and run again")
+        return ids
+
+
+def runs_of(directory: Path) -> list[Path]:
+    """The runs that a map task has left, in order."""
+    return sorted(directory.glob("run-*"))
+
+
+def _write_documents(run: Path, tokens: Array, facts: Facts) -> None:
+    documents = np.zeros(len(tokens), DOCUMENT)
+    documents["tokens"], documents["start"][1:] = tokens, np.cumsum(tokens)[:-1]
+    for name in ("key", "rank", "bytes", "source", "split"):
+        documents[name] = getattr(facts, name)
+    np.save(run / _DOCUMENTS, documents)
+    if facts.hashes is not None:
+        np.save(run / HASHES, facts.hashes)
+    if facts.bands is not None:
+        np.save(run / BANDS, np.ascontiguousarray(facts.bands.T))
+    write_json(run / _RUN, {"groups": _groups(documents)})
+
+
+def _groups(documents: Array) -> list[list[int]]:
+    which = documents["split"].astype(np.int64) << 16 | documents["source"]
+    cuts = [0, *(np.flatnonzero(np.diff(which)) + 1).tolist(), len(which)]
+    return [[int(which[a]) >> 16, int(which[a]) & 0xFFFF, a, b] for a, b in pairwise(cuts)]
+
+
+def _joined(parts: list[Facts]) -> Facts:
+    def joined(name: str) -> Any:
+        columns = [getattr(part, name) for part in parts]
+        return None if columns[0] is None else np.concatenate(columns)
+
+    return Facts(**{name: joined(name) for name in vars(parts[0])})
+
+
+def _pieces(last: list[int], first: list[int]) -> Iterator[range]:
+    """Ranges of documents of about `_PIECE_BYTES`."""
+    start, held = 0, 0
+    for i in range(len(first)):
+        held += last[i] - first[i]
+        if held >= _PIECE_BYTES:
+            yield range(start, i + 1)
+            start, held = i + 1, 0
+    if start < len(first):
+        yield range(start, len(first))
