@@ -10,21 +10,25 @@ from typing import TYPE_CHECKING
 from headrace.cli import add_config_arguments, guarded
 from headrace.errors import ConfigError, DataError
 
-if TYPE_CHECKING:  # the stages import numpy and pyarrow: --help does not wait for them
+if TYPE_CHECKING:  # the phases import numpy and pyarrow: --help does not wait for them
     from data_prep.config import CorpusConfig
+    from data_prep.plan import Plan
     from data_prep.progress import Display
-    from data_prep.stages import Plan
     from headrace.directory import Manifest
 
 _EPILOG = """\
-With no command, all stages run here, in worker processes; a run that was stopped in any way resumes where it was.
+With no command, the whole job is run; one that was stopped in any way resumes where it was.
 
-commands for batch schedulers, which do the same in pieces:
-  prepare --config F                check the input, plan the map tasks, make the tokenizer
-  map     --config F --task I --of N    run every map task t with t % N == I (an array job of N)
-  reduce  --config F                merge the map outputs into shards and commit the output
-and
+to look first, and at one that runs:
+  plan    --config F                what would be done: tasks, bytes, an estimate of the time
+  status  --config F                how far the job is; from any terminal, whoever runs it
+of an output:
   verify  DIR                       read a tokens directory again and compare all checksums
+  stats   DIR                       documents, tokens, lengths and what was dropped, by source
+for batch schedulers, which do the same in pieces:
+  prepare --config F                check the input, plan the map tasks, make the tokenizer
+  phase   NAME --config F --task I --of N    run every task t of a phase (map, reduce) with t % N == I
+  finish  --config F                commit the output
 
 exit codes: 0 done, 2 refused (the message says why and what to do), 130 interrupted
 """
@@ -55,47 +59,55 @@ def _parser(first: list[str]) -> argparse.ArgumentParser:
 
 
 def _arguments(parser: argparse.ArgumentParser, name: str) -> None:
-    if name == "verify":
+    if name in ("verify", "stats"):
         parser.add_argument("directory", metavar="DIR", type=Path, help="a tokens directory")
         return
-    add_config_arguments(parser)
-    if name == "map":
+    if name == "phase":
+        parser.add_argument("phase", metavar="NAME", help="which phase: map, reduce")
         parser.add_argument("--task", type=int, required=True, metavar="I", help="which share to run, from 0 to N - 1")
         parser.add_argument("--of", type=int, required=True, metavar="N", help="how many shares there are")
-    if name != "prepare":
-        default = "1" if name == "map" else "the cores this process may use"
+    add_config_arguments(parser)
+    if name in ("all", "phase"):
+        default = "1" if name == "phase" else "the cores this process may use"
         parser.add_argument("--workers", type=int, metavar="N", help=f"worker processes (default: {default})")
 
 
 def _all(args: argparse.Namespace) -> None:
-    from data_prep import local, stages  # noqa: PLC0415
+    from data_prep import phases, prepare  # noqa: PLC0415
+    from data_prep.executors import local  # noqa: PLC0415
 
     local.warm_up()
-    inspected = stages.inspect(_config(args))
-    workers = _workers(args, None)
-    if stages.already_there(inspected):
+    inspected = prepare.inspect(_config(args))
+    executor = local.Local(_workers(args, None))
+    if prepare.already_there(inspected):
         return _say_there(inspected.job.output)
-    with stages.opened(inspected) as plan:
+    with prepare.opened(inspected) as plan:
         _say_plan(plan)
-        display = stages.run_maps(inspected.job.map_tasks(plan), workers=workers)
-        tokenizer = inspected.identity["tokenizer"]
-        manifest = stages.reduce(inspected.job, plan, workers=workers, tokenizer=tokenizer)
+        displays = phases.run_phases(inspected.job, executor)
+        manifest = phases.complete(inspected.job, tokenizer=inspected.identity["tokenizer"])
     _say_summary(inspected.job.output, manifest)
-    return _say_rate(display)
+    return _say_rate(displays[0])
+
+
+def _plan(args: argparse.Namespace) -> None:
+    from data_prep import prepare  # noqa: PLC0415
+
+    _say_plan(prepare.inspect(_config(args)).planned())
 
 
 def _prepare(args: argparse.Namespace) -> None:
-    from data_prep import stages  # noqa: PLC0415
+    from data_prep import prepare  # noqa: PLC0415
 
-    inspected = stages.inspect(_config(args))
-    if stages.already_there(inspected):
+    inspected = prepare.inspect(_config(args))
+    if prepare.already_there(inspected):
         return _say_there(inspected.job.output)
-    with stages.opened(inspected) as plan:
+    with prepare.opened(inspected) as plan:
         return _say_plan(plan)
 
 
-def _map(args: argparse.Namespace) -> None:
-    from data_prep import stages  # noqa: PLC0415
+def _phase(args: argparse.Namespace) -> None:
+    from data_prep import phases  # noqa: PLC0415
+    from data_prep.executors.local import Local  # noqa: PLC0415
 
     if not 0 <= args.task < args.of:
         remedy = f"--task from 0 to {args.of - 1}" if args.of > 0 else "--of 1 or more"
@@ -103,18 +115,19 @@ def _map(args: argparse.Namespace) -> None:
     config = _config(args)
     if _is_there(config):
         return _say_there(Path(config.output))
-    count, display = stages.map_share(config, task=args.task, of=args.of, workers=_workers(args, 1))
-    print(f"share {args.task} of {args.of}: {count} map tasks finished")
+    executor = Local(_workers(args, 1))
+    count, display = phases.run_share(config, args.phase, executor, share=(args.task, args.of))
+    print(f"share {args.task} of {args.of}: {count} {args.phase} tasks finished")
     return _say_rate(display)
 
 
-def _reduce(args: argparse.Namespace) -> None:
-    from data_prep import stages  # noqa: PLC0415
+def _finish(args: argparse.Namespace) -> None:
+    from data_prep import phases  # noqa: PLC0415
 
     config = _config(args)
     if _is_there(config):
         return _say_there(Path(config.output))
-    return _say_summary(Path(config.output), stages.reduce_prepared(config, workers=_workers(args, None)))
+    return _say_summary(Path(config.output), phases.complete_prepared(config))
 
 
 def _verify(args: argparse.Namespace) -> None:
@@ -130,9 +143,10 @@ def _verify(args: argparse.Namespace) -> None:
 
 
 _COMMANDS = {
+    "plan": (_plan, "what would be done: tasks, bytes, an estimate of the time"),
     "prepare": (_prepare, "check the input, plan the map tasks, make the tokenizer"),
-    "map": (_map, "run one share of the map tasks"),
-    "reduce": (_reduce, "merge the map outputs into shards and commit the output"),
+    "phase": (_phase, "run one share of the tasks of a phase"),
+    "finish": (_finish, "commit the output when all phases have finished"),
     "verify": (_verify, "compare all checksums of a tokens directory"),
 }
 
@@ -145,13 +159,13 @@ def _config(args: argparse.Namespace) -> CorpusConfig:
 
 def _is_there(config: CorpusConfig) -> bool:
     """For stages that do not look at the inputs otherwise, as when a scheduler runs a finished one again."""
-    from data_prep import stages  # noqa: PLC0415
+    from data_prep import prepare  # noqa: PLC0415
 
-    return Path(config.output).exists() and stages.already_there(stages.inspect(config))
+    return Path(config.output).exists() and prepare.already_there(prepare.inspect(config))
 
 
 def _workers(args: argparse.Namespace, default: int | None) -> int:
-    from data_prep.local import default_workers  # noqa: PLC0415
+    from data_prep.executors.base import default_workers  # noqa: PLC0415
 
     workers: int = args.workers if args.workers is not None else default or default_workers()
     if workers < 1:

@@ -26,12 +26,13 @@ from headrace.errors import DataError
 SKIPPED, SOURCES = "skipped.jsonl", "sources.jsonl"
 
 
-def checked_markers(job: Job, *, tasks: int) -> list[dict[str, Any]]:
+def checked_markers(job: Job) -> list[dict[str, Any]]:
     """What the map tasks said, in order.
 
     Raises:
         DataError: some have not finished, too much was unreadable, or a split is empty.
     """
+    tasks = len(job.load_plan())
     found = [read_marker(job.map_directory(i)) for i in range(tasks)]
     missing = [i for i, done in enumerate(found) if done is None]
     if missing:
@@ -47,14 +48,15 @@ def checked_markers(job: Job, *, tasks: int) -> list[dict[str, Any]]:
 
 
 def finish(
-    job: Job, *, markers: list[dict[str, Any]], shards: dict[str, list[dict[str, Any]]], tokenizer: str | None
+    job: Job, *, markers: list[dict[str, Any]], results: list[tuple[str, dict[str, Any]]], tokenizer: str | None
 ) -> Manifest:
     """Completes `out/` and commits it as the output; then the job directory goes.
 
     Args:
-        markers: of the map tasks, in order. shards: results of the reduce tasks by split, in order.
+        markers: of the map tasks, in order. results: of the reduce tasks with their splits, in order.
         tokenizer: fingerprint of the given tokenizer's files.
     """
+    shards = {split: [done for its, done in results if its == split] for split in SPLITS}
     known = {f"{s}/{e['name']}{suffix}": sha for s in SPLITS for e in shards[s] for suffix, sha in e["sha256"].items()}
     files = _write_sources(job.out / SOURCES, markers)
     _write_skipped(job, len(markers))

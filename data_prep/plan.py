@@ -39,6 +39,10 @@ class Unit:
     file_bytes: int
 
 
+Plan = list[list[Unit]]
+"""The units of each map task."""
+
+
 def units(sources: Iterable[ResolvedSource], *, task_bytes: int) -> Iterator[Unit]:
     """All units of the corpus, in order."""
     for source in sources:

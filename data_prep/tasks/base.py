@@ -51,6 +51,10 @@ class Task(Protocol):
     def name(self) -> str:
         """What messages call it, e.g. `map 3`."""
 
+    @property
+    def finished(self) -> bool:
+        """Whether its result is there."""
+
     def run(self, report: Report) -> dict[str, Any]:
         """Does the work unless it is done already; returns what the marker says.
 

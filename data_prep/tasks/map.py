@@ -45,6 +45,16 @@ class MapTask:
         """What messages call it."""
         return f"map task {self.index}"
 
+    @property
+    def finished(self) -> bool:
+        """See `Task.finished`."""
+        return (self.directory / MARKER).is_file()
+
+    @property
+    def input_bytes(self) -> int:
+        """Of its units, as stored."""
+        return sum(unit.end - unit.start for unit in self.units)
+
     def run(self, report: Report) -> dict[str, Any]:
         """See `Task.run`."""
         if (done := read_marker(self.directory)) is not None:

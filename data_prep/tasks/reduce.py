@@ -61,6 +61,11 @@ class ReduceTask:
         """What messages call it."""
         return f"reduce task {self.shard.split}/{shard_name(self.shard.index)}"
 
+    @property
+    def finished(self) -> bool:
+        """See `Task.finished`."""
+        return self.marker.is_file()
+
     def run(self, report: Report) -> dict[str, Any]:
         """See `Task.run`."""
         if self.marker.is_file():

@@ -33,6 +33,11 @@ class TokenizerTask:
         """What messages call it."""
         return "tokenizer"
 
+    @property
+    def finished(self) -> bool:
+        """See `Task.finished`."""
+        return (self.directory / _MARKER).is_file()
+
     def run(self, report: Report) -> dict[str, Any]:
         """See `Task.run`."""
         if (done := read_description(self.directory)) is not None:

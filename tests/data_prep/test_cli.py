@@ -22,9 +22,9 @@ def test_help_answers_in_well_under_a_second(cli: Any) -> None:
     began = time.monotonic()
     text = cli("--help").stdout
     assert time.monotonic() - began < 1
-    for word in ("prepare", "map", "reduce", "verify", "--workers", "--set"):
+    for word in ("plan", "status", "prepare", "phase", "finish", "verify", "stats", "--workers", "--set"):
         assert word in text
-    assert "--task" in cli("map", "--help").stdout
+    assert "--task" in cli("phase", "--help").stdout
 
 
 @pytest.mark.usefixtures("texts")
@@ -112,7 +112,7 @@ def test_a_file_name_need_not_be_unicode(texts: Path, write_config: Write, cli: 
 def test_stages_run_again_after_the_end_have_nothing_to_do(finished: Path, cli: Any) -> None:
     """As when a scheduler runs a finished array task a second time."""
     assert finished
-    for command in (["prepare"], ["map", "--task", "0", "--of", "2"], ["reduce"]):
+    for command in (["prepare"], ["phase", "map", "--task", "0", "--of", "2"], ["finish"]):
         assert "is there already" in cli(*command, "--config", "corpus.json").stdout
 
 

@@ -78,12 +78,15 @@ def test_stages_run_by_hand_in_any_order_write_the_same_bytes(
     mixed_config: str, reference: Tree, cli: Any, work: Path, bytes_of: Callable[[Path], Tree]
 ) -> None:
     cli("prepare", "--config", mixed_config)
-    refused = cli("reduce", "--config", mixed_config, code=2)
+    refused = cli("phase", "reduce", "--config", mixed_config, "--task", "0", "--of", "1", code=2)
     assert "map tasks have not finished" in refused.stderr
-    for task in (1, 0, 1):  # share 1 twice: the second time it has nothing to do
-        cli("map", "--config", mixed_config, "--task", str(task), "--of", "2")
+    for phase in ("map", "reduce"):
+        for task in (1, 0, 1):  # share 1 twice: the second time it has nothing to do
+            cli("phase", phase, "--config", mixed_config, "--task", str(task), "--of", "2")
+        if phase == "map":
+            assert "reduce tasks have not finished" in cli("finish", "--config", mixed_config, code=2).stderr
     assert not (work / "tokens").exists()
-    cli("reduce", "--config", mixed_config, "--workers", "1")
+    cli("finish", "--config", mixed_config)
     assert bytes_of(work / "tokens") == reference
 
 
@@ -157,21 +160,22 @@ def test_a_half_done_job_belongs_to_one_config_and_one_listing(mixed_config: str
     assert "rm -r .tokens.job" in refused
     assert (
         "config.seed"
-        in cli("map", "--config", mixed_config, "--task", "0", "--of", "1", "--set", "seed=1", code=2).stderr
+        in cli("phase", "map", "--config", mixed_config, "--task", "0", "--of", "1", "--set", "seed=1", code=2).stderr
     )
     (work / "texts" / "0.md").write_text("another size")
     assert "inputs" in cli("--config", mixed_config, code=2).stderr
-    assert "when the job was planned" in cli("map", "--config", mixed_config, "--task", "0", "--of", "1", code=2).stderr
+    refused = cli("phase", "map", "--config", mixed_config, "--task", "0", "--of", "1", code=2).stderr
+    assert "when the job was planned" in refused
 
 
 def test_a_second_coordinator_is_refused(mixed_config: str, work: Path, cli: Any) -> None:
     cli("prepare", "--config", mixed_config)
     with (work / ".tokens.job" / "lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)  # as a map task holds it
-        for command in ([], ["prepare"], ["reduce"]):
+        for command in ([], ["prepare"], ["finish"]):
             assert "another process is working" in cli(*command, "--config", mixed_config, code=2).stderr
         fcntl.flock(lock, fcntl.LOCK_EX)  # as a coordinator holds it
-        refused = cli("map", "--config", mixed_config, "--task", "0", "--of", "1", code=2)
+        refused = cli("phase", "map", "--config", mixed_config, "--task", "0", "--of", "1", code=2)
         assert "another process is working" in refused.stderr
 
 

@@ -86,14 +86,14 @@ def test_a_bad_config_or_place_is_refused(write_config: Write, capsys: Any, work
         (["--set", "tokenizer.vocab_size=299"], "at least 300"),
         (["--set", "output=corpus.json/tokens"], "making"),
         (["--workers", "0"], "1 or more"),
-        (["map", "--task", "2", "--of", "2"], "from 0 to 1"),
+        (["phase", "map", "--task", "2", "--of", "2"], "from 0 to 1"),
         ([], "tokens has no manifest.json"),
     ):
         assert main([*arguments, "--config", config]) == 2
         error = capsys.readouterr().err
         assert says in error, error
     (work / "tokens").rmdir()
-    assert main(["reduce", "--config", config]) == 2
+    assert main(["finish", "--config", config]) == 2
     assert "no prepared job" in capsys.readouterr().err
     assert sorted(path.name for path in work.iterdir()) == ["corpus.json", "texts"]
 

@@ -1,0 +1,121 @@
+"""Before the first task: the inputs are found and checked, the map tasks planned, the tokenizer made."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from data_prep.config import CorpusConfig
+from data_prep.executors.local import Local
+from data_prep.finish import is_finished
+from data_prep.inputs import ResolvedSource, listing_fingerprint, resolve
+from data_prep.job import Job, identity_of
+from data_prep.plan import Plan, group, units
+from data_prep.progress import Display
+from data_prep.readers import hf
+from data_prep.survey import check_documents, check_tables, resolve_all, tokenizer_identity
+from data_prep.tasks.base import plain_errors
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """A config that was held against the files it names; nothing has been written."""
+
+    job: Job
+    sources: list[ResolvedSource | None]
+    identity: dict[str, Any]
+
+    def planned(self) -> Plan:
+        """The map tasks that the inputs would be cut into; without those of builders, which are not there yet."""
+        found = [source for source in self.sources if source is not None]
+        return _cut(found, self.job.config)
+
+
+def inspect(config: CorpusConfig) -> Inspected:
+    """Finds the inputs and refuses what cannot work.
+
+    Raises:
+        ConfigError, DataError: see `survey`.
+    """
+    job = Job(config)
+    sources = resolve_all(config, without=[job.output, job.root])
+    found = [source for source in sources if source is not None]
+    check_tables(config, found)
+    tokenizer = tokenizer_identity(config)
+    return Inspected(job, sources, identity_of(config, listing=listing_fingerprint(found), tokenizer=tokenizer))
+
+
+def already_there(inspected: Inspected) -> bool:
+    """Whether there is nothing to do; a job directory left by a run that was killed after its commit is removed.
+
+    Raises:
+        DataError: something else is under the output's name.
+    """
+    job = inspected.job
+    if not is_finished(job, inspected.identity):
+        return False
+    shutil.rmtree(job.root, ignore_errors=True)
+    return True
+
+
+@contextmanager
+def opened(inspected: Inspected) -> Iterator[Plan]:
+    """Holds the job directory alone, planned and with its tokenizer; gives the plan.
+
+    Raises:
+        DataError: another process holds it, or it belongs to another config or other inputs.
+    """
+    job = inspected.job
+    with plain_errors(f"making {job.root}"):
+        job.root.mkdir(parents=True, exist_ok=True)
+    with job.locked():
+        saved = job.saved_identity()
+        if saved is not None:
+            job.check_same(inspected.identity, saved)
+        job.remove_scratch()
+        plan = job.load_plan() if saved is not None else _plan(inspected)
+        task = job.tokenizer_task(plan)
+        if not task.finished:
+            print(f"tokenizer: {_how(job.config)}", file=sys.stderr, flush=True)
+            with Display("tokenizer") as display:
+                list(Local(1).run([task], report=display.add))
+        yield plan
+
+
+def _plan(inspected: Inspected) -> Plan:
+    job, config = inspected.job, inspected.job.config
+    try:
+        found = [source or _build(job, i) for i, source in enumerate(inspected.sources)]
+        check_tables(config, found)
+        plan = _cut(found, config)
+        check_documents((unit for task in plan for unit in task), config)
+    except BaseException:
+        if not (job.root / "datasets").exists():
+            shutil.rmtree(job.root)
+        raise
+    with plain_errors("writing the plan"):
+        job.save_plan(plan, inspected.identity)
+    return plan
+
+
+def _cut(sources: list[ResolvedSource], config: CorpusConfig) -> Plan:
+    return group(units(sources, task_bytes=config.task_bytes), task_bytes=config.task_bytes)
+
+
+def _build(job: Job, index: int) -> ResolvedSource:
+    source, target, at = job.config.sources[index], job.dataset(index), f"sources.{index}"
+    target.parent.mkdir(exist_ok=True)
+    hf.materialise(source, target, at=at)
+    saved = source.model_copy(update={"path": str(target), "builder": None, "split": None, "name": source.label})
+    return resolve(saved, at=at)
+
+
+def _how(config: CorpusConfig) -> str:
+    section = config.tokenizer
+    if section.path is not None:
+        return f"taking {section.path}"
+    return f"training {section.train} on up to {section.sample_bytes / 1e6:,.1f} MB"
