@@ -61,6 +61,8 @@ def _parser(first: list[str]) -> argparse.ArgumentParser:
 def _arguments(parser: argparse.ArgumentParser, name: str) -> None:
     if name in ("verify", "stats"):
         parser.add_argument("directory", metavar="DIR", type=Path, help="a tokens directory")
+        if name == "stats":
+            parser.add_argument("--html", type=Path, metavar="FILE", help="write a page instead")
         return
     if name == "phase":
         parser.add_argument("phase", metavar="NAME", help="which phase: map, reduce")
@@ -93,6 +95,13 @@ def _plan(args: argparse.Namespace) -> None:
     from data_prep import prepare  # noqa: PLC0415
 
     _say_plan(prepare.inspect(_config(args)).planned())
+
+
+def _status(args: argparse.Namespace) -> None:
+    from data_prep import status  # noqa: PLC0415
+
+    for line in status.report(_config(args)):
+        print(line)
 
 
 def _prepare(args: argparse.Namespace) -> None:
@@ -142,11 +151,23 @@ def _verify(args: argparse.Namespace) -> None:
     print(f"{args.directory}: all {len(manifest.files)} files have their checksums")
 
 
+def _stats(args: argparse.Namespace) -> None:
+    from data_prep import stats  # noqa: PLC0415
+
+    rows, left_out = stats.read_stats(args.directory)
+    if args.html is not None:
+        args.html.write_text(stats.page(args.directory, rows, left_out), encoding="utf-8")
+        return print(f"{args.html} written")
+    return stats.show(rows, left_out)
+
+
 _COMMANDS = {
     "plan": (_plan, "what would be done: tasks, bytes, an estimate of the time"),
+    "status": (_status, "how far a job is; from any terminal, whoever runs it"),
     "prepare": (_prepare, "check the input, plan the map tasks, make the tokenizer"),
     "phase": (_phase, "run one share of the tasks of a phase"),
     "finish": (_finish, "commit the output when all phases have finished"),
+    "stats": (_stats, "documents, tokens, lengths and what was left out, by source"),
     "verify": (_verify, "compare all checksums of a tokens directory"),
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from data_prep.config import CorpusConfig
 from data_prep.executors.base import Executor
@@ -35,7 +36,7 @@ class Phase:
     tasks: Callable[[Job], Sequence[Task]]
 
 
-def phases_of(config: CorpusConfig) -> list[Phase]:
+def phases_of(_config: CorpusConfig) -> list[Phase]:
     """The phases of a job, in order."""
     return [
         Phase("map", "read, clean and tokenise", map_tasks),
@@ -59,7 +60,8 @@ def run_phase(job: Job, phase: Phase, executor: Executor, *, share: tuple[int, i
         todo = [task for task in tasks if not task.finished]
     if len(todo) < len(tasks):
         print(f"{len(tasks) - len(todo)} of {len(tasks)} {phase.name} tasks were finished before", file=sys.stderr)
-    with _display(phase, tasks, todo) as display:
+    note = job.root / "progress" / f"{phase.name}-{share[0]:05d}.json"
+    with _display(phase, tasks, todo, note) as display:
         for _ in executor.run(todo, report=display.add):
             pass
     return display
@@ -140,7 +142,7 @@ def reduce_tasks(job: Job) -> list[ReduceTask]:
     ]
 
 
-def _display(phase: Phase, tasks: Sequence[Task], todo: Sequence[Task]) -> Display:
+def _display(phase: Phase, tasks: Sequence[Task], todo: Sequence[Task], note: Path) -> Display:
     total, left = (sum(t.input_bytes for t in some if isinstance(t, MapTask)) for some in (tasks, todo))
     tokens = sum(t.shard.tokens for t in todo if isinstance(t, ReduceTask))
-    return Display(phase.name, total_bytes=total, done_bytes=total - left, total_tokens=tokens)
+    return Display(phase.name, total_bytes=total, done_bytes=total - left, total_tokens=tokens, note=note)

@@ -31,8 +31,13 @@ class Digest:
     """XXH3-128 of bytes [start, end) of a file as stored, taken while they are read for another purpose."""
 
     def __init__(self, path: str, *, start: int, end: int) -> None:
-        self._path, self._next, self._end = path, start, end
+        self._path, self._start, self._next, self._end = path, start, start, end
         self._hash = xxhash.xxh3_128()
+
+    @property
+    def passed(self) -> int:
+        """How many bytes it has been shown."""
+        return self._next - self._start
 
     def pass_by(self, data: memoryview, at: int) -> None:
         """Takes bytes that were read at offset `at`, as far as they are the next ones."""

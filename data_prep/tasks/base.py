@@ -10,9 +10,10 @@ from __future__ import annotations
 import errno
 import shutil
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,12 +23,16 @@ from headrace.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Work done since the last report. input_bytes: as stored; text_bytes: UTF-8 of the documents."""
+    """Work done since the last report.
+
+    input_bytes: as stored; text_bytes: UTF-8 of the documents; dropped: documents left out, by reason.
+    """
 
     input_bytes: int = 0
     text_bytes: int = 0
     documents: int = 0
     tokens: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(
@@ -35,6 +40,7 @@ class Counts:
             self.text_bytes + other.text_bytes,
             self.documents + other.documents,
             self.tokens + other.tokens,
+            self.dropped + other.dropped,
         )
 
 

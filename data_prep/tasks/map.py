@@ -103,7 +103,7 @@ class _Mapper:
         self._skipped: Counter[str] = Counter()
         self._bad = BadCount(task.config)
         self._counts = np.zeros((len(task.config.sources), len(SPLITS), 3), np.int64)
-        self._documents, self._batches = 0, 0
+        self._documents, self._batches, self._told = 0, 0, 0
         self._sample: list[str] = []
         labels = [source.label for source in task.config.sources]
         self._source = np.array([labels.index(unit.source) for unit in task.units], np.int64)
@@ -123,13 +123,20 @@ class _Mapper:
                 if pending.characters >= _ENOUGH_CHARACTERS:
                     self._process(pending)
                     pending = _Pending()
+                    self._report_input(digest.passed)
             files.append([unit.source, unit.file, unit.file_bytes, unit.part, unit.parts, digest.finish()])
-            self._report(Counts(input_bytes=unit.end - unit.start))
+            self._report_input(unit.end - unit.start)
+            self._told = 0
         if pending.texts:
             self._process(pending)
         self._encoder.check(self._sample, where=self._task.name)
         self._runs.flush()
         return {"counts": self._counts.tolist(), "skipped": dict(sorted(self._skipped.items())), "files": files}
+
+    def _report_input(self, passed: int) -> None:
+        """Reports what has been read of a unit since the last time."""
+        self._report(Counts(input_bytes=passed - self._told))
+        self._told = passed
 
     def _leave_out(self, bad: Bad) -> None:
         self._bad_file.write(json.dumps(bad.listing()) + "\n")
