@@ -69,21 +69,28 @@ def _arguments(parser: argparse.ArgumentParser, name: str) -> None:
         parser.add_argument("--task", type=int, required=True, metavar="I", help="which share to run, from 0 to N - 1")
         parser.add_argument("--of", type=int, required=True, metavar="N", help="how many shares there are")
     add_config_arguments(parser)
-    if name in ("all", "phase"):
-        default = "1" if name == "phase" else "the cores this process may use"
-        parser.add_argument("--workers", type=int, metavar="N", help=f"worker processes (default: {default})")
+    if name in ("all", "phase", "plan"):
+        default = "1" if name == "phase" else "the cores this process may use; of a cluster: all; slurm: 8 jobs a phase"
+        parser.add_argument("--workers", type=int, metavar="N", help=f"tasks at once (default: {default})")
+    if name == "all":
+        names = ("local", "slurm", "ray", "spark")
+        parser.add_argument("--executor", choices=names, default="local", help="who runs the tasks (default: local)")
+        parser.add_argument("--address", metavar="URL", help="of a Ray cluster (HOST:6379, auto) or a Spark master")
 
 
 def _all(args: argparse.Namespace) -> None:
     from data_prep import phases, prepare  # noqa: PLC0415
-    from data_prep.executors import local  # noqa: PLC0415
+    from data_prep.executors import choose, local  # noqa: PLC0415
 
-    local.warm_up()
+    if args.executor == "slurm":
+        return _submit(args)
+    if args.executor == "local":
+        local.warm_up()
     inspected = prepare.inspect(_config(args))
-    executor = local.Local(_workers(args, None))
+    options = {"root": inspected.job.root, "workers": _given_workers(args), "address": args.address}
     if prepare.already_there(inspected):
         return _say_there(inspected.job.output)
-    with prepare.opened(inspected) as plan:
+    with choose.executor(args.executor, **options) as executor, prepare.opened(inspected) as plan:
         _say_plan(plan)
         displays = phases.run_phases(inspected.job, executor)
         manifest = phases.complete(inspected.job, tokenizer=inspected.identity["tokenizer"])
@@ -91,10 +98,32 @@ def _all(args: argparse.Namespace) -> None:
     return _say_rate(displays[0])
 
 
+def _submit(args: argparse.Namespace) -> None:
+    from data_prep.executors import on_slurm  # noqa: PLC0415
+
+    config = _config(args)
+    if _is_there(config):
+        return _say_there(Path(config.output))
+    if args.address is not None:
+        raise ConfigError("--address", args.address, why="--executor slurm has none", remedy="leave it out")
+    print(on_slurm.submit(config, file=args.config, overrides=args.overrides, shares=_given_workers(args)))
+    return None
+
+
 def _plan(args: argparse.Namespace) -> None:
     from data_prep import prepare  # noqa: PLC0415
+    from data_prep.estimate import Estimate, try_to_estimate  # noqa: PLC0415
 
-    _say_plan(prepare.inspect(_config(args)).planned())
+    inspected = prepare.inspect(_config(args))
+    plan = inspected.planned()
+    _say_plan(plan)
+    found = try_to_estimate(inspected.job.config, plan)
+    if not isinstance(found, Estimate):
+        return print(found)
+    workers = _workers(args, None)
+    print(f"about {found.tokens:,} tokens")
+    print(f"about {_duration(found.seconds(workers))} on {workers} workers at {found.mb_per_s:.1f} MB/s each,")
+    return print("measured on a few megabytes here just now; writing the shards and start-up come on top")
 
 
 def _status(args: argparse.Namespace) -> None:
@@ -124,7 +153,7 @@ def _phase(args: argparse.Namespace) -> None:
     config = _config(args)
     if _is_there(config):
         return _say_there(Path(config.output))
-    executor = Local(_workers(args, 1))
+    executor = Local(_given_workers(args) or 1)
     count, display = phases.run_share(config, args.phase, executor, share=(args.task, args.of))
     print(f"share {args.task} of {args.of}: {count} {args.phase} tasks finished")
     return _say_rate(display)
@@ -185,13 +214,17 @@ def _is_there(config: CorpusConfig) -> bool:
     return Path(config.output).exists() and prepare.already_there(prepare.inspect(config))
 
 
-def _workers(args: argparse.Namespace, default: int | None) -> int:
-    from data_prep.executors.base import default_workers  # noqa: PLC0415
-
-    workers: int = args.workers if args.workers is not None else default or default_workers()
-    if workers < 1:
-        raise ConfigError("--workers", workers, why="work needs a worker", remedy="1 or more")
+def _given_workers(args: argparse.Namespace) -> int | None:
+    if args.workers is not None and args.workers < 1:
+        raise ConfigError("--workers", args.workers, why="work needs a worker", remedy="1 or more")
+    workers: int | None = args.workers
     return workers
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{max(1.0, seconds):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def _say_plan(plan: Plan) -> None:

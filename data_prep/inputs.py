@@ -8,10 +8,11 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from data_prep import storage
 from data_prep.config import Source, SourceType
 from data_prep.readers import hf
 from headrace.errors import ConfigError, DataError
@@ -30,11 +31,15 @@ _SKIPPED_DIRECTORIES = {"__pycache__", "node_modules"}
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """One file of a source. name: stable within the source; path: where it lies now; bytes: its size as stored."""
+    """One file of a source.
+
+    name: stable within the source; path: where it lies now; bytes: its size as stored; version: see `storage.Stat`.
+    """
 
     name: str
     path: str
     bytes: int
+    version: str
 
 
 @dataclass(frozen=True)
@@ -66,11 +71,12 @@ def resolve(source: Source, *, at: str, without: Iterable[Path] = ()) -> Resolve
     found: dict[str, InputFile] = {}
     kinds: set[SourceType] = set()
     for path in source.paths:
-        kind, pairs = _expand(path, source, at, hidden)
+        kind, files = _expand(path, source, at, hidden)
         kinds.add(kind)
         many = len(source.paths) > 1
-        for name, file in pairs:
-            found.setdefault(file, InputFile(f"{path}/{name}" if many else name, file, Path(file).stat().st_size))
+        for file in files:
+            named = replace(file, name=f"{path}/{file.name}") if many else file
+            found.setdefault(file.path, named)
     if len(kinds) > 1:
         raise _cannot_tell(at, ", ".join(sorted(kinds)))
     return ResolvedSource(source.label, kinds.pop(), sorted(found.values(), key=lambda f: f.name))
@@ -85,27 +91,50 @@ def listing_fingerprint(sources: Iterable[ResolvedSource]) -> str:
     return digest.hexdigest()
 
 
-def _expand(path: str, source: Source, at: str, hidden: set[str]) -> tuple[SourceType, list[tuple[str, str]]]:
-    """The type of one path, and (name, file) of all it names."""
-    if Path(path).is_dir():
-        if source.type == "datasets" or (source.type is None and hf.is_saved(path)):
-            return "datasets", hf.saved_files(path, source.split, at=at)
-        pairs = list(_walk(path, hidden))
-    else:
-        files = [path] if Path(path).is_file() else sorted(glob.glob(path, recursive=True))  # noqa: PTH207 - may be absolute
-        root = os.path.dirname(path if files == [path] else path.split("*", maxsplit=1)[0])  # noqa: PTH120 - of a pattern
-        pairs = [(os.path.relpath(file, root or "."), file) for file in files if Path(file).is_file()]
-    if not pairs:
+def _expand(path: str, source: Source, at: str, hidden: set[str]) -> tuple[SourceType, list[InputFile]]:
+    """The type of one path, and all files it names."""
+    if _is_saved_dataset(path, source):
+        return "datasets", [_local(name, file) for name, file in hf.saved_files(path, source.split, at=at)]
+    found = _listed(path, hidden)
+    if not found:
         remedy = f"check the path; it is relative to the directory you are in ({Path.cwd()})"
         raise ConfigError(f"{at}.path", path, why="there is no such file, or nothing in it", remedy=remedy)
-    kind = source.type or _infer(pairs, source, at)
-    patterns = source.include or (list(_DEFAULTS[kind]) if Path(path).is_dir() else ["*"])
-    chosen = [(n, f) for n, f in pairs if _matches(n, patterns) and not _matches(n, source.exclude)]
+    names = [file.name for file in found]
+    kind = source.type or _infer(names, source, at)
+    patterns = source.include or (list(_DEFAULTS[kind]) if _is_folder(path, found) else ["*"])
+    chosen = [f for f in found if _matches(f.name, patterns) and not _matches(f.name, source.exclude)]
     if not chosen:
-        why = f"none of its {len(pairs)} files is chosen as {kind}: {_census(pairs)}"
+        why = f"none of its {len(found)} files is chosen as {kind}: {_census(names)}"
         remedy = 'list what to read in "include", e.g. ["*.txt"], or set "type"'
         raise ConfigError(f"{at}.path", path, why=why, remedy=remedy)
     return kind, chosen
+
+
+def _is_saved_dataset(path: str, source: Source) -> bool:
+    local = not storage.is_remote(path) and Path(path).is_dir()
+    return local and (source.type == "datasets" or (source.type is None and hf.is_saved(path)))
+
+
+def _listed(path: str, hidden: set[str]) -> list[InputFile]:
+    """Everything below a folder, or what a pattern matches, or the file itself."""
+    if storage.is_remote(path):
+        return [InputFile(name, file, stat.bytes, stat.version) for name, file, stat in storage.listing(path)]
+    if Path(path).is_dir():
+        return [_local(name, file) for name, file in _walk(path, hidden)]
+    files = [path] if Path(path).is_file() else sorted(glob.glob(path, recursive=True))  # noqa: PTH207 - may be absolute
+    root = os.path.dirname(path if files == [path] else path.split("*", maxsplit=1)[0])  # noqa: PTH120 - of a pattern
+    return [_local(os.path.relpath(file, root or "."), file) for file in files if Path(file).is_file()]
+
+
+def _is_folder(path: str, found: list[InputFile]) -> bool:
+    if not storage.is_remote(path):
+        return Path(path).is_dir()
+    return not any(sign in path for sign in "*?[") and [file.path for file in found] != [path]
+
+
+def _local(name: str, file: str) -> InputFile:
+    stat = storage.stat(file)
+    return InputFile(name, file, stat.bytes, stat.version)
 
 
 def _walk(root: str, hidden: set[str]) -> Iterator[tuple[str, str]]:
@@ -125,13 +154,13 @@ def _raise(error: OSError) -> None:
     raise DataError(f"{error.filename}: {error.strerror}\n  try: make the directory readable, or exclude it")
 
 
-def _infer(pairs: list[tuple[str, str]], source: Source, at: str) -> SourceType:
-    counts = Counter(kind for name, _ in pairs if (kind := _kind_of(name)) and not _matches(name, source.exclude))
+def _infer(names: list[str], source: Source, at: str) -> SourceType:
+    counts = Counter(kind for name in names if (kind := _kind_of(name)) and not _matches(name, source.exclude))
     if len(counts) == 1:
         return next(iter(counts))
     if source.include and not counts:
         return "text"
-    raise _cannot_tell(at, ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())) or _census(pairs))
+    raise _cannot_tell(at, ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())) or _census(names))
 
 
 def _cannot_tell(at: str, found: str) -> ConfigError:
@@ -148,6 +177,6 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(base, p) or fnmatchcase(name, p) for p in patterns)
 
 
-def _census(pairs: list[tuple[str, str]]) -> str:
-    counts = Counter(Path(name).suffix or name for name, _ in pairs)
+def _census(names: list[str]) -> str:
+    counts = Counter(Path(name).suffix or name for name in names)
     return ", ".join(f"{n} *{suffix}" for suffix, n in counts.most_common(5))

@@ -23,7 +23,8 @@ class Unit:
         source: the source's label. file: the name within the source. path: where it lies.
         start, end: the bytes of the file that this unit answers for (and hashes); the units of a file cover it.
         first_group, end_group: row groups [first, end) of a parquet file; 0, 0 elsewhere.
-        part, parts: this is unit `part` of the `parts` of its file. file_bytes: the size when the job was planned.
+        part, parts: this is unit `part` of the `parts` of its file.
+        file_bytes, file_version: the state of the file when the job was planned; see `storage.Stat`.
     """
 
     source: str
@@ -37,6 +38,7 @@ class Unit:
     part: int
     parts: int
     file_bytes: int
+    file_version: str
 
 
 Plan = list[list[Unit]]
@@ -75,7 +77,8 @@ def _units_of(source: ResolvedSource, file: InputFile, task_bytes: int) -> Itera
     for part in range(parts):
         first, end = groups[part] if groups else (0, 0)
         start, stop = (file.bytes * i // parts for i in (part, part + 1))
-        yield Unit(source.label, source.type, file.name, file.path, start, stop, first, end, part, parts, file.bytes)
+        place = (start, stop, first, end, part, parts)
+        yield Unit(source.label, source.type, file.name, file.path, *place, file.bytes, file.version)
 
 
 def _cut_groups(file: InputFile, task_bytes: int) -> list[tuple[int, int]]:

@@ -25,6 +25,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from data_prep.mapping import map_file
 from headrace.directory import read_manifest
 from headrace.errors import DataError
 
@@ -100,12 +101,12 @@ class TokenFile:
         """
         prefix = Path(prefix)
         index, data = with_suffix(prefix, ".idx"), with_suffix(prefix, ".bin")
-        dtype, sequences, entries = _read_header(index)
+        dtype, sequences, entries = read_header(index)
         lengths, offsets, documents = _map_index(index, sequences, entries)
-        _check_data(data, _expected_bytes(lengths, offsets, dtype), dtype)
+        tokens = _map_data(data, _expected_bytes(lengths, offsets, dtype), dtype)
         if documents[-1] != sequences:
             raise DataError(f"{index}: its documents end at sequence {documents[-1]}, but it has {sequences} sequences")
-        return cls(prefix, _map(data, dtype, 0, data.stat().st_size // dtype.itemsize), lengths, offsets, documents)
+        return cls(prefix, tokens, lengths, offsets, documents)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -211,7 +212,12 @@ class TokenFileWriter:
         self.tokens += int(lengths.sum())
 
 
-def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
+def read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
+    """What the header of an .idx file says: dtype of the ids, sequences S, entries D of the document index.
+
+    Raises:
+        DataError: it is missing, or no index of a token file of a version and dtype that is known.
+    """
     try:
         with path.open("rb") as file:
             raw = file.read(_HEADER.size)
@@ -230,39 +236,33 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
 
 
 def _map_index(path: Path, sequences: int, entries: int) -> tuple[Array, Array, Array]:
-    found, expected = path.stat().st_size, _HEADER.size + 12 * sequences + 8 * entries
-    if found not in (expected, expected + sequences):
+    raw, expected = map_file(path), _HEADER.size + 12 * sequences + 8 * entries
+    if raw.size not in (expected, expected + sequences):
         raise DataError(
-            f"{path} has {found} bytes, but {sequences} sequences and {entries - 1} documents need {expected}: "
+            f"{path} has {raw.size} bytes, but {sequences} sequences and {entries - 1} documents need {expected}: "
             "truncated or damaged\n  try: make the token file again"
         )
-    at = _HEADER.size
-    lengths = _map(path, np.dtype("<i4"), at, sequences)
-    offsets = _map(path, np.dtype("<i8"), at + 4 * sequences, sequences)
-    return lengths, offsets, _map(path, np.dtype("<i8"), at + 12 * sequences, entries)
+    offsets_at, documents_at = _HEADER.size + 4 * sequences, _HEADER.size + 12 * sequences
+    lengths, offsets = raw[_HEADER.size : offsets_at], raw[offsets_at:documents_at]
+    return lengths.view("<i4"), offsets.view("<i8"), raw[documents_at:expected].view("<i8")
 
 
 def _expected_bytes(lengths: Array, offsets: Array, dtype: np.dtype[Any]) -> int:
     return int(offsets[-1]) + int(lengths[-1]) * dtype.itemsize if len(lengths) else 0
 
 
-def _check_data(path: Path, expected: int, dtype: np.dtype[Any]) -> None:
+def _map_data(path: Path, expected: int, dtype: np.dtype[Any]) -> Array:
     try:
-        found = path.stat().st_size
+        raw = map_file(path)
     except FileNotFoundError:
         raise DataError(f"{path} is missing\n  try: make the token file again; it is a pair of .bin and .idx") from None
-    if found != expected:
-        state = "truncated" if found < expected else "longer than it should be"
+    if raw.size != expected:
+        state = "truncated" if raw.size < expected else "longer than it should be"
         raise DataError(
-            f"{path} has {found} bytes, its index says {expected} ({expected // dtype.itemsize} tokens of "
+            f"{path} has {raw.size} bytes, its index says {expected} ({expected // dtype.itemsize} tokens of "
             f"{dtype.itemsize} bytes): {state}\n  try: make the token file again"
         )
-
-
-def _map(path: Path, dtype: np.dtype[Any], offset: int, count: int) -> Array:
-    if count == 0:  # an empty range cannot be mapped
-        return np.empty(0, dtype)
-    return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,))
+    return raw.view(dtype)
 
 
 def _joined(parts: list[Array], dtype: np.dtype[Any]) -> Array:

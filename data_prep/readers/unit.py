@@ -32,15 +32,14 @@ def read_unit(unit: Unit, wanted: Wanted, digest: Digest | None = None) -> Itera
         digest: of the unit; is shown the bytes that are read.
 
     Raises:
-        DataError: the file is not the one that was planned: it is gone, or its size has changed.
+        DataError: the file is not the one that was planned: it is gone, or has changed.
     """
-    before = _stat(unit)
+    _check_same(unit)
     try:
         yield from _batches(unit, wanted, digest or digest_of(unit))
     except DamagedFileError as error:
         yield Bad(unit.source, unit.file, "file", None, DAMAGED_FILE, str(error))
-    if _stat(unit) != before:
-        raise DataError(f"{unit.path} was changed while it was read\n  try: leave the corpus alone and run again")
+    _check_same(unit)
 
 
 def name_of(unit: Unit, at: int) -> str:
@@ -61,14 +60,15 @@ def _batches(unit: Unit, wanted: Wanted, digest: Digest) -> Iterator[Batch | Bad
     return hf.read(path, source=source, file=file, wanted=wanted)
 
 
-def _stat(unit: Unit) -> storage.Stat:
+def _check_same(unit: Unit) -> None:
     try:
         found = storage.stat(unit.path)
     except FileNotFoundError:
         raise DataError(f"{unit.path} has gone since the job was planned\n  try: bring it back and run again") from None
-    if found.bytes != unit.file_bytes:
+    planned = storage.Stat(unit.file_bytes, unit.file_version)
+    if found.is_another(planned):
+        sizes = f": {found.bytes:,} bytes, and had {planned.bytes:,}" if found.bytes != planned.bytes else ""
         raise DataError(
-            f"{unit.path} has {found.bytes} bytes, and had {unit.file_bytes} when the job was planned\n"
+            f"{unit.path} has changed since the job was planned{sizes}\n"
             "  try: restore it, or remove the job directory to start over"
         )
-    return found

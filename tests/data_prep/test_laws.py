@@ -165,7 +165,7 @@ def test_a_half_done_job_belongs_to_one_config_and_one_listing(mixed_config: str
     (work / "texts" / "0.md").write_text("another size")
     assert "inputs" in cli("--config", mixed_config, code=2).stderr
     refused = cli("phase", "map", "--config", mixed_config, "--task", "0", "--of", "1", code=2).stderr
-    assert "when the job was planned" in refused
+    assert "since the job was planned" in refused
 
 
 def test_a_second_coordinator_is_refused(mixed_config: str, work: Path, cli: Any) -> None:

@@ -209,7 +209,10 @@ def test_a_file_that_changed_since_the_plan_is_refused(work: Path) -> None:
     source = Source(path="a.txt")
     (unit,) = planned(source)
     (work / "a.txt").write_text("fives")
-    with pytest.raises(DataError, match="has 5 bytes, and had 4"):
+    with pytest.raises(DataError, match="has changed since the job was planned: 5 bytes, and had 4"):
+        list(read_unit(unit, wanted_of(source)))
+    (work / "a.txt").write_text("FOUR")
+    with pytest.raises(DataError, match="has changed since the job was planned"):
         list(read_unit(unit, wanted_of(source)))
     (work / "a.txt").unlink()
     with pytest.raises(DataError, match="has gone"):
