@@ -113,6 +113,7 @@ def _submit(args: argparse.Namespace) -> None:
 def _plan(args: argparse.Namespace) -> None:
     from data_prep import prepare  # noqa: PLC0415
     from data_prep.estimate import Estimate, try_to_estimate  # noqa: PLC0415
+    from data_prep.executors.base import default_workers  # noqa: PLC0415
 
     inspected = prepare.inspect(_config(args))
     plan = inspected.planned()
@@ -120,7 +121,7 @@ def _plan(args: argparse.Namespace) -> None:
     found = try_to_estimate(inspected.job.config, plan)
     if not isinstance(found, Estimate):
         return print(found)
-    workers = _workers(args, None)
+    workers = _given_workers(args) or default_workers()
     print(f"about {found.tokens:,} tokens")
     print(f"about {_duration(found.seconds(workers))} on {workers} workers at {found.mb_per_s:.1f} MB/s each,")
     return print("measured on a few megabytes here just now; writing the shards and start-up come on top")
