@@ -36,6 +36,13 @@ class Source(Section):
     )
     exclude: list[str] = Field([], description="globs of file names or relative paths to leave out")
     text_field: str = Field("text", min_length=1, description="the field or column that holds the text")
+    messages_field: str | None = Field(
+        None, min_length=1, description='for conversations: the field that holds the messages, e.g. "messages"'
+    )
+    tools_field: str | None = Field(None, description="for conversations: the field of the tools the template lists")
+    learn: Literal["assistant", "everything"] = Field(
+        "assistant", description='of conversations: what the loss is taken on, "assistant" or "everything"'
+    )
     id_field: str | None = Field(None, description="a field or column that names each document; default: its position")
     split: str | None = Field(None, description='for "datasets": the split to read, e.g. "train"')
     builder: str | None = Field(
@@ -53,6 +60,10 @@ class Source(Section):
             raise ValueError("kwargs are the builder's, and there is no builder")
         if not self.paths and self.builder is None:
             raise ValueError("the list of paths is empty")
+        if self.messages_field is None and (self.tools_field is not None or self.learn != "assistant"):
+            raise ValueError("tools_field and learn are for conversations, and there is no messages_field")
+        if self.messages_field is not None and self.type == "text":
+            raise ValueError("a text file is no conversation: messages_field needs jsonl, parquet or datasets")
         if self.label == TOKENIZER_PARENT:
             raise ValueError(f"the name '{TOKENIZER_PARENT}' is taken by the tokenizer in the manifest")
         return self
@@ -86,13 +97,16 @@ class TokenizerSection(Section):
         64 << 20, ge=1, description="bytes of training text to learn from, chosen by a hash of the document"
     )
     eos_token: str = Field("<|endoftext|>", min_length=1, description="the end-of-document token")
+    chat_template: str | None = Field(
+        None, description="a file with a chat template; default: the one that the given tokenizer has, if any"
+    )
     special_tokens: list[str] = Field([], description="further special tokens, e.g. for a chat template")
 
     @model_validator(mode="after")
     def _one_way(self) -> TokenizerSection:
         if (self.train is None) == (self.path is None):
             raise ValueError('give either {"train": kind} or {"path": folder or .model file}')
-        if self.path is not None and (extras := self.model_fields_set - {"path", "engine"}):
+        if self.path is not None and (extras := self.model_fields_set - {"path", "engine", "chat_template"}):
             extra = ", ".join(sorted(extras))
             raise ValueError(f"a given tokenizer is taken as it is; {extra} would have no effect")
         if len({self.eos_token, *self.special_tokens}) != 1 + len(self.special_tokens) or "" in self.special_tokens:
@@ -131,6 +145,11 @@ class CorpusConfig(Section):
     def identity(self) -> dict[str, Any]:
         """The config as the manifest records it: all but `output`, so that a directory may be moved or renamed."""
         return self.model_dump(exclude={"output"})
+
+    @property
+    def has_conversations(self) -> bool:
+        """Whether tokens come with a loss mask."""
+        return any(source.messages_field is not None for source in self.sources)
 
     def text_policy(self) -> TextPolicy:
         """How texts become ids."""

@@ -15,7 +15,8 @@ from data_prep.tasks.map import MapTask
 from data_prep.tasks.tokenizer import TokenizerTask, folder_of
 from headrace.errors import HeadraceError
 
-_WARM_UP_BYTES, _TIMED_BYTES, _LARGEST_UNIT = 2 << 20, 12 << 20, 64 << 20
+_WARM_UP_BYTES, _TIMED_BYTES, _LARGEST_UNIT = 8 << 20, 16 << 20, 64 << 20
+_LEAST_BYTES = 2 << 20
 _STAND_IN_VOCABULARY, _STAND_IN_SAMPLE = 4096, 1 << 20
 
 
@@ -46,7 +47,7 @@ def estimate(config: CorpusConfig, plan: Plan) -> Estimate | None:
     units = [unit for task in plan for unit in task]
     warm_up, timed = list(_some(units, _WARM_UP_BYTES)), list(_some(list(reversed(units)), _TIMED_BYTES))
     stored = sum(unit.end - unit.start for unit in timed)
-    if not warm_up or stored < _WARM_UP_BYTES:
+    if not warm_up or stored < _LEAST_BYTES:
         return None
     counted = Counts()
 

@@ -138,7 +138,10 @@ def reduce_tasks(job: Job) -> list[ReduceTask]:
     shards = plan_shards(counts[:, :, 1], counts[:, :, 0], runs, shard_tokens=job.config.shard_tokens)
     dtype = dtype_for(described["vocab_size"]).str
     return [
-        ReduceTask(shard, runs, (), dtype, job.out, job.reduce_marker(shard.split, shard.index)) for shard in shards
+        ReduceTask(
+            shard, runs, (), dtype, job.config.has_conversations, job.out, job.reduce_marker(shard.split, shard.index)
+        )
+        for shard in shards
     ]
 
 

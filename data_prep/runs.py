@@ -2,6 +2,7 @@
 
     RUN/tokens.bin    token ids back to back, BOS and EOS included
     RUN/docs.npy      one `DOCUMENT` each
+    RUN/mask.bin      a byte for each token, 1 where it is learnt; only in jobs with conversations
     RUN/run.json      the groups: [split, source, first document, end]
     RUN/hashes.npy    uint64 [documents, 2], XXH3-128 of the texts; only for exact dedup
     RUN/bands.npy     uint64 [bands, documents], MinHash; only for near-dedup
@@ -46,7 +47,8 @@ key: its place in the order of its source. start: its first token in the run. ra
 bytes: UTF-8 of its text. tokens: with BOS and EOS. source: number in the config. split: number in `SPLITS`.
 """
 _PIECE_BYTES = 4 << 20
-_TOKENS, _DOCUMENTS, _RUN, HASHES, BANDS = "tokens.bin", "docs.npy", "run.json", "hashes.npy", "bands.npy"
+_TOKENS, _MASK, _DOCUMENTS, _RUN = "tokens.bin", "mask.bin", "docs.npy", "run.json"
+HASHES, BANDS = "hashes.npy", "bands.npy"
 
 
 @dataclass(frozen=True)
@@ -76,25 +78,37 @@ class RunWriter:
 
     Args:
         before, after: ids that frame every document.
+        masked: whether tokens come with a loss mask.
     """
 
     directory: Path
     dtype: np.dtype[Any]
     before: Sequence[int] = ()
     after: Sequence[int] = ()
+    masked: bool = False
     runs: int = 0
     _used: int = 0
     _ids: Array = field(init=False)
+    _mask: Array = field(init=False)
     _lengths: list[Array] = field(default_factory=list)
     _facts: list[Facts] = field(default_factory=list)
+    _framed: list[Array] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._ids = np.empty((1 << 20) // self.dtype.itemsize, self.dtype)
+        self._mask = np.empty(len(self._ids) if self.masked else 0, np.uint8)
 
-    def add(self, tokens: Tokens, facts: Facts) -> None:
-        """Adds the documents of a batch, all of which have tokens."""
+    def add(self, tokens: Tokens, facts: Facts, *, mask: Array | None = None) -> None:
+        """Adds the documents of a batch, all of which have tokens.
+
+        Args:
+            mask: uint8 [n], which of the ids are learnt; None: all are, and what frames them.
+        """
         self._fit(len(tokens.ids))
         np.copyto(self._ids[self._used : self._used + len(tokens.ids)], tokens.ids, casting="unsafe")
+        if self.masked:
+            self._mask[self._used : self._used + len(tokens.ids)] = 1 if mask is None else mask
+            self._framed.append(np.full(len(facts.key), mask is None))
         self._used += len(tokens.ids)
         self._lengths.append(np.diff(tokens.offsets))
         self._facts.append(facts)
@@ -109,26 +123,48 @@ class RunWriter:
         run.mkdir()
         lengths, facts = np.concatenate(self._lengths), _joined(self._facts)
         order = np.lexsort((facts.rank, facts.key, facts.source, facts.split))
-        self._write_tokens(run / _TOKENS, lengths, order)
+        self._write_pieces(run / _TOKENS, self._ids, lengths, order, self._frames(len(order)))
+        if self.masked:
+            self._write_pieces(run / _MASK, self._mask, lengths, order, self._mask_frames())
         _write_documents(run, lengths[order] + len(self.before) + len(self.after), facts.take(order))
         self.runs += 1
-        self._used, self._lengths, self._facts = 0, [], []
+        self._used, self._lengths, self._facts, self._framed = 0, [], [], []
 
     def _fit(self, more: int) -> None:
         if self._used + more > len(self._ids):
             grown = np.empty(max(self._used + more, min(2 * len(self._ids), 2 * RUN_BYTES)), self.dtype)
             grown[: self._used] = self._ids[: self._used]
             self._ids = grown
+        if self.masked and len(self._mask) < len(self._ids):
+            mask = np.empty(len(self._ids), np.uint8)
+            mask[: self._used] = self._mask[: self._used]
+            self._mask = mask
 
-    def _write_tokens(self, path: Path, lengths: Array, order: Array) -> None:
-        data, size = self._ids.view(np.uint8).data, self.dtype.itemsize
-        before, after = (np.array(ids, self.dtype).tobytes() for ids in (self.before, self.after))
+    def _frames(self, documents: int) -> list[tuple[bytes, bytes]]:
+        """What stands before and after each document."""
+        frame = np.array(self.before, self.dtype).tobytes(), np.array(self.after, self.dtype).tobytes()
+        return [frame] * documents
+
+    def _mask_frames(self) -> list[tuple[bytes, bytes]]:
+        """A text's frame is learnt, a conversation's is not: its template has an end of its own."""
+        sizes = len(self.before), len(self.after)
+        frames = [(bytes([learnt]) * sizes[0], bytes([learnt]) * sizes[1]) for learnt in (0, 1)]
+        return [frames[int(learnt)] for learnt in np.concatenate(self._framed)]
+
+    @staticmethod
+    def _write_pieces(
+        path: Path, values: Array, lengths: Array, order: Array, frames: list[tuple[bytes, bytes]]
+    ) -> None:
+        """Writes the values of each document, framed, in order."""
+        data, size = values.view(np.uint8).data, values.itemsize
         ends = np.cumsum(lengths)
         first, last = ((ends - lengths)[order] * size).tolist(), (ends[order] * size).tolist()
+        framed = [frames[i] for i in order.tolist()]
         with path.open("wb") as file:
             for piece in _pieces(last, first):
                 parts: list[Any] = []
                 for i in piece:
+                    before, after = framed[i]
                     parts += (before, data[first[i] : last[i]], after)
                 file.write(b"".join(parts))
 
@@ -169,12 +205,19 @@ class Run:
 
     def read_tokens(self, first: int, end: int, dtype: np.dtype[Any]) -> Array:
         """The ids of documents [first, end)."""
+        return self._read(_TOKENS, first, end, dtype)
+
+    def read_mask(self, first: int, end: int) -> Array:
+        """uint8: for each of those ids whether it is learnt."""
+        return self._read(_MASK, first, end, np.dtype(np.uint8))
+
+    def _read(self, name: str, first: int, end: int, dtype: np.dtype[Any]) -> Array:
         begin, last = int(self.documents["start"][first]), self.documents[end - 1]
         count = int(last["start"]) + int(last["tokens"]) - begin
-        ids: Array = np.fromfile(self.path / _TOKENS, dtype, count, offset=begin * dtype.itemsize)
-        if len(ids) != count:
-            raise DataError(f"{self.path / _TOKENS} ends early\n  try: remove {self.path.parent} and run again")
-        return ids
+        values: Array = np.fromfile(self.path / name, dtype, count, offset=begin * dtype.itemsize)
+        if len(values) != count:
+            raise DataError(f"{self.path / name} ends early\n  try: remove {self.path.parent} and run again")
+        return values
 
 
 def runs_of(directory: Path) -> list[Path]:

@@ -17,7 +17,8 @@ from data_prep.readers.records import DAMAGED_FILE, Bad, Batch
 from data_prep.readers.unit import read_unit, wanted_of
 from data_prep.tokenfile import SPLITS
 from data_prep.tokenizer.given import check_path, content_fingerprint
-from headrace.errors import DataError
+from headrace.directory import sha256_of_file
+from headrace.errors import ConfigError, DataError
 
 
 def resolve_all(config: CorpusConfig, *, without: Iterable[Path]) -> list[ResolvedSource | None]:
@@ -52,15 +53,21 @@ def check_tables(config: CorpusConfig, resolved: Iterable[ResolvedSource]) -> No
 
 
 def tokenizer_identity(config: CorpusConfig) -> str | None:
-    """Fingerprint of the given tokenizer's files, or None when one is to be trained.
+    """Fingerprint of the given tokenizer's files and chat template, or None when nothing is given.
 
     Raises:
-        ConfigError: the path is no tokenizer.
+        ConfigError: the path is no tokenizer, or there is no such template.
     """
-    if config.tokenizer.path is None:
-        return None
-    check_path(config.tokenizer.path)
-    return content_fingerprint(config.tokenizer.path)
+    section, prints = config.tokenizer, list[str]()
+    if section.path is not None:
+        check_path(section.path)
+        prints.append(content_fingerprint(section.path))
+    if section.chat_template is not None:
+        if not Path(section.chat_template).is_file():
+            remedy = "a Jinja file; the path is relative to the directory you are in"
+            raise ConfigError("tokenizer.chat_template", section.chat_template, why="no such file", remedy=remedy)
+        prints.append(sha256_of_file(Path(section.chat_template)))
+    return "-".join(prints) or None
 
 
 def check_documents(units: Iterable[Unit], config: CorpusConfig) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from data_prep.chat.conversation import ConversationError, canonical
 from data_prep.readers.records import Bad, Batch, Wanted
 from headrace.errors import ConfigError
 
@@ -21,6 +22,11 @@ def check_schema(schema: Any, *, path: str, at: str, wanted: Wanted) -> None:
         if column is not None and column not in schema.names:
             raise ConfigError(f"{at}.{key}", column, why=f"{path} has no such column", remedy=", ".join(schema.names))
     kind = schema.field(wanted.text).type
+    if wanted.conversation:
+        if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+            why, remedy = f"the column in {path} holds {kind}", "a column with a list of messages in each row"
+            raise ConfigError(f"{at}.messages_field", wanted.text, why=why, remedy=remedy)
+        return
     plain = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not (pa.types.is_string(plain) or pa.types.is_large_string(plain) or pa.types.is_string_view(plain)):
         strings = [f.name for f in schema if "string" in str(f.type)]
@@ -32,7 +38,7 @@ def batches(batch: Any, *, first_row: int, source: str, file: str, wanted: Wante
     """Yields the rows of a record batch, whose first row is row `first_row` of the file."""
     extra = {name: batch.column(name).to_pylist() for name in wanted.extra if name in batch.schema.names}
     made = Batch()
-    for i, text in enumerate(_texts(batch.column(wanted.text))):
+    for i, text in enumerate(_conversations(batch, wanted) if wanted.conversation else _texts(batch, wanted)):
         refused = _refused(text, i, extra, wanted)
         if refused is not None:
             if made.texts:
@@ -49,13 +55,27 @@ def batches(batch: Any, *, first_row: int, source: str, file: str, wanted: Wante
         yield made
 
 
-def _texts(column: Any) -> list[Any]:
+def _texts(batch: Any, wanted: Wanted) -> list[Any]:
     """Strings, None for null, and the error of what is not UTF-8."""
+    column = batch.column(wanted.text)
     try:
         texts: list[Any] = column.to_pylist()
     except UnicodeDecodeError:
         texts = [_text(cell) for cell in column]
     return texts
+
+
+def _conversations(batch: Any, wanted: Wanted) -> list[Any]:
+    """Conversations as lines of JSON, and the error of what is none."""
+    tools = batch.column(wanted.tools).to_pylist() if wanted.tools in batch.schema.names else [None] * batch.num_rows
+    return [_conversation(*cells) for cells in zip(batch.column(wanted.text).to_pylist(), tools, strict=True)]
+
+
+def _conversation(messages: Any, tools: Any) -> Any:
+    try:
+        return canonical(messages, tools)
+    except (ConversationError, TypeError) as error:
+        return error
 
 
 def _text(cell: Any) -> Any:
@@ -67,6 +87,8 @@ def _text(cell: Any) -> Any:
 
 def _refused(text: Any, row: int, extra: dict[str, list[Any]], wanted: Wanted) -> tuple[str, str] | None:
     """Reason and detail of a row that is not taken."""
+    if wanted.conversation and not isinstance(text, str):
+        return "not a conversation", str(text)
     if isinstance(text, UnicodeDecodeError):
         return "not UTF-8", str(text)
     if text is None:

@@ -93,7 +93,7 @@ def read(path: str, *, source: str, file: str, wanted: Wanted) -> Iterator[Batch
     stream, row = _open(path), 0
     names = None
     while (batch := _next(stream)) is not None:
-        names = names or [name for name in (wanted.text, *wanted.extra) if name in batch.schema.names]
+        names = names or [name for name in wanted.columns if name in batch.schema.names]
         yield from columns.batches(batch.select(names), first_row=row, source=source, file=file, wanted=wanted)
         row += batch.num_rows
 

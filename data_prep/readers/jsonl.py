@@ -13,6 +13,7 @@ import numpy as np
 import orjson
 
 from data_prep import storage
+from data_prep.chat.conversation import canonical, why_no_conversation
 from data_prep.readers.bytesource import DECOMPRESSION_ERRORS, DamagedFileError, Digest, open_bytes
 from data_prep.readers.records import Bad, Batch, Wanted
 
@@ -62,6 +63,8 @@ def _parsed(line: memoryview, wanted: Wanted) -> dict[str, Any] | tuple[str, str
     """The object of a line; or the reason and the detail of its refusal; or None for a blank one."""
     try:
         record: dict[str, Any] = orjson.loads(line)
+        if wanted.conversation:
+            record[wanted.text] = canonical(record[wanted.text], record.get(wanted.tools or ""))
         if type(record[wanted.text]) is str and (wanted.id is None or isinstance(record[wanted.id], str | int)):
             return record
     except (ValueError, LookupError, TypeError):  # LookupError, TypeError: not an object, or without the field
@@ -79,9 +82,15 @@ def _why(line: bytes, wanted: Wanted) -> tuple[str, str] | None:
         return _why_not_json(line, error)
     if not isinstance(record, dict):
         return "not an object", f"a JSON {type(record).__name__}"
+    return _why_not_taken(record, wanted)
+
+
+def _why_not_taken(record: dict[str, Any], wanted: Wanted) -> tuple[str, str]:
     if wanted.text not in record:
         return "no text field", f"no '{wanted.text}' among: {', '.join(list(record)[:8]) or 'no keys'}"
-    if not isinstance(record[wanted.text], str):
+    if wanted.conversation and (refused := why_no_conversation(record[wanted.text])):
+        return refused
+    if not wanted.conversation and not isinstance(record[wanted.text], str):
         return "text is not a string", f"'{wanted.text}' is a {type(record[wanted.text]).__name__}"
     return "no id", f"'{wanted.id}' is missing, or no string or integer"
 

@@ -45,7 +45,7 @@ def read(
     """
     table = _open(path)
     row = sum(table.metadata.row_group(i).num_rows for i in range(first_group))
-    names = [name for name in (wanted.text, *wanted.extra) if name in table.schema_arrow.names]
+    names = [name for name in wanted.columns if name in table.schema_arrow.names]
     rows = table.iter_batches(_ROWS, row_groups=range(first_group, end_group), columns=names, use_threads=False)
     while (batch := _next(rows)) is not None:
         yield from columns.batches(batch, first_row=row, source=source, file=file, wanted=wanted)

@@ -48,6 +48,8 @@ class Wanted:
 
     Attributes:
         text: the field or column of the text.
+        tools: where the text is a conversation, the field of its tools; None: there is none.
+        conversation: whether `text` holds messages. They are handed on as one line of JSON.
         id: of the document's id, which must be there; None: the position is the id.
         others: further ones, which may be missing.
     """
@@ -55,11 +57,18 @@ class Wanted:
     text: str
     id: str | None = None
     others: tuple[str, ...] = ()
+    conversation: bool = False
+    tools: str | None = None
 
     @property
     def extra(self) -> tuple[str, ...]:
         """All but the text."""
         return tuple(dict.fromkeys(([self.id] if self.id else []) + list(self.others)))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """All that is read of a table."""
+        return tuple(dict.fromkeys((self.text, *([self.tools] if self.tools else []), *self.extra)))
 
 
 @dataclass(frozen=True, slots=True)

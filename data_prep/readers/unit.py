@@ -15,6 +15,10 @@ from headrace.errors import DataError
 
 def wanted_of(source: Source, others: Sequence[str] = ()) -> Wanted:
     """What is read of the records of a source: its text, its id, and what the job asks for besides."""
+    if source.messages_field is not None:
+        return Wanted(
+            source.messages_field, source.id_field, tuple(others), conversation=True, tools=source.tools_field
+        )
     return Wanted(source.text_field, source.id_field, tuple(others))
 
 

@@ -14,6 +14,8 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from data_prep.chat.conversation import ConversationError
+from data_prep.chat.encoder import Conversation, open_chat_encoder
 from data_prep.config import CorpusConfig
 from data_prep.hashing import HELDOUT, below, content_hashes, document_keys, unit_key
 from data_prep.limits import BadCount
@@ -99,7 +101,8 @@ class _Mapper:
     def __init__(self, task: MapTask, scratch: Path, report: Report, bad_file: TextIO) -> None:
         self._task, self._config, self._report, self._bad_file = task, task.config, report, bad_file
         self._encoder: Encoder = open_encoder(task.tokenizer, task.config.text_policy())
-        self._runs = RunWriter(scratch, self._encoder.dtype, self._encoder.before, self._encoder.after)
+        frame = self._encoder.before, self._encoder.after
+        self._runs = RunWriter(scratch, self._encoder.dtype, *frame, masked=task.config.has_conversations)
         self._skipped: Counter[str] = Counter()
         self._bad = BadCount(task.config)
         self._counts = np.zeros((len(task.config.sources), len(SPLITS), 3), np.int64)
@@ -107,6 +110,7 @@ class _Mapper:
         self._sample: list[str] = []
         labels = [source.label for source in task.config.sources]
         self._source = np.array([labels.index(unit.source) for unit in task.units], np.int64)
+        self._is_chat = [task.config.sources[i].messages_field is not None for i in self._source]
         keys = [unit_key(unit.source, unit.file, seed=task.config.seed) for unit in task.units]
         self._unit_key = np.array(keys, np.uint64)
 
@@ -118,6 +122,10 @@ class _Mapper:
             for record in read_unit(unit, wanted, digest):
                 if isinstance(record, Bad):
                     self._leave_out(record)
+                    continue
+                if self._is_chat[number]:
+                    self._process_conversations(record, number)
+                    self._report_input(digest.passed)
                     continue
                 pending.add(record, number)
                 if pending.characters >= _ENOUGH_CHARACTERS:
@@ -143,6 +151,29 @@ class _Mapper:
         self._skipped[bad.reason] += 1
         self._bad.add(bad)
         self._bad.check()
+
+    def _process_conversations(self, batch: Batch, number: int) -> None:
+        """Renders and tokenises conversations; what cannot be trained on counts as unreadable."""
+        unit, kept = self._task.units[number], Batch()
+        source = self._config.sources[self._source[number]]
+        encoder = open_chat_encoder(self._task.tokenizer, special=self._config.parse_special_tokens)
+        found: list[Conversation] = []
+        for line, at in zip(batch.texts, batch.at, strict=True):
+            try:
+                found.append(encoder.encode(line, everything=source.learn == "everything"))
+                kept.add(found[-1].text, at)
+            except ConversationError as error:
+                where = "row" if unit.type != "jsonl" else "byte"
+                self._leave_out(Bad(unit.source, unit.file, where, at, "not a conversation", str(error)))
+        if not found:
+            return
+        pending = _Pending()
+        pending.add(kept, number)
+        offsets = np.cumsum([0, *(len(conversation.ids) for conversation in found)])
+        tokens = Tokens(np.concatenate([conversation.ids for conversation in found]), offsets)
+        facts = self._facts(pending, [text.encode() for text in kept.texts])
+        self._runs.add(tokens, facts, mask=np.concatenate([conversation.mask for conversation in found]))
+        self._count(tokens, facts)
 
     def _process(self, pending: _Pending) -> None:
         raw = [text.encode() for text in pending.texts]

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from data_prep.maskfile import MASK, MaskWriter
 from data_prep.runs import DOCUMENT, Array, Run
 from data_prep.tasks.base import Counts, Report, plain_errors, scratch_path
 from data_prep.tokenfile import SPLITS, TokenFileWriter, shard_name, with_suffix
 from headrace.directory import write_json
 
 KEYS = 1 << 64
-DROPS = "drop.npy"
+_NO_MASK = np.empty(0, np.uint8)
 _HELD_BYTES = 64 << 20
 _LENGTH_BINS = 32
 
@@ -45,6 +47,7 @@ class ReduceTask:
     """Writes a shard to `out/SPLIT/`, then its `marker`.
 
     Args:
+        masked: whether tokens come with a loss mask, which then lies beside them as `.mask`.
         runs: of all map tasks, in order.
         drops: for each run, where its array of dropped documents is; empty when nothing is dropped.
     """
@@ -53,6 +56,7 @@ class ReduceTask:
     runs: Sequence[Path]
     drops: Sequence[Path]
     dtype: str
+    masked: bool
     out: Path
     marker: Path
 
@@ -79,27 +83,29 @@ class ReduceTask:
                 for suffix in done["sha256"]:
                     with_suffix(scratch, suffix).rename(with_suffix(final, suffix))
             finally:
-                for suffix in (".bin", ".idx"):
+                for suffix in (".bin", ".idx", MASK):
                     with_suffix(scratch, suffix).unlink(missing_ok=True)
             write_json(self.marker, done)
         return done
 
     def _write(self, scratch: Path, report: Report) -> dict[str, Any]:
         text_bytes, lengths = 0, np.zeros(_LENGTH_BINS, np.int64)
-        with TokenFileWriter(scratch, dtype=self.dtype) as writer:
+        with ExitStack() as stack:
+            writer = stack.enter_context(TokenFileWriter(scratch, dtype=self.dtype))
+            mask = stack.enter_context(MaskWriter(scratch)) if self.masked else None
             for low, high in self._ranges():
                 slices = list(self._slices(low, high))
-                pieces, documents = _merged(slices)
-                writer.append_pieces(pieces, documents["tokens"])
+                runs, documents = _in_order(slices)
+                writer.append_pieces(_pieces([part.ids for part in slices], runs, documents), documents["tokens"])
+                if mask is not None:
+                    mask.append(_pieces([part.mask for part in slices], runs, documents))
                 text_bytes += int(documents["bytes"].sum())
                 lengths += np.bincount(_length_bin(documents["tokens"]), minlength=_LENGTH_BINS)
                 report(Counts(tokens=int(documents["tokens"].sum()), documents=len(documents)))
-            sums = writer.close()
-            entry = {"documents": int(lengths.sum()), "tokens": writer.tokens, "bytes": text_bytes}
-        return {"name": shard_name(self.shard.index), "source": self.shard.source, **entry} | {
-            "lengths": lengths.tolist(),
-            "sha256": sums,
-        }
+            sums = writer.close() | (mask.close() if mask is not None else {})
+        entry = {"documents": int(lengths.sum()), "tokens": writer.tokens, "bytes": text_bytes}
+        name = {"name": shard_name(self.shard.index), "source": self.shard.source}
+        return {**name, **entry, "lengths": lengths.tolist(), "sha256": sums}
 
     def _ranges(self) -> Iterator[tuple[int, int]]:
         """The shard's keys, in ranges that fit into memory."""
@@ -108,8 +114,8 @@ class ReduceTask:
         for i in range(parts):
             yield self.shard.low + span * i // parts, self.shard.low + span * (i + 1) // parts
 
-    def _slices(self, low: int, high: int) -> Iterator[tuple[Array, Array]]:
-        """Of each run, the ids and the documents that belong to a range and are kept."""
+    def _slices(self, low: int, high: int) -> Iterator[_Slice]:
+        """Of each run, what belongs to a range and is kept."""
         group = SPLITS.index(self.shard.split), self.shard.source
         for i, path in enumerate(self.runs):
             run = Run.open(path)
@@ -118,26 +124,38 @@ class ReduceTask:
                 continue
             documents = np.array(run.documents[first:end])
             ids = run.read_tokens(first, end, np.dtype(self.dtype))
+            mask = run.read_mask(first, end) if self.masked else _NO_MASK
             documents["start"] -= documents["start"][0]
             if self.drops:
                 documents = documents[np.load(self.drops[i], mmap_mode="r")[first:end] == 0]
-            yield ids, documents
+            yield _Slice(documents, ids, mask)
 
 
-def _merged(slices: list[tuple[Array, Array]]) -> tuple[list[memoryview], Array]:
-    """The documents of some slices in the order of their keys: (bytes of the ids of each, `DOCUMENT` [n])."""
-    documents = np.concatenate([np.empty(0, DOCUMENT), *(documents for _, documents in slices)])
-    if not len(documents):
-        return [], documents
-    which = np.repeat(np.arange(len(slices)), [len(documents) for _, documents in slices])
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """A part of a run. documents: `DOCUMENT` [n], which may leave some of the values out; mask: as long as the ids."""
+
+    documents: Array
+    ids: Array
+    mask: Array
+
+
+def _in_order(slices: list[_Slice]) -> tuple[list[int], Array]:
+    """The documents of all slices by their keys: the number of each one's slice, and `DOCUMENT` [n]."""
+    documents = np.concatenate([np.empty(0, DOCUMENT), *(part.documents for part in slices)])
+    which = np.repeat(np.arange(len(slices)), [len(part.documents) for part in slices])
     order = np.lexsort((documents["rank"], documents["key"]))
-    views = [ids.view(np.uint8).data for ids, _ in slices]
-    size = slices[0][0].itemsize
-    starts = (documents["start"][order] * size).tolist()
-    ends = ((documents["start"] + documents["tokens"])[order] * size).tolist()
-    chosen = which[order].tolist()
-    pieces = [views[run][start:end] for run, start, end in zip(chosen, starts, ends, strict=True)]
-    return pieces, documents[order]
+    return which[order].tolist(), documents[order]
+
+
+def _pieces(values: list[Array], runs: list[int], documents: Array) -> list[memoryview]:
+    """The bytes of each document, in order."""
+    if not values:
+        return []
+    views, size = [part.view(np.uint8).data for part in values], values[0].itemsize
+    starts = (documents["start"] * size).tolist()
+    ends = ((documents["start"] + documents["tokens"]) * size).tolist()
+    return [views[run][start:end] for run, start, end in zip(runs, starts, ends, strict=True)]
 
 
 def _length_bin(tokens: Array) -> Array:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data_prep.chat.conversation import TEMPLATE_FILE
 from data_prep.config import CorpusConfig
 from data_prep.plan import Unit
 from data_prep.tasks.base import Counts, Report, plain_errors, whole_or_absent
@@ -50,6 +52,7 @@ class TokenizerTask:
 
     def _make(self, scratch: Path) -> dict[str, Any]:
         # here and not above: transformers comes with `given`, and no other task needs either
+        from data_prep.chat import encoder  # noqa: PLC0415
         from data_prep.tokenizer import given, load, proof, sample, train  # noqa: PLC0415
 
         folder = scratch / _FOLDER
@@ -59,7 +62,11 @@ class TokenizerTask:
             given.take(section.path, folder)
         else:
             train.train(sample.sample_texts(self.units, self.config), folder, section)
+        if section.chat_template is not None:
+            shutil.copyfile(section.chat_template, folder / TEMPLATE_FILE)
         policy = self.config.text_policy()
+        if self.config.has_conversations:
+            encoder.open_chat_encoder(folder, special=policy.special)  # refuses a template that does not compile
         load.check_usable(folder, policy)
         texts = sample.first_texts(self.units, self.config)
         choice = proof.choose(section.engine, folder, special=policy.special, sample=texts)

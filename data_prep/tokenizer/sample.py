@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from data_prep.chat.conversation import plain
 from data_prep.config import CorpusConfig
 from data_prep.hashing import HELDOUT, SAMPLE, U64, below, content_hashes, document_keys, unit_key
 from data_prep.plan import Unit
@@ -53,7 +54,11 @@ def first_texts(units: Sequence[Unit], config: CorpusConfig) -> list[str]:
 
 def _batches(unit: Unit, config: CorpusConfig) -> Iterator[Batch]:
     source = next(source for source in config.sources if source.label == unit.source)
-    return (record for record in read_unit(unit, wanted_of(source)) if isinstance(record, Batch))
+    for record in read_unit(unit, wanted_of(source)):
+        if isinstance(record, Batch):
+            if source.messages_field is not None:
+                record.texts = [plain(line) for line in record.texts]
+            yield record
 
 
 def _draw(units: Sequence[Unit], wanted_bytes: int, seed: int) -> list[Unit]:
