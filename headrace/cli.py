@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from headrace.errors import EXIT_INTERRUPTED, EXIT_USAGE, HeadraceError
+from headrace.errors import EXIT_INTERRUPTED, HeadraceError
 
 ERROR_FILE = "HEADRACE_ERROR_FILE"
 """Variable by which whoever watches over several processes asks for errors in a file, to show one of them once."""
@@ -42,7 +42,7 @@ def leave(code: int) -> NoReturn:
 
 
 def guarded(main: Callable[[], int | None]) -> int:
-    """Runs `main` and returns its exit code; user errors become a message on stderr and `EXIT_USAGE`.
+    """Runs `main` and returns its exit code; user errors become a message on stderr and their exit code.
 
     The rank is named when there are several, so that one of a thousand identical messages can be told apart.
     """
@@ -50,7 +50,7 @@ def guarded(main: Callable[[], int | None]) -> int:
         return main() or 0
     except HeadraceError as error:
         _tell(error)
-        return EXIT_USAGE
+        return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         return EXIT_INTERRUPTED

@@ -1,7 +1,7 @@
 """What a user can get wrong, and how it is said.
 
 Every error that a user can cause derives from `HeadraceError` and says what was found, why it cannot work and what to
-do next. Entry points print it without a traceback and leave with `EXIT_USAGE`. `assert` is for our own bugs.
+do next. Entry points print it without a traceback and leave with its `exit_code`. `assert` is for our own bugs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ EXIT_FOLLOWED = 77
 
 
 class HeadraceError(Exception):
-    """Base of all errors a user can cause."""
+    """Base of all errors a user can cause.
+
+    Attributes:
+        exit_code: what a process leaves with that ends of it.
+    """
+
+    exit_code = EXIT_USAGE
 
 
 class ConfigError(HeadraceError):
@@ -59,6 +65,12 @@ class CheckpointError(HeadraceError):
 
 class TrainingError(HeadraceError):
     """A run that cannot go on: a non-finite loss, or a rank that failed."""
+
+
+class LostError(TrainingError):
+    """A rank that never came, or does not answer. Nothing has to be mended before the run is started again."""
+
+    exit_code = EXIT_LOST
 
 
 def _short(value: object, limit: int = 120) -> str:

@@ -6,10 +6,12 @@ The rules answer first and need no torch; what only the data and the model can t
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.cli import add_config_arguments
 from pipeline.arguments import has_begun
+from pipeline.checkpoint.naming import finished
 from pipeline.config.load import load_config
 from pipeline.config.rules import ResolvedRun, resolve
 from pipeline.launch import detect
@@ -27,11 +29,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rules-only", action="store_true", help="only the config itself: no data, no model, answers at once"
     )
+    text = "only the step of the run's newest checkpoint, 0 without any, and its directory: for job scripts"
+    parser.add_argument("--progress", action="store_true", help=text)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the resolved run."""
     config = load_config(arguments.config, arguments.overrides)
+    if arguments.progress:
+        newest = next(iter(finished(Path(config.run.dir))), None)
+        print(newest[0] if newest else 0, config.run.dir)
+        return 0
     resolved = resolve(config, world_size=arguments.processes or detect().world_size, begun=has_begun(config))
     if arguments.rules_only:
         _print_rules(resolved)

@@ -17,6 +17,8 @@ from headrace.errors import CheckpointError, ConfigError, DataError
 from headrace.section import suggest
 from pipeline.checkpoint.store import Checkpoint, CheckpointStore, on_rank_zero
 from pipeline.config.rules import ResolvedRun
+from pipeline.launch import Meeting
+from pipeline.launch.silence import deadline
 from pipeline.metrics.journal import NAME as JOURNAL
 
 _PATIENCE_S = 10.0
@@ -80,14 +82,23 @@ def refuse_other_curve(checkpoint: Checkpoint, curve: dict[str, Any], *, allowed
         )
 
 
-def check_shared(run_dir: Path) -> None:
+def check_shared(run_dir: Path, meeting: Meeting) -> None:
     """Refuses a run directory that not all hosts see. Collective.
 
     Raises:
         ConfigError: says which ranks do not see what rank 0 has written there.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if meeting.world_size == 1:
         return
+    with deadline(meeting, "when it was asked for what it sees of the run's directory", spare_s=_PATIENCE_S):
+        blind = _blind(run_dir)
+    if blind:
+        why = f"{', '.join(blind[:8])} do not see what rank 0 has written there"
+        raise ConfigError("run.dir", str(run_dir), why=why, remedy="choose a directory that all hosts share")
+
+
+def _blind(run_dir: Path) -> list[str]:
+    """The ranks that do not see what rank 0 writes into a directory, with their hosts."""
     token = on_rank_zero(lambda: _leave_token(run_dir))
     deadline = time.monotonic() + _PATIENCE_S
     while not (seen := (run_dir / token).exists()) and time.monotonic() < deadline:
@@ -95,10 +106,7 @@ def check_shared(run_dir: Path) -> None:
     everyone: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, None if seen else f"rank {dist.get_rank()} on {socket.gethostname()}")
     on_rank_zero(lambda: (run_dir / token).unlink(missing_ok=True))
-    blind = [who for who in everyone if who]
-    if blind:
-        why = f"{', '.join(blind[:8])} do not see what rank 0 has written there"
-        raise ConfigError("run.dir", str(run_dir), why=why, remedy="choose a directory that all hosts share")
+    return [who for who in everyone if who]
 
 
 def _leave_token(run_dir: Path) -> str:
@@ -148,7 +156,7 @@ def _check_is_run(run_dir: Path) -> None:
         return
     if (run_dir / MANIFEST).exists():
         read_manifest(run_dir, kind="run")
-    elif not any((run_dir / name).exists() for name in (".lock", JOURNAL, "checkpoints")):
+    elif not any((run_dir / name).exists() for name in (".lock", ".slurm-starts", JOURNAL, "checkpoints")):
         why = "it holds files that no run has put there"
         raise ConfigError("run.dir", str(run_dir), why=why, remedy="choose a directory that does not exist yet")
 

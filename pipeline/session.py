@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -78,16 +79,22 @@ def train(run: ResolvedRun, make_objective: Callable[[torch.device], Objective],
         if not run.plain:
             meeting = stack.enter_context(process_group(launch, gpu=device.index, config=run.config.launch))
             mesh, answered = _preflight(run, meeting, device)
-            check_shared(prepared.run_dir)
+            check_shared(prepared.run_dir, meeting)
         limits, run_dir = run.config.watchdog, prepared.run_dir
         watchdog = stack.enter_context(watched(launch, meeting, config=limits, run_dir=run_dir))
         with watchdog:
-            objective = make_objective(device)
-            values = Reported(prepared.values, lambda: watchdog.at("start-up"))
-            engine = build_engine(run, prepared.model, values, objective, device=device, mesh=mesh)
-            session = _Session(prepared, engine, launch, signals, Agreement(device), watchdog)
-            stop = session.go(answered)
-        return leave_in_order(stop.exit_code, meeting)
+            agreement = Agreement(device)
+            stop = Stop(agreement.highest(signals.asked)[0])
+            if not stop:
+                objective = make_objective(device)
+                values = Reported(prepared.values, watchdog.alive)
+                engine = build_engine(run, prepared.model, values, objective, device=device, mesh=mesh)
+                writer = _writer(prepared, watchdog)
+                session = _Session(prepared, engine, writer, launch, signals, agreement, watchdog)
+                stop = session.go(answered)
+            elif launch.rank == 0:  # the engine and a checkpoint may take longer to make and read than there is time
+                print(f"stopped by {stop} before it had begun: start it again to go on", flush=True)
+        return leave_in_order(stop.exit_code, meeting, launcher=launch.launcher)
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,7 @@ class _Session:
     Attributes:
         prepared: what was looked at before.
         engine: ready for its first step.
+        writer: of its checkpoints.
         launch: this process's place.
         signals: what it is asked from outside.
         agreement: of all ranks.
@@ -105,6 +113,7 @@ class _Session:
 
     prepared: Prepared
     engine: Engine
+    writer: CheckpointWriter
     launch: Launch
     signals: StopSignals
     agreement: Agreement
@@ -113,25 +122,29 @@ class _Session:
     def go(self, answered: str | None) -> Stop:
         """Loads, tells, trains; goes back to a checkpoint as often as it is ordered to."""
         order: GoBack | None = None
-        while True:
-            try:
-                with ExitStack() as stack:
-                    return self._train(answered, order, stack)
-            except GoBack as again:
-                order, answered = again.with_traceback(None), None
+        with ExitStack() as whole:
+            services = cache(lambda: _services(self.prepared, whole))
+            while True:
+                try:
+                    with ExitStack() as stack:
+                        return self._train(answered, order, services, stack)
+                except GoBack as again:
+                    order, answered = again.with_traceback(None), None
 
-    def _train(self, answered: str | None, order: GoBack | None, stack: ExitStack) -> Stop:
+    def _train(
+        self, answered: str | None, order: GoBack | None, services: Callable[[], list[Sink]], stack: ExitStack
+    ) -> Stop:
         prepared, run, shown = self.prepared, self.prepared.run, self.launch.rank == 0
         voice = TrainingDisplay(first=0, total=run.steps, shown=shown)
-        checkpoint = prepared.store.newest_whole(voice.say, alive=lambda: self.watchdog.at("start-up"))
+        checkpoint = prepared.store.newest_whole(voice.say, alive=self.watchdog.alive)
         done = checkpoint.step if checkpoint else 0
         if checkpoint is not None:
             refuse_other_curve(checkpoint, prepared.curve, allowed=run.config.run.allow_change)
-            with progress_by_reading(lambda: self.watchdog.at("start-up")):
+            with progress_by_reading(self.watchdog.alive):
                 self.engine.load(checkpoint.path)
         on_rank_zero(lambda: _tell_run(prepared, done))  # a run killed after its checkpoint has not told yet
         skips = order.skips_from(done) if order else _skips(prepared, checkpoint)
-        sinks = _open_sinks(prepared, stack, from_step=done) if shown else []
+        sinks = [_journal(prepared, stack, from_step=done), *services()] if shown else []
         display = stack.enter_context(TrainingDisplay(first=done, total=run.steps, shown=shown))
         if answered is not None:
             display.say(answered)
@@ -152,6 +165,7 @@ class _Session:
         try:
             stop = self._missed(training, done) or training.go()
         except GoBack:
+            self.watchdog.at("going back")
             training.settle()
             raise
         except BaseException as error:
@@ -223,12 +237,7 @@ class _Session:
                 **share,
                 samples=run.config.evaluation.samples,
             ),
-            writer=CheckpointWriter(
-                prepared.store,
-                # what lies on a disk is brought into host memory to be written: a second copy would be too much
-                background=run.config.run.async_checkpoints and not on_nvme(run.config),
-                alive=lambda: self.watchdog.at("saving"),
-            ),
+            writer=self.writer,
             about=lambda step: _about(prepared, step, executed),
             on_saved=lambda step: _tell_if_possible(prepared, step, display.say) if self.launch.rank == 0 else None,
             signals=self.signals,
@@ -246,6 +255,13 @@ class _Session:
         run = self.prepared.run
         peers = peers_of(run.topology, ring=run.config.parallel.context == "ring")
         return Stragglers(run.config.stragglers, peers=peers, rank=self.launch.rank, gpu=torch.cuda.is_available())
+
+
+def _writer(prepared: Prepared, watchdog: Watchdog) -> CheckpointWriter:
+    config = prepared.run.config
+    # what lies on a disk is brought into host memory to be written: a second copy would be too much
+    background = config.run.async_checkpoints and not on_nvme(config)
+    return CheckpointWriter(prepared.store, background=background, alive=watchdog.alive)
 
 
 def on_nvme(config: Config) -> bool:
@@ -314,16 +330,19 @@ def _opening_lines(prepared: Prepared, engine: Engine, launch: Launch, checkpoin
         yield f"resuming after step {checkpoint.step} from {checkpoint.path}"
 
 
-def _open_sinks(prepared: Prepared, stack: ExitStack, *, from_step: int) -> list[Sink]:
-    run_dir = prepared.run_dir
-    journal = Journal(run_dir, from_step=from_step)
+def _journal(prepared: Prepared, stack: ExitStack, *, from_step: int) -> Sink:
+    journal = Journal(prepared.run_dir, from_step=from_step)
     stack.callback(journal.close)
-    sinks: list[Sink] = [journal]
-    if prepared.run.config.wandb.enabled:
-        wandb_sink = WandbSink(prepared.run.config, run_dir)
-        stack.callback(wandb_sink.close)
-        sinks.append(wandb_sink)
-    return sinks
+    return journal
+
+
+def _services(prepared: Prepared, stack: ExitStack) -> list[Sink]:
+    """Where numbers go besides the journal."""
+    if not prepared.run.config.wandb.enabled:
+        return []
+    wandb_sink = WandbSink(prepared.run.config, prepared.run_dir)
+    stack.callback(wandb_sink.close)
+    return [wandb_sink]
 
 
 def _preflight(run: ResolvedRun, meeting: Meeting, device: torch.device) -> tuple[Mesh | None, str | None]:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from tests.cluster.cluster import VirtualCluster, missing
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 # the jobs use the environment that the tests run in, wherever it is; one thread each, since both nodes share the cores
-JOB_ENV = {"HEADRACE_VENV": "", "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "HEADRACE_MAP_JOBS": "4"}
+JOB_ENV = {"HEADRACE_VENV": "", "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+SHARES = 4
 STEPS = 6
 LONG = 150
 """Steps that take longer than it takes to interfere."""
@@ -60,48 +61,47 @@ def tokens(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-def test_array_jobs_write_the_same_tokens_as_one_machine(
+def test_arrays_of_jobs_write_the_same_tokens_as_one_machine_and_a_second_chain_meanwhile_is_refused(
     cluster: VirtualCluster, corpus: Path, tokens: Path, tmp_path: Path
 ) -> None:
-    log = _prepare_tokens(cluster, corpus, tmp_path)
+    submitted = _submit_tokens(cluster, corpus, tmp_path)
+    with pytest.raises(RuntimeError, match="is queued or running: headrace-"):
+        _submit_tokens(cluster, corpus, tmp_path)
+    log = _end_of_chain(cluster, submitted)
     jobs = {(job.name, job.element): job for job in cluster.jobs()}
-    assert jobs["headrace-reduce", None].state == "COMPLETED", log
-    assert {jobs["headrace-map", str(element)].nodes for element in range(4)} == {"n1", "n2"}
+    assert jobs["headrace-finish", None].state == "COMPLETED", log
+    for phase in ("map", "reduce"):
+        assert {jobs[f"headrace-{phase}", str(element)].nodes for element in range(SHARES)} == {"n1", "n2"}
     made, expected = _manifest(tmp_path / "tokens"), _manifest(tokens)
     assert made["files"] == expected["files"]
     assert made["fingerprint"] == expected["fingerprint"]
 
-
-def test_submitting_again_when_the_tokens_are_there_changes_nothing(
-    cluster: VirtualCluster, corpus: Path, tmp_path: Path
-) -> None:
-    _prepare_tokens(cluster, corpus, tmp_path)
-    written = (tmp_path / "tokens" / "manifest.json").stat().st_mtime_ns
     before = len(cluster.jobs())
-    log = _prepare_tokens(cluster, corpus, tmp_path)
-    assert "error" not in log
-    states = {job.name: job.state for job in cluster.jobs()[before:]}
-    assert states["headrace-reduce"] == "COMPLETED"
-    assert (tmp_path / "tokens" / "manifest.json").stat().st_mtime_ns == written
+    assert "nothing to do" in _submit_tokens(cluster, corpus, tmp_path)
+    assert len(cluster.jobs()) == before
 
 
-def test_a_failed_map_job_stops_the_reduce_says_why_and_a_second_submission_completes(
+def test_map_jobs_that_fail_or_are_killed_stop_the_chain_say_why_and_a_second_submission_completes(
     cluster: VirtualCluster, corpus: Path, tokens: Path, tmp_path: Path
 ) -> None:
     # a mount that is missing on one node: that node sees the corpus' directory, but empty
     other = cluster.node("n2").machine
     other.run("mount", "-t", "tmpfs", "tmpfs", str(corpus.parent / "text"))
     before = len(cluster.jobs())
-    log = _prepare_tokens(cluster, corpus, tmp_path)
+    submitted = _submit_tokens(cluster, corpus, tmp_path)
+    _kill_a_map_job(cluster, node="n1")
+    log = _end_of_chain(cluster, submitted)
     states = {(job.name, job.element): job.state for job in cluster.jobs()[before:]}
-    assert "FAILED" in {states["headrace-map", str(element)] for element in range(4)}
-    assert states["headrace-reduce", None] == "CANCELLED"
-    assert "map jobs failed, so the reduce was not run" in log
+    failed = [job for job, state in states.items() if job[0] == "headrace-map" and state == "FAILED"]
+    assert len(failed) > 1, log
+    assert states["headrace-finish", None] == "CANCELLED"
+    assert states["headrace-report", None] == "FAILED"
+    assert f"the job was not finished: {len(failed)} of its Slurm jobs failed" in log
     assert "FAILED (NonZeroExitCode)" in log
     assert not (tmp_path / "tokens").exists()
 
     other.run("umount", str(corpus.parent / "text"))
-    log = _prepare_tokens(cluster, corpus, tmp_path)
+    log = _end_of_chain(cluster, _submit_tokens(cluster, corpus, tmp_path))
     assert "error" not in log
     assert any("finished before" in file.read_text() for file in tmp_path.glob("*-map-*.out"))
     assert _manifest(tmp_path / "tokens")["fingerprint"] == _manifest(tokens)["fingerprint"]
@@ -154,7 +154,7 @@ def test_a_run_that_is_asked_to_stop_comes_back_and_ends_as_if_it_had_not_been(
     options = ["--nodes=2", f"--output={tmp_path}/train.out"]
     number = cluster.sbatch("slurm/train.sbatch", str(config), options=options, cwd=ROOT, env=JOB_ENV)
     _wait_for_step(tmp_path / "long", 5)
-    cluster.run("scancel", "--signal=USR1", str(number))
+    _ask_script(cluster, number)
     job = cluster.wait(number, timeout_s=240)
     log = (tmp_path / "train.out").read_text()
     assert job.state == "COMPLETED", log
@@ -164,23 +164,60 @@ def test_a_run_that_is_asked_to_stop_comes_back_and_ends_as_if_it_had_not_been(
     assert list(_losses(tmp_path / "long")) == list(range(1, LONG + 1))
 
 
-def test_a_run_whose_node_loses_its_power_goes_on_with_the_node_that_is_left(tokens: Path, tmp_path: Path) -> None:
-    config = _long_config(tmp_path, tokens)
+def test_a_job_that_is_asked_to_stop_while_no_step_runs_comes_back_and_is_held_when_that_was_in_vain_three_times(
+    cluster: VirtualCluster, tokens: Path, tmp_path: Path
+) -> None:
+    config, log = _long_config(tmp_path, tokens), tmp_path / "train.out"
+    options = ["--nodes=2", f"--output={log}"]
+    number = cluster.sbatch("slurm/train.sbatch", str(config), options=options, cwd=ROOT, env=JOB_ENV)
+    for start in (1, 2, 3):
+        _wait_until(lambda begun=start: log.exists() and log.read_text().count("meeting at") == begun)
+        _ask_script(cluster, number)  # it looks at the config now
+        _wait_until(lambda asked=start: log.read_text().count("it was asked to stop") == asked)
+    _wait_until(lambda: "JobState=PENDING" in cluster.run("scontrol", "show", "job", str(number)))
+    job = cluster.run("scontrol", "show", "job", str(number))
+    cluster.run("scancel", str(number))
+    assert "Priority=0 " in job  # held, for a person to release it
+    said = log.read_text()
+    assert said.count("back into the queue") == 2
+    assert "held, since 3 starts have not made a new checkpoint" in said
+    assert not (tmp_path / "long/metrics.jsonl").exists()
+
+
+def test_a_run_that_loses_a_rank_and_then_a_node_goes_on_with_the_node_that_is_left(
+    tokens: Path, tmp_path: Path
+) -> None:
+    """It may be started again once without a new checkpoint, and as often as there was one."""
+    config, env = _long_config(tmp_path, tokens), JOB_ENV | {"HEADRACE_RESTARTS": "1"}
     options = ["--nodes=2", f"--output={tmp_path}/train.out"]
     (tmp_path / "cluster").mkdir()
     with VirtualCluster(tmp_path / "cluster", nodes=2, cpus=2, down_after_s=5) as cluster:
         cluster.wait_for_nodes("idle", "n1", "n2")
-        number = cluster.sbatch("slurm/train.sbatch", str(config), options=options, cwd=ROOT, env=JOB_ENV)
+        number = cluster.sbatch("slurm/train.sbatch", str(config), options=options, cwd=ROOT, env=env)
         _wait_for_step(tmp_path / "long", 12)
+        cluster.node("n2").machine.run("pkill", "-KILL", "-f", "pipeline/train.py")
+        _wait_for_step(tmp_path / "long", 32)
         cluster.node("n2").crash()
         job = cluster.wait(number, timeout_s=240)
     log = (tmp_path / "train.out").read_text()
     assert (job.state, job.nodes) == ("COMPLETED", "n1"), log
-    assert "resuming after step 1" in log  # 10, or a later one
+    assert "resuming after step 3" in log  # 30, or a later one
     assert "dp 2" in log
     assert "1 process" in log
-    assert "starting again" in log
+    assert log.count("starting again") == 2
     assert list(_losses(tmp_path / "long")) == list(range(1, LONG + 1))
+
+
+def _ask_script(cluster: VirtualCluster, job: int) -> None:
+    """What Slurm does when the time is nearly over and the job has asked for --signal=B:USR1."""
+    cluster.run("scancel", "--batch", "--signal=USR1", str(job))
+
+
+def _wait_until(seen: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not seen():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def _long_config(directory: Path, tokens: Path) -> Path:
@@ -197,13 +234,30 @@ def _wait_for_step(run: Path, step: int) -> None:
         time.sleep(0.05)
 
 
-def _prepare_tokens(cluster: VirtualCluster, corpus: Path, directory: Path) -> str:
-    """Submits data_prep.sbatch from `directory`, waits for the whole chain, returns the log."""
-    output = ["--set", f"output={directory}/tokens"]
-    env = JOB_ENV | {"HEADRACE_ROOT": str(ROOT)}
-    job = cluster.sbatch(ROOT / "slurm/data_prep.sbatch", str(corpus), *output, cwd=directory, env=env)
-    cluster.wait_for_all()
-    return (directory / f"slurm-headrace-data-{job}.out").read_text()
+def _submit_tokens(cluster: VirtualCluster, corpus: Path, directory: Path) -> str:
+    """Submits a chain of data-prep jobs from `directory`; returns what the command printed."""
+    command = [sys.executable, "-m", "data_prep", "--executor", "slurm", "--workers", str(SHARES)]
+    output = ["--config", str(corpus), "--set", f"output={directory}/tokens"]
+    return cluster.run(*command, *output, cwd=directory, env=JOB_ENV)
+
+
+def _end_of_chain(cluster: VirtualCluster, submitted: str) -> str:
+    """Waits for all jobs; returns the log of the chain that a submission has spoken of."""
+    cluster.wait_for_all(timeout_s=120)
+    return Path(submitted.split("logs: ")[1].split(",")[0]).read_text()
+
+
+def _kill_a_map_job(cluster: VirtualCluster, *, node: str) -> None:
+    """Kills one of a node's map jobs as soon as there is one, as the kernel does when memory is out."""
+
+    def killed() -> bool:
+        try:
+            cluster.node(node).machine.run("pkill", "-KILL", "--oldest", "-f", "data_prep phase map")
+        except RuntimeError:
+            return False
+        return True
+
+    _wait_until(killed)
 
 
 def _training_config(directory: Path, *, name: str, tokens: Path) -> Path:

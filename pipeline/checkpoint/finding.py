@@ -5,15 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from headrace.errors import CheckpointError
-from pipeline.checkpoint.store import LATEST, Checkpoint, CheckpointStore
-
-_PREFIX = "step-"
+from pipeline.checkpoint.naming import LATEST, step_of
+from pipeline.checkpoint.store import Checkpoint, CheckpointStore
 
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a path names one checkpoint and not a run."""
-    number = path.name.removeprefix(_PREFIX)
-    return path.name == LATEST or (number != path.name and number.isdigit())
+    return path.name == LATEST or step_of(path.name) is not None
 
 
 def find_checkpoints(path: Path) -> list[Checkpoint]:
@@ -24,7 +22,8 @@ def find_checkpoints(path: Path) -> list[Checkpoint]:
     """
     if is_checkpoint(path):
         path = path.resolve() if path.name == LATEST else path
-        return [Checkpoint(path, int(path.name.removeprefix(_PREFIX)))] if path.is_dir() else _none(path)
+        step = step_of(path.name)
+        return [Checkpoint(path, step)] if step is not None and path.is_dir() else _none(path)
     found = CheckpointStore(path, keep=1).all()
     return found or _none(path)
 

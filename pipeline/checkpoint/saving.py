@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ class _Flight:
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run.
+    """Writes the checkpoints of a run. A process needs only one: its buffers are as large as the rank's share.
 
     Args:
         store: names and deletes them.
@@ -82,6 +83,7 @@ class CheckpointWriter:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._plan: Plan | None = None
         self._buffers: dict[Any, Tensor] = {}
+        self._locked: set[Any] = set()
         self._flight: _Flight | None = None
         self._alive, self._seen = alive, 0
         self._rank = dist.get_rank() if dist.is_initialized() else 0
@@ -111,6 +113,7 @@ class CheckpointWriter:
         held = state()
         on_rank_zero(lambda: self._store.stage(about.step))
         if self._plan is None or not self._plan.fits(held):
+            self._release()
             self._plan = make_plan(held)
         plan, folder = self._plan, staging_path(self._store.final(about.step))
         source = self._copied(plan, held) if self._background else plan.source(held)
@@ -146,7 +149,7 @@ class CheckpointWriter:
 
     def _wait_for(self, job: Future[Any], folder: Path) -> None:
         while not futures.wait([job], timeout=_GLANCE_S).done:
-            written = sum(path.stat().st_size for path in folder.glob(f"__{self._rank}_*"))
+            written = _bytes_of(folder, self._rank)
             if written != self._seen:
                 self._seen = written
                 self._alive()
@@ -157,12 +160,23 @@ class CheckpointWriter:
         for item in plan.items.items:
             value = find(item)
             if item.index not in self._buffers:
-                self._buffers[item.index] = _host_buffer(value)
+                self._buffers[item.index] = torch.empty(value.shape, dtype=value.dtype)
+                if value.is_cuda and _lock(self._buffers[item.index], value.device):
+                    self._locked.add(item.index)
             self._buffers[item.index].copy_(value, non_blocking=True)
             on_gpu = on_gpu or value.is_cuda
         if on_gpu:
             torch.cuda.synchronize()
         return lambda item: self._buffers[item.index]
+
+    def _release(self) -> None:
+        """Gives the buffers back: those of another state are of other sizes."""
+        for index in list(self._buffers):
+            buffer = self._buffers.pop(index)
+            if index in self._locked:
+                # memory that is locked still when it is given to somebody else gets copies in its old place
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr()))
+        self._locked.clear()
 
     def _collect(self, flight: _Flight) -> None:
         """Hands what this rank has written to rank 0, which starts to name it. Collective."""
@@ -191,15 +205,27 @@ class CheckpointWriter:
             raise
 
 
-def _host_buffer(value: Tensor) -> Tensor:
-    """Host memory for a copy, page-locked for one from a GPU.
+def _lock(buffer: Tensor, device: torch.device) -> bool:
+    """Locks host memory into place for copies from a GPU; unlocked it is only slower.
 
     Locked where it is: torch's own allocator of page-locked memory rounds sizes up to the next power of two.
     """
-    buffer = torch.empty(value.shape, dtype=value.dtype)
-    if value.is_cuda and buffer.numel():
-        torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)  # unlocked it is only slower
-    return buffer
+    if not buffer.numel():
+        return False
+    locked = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)) == 0
+    if not locked:
+        with suppress(RuntimeError):  # CUDA remembers the failure, and the next kernel would be blamed for it
+            torch.ones(1, device=device)
+    return locked
+
+
+def _bytes_of(folder: Path, rank: int) -> int:
+    """What a rank has written so far; what is gone has been renamed or deleted by rank 0 just now."""
+    total = 0
+    with suppress(OSError):
+        for path in folder.glob(f"__{rank}_*"):
+            total += path.stat().st_size
+    return total
 
 
 def save_now(store: CheckpointStore, about: About, state: Callable[[], State]) -> Checkpoint:

@@ -19,10 +19,9 @@ import torch.distributed as dist
 
 from headrace.directory import Manifest, commit, fresh_staging, read_manifest, sha256_of_file, staging_path
 from headrace.errors import CheckpointError, HeadraceError
+from pipeline.checkpoint.naming import FOLDER, LATEST, PREFIX, finished
 
 T = TypeVar("T")
-LATEST = "latest"
-_PREFIX = "step-"
 _HASHING = 4
 """Threads of a rank that read a checkpoint: one does not keep up with a disk."""
 
@@ -60,16 +59,15 @@ class CheckpointStore:
     """
 
     def __init__(self, run_dir: Path, *, keep: int, keep_every: int | None = None) -> None:
-        self._root, self._keep, self._keep_every = run_dir / "checkpoints", keep, keep_every
+        self._root, self._keep, self._keep_every = run_dir / FOLDER, keep, keep_every
 
     def all(self) -> list[Checkpoint]:
         """Finished checkpoints, newest first."""
-        found = [p for p in self._root.glob(f"{_PREFIX}*") if p.name.removeprefix(_PREFIX).isdigit()]
-        return sorted((Checkpoint(p, int(p.name.removeprefix(_PREFIX))) for p in found), key=lambda c: -c.step)
+        return [Checkpoint(path, step) for step, path in finished(self._root.parent)]
 
     def final(self, step: int) -> Path:
         """What the checkpoint of a step is called."""
-        return self._root / f"{_PREFIX}{step:08d}"
+        return self._root / f"{PREFIX}{step:08d}"
 
     def stage(self, step: int) -> Path:
         """An empty directory to write a step's checkpoint into. On one rank."""
@@ -151,11 +149,11 @@ class CheckpointStore:
 
     def _clean(self) -> None:
         """Deletes what a killed run left half-written or half-deleted; such a directory has no name of a checkpoint."""
-        for aside in self._root.glob(f".{_PREFIX}*.replaced"):
+        for aside in self._root.glob(f".{PREFIX}*.replaced"):
             name = aside.name.removeprefix(".").removesuffix(".replaced")
             if not (self._root / name).exists():
                 aside.rename(self._root / name)  # killed between moving it aside and putting the new one
-        for leftover in (*self._root.glob(f".{_PREFIX}*.partial"), *self._root.glob(f".{_PREFIX}*.deleted")):
+        for leftover in (*self._root.glob(f".{PREFIX}*.partial"), *self._root.glob(f".{PREFIX}*.deleted")):
             shutil.rmtree(leftover, ignore_errors=True)
         for newest in self.all()[:1]:
             self._point_to(newest.path)

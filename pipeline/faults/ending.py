@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
+from headrace.processes import machine, state_of
 from pipeline.faults.verdict import Record, Verdict
-from pipeline.faults.wire import machine, state_of
 
 Process = tuple[str, int, int]
 """Machine, pid, and when it began."""

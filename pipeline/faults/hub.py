@@ -14,12 +14,14 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from headrace.cli import ERROR_FILE
+from headrace.processes import STOPPED, TRACED, machine, state_of
 from pipeline.faults.ending import put_down, to_put_down
 from pipeline.faults.report import claim, publish, told, within
 from pipeline.faults.report import row as row_of
@@ -31,7 +33,7 @@ ARRIVAL_S = 120.0
 """Seconds until ranks that have never been heard are told, and until a hub to which nobody came ends."""
 _DRAIN_S = 5.0
 """Seconds in which ranks end after a verdict; what is left on this machine is killed then."""
-_LOST = {"died", "silent", "stuck"}
+_LOST = {"died", "silent", "stuck", "lost"}
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class Hub:
             self._receive(max(0.0, beat_at - time.monotonic()))
             now = time.monotonic()
             if now - looked > 5 * self._orders.beat_s:  # this process was stopped itself: the ranks are not to blame
-                self._forgive(now - looked)
+                self._forgive(now)
             looked = now
             if not (self._alarmed or now >= beat_at):
                 continue
@@ -113,8 +115,13 @@ class Hub:
 
     def _judge(self, now: float) -> Verdict | None:
         self._alarmed = False
-        orders = self._orders
-        return judge(list(self.records.values()), now, silent_s=orders.silent_s, stuck_s=orders.stuck_s)
+        orders, records = self._orders, list(self.records.values())
+        limits = {"silent_s": orders.silent_s, "stuck_s": orders.stuck_s, "beat_s": orders.beat_s}
+        verdict = judge(records, now, **limits)
+        if verdict and verdict.kind in ("silent", "stuck") and held([r for r in records if r.present]):
+            self._forgive(now)
+            return None
+        return verdict
 
     def _receive(self, patience_s: float) -> None:
         for key, _ in self._selector.select(patience_s):
@@ -171,10 +178,11 @@ class Hub:
             self._parted.append(replace(peer.record, gone=True, failed_at=peer.record.failed_at or now))
             self._alarmed = True
 
-    def _forgive(self, seconds: float) -> None:
+    def _forgive(self, now: float) -> None:
+        """Nobody's silence counts that was before this."""
         for peer in self._peers.values():
             if record := peer.record:
-                peer.record = replace(record, heard=record.heard + seconds, moved=record.moved + seconds)
+                peer.record = replace(record, heard=now, moved=now)
 
     def _send(self, message: bytes) -> None:
         for connection, peer in self._peers.items():
@@ -213,6 +221,15 @@ class Hub:
         while self._watches and time.monotonic() < deadline:
             self._receive(0.1)
         return [peer.record for peer in self._peers.values() if peer.record]
+
+
+def held(present: Sequence[Record]) -> bool:
+    """Whether a person or a batch system holds the run: a debugger one of its ranks, or a signal all of them.
+
+    Told only of ranks on this machine.
+    """
+    states = [state_of(r.pid)[0] if (r.machine, r.born) == (machine(), state_of(r.pid)[1]) else "" for r in present]
+    return TRACED in states or set(states) == {STOPPED}
 
 
 def _erred(record: Record) -> bool:

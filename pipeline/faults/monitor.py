@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from headrace.errors import EXIT_FOLLOWED, EXIT_LOST
+from headrace.processes import machine, state_of
 from pipeline.faults.ending import leave_now, put_down
 from pipeline.faults.stacks import stack_of
 from pipeline.faults.verdict import SETTLE_S
-from pipeline.faults.wire import Lines, line, machine, state_of
+from pipeline.faults.wire import Lines, line
+from pipeline.launch.local import INSIST_S
 
-INSIST_S = 60.0
-"""Seconds that a rank with an error of its own has for telling it, before its thread ends it."""
+_GOODBYE = line({"left": True})
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,9 @@ class Monitor(threading.Thread):
         lost: called when the hub is gone or silent, with the seconds of silence; 0 when its connection closed.
         beat_s: seconds between signs of life.
         silent_s: seconds of silence after which the other end counts as lost.
+
+    Attributes:
+        connected: set when the hub knows this rank, or is known not to be there.
     """
 
     def __init__(
@@ -107,7 +111,7 @@ class Monitor(threading.Thread):
         super().__init__(name="watchdog", daemon=True)
         self._rank, self._place, self._find, self._lost = rank, place, find, lost
         self._beat_s, self._silent_s = beat_s, silent_s
-        self._lock, self._connected = threading.Lock(), threading.Event()
+        self._lock, self.connected = threading.Lock(), threading.Event()
         self._socket: socket.socket | None = None
         self._told: tuple[str, ...] = ()
         self._own: Literal["", "cause", "consequence"] = ""
@@ -117,13 +121,11 @@ class Monitor(threading.Thread):
     def run(self) -> None:
         """Until `close`, a verdict, or the end of the hub."""
         found = self._find()
-        if found is None or self._closing:
-            self._connected.set()
+        if found is None or not self._keep(found[0]):
+            self.connected.set()
             return
         connection, lines = found
-        self._socket = connection
-        _close_in_children(connection)
-        self._connected.set()
+        self.connected.set()
         try:
             silence = self._watch(connection, lines)
         finally:
@@ -135,6 +137,17 @@ class Monitor(threading.Thread):
             self._orphaned = True
             self._lost(silence)
 
+    def _keep(self, connection: socket.socket) -> bool:
+        """Takes a connection into use; False, and it is closed with a goodbye, when this rank is leaving already."""
+        with self._lock:
+            if not self._closing:
+                self._socket = connection
+                _close_in_children(connection)
+                return True
+        with suppress(OSError), connection:
+            connection.sendall(_GOODBYE)
+        return False
+
     def fail(self, text: str, *, consequence: bool, code: int) -> None:
         """Tells of an error of this rank. Called by the main thread.
 
@@ -144,7 +157,7 @@ class Monitor(threading.Thread):
             code: what this process is about to leave with.
         """
         self._own, self._code = "consequence" if consequence else "cause", code
-        self._connected.wait(SETTLE_S)
+        self.connected.wait(SETTLE_S)
         self._send({"failed": text, "consequence": consequence, **self._where()})
 
     def await_verdict(self, seconds: float) -> None:
@@ -159,14 +172,14 @@ class Monitor(threading.Thread):
             self._lost(0.0)
 
     def close(self) -> None:
-        """Says goodbye: what is closed after this is no death."""
-        self._closing = True
-        if not self._own:
-            self._send({"left": True})
+        """Says goodbye: what is closed after this is no death. Once `_closing` is set the thread closes all."""
         with self._lock:
             if self._socket is not None:
                 with suppress(OSError):
+                    if not self._own:
+                        self._socket.sendall(_GOODBYE)
                     self._socket.shutdown(socket.SHUT_RDWR)
+            self._closing = True
         self.join(2.0)
 
     def _watch(self, connection: socket.socket, lines: Lines) -> float | None:

@@ -16,7 +16,7 @@ from pipeline.config.schema import WatchdogSection
 from pipeline.faults.monitor import Address
 from pipeline.faults.wire import Lines, line, listen
 from pipeline.launch import Launch, Meeting
-from pipeline.launch.group import ask
+from pipeline.launch.meeting import ask
 
 _KEY = "watchdog"
 _ARRIVAL_S = 60.0
@@ -50,7 +50,7 @@ def start_hub(launch: Launch, meeting: Meeting | None, *, config: WatchdogSectio
                 "token": address.token,
                 "world_size": launch.world_size,
                 "run_dir": str(run_dir.resolve()),
-                "silent_s": config.silent,
+                "silent_s": silent_of(config, launch.world_size),
                 "stuck_s": config.stuck,
                 "beat_s": address.beat_s,
             }
@@ -78,6 +78,11 @@ def find_hub(meeting: Meeting) -> Address | None:
 def beat_of(world_size: int) -> float:
     """Seconds between the signs of life of one rank."""
     return max(1.0, world_size / _RANKS_PER_SECOND)
+
+
+def silent_of(config: WatchdogSection, world_size: int) -> float:
+    """Seconds of silence after which the other end counts as lost: more than one sign of life may be late."""
+    return max(config.silent, 4 * beat_of(world_size))
 
 
 def connect(address: Address, hello: dict[str, Any], *, local: bool) -> tuple[socket.socket, Lines] | None:

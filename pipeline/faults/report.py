@@ -11,23 +11,23 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace.cli import ERROR_FILE
 from headrace.errors import EXIT_FOLLOWED, EXIT_LOST
+from headrace.processes import STOPPED, TRACED, machine, state_of
 from pipeline.faults.verdict import Record, Verdict
-from pipeline.faults.wire import machine, state_of
 
 T = TypeVar("T")
 NAME = "faults.jsonl"
 _SHOWN = 4
 """Ranks of one verdict that are described in full."""
 _STATES = {
-    "T": "the process is stopped (SIGSTOP, SIGTSTP or a batch system)",
-    "t": "the process is stopped by a debugger",
+    STOPPED: "the process is stopped (SIGSTOP, SIGTSTP or a batch system)",
+    TRACED: "the process is stopped by a debugger",
     "D": "the process waits in the kernel for a disk, a network file system or a device, and cannot be ended",
     "Z": "the process has ended",
 }
@@ -46,6 +46,9 @@ def told(verdict: Verdict, records: Mapping[int, Record], *, world_size: int) ->
     for record in guilty[:_SHOWN] if verdict.kind != "failed" else []:
         lines += _stack(record, "is" if verdict.kind == "stuck" else "was last seen")
     others = [record for record in records.values() if record.rank not in verdict.ranks and record.present]
+    unheard = [rank for rank in range(world_size) if rank not in records]
+    if unheard and verdict.kind != "failed":
+        lines.append(f"  never heard, so look at them first: {_numbers(unheard)}")
     if others and verdict.kind != "failed":
         lines.append(f"  the others: {_places(others)}")
         if verdict.kind == "stuck":
@@ -145,6 +148,8 @@ def _headline(verdict: Verdict, guilty: Sequence[Record], world_size: int) -> st
             return f"{who} died; heard {verdict.seconds:.1f} s before, {place}{more}"
         case "silent":
             return f"{who} has been silent for {verdict.seconds:.1f} s; it was {place}{more}"
+        case "lost":
+            return f"{who} lost its link to another rank {place}{more}"
         case "stuck":
             return f"{who} hangs {place}, without progress for {verdict.seconds:.1f} s{more}"
         case _:
@@ -156,6 +161,8 @@ def _why(verdict: Verdict, first: Record) -> str:
         return "its connection closed without a word, as after kill -9, a crash or the kernel's out-of-memory killer"
     if verdict.kind == "failed":
         return "an error of its own; it is told in full where that rank writes"
+    if verdict.kind == "lost":
+        return f"no rank has died or failed by itself, but: {first.failed}"
     if first.starved:
         return "a call holds Python's interpreter lock, so that not even its watchdog runs"
     if verdict.kind == "stuck":
@@ -171,6 +178,8 @@ def _remedy(verdict: Verdict, first: Record) -> str:
             return f"look for 'Out of memory' or a crash in `dmesg` on {first.host}; {again}"
         case "silent":
             return f"look at {first.host}; {again}. Raise watchdog.silent if this was no fault"
+        case "lost":
+            return f"{again}. If it happens again, look at the network between the hosts, and at {first.host}'s cards"
         case "stuck":
             return f"{again}. Raise watchdog.stuck if this phase may take so long"
         case _:
@@ -195,7 +204,11 @@ def _places(records: Sequence[Record]) -> str:
 
 def _listed(records: Sequence[Record]) -> str:
     """Numbers with ranges: "ranks 0, 2-7"."""
-    ranks = sorted(record.rank for record in records)
+    return _numbers(record.rank for record in records)
+
+
+def _numbers(numbers: Iterable[int]) -> str:
+    ranks = sorted(numbers)
     there = set(ranks)
     starts = [rank for rank in ranks if rank - 1 not in there]
     ends = [rank for rank in ranks if rank + 1 not in there]

@@ -3,7 +3,7 @@
 | signal | sent by | exit code |
 |---|---|---|
 | SIGTERM | Slurm at a preemption or `scancel`, Kubernetes, torchrun | 75 |
-| SIGUSR1 | Slurm, `--signal=USR1@120`, before the time limit | 75 |
+| SIGUSR1 | Slurm, `--signal=B:USR1@180`, before the time limit | 75 |
 | SIGINT | Ctrl-C | 130 |
 
 75 (`EXIT_REQUEUE`) asks whoever started the run to start it again. A second Ctrl-C ends it at once.
@@ -11,17 +11,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import sys
 import threading
 import time
+from contextlib import suppress
 from enum import IntEnum
 from types import FrameType
 from typing import Any
 
 from headrace.errors import EXIT_INTERRUPTED, EXIT_REQUEUE
 from pipeline.launch import Meeting
-from pipeline.launch.group import STOPPED
+from pipeline.launch.meeting import STOPPED
 
 _LEFT = "left"
 _PATIENCE_S = 10.0
@@ -90,20 +91,22 @@ class StopSignals:
         self.asked = max(self.asked, _SIGNALS[signal.Signals(number)])
         if self._tells:
             hint = "; Ctrl-C again to stop at once" if number == signal.SIGINT else ""
-            print(f"{self.asked}: the step is finished and saved first{hint}", file=sys.stderr, flush=True)
+            with suppress(OSError):  # print would raise here, where the main thread has just begun to print
+                os.write(2, f"{self.asked}: the step is finished and saved first{hint}\n".encode())
 
 
-def leave_in_order(code: int, meeting: Meeting | None) -> int:
+def leave_in_order(code: int, meeting: Meeting | None, *, launcher: str) -> int:
     """The exit code of this rank, when all stop together: rank 0 has `code` and goes last, the others have 0.
 
     To be called while the process group is open: the notes lie in its store. srun and deepspeed kill whoever is left
-    after the first exit code that is not 0, and then report the kill.
+    after the first exit code that is not 0, and then report the kill. Of torchrun's ranks all have `code`: for an agent
+    whose ranks have all left with 0 the run is over, and other agents would go on without it.
     """
     if meeting is None or meeting.world_size == 1 or code == 0:
         return code
     if meeting.rank > 0:
         meeting.note(f"{_LEFT}/{meeting.rank}")
-        return 0
+        return code if launcher == "torchrun" else 0
     meeting.note(STOPPED)
     deadline = time.monotonic() + _PATIENCE_S
     while meeting.missing(_LEFT, range(1, meeting.world_size)) and time.monotonic() < deadline:

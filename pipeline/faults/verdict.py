@@ -16,7 +16,7 @@ from pipeline.faults.stacks import debugged, waits
 SETTLE_S = 2.0
 """Seconds in which the cause is waited for, after an error that looks like the consequence of another one."""
 
-Kind = Literal["died", "silent", "stuck", "failed"]
+Kind = Literal["died", "silent", "stuck", "failed", "lost"]
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ class Verdict:
     """What ended the run.
 
     Attributes:
-        kind: died (its connection closed without a word), silent, stuck, or failed (with an error of its own).
+        kind: died (its connection closed without a word), silent, stuck, failed (with an error of its own), or lost
+            (it lost its link to another rank, and none has died, failed or fallen silent).
         ranks: to blame, in order.
         seconds: since they were heard last; with "stuck", since anything moved.
     """
@@ -86,7 +87,9 @@ class Verdict:
     seconds: float
 
 
-def judge(records: Sequence[Record], now: float, *, silent_s: float, stuck_s: float) -> Verdict | None:
+def judge(
+    records: Sequence[Record], now: float, *, silent_s: float, stuck_s: float, beat_s: float = 1.0
+) -> Verdict | None:
     """Looks at all ranks; None while nothing is wrong.
 
     Args:
@@ -94,13 +97,21 @@ def judge(records: Sequence[Record], now: float, *, silent_s: float, stuck_s: fl
         now: on the clock of their times.
         silent_s: seconds without a sign of life after which a rank counts as stopped.
         stuck_s: seconds without progress of any rank after which the run counts as stuck.
+        beat_s: seconds between signs of life.
     """
     present = [record for record in records if record.present]
     failed = sorted((r for r in records if r.failed is not None), key=lambda r: r.failed_at)
+    causes = [r for r in failed if not r.consequence]
+    dead = [r for r in records if r.gone and not r.left and r.failed is None]
+    unlinked = [r for r in failed if r.gone or now - r.failed_at > SETTLE_S]
+    # nccl ends ranks half a minute after another's host has lost its power: who was overdue by then is the cause.
+    # Half the limit is what a call may take that keeps the interpreter's lock
+    overdue = [r for r in present if now - r.heard > silent_s / 2 + 2 * beat_s] if dead or unlinked else []
     return (
-        _blame("failed", [r for r in failed if not r.consequence][:1], now)
-        or _blame("died", [r for r in records if r.gone and not r.left and r.failed is None], now)
-        or _blame("failed", [r for r in failed if r.gone or now - r.failed_at > SETTLE_S][:1], now)
+        _blame("failed", causes[:1], now)
+        or _blame("silent", overdue, now)
+        or _blame("died", dead, now)
+        or _blame("lost", unlinked, now)
         or _blame("silent", [r for r in present if now - r.heard > silent_s], now)
         or _stuck(present, now, stuck_s)
     )

@@ -15,30 +15,40 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from headrace.errors import EXIT_INTERRUPTED, EXIT_LOST, EXIT_USAGE, HeadraceError
+from headrace.errors import EXIT_INTERRUPTED, EXIT_LOST, HeadraceError
 from pipeline.config.schema import WatchdogSection
 from pipeline.faults.ending import leave_now
 from pipeline.faults.monitor import Address, Monitor, Place, hello
-from pipeline.faults.rendezvous import beat_of, connect, find_hub, start_hub
+from pipeline.faults.rendezvous import beat_of, connect, find_hub, silent_of, start_hub
 from pipeline.faults.report import claim, publish, row, told
 from pipeline.faults.verdict import SETTLE_S, Record, Verdict
 from pipeline.faults.wire import Lines
 from pipeline.launch import Launch, Meeting
-from pipeline.launch.group import ask
 from pipeline.launch.local import CONSEQUENCE
+from pipeline.launch.meeting import ask
+from pipeline.launch.silence import arrive
+
+_SKEW_S = 5.0
+"""Patience at least with ranks that arrive at the same place together."""
 
 
 class Watchdog:
     """What the main thread tells. As a context manager it tells of errors."""
 
     def __init__(self) -> None:
-        self.place = Place()
+        self._place, self._signs = Place(), 0
         self._monitor: Monitor | None = None
         self._failed = False
+
+    @property
+    def place(self) -> Place:
+        """Where the main thread is."""
+        return replace(self._place, ticks=self._place.ticks + self._signs)
 
     def at(self, phase: str, step: int | None = None) -> None:
         """Says where the main thread is. Takes about a microsecond; the same place again is a sign of progress.
@@ -47,12 +57,21 @@ class Watchdog:
             phase: a few words that complete "in ...", the same on all ranks and in the same order.
             step: that is worked on; as before when None.
         """
-        self.place = self.place.next(phase, step)
+        self._place = self._place.next(phase, step)
+
+    def alive(self) -> None:
+        """A sign of progress in the same place, from whatever thread: only some ranks may have one to give."""
+        self._signs += 1
 
     def begin(self, monitor: Monitor) -> None:
         """From here on signs of life are sent."""
         self._monitor = monitor
         monitor.start()
+
+    def wait_until_known(self, seconds: float) -> None:
+        """Waits until the hub knows this rank, or is known not to be there."""
+        if self._monitor is not None:
+            self._monitor.connected.wait(seconds)
 
     def close(self) -> None:
         """Says goodbye; to be called before a process leaves by `os._exit`, or it would count as dead."""
@@ -100,9 +119,19 @@ def watched(launch: Launch, meeting: Meeting | None, *, config: WatchdogSection,
     if config.enabled:
         _begin(watchdog, launch, meeting, config, run_dir)
     try:
+        if meeting is not None:
+            _arrive(watchdog, meeting)
         yield watchdog
     finally:
         watchdog.close()
+
+
+def _arrive(watchdog: Watchdog, meeting: Meeting) -> None:
+    """Waits until every rank is watched, or cannot be: of one that stops before that the hub would know nothing."""
+    began = time.monotonic()
+    watchdog.wait_until_known(meeting.timeout_s)
+    left_s = meeting.timeout_s - (time.monotonic() - began)
+    arrive(meeting, "at the watchdog's start", within_s=max(left_s, _SKEW_S))
 
 
 def _begin(watchdog: Watchdog, launch: Launch, meeting: Meeting | None, config: WatchdogSection, run_dir: Path) -> None:
@@ -127,9 +156,9 @@ def _begin(watchdog: Watchdog, launch: Launch, meeting: Meeting | None, config: 
         elif meeting is not None and not _answers(meeting):
             _lose_rank_zero(meeting, watchdog.place, silence_s, token=found[-1].token, run_dir=run_dir)
 
-    beat_s = beat_of(launch.world_size)
+    beat_s, silent_s = beat_of(launch.world_size), silent_of(config, launch.world_size)
     watchdog.begin(
-        Monitor(launch.rank, place=lambda: watchdog.place, find=find, lost=lost, beat_s=beat_s, silent_s=config.silent)
+        Monitor(launch.rank, place=lambda: watchdog.place, find=find, lost=lost, beat_s=beat_s, silent_s=silent_s)
     )
 
 
@@ -163,4 +192,4 @@ def _first_line(error: BaseException) -> str:
 def _code(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED
-    return EXIT_USAGE if isinstance(error, HeadraceError) else 1
+    return error.exit_code if isinstance(error, HeadraceError) else 1

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 LONGEST = 1 << 20
@@ -55,22 +53,3 @@ def listen(address: str, backlog: int) -> socket.socket:
         except OSError:  # built in, but switched off
             pass
     return socket.create_server(("", 0), backlog=backlog)
-
-
-@cache
-def machine() -> str:
-    """The same on two processes where a pid means the same process: one boot of one kernel, one pid namespace."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:  # no Linux
-        return socket.gethostname()
-
-
-def state_of(pid: int) -> tuple[str, int]:
-    """A process's state (R, S, D, T, Z, ...) and when it began, in the kernel's ticks; ("", 0) where there is none."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "", 0
-    return fields[0], int(fields[19])

@@ -27,8 +27,12 @@ from pathlib import Path
 
 from headrace.cli import ERROR_FILE
 from headrace.errors import EXIT_FOLLOWED, EXIT_INTERRUPTED, EXIT_LOST
+from headrace.processes import STOPPED, state_of
+from pipeline.launch.meeting import listed
 
 _POLL_S = 0.05
+INSIST_S = 60.0
+"""Seconds that a rank with an error of its own has for telling it, before its watchdog ends it."""
 _SETTLE_S = 1.0
 """Time in which ranks that fail together are seen to fail, so that the cause can be told from its consequences."""
 _GRACE_S = 5.0
@@ -70,8 +74,8 @@ def supervise(command: Sequence[str], *, processes: int) -> int:
         processes: number of ranks.
 
     Returns:
-        0, or the exit code of the rank that failed first; 128 + n when it was ended by signal n, and `EXIT_LOST` when
-        the other ranks have found that one is lost.
+        0, or the exit code of the rank that failed first; 128 + n when it was ended by signal n; `EXIT_LOST` when the
+        other ranks have found that one is lost, and `EXIT_FOLLOWED` when one has failed and does not come to its end.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-")))
@@ -88,8 +92,10 @@ def supervise(command: Sequence[str], *, processes: int) -> int:
         if not failures:
             return 0
         own = [rank for rank in failures if rank.process.returncode not in (EXIT_LOST, EXIT_FOLLOWED)]
-        if len(own) < len(failures) and all(rank.process.returncode < 0 for rank in own):
+        if _any_left_with(EXIT_LOST, failures) and all(rank.process.returncode < 0 for rank in own):
             return _tell_loss(ranks, own)
+        if not own:
+            return _tell_nothing(ranks)
         cause = next((rank for rank in own if not CONSEQUENCE.search(_last_lines(rank))), own[0])
         _end(ranks, signal.SIGTERM)
         return _tell(cause, processes)
@@ -131,15 +137,24 @@ def _die_with_parent() -> None:
 
 
 def _watch(ranks: Sequence[_Rank]) -> list[_Rank]:
-    """Waits for the end of all, or for a failure; then a moment longer. Returns those that failed, first one first."""
+    """Waits for the end of all, or for a failure; then a moment longer. Returns those that failed, first one first.
+
+    Whoever has followed another rank's error is done before that rank, which may have much to close.
+    """
     failures: list[_Rank] = []
-    deadline = float("inf")
-    while time.monotonic() < deadline and any(rank.process.poll() is None for rank in ranks):
+    deadline = waits_for_cause = float("inf")
+    while time.monotonic() < min(deadline, waits_for_cause) and any(rank.process.poll() is None for rank in ranks):
         time.sleep(_POLL_S)
         failures += [rank for rank in ranks if rank.failed and rank not in failures]
-        if failures:
+        if _any_left_with(EXIT_FOLLOWED, failures):
+            waits_for_cause = min(waits_for_cause, time.monotonic() + INSIST_S + _GRACE_S)
+        if any(rank.process.returncode != EXIT_FOLLOWED for rank in failures):
             deadline = min(deadline, time.monotonic() + _SETTLE_S)
     return failures + [rank for rank in ranks if rank.failed and rank not in failures]
+
+
+def _any_left_with(code: int, ranks: Sequence[_Rank]) -> bool:
+    return any(rank.process.returncode == code for rank in ranks)
 
 
 def _watch_through_interrupt(ranks: Sequence[_Rank]) -> list[_Rank]:
@@ -153,10 +168,10 @@ def _watch_through_interrupt(ranks: Sequence[_Rank]) -> list[_Rank]:
 
 
 def _end(ranks: Sequence[_Rank], how: signal.Signals) -> None:
-    """Ends the processes that are left, and what they started: asks first, then insists."""
+    """Ends the processes that are left, and what they started: asks first, where they can act; then insists."""
     deadline = time.monotonic() + _GRACE_S
     for rank in ranks:
-        _send(rank, how)
+        _send(rank, signal.SIGKILL if state_of(rank.process.pid)[0] == STOPPED else how)
     while time.monotonic() < deadline and any(rank.process.poll() is None for rank in ranks):
         time.sleep(_POLL_S)
     for rank in ranks:
@@ -176,6 +191,15 @@ def _tell_loss(ranks: Sequence[_Rank], dead: Sequence[_Rank]) -> int:
     reports = [rank.error.read_text().rstrip() for rank in ranks if rank.error.exists()]
     print("\n".join([*reports[:1], *ended]), file=sys.stderr, flush=True)
     return EXIT_LOST
+
+
+def _tell_nothing(ranks: Sequence[_Rank]) -> int:
+    """All that have ended have followed an error, and whose it is has not come to its end."""
+    left = listed(rank.number for rank in ranks if rank.process.poll() is None)
+    _end(ranks, signal.SIGTERM)
+    waited = f"{left} of {len(ranks)} did not end within {INSIST_S + _GRACE_S:g} s"
+    print(f"error: a rank has failed without telling why; {waited}", file=sys.stderr, flush=True)
+    return EXIT_FOLLOWED
 
 
 def _tell(cause: _Rank, processes: int) -> int:

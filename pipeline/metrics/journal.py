@@ -18,6 +18,8 @@ from typing import Any
 from headrace.errors import TrainingError
 
 NAME = "metrics.jsonl"
+_SHOWN = 8
+"""Damaged lines that a warning lists."""
 
 
 class Journal:
@@ -63,13 +65,13 @@ class Journal:
 
 
 def read_rows(run_dir: str | Path, *, kind: str | None = None) -> list[dict[str, Any]]:
-    """The rows of a run's journal in order; half a last line is passed over.
-
-    Raises:
-        ValueError: a whole line is not JSON.
-    """
-    rows = [json.loads(line) for line in _whole_lines(Path(run_dir) / NAME)]
-    return [row for row in rows if kind is None or row["kind"] == kind]
+    """The rows of a run's journal in order; half a last line is passed over, and damaged ones with a warning."""
+    path = Path(run_dir) / NAME
+    rows = [_row(line) for line in _whole_lines(path)]
+    if damaged := [str(number) for number, row in enumerate(rows, start=1) if row is None]:
+        shown = ", ".join(damaged[:_SHOWN]) + (", ..." if len(damaged) > _SHOWN else "")
+        print(f"warning: {path} is damaged in line {shown}, which is passed over", file=sys.stderr, flush=True)
+    return [row for row in rows if row is not None and kind in (None, row["kind"])]
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:
@@ -93,7 +95,14 @@ def _cut(path: Path, from_step: int) -> None:
 
 def _belongs(line: bytes, from_step: int) -> bool:
     """Whether a row is of a step up to `from_step`. A damaged line stays as it is: a run must not be lost to it."""
+    row = _row(line)
+    return row is None or row["step"] <= from_step
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """None of a damaged line: one that no journal has written."""
     try:
-        return bool(json.loads(line)["step"] <= from_step)
-    except (ValueError, KeyError, TypeError):
-        return True
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and "kind" in row and isinstance(row.get("step"), int) else None

@@ -31,6 +31,9 @@ _HEARD = 3
 """Reports before anybody is named: fewer say too little about how much they vary."""
 _TOLD = 3
 """Ranks that a row of the journal lists, slowest first."""
+_SHORT_S, _SHARE = 5.0, 0.005
+"""A report may take so long, or this share of the time. A profile takes 5 to 10 us and 2 KB for each span, of which an
+operator has one or a few: 10 s and 2 GB on each rank for a million of them (80 layers, 64 micro-batches)."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +68,16 @@ class Report:
         ratios: own time by the median of the peers' own times.
         named: ranks that are found slow, and were not in the report before.
         hosts: by rank.
+        seconds: that its profile took on the rank where it took longest.
+        every: steps between reports from now on, when that has just changed.
     """
 
     times: Sequence[OwnTime]
     ratios: Sequence[float]
     named: Sequence[int]
     hosts: Sequence[str]
+    seconds: float = 0.0
+    every: int | None = None
 
     def row(self) -> dict[str, Any]:
         """Values of an event in the journal."""
@@ -82,12 +89,15 @@ class Report:
         }
 
     def lines(self) -> list[str]:
-        """One for each rank that was found slow just now."""
+        """One for each rank that was found slow just now, and one when reports are to come less often."""
+        sparser = (
+            f"a report of who is slow takes {self.seconds:.1f} s: from now on there is one every {self.every} steps"
+        )
         return [
             f"warning: rank {rank} on {self.hosts[rank]} needs {self.ratios[rank]:.2f} times the median's time for its"
             f" own work ({self.times[rank].seconds:.3g} s per step; all others wait for it)"
             for rank in self.named
-        ]
+        ] + ([sparser] if self.every else [])
 
     def _told(self, rank: int) -> dict[str, Any]:
         own = self.times[rank]
@@ -124,6 +134,7 @@ class Stragglers:
         self._forget()
 
     def _forget(self) -> None:
+        self._since, self._cost = time.perf_counter(), 0.0
         self._host = self._kernels = 0.0
         self._cores: list[float] = []
         self._loading: list[float] = []
@@ -149,7 +160,9 @@ class Stragglers:
         elif step % self._every == 0:
             with profiled(gpu=self._gpu) as spans:
                 yield
+                done = time.perf_counter()
             self._host, self._kernels = host_seconds(spans), kernel_seconds(spans)
+            self._cost = time.perf_counter() - done
         else:
             started = self._clock.seconds()
             yield
@@ -162,18 +175,23 @@ class Stragglers:
             return None
         cores = statistics.median(self._cores) if self._cores else 0.0
         own = OwnTime(self._host, cores, self._kernels, statistics.fmean(self._loading or [0.0]))
+        cost, share = self._cost, self._cost / (time.perf_counter() - self._since)
         self._forget()
-        mine = torch.tensor(list(asdict(own).values()), dtype=torch.float64)
+        mine = torch.tensor([cost, share, *asdict(own).values()], dtype=torch.float64)
         found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(found, mine)
         if not self._hosts:
             self._hosts = [""] * len(found)
             dist.all_gather_object(self._hosts, socket.gethostname())
+        cost, share = (max(float(each[place]) for each in found) for place in (0, 1))  # all decide alike
+        sparser = cost > _SHORT_S and share > _SHARE
+        if sparser:
+            self._every *= 2
         if self._rank != 0:
             return None
-        times = [OwnTime(*each.tolist()) for each in found]
+        times = [OwnTime(*each[2:].tolist()) for each in found]
         ratios, named = self._judge.hear([each.seconds for each in times])
-        return Report(times, ratios, named, self._hosts)
+        return Report(times, ratios, named, self._hosts, cost, self._every if sparser else None)
 
 
 class Judge:

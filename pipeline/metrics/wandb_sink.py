@@ -5,14 +5,21 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from pipeline.config.schema import Config
 
+STEP = "train_step"
+"""What W&B draws everything over. Its own step only grows: rows under an earlier one, after going back or of a
+checkpoint that has been written meanwhile, would be dropped."""
+
 
 class WandbSink:
     """Sends rows to W&B under the run's name; a resumed run goes on in the same W&B run.
+
+    Whatever fails later is a warning, once: training goes on without W&B.
 
     Args:
         config: its `wandb` section is enabled.
@@ -41,16 +48,28 @@ class WandbSink:
         except wandb.errors.Error as error:
             print(f"warning: W&B does not answer ({error}); recording offline, under {run_dir}", file=sys.stderr)
             self._run = wandb.init(**settings, mode="offline")
+        self._warned = False
+        self._try(lambda: self._run.define_metric(STEP))
+        self._try(lambda: self._run.define_metric("*", step_metric=STEP))
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Logs a row under its step; evaluation values are prefixed."""
+        """Logs a row with its step; evaluation values are prefixed."""
         prefix = "" if kind == "step" else f"{kind}/"
         numbers = {prefix + key: value for key, value in values.items() if isinstance(value, int | float)}
-        self._run.log(numbers, step=step)
+        self._try(lambda: self._run.log({STEP: step, **numbers}))
 
     def close(self) -> None:
         """Finishes the W&B run."""
-        self._run.finish()
+        self._try(self._run.finish)
+
+    def _try(self, action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except Exception as error:  # its own errors, and those of the connection to its process
+            if not self._warned:
+                told = f"W&B does not answer ({error!r}): rows are in metrics.jsonl only"
+                print(f"warning: {told}", file=sys.stderr, flush=True)
+            self._warned = True
 
 
 def _own_id(run_dir: Path) -> str:

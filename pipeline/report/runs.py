@@ -87,14 +87,12 @@ def read_run(name: str, path: Path) -> Run:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
+    rows = read_rows(path)
     try:
-        rows = read_rows(path)
         # what the charts and the facts rely on; a stray line is better named here than met as a traceback later
-        for row in rows:
-            _ = row["kind"], row["step"] + 0
-            if row["kind"] == "step":
-                _ = row["tokens"] + 0, row["loss"] + 0.0
-    except (ValueError, KeyError, TypeError) as error:
+        for row in _of_kind(rows, "step"):
+            _ = row["tokens"] + 0, row["loss"] + 0.0
+    except (KeyError, TypeError) as error:
         raise DataError(f"{path / NAME} is damaged: {error!r}\n  try: copy it again from where the run was") from None
     return rows
 

@@ -22,6 +22,7 @@ from pipeline.metrics.journal import read_rows
 from pipeline.prepare import prepare
 from tests import warm
 from tests.conftest import losses, tiny_config, write_config
+from tests.metrics.offline import logged
 
 SCRIPT = Path(__file__).with_name("train_poisoned.py")
 BAD_STEP, BAD_SAMPLE, CHECKPOINT = 13, 12 * 8 + 5, 10
@@ -52,7 +53,9 @@ def gone_back(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = tmp_path_factory.mktemp("rollback")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("POISON", f"nan:{BAD_SAMPLE}")
-        said = run_poisoned(config_of(work, tokens, engine="torch", zero_optimization={"stage": 0}))
+        patch.setenv("WANDB_MODE", "offline")
+        config = config_of(work, tokens, engine="torch", zero_optimization={"stage": 0})
+        said = run_poisoned(config, "wandb.enabled=true")
     assert f"going back from step {BAD_STEP} to step {CHECKPOINT}" in said
     return work
 
@@ -81,6 +84,16 @@ def test_the_event_names_the_samples_the_numbers_and_what_is_skipped(gone_back: 
     assert event["first_sample"] <= BAD_SAMPLE <= event["last_sample"]
     assert (event["cause"], event["what"], event["loss"], event["reproduced"]) == ("non_finite", "loss", None, True)
     assert event["skips"] == SKIPPED.plain()
+
+
+def test_wandb_keeps_the_rows_from_before_and_those_that_come_after(gone_back: Path) -> None:
+    rows = logged(gone_back / "run")
+    steps = [row["train_step"] for row in rows if "loss" in row]
+    assert steps == [*range(1, BAD_STEP), *range(CHECKPOINT + 1, 21)]
+    assert [row["train_step"] for row in rows if "event/bad_step" in row] == [CHECKPOINT]
+    # told when they are written, among rows of later steps
+    assert [row["train_step"] for row in rows if "event/waited_seconds" in row] == [5, 10, 15, 20]
+    assert [row["train_step"] for row in rows if "eval/loss" in row] == [20]
 
 
 def test_every_later_checkpoint_knows_what_was_passed_over(gone_back: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import resource
+import shutil
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.directory import read_manifest, verify
-from pipeline.checkpoint import named_state
+from pipeline.checkpoint import named_state, saving
 from pipeline.checkpoint.saving import CheckpointWriter, Saved
 from pipeline.checkpoint.shards import NamedShard
 from pipeline.checkpoint.store import About, CheckpointStore
@@ -83,6 +85,45 @@ def test_the_newest_stay_and_those_of_every_so_many_steps(tmp_path: Path) -> Non
         settled(writer)
     names = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
     assert names == ["step-00000004", "step-00000008", "step-00000010", "step-00000011"]
+
+
+def test_a_state_of_other_sizes_has_its_own_values(tmp_path: Path) -> None:
+    writer = CheckpointWriter(CheckpointStore(tmp_path, keep=3))
+    for step, rows in enumerate((3, 2, 4), start=1):
+        weights = torch.randn(rows, 2)
+        writer.begin(about(step), lambda held=weights: whole_of(held))
+        assert torch.equal(stored(settled(writer).checkpoint.path, (rows, 2)), weights)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_page_locked_memory_is_unlocked_before_others_get_it(tmp_path: Path) -> None:
+    writer = CheckpointWriter(CheckpointStore(tmp_path, keep=9))
+    for step in range(1, 9):  # memory of 32 and 64 MB is mapped anew each time, often where the last one was
+        weights = torch.randn(2**22 * (1 + step % 2), 2, device="cuda")
+        writer.begin(about(step), lambda held=weights: whole_of(held))
+        saved = settled(writer)
+        assert torch.equal(stored(saved.checkpoint.path, tuple(weights.shape)), weights.cpu())
+        assert len(writer._locked) == 1  # a place that is locked already cannot be locked again
+
+
+def test_files_that_get_their_name_or_are_deleted_meanwhile_do_not_disturb_who_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "_GLANCE_S", 0.0)
+    folder, away = tmp_path / "staging", tmp_path / "final"
+
+    def come_and_go() -> None:
+        deadline = time.monotonic() + 2.0
+        while time.monotonic() < deadline:
+            folder.mkdir()
+            for number in range(30):
+                (folder / f"__0_{number}.distcp").touch()
+            folder.rename(away)
+            shutil.rmtree(away)
+
+    with ThreadPoolExecutor(1) as thread:
+        CheckpointWriter(CheckpointStore(tmp_path, keep=2))._wait_for(thread.submit(come_and_go), folder)
 
 
 def limit_files(size: int) -> None:

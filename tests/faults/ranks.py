@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,7 +19,9 @@ import torch.distributed as dist
 
 from headrace.cli import guarded, leave
 from headrace.errors import TrainingError
+from headrace.processes import STOPPED, TRACED, state_of
 from pipeline.config.schema import LaunchSection, WatchdogSection
+from pipeline.faults.monitor import Monitor
 from pipeline.faults.watchdog import Watchdog, watched
 from pipeline.launch import Launch, detect, process_group
 from pipeline.launch.group import free_port
@@ -51,6 +55,17 @@ def kill_hub_then_host() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def cut_links() -> None:
+    """Closes what leads to other ranks, as a network may; the ranks live, and so do the watchdog and the store."""
+    watchdog = next(thread for thread in threading.enumerate() if isinstance(thread, Monitor))
+    assert watchdog._socket is not None
+    store, hub = int(os.environ["MASTER_PORT"]), watchdog._socket.getpeername()[1]
+    for each in list(Path("/proc/self/fd").iterdir()):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(each.name))) as link:
+            if not {store, hub} & {link.getsockname()[1], link.getpeername()[1]}:
+                link.shutdown(socket.SHUT_RDWR)
+
+
 def fail() -> None:
     """An error of one rank."""
     raise ValueError("the real cause")
@@ -70,6 +85,8 @@ FAULTS: dict[str, Callable[[], None]] = {
     "slow": lambda: sleep_with_the_lock(2 * int(SILENT_S)),
     "raise": fail,
     "refuse": refuse,
+    "link": cut_links,
+    "held": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "hub": end_hub,
     "host": kill_host,
     "hub, host": kill_hub_then_host,
@@ -104,6 +121,8 @@ def main() -> None:
     pr_set_child_subreaper = 36
     ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)  # the hub outlives rank 0: it becomes a child of this process
     children = [start(rank, how, bad) for rank in range(RANKS)]
+    if how == "held":
+        hold(children, SILENT_S + 2.0)
     codes = {}
     with suppress(ChildProcessError):  # none is left
         while True:
@@ -111,6 +130,24 @@ def main() -> None:
             codes[child] = os.waitstatus_to_exitcode(status)
     for rank, child in enumerate(children):
         Path(f"code-{rank}").write_text(str(codes[child]))
+
+
+def hold(children: list[int], seconds: float) -> None:
+    """Waits until all are stopped, lets them go later, and has one of them debugged for as long again."""
+    while not all(state_of(child)[0] == STOPPED for child in children):
+        time.sleep(0.01)
+    time.sleep(seconds)
+    for child in children:
+        os.kill(child, signal.SIGCONT)
+    attach, detach, all_threads = 16, 17, 0x40000000
+    threads = [int(each.name) for each in Path(f"/proc/{children[1]}/task").iterdir()]
+    for thread in threads:
+        ctypes.CDLL(None).ptrace(attach, thread, None, None)
+        os.waitpid(thread, all_threads)
+    assert state_of(children[1])[0] == TRACED
+    time.sleep(seconds)
+    for thread in threads:
+        ctypes.CDLL(None).ptrace(detach, thread, None, None)
 
 
 def start(rank: int, how: str, bad: int) -> int:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.schema import WatchdogSection
-from pipeline.faults.monitor import Address, hello
+from pipeline.faults.monitor import Address, Monitor, Place, hello
 from pipeline.faults.rendezvous import connect, start_hub
 from pipeline.faults.report import read_faults
-from pipeline.faults.wire import line
+from pipeline.faults.wire import Lines, line
 from pipeline.launch import detect
 
 
@@ -67,6 +67,22 @@ def test_a_stranger_that_stays_does_not_keep_the_hub(address: Address) -> None:
         found[0].sendall(line({"left": True}))
         found[0].close()
         assert closes(stranger)
+
+
+@pytest.mark.parametrize("seconds", [0.3, 2.5], ids=["while it leaves", "after that"])
+def test_a_rank_that_leaves_before_it_has_found_the_hub_is_not_dead(
+    address: Address, tmp_path: Path, seconds: float
+) -> None:
+    def find() -> tuple[socket.socket, Lines] | None:
+        found = connect(address, hello(0), local=True)
+        time.sleep(seconds)
+        return found
+
+    monitor = Monitor(0, place=Place, find=find, lost=lambda _seconds: None, beat_s=1.0, silent_s=30.0)
+    monitor.start()
+    monitor.close()
+    assert refuses(address)
+    assert read_faults(tmp_path) == []
 
 
 def test_a_rank_that_closes_without_goodbye_is_written_down(address: Address, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -73,18 +74,41 @@ def test_a_run_that_is_asked_to_stop_in_an_evaluation_ends_it_and_makes_it_later
     assert [row["step"] for row in read_rows(run_dir, kind="eval")] == [10, 12]
 
 
-def test_a_run_that_is_asked_to_stop_before_its_first_step_does_none(tokens: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_asked_to_stop_while_it_starts_does_no_step_and_builds_no_engine(
+    tokens: Path, tmp_path: Path
+) -> None:
     config, run_dir = configured(tokens, tmp_path), tmp_path / "run"
-    words = entry_point("train.py", config)
+    words = [*entry_point("train.py", config), "--nproc", "2"]
     process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     while not (run_dir / ".lock").exists():
         assert process.poll() is None
         time.sleep(0.001)
-    time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
-    assert process.returncode == 75
-    assert losses(run_dir) == {}
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, said
+    assert "stopped by SIGTERM before it had begun: start it again to go on" in said
+    assert not (run_dir / "metrics.jsonl").exists()
+
+
+PRINTS = """
+import sys
+from pipeline.faults.stop import StopSignals
+with StopSignals(tells=True) as signals:
+    sys.stderr.write("x" * 1_000_000)
+sys.exit(signals.asked.exit_code)
+"""
+
+
+def test_a_signal_that_comes_while_the_main_thread_prints_is_noted_like_any_other() -> None:
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # which hides it
+    process = subprocess.Popen([sys.executable, "-c", PRINTS], stderr=subprocess.PIPE, env=env)
+    process.stderr.read(1)  # it prints, and waits for this end to read
+    time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.1)
+    said = process.communicate(timeout=60)[1].decode()
+    assert process.returncode == 75, said[-2000:]
+    assert "SIGTERM: the step is finished and saved first" in said
 
 
 def test_of_several_reasons_to_stop_the_one_that_asks_for_a_restart_counts() -> None:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from pipeline.config.schema import WatchdogSection
+from pipeline.faults.rendezvous import beat_of, silent_of
 from pipeline.faults.report import claim, read_faults, row, told
 from pipeline.faults.stacks import debugged, parsed, waits
 from pipeline.faults.verdict import SETTLE_S, Record, Verdict, judge
@@ -53,7 +57,33 @@ def test_an_error_is_the_cause_and_closed_connections_its_consequence() -> None:
     assert verdict(ranks(consequence, consequence)) is None  # the cause may still be told
     assert verdict(ranks(consequence, cause)) == Verdict("failed", (1,), 0.0)
     assert verdict(ranks(consequence, {"gone": True})) == Verdict("died", (1,), 0.0)
-    assert verdict(ranks(consequence, {}), NOW + SETTLE_S) == Verdict("failed", (0,), SETTLE_S)
+
+
+def test_where_ranks_lost_each_other_and_none_is_the_cause_the_link_is() -> None:
+    records = ranks({"failed": "RuntimeError: Connection closed by peer", "consequence": True, "failed_at": NOW}, {})
+    found = verdict(records, NOW + SETTLE_S + 0.1)
+    assert found is not None
+    assert (found.kind, found.ranks) == ("lost", (0,))
+    text = told(found, {record.rank: record for record in records}, world_size=4)
+    assert "rank 0 of 4 on node01 (pid 100) lost its link to another rank" in text
+    assert "never heard, so look at them first: ranks 2-3" in text
+
+
+@pytest.mark.parametrize(
+    "seen", [{"gone": True}, {"failed": "DistBackendError: x", "consequence": True, "failed_at": NOW - 3}]
+)
+def test_a_host_without_power_is_named_and_not_whom_nccl_ended_for_it(seen: dict[str, object]) -> None:
+    # 60 s of silence are borne; a call may keep the interpreter's lock, and with it all signs of life but every 30 s
+    assert verdict(ranks(seen, {}, {"heard": NOW - 33.0})) == Verdict("silent", (2,), 33.0)
+    found = verdict(ranks(seen, {}, {"heard": NOW - 31.0}))
+    assert found is not None
+    assert found.ranks == (0,)
+
+
+def test_with_many_ranks_silence_is_longer_than_several_beats() -> None:
+    limits = WatchdogSection(silent=60.0)
+    assert silent_of(limits, 8) == 60.0
+    assert silent_of(limits, 7680) == 4 * beat_of(7680) == 120.0
 
 
 def test_of_ranks_that_all_stand_still_the_one_that_is_behind_is_named() -> None:

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import EXIT_FOLLOWED, EXIT_LOST
+from pipeline.faults import progress
+from pipeline.faults.progress import progress_by_reading
+from pipeline.faults.watchdog import Watchdog
 from tests import warm
 from tests.faults.ranks import RANKS
 
@@ -128,6 +131,46 @@ def test_an_error_of_all_ranks_is_left_to_themselves(tmp_path: Path) -> None:
     run = outcome(tmp_path, "refuse")
     assert run.codes == [2] * RANKS, run
     assert not any("of 4 on" in text for text in run.said), run
+
+
+def test_a_link_that_breaks_is_nobodys_error_and_the_run_can_be_started_again(tmp_path: Path) -> None:
+    run = outcome(tmp_path, "link", 1)
+    assert run.codes == [EXIT_LOST] * RANKS, run
+    assert len(run.reports) == 1, run
+    assert "lost its link to another rank at step 3, in training" in run.reports[0]
+    assert [row["fault"] for row in run.faults] == ["lost"]
+
+
+def test_a_run_that_somebody_holds_is_left_alone(tmp_path: Path) -> None:
+    # all ranks stopped, and then one of them in a debugger, both for longer than silence is borne
+    run = outcome(tmp_path, "held")
+    assert run.codes == [0] * RANKS, run
+    assert run.said == [""] * RANKS
+    assert run.faults == []
+
+
+def test_a_sign_of_life_of_one_rank_is_no_place_that_the_others_have_not_come_to() -> None:
+    quick, slow = Watchdog(), Watchdog()
+    for watchdog in (quick, slow):
+        watchdog.at("training", 1)
+    before = slow.place
+    slow.alive()
+    assert slow.place.ticks > before.ticks
+    for watchdog in (quick, slow):
+        watchdog.at("training", 2)
+    assert quick.place.places == slow.place.places
+
+
+def test_only_reading_and_writing_is_progress(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(progress, "_GLANCE_S", 0.05)
+    signs: list[float] = []
+    with progress_by_reading(lambda: signs.append(time.monotonic())):
+        time.sleep(1.0)
+    assert not signs  # to look at the counters is itself counted
+    with progress_by_reading(lambda: signs.append(time.monotonic())):
+        (tmp_path / "file").write_bytes(bytes(100_000))
+        time.sleep(0.5)
+    assert signs
 
 
 def test_when_the_judge_is_killed_the_run_goes_on(tmp_path: Path) -> None:

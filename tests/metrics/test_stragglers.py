@@ -164,6 +164,35 @@ def test_a_rank_that_is_really_slow_is_named_wherever_ranks_wait(tokens: Path, t
     assert statistics.median(row["seconds"]["max"] / row["seconds"]["min"] for row in reports) > 1.5
 
 
+LONG_PROFILES = """
+import os, sys
+import torch
+import torch.distributed as dist
+from pipeline.config.schema import StragglersSection
+from pipeline.metrics import stragglers
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+for bearable_s in (0.01, 60.0):
+    stragglers._SHORT_S = bearable_s
+    measuring = stragglers.Stragglers(StragglersSection(every=2), peers=[0, 0], rank=rank, gpu=False)
+    for step in range(1, 9):
+        with measuring.measured(step):
+            for _ in range(4000 if rank == 1 else 1):
+                torch.ones(1)
+        report = measuring.report(step)  # hangs unless both agree
+        if report:
+            print(step, *(line for line in report.lines() if "from now on" in line), flush=True)
+os._exit(0)
+"""
+
+
+def test_reports_whose_profile_takes_long_come_half_as_often() -> None:
+    done = warm.run("-c", LONG_PROFILES, processes=2, timeout_s=60)
+    told = [line.replace(":", " ").split() for line in done.stdout.splitlines()]
+    assert [int(line[0]) for line in told] == [2, 4, 8, 2, 4, 6, 8], done.stderr
+    assert [line[-2] for line in told if len(line) > 1] == ["4", "8", "16"]
+
+
 def test_where_nobody_is_slow_nobody_is_named(tokens: Path, tmp_path: Path) -> None:
     # twice as slow: other tests share the machine and slow ranks down: 1.6 in two reports in a row was seen
     reports, said = trained(tokens, tmp_path, "deepspeed-3", slow=2, slower_by=1.0)

@@ -21,7 +21,10 @@ import torch.distributed as dist
 from pipeline.compress.distillation import kl_sum
 from pipeline.data.loader import IGNORE
 from pipeline.engines.objective import CrossEntropy
-from pipeline.launch.group import OVER
+from pipeline.launch import Launch
+from pipeline.launch.group import free_port
+from pipeline.launch.meeting import OVER, STOPPED
+from pipeline.launch.store import meet
 from tests.conftest import ROOT, command_line, entry_point, launch, losses, start, tiny_config, write_config
 from tests.engines.compared import FP32, case, compare, follows
 
@@ -165,6 +168,22 @@ def test_a_node_that_is_killed_is_done_without_and_the_curve_is_that_of_a_whole_
     assert worlds(run_dir) == [3, left]
 
 
+def test_a_node_that_is_asked_to_leave_saves_the_run_and_the_others_go_on(
+    work: Path, expected: dict[int, float], meeting_point: int
+) -> None:
+    run_dir, said = work / "asked", work / "said-2"
+    asked, left = (agent(work, run_dir, port=meeting_point, processes=size) for size in (1, 2))  # the first has rank 0
+    try:
+        wait_for_step(run_dir, 12, left, said)
+        asked.terminate()
+        assert left.wait(timeout=240) == 0, said.read_text()
+    finally:
+        kill_all_of(asked, left)
+    follows_whole_run(run_dir, expected)
+    assert worlds(run_dir) == [3, 2]
+    assert "stopped by SIGTERM after step" in (work / "said-1").read_text()
+
+
 def test_a_worker_that_is_killed_is_started_again_by_the_same_torchrun(work: Path, expected: dict[int, float]) -> None:
     run_dir, said = work / "again", work / "said-again"
     command = command_line("train.py", work / "c.json", f"run.dir={run_dir}", "engine=torch", processes=2)
@@ -256,7 +275,8 @@ STAND_BY = """
 import sys
 from pipeline.config.schema import LaunchSection
 from pipeline.launch import Launch, stand_by
-stand_by(Launch("test", 2, 3, 2, f"127.0.0.1:{sys.argv[1]}"), processes=2, config=LaunchSection(timeout=60.0))
+launch = Launch(sys.argv[2], 2, 3, 2, f"127.0.0.1:{sys.argv[1]}")
+stand_by(launch, processes=2, config=LaunchSection(timeout=float(sys.argv[3])))
 """
 
 
@@ -265,35 +285,60 @@ import sys, torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 print(store.port, flush=True)
 sys.stdin.readline()
-store.set(sys.argv[1], "1")
-sys.stdin.readline()
 """
 
 
-@pytest.mark.parametrize("how", ["told", "gone", "asked"])
-def test_a_spare_process_ends_when_the_run_is_over_or_it_is_asked_to(how: str) -> None:
-    pipe = subprocess.PIPE
-    host = subprocess.Popen([sys.executable, "-c", HOST, OVER], text=True, stdin=pipe, stdout=pipe)
-    assert host.stdin is not None
-    assert host.stdout is not None
-    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": host.stdout.readline().strip()}
-    command = [sys.executable, "-c", STAND_BY, env["MASTER_PORT"]]
-    spare = subprocess.Popen(command, cwd=ROOT, env=env, text=True, stderr=pipe)
+@contextlib.contextmanager
+def spare_process(port: int, *, launcher: str, timeout_s: float = 60.0) -> Iterator[subprocess.Popen[str]]:
+    """A spare process that has come to wait beside a store."""
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-c", STAND_BY, str(port), launcher, str(timeout_s)]
+    spare = subprocess.Popen(command, cwd=ROOT, env=env, text=True, stderr=subprocess.PIPE)
     try:
-        assert spare.stderr is not None
         while "is spare" not in spare.stderr.readline():
             assert spare.poll() is None
+        time.sleep(1.0)
+        assert spare.poll() is None
+        yield spare
+    finally:
+        spare.kill()
+        spare.wait()
+
+
+@pytest.mark.parametrize("how", ["over", "saved", "gone"])
+def test_a_spare_process_leaves_with_those_that_train_and_not_before(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    meeting, store = meet(Launch("srun", 0, 1, 0, f"127.0.0.1:{port}"), 60.0)
+    with spare_process(port, launcher="srun") as spare:
+        spare.terminate()  # leaving now, it would have `srun --wait` kill those that still save themselves
         time.sleep(1.5)
         assert spare.poll() is None
-        if how == "told":
-            host.stdin.write("over\n")
-            host.stdin.flush()
-        elif how == "gone":
-            host.kill()
+        if how == "over":
+            store.underlying_store.set(OVER, "1")
+        elif how == "saved":
+            meeting.note(STOPPED)
         else:
-            spare.terminate()
+            del meeting, store
         assert spare.wait(timeout=60) == 0
-    finally:
-        for process in (spare, host):
-            process.kill()
-            process.wait()
+
+
+def test_a_spare_process_of_torchrun_leaves_at_once_when_it_is_asked_to(meeting_point: int) -> None:
+    with spare_process(meeting_point, launcher="torchrun") as spare:
+        spare.terminate()
+        assert spare.wait(timeout=60) == 0
+
+
+def test_a_rank_0_that_is_silent_for_less_than_the_timeout_is_no_end_to_a_spare_process() -> None:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", HOST], text=True, stdin=pipe, stdout=pipe) as host:
+        try:
+            with spare_process(int(host.stdout.readline()), launcher="srun", timeout_s=7.0) as spare:
+                host.send_signal(signal.SIGSTOP)
+                time.sleep(5.7)  # one question is given up after 5 s elsewhere
+                assert spare.poll() is None
+                assert spare.wait(timeout=60) == 0
+                assert "rank 0 has not answered for 7 s" in spare.stderr.read()
+        finally:
+            host.kill()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.errors import EXIT_FOLLOWED, EXIT_LOST
 from tests.conftest import ROOT, losses, tiny_config, write_config
 
 TRAIN = str(ROOT / "pipeline/train.py")
@@ -107,7 +108,7 @@ RANK = """
 import os, signal, sys, time
 sys.path.insert(0, {root!r})
 from headrace.cli import guarded, leave
-from headrace.errors import TrainingError
+from headrace.errors import EXIT_FOLLOWED, LostError, TrainingError
 rank, how = int(os.environ["RANK"]), sys.argv[1]
 print("rank", rank, "speaks", flush=True)
 if how == "usr1":
@@ -129,6 +130,16 @@ def main():
             raise ValueError("the real cause")
     if how == "exit":
         return 7 if rank == 1 else 0
+    if how in ("slow cause", "no cause") and rank > 0:
+        return EXIT_FOLLOWED
+    if how == "slow cause":
+        time.sleep(3.0)
+        raise ValueError("the real cause")
+    if how == "stop" and rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "stop":
+        time.sleep(1.0)
+        raise LostError("rank 1 did not answer")
     if how != "fine":
         time.sleep(600)
 leave(guarded(main))
@@ -136,7 +147,9 @@ leave(guarded(main))
 SUPERVISE = """
 import sys
 sys.path.insert(0, {root!r})
-from pipeline.launch import supervise
+from pipeline.launch import local, supervise
+if sys.argv[1] == "no cause":
+    local.INSIST_S = -local._GRACE_S + 1.0
 sys.exit(supervise([sys.executable, "rank.py", sys.argv[1]], processes=3))
 """
 
@@ -213,6 +226,33 @@ def test_a_rank_that_does_not_listen_is_ended_all_the_same(tmp_path: Path) -> No
     # 1 s to see who else fails, 5 s of patience; the rest is for a busy machine
     assert "the real cause" in ended(process, within_s=30)
     assert not any(alive(pid) for pid in pids(tmp_path))
+
+
+def test_whoever_followed_an_error_is_done_first_and_the_error_is_waited_for(tmp_path: Path) -> None:
+    process = supervised(tmp_path, "slow cause")
+    said = ended(process, within_s=30)
+    assert process.returncode == 1, said
+    assert "ValueError: the real cause" in said
+
+
+def test_ranks_that_only_followed_make_no_loss(tmp_path: Path) -> None:
+    process = supervised(tmp_path, "no cause")
+    said = ended(process, within_s=30)
+    assert process.returncode == EXIT_FOLLOWED, said
+    assert "rank 0 of 3 did not end" in said
+    assert not any(alive(pid) for pid in pids(tmp_path))
+
+
+def test_a_stopped_rank_is_not_waited_for(tmp_path: Path) -> None:
+    process = supervised(tmp_path, "stop")
+    ranks = pids(tmp_path)
+    began = time.monotonic()
+    said = ended(process, within_s=30)
+    # 1 s until the others say so, 1 s to see who else fails; to be asked to end takes another 5
+    assert time.monotonic() - began < 5
+    assert process.returncode == EXIT_LOST
+    assert said.count("rank 1 did not answer") == 1
+    assert not any(alive(pid) for pid in ranks)
 
 
 def test_ctrl_c_ends_all(tmp_path: Path) -> None:

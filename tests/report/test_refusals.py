@@ -76,10 +76,19 @@ def test_a_run_without_a_finished_step_is_refused(checked: Check, tmp_path: Path
         checked(run=f"run={empty}")
 
 
-@pytest.mark.parametrize("line", ["nonsense", '{"kind": "step", "step": 41}', '{"step": 41}', "[1]"])
-def test_a_damaged_journal_is_refused(checked: Check, run_dir: Path, line: str) -> None:
+@pytest.mark.parametrize("line", ["nonsense", '{"step": 41}', '{"kind": "step", "step": "41"}', "[1]"])
+def test_a_damaged_line_of_a_journal_is_passed_over_and_named(
+    checked: Check, run_dir: Path, capsys: pytest.CaptureFixture[str], line: str
+) -> None:
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write(line + "\n")
+    assert checked()
+    assert "metrics.jsonl is damaged in line" in capsys.readouterr().err
+
+
+def test_a_step_without_its_numbers_is_refused(checked: Check, run_dir: Path) -> None:
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "step", "step": 41}\n')
     with pytest.raises(DataError, match="is damaged"):
         checked()
 

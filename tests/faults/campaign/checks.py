@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -82,16 +83,12 @@ def lost_more(start: Start, whole: list[int], code: int | None) -> Iterator[Viol
 
 def told_wrongly(start: Start, blow: Blow, kind: Kind, faults_before: int) -> Iterator[Violation]:
     """One report at most, which names whoever it was; no traceback; a documented exit code."""
-    faults = read_faults(start.run_dir)[faults_before:]
-    named = [sorted(rank["rank"] for rank in fault["ranks"]) for fault in faults]
-    if len(faults) > 1:
-        yield Violation("told wrongly", f"{len(faults)} faults are recorded: {named}")
-    one_of_several = blow.victim is not None and "SIGTERM" not in kind.name
-    if one_of_several and blow.named and named != [[blow.victim]]:
-        yield Violation("told wrongly", f"rank {blow.victim} was struck, and the faults name {named}")
-    if one_of_several and named and blow.victim not in named[0]:
-        yield Violation("told wrongly", f"rank {blow.victim} was struck, and the fault names {named}")
     said = start.said
+    if blow.victim is not None and "SIGTERM" not in kind.name:
+        yield from named_wrongly(start, blow, faults_before)
+    faults = read_faults(start.run_dir)[faults_before:]
+    if len(faults) > 1:
+        yield Violation("told wrongly", f"{len(faults)} faults are recorded: {[fault['ranks'] for fault in faults]}")
     reports = [line for line in said.splitlines() if line.startswith("error: rank") and " of " in line]
     if blow.victim is not None and len(reports) > 1:
         yield Violation("told wrongly", f"{len(reports)} reports: {reports}")
@@ -104,6 +101,30 @@ def told_wrongly(start: Start, blow: Blow, kind: Kind, faults_before: int) -> It
             yield Violation("told wrongly", f"exit code {code}; in order were {sorted(blow.codes)}")
         if "Traceback" in said:
             yield Violation("told wrongly", "a traceback was shown")
+
+
+def named_wrongly(start: Start, blow: Blow, faults_before: int) -> Iterator[Violation]:
+    """The rank that was struck is named, by the watchdog or by whoever waited for it, and no other."""
+    faults = read_faults(start.run_dir)[faults_before:]
+    watched = [sorted(rank["rank"] for rank in fault["ranks"]) for fault in faults]
+    if blow.named and watched != [[blow.victim]]:
+        yield Violation("told wrongly", f"rank {blow.victim} was struck, and the faults name {watched}")
+    elif watched and blow.victim not in watched[0]:
+        yield Violation("told wrongly", f"rank {blow.victim} was struck, and the fault names {watched}")
+    waited_for = named_in(start.said)
+    if waited_for - {blow.victim}:
+        yield Violation("told wrongly", f"rank {blow.victim} was struck, and ranks {sorted(waited_for)} waited for")
+    if blow.told and not (watched or waited_for):
+        yield Violation("told wrongly", f"rank {blow.victim} was stopped, and nobody names it")
+
+
+def named_in(said: str) -> set[int]:
+    """The ranks that others say they have waited for in vain, before the watchdog was there."""
+    blamed = re.findall(r"error[^:]*: ((?:(?:, )?rank \d+ (?:on|at) \S+)+) did not answer", said)
+    absent = re.findall(r"error[^:]*: ranks? ([\d, ]+) of \d+ never came", said)
+    first = ["0"] if re.search(r"rank 0 never came", said) else []
+    numbers = [number for text in blamed for number in re.findall(r"rank (\d+)", text)]
+    return {int(number) for number in [*numbers, *first, *(n for text in absent for n in text.split(", "))]}
 
 
 def wrong_end(start: Start) -> Iterator[Violation]:

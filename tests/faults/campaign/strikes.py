@@ -38,7 +38,8 @@ class Blow:
 
     Attributes:
         victim: the rank, where it was one.
-        named: a report has to name it: all ranks were heard of, and none had finished.
+        named: the watchdog has to name it: all ranks were heard of, and none had finished.
+        told: somebody has to name it: whoever waits for it, or the watchdog.
         limit_s: seconds in which all processes have to be gone.
         codes: the launcher's exit codes that are in order.
         asked_at: the step after which it was asked to stop, where it trained.
@@ -47,6 +48,7 @@ class Blow:
 
     victim: int | None = None
     named: bool = False
+    told: bool = False
     limit_s: float = SLACK_S
     codes: frozenset[int] = frozenset()
     asked_at: int | None = None
@@ -84,14 +86,13 @@ def _kill_rank(start: Start, rng: random.Random) -> Blow | None:
 
 
 def _stop_rank(start: Start, rng: random.Random) -> Blow | None:
-    """One process alone is watched from its first breath as a run, but not while it imports."""
-    if start.layout.processes == 1 and start.done() == 0:
+    """One process alone that is stopped is a run that somebody holds: it is left alone."""
+    if start.layout.processes == 1:
         return None
-    # before the watchdog is there, those that wait for the stopped one end with an error: it never came
-    codes = frozenset({EXIT_LOST, EXIT_USAGE, *_dead(signal.SIGKILL)})
-    blow = _to_rank(start, rng, signal.SIGSTOP, codes)
+    blow = _to_rank(start, rng, signal.SIGSTOP, frozenset({EXIT_LOST, *_dead(signal.SIGKILL)}))
     # until then the others come, wait in the meeting, and perhaps in a check after it
-    return blow and replace(blow, limit_s=SLACK_S + (SILENT_S if blow.named else IMPORTS_S + 2 * MEETING_S))
+    told = blow is not None and start.done() < STEPS
+    return blow and replace(blow, told=told, limit_s=SLACK_S + (SILENT_S if blow.named else IMPORTS_S + 2 * MEETING_S))
 
 
 def _to_rank(start: Start, rng: random.Random, how: signal.Signals, codes: frozenset[int]) -> Blow | None:
@@ -102,7 +103,7 @@ def _to_rank(start: Start, rng: random.Random, how: signal.Signals, codes: froze
     watched = 0 < start.done() < STEPS
     with suppress(psutil.NoSuchProcess):
         ranks[victim].send_signal(how)
-        return Blow(victim, watched, _patience(start, how), codes, _asked_at(start, how))
+        return Blow(victim, watched, limit_s=_patience(start, how), codes=codes, asked_at=_asked_at(start, how))
     return None
 
 

@@ -1,0 +1,185 @@
+"""Jsonl to finished shards: ours against the usual tools, same corpus, same tokenizer, one run, start included.
+
+    python -m benchmarks.data_prep corpus.jsonl tokenizer/ [--megatron CLONE] [--peers-python PYTHON] [--only NAME ...]
+
+Every contestant is a process of its own, started cold; its children count. Wall and CPU seconds, the largest sum of
+resident memory of its processes, MB (10^6 bytes of text) per second and per CPU second. "engine" is fastokens alone, on
+texts that are in memory already, in one thread: what is left of its speed is the share of the limit.
+
+The peers run with `--peers-python`, an interpreter with datatrove, datasets, gigatoken and what Megatron-LM imports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one contestant took. tokens: that it wrote, or None where that is not looked at."""
+
+    wall_s: float
+    cpu_s: float
+    memory_mb: float
+    tokens: int | None
+
+
+def main() -> None:
+    """Runs the contestants, and prints a table."""
+    args = _arguments()
+    text_mb = sum(len(orjson.loads(line)["text"].encode()) for line in args.corpus.open("rb")) / 1e6
+    print(f"{args.corpus}: {text_mb:,.1f} MB of text", flush=True)
+    print(f"{'contestant':<26} {'wall s':>8} {'CPU s':>8} {'MB/s':>8} {'MB/CPU s':>9} {'memory MB':>10} {'tokens':>13}")
+    args.halves = Path(tempfile.mkdtemp(prefix="headrace-halves-"))
+    _cut_in_two(args.corpus, args.halves)
+    for name, command, count in _contestants(args):
+        if args.only and name not in args.only:
+            continue
+        results = [_run(name, command, count) for _ in range(args.repeats)]
+        best = min((r for r in results if r is not None), key=lambda r: r.wall_s, default=None)
+        if best is None:
+            print(f"{name:<26} did not run", flush=True)
+            continue
+        speeds = f"{text_mb / best.wall_s:>8.1f} {text_mb / best.cpu_s:>9.1f}"
+        tokens = "" if best.tokens is None else f"{best.tokens:,}"
+        print(
+            f"{name:<26} {best.wall_s:>8.2f} {best.cpu_s:>8.2f} {speeds} {best.memory_mb:>10,.0f} {tokens:>13}",
+            flush=True,
+        )
+    shutil.rmtree(args.halves)
+
+
+def _cut_in_two(corpus: Path, folder: Path) -> None:
+    """For the tool whose unit of work is a file."""
+    lines = corpus.open("rb").readlines()
+    for i, part in enumerate((lines[: len(lines) // 2], lines[len(lines) // 2 :])):
+        (folder / f"{i}.jsonl").write_bytes(b"".join(part))
+
+
+Contestant = tuple[str, list[str], Callable[[Path], int | None]]
+
+
+def _contestants(args: argparse.Namespace) -> list[Contestant]:
+    peers, corpus, tokenizer = args.peers_python, str(args.corpus), str(args.tokenizer)
+    here = [sys.executable, str(Path(__file__).with_name("data_prep_peers.py"))]
+    there = [peers, str(Path(__file__).with_name("data_prep_peers.py"))]
+    found: list[Contestant] = [("engine, one thread", [*here, "engine", corpus, tokenizer], _none)]
+    for workers in (1, 2):
+        config = {"output": "out", "sources": [{"path": corpus}], "tokenizer": {"path": tokenizer}}
+        job = ["-m", "data_prep", "--config", "CONFIG", "--workers", str(workers)]
+        found.append((f"headrace, {workers} workers", [sys.executable, *job, json.dumps(config)], _our_tokens))
+    if args.megatron is not None:
+        given = ["--input", corpus, "--output-prefix", "out", "--tokenizer-type", "HuggingFaceTokenizer"]
+        given += ["--tokenizer-model", tokenizer, "--tokenizer-hf-no-include-special-tokens", "--append-eod"]
+        fast, classic = (f"{args.megatron}/tools/{name}.py" for name in ("preprocess_data_fast", "preprocess_data"))
+        found.append(("Megatron, fast", [*there, "run", fast, *given, "--use-gigatoken"], _megatron_tokens))
+        found.append(("Megatron, 2 workers", [*there, "run", classic, *given, "--workers", "2"], _megatron_tokens))
+    found.append(("datatrove, 2 workers", [*there, "datatrove", str(args.halves), tokenizer], _none))
+    found.append(("datasets.map, 2 workers", [*there, "datasets", corpus, tokenizer], _none))
+    return found
+
+
+def _run(name: str, command: Sequence[str], count: Callable[[Path], int | None]) -> Result | None:
+    work = Path(tempfile.mkdtemp(prefix="headrace-bench-"))
+    words = list(command)
+    if "CONFIG" in words:
+        (work / "corpus.json").write_text(words.pop())
+        words[words.index("CONFIG")] = "corpus.json"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    with (work / "log").open("wb") as log:
+        process = subprocess.Popen(words, cwd=work, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        watch = _Watch(process.pid)
+        watch.start()
+        code = process.wait()
+    wall = time.perf_counter() - began
+    watch.join()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    waited = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    if code != 0:
+        print(f"{name}: {(work / 'log').read_text(errors='replace')[-600:]}", file=sys.stderr)
+    result = None if code else Result(wall, max(waited, watch.cpu_s), watch.memory_mb, count(work))
+    shutil.rmtree(work)
+    return result
+
+
+class _Watch(threading.Thread):
+    """Adds up memory and CPU time of a process and all below it, until it has ended."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self._pid, self._seconds = pid, dict[int, float]()
+        self.memory_mb = 0.0
+
+    @property
+    def cpu_s(self) -> float:
+        """Seconds of all processes as last seen; workers that outlive nobody's wait count too."""
+        return sum(self._seconds.values())
+
+    def run(self) -> None:
+        try:
+            root = psutil.Process(self._pid)
+            while root.is_running() and root.status() != psutil.STATUS_ZOMBIE:
+                self._look([root, *root.children(recursive=True)])
+                time.sleep(_POLL_S)
+        except psutil.NoSuchProcess:
+            pass
+
+    def _look(self, processes: Sequence[psutil.Process]) -> None:
+        memory = 0
+        for process in processes:
+            try:
+                times = process.cpu_times()
+                self._seconds[process.pid] = times.user + times.system
+                memory += process.memory_info().rss
+            except psutil.Error:
+                continue
+        self.memory_mb = max(self.memory_mb, memory / 1e6)
+
+
+def _our_tokens(work: Path) -> int | None:
+    manifest = json.loads((work / "out" / "manifest.json").read_text())
+    return sum(split["tokens"] for split in manifest["details"]["splits"].values())
+
+
+def _megatron_tokens(work: Path) -> int | None:
+    return (work / "out_text_document.bin").stat().st_size // 2
+
+
+def _none(_work: Path) -> int | None:
+    return None
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("corpus", type=Path, help='a plain jsonl file with a "text" in each line')
+    parser.add_argument("tokenizer", type=Path, help="a Hugging Face folder with fewer than 65,500 entries")
+    parser.add_argument("--megatron", type=Path, help="a clone of Megatron-LM")
+    parser.add_argument("--peers-python", default=sys.executable, help="the interpreter for the peers")
+    parser.add_argument("--repeats", type=int, default=1, help="the quickest of so many runs is shown")
+    parser.add_argument("--only", nargs="+", help="names of contestants")
+    args = parser.parse_args()
+    args.corpus, args.tokenizer = args.corpus.resolve(), args.tokenizer.resolve()
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Contestants of `benchmarks/data_prep.py` that are no command of their own."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import time
+
+
+def engine(corpus: str, tokenizer: str) -> None:
+    """fastokens alone, in batches as ours are, one thread; only the encoding is timed and told."""
+    os.environ["FASTOKENS_BPE_THREADS"] = "1"
+    import orjson  # noqa: PLC0415
+    from fastokens import Tokenizer  # noqa: PLC0415
+
+    loaded = Tokenizer.from_file(f"{tokenizer}/tokenizer.json")
+    batches: list[list[str]] = [[]]
+    held = 0
+    with open(corpus, "rb") as lines:  # noqa: PTH123
+        for line in lines:
+            text = orjson.loads(line)["text"]
+            batches[-1].append(text)
+            held += len(text)
+            if held >= 1 << 18:
+                batches.append([])
+                held = 0
+    began = time.process_time()
+    for batch in batches:
+        loaded.encode_batch_flat(batch, False, True)
+    seconds = time.process_time() - began
+    size = sum(len(text.encode()) for batch in batches for text in batch)
+    print(f"engine alone: {size / 1e6 / seconds:.1f} MB/s", file=sys.stderr)
+
+
+def datatrove(corpus: str, tokenizer: str) -> None:
+    """Its reader and its tokenizer step on the two halves of the corpus; without its shuffling merge."""
+    from datatrove.executor import LocalPipelineExecutor  # noqa: PLC0415
+    from datatrove.pipeline.readers import JsonlReader  # noqa: PLC0415
+    from datatrove.pipeline.tokens import DocumentTokenizer  # noqa: PLC0415
+
+    steps = [
+        JsonlReader(corpus),
+        DocumentTokenizer("tokens", tokenizer_name_or_path=f"{tokenizer}/tokenizer.json", shuffle_documents=False),
+    ]
+    LocalPipelineExecutor(steps, tasks=2, workers=2, logging_dir="logs").run()
+
+
+def datasets(corpus: str, tokenizer: str) -> None:
+    """`load_dataset` and `map` on two processes; what it leaves are Arrow files, not shards."""
+    from datasets import load_dataset  # noqa: PLC0415
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
+    loaded = AutoTokenizer.from_pretrained(tokenizer)
+    texts = load_dataset("json", data_files=corpus, cache_dir="cache")["train"]
+    names = texts.column_names
+    texts.map(lambda rows: {"ids": loaded(rows["text"])["input_ids"]}, batched=True, num_proc=2, remove_columns=names)
+
+
+def run(script: str, *arguments: str) -> None:
+    """A script of Megatron-LM's, under a Python before 3.12, too."""
+    import typing  # noqa: PLC0415
+
+    import typing_extensions  # noqa: PLC0415
+
+    if not hasattr(typing, "override"):
+        typing.override = typing_extensions.override  # type: ignore[attr-defined]
+    sys.path.insert(0, script.rsplit("/", 2)[0])
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,57 @@
+"""What Linux tells of processes: what one does, when it began, and who has started it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+STOPPED = "T"
+"""State of a process that SIGSTOP, SIGTSTP or a batch system has stopped."""
+TRACED = "t"
+"""State of a process that a debugger has stopped."""
+
+
+@cache
+def machine() -> str:
+    """The same on two processes where a pid means the same process: one boot of one kernel, one pid namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:  # no Linux
+        return socket.gethostname()
+
+
+def state_of(pid: int) -> tuple[str, int]:
+    """A process's state (R, S, D, T, Z, ...) and when it began, in the kernel's ticks; ("", 0) where there is none."""
+    fields = _stat(pid)
+    return (fields[0], int(fields[19])) if fields else ("", 0)
+
+
+def siblings() -> Iterator[int]:
+    """Ids of the processes that this one's parent has started."""
+    parent = str(os.getppid())
+    for folder in Path("/proc").glob("[0-9]*"):
+        fields = _stat(int(folder.name))
+        if fields and fields[1] == parent:
+            yield int(folder.name)
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """What a process was started with.
+
+    Raises:
+        OSError: it is another user's, or has gone.
+    """
+    text = Path(f"/proc/{pid}/environ").read_text(errors="replace")
+    return dict(each.split("=", 1) for each in text.split("\0") if "=" in each)
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of `proc_pid_stat(5)` from the third on."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
