@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from data_prep.clean.steps import Steps
+from data_prep.dedup.section import DedupSection
 from data_prep.tokenizer.policy import TextPolicy
 from headrace import configfile
 from headrace.section import Section, parse
@@ -120,6 +122,11 @@ class CorpusConfig(Section):
     output: str = Field(min_length=1, description="the tokens directory to make")
     sources: list[Source] = Field(min_length=1, description="what to read, in this order")
     tokenizer: TokenizerSection = Field(description='{"train": "bpe", "vocab_size": 8192} or {"path": "folder"}')
+    clean: Steps = Field([], description='cleaning steps in order, e.g. [{"step": "unicode"}, {"step": "c4"}]')
+    dedup: DedupSection | None = Field(None, description='null, or e.g. {"exact": true, "near": {}}')
+    list_dropped: Literal["no", "reasons", "texts"] = Field(
+        "no", description='whether dropped.jsonl lists what was dropped: "no", "reasons", or with its "texts"'
+    )
     heldout_fraction: float = Field(
         0.01, gt=0, lt=1, description="share of documents kept out of training, between 0 and 1"
     )

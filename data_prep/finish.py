@@ -17,6 +17,7 @@ from data_prep.job import Job
 from data_prep.limits import BadCount
 from data_prep.readers.records import Bad
 from data_prep.survey import raise_empty
+from data_prep.tasks.cleaning import DROPPED_TEXTS
 from data_prep.tasks.map import BAD_RECORDS, counts_of, read_marker
 from data_prep.tasks.tokenizer import folder_of, read_description
 from data_prep.tokenfile import SPLITS
@@ -43,7 +44,7 @@ def checked_markers(job: Job) -> list[dict[str, Any]]:
     markers = [done for done in found if done is not None]
     BadCount(job.config).add_all(_bad_records(job, tasks))
     documents = counts_of(markers)[:, :, 0].sum(axis=0).tolist()
-    raise_empty(dict(zip(SPLITS, documents, strict=True)), job.config)
+    raise_empty(dict(zip(SPLITS, documents, strict=True)), job.config, dropped=_counted(markers, "dropped"))
     return markers
 
 
@@ -62,11 +63,12 @@ def finish(
     _write_skipped(job, len(markers))
     _copy_tokenizer(folder_of(job.tokenizer), job.out / "tokenizer")
     _remove_others(job.out, set(known))
-    skipped: Counter[str] = sum((Counter(m["skipped"]) for m in markers), Counter())
+    _write_dropped(job, len(markers))
     details = {
         "tokenizer": read_description(job.tokenizer),
         "splits": {split: _split_entry(shards[split], job.config) for split in SPLITS},
-        "skipped": dict(sorted(skipped.items())),
+        **{key: _counted(markers, key) for key in ("skipped", "dropped", "edited")},
+        "cleaning": (job.saved_identity() or {}).get("cleaning"),
     }
     identity, parents = job.config.identity(), _parents(job, files, tokenizer)
     manifest = commit(
@@ -89,6 +91,7 @@ def is_finished(job: Job, identity: dict[str, Any]) -> bool:
     tokenizer = manifest.parents.get(TOKENIZER_PARENT, {}).get("fingerprint")
     found = [] if inputs == identity["inputs"] else ["inputs"]
     found += [] if tokenizer == identity["tokenizer"] else ["tokenizer"]
+    found += [] if manifest.details.get("cleaning") == identity["cleaning"] else ["cleaning"]
     found += differing(identity["config"], manifest.config)
     if found:
         raise DataError(
@@ -117,6 +120,20 @@ def _write_skipped(job: Job, tasks: int) -> None:
     with (job.out / SKIPPED).open("wb") as out:
         for i in range(tasks):
             out.write((job.map_directory(i) / BAD_RECORDS).read_bytes())
+
+
+def _write_dropped(job: Job, tasks: int) -> None:
+    if job.config.list_dropped == "no":
+        return
+    with (job.out / DROPPED_TEXTS).open("wb") as out:
+        for i in range(tasks):
+            with (job.map_directory(i) / DROPPED_TEXTS).open("rb") as listed:
+                shutil.copyfileobj(listed, out)
+
+
+def _counted(markers: list[dict[str, Any]], key: str) -> dict[str, int]:
+    total: Counter[str] = sum((Counter(marker[key]) for marker in markers), Counter())
+    return dict(sorted(total.items()))
 
 
 def _write_sources(path: Path, markers: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -178,5 +195,6 @@ def _remove_others(out: Path, shards: set[str]) -> None:
     """A commit that was killed may have left a half-written manifest."""
     for path in out.rglob("*"):
         name = path.relative_to(out).as_posix()
-        if path.is_file() and name not in shards | {SKIPPED, SOURCES} and not name.startswith("tokenizer/"):
+        known = name in shards | {SKIPPED, SOURCES, DROPPED_TEXTS} or name.startswith("tokenizer/")
+        if path.is_file() and not known:
             path.unlink()

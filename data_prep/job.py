@@ -152,10 +152,14 @@ def _still_there(handle: int, path: Path) -> bool:
         return False
 
 
-def identity_of(config: CorpusConfig, *, listing: str, tokenizer: str | None) -> dict[str, Any]:
+def identity_of(
+    config: CorpusConfig, *, listing: str, tokenizer: str | None, cleaning: dict[str, Any] | None
+) -> dict[str, Any]:
     """What a job directory belongs to.
 
     Args:
         listing: fingerprint of the inputs' names and sizes. tokenizer: of the given tokenizer's files.
+        cleaning: what the cleaning steps depend on besides the config.
     """
-    return {"headrace": __version__, "config": config.identity(), "inputs": listing, "tokenizer": tokenizer}
+    given = {"inputs": listing, "tokenizer": tokenizer, "cleaning": cleaning}
+    return {"headrace": __version__, "config": config.identity(), **given}

@@ -17,7 +17,7 @@ from data_prep.job import Job, identity_of
 from data_prep.plan import Plan, group, units
 from data_prep.progress import Display
 from data_prep.readers import hf
-from data_prep.survey import check_documents, check_tables, resolve_all, tokenizer_identity
+from data_prep.survey import check_cleaning, check_documents, check_tables, resolve_all, tokenizer_identity
 from data_prep.tasks.base import plain_errors
 
 
@@ -45,8 +45,9 @@ def inspect(config: CorpusConfig) -> Inspected:
     sources = resolve_all(config, without=[job.output, job.root])
     found = [source for source in sources if source is not None]
     check_tables(config, found)
-    tokenizer = tokenizer_identity(config)
-    return Inspected(job, sources, identity_of(config, listing=listing_fingerprint(found), tokenizer=tokenizer))
+    tokenizer, cleaning = tokenizer_identity(config), check_cleaning(config)
+    listing = listing_fingerprint(found)
+    return Inspected(job, sources, identity_of(config, listing=listing, tokenizer=tokenizer, cleaning=cleaning))
 
 
 def already_there(inspected: Inspected) -> bool:

@@ -44,7 +44,7 @@ def read_stats(directory: Path) -> tuple[list[SourceStats], dict[str, int]]:
         for split, entry in details["splits"].items()
         for source, sums in entry.get("sources", {}).items()
     ]
-    return rows, details["skipped"]
+    return rows, details["skipped"] | details.get("dropped", {})
 
 
 def show(rows: list[SourceStats], left_out: dict[str, int], *, console: Console | None = None) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+from data_prep.clean.chain import build, versions
 from data_prep.config import CorpusConfig, Source
 from data_prep.hashing import HELDOUT, below, content_hashes
 from data_prep.inputs import ResolvedSource, resolve
@@ -52,6 +54,19 @@ def check_tables(config: CorpusConfig, resolved: Iterable[ResolvedSource]) -> No
     BadCount(config).add_all(damaged)
 
 
+def check_cleaning(config: CorpusConfig) -> dict[str, Any] | None:
+    """What else the cleaning steps depend on: the sums of the files they read, and versions of libraries.
+
+    Raises:
+        ConfigError: a file or a package is missing.
+    """
+    if not config.clean:
+        return None
+    build(config.clean)  # refuses what would fail in every task
+    files = sorted({file for section in config.clean for file in section.files()})
+    return {"files": {file: sha256_of_file(Path(file)) for file in files}, "versions": versions(config.clean)}
+
+
 def tokenizer_identity(config: CorpusConfig) -> str | None:
     """Fingerprint of the given tokenizer's files and chat template, or None when nothing is given.
 
@@ -92,11 +107,12 @@ def check_documents(units: Iterable[Unit], config: CorpusConfig) -> None:
     raise_empty(found, config)
 
 
-def raise_empty(documents: dict[str, int], config: CorpusConfig) -> None:
+def raise_empty(documents: dict[str, int], config: CorpusConfig, *, dropped: dict[str, int] | None = None) -> None:
     """Refuses a corpus of which a split gets nothing.
 
     Args:
         documents: of each split.
+        dropped: by cleaning, by reason.
 
     Raises:
         DataError: names the split, and the fraction that would be enough.
@@ -108,6 +124,9 @@ def raise_empty(documents: dict[str, int], config: CorpusConfig) -> None:
             better = "more documents, or another seed"
             if split == "heldout" and total > 1:
                 better = f"heldout_fraction {min(0.5, 5 / total):.2g}, another seed, or more documents"
+            if dropped:
+                most = sorted(dropped.items(), key=lambda item: -item[1])[:3]
+                better = f"milder cleaning ({', '.join(f'{n:,} {reason}' for reason, n in most)}), or {better}"
             why = f"of {total} documents, heldout_fraction {fraction} and seed {config.seed} leave none for '{split}'"
             raise DataError(f"{why}\n  try: {better}")
 

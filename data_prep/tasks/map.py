@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,8 +23,9 @@ from data_prep.limits import BadCount
 from data_prep.plan import Unit
 from data_prep.readers.records import Bad, Batch
 from data_prep.readers.unit import digest_of, read_unit, wanted_of
-from data_prep.runs import Facts, RunWriter
+from data_prep.runs import Array, Facts, RunWriter
 from data_prep.tasks.base import Counts, Report, plain_errors, whole_or_absent
+from data_prep.tasks.cleaning import Cleaner
 from data_prep.tokenfile import SPLITS
 from data_prep.tokenizer.encoder import Encoder, open_encoder
 from data_prep.tokenizer.engines import Tokens
@@ -84,6 +86,7 @@ class _Pending:
 
     texts: list[str] = field(default_factory=list)
     at: list[int] = field(default_factory=list)
+    fields: list[Mapping[str, Any]] = field(default_factory=list)
     units: list[tuple[int, int]] = field(default_factory=list)
     """(number of the unit, how many texts)."""
     characters: int = 0
@@ -91,6 +94,7 @@ class _Pending:
     def add(self, batch: Batch, unit: int) -> None:
         self.texts += batch.texts
         self.at += batch.at
+        self.fields += batch.fields
         self.units.append((unit, len(batch.texts)))
         self.characters += batch.characters
 
@@ -105,6 +109,8 @@ class _Mapper:
         self._runs = RunWriter(scratch, self._encoder.dtype, *frame, masked=task.config.has_conversations)
         self._skipped: Counter[str] = Counter()
         self._bad = BadCount(task.config)
+        self._cleaner = Cleaner(task.config, scratch)
+        self._told_dropped: Counter[str] = Counter()
         self._counts = np.zeros((len(task.config.sources), len(SPLITS), 3), np.int64)
         self._documents, self._batches, self._told = 0, 0, 0
         self._sample: list[str] = []
@@ -118,7 +124,7 @@ class _Mapper:
         files, pending = [], _Pending()
         for number, unit in enumerate(self._task.units):
             digest = digest_of(unit)
-            wanted = wanted_of(self._config.sources[self._source[number]])
+            wanted = wanted_of(self._config.sources[self._source[number]], self._cleaner.fields)
             for record in read_unit(unit, wanted, digest):
                 if isinstance(record, Bad):
                     self._leave_out(record)
@@ -139,7 +145,14 @@ class _Mapper:
             self._process(pending)
         self._encoder.check(self._sample, where=self._task.name)
         self._runs.flush()
-        return {"counts": self._counts.tolist(), "skipped": dict(sorted(self._skipped.items())), "files": files}
+        self._cleaner.close()
+        return {
+            "counts": self._counts.tolist(),
+            "skipped": dict(sorted(self._skipped.items())),
+            "dropped": dict(sorted(self._cleaner.dropped.items())),
+            "edited": dict(sorted(self._cleaner.edits.items())),
+            "files": files,
+        }
 
     def _report_input(self, passed: int) -> None:
         """Reports what has been read of a unit since the last time."""
@@ -167,19 +180,25 @@ class _Mapper:
                 self._leave_out(Bad(unit.source, unit.file, where, at, "not a conversation", str(error)))
         if not found:
             return
-        pending = _Pending()
-        pending.add(kept, number)
         offsets = np.cumsum([0, *(len(conversation.ids) for conversation in found)])
         tokens = Tokens(np.concatenate([conversation.ids for conversation in found]), offsets)
-        facts = self._facts(pending, [text.encode() for text in kept.texts])
+        units = np.full(len(found), number)
+        facts = self._facts(units, np.array(kept.at), [text.encode() for text in kept.texts])
         self._runs.add(tokens, facts, mask=np.concatenate([conversation.mask for conversation in found]))
         self._count(tokens, facts)
 
     def _process(self, pending: _Pending) -> None:
-        raw = [text.encode() for text in pending.texts]
-        tokens = self._encoder.encode(pending.texts)
-        self._keep_sample(pending.texts)
-        facts = self._facts(pending, raw)
+        texts, at, unit = pending.texts, np.array(pending.at, np.int64), np.repeat(*np.array(pending.units).T)
+        cleaned = self._cleaner.clean(texts, pending.fields, lambda i: self._place(int(unit[i]), int(at[i])))
+        if cleaned is not None:
+            self._report(Counts(dropped=Counter(self._cleaner.dropped) - self._told_dropped))
+            self._told_dropped = Counter(self._cleaner.dropped)
+            texts, at, unit = cleaned[0], at[cleaned[1]], unit[cleaned[1]]
+            if not texts:
+                return
+        tokens = self._encoder.encode(texts)
+        self._keep_sample(texts)
+        facts = self._facts(unit, at, [text.encode() for text in texts])
         empty = np.diff(tokens.offsets) == 0
         if empty.any():  # empty texts, and those of which a normaliser leaves nothing
             self._skipped["empty"] += int(empty.sum())
@@ -195,14 +214,16 @@ class _Mapper:
             self._sample.append(texts[len(texts) // 2][:_SAMPLE_CHARACTERS])
         self._batches += 1
 
-    def _facts(self, pending: _Pending, raw: list[bytes]) -> Facts:
-        unit = np.repeat(*np.array(pending.units, np.int64).T)
+    def _place(self, unit: int, at: int) -> tuple[str, str, int]:
+        return self._task.units[unit].source, self._task.units[unit].file, at
+
+    def _facts(self, unit: Array, at: Array, raw: list[bytes]) -> Facts:
         hashes = content_hashes(raw)
         heldout = below(hashes[:, 0], share=self._config.heldout_fraction, seed=self._config.seed, purpose=HELDOUT)
         first = self._task.index * _MOST_DOCUMENTS + self._documents
         self._documents += len(raw)
         return Facts(
-            key=document_keys(self._unit_key[unit], np.array(pending.at, np.int64)),
+            key=document_keys(self._unit_key[unit], at),
             rank=np.arange(first, first + len(raw)),
             bytes=np.fromiter(map(len, raw), np.int64, len(raw)),
             source=self._source[unit],

@@ -1,0 +1,65 @@
+"""FineWeb's quality rules, after Penedo et al. 2024 (arXiv 2406.17557), section 3.6."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import regex  # type: ignore[import-untyped]
+
+from data_prep.clean.statistics import Statistics
+from data_prep.clean.steps import FineWebQualitySection
+from data_prep.clean.words import Splitter
+
+_ENDS_SENTENCE = regex.compile(r"\p{Sentence_Terminal}")
+
+
+class FineWebQuality:
+    """Lines that end like sentences, short lines, repeated lines, line feeds per word. Empty lines do not count."""
+
+    def __init__(self, section: FineWebQualitySection, splitter: Splitter) -> None:
+        self._section = section
+        self._splitter = splitter
+        self._ends = _Terminal()
+
+    def __call__(self, text: Statistics, _: Mapping[str, Any]) -> Statistics | str:
+        """See `chain.Rule`."""
+        lines = [line for line in text.lines if line and not line.isspace()]
+        if not lines:
+            return "no lines"
+        return self._line_shapes(lines) or self._repetition(text, lines) or self._line_feeds(text) or text
+
+    def _line_shapes(self, lines: list[str]) -> str | None:
+        section = self._section
+        if section.min_ended_lines is not None:
+            ended = sum([self._ends[line[-1]] for line in lines])
+            if ended / len(lines) < section.min_ended_lines:
+                return "few lines end a sentence"
+        if section.max_short_lines is not None:
+            short = sum([len(line) <= section.short_line for line in lines])
+            if short / len(lines) > section.max_short_lines:
+                return "many short lines"
+        return None
+
+    def _repetition(self, text: Statistics, lines: list[str]) -> str | None:
+        unique = set(lines)
+        if len(unique) == len(lines) or self._section.max_duplicate_characters is None:
+            return None
+        again = sum(map(len, lines)) - sum(map(len, unique))
+        if again / (len(text.text) - text.line_feeds) > self._section.max_duplicate_characters:
+            return "characters in duplicate lines"
+        return None
+
+    def _line_feeds(self, text: Statistics) -> str | None:
+        limit = self._section.max_line_feeds
+        if limit is not None and text.line_feeds > limit * len(text.words(self._splitter).length):
+            return "many line feeds"
+        return None
+
+
+class _Terminal(dict[str, bool]):
+    """Whether a character ends a sentence in some script (Unicode's property Sentence_Terminal)."""
+
+    def __missing__(self, character: str) -> bool:
+        ends = self[character] = bool(_ENDS_SENTENCE.match(character))
+        return ends

@@ -1,0 +1,41 @@
+"""One step on one text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from data_prep.clean.chain import Kept, build
+from data_prep.clean.steps import parse_steps
+
+
+def clean(step: str, text: str, *, record: dict[str, Any] | None = None, **keys: Any) -> str:
+    """The text as the step leaves it, or "-- REASON" if it drops it."""
+    outcome = build(parse_steps([{"step": step, **keys}])).clean(text, record or {})
+    if isinstance(outcome, Kept):
+        return outcome.text
+    assert outcome.step == step
+    return f"-- {outcome.reason}"
+
+
+@pytest.fixture
+def run() -> Callable[..., str]:
+    """`clean`, for test modules."""
+    return clean
+
+
+PROSE = (
+    "The mill stands where the river leaves the hills, and a headrace leads the water to it.\n"
+    "In spring there is more water than the wheel can use; the miller opens the gate beside the weir.\n"
+    "Grain comes by cart from farms that lie to the north of the town, with rye for bread and oats for horses.\n"
+    "Nobody remembers who built the first wheel, but its axle was found under the floor some years ago.\n"
+    "It had been cut from one oak, and it would still have carried a stone of half a ton.\n"
+)
+
+
+@pytest.fixture
+def prose() -> str:
+    """Ninety words of plain English that every rule lets pass."""
+    return PROSE

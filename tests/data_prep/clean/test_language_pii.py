@@ -1,0 +1,89 @@
+"""Language identification and masking."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from headrace.errors import ConfigError
+
+Run = Callable[..., str]
+GERMAN = "Die Mühle steht dort, wo der Fluss die Hügel verlässt, und ein Obergraben führt ihr das Wasser zu. " * 3
+FRENCH = "Le moulin se trouve là où la rivière quitte les collines, et un canal lui amène l'eau. " * 3
+
+
+def test_texts_in_other_languages_are_dropped(run: Run, prose: str) -> None:
+    assert run("language", prose, keep=["en"]) == prose
+    assert run("language", GERMAN, keep=["en"]) == "-- other language"
+    assert run("language", FRENCH, keep=["en", "de"]) == "-- other language"
+    assert run("language", GERMAN, keep=["en", "de"]) == GERMAN
+
+
+def test_a_text_of_two_languages_needs_its_share(run: Run) -> None:
+    both = FRENCH + GERMAN
+    assert run("language", both, keep=["fr"], min_share=0.25) == both
+    assert run("language", both, keep=["fr"], min_share=0.75) == "-- other language"
+    assert run("language", both, keep=["fr", "de"], min_share=0.9) == both
+
+
+def test_the_middle_of_a_long_text_decides(run: Run) -> None:
+    text = GERMAN + FRENCH * 5 + GERMAN
+    assert run("language", text, keep=["fr"], characters=1000) == text
+
+
+def test_characters_that_the_detector_refuses_do_not_matter(run: Run, prose: str) -> None:
+    odd = prose + "\x01\x7f\ud800\ufffe"
+    assert run("language", odd, keep=["en"]) == odd
+
+
+def test_a_text_without_words_is_in_no_language(run: Run) -> None:
+    assert run("language", "1 2 3", keep=["en"]) == "-- other language"
+
+
+def test_an_unknown_language_is_refused_with_a_suggestion(run: Run) -> None:
+    with pytest.raises(ConfigError, match=r"clean\.0\.keep.*\n.*no such language"):
+        run("language", "", keep=["english"])
+
+
+@pytest.mark.parametrize(
+    ("text", "masked"),
+    [
+        ("Write to jane.doe+mill@mail.example.co.uk, please.", "Write to email@example.com, please."),
+        ("<a@b.org>;c@d.net", "<email@example.com>;email@example.com"),
+        ("a@b@c.org", "a@email@example.com"),
+        ("@property and foo @ bar.com and npm left-pad@1.3.0", None),
+        ("user@localhost", None),
+        ("Ask 8.8.8.8 or 1.1.1.1.", "Ask 192.0.2.1 or 192.0.2.1."),
+        ("10.0.0.1, 127.0.0.1, 192.168.1.1, 172.16.0.9", None),
+        ("version 8.8.8.8.1, 1.8.8.8.8 and 300.8.8.8, 8.8.8", None),
+        ("[2606:4700:4700::1111]:53", "[2001:db8::1]:53"),
+        ("std::vector<int>::size, 12:30:45, dead::beef, 2001:db8::7", None),
+    ],
+)
+def test_addresses_are_masked_and_what_looks_like_them_is_not(run: Run, text: str, masked: str | None) -> None:
+    assert run("pii", text) == (masked or text)
+
+
+def test_kinds_of_addresses_can_be_left_alone(run: Run) -> None:
+    text = "a@b.org 8.8.8.8 2606:4700:4700::1111"
+    assert run("pii", text, email=None, ip=None, ipv6=None) == text
+    assert run("pii", text, email="EMAIL", ip="IP", ipv6="IP") == "EMAIL IP IP"
+
+
+def test_masking_does_not_depend_on_the_texts_before(run: Run) -> None:
+    assert run("pii", "a@b.org c@d.org") == "email@example.com email@example.com"
+
+
+HARD = ["@", "a.", "1.", "2001:", "x@y.", "@a", ".", "a ", "\n", "x", "... ", "Â", "&a;", "é\n", "1.1.1.1 "]
+
+
+@pytest.mark.parametrize("piece", HARD)
+def test_texts_of_one_thing_take_seconds_at_most(run: Run, piece: str) -> None:
+    text = piece * (300_000 // len(piece))
+    start = time.process_time()
+    for step in ("unicode", "gopher_repetition", "gopher_quality", "fineweb_quality", "pii"):
+        run(step, text)
+    run("c4", text, max_word_length=None, min_words_per_line=0, terminal_punctuation=False)
+    assert time.process_time() - start < 15  # under one here; what is quadratic takes hours

@@ -1,0 +1,127 @@
+"""Blocklists and decontamination, from files."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import ConfigError
+
+Run = Callable[..., str]
+
+
+def listing(path: Path, *lines: str) -> str:
+    path.write_text("\n".join(["# a comment", "", *lines]) + "\n", encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("https://example.com/a", "blocked domain"),
+        ("http://deep.sub.Example.COM:8080/", "blocked domain"),
+        ("example.com", "blocked domain"),
+        ("https://notexample.com/", None),
+        ("https://fine.org/page", "blocked URL"),
+        ("http://fine.org/page/#part", "blocked URL"),
+        ("https://fine.org/other", None),
+        ("https://fine.org/casino-night", "blocked word in URL"),
+        ("https://fine.org/casinos", None),
+        ("http://[broken", None),
+        (None, None),
+    ],
+)
+def test_urls_are_blocked_by_domain_address_and_word(
+    run: Run, tmp_path: Path, url: str | None, reason: str | None
+) -> None:
+    keys = {
+        "domains": [listing(tmp_path / "d", "example.com")],
+        "urls": [listing(tmp_path / "u", "fine.org/page")],
+        "words": [listing(tmp_path / "w", "Casino")],
+    }
+    outcome = run("url_blocklist", "text", record={"url": url}, **keys)
+    assert outcome == (f"-- {reason}" if reason else "text")
+
+
+def test_texts_without_url_may_be_dropped(run: Run, tmp_path: Path) -> None:
+    keys = {"domains": [listing(tmp_path / "d", "example.com")], "field": "source", "missing": "drop"}
+    assert run("url_blocklist", "text", record={"url": "https://x.org"}, **keys) == "-- no URL"
+    assert run("url_blocklist", "text", record={"source": "https://x.org"}, **keys) == "text"
+
+
+@pytest.mark.parametrize(
+    ("text", "blocked"),
+    [
+        ("What a Darn thing", True),
+        ("(darn)", True),
+        ("darning", False),
+        ("so very\n bad it is", True),
+        ("so very, bad", False),
+        ("a$$ here", True),
+        ("ba$$", False),
+        ("one *** two", True),
+        ("ÉTÉ", True),
+    ],
+)
+def test_words_are_blocked_where_they_stand_alone(run: Run, tmp_path: Path, text: str, blocked: bool) -> None:
+    path = listing(tmp_path / "w", "darn", "very bad", "a$$", "***", "été")
+    assert run("word_blocklist", text, words=[path]) == ("-- blocked word" if blocked else text)
+
+
+def test_substrings_are_blocked_in_languages_without_blanks(run: Run, tmp_path: Path) -> None:
+    path = listing(tmp_path / "w", "水車")
+    assert run("word_blocklist", "古い水車小屋", words=[path]) == "古い水車小屋"
+    assert run("word_blocklist", "古い水車小屋", words=[path], match="substrings") == "-- blocked word"
+
+
+QUESTION = "Which of these wheels turns fastest when the gate of the headrace is opened wide?"  # 15 words
+
+
+def test_texts_that_share_thirteen_words_with_an_evaluation_are_dropped(run: Run, tmp_path: Path, prose: str) -> None:
+    path = tmp_path / "eval.jsonl"
+    path.write_text(json.dumps({"question": QUESTION, "choices": ["undershot", {"b": prose}]}) + "\n", encoding="utf-8")
+    words = QUESTION.upper().rstrip("?").split()
+    for count, kept in ((12, True), (13, False)):
+        text = "Before -- " + ", ".join(words[:count]) + "; after."
+        outcome = run("decontaminate", text, evaluations=[str(path)])
+        assert outcome == (text if kept else "-- in evaluation data")
+    assert run("decontaminate", prose, evaluations=[str(path)]) == "-- in evaluation data"
+    assert run("decontaminate", prose, evaluations=[str(path)], fields=["question"]) == prose
+
+
+def test_evaluations_may_be_plain_or_compressed_text(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "eval.txt.gz"
+    path.write_bytes(gzip.compress(QUESTION.replace(" ", "\n").encode()))
+    assert run("decontaminate", QUESTION, evaluations=[str(path)]) == "-- in evaluation data"
+
+
+def test_runs_may_be_shorter_or_longer(run: Run, tmp_path: Path) -> None:
+    path = listing(tmp_path / "eval.txt", QUESTION)
+    assert run("decontaminate", "which OF these: wheels", evaluations=[path], ngram=4) == "-- in evaluation data"
+    assert run("decontaminate", QUESTION[:-6], evaluations=[path], ngram=15) == QUESTION[:-6]
+
+
+@pytest.mark.parametrize(
+    ("step", "keys", "message"),
+    [
+        ("word_blocklist", {"words": ["absent.txt"]}, "No such file"),
+        ("word_blocklist", {"words": ["empty.txt"]}, "there is no entry in it"),
+        ("url_blocklist", {}, "there is no list"),
+        ("decontaminate", {"evaluations": ["bad.jsonl"]}, r"bad\.jsonl:2.*\n.*not JSON"),
+        ("decontaminate", {"evaluations": ["good.jsonl"], "fields": ["answer"]}, "no field 'answer'"),
+        ("decontaminate", {"evaluations": ["good.jsonl"]}, "has 13 words"),
+    ],
+)
+def test_lists_that_cannot_be_used_are_refused_when_the_chain_is_built(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, keys: dict[str, object], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    listing(tmp_path / "empty.txt")
+    (tmp_path / "bad.jsonl").write_text('{"a": "b"}\n{"a": \n')
+    (tmp_path / "good.jsonl").write_text('{"a": "too short"}\n')
+    with pytest.raises(ConfigError, match=message):
+        run(step, "text", **keys)

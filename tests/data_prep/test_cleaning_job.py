@@ -1,0 +1,78 @@
+"""Cleaning in a job: what is dropped is counted and listed, by whoever does it; lists belong to the job's identity."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from headrace.directory import read_manifest
+
+Tree = dict[str, bytes]
+STEPS = [
+    {"step": "word_blocklist", "words": ["forbidden.txt"]},
+    {"step": "pii"},
+    {"step": "url_blocklist", "domains": ["domains.txt"]},
+]
+
+
+def corpus(work: Path, write_config: Callable[..., str]) -> str:
+    rows = [
+        {
+            "text": f"Text {i} of the mill. Write to miller{i}@example.org. " + "weir " * (i % 2),
+            "url": f"http://{i}.org",
+        }
+        for i in range(80)
+    ]
+    (work / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (work / "forbidden.txt").write_text("weir\n")
+    (work / "domains.txt").write_text("4.org\n6.org\n")
+    sources = [{"path": "a.jsonl", "name": "a"}]
+    return write_config(sources=sources, clean=STEPS, task_bytes=2000, list_dropped="texts", heldout_fraction=0.2)
+
+
+def test_what_is_dropped_is_counted_and_listed_whoever_does_it(
+    work: Path, cli: Any, write_config: Callable[..., str], bytes_of: Callable[[Path], Tree]
+) -> None:
+    config = corpus(work, write_config)
+    cli("--config", config, "--workers", "1")
+    details = read_manifest(work / "tokens", kind="tokens").details
+    rows = [json.loads(line) for line in (work / "tokens" / "dropped.jsonl").read_text().splitlines()]
+    assert sum(details["dropped"].values()) == len(rows) == 42
+    assert {row["step"] for row in rows} == {"word_blocklist", "url_blocklist"}
+    lines = (work / "a.jsonl").read_bytes()
+    for row in rows:
+        said = json.loads(lines[row["at"] :].split(b"\n", 1)[0])
+        assert said["text"].startswith(row["text"][:7])
+        assert "weir" in said["text"] or said["url"] in ("http://4.org", "http://6.org")
+    assert details["edited"] == {"pii": 40}
+    assert sum(split["documents"] for split in details["splits"].values()) == 38
+    assert "word_blocklist" in cli("stats", "tokens").stdout
+    cli("--config", config, "--workers", "2", "--set", "output=again")
+    assert bytes_of(work / "again") == bytes_of(work / "tokens")
+
+
+def test_a_list_that_changes_in_the_middle_is_another_job(
+    work: Path, cli: Any, write_config: Callable[..., str]
+) -> None:
+    config = corpus(work, write_config)
+    cli("prepare", "--config", config)
+    (work / "forbidden.txt").write_text("weir\nmill\n")
+    assert "cleaning" in cli("--config", config, code=2).stderr
+    (work / "forbidden.txt").write_text("weir\n")
+    cli("--config", config)
+    assert "is there already" in cli("--config", config).stdout
+    (work / "forbidden.txt").write_text("weir\nmill\n")
+    assert "made differently: cleaning" in cli("--config", config, code=2).stderr
+    (work / "forbidden.txt").unlink()
+    assert "forbidden.txt" in cli("--config", config, code=2).stderr
+
+
+def test_a_corpus_of_which_cleaning_leaves_too_little_says_what_dropped_it(
+    work: Path, cli: Any, write_config: Callable[..., str]
+) -> None:
+    config = corpus(work, write_config)
+    (work / "forbidden.txt").write_text("mill\n")
+    refused = cli("--config", config, code=2).stderr
+    assert "80 word_blocklist" in refused
