@@ -13,12 +13,14 @@ from typing import Any
 import xxhash
 
 from data_prep.config import TOKENIZER_PARENT, CorpusConfig, differing
+from data_prep.copies import COPIES, copies_counted
 from data_prep.job import Job
 from data_prep.limits import BadCount
 from data_prep.readers.records import Bad
 from data_prep.survey import raise_empty
 from data_prep.tasks.cleaning import DROPPED_TEXTS
-from data_prep.tasks.map import BAD_RECORDS, counts_of, read_marker
+from data_prep.tasks.map import counts_of, read_marker
+from data_prep.tasks.texts import BAD_RECORDS
 from data_prep.tasks.tokenizer import folder_of, read_description
 from data_prep.tokenfile import SPLITS
 from headrace.directory import Manifest, commit, read_manifest
@@ -67,7 +69,8 @@ def finish(
     details = {
         "tokenizer": read_description(job.tokenizer),
         "splits": {split: _split_entry(shards[split], job.config) for split in SPLITS},
-        **{key: _counted(markers, key) for key in ("skipped", "dropped", "edited")},
+        **{key: _counted(markers, key) for key in ("skipped", "edited")},
+        "dropped": _counted(markers, "dropped") | copies_counted(job),
         "cleaning": (job.saved_identity() or {}).get("cleaning"),
     }
     identity, parents = job.config.identity(), _parents(job, files, tokenizer)
@@ -128,6 +131,9 @@ def _write_dropped(job: Job, tasks: int) -> None:
     with (job.out / DROPPED_TEXTS).open("wb") as out:
         for i in range(tasks):
             with (job.map_directory(i) / DROPPED_TEXTS).open("rb") as listed:
+                shutil.copyfileobj(listed, out)
+        if (job.root / COPIES).exists():
+            with (job.root / COPIES).open("rb") as listed:
                 shutil.copyfileobj(listed, out)
 
 

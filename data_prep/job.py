@@ -6,7 +6,9 @@
     plan.json     the map tasks: lists of units
     datasets/     data of builders, saved by split
     tokenizer/    the tokenizer that all map tasks use
+    lines/00000/  hashes of the lines of a map task's texts
     map/00000/    the output of a finished map task
+    dedup/        copies that were found
     reduce/       markers of finished shards
     out/          the shards; becomes the output
     lock          held by whoever works on it: shared by map tasks, alone by everybody else
@@ -76,17 +78,31 @@ class Job:
         """The task that makes the tokenizer."""
         return TokenizerTask([unit for units in plan for unit in units], self.config, self.tokenizer)
 
-    def map_tasks(self, plan: list[list[Unit]]) -> list[MapTask]:
-        """All map tasks, in order."""
+    @property
+    def dedup(self) -> Path:
+        """What deduplication has found."""
+        return self.root / "dedup"
+
+    @property
+    def copies(self) -> Path:
+        """Which documents are copies of others."""
+        return self.dedup / "copies"
+
+    def lines_directory(self, index: int) -> Path:
+        """Where the hashes of map task `index`'s lines are."""
+        return self.root / "lines" / f"{index:05d}"
+
+    def map_tasks(self, plan: list[list[Unit]], lines: list[Path]) -> list[MapTask]:
+        """All map tasks, in order; `lines`: directories of the tasks that have found lines to drop."""
         folder = folder_of(self.tokenizer)
-        return [MapTask(i, units, self.config, folder, self.map_directory(i)) for i, units in enumerate(plan)]
+        return [MapTask(i, units, self.config, folder, self.map_directory(i), lines) for i, units in enumerate(plan)]
 
     def save_plan(self, plan: list[list[Unit]], identity: dict[str, Any]) -> None:
         """Writes plan.json, then job.json."""
         partial = self.root / ".plan.json.partial"
         partial.write_text(json.dumps([[astuple(unit) for unit in units] for units in plan]))
         partial.rename(self.root / "plan.json")
-        for sub in ("map", "reduce", "out/train", "out/heldout"):
+        for sub in ("lines", "map", "dedup", "reduce", "out/train", "out/heldout"):
             (self.root / sub).mkdir(parents=True, exist_ok=True)
         write_json(self.root / "job.json", identity)
 
@@ -118,7 +134,7 @@ class Job:
 
     def remove_scratch(self) -> None:
         """Deletes what killed tasks left. Only for who holds the lock alone."""
-        for parent in (self.root, self.root / "map", self.root / "reduce"):
+        for parent in (self.root, *(self.root / sub for sub in ("lines", "map", "dedup", "reduce"))):
             for path in parent.glob(SCRATCH):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 

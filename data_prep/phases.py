@@ -9,16 +9,24 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from data_prep.config import CorpusConfig
+from data_prep.copies import list_copies
+from data_prep.dedup.components import ComponentsTask, drops_of
+from data_prep.dedup.documents import PairsTask
+from data_prep.dedup.documents import pairs_tasks as dedup_pairs_tasks
+from data_prep.dedup.line_tasks import LinesTask
+from data_prep.dedup.line_tasks import lines_tasks as dedup_lines_tasks
 from data_prep.executors.base import Executor
 from data_prep.finish import checked_markers, finish
 from data_prep.job import Job
 from data_prep.progress import Display
 from data_prep.runs import runs_of
-from data_prep.shards import plan_shards
+from data_prep.shards import dropped_counts, plan_shards
 from data_prep.survey import tokenizer_identity
-from data_prep.tasks.base import Task, plain_errors
+from data_prep.tasks.base import Counts, Task, plain_errors
+from data_prep.tasks.lines import HashLinesTask, lines_of
 from data_prep.tasks.map import MapTask, counts_of
 from data_prep.tasks.reduce import ReduceTask
 from data_prep.tasks.tokenizer import read_description
@@ -36,12 +44,17 @@ class Phase:
     tasks: Callable[[Job], Sequence[Task]]
 
 
-def phases_of(_config: CorpusConfig) -> list[Phase]:
+def phases_of(config: CorpusConfig) -> list[Phase]:
     """The phases of a job, in order."""
-    return [
-        Phase("map", "read, clean and tokenise", map_tasks),
-        Phase("reduce", "order, merge and write shards", reduce_tasks),
-    ]
+    dedup = config.dedup
+    phases = [Phase("map", "read, clean and tokenise", map_tasks)]
+    if dedup is not None and dedup.lines is not None:
+        lines = [Phase("lines", "hash lines", hash_lines_tasks), Phase("repeated", "find repeated lines", lines_tasks)]
+        phases = [*lines, *phases]
+    if dedup is not None and (dedup.exact or dedup.near is not None):
+        pairs = Phase("pairs", "find documents that share hashes", pairs_tasks)
+        phases += [pairs, Phase("copies", "decide which copies are dropped", copies_tasks)]
+    return [*phases, Phase("reduce", "order, merge and write shards", reduce_tasks)]
 
 
 def run_phases(job: Job, executor: Executor) -> list[Display]:
@@ -92,13 +105,10 @@ def complete(job: Job, *, tokenizer: str | None) -> Manifest:
         DataError: something has not finished.
     """
     markers = checked_markers(job)
-    tasks = reduce_tasks(job)
-    missing = [task.name for task in tasks if not task.finished]
-    if missing:
-        few = ", ".join(missing[:5])
-        raise DataError(f"{len(missing)} of {len(tasks)} reduce tasks have not finished: {few}\n  try: run them first")
+    tasks = _finished(reduce_tasks(job), "reduce")
     with plain_errors("finishing"):
-        results = [(task.shard.split, task.run(lambda _counts: None)) for task in tasks]
+        results = [(task.shard.split, task.run(_unheard)) for task in tasks]
+        list_copies(job, _runs(job))
         return finish(job, markers=markers, results=results, tokenizer=tokenizer)
 
 
@@ -123,9 +133,41 @@ def prepared(config: CorpusConfig) -> Job:
     return job
 
 
+def hash_lines_tasks(job: Job) -> list[HashLinesTask]:
+    """One for each entry of the plan."""
+    plan = job.load_plan()
+    return [HashLinesTask(i, units, job.config, job.lines_directory(i)) for i, units in enumerate(plan)]
+
+
+def lines_tasks(job: Job) -> list[LinesTask]:
+    """One for each range of hashes of lines."""
+    hashed = _finished(hash_lines_tasks(job), "lines")
+    lines = sum(task.run(_unheard)["lines"] for task in hashed)
+    return dedup_lines_tasks(
+        lines_of(job.config), runs=[task.directory for task in hashed], lines=lines, directory=job.dedup
+    )
+
+
 def map_tasks(job: Job) -> list[MapTask]:
     """One for each entry of the plan."""
-    return job.map_tasks(job.load_plan())
+    found: Sequence[LinesTask] = []
+    if job.config.dedup is not None and job.config.dedup.lines is not None:
+        found = _finished(lines_tasks(job), "repeated")
+    return job.map_tasks(job.load_plan(), [task.directory for task in found])
+
+
+def pairs_tasks(job: Job) -> list[PairsTask]:
+    """For each band, and for the texts' own hashes, one for each range of hashes."""
+    exact, near = _pairs(job)
+    return [*exact, *near]
+
+
+def copies_tasks(job: Job) -> list[ComponentsTask]:
+    """One."""
+    exact, near = _pairs(job)
+    _finished([*exact, *near], "pairs")
+    found = [tuple(task.directory for task in tasks) for tasks in (exact, near)]
+    return [ComponentsTask(found[0], found[1], tuple(_runs(job)), job.copies)]
 
 
 def reduce_tasks(job: Job) -> list[ReduceTask]:
@@ -133,19 +175,51 @@ def reduce_tasks(job: Job) -> list[ReduceTask]:
     markers = checked_markers(job)
     described = read_description(job.tokenizer)
     assert described is not None
-    runs = [run for i in range(len(markers)) for run in runs_of(job.map_directory(i))]
+    runs, drops = _runs(job), list[Path]()
     counts = counts_of(markers)
-    shards = plan_shards(counts[:, :, 1], counts[:, :, 0], runs, shard_tokens=job.config.shard_tokens)
-    dtype = dtype_for(described["vocab_size"]).str
+    if job.config.dedup is not None and (job.config.dedup.exact or job.config.dedup.near is not None):
+        (copies,) = _finished(copies_tasks(job), "copies")
+        drops = [drops_of(copies.directory, i) for i in range(len(runs))]
+        counts = counts - dropped_counts(runs, drops, shape=counts.shape, cache=job.dedup / "dropped.json")
+    shards = plan_shards(counts[:, :, 1], counts[:, :, 0], runs, drops, shard_tokens=job.config.shard_tokens)
+    dtype, masked = dtype_for(described["vocab_size"]).str, job.config.has_conversations
     return [
-        ReduceTask(
-            shard, runs, (), dtype, job.config.has_conversations, job.out, job.reduce_marker(shard.split, shard.index)
-        )
+        ReduceTask(shard, runs, drops, dtype, masked, job.out, job.reduce_marker(shard.split, shard.index))
         for shard in shards
     ]
 
 
+def _pairs(job: Job) -> tuple[list[PairsTask], list[PairsTask]]:
+    assert job.config.dedup is not None
+    documents = int(counts_of(checked_markers(job))[:, :, 0].sum())
+    return dedup_pairs_tasks(job.config.dedup, runs=_runs(job), documents=documents, directory=job.dedup)
+
+
+def _runs(job: Job) -> list[Path]:
+    return [run for i in range(len(job.load_plan())) for run in runs_of(job.map_directory(i))]
+
+
+T = TypeVar("T", bound=Task)
+
+
+def _finished(tasks: Sequence[T], phase: str) -> Sequence[T]:
+    """The tasks of a phase, all of which have finished.
+
+    Raises:
+        DataError: some have not.
+    """
+    missing = [task.name for task in tasks if not task.finished]
+    if missing:
+        few = ", ".join(missing[:5])
+        raise DataError(f"{len(missing)} of {len(tasks)} {phase} tasks have not finished: {few}\n  try: run them first")
+    return tasks
+
+
+def _unheard(_counts: Counts) -> None:
+    """For tasks that have finished and only tell what they said."""
+
+
 def _display(phase: Phase, tasks: Sequence[Task], todo: Sequence[Task], note: Path) -> Display:
-    total, left = (sum(t.input_bytes for t in some if isinstance(t, MapTask)) for some in (tasks, todo))
+    total, left = (sum(t.input_bytes for t in some if isinstance(t, MapTask | HashLinesTask)) for some in (tasks, todo))
     tokens = sum(t.shard.tokens for t in todo if isinstance(t, ReduceTask))
     return Display(phase.name, total_bytes=total, done_bytes=total - left, total_tokens=tokens, note=note)

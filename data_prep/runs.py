@@ -4,8 +4,8 @@
     RUN/docs.npy      one `DOCUMENT` each
     RUN/mask.bin      a byte for each token, 1 where it is learnt; only in jobs with conversations
     RUN/run.json      the groups: [split, source, first document, end]
-    RUN/hashes.npy    uint64 [documents, 2], XXH3-128 of the texts; only for exact dedup
-    RUN/bands.npy     uint64 [bands, documents], MinHash; only for near-dedup
+
+and, for dedup, what `dedup.documents.write_run` writes.
 
 A run holds what fits into `RUN_BYTES` of memory; a task writes as many as it needs.
 """
@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from data_prep.dedup.documents import write_run
 from data_prep.hashing import U64
 from data_prep.tokenizer.engines import Tokens
 from headrace.directory import write_json
@@ -36,6 +37,8 @@ DOCUMENT = np.dtype(
         ("start", "<i8"),
         ("rank", "<i8"),
         ("bytes", "<i8"),
+        ("at", "<i8"),
+        ("unit", "<u4"),
         ("tokens", "<i4"),
         ("source", "<u2"),
         ("split", "u1"),
@@ -44,11 +47,11 @@ DOCUMENT = np.dtype(
 """A document of a run.
 
 key: its place in the order of its source. start: its first token in the run. rank: its place in the order of the input.
-bytes: UTF-8 of its text. tokens: with BOS and EOS. source: number in the config. split: number in `SPLITS`.
+bytes: UTF-8 of its text. at: its place in its file. unit: number of its unit in the task. tokens: with BOS and EOS.
+source: number in the config. split: number in `SPLITS`.
 """
 _PIECE_BYTES = 4 << 20
 _TOKENS, _MASK, _DOCUMENTS, _RUN = "tokens.bin", "mask.bin", "docs.npy", "run.json"
-HASHES, BANDS = "hashes.npy", "bands.npy"
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ class Facts:
     bytes: Array
     source: Array
     split: Array
+    at: Array
+    unit: Array
     hashes: U64 | None = None
     bands: U64 | None = None
 
@@ -228,13 +233,11 @@ def runs_of(directory: Path) -> list[Path]:
 def _write_documents(run: Path, tokens: Array, facts: Facts) -> None:
     documents = np.zeros(len(tokens), DOCUMENT)
     documents["tokens"], documents["start"][1:] = tokens, np.cumsum(tokens)[:-1]
-    for name in ("key", "rank", "bytes", "source", "split"):
+    for name in ("key", "rank", "bytes", "source", "split", "at", "unit"):
         documents[name] = getattr(facts, name)
     np.save(run / _DOCUMENTS, documents)
-    if facts.hashes is not None:
-        np.save(run / HASHES, facts.hashes)
-    if facts.bands is not None:
-        np.save(run / BANDS, np.ascontiguousarray(facts.bands.T))
+    if facts.hashes is not None or facts.bands is not None:
+        write_run(run, rank=facts.rank, hashes=facts.hashes, bands=facts.bands)
     write_json(run / _RUN, {"groups": _groups(documents)})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,17 +11,20 @@ import numpy as np
 from data_prep.runs import Array, Run
 from data_prep.tasks.reduce import KEYS, Shard
 from data_prep.tokenfile import SPLITS
+from headrace.directory import write_json
 
 _FEW = 256
 """Documents per shard below which a shard may come out empty: then they are counted."""
 
 
-def plan_shards(tokens: Array, documents: Array, runs: Sequence[Path], *, shard_tokens: int) -> list[Shard]:
+def plan_shards(
+    tokens: Array, documents: Array, runs: Sequence[Path], drops: Sequence[Path], *, shard_tokens: int
+) -> list[Shard]:
     """The shards of all splits, numbered within each.
 
     Args:
         tokens, documents: int64 [sources, splits], how many are kept.
-        runs: of all map tasks; only looked at where documents are few.
+        runs, drops: of all map tasks, and what dedup drops of each; only looked at where documents are few.
     """
     shards: list[Shard] = []
     for number, split in enumerate(SPLITS):
@@ -29,20 +33,42 @@ def plan_shards(tokens: Array, documents: Array, runs: Sequence[Path], *, shard_
             total, kept = int(tokens[source, number]), int(documents[source, number])
             pieces = min(max(1, -(-total // shard_tokens)), max(1, kept))
             bounds = [KEYS * i // pieces for i in range(pieces + 1)]
-            filled = _filled((number, source), bounds, runs) if kept < _FEW * pieces else [kept > 0] * pieces
+            few = kept < _FEW * pieces
+            filled = _filled((number, source), bounds, runs, drops) if few else np.ones(pieces, np.bool_)
             for i in np.flatnonzero(filled).tolist():
                 shards.append(Shard(split, index, source, bounds[i], bounds[i + 1], total // pieces))
                 index += 1
     return shards
 
 
-def _filled(group: tuple[int, int], bounds: list[int], runs: Sequence[Path]) -> list[bool]:
-    """Whether any document has a key in each range."""
+def dropped_counts(runs: Sequence[Path], drops: Sequence[Path], *, shape: tuple[int, ...], cache: Path) -> Array:
+    """Documents, tokens and bytes that dedup drops: int64 [sources, splits, 3].
+
+    Args:
+        cache: where they are kept once they have been counted.
+    """
+    if cache.is_file():
+        return np.array(json.loads(cache.read_text()), np.int64)
+    counts = np.zeros(shape, np.int64)
+    for path, drop in zip(runs, drops, strict=True):
+        gone = Run.open(path).documents[np.load(drop) != 0]
+        for column, values in enumerate((1, gone["tokens"], gone["bytes"])):
+            np.add.at(counts[:, :, column], (gone["source"], gone["split"]), values)
+    write_json(cache, counts.tolist())
+    return counts
+
+
+def _filled(group: tuple[int, int], bounds: list[int], runs: Sequence[Path], drops: Sequence[Path]) -> Array:
+    """bool [ranges]: whether any document has its key in each range."""
     found = np.zeros(len(bounds) - 1, np.bool_)
-    for path in runs:
+    for i, path in enumerate(runs):
         run = Run.open(path)
-        if group in run.groups:
-            first, end = run.groups[group]
-            cuts = np.searchsorted(run.documents["key"][first:end], np.array(bounds[1:-1], np.uint64))
-            found |= np.diff(np.concatenate([[0], cuts, [end - first]])) > 0
-    return found.tolist()
+        if group not in run.groups:
+            continue
+        first, end = run.groups[group]
+        keys = run.documents["key"][first:end]
+        if drops:
+            keys = keys[np.load(drops[i], mmap_mode="r")[first:end] == 0]
+        cuts = np.searchsorted(keys, np.array(bounds[1:-1], np.uint64))
+        found |= np.diff(np.concatenate([[0], cuts, [len(keys)]])) > 0
+    return found

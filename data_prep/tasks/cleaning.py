@@ -25,10 +25,11 @@ class Cleaner:
         dropped: texts left out, by "step: reason".
     """
 
-    def __init__(self, config: CorpusConfig, directory: Path) -> None:
+    def __init__(self, config: CorpusConfig, directory: Path | None) -> None:
+        """`directory`: where the list goes; None makes none."""
         self._chain: Chain | None = build(config.clean) if config.clean else None
         self._list: TextIO | None = None
-        if config.list_dropped != "no":
+        if config.list_dropped != "no" and directory is not None:
             self._list = (directory / DROPPED_TEXTS).open("w", encoding="ascii")
         self._with_text = config.list_dropped == "texts"
         self.fields = self._chain.fields if self._chain is not None else ()

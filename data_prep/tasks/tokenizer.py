@@ -12,6 +12,7 @@ from data_prep.chat.conversation import TEMPLATE_FILE
 from data_prep.config import CorpusConfig
 from data_prep.plan import Unit
 from data_prep.tasks.base import Counts, Report, plain_errors, whole_or_absent
+from data_prep.tasks.signing import write_classes
 from data_prep.tokenizer.policy import ENGINE_FILE
 from headrace.directory import write_json
 
@@ -64,6 +65,8 @@ class TokenizerTask:
             train.train(sample.sample_texts(self.units, self.config), folder, section)
         if section.chat_template is not None:
             shutil.copyfile(section.chat_template, folder / TEMPLATE_FILE)
+        if self.config.dedup is not None and self.config.dedup.near is not None:
+            write_classes(scratch, folder)
         policy = self.config.text_policy()
         if self.config.has_conversations:
             encoder.open_chat_encoder(folder, special=policy.special)  # refuses a template that does not compile

@@ -1,0 +1,331 @@
+"""Near-duplicates: what is found, what is dropped by mistake, and what it costs, beside the peers.
+
+    python -m benchmarks.near_dedup CORPUS.jsonl TOKENIZER.json [--megabytes 40] [--plants 2000] [--peers PYTHON]
+
+Takes real documents, plants edited copies of some of them (words replaced, left out or added, lines in another order,
+text cut off, another text before or after), and has every contestant look for copies with 14 bands of 8 hashes. Truth
+is the exact Jaccard similarity of 5-grams of words, without case and punctuation, which is what datatrove compares.
+
+- recall: the share of planted pairs of which one was dropped, by similarity;
+- precision: the share of dropped documents that have a similarity of 0.5 or more with some document of their component;
+- MB/s of CPU time, without reading and tokenising, which the job does anyway.
+
+`--peers` is a Python with datatrove, datasketch and rensa (`near_dedup_peers.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import subprocess
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import fastokens
+import numpy as np
+import xxhash
+
+from data_prep import hashing
+from data_prep.dedup import components, documents, minhash, words
+from data_prep.dedup.section import DedupSection, NearSection
+
+SHARDS = 4
+PEERS = ("datatrove", "datatrove_whitespace", "datasketch", "rensa", "rensa_tokens")
+BUCKETS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+SIMILAR = 0.5
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """`texts` in input order; `plants`: (original, copy, kind of edit), numbers of texts."""
+
+    texts: list[str]
+    plants: list[tuple[int, int, str]]
+
+    @property
+    def megabytes(self) -> float:
+        return sum(len(text.encode()) for text in self.texts) / 1e6
+
+
+@dataclass(frozen=True)
+class Found:
+    """labels: int64[documents], equal where connected; dropped: bool[documents]; seconds of CPU time by stage."""
+
+    labels: Array
+    dropped: Array
+    seconds: dict[str, float]
+
+
+def main() -> None:
+    """Prints the tables in Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("corpus", type=Path)
+    parser.add_argument("tokenizer")
+    parser.add_argument("--megabytes", type=float, default=40)
+    parser.add_argument("--plants", type=int, default=2000)
+    parser.add_argument("--peers", help="a Python that has the peers")
+    parser.add_argument("--only", default=",".join(PEERS), help="which peers, by comma")
+    arguments = parser.parse_args()
+    corpus = make_corpus(arguments.corpus, arguments.megabytes, arguments.plants)
+    found: dict[str, Found] = {}
+    with tempfile.TemporaryDirectory() as work:
+        ids, offsets = tokenise(corpus.texts, arguments.tokenizer)
+        classes = words.tokenizer_classes(Path(arguments.tokenizer))
+        for ngram, of in ((5, "words"), (4, "words"), (6, "words"), (5, "tokens"), (8, "tokens")):
+            section, table = NearSection(ngram=ngram), classes if of == "words" else None
+            name = f"ours, {ngram}-grams of {of}" + ", the default" * (section == NearSection() and table is not None)
+            found[name] = ours(ids, offsets, section, Path(work, f"{ngram}{of}"), classes=table)
+        found["numpy, a hash per slot, 5-grams of tokens"] = hash_per_slot(ids, offsets, NearSection())
+        if arguments.peers:
+            write_shards(corpus.texts, ids, offsets, Path(work))
+            for name in arguments.only.split(","):
+                found[name] = peer(arguments.peers, name, Path(work))
+    grams = Grams(corpus.texts)
+    report_recall(corpus, grams, found)
+    report_cost(corpus, grams, found, tokens=len(ids))
+
+
+def make_corpus(path: Path, megabytes: float, plants: int) -> Corpus:
+    """Documents of a corpus of {"text"} lines, and edited copies after them."""
+    rng, texts, size = random.Random(0), [], 0
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            texts.append(json.loads(line)["text"])
+            size += len(texts[-1])
+            if size > megabytes * 1e6:
+                break
+    usable = [n for n, text in enumerate(texts) if 60 <= len(text.split()) <= 3000]
+    pairs = []
+    for original in rng.sample(usable, min(plants, len(usable))):
+        kind = rng.choice(list(EDITS))
+        other = texts[rng.choice(usable)]
+        pairs.append((original, len(texts), kind))
+        texts.append(EDITS[kind](texts[original], other, rng.uniform(0.5, 0.98), rng))
+    return Corpus(texts, pairs)
+
+
+def edit_words(text: str, other: str, similarity: float, rng: random.Random, *, how: str) -> str:
+    """Edits each word with the probability p at which 5-grams come to `similarity`: (1 - p)^5 = 2 s / (1 + s)."""
+    parts, others = re.split(r"(\s+)", text), other.split()
+    share = 1 - (2 * similarity / (1 + similarity)) ** (1 / 5)
+    for n in range(0, len(parts), 2):
+        if rng.random() < share:
+            word = rng.choice(others)
+            parts[n] = {"replace": word, "delete": "", "insert": f"{parts[n]} {word}"}[how]
+    return "".join(parts)
+
+
+def reorder(text: str, _other: str, similarity: float, rng: random.Random) -> str:
+    """Moves lines: each breaks the 5-grams at its two ends, of about 8 words."""
+    lines = text.split("\n")
+    for _ in range(int(len(lines) * (1 - similarity) / 2)):
+        lines.insert(rng.randrange(len(lines)), lines.pop(rng.randrange(len(lines))))
+    return "\n".join(lines)
+
+
+def cut_off(text: str, _other: str, similarity: float, _rng: random.Random) -> str:
+    """Keeps that share of the text, from its start."""
+    return text[: int(len(text) * similarity)]
+
+
+def add_text(text: str, other: str, similarity: float, rng: random.Random) -> str:
+    """Puts a part of another text before or after."""
+    size = int(len(text) * (1 / similarity - 1))
+    added = (other * (size // len(other) + 1))[:size]
+    return f"{added}\n{text}" if rng.random() < 0.5 else f"{text}\n{added}"
+
+
+EDITS: dict[str, Callable[[str, str, float, random.Random], str]] = {
+    "words replaced": partial(edit_words, how="replace"),
+    "words left out": partial(edit_words, how="delete"),
+    "words added": partial(edit_words, how="insert"),
+    "lines moved": reorder,
+    "cut off": cut_off,
+    "text added": add_text,
+}
+
+
+class Grams:
+    """Exact similarity of documents, by sets of 5-grams of words."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self._texts, self._sets = texts, dict[int, Array]()
+
+    def similarity(self, one: int, other: int) -> float:
+        """Jaccard: of the n-grams that any of the two has, the share that both have."""
+        a, b = self._set(one), self._set(other)
+        both = len(np.intersect1d(a, b, assume_unique=True))
+        return both / max(1, len(a) + len(b) - both)
+
+    def _set(self, number: int) -> Array:
+        if number not in self._sets:
+            found = re.findall(r"\w+", self._texts[number].lower())
+            hashes = (
+                xxhash.xxh3_64_intdigest(" ".join(found[n : n + 5]).encode()) for n in range(max(1, len(found) - 4))
+            )
+            self._sets[number] = np.unique(np.fromiter(hashes, dtype=np.uint64))
+        return self._sets[number]
+
+
+def tokenise(texts: list[str], tokenizer: str) -> tuple[Array, Array]:
+    """uint32[n], int64[documents + 1]."""
+    ids, offsets = fastokens._native.Tokenizer.from_file(tokenizer).encode_batch_flat(texts, False, True)
+    return np.frombuffer(ids, dtype=np.uint32), np.frombuffer(offsets, dtype=np.uint64).astype(np.int64)
+
+
+def batches(offsets: Array) -> list[tuple[int, int]]:
+    """Documents [first, end) of 256k tokens, as a map task has them."""
+    cuts = np.flatnonzero(np.diff(offsets[:-1] // (1 << 18))) + 1
+    return list(pairwise([0, *cuts.tolist(), len(offsets) - 1]))
+
+
+def in_batches(sign: Callable[[Array, Array], Array], ids: Array, offsets: Array) -> Array:
+    """What `sign` makes of each batch, as one."""
+    return np.concatenate(
+        [sign(ids[offsets[a] : offsets[b]], offsets[a : b + 1] - offsets[a]) for a, b in batches(offsets)]
+    )
+
+
+def ours(ids: Array, offsets: Array, section: NearSection, work: Path, *, classes: Array | None) -> Found:
+    """Signatures and all tasks, with a run per shard; a pair of documents is connected where a task says so."""
+
+    def sign(ids: Array, offsets: Array) -> Array:
+        if classes is not None:
+            ids, offsets = words.compared(ids, offsets, classes=classes, ngram=section.ngram)
+        return minhash.bands(ids, offsets, section=section)
+
+    started = time.process_time()
+    bands = in_batches(sign, ids, offsets)
+    signed = time.process_time()
+    dropped, labels = run_tasks(bands, work)
+    return Found(labels, dropped, {"signatures": signed - started, "tasks": time.process_time() - signed})
+
+
+def run_tasks(bands: Array, work: Path) -> tuple[Array, Array]:
+    """dropped and labels; shard n has the documents n, n + SHARDS, ..."""
+    count, runs = len(bands), [work / f"run{n}" for n in range(SHARDS)]
+    for n, run in enumerate(runs):
+        run.mkdir(parents=True)
+        documents.write_run(run, rank=np.arange(n, count, SHARDS), bands=bands[n::SHARDS])
+    section = DedupSection(exact=False, near=NearSection(bands=bands.shape[1]))
+    _, near = documents.pairs_tasks(section, runs=runs, documents=count, directory=work)
+    for task in near:
+        task.run(lambda _: None)
+    made = components.ComponentsTask((), tuple(t.directory for t in near), tuple(runs), work / "components")
+    made.run(lambda _: None)
+    dropped, labels = np.zeros(count, dtype=bool), np.arange(count)
+    for n in range(SHARDS):
+        dropped[n::SHARDS] = np.load(components.drops_of(made.directory, n)) != components.KEEP
+    for task in near:
+        pairs = np.fromfile(task.directory / documents.PAIRS, dtype="<i8").reshape(-1, 2)
+        numbers = (pairs & 0xFFFFFFFF) * SHARDS + (pairs >> 32)
+        components.unite(labels, numbers[:, 0], numbers[:, 1])
+    return dropped, components.roots(labels, np.arange(count))
+
+
+def hash_per_slot(ids: Array, offsets: Array, section: NearSection) -> Found:
+    """MinHash as it is usually done, in numpy: every window through a multiply-shift hash per slot."""
+    rng = np.random.default_rng(0)
+    odd = rng.integers(0, 1 << 31, size=section.slots, dtype=np.uint32) * np.uint32(2) + np.uint32(1)
+    add = rng.integers(0, 1 << 32, size=section.slots, dtype=np.uint32)
+
+    def sign(ids: Array, offsets: Array) -> Array:
+        hashes = minhash.window_hashes(ids + np.uint64(1), ngram=section.ngram)
+        upper = (hashes >> np.uint64(32)).astype(np.uint32)
+        starts = np.minimum(offsets[:-1], len(upper) - 1)
+        minima = np.stack([np.minimum.reduceat(upper * a + b, starts) for a, b in zip(odd, add, strict=True)], axis=1)
+        rows = minima.reshape(-1, section.bands, section.rows).astype(np.uint64)
+        return hashing.mix((rows * np.uint64(minhash.BASE) ** np.arange(section.rows, dtype=np.uint64)).sum(axis=2))
+
+    started = time.process_time()
+    bands = in_batches(sign, ids, offsets)
+    took = time.process_time() - started
+    with tempfile.TemporaryDirectory() as work:
+        dropped, labels = run_tasks(bands, Path(work))
+    return Found(labels, dropped, {"signatures": took})
+
+
+def write_shards(texts: list[str], ids: Array, offsets: Array, work: Path) -> None:
+    """The peers' input: shards of texts, and hashes of windows of 5 tokens."""
+    (work / "shards").mkdir()
+    for n in range(SHARDS):
+        with (work / "shards" / f"{n:05d}.jsonl").open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps({"text": text, "id": "0"}) + "\n" for text in texts[n::SHARDS])
+    order = [d for n in range(SHARDS) for d in range(n, len(texts), SHARDS)]
+    hashes = [minhash.window_hashes(np.uint64(1) + ids[offsets[d] : offsets[d + 1]], ngram=5) for d in order]
+    np.savez(work / "windows.npz", hashes=np.concatenate(hashes), offsets=np.cumsum([0, *map(len, hashes)]))
+
+
+def peer(python: str, name: str, work: Path) -> Found:
+    """Runs a peer; what it says of the shards' documents, in the corpus's order."""
+    subprocess.run(
+        [python, Path(__file__).with_name("near_dedup_peers.py"), name, work],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    made = np.load(work / f"{name}.npz")
+    count = len(made["labels"])
+    order = np.concatenate([np.arange(n, count, SHARDS) for n in range(SHARDS)])
+    labels, dropped = np.empty(count, dtype=np.int64), np.empty(count, dtype=bool)
+    labels[order], dropped[order] = made["labels"], made["dropped"]
+    return Found(labels, dropped, {key: float(made[key]) for key in made if key not in ("labels", "dropped")})
+
+
+def report_recall(corpus: Corpus, grams: Grams, found: dict[str, Found]) -> None:
+    """Recall by similarity, and by kind of edit from 0.7 up, where 14 x 8 begins to find most."""
+    truth = np.array([grams.similarity(a, b) for a, b, _ in corpus.plants])
+    hits = {name: np.array([f.dropped[a] or f.dropped[b] for a, b, _ in corpus.plants]) for name, f in found.items()}
+    theory = 1 - (1 - truth**8) ** 14
+    columns = {f"{a} to {b}": (truth >= a) & (truth < b + (b == 1)) for a, b in pairwise(BUCKETS)}
+    print_table("recall by similarity", columns, {"1 - (1 - s^8)^14": theory, **hits})
+    kinds = np.array([kind for *_, kind in corpus.plants])
+    columns = {kind: (kinds == kind) & (truth >= 0.7) for kind in EDITS}
+    print_table("recall from 0.7 up, by edit", columns, {"1 - (1 - s^8)^14": theory, **hits})
+
+
+def print_table(title: str, columns: dict[str, Array], rows: dict[str, Array]) -> None:
+    """One row for each of `rows`, the mean over each column's choice."""
+    print(f"\n| {title} | " + " | ".join(f"{name} ({int(chosen.sum())})" for name, chosen in columns.items()) + " |")
+    print("|---" * (len(columns) + 1) + "|")
+    for name, values in rows.items():
+        print(f"| {name} | " + " | ".join(f"{values[c].mean() if c.any() else 0:.3f}" for c in columns.values()) + " |")
+
+
+def report_cost(corpus: Corpus, grams: Grams, found: dict[str, Found], *, tokens: int) -> None:
+    """Precision and speed."""
+    print(f"\n{len(corpus.texts)} documents, {corpus.megabytes:.1f} MB, {tokens / 1e6:.1f}M tokens\n")
+    print("| contestant | dropped | precision | signatures, MB/s | all of it, MB/s | CPU seconds |")
+    print("|---|---|---|---|---|---|")
+    for name, f in found.items():
+        whole = "" if len(f.seconds) == 1 else f"{corpus.megabytes / sum(f.seconds.values()):.1f}"
+        speed = f"{corpus.megabytes / f.seconds['signatures']:.1f} | {whole}"
+        seconds = ", ".join(f"{stage} {took:.2f}" for stage, took in f.seconds.items())
+        print(f"| {name} | {f.dropped.sum()} | {precision(f, grams):.4f} | {speed} | {seconds} |")
+
+
+def precision(found: Found, grams: Grams) -> float:
+    """Of the dropped documents, the share that is similar to another of its component."""
+    members = defaultdict(list)
+    for number, label in enumerate(found.labels.tolist()):
+        members[label].append(number)
+    dropped = np.flatnonzero(found.dropped).tolist()
+    return float(np.mean([_has_similar(d, members[found.labels[d]], grams) for d in dropped]))
+
+
+def _has_similar(document: int, component: list[int], grams: Grams) -> bool:
+    return any(grams.similarity(document, other) >= SIMILAR for other in component if other != document)
+
+
+if __name__ == "__main__":
+    main()

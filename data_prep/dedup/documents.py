@@ -1,0 +1,139 @@
+"""What a run of the job keeps of its documents for deduplication, and how pairs of copies are found in it.
+
+    exact.*.npy  a `table` of the texts' 128-bit hashes: one row, of two words
+    near.*.npy   a `table` of the band hashes: a row per band
+    rank.npy     int64[documents]: of copies, the one of the smallest rank in the whole job stays
+
+A pairs task takes one row and one range of hashes over all runs and writes `pairs.bin`, int64 little-endian: two
+numbers of documents with equal hashes, for as many pairs as it takes to connect all documents that share a hash.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_prep.dedup.section import DedupSection
+from data_prep.dedup.table import Hashes, Numbers, Piece, Range, join_pieces, ranges, read_piece, write_table
+from data_prep.tasks.base import Counts, Report, plain_errors, whole_or_absent
+from headrace.directory import write_json
+
+EXACT, NEAR, RANK = "exact", "near", "rank.npy"
+PAIRS, MARKER = "pairs.bin", "done.json"
+_RANK_BITS = 56
+
+
+def with_priority(rank: Numbers, *, priority: NDArray[np.integer[Any]]) -> Numbers:
+    """int64[documents]: ranks by which a document of a smaller priority number comes first, then one of smaller rank.
+
+    Args:
+        rank: int64[documents], the place in the order of the input, below 2^56.
+        priority: integers [documents], below 128; of a document's source.
+    """
+    assert not len(rank) or (rank.max() < 1 << _RANK_BITS and priority.max() < 1 << (63 - _RANK_BITS))
+    return rank + (priority.astype(np.int64) << _RANK_BITS)
+
+
+def write_run(directory: Path, *, rank: Numbers, hashes: Hashes | None = None, bands: Hashes | None = None) -> None:
+    """Writes a run's part of deduplication into its directory.
+
+    Args:
+        directory: where the run is being written.
+        rank: int64[documents], in the order of the run's documents, as all that follows.
+        hashes: uint64[documents, 2], 128 bits of each text; None without exact deduplication.
+        bands: uint64[documents, bands], see `minhash.bands`; None without near deduplication.
+    """
+    np.save(directory / RANK, rank)
+    if hashes is not None:
+        write_table(directory, EXACT, hashes.T[None])
+    if bands is not None:
+        write_table(directory, NEAR, bands.T[:, None])
+
+
+@dataclass(frozen=True)
+class PairsTask:
+    """Finds the documents that share a hash of `row` within a range, in all runs; writes `directory/pairs.bin`.
+
+    Its memory is that of a range (see `table.MEMORY`) and of one run's piece of it.
+    """
+
+    table: str
+    row: int
+    within: Range
+    runs: tuple[Path, ...]
+    directory: Path
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return f"dedup task {self.directory.name}"
+
+    @property
+    def finished(self) -> bool:
+        """See `Task.finished`."""
+        return (self.directory / MARKER).is_file()
+
+    def run(self, report: Report) -> dict[str, Any]:
+        """See `Task.run`."""
+        if (done := read_marker(self.directory)) is not None:
+            return done
+        with plain_errors(self.name), whole_or_absent(self.directory) as scratch:
+            with (scratch / PAIRS).open("wb") as file:
+                pairs = self._find(file)
+            done = {"pairs": pairs}
+            write_json(scratch / MARKER, done)
+        report(Counts())
+        return done
+
+    def _find(self, file: BinaryIO) -> int:
+        found, firsts = 0, []
+        for number, directory in enumerate(self.runs):
+            piece = read_piece(number, directory, self.table, row=self.row, within=self.within)
+            found += _write_pairs(piece, file)
+            firsts.append(piece.take(~piece.repeats()))  # a hash that a run is full of is one item from here on
+        return found + _write_pairs(join_pieces(firsts), file)
+
+
+def pairs_tasks(
+    section: DedupSection, *, runs: Sequence[Path], documents: int, directory: Path
+) -> tuple[list[PairsTask], list[PairsTask]]:
+    """The tasks for exact and for near duplicates of `documents` documents in `runs`, to subdirectories of `directory`.
+
+    `runs` are the runs' directories; their order numbers them, and does not change what is dropped.
+    """
+    exact = [EXACT] if section.exact else []
+    near = [NEAR] * section.near.bands if section.near else []
+    return _tasks(exact, tuple(runs), documents, directory), _tasks(near, tuple(runs), documents, directory)
+
+
+def read_marker(directory: Path) -> dict[str, Any] | None:
+    """What a finished task of deduplication said, or None when it has not finished."""
+    try:
+        done: dict[str, Any] = json.loads((directory / MARKER).read_text())
+    except FileNotFoundError:
+        return None
+    return done
+
+
+def _tasks(tables: list[str], runs: tuple[Path, ...], documents: int, directory: Path) -> list[PairsTask]:
+    return [
+        PairsTask(table, row, within, runs, directory / f"{table}-{row:03d}-{within.part:05d}")
+        for row, table in enumerate(tables)
+        for within in ranges(documents)
+    ]
+
+
+def _write_pairs(piece: Piece, file: BinaryIO) -> int:
+    """Writes (first, other) for all others of each group of equal hashes; returns how many."""
+    repeats = piece.repeats()
+    firsts: Numbers = piece.numbers[~repeats]
+    group = np.cumsum(~repeats)[repeats] - 1
+    pairs = np.stack([firsts[group], piece.numbers[repeats]], axis=1)
+    file.write(pairs.astype("<i8").tobytes())
+    return len(pairs)

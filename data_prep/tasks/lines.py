@@ -1,0 +1,76 @@
+"""The pre-pass of line dedup: a map task's texts, read and cleaned, as hashes of their lines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_prep.config import CorpusConfig
+from data_prep.dedup.documents import MARKER, read_marker
+from data_prep.dedup.line_tasks import DroppedLines, write_lines
+from data_prep.dedup.lines import line_hashes, remove_lines
+from data_prep.dedup.section import LinesSection
+from data_prep.plan import Unit
+from data_prep.tasks.base import Report, plain_errors, whole_or_absent
+from data_prep.tasks.texts import TextStream
+from headrace.directory import write_json
+
+
+@dataclass(frozen=True)
+class HashLinesTask:
+    """Hashes the lines of map task `index`'s documents into `directory`."""
+
+    index: int
+    units: list[Unit]
+    config: CorpusConfig
+    directory: Path
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return f"lines task {self.index}"
+
+    @property
+    def finished(self) -> bool:
+        """See `Task.finished`."""
+        return (self.directory / MARKER).is_file()
+
+    @property
+    def input_bytes(self) -> int:
+        """Of its units, as stored."""
+        return sum(unit.end - unit.start for unit in self.units)
+
+    def run(self, report: Report) -> dict[str, Any]:
+        """See `Task.run`."""
+        if (done := read_marker(self.directory)) is not None:
+            return done
+        section = lines_of(self.config)
+        with plain_errors(self.name), whole_or_absent(self.directory) as scratch:
+            with TextStream(self.units, self.config, report, directory=None) as stream:
+                batches = (batch for batch in stream.batches() if not batch.conversations)
+                hashes = [line_hashes(text, section=section) for batch in batches for text in batch.texts]
+            done = {"lines": write_lines(scratch, hashes)}
+            write_json(scratch / MARKER, done)
+        return done
+
+
+class LineRemover:
+    """Takes the lines out of a map task's texts that are copies; to be shown all of them, in order."""
+
+    def __init__(self, config: CorpusConfig, tasks: list[Path], *, index: int) -> None:
+        """`tasks`: directories of the finished tasks that have found them. `index`: of the map task."""
+        self._section = lines_of(config)
+        self._dropped = DroppedLines(tasks, run=index)
+
+    def remove(self, text: str) -> str:
+        """What is left of a text."""
+        dropped = self._dropped.take(len(line_hashes(text, section=self._section)))
+        return remove_lines(text, dropped, section=self._section) if dropped.any() else text
+
+
+def lines_of(config: CorpusConfig) -> LinesSection:
+    """The section of line dedup, which is on."""
+    assert config.dedup is not None
+    assert config.dedup.lines is not None
+    return config.dedup.lines

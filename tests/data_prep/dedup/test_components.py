@@ -1,0 +1,190 @@
+"""Which documents are dropped: all of a component but the first, however the job is cut up."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_prep.dedup import documents, table
+from data_prep.dedup.components import EXACT_COPY, KEEP, NEAR_COPY, ComponentsTask, drops_of
+from data_prep.dedup.section import DedupSection, NearSection
+from data_prep.tasks.base import Counts
+from tests.data_prep.dedup.conftest import hash_of, spread
+
+BANDS = 3
+
+
+@dataclass(frozen=True)
+class Doc:
+    """A document by its rank, its text and what it has in each band."""
+
+    rank: int
+    text: int
+    bands: tuple[int, ...]
+
+
+def as_documents(values: list[tuple[int, tuple[int, ...]]]) -> list[Doc]:
+    """Equal texts have equal bands."""
+    bands_of = dict(reversed(values))
+    return [Doc(rank, text, bands_of[text]) for rank, (text, _) in enumerate(values)]
+
+
+CORPORA = st.lists(st.tuples(st.integers(0, 12), st.tuples(*[st.integers(0, 15)] * BANDS)), max_size=30).map(
+    as_documents
+)
+
+
+@settings(deadline=None, max_examples=20)
+@given(corpus=CORPORA, seed=st.integers(0, 1000), runs=st.integers(1, 4), parts=st.integers(1, 5))
+def test_all_of_a_component_but_the_first_are_dropped_however_the_job_is_cut(
+    tmp_path_factory: pytest.TempPathFactory, corpus: list[Doc], seed: int, runs: int, parts: int
+) -> None:
+    rng = random.Random(seed)
+    shuffled = rng.sample(corpus, len(corpus))
+    cut = [shuffled[n::runs] for n in range(runs)]
+    assert drop(tmp_path_factory.mktemp("job"), cut, parts=parts) == brute_force(corpus)
+
+
+def test_exact_copies_are_told_from_near_ones(tmp_path: Path) -> None:
+    corpus = [
+        Doc(0, 1, (1, 2, 3)),
+        Doc(1, 2, (1, 9, 9)),
+        Doc(2, 2, (1, 9, 9)),
+        Doc(3, 1, (1, 2, 3)),
+        Doc(4, 5, (6,) * 3),
+    ]
+    assert drop(tmp_path, [corpus]) == {0: KEEP, 1: NEAR_COPY, 2: EXACT_COPY, 3: EXACT_COPY, 4: KEEP}
+
+
+def test_without_near_only_equal_texts_are_dropped(tmp_path: Path) -> None:
+    corpus = [Doc(0, 1, (1, 1, 1)), Doc(1, 2, (1, 1, 1)), Doc(2, 1, (1, 1, 1))]
+    assert drop(tmp_path, [corpus], near=False) == {0: KEEP, 1: KEEP, 2: EXACT_COPY}
+
+
+def test_texts_that_share_half_of_their_hash_are_not_equal(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    hashes = np.array([[1, 5], [1, 6], [1, 5], [2, 5]], dtype=np.uint64)
+    documents.write_run(run, rank=np.arange(4), hashes=hashes)
+    assert decide(tmp_path, [run], 4, DedupSection()).tolist() == [KEEP, KEEP, EXACT_COPY, KEEP]
+
+
+def test_a_chain_over_many_runs_is_one_component(tmp_path: Path) -> None:
+    """The longest way there is: document n shares a band with n - 1 and with n + 1 alone."""
+    count = 500
+    corpus = [Doc(n, n, (n // 2 + 10_000, (n + 1) // 2 + 20_000, n + 30_000)) for n in range(count)]
+    random.Random(0).shuffle(corpus)
+    reasons = drop(tmp_path, [corpus[n::7] for n in range(7)])
+    assert [rank for rank, reason in reasons.items() if reason == KEEP] == [0]
+
+
+def test_a_run_without_documents_is_a_run(tmp_path: Path) -> None:
+    corpus = [Doc(0, 1, (1, 1, 1)), Doc(1, 1, (1, 1, 1))]
+    assert drop(tmp_path, [[], corpus[1:], [], corpus[:1]]) == {0: KEEP, 1: EXACT_COPY}
+
+
+def test_a_source_of_smaller_priority_number_keeps_its_copy(tmp_path: Path) -> None:
+    early, late = documents.with_priority(np.array([0, 1 << 55]), priority=np.array([1, 0], dtype=np.uint16)).tolist()
+    reasons = drop(tmp_path, [[Doc(early, 1, (1, 1, 1))], [Doc(late, 1, (1, 1, 1))]])
+    assert reasons == {late: KEEP, early: EXACT_COPY}
+
+
+def test_ranges_cover_all_hashes_once() -> None:
+    words = np.array([0, 1, (1 << 62) - 1, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1], dtype=np.uint64)
+    for parts in (1, 2, 3, 4, 7, 1000):
+        cuts = [table.Range(part, parts).cut(words) for part in range(parts)]
+        assert [n for cut in cuts for n in range(len(words))[cut]] == list(range(len(words)))
+
+
+def test_running_a_task_again_changes_nothing(tmp_path: Path) -> None:
+    prepared(tmp_path, [[Doc(0, 1, (1, 1, 1)), Doc(1, 1, (1, 1, 1))]])
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    section = DedupSection(near=NearSection(bands=BANDS))
+    decide(tmp_path, [tmp_path / "run0"], 2, section)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize("same", [False, True], ids=["all different", "all the same"])
+def test_a_task_stays_within_its_memory(tmp_path: Path, same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All documents the same is the worst case: then one range has them all."""
+    count, runs = 8_000, 25
+    for n in range(runs):
+        directory = tmp_path / f"run{n}"
+        directory.mkdir()
+        bands = spread([0 if same else n * count + i for i in range(count)])[:, None]
+        documents.write_run(directory, rank=np.arange(n * count, (n + 1) * count), bands=bands)
+    monkeypatch.setattr(table, "MEMORY", 2 << 20)
+    section = DedupSection(exact=False, near=NearSection(bands=1))
+    paths = [tmp_path / f"run{n}" for n in range(runs)]
+    _, tasks = documents.pairs_tasks(section, runs=paths, documents=count * runs, directory=tmp_path / "pairs")
+    assert len(tasks) == 8
+    tracemalloc.start()
+    for task in tasks:
+        task.run(ignore)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2 << 20
+
+
+def drop(work: Path, runs: list[list[Doc]], *, parts: int = 1, near: bool = True) -> dict[int, int]:
+    """The reason for each document, by rank."""
+    _, made = prepared(work, runs, parts=parts, near=near)
+    reasons = [np.load(drops_of(made, n)) for n in range(len(runs))]
+    found = {
+        doc.rank: int(r) for run, of_run in zip(runs, reasons, strict=True) for doc, r in zip(run, of_run, strict=True)
+    }
+    return dict(sorted(found.items()))
+
+
+def prepared(work: Path, runs: list[list[Doc]], *, parts: int = 1, near: bool = True) -> tuple[list[Path], Path]:
+    """Writes runs, runs all tasks; returns the runs' directories and the last task's."""
+    paths = [work / f"run{n}" for n in range(len(runs))]
+    for path, run in zip(paths, runs, strict=True):
+        path.mkdir()
+        hashes = np.array([[hash_of(d.text), d.text] for d in run], dtype=np.uint64).reshape(-1, 2)
+        bands = np.stack([spread([d.bands[b] for d in run]) for b in range(BANDS)], axis=1)
+        documents.write_run(path, rank=np.array([d.rank for d in run], dtype=np.int64), hashes=hashes, bands=bands)
+    section = DedupSection(near=NearSection(bands=BANDS) if near else None)
+    with pytest.MonkeyPatch.context() as patch:
+        count = sum(map(len, runs))
+        patch.setattr(table, "MEMORY", max(1, -(-count * 80 // parts)))
+        decide(work, paths, count, section)
+    return paths, work / "components"
+
+
+def decide(work: Path, runs: list[Path], count: int, section: DedupSection) -> np.ndarray:
+    """Runs all tasks, the last first come; returns what is said of the first run's documents."""
+    exact, near = documents.pairs_tasks(section, runs=runs, documents=count, directory=work)
+    for task in reversed([*exact, *near]):
+        task.run(ignore)
+    exact_at, near_at = (tuple(task.directory for task in tasks) for tasks in (exact, near))
+    last = ComponentsTask(exact_at, near_at, tuple(runs), work / "components")
+    last.run(ignore)
+    return np.load(drops_of(last.directory, 0))
+
+
+def brute_force(corpus: list[Doc]) -> dict[int, int]:
+    """The same by definition: labels spread until nothing changes."""
+    label = {doc.rank: doc.rank for doc in corpus}
+    changed = True
+    while changed:
+        changed = False
+        for a in corpus:
+            for b in corpus:
+                connected = a.text == b.text or any(x == y for x, y in zip(a.bands, b.bands, strict=True))
+                if connected and label[a.rank] > label[b.rank]:
+                    label[a.rank], changed = label[b.rank], True
+    first_of = {doc.text: doc.rank for doc in reversed(corpus)}
+    near = {doc.rank: KEEP if label[doc.rank] == doc.rank else NEAR_COPY for doc in corpus}
+    return {doc.rank: near[doc.rank] if first_of[doc.text] == doc.rank else EXACT_COPY for doc in corpus}
+
+
+def ignore(_counts: Counts) -> None:
+    """No progress display."""

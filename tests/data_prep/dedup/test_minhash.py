@@ -1,0 +1,120 @@
+"""Signatures estimate the Jaccard similarity, and depend on nothing but the document's tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_prep.dedup import minhash
+from data_prep.dedup.section import NearSection
+from data_prep.hashing import mix
+from tests.data_prep.dedup.conftest import Batch, batch_of, real_texts
+
+SECTION = NearSection()
+Tokenise = Callable[[list[str]], Batch]
+
+
+def test_window_hashes_are_the_formula_of_their_docstring() -> None:
+    ids = np.random.default_rng(0).integers(0, 1 << 32, 40, dtype=np.uint64)
+    for ngram in (1, 2, 3, 5, 7, 8, 13):
+        base = [
+            sum(int(v) * minhash.BASE ** (ngram - 1 - j) for j, v in enumerate(ids[n : n + ngram])) for n in range(20)
+        ]
+        literal = np.array([(b + minhash.BASE) % (1 << 64) for b in base], dtype=np.uint64)
+        np.testing.assert_array_equal(minhash.window_hashes(ids, ngram=ngram)[:20], mix(literal))
+
+
+@pytest.mark.parametrize("share", [0.01, 0.03, 0.08])
+def test_equal_minima_estimate_the_jaccard_similarity(texts: list[str], tokenise: Tokenise, share: float) -> None:
+    rng = random.Random(0)
+    pairs = [(text, " ".join(w for w in text.split(" ") if rng.random() > share)) for text in texts]
+    batch = tokenise([text for pair in pairs for text in pair])
+    minima = minhash.signatures(batch.ids, batch.offsets, section=SECTION)
+    found = (minima[::2] == minima[1::2]).mean(axis=1)
+    truth = np.array([jaccard(batch.document(n), batch.document(n + 1)) for n in range(0, 2 * len(pairs), 2)])
+    deviation = np.sqrt(truth * (1 - truth) / SECTION.slots)  # of one pair
+    # documents of one project share n-grams, so their errors go together: a quarter of a pair's, not 1 / sqrt(pairs)
+    assert abs((found - truth).mean()) < deviation.mean() / 4
+    assert (abs(found - truth) < 5 * deviation + 1e-9).all()
+    assert 0.6 < np.sqrt(((found - truth) ** 2).mean() / (deviation**2).mean()) < 1.2
+
+
+def test_short_documents_are_estimated_as_well_as_long_ones() -> None:
+    rng = np.random.default_rng(1)
+    for tokens in (12, 40, 150):
+        firsts = rng.integers(0, 5000, (500, tokens))
+        seconds = np.where(rng.random((500, tokens)) < 0.03, 7777, firsts)
+        batch = batch_of([d for pair in zip(firsts.tolist(), seconds.tolist(), strict=True) for d in pair])
+        minima = minhash.signatures(batch.ids, batch.offsets, section=SECTION)
+        found = (minima[::2] == minima[1::2]).mean(axis=1)
+        truth = np.array([jaccard(a, b) for a, b in zip(firsts, seconds, strict=True)])
+        assert abs((found - truth).mean()) < 0.006  # 4 standard deviations: 4 x 0.034 / sqrt(500)
+        assert (minima != minhash.EMPTY).all()
+
+
+@settings(deadline=None, max_examples=20)
+@given(cuts=st.lists(st.integers(0, 60), max_size=5), ngram=st.sampled_from([3, 5, 8]))
+def test_bands_depend_on_the_document_alone(cuts: list[int], ngram: int) -> None:
+    documents = [[len(word) for word in text.split()] for text in real_texts()[:60]]
+    section = NearSection(ngram=ngram, bands=4, rows=3)
+    whole = bands(documents, section)
+    bounds = [0, *sorted(cuts), 60]
+    parts = [bands(documents[a:b], section) for a, b in pairwise(bounds) if a < b]
+    np.testing.assert_array_equal(whole, np.concatenate(parts))
+
+
+@pytest.mark.parametrize("block", [16, 100, 4096])
+def test_bands_do_not_depend_on_the_size_of_blocks(
+    texts: list[str], tokenise: Tokenise, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = tokenise([texts[0][:40], *texts[1:12], texts[0][:10], ""])
+    expected = minhash.bands(batch.ids, batch.offsets, section=SECTION)
+    monkeypatch.setattr(minhash, "_BLOCK", block)
+    np.testing.assert_array_equal(minhash.bands(batch.ids, batch.offsets, section=SECTION), expected)
+
+
+def test_a_document_shorter_than_a_window_shares_bands_with_its_equals_only() -> None:
+    documents = [[1, 2], [1, 2], [1, 2, 0], [0, 1, 2], [1], [], [1, 2, 3, 4, 5], [1, 2, 3, 4]]
+    found = bands(documents, SECTION)
+    np.testing.assert_array_equal(found[0], found[1])
+    assert len(np.unique(found)) == (len(documents) - 1) * SECTION.bands
+
+
+def test_repetition_changes_nothing() -> None:
+    once, often = [7] * SECTION.ngram, [7] * 50_000
+    found = bands([once, often, [3, 4] * 4, [3, 4] * 9_000], SECTION)
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_array_equal(found[2], found[3])
+
+
+def test_no_documents_have_no_bands() -> None:
+    assert bands([], SECTION).shape == (0, SECTION.bands)
+
+
+def test_bands_are_those_of_the_version_before() -> None:
+    """Bands are on disk: another formula would find no copies between a job's old and new runs."""
+    found = bands([list(range(1000)), [5, 4, 3, 2, 1, 0]], SECTION)
+    assert found[0, :2].tolist() == GOLDEN_LONG
+    assert found[1, :2].tolist() == GOLDEN_SHORT
+
+
+GOLDEN_LONG = [5682665056819140649, 6949361427021997117]
+GOLDEN_SHORT = [3258556891566624908, 4340110328800411867]
+
+
+def bands(documents: list[list[int]], section: NearSection) -> np.ndarray:
+    """uint64[documents, bands]."""
+    batch = batch_of(documents)
+    return minhash.bands(batch.ids, batch.offsets, section=section)
+
+
+def jaccard(one: np.ndarray, other: np.ndarray) -> float:
+    """Exact, of the sets of n-grams."""
+    a, b = ({tuple(d[n : n + SECTION.ngram].tolist()) for n in range(len(d) - SECTION.ngram + 1)} for d in (one, other))
+    return len(a & b) / len(a | b)

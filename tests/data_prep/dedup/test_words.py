@@ -1,0 +1,60 @@
+"""What is compared of a text: its words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from data_prep.dedup import minhash, words
+from data_prep.dedup.section import NearSection
+from tests.data_prep.dedup.conftest import Batch, batch_of
+
+TOKENS = ["the", " The", "THE", ");", "\n    ", "ß", "\ufffd", "\ufffd", "12", " 12,", "<|endoftext|>", "é", "É"]
+
+
+def test_tokens_that_say_the_same_are_one_class() -> None:
+    classes = words.token_classes(TOKENS, special=[10])
+    nothing = int(words.NOTHING)
+    assert classes.tolist() == [0, 0, 0, nothing, nothing, 5, 6, 7, 8, 8, nothing, 11, 11]
+
+
+def test_a_tokenizer_gives_its_classes(texts: list[str], tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=2000, special_tokens=["<end>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator([*texts, "The end. the end"], trainer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    classes = words.tokenizer_classes(tmp_path / "tokenizer.json")
+    ids = tokenizer.encode("the the The").ids
+    assert len(classes) == tokenizer.get_vocab_size()
+    assert len(set(ids)) == 3
+    assert len(set(classes[ids].tolist())) == 1
+    for nothing in ("<end>", "\n", ");"):
+        assert (classes[tokenizer.encode(nothing).ids] == words.NOTHING).all()
+    for byte in tokenizer.encode("\U0001f600").ids:  # bytes of a character say what they are
+        assert classes[byte] == byte
+
+
+def test_a_document_of_signs_alone_is_compared_as_it_is() -> None:
+    classes = words.token_classes(TOKENS, special=[10])
+    batch = batch_of([[3, 4, 3], [4, 4], [1, 3, 2, 9, 4, 5], [0, 0, 8, 5, 3, 3, 3]])
+    ids, offsets = words.compared(batch.ids, batch.offsets, classes=classes, ngram=4)
+    assert ids.tolist() == [3, 4, 3, 4, 4, 0, 0, 8, 5, 0, 0, 8, 5]
+    assert offsets.tolist() == [0, 3, 5, 9, 13]
+
+
+def test_reindented_code_in_other_quotes_is_a_copy(texts: list[str], tokenise: Callable[[list[str]], Batch]) -> None:
+    tabs = [re.sub("^ +", lambda m: "\t" * (len(m[0]) // 4), text, flags=re.MULTILINE) for text in texts]
+    copies = [text.replace('"', "'").upper() for text in tabs]
+    batch = tokenise(texts + copies)
+    spoken = re.findall(r"\w+|\s+|.", "".join(texts + copies))
+    classes = words.token_classes(list(dict.fromkeys(spoken)))
+    section = NearSection()
+    ids, offsets = words.compared(batch.ids, batch.offsets, classes=classes, ngram=section.ngram)
+    found = minhash.bands(ids, offsets, section=section)
+    np.testing.assert_array_equal(found[: len(texts)], found[len(texts) :])
