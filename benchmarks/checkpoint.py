@@ -1,6 +1,6 @@
 """What a checkpoint costs: the wait of the step and the whole, against a bare `torch.save` of the same state.
 
-    python benchmarks/checkpoint.py [--parameters 50e6] [--rounds 8] [--dir DIRECTORY]
+    python -m benchmarks.checkpoint [--parameters 50e6] [--rounds 8] [--dir DIRECTORY]
 
 One process, fp32 weights and two moments (12 bytes per parameter) in tensors of 4M elements. The ways take turns, and
 every one flushes to disk. Ours also checksums every byte, writes the manifest, renames, and deletes the one before.

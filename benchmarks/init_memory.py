@@ -1,6 +1,6 @@
 """What a rank's memory does while a model gets its first values: law 2 says its shards, plus one parameter.
 
-    python benchmarks/init_memory.py [--engine torch|deepspeed] [--ranks 4] [--layers 24]
+    python -m benchmarks.init_memory [--engine torch|deepspeed] [--ranks 4] [--layers 24]
 
 A Llama of about 470M parameters in fp32 is built on meta and made real on several processes of this machine, sharded
 as FSDP2 (ZeRO-3). Printed per rank: the growth of resident memory when it is done, and the highest it was on the way,
@@ -44,7 +44,9 @@ def main() -> int:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={arguments.ranks}"]
         # glibc keeps what is freed of tensors below 32 MiB between the shards that stay: 600 MiB more of 450
         environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "262144"}
-        return subprocess.run([*command, __file__, *sys.argv[1:]], env=environment, check=False).returncode
+        return subprocess.run(
+            [*command, "-m", "benchmarks.init_memory", *sys.argv[1:]], env=environment, check=False
+        ).returncode
     dist.init_process_group("gloo")
     measure(arguments.engine, arguments.layers)
     dist.barrier()

@@ -1,6 +1,6 @@
 """Our loop against a bare PyTorch loop and against the Hugging Face Trainer with the same DeepSpeed config.
 
-    python benchmarks/loop.py [--restarts 6] [--rounds 8] [--steps 4] [--threads 2] [--only deepspeed,trainer]
+    python -m benchmarks.loop [--restarts 6] [--rounds 8] [--steps 4] [--threads 2] [--only deepspeed,trainer]
 
 One model, one dataset, and every contestant in a process of its own, so that none inherits another's memory or
 threads. All are set up first; then they take turns, so many steps each per round, so that a machine whose speed drifts

@@ -1,6 +1,6 @@
 """How far each layout is from one plain PyTorch process: the table of docs/parity.md.
 
-    python benchmarks/parity.py [--steps 20] [--only torch]
+    python -m benchmarks.parity [--steps 20] [--only torch]
 
 A model of 3.2M parameters (ds_configs/zero3.json, heads and vocabulary so that 4 ranks can share them) on made-up
 tokens, 16 samples of 64 tokens per step, in fp32 and in bf16. Printed are the largest relative differences of a step's
