@@ -81,6 +81,16 @@ def test_arrays_of_jobs_write_the_same_tokens_as_one_machine_and_a_second_chain_
     assert len(cluster.jobs()) == before
 
 
+def test_one_job_makes_the_tokens_with_the_cores_it_has(
+    cluster: VirtualCluster, corpus: Path, tokens: Path, tmp_path: Path
+) -> None:
+    options = ["--cpus-per-task=2", f"--output={tmp_path}/log"]
+    given = ["--config", str(corpus), "--set", f"output={tmp_path}/tokens"]
+    number = cluster.sbatch("slurm/data_prep.sbatch", *given, options=options, cwd=ROOT, env=JOB_ENV)
+    assert cluster.wait(number).state == "COMPLETED", (tmp_path / "log").read_text()
+    assert _manifest(tmp_path / "tokens")["fingerprint"] == _manifest(tokens)["fingerprint"]
+
+
 def test_map_jobs_that_fail_or_are_killed_stop_the_chain_say_why_and_a_second_submission_completes(
     cluster: VirtualCluster, corpus: Path, tokens: Path, tmp_path: Path
 ) -> None:
@@ -244,7 +254,7 @@ def _submit_tokens(cluster: VirtualCluster, corpus: Path, directory: Path) -> st
 def _end_of_chain(cluster: VirtualCluster, submitted: str) -> str:
     """Waits for all jobs; returns the log of the chain that a submission has spoken of."""
     cluster.wait_for_all(timeout_s=120)
-    return Path(submitted.split("logs: ")[1].split(",")[0]).read_text()
+    return Path(submitted.split("logs: ")[1].partition(",")[0]).read_text()
 
 
 def _kill_a_map_job(cluster: VirtualCluster, *, node: str) -> None:

@@ -7,10 +7,15 @@ executor may start a second copy of a slow task, and start one again whose machi
 from __future__ import annotations
 
 import os
+import socket
+import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from data_prep.tasks.base import Report, Task
+from headrace.errors import ConfigError, DataError, HeadraceError
+
+_REACH_S = 5.0
 
 
 class Executor(Protocol):
@@ -30,3 +35,39 @@ class Executor(Protocol):
 def default_workers() -> int:
     """The cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def reach(option: str, places: Sequence[str], *, remedy: str) -> None:
+    """Finds that one of some HOST:PORT answers: engines try for minutes, and say so in stack traces.
+
+    Raises:
+        ConfigError: none does; names the command line's option.
+    """
+    reasons = []
+    for place in places:
+        host, _, port = place.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), timeout=_REACH_S).close()
+        except (OSError, ValueError, OverflowError) as error:
+            reasons.append(f"{place}: {error}")
+        else:
+            return
+    raise ConfigError(option, ",".join(places), why=f"nothing answers there ({'; '.join(reasons)})", remedy=remedy)
+
+
+def attempt(task: Task, report: Report) -> tuple[str, Any]:
+    """Runs a task in a worker: ("done", result), ("error", message for the user) or ("bug", traceback)."""
+    try:
+        return "done", task.run(report)
+    except HeadraceError as error:
+        return "error", str(error)
+    except Exception:
+        return "bug", traceback.format_exc()
+
+
+def raise_failed(name: str, kind: str, value: str) -> None:
+    """Raises what `attempt` of the task of that name has returned, unless it is done."""
+    if kind == "error":
+        raise DataError(value)
+    if kind == "bug":
+        raise RuntimeError(f"{name} failed:\n{value}")

@@ -11,7 +11,6 @@ import multiprocessing as mp
 import os
 import signal
 import threading
-import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
@@ -19,8 +18,9 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any, cast
 
+from data_prep.executors.base import attempt, raise_failed
 from data_prep.tasks.base import Report, Task
-from headrace.errors import DataError, HeadraceError
+from headrace.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,7 @@ def _run(tasks: Sequence[Task], *, workers: int, report: Report) -> Iterator[tup
                 if kind == "counts":
                     report(value)
                     continue
-                if kind != "done":
-                    raise DataError(value) if kind == "error" else RuntimeError(f"{task.name} failed:\n{value}")
+                raise_failed(task.name, kind, value)
                 _hand_out(pool, connection, waiting)
                 yield task, value
     finally:
@@ -114,16 +113,7 @@ def _serve(connection: Connection) -> None:
             task: Task = connection.recv()
         except EOFError:
             return
-        connection.send(_outcome(task, connection))
-
-
-def _outcome(task: Task, connection: Connection) -> tuple[str, Any]:
-    try:
-        return "done", task.run(lambda counts: connection.send(("counts", counts)))
-    except HeadraceError as error:
-        return "error", str(error)
-    except Exception:
-        return "bug", traceback.format_exc()
+        connection.send(attempt(task, lambda counts: connection.send(("counts", counts))))
 
 
 def _end_with_parent() -> None:

@@ -1,0 +1,118 @@
+"""A corpus whose map tasks take long enough to be caught at work, and the means to catch them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from data_prep.executors.board import RUNNING, Beat, beats
+
+COMMAND = [sys.executable, "-m", "data_prep"]
+TASKS = 12
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command that works on a corpus, and the job directory that it works in."""
+
+    process: subprocess.Popen[str]
+    root: Path
+
+    def caught(self, wanted: Callable[[Beat], bool] = lambda _: True) -> psutil.Process:
+        """Stops the worker of a map task that has begun and not finished; returns it."""
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and self.process.poll() is None:
+            for beat in (b for run in self.root.glob(f"{RUNNING}/*") for b in beats(run) if wanted(b)):
+                worker = _stopped(beat.pid)
+                number = int(beat.task.split()[-1])
+                if worker is not None and list((self.root / "map").glob(f".{number:05d}.*.partial")):
+                    return worker
+                if worker is not None:
+                    worker.resume()
+            time.sleep(0.01)
+        raise AssertionError("no worker was caught")
+
+    def end(self, *, timeout_s: float = 150) -> tuple[int, str]:
+        """Waits for the command; returns its exit code and what it printed."""
+        printed, _ = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, printed
+
+
+def _stopped(pid: int) -> psutil.Process | None:
+    try:
+        worker = psutil.Process(pid)
+        worker.suspend()
+    except psutil.NoSuchProcess:
+        return None
+    return worker
+
+
+def kill_tree(process: psutil.Process) -> None:
+    """SIGKILL for a process and all below it; what has gone already is left out."""
+    with suppress(psutil.NoSuchProcess):
+        for each in [process, *process.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A config over real source code, and what one local worker makes of it."""
+
+    directory: Path
+    config: Path
+    expected: dict[str, bytes]
+
+    def start(self, output: Path, *arguments: str, env: dict[str, str] | None = None) -> Job:
+        """Starts a command that makes `output`, with `env` on top of the environment."""
+        command = [*COMMAND, "--config", str(self.config), "--set", f"output={output}", *arguments]
+        process = subprocess.Popen(
+            command,
+            cwd=self.directory,
+            env=os.environ | (env or {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        return Job(process, output.parent / f".{output.name}.job")
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """About 4 MB of Python's own library, in `TASKS` tasks of the engine that is slow."""
+    directory = tmp_path_factory.mktemp("executors")
+    texts = [path.read_text(errors="replace") for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
+    lines = [json.dumps({"text": text}) for text in texts]
+    (directory / "library.jsonl").write_text("\n".join(lines) + "\n")
+    config = {
+        "output": "not set",
+        "sources": [{"path": "library.jsonl", "name": "library"}],  # relative: workers start elsewhere
+        "tokenizer": {"train": "bpe", "vocab_size": 400, "sample_bytes": 200_000, "engine": "tokenizers"},
+        "heldout_fraction": 0.1,
+        "task_bytes": (directory / "library.jsonl").stat().st_size // TASKS,
+        "shard_tokens": 500_000,
+    }
+    (directory / "corpus.json").write_text(json.dumps(config))
+    empty = Corpus(directory, directory / "corpus.json", {})
+    code, printed = empty.start(directory / "expected", "--workers", "1").end()
+    assert code == 0, printed
+    return Corpus(directory, empty.config, tree(directory / "expected"))
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    """Every file below `root`, by relative path; of the manifest all but what it says of the code that made it."""
+    found = {p.relative_to(root).as_posix(): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
+    manifest = json.loads(found["manifest.json"])
+    del manifest["code"], manifest["checksum"]
+    return found | {"manifest.json": json.dumps(manifest).encode()}

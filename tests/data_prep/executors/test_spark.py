@@ -1,0 +1,97 @@
+"""Spark, with a standalone cluster of two workers. What is killed is killed by SIGKILL."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.data_prep.executors.conftest import Corpus, kill_tree, tree
+
+pyspark = pytest.importorskip("pyspark", reason='needs Spark: pip install "headrace[spark]"')
+pytestmark = pytest.mark.skipif(shutil.which("java") is None, reason="needs Java 17 (Debian: openjdk-17-jre-headless)")
+
+HERE = "127.0.0.1"
+# quick to start, small, and deaf to what the machine's user has set
+ENV = {
+    "SPARK_LOCAL_IP": HERE,
+    "SPARK_DAEMON_MEMORY": "256m",
+    "JAVA_TOOL_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xshare:auto",
+}
+SETTINGS = "--conf spark.executor.memory=512m --driver-memory 512m pyspark-shell"
+
+
+@dataclass(frozen=True)
+class Standalone:
+    master: str
+    workers: list[psutil.Process]
+
+
+def _daemon(directory: Path, name: str, *arguments: str) -> psutil.Process:
+    program = Path(pyspark.__file__).parent / "bin" / "spark-class"
+    kind = f"org.apache.spark.deploy.{name}.{name.capitalize()}"
+    with (directory / f"{name}.log").open("ab") as log:
+        process = subprocess.Popen(
+            [program, kind, "--host", HERE, "--port", "0", "--webui-port", "0", *arguments],
+            env=os.environ | ENV | {"SPARK_WORKER_DIR": str(directory / "work")},
+            stdout=log,
+            stderr=log,
+        )
+    return psutil.Process(process.pid)
+
+
+@pytest.fixture(scope="module")
+def standalone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standalone]:
+    directory = tmp_path_factory.mktemp("spark")
+    master = _daemon(directory, "master")
+    processes = [master]
+    try:
+        address = _said(directory / "master.log", r"Starting Spark master at (spark://\S+)")
+        size = ("--cores", "1", "--memory", "512m")
+        processes += [_daemon(directory, "worker", *size, address) for _ in range(2)]
+        yield Standalone(address, processes[1:])
+    finally:
+        for process in processes:
+            kill_tree(process)
+
+
+def _said(log: Path, pattern: str) -> str:
+    deadline = time.monotonic() + 60
+    while not (found := re.search(pattern, log.read_text())):
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
+    return found[1]
+
+
+def test_a_worker_that_is_killed_in_the_middle_changes_no_byte_and_loses_nothing(
+    corpus: Corpus, standalone: Standalone, tmp_path: Path
+) -> None:
+    options = ["--executor", "spark", "--address", standalone.master]
+    job = corpus.start(tmp_path / "tokens", *options, env=ENV | {"PYSPARK_SUBMIT_ARGS": SETTINGS})
+    caught = job.caught()
+    (machine,) = (worker for worker in standalone.workers if caught in worker.children(recursive=True))
+    kill_tree(machine)
+    code, printed = job.end()
+    assert code == 0, printed
+    assert tree(tmp_path / "tokens") == corpus.expected
+    assert [path.name for path in tmp_path.iterdir()] == ["tokens"]
+
+
+def test_an_error_of_a_task_is_one_message_and_no_stack_trace(corpus: Corpus, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_bytes((corpus.directory / "library.jsonl").read_bytes() + b"no json\n")
+    options = ["--executor", "spark", "--workers", "2", "--set", f"sources.0.path={bad}"]
+    code, printed = corpus.start(tmp_path / "tokens", *options, env=ENV).end()
+    assert code == 2
+    assert printed.count("error: ") == 1
+    assert "bad.jsonl" in printed
+    assert "Traceback" not in printed
+    assert "park" not in printed.split("error: ")[1]
