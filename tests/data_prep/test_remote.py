@@ -15,7 +15,7 @@ import pytest
 from data_prep.tokenfile import open_split
 from headrace.directory import read_manifest
 
-pytest.importorskip("moto", reason="needs moto[server], an S3 server for tests")
+pytest.importorskip("moto.server", reason="needs moto and flask, an S3 server for tests")
 s3fs = pytest.importorskip("s3fs", reason="needs s3fs")
 
 from moto.server import ThreadedMotoServer  # noqa: E402
