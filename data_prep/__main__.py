@@ -25,6 +25,7 @@ to look first, and at one that runs:
 of an output:
   verify  DIR                       read a tokens directory again and compare all checksums
   stats   DIR                       documents, tokens, lengths and what was dropped, by source
+  pack    DIR --length T            pack whole documents into samples of T tokens
 for batch schedulers, which do the same in pieces:
   prepare --config F                check the input, plan the map tasks, make the tokenizer
   phase   NAME --config F --task I --of N    run every task t of a phase (map, reduce) with t % N == I
@@ -48,7 +49,8 @@ def _parser(first: list[str]) -> argparse.ArgumentParser:
         subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
         for name, (run, words) in _COMMANDS.items():
             sub = subparsers.add_parser(name, help=words, description=words)
-            _arguments(sub, name)
+            if name == first[0]:  # the others' need imports of their own
+                _arguments(sub, name)
             sub.set_defaults(run=run)
         return parser
     words = "Turns a corpus into a tokens directory: reads, splits, tokenises, shards, checksums."
@@ -59,11 +61,15 @@ def _parser(first: list[str]) -> argparse.ArgumentParser:
 
 
 def _arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    if name == "pack":
+        from data_prep import packing  # noqa: PLC0415
+
+        return packing.add_arguments(parser)
     if name in ("verify", "stats"):
         parser.add_argument("directory", metavar="DIR", type=Path, help="a tokens directory")
         if name == "stats":
             parser.add_argument("--html", type=Path, metavar="FILE", help="write a page instead")
-        return
+        return None
     if name == "phase":
         parser.add_argument("phase", metavar="NAME", help="which phase: map, reduce")
         parser.add_argument("--task", type=int, required=True, metavar="I", help="which share to run, from 0 to N - 1")
@@ -172,13 +178,15 @@ def _finish(args: argparse.Namespace) -> None:
 def _verify(args: argparse.Namespace) -> None:
     from headrace.directory import read_manifest, verify  # noqa: PLC0415
 
-    manifest = read_manifest(args.directory, kind="tokens")
-    bad = [name for name, good in verify(args.directory, manifest) if not good]
-    if bad:
-        listed = "".join(f"\n  {args.directory / name}" for name in bad)
-        why = f"{len(bad)} of {len(manifest.files)} files are missing or not what the manifest says"
-        raise DataError(f"{why}:{listed}\n  try: make the directory again")
-    print(f"{args.directory}: all {len(manifest.files)} files have their checksums")
+    packings = sorted(args.directory.glob("packed-*/"))
+    for directory, kind in [(args.directory, "tokens"), *((packing, "packing") for packing in packings)]:
+        manifest = read_manifest(directory, kind=kind)
+        bad = [name for name, good in verify(directory, manifest) if not good]
+        if bad:
+            listed = "".join(f"\n  {directory / name}" for name in bad)
+            why = f"{len(bad)} of {len(manifest.files)} files are missing or not what the manifest says"
+            raise DataError(f"{why}:{listed}\n  try: make the directory again")
+        print(f"{directory}: all {len(manifest.files)} files have their checksums")
 
 
 def _stats(args: argparse.Namespace) -> None:
@@ -191,6 +199,12 @@ def _stats(args: argparse.Namespace) -> None:
     return stats.show(rows, left_out)
 
 
+def _pack(args: argparse.Namespace) -> None:
+    from data_prep import packing  # noqa: PLC0415
+
+    packing.run(args)
+
+
 _COMMANDS = {
     "plan": (_plan, "what would be done: tasks, bytes, an estimate of the time"),
     "status": (_status, "how far a job is; from any terminal, whoever runs it"),
@@ -198,6 +212,7 @@ _COMMANDS = {
     "phase": (_phase, "run one share of the tasks of a phase"),
     "finish": (_finish, "commit the output when all phases have finished"),
     "stats": (_stats, "documents, tokens, lengths and what was left out, by source"),
+    "pack": (_pack, "pack whole documents into samples of so many tokens"),
     "verify": (_verify, "compare all checksums of a tokens directory"),
 }
 

@@ -54,18 +54,20 @@ class Mapping:
             _libc.munmap(self.address, self.size)
 
 
-def map_file(path: Path) -> npt.NDArray[np.uint8]:
-    """uint8 [bytes of the file], read-only; see `Mapping` for what it raises."""
-    mapping = Mapping(path)
-    return np.asarray(mapping) if mapping.size else np.empty(0, dtype=np.uint8)
+def map_file(path: Path, *, at_random: bool = False) -> npt.NDArray[np.uint8]:
+    """uint8 [bytes of the file], read-only; see `Mapping` for what it raises.
 
-
-def read_at_random(array: npt.NDArray[Any]) -> None:
-    """Tells the kernel that a mapped array is read in small pieces: it then reads no more than asked for.
-
-    Left to itself it reads 128 KiB around each window of 4.
+    Args:
+        path: of the file.
+        at_random: it is read in small pieces from anywhere: the system then reads no more than is asked for. Left to
+            itself it reads a device's read_ahead_kb around each: 128 KiB as a rule, 8 MiB on some machines.
     """
-    _advise(array.ctypes.data, array.nbytes, mmap.MADV_RANDOM)
+    mapping = Mapping(path)
+    if not mapping.size:
+        return np.empty(0, dtype=np.uint8)
+    if at_random:
+        _libc.madvise(mapping.address, mapping.size, mmap.MADV_RANDOM)
+    return np.asarray(mapping)
 
 
 def will_need(address: int, size: int) -> None:
@@ -75,10 +77,6 @@ def will_need(address: int, size: int) -> None:
         address: of the first byte, within a map.
         size: bytes.
     """
-    _advise(address, size, mmap.MADV_WILLNEED)
-
-
-def _advise(address: int, size: int, advice: int) -> None:
     over = address % mmap.PAGESIZE
     if size:
-        _libc.madvise(address - over, size + over, advice)
+        _libc.madvise(address - over, size + over, mmap.MADV_WILLNEED)

@@ -78,8 +78,9 @@ def write_pack(path: Path, *, length: int, first_piece: I64, starts: I64, length
     """Writes a pack file; the arrays are those of `PackFile`."""
     header = _HEADER.pack(_MAGIC, 1, length, first_piece.size - 1, starts.size)
     with path.open("wb") as file:
-        for part in (header, first_piece.astype("<i8"), starts.astype("<i8"), lengths.astype("<i4")):
-            file.write(memoryview(part).cast("B"))
+        file.write(header)
+        for part in (first_piece.astype("<i8"), starts.astype("<i8"), lengths.astype("<i4")):
+            part.tofile(file)
 
 
 def document_bounds(file: TokenFile, first: int, end: int) -> I64:

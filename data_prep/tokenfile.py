@@ -92,8 +92,12 @@ class TokenFile:
     document_index: Array
 
     @classmethod
-    def open(cls, prefix: str | Path) -> TokenFile:
+    def open(cls, prefix: str | Path, *, at_random: bool = False) -> TokenFile:
         """Maps PREFIX.bin and PREFIX.idx.
+
+        Args:
+            prefix: of the pair.
+            at_random: see `map_file`.
 
         Raises:
             DataError: a file is missing, is no token file, is of an unknown version or dtype, is shorter or longer
@@ -101,12 +105,14 @@ class TokenFile:
         """
         prefix = Path(prefix)
         index, data = with_suffix(prefix, ".idx"), with_suffix(prefix, ".bin")
-        dtype, sequences, entries = read_header(index)
-        lengths, offsets, documents = _map_index(index, sequences, entries)
-        tokens = _map_data(data, _expected_bytes(lengths, offsets, dtype), dtype)
+        raw = _map(index, at_random=at_random)
+        dtype, sequences, entries = _parse_header(raw, index)
+        lengths, offsets, documents = _cut_index(raw, index, sequences, entries)
+        tokens = _map(data, at_random=at_random)
+        _check_data(data, tokens.size, _expected_bytes(lengths, offsets, dtype), dtype)
         if documents[-1] != sequences:
             raise DataError(f"{index}: its documents end at sequence {documents[-1]}, but it has {sequences} sequences")
-        return cls(prefix, tokens, lengths, offsets, documents)
+        return cls(prefix, tokens.view(dtype), lengths, offsets, documents)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -212,17 +218,15 @@ class TokenFileWriter:
         self.tokens += int(lengths.sum())
 
 
-def read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
-    """What the header of an .idx file says: dtype of the ids, sequences S, entries D of the document index.
-
-    Raises:
-        DataError: it is missing, or no index of a token file of a version and dtype that is known.
-    """
+def _map(path: Path, *, at_random: bool) -> Array:
     try:
-        with path.open("rb") as file:
-            raw = file.read(_HEADER.size)
+        return map_file(path, at_random=at_random)
     except FileNotFoundError:
         raise DataError(f"{path} is missing\n  try: make the token file again; it is a pair of .bin and .idx") from None
+
+
+def _parse_header(mapped: Array, path: Path) -> tuple[np.dtype[Any], int, int]:
+    raw = bytes(mapped[: _HEADER.size])
     if raw[: len(_MAGIC)] != _MAGIC:
         raise DataError(f"{path} starts with {raw[:9]!r}, not {_MAGIC!r}: not the index of a token file")
     if len(raw) < _HEADER.size:
@@ -235,8 +239,8 @@ def read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
     return np.dtype(_DTYPES[code]).newbyteorder("<"), sequences, entries
 
 
-def _map_index(path: Path, sequences: int, entries: int) -> tuple[Array, Array, Array]:
-    raw, expected = map_file(path), _HEADER.size + 12 * sequences + 8 * entries
+def _cut_index(raw: Array, path: Path, sequences: int, entries: int) -> tuple[Array, Array, Array]:
+    expected = _HEADER.size + 12 * sequences + 8 * entries
     if raw.size not in (expected, expected + sequences):
         raise DataError(
             f"{path} has {raw.size} bytes, but {sequences} sequences and {entries - 1} documents need {expected}: "
@@ -251,18 +255,13 @@ def _expected_bytes(lengths: Array, offsets: Array, dtype: np.dtype[Any]) -> int
     return int(offsets[-1]) + int(lengths[-1]) * dtype.itemsize if len(lengths) else 0
 
 
-def _map_data(path: Path, expected: int, dtype: np.dtype[Any]) -> Array:
-    try:
-        raw = map_file(path)
-    except FileNotFoundError:
-        raise DataError(f"{path} is missing\n  try: make the token file again; it is a pair of .bin and .idx") from None
-    if raw.size != expected:
-        state = "truncated" if raw.size < expected else "longer than it should be"
+def _check_data(path: Path, found: int, expected: int, dtype: np.dtype[Any]) -> None:
+    if found != expected:
+        state = "truncated" if found < expected else "longer than it should be"
         raise DataError(
-            f"{path} has {raw.size} bytes, its index says {expected} ({expected // dtype.itemsize} tokens of "
+            f"{path} has {found} bytes, its index says {expected} ({expected // dtype.itemsize} tokens of "
             f"{dtype.itemsize} bytes): {state}\n  try: make the token file again"
         )
-    return raw.view(dtype)
 
 
 def _joined(parts: list[Array], dtype: np.dtype[Any]) -> Array:

@@ -85,9 +85,9 @@ def _print_prepared(prepared: Prepared) -> None:
     for line in stage_lines(run, prepared.model):
         _line(*line.split(": ", 1))
     for source, seen in zip(prepared.blend.sources, epochs, strict=True):
-        _line("data", f"{source.path}: {source.tokens:,} tokens, {source.windows:,} samples, {seen:.2f} epochs")
+        _line("data", f"{source.summary}, {seen:.2f} epochs")
     for source in prepared.heldout:
-        _line("held-out", f"{source.path}: {source.tokens:,} tokens, {source.windows:,} samples")
+        _line("held-out", source.summary)
     newest = prepared.store.all()[:1]
     _line("would", f"resume after step {newest[0].step}" if newest else "start fresh")
 

@@ -17,8 +17,9 @@ from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.curve import curve_fields
 from pipeline.config.rules import ResolvedRun
 from pipeline.config.schema import Config
-from pipeline.data.blend import Blend, open_blend, open_sources
+from pipeline.data.blend import Blend, open_blend, open_heldout
 from pipeline.data.dataset import TokenDataset, tokenizer_details
+from pipeline.data.mixture import Extent
 from pipeline.engines.common import model_dtype
 from pipeline.evaluation.model_folder import ModelFolder
 from pipeline.models import attention
@@ -72,8 +73,8 @@ def prepare(run: ResolvedRun) -> Prepared:
         ConfigError, DataError, CheckpointError: see the modules that are called.
     """
     config = run.config
-    blend = open_blend(config.data, seed=config.run.seed)
-    heldout = open_sources(config.data, split="heldout")
+    blend = open_blend(config.data, seed=config.run.seed, extent=Extent(run.steps, run.batch.samples))
+    heldout = open_heldout(config.data, blend)
     tokenizer = tokenizer_details(blend.sources[0].manifest)
     hf_config = resolve_hf_config(config.model, tokenizer=tokenizer, sequence_length=config.data.sequence_length)
     for field, folder in named_folders(config).items():

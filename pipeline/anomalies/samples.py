@@ -18,6 +18,7 @@ from pipeline.config.batch import Batch
 from pipeline.config.rules import ResolvedRun, resolve
 from pipeline.config.schema import Config
 from pipeline.data.blend import Blend, open_blend
+from pipeline.data.mixture import Extent
 from pipeline.data.passages import passages
 from pipeline.data.skips import Skips, skips_of
 from pipeline.metrics.journal import read_rows
@@ -90,11 +91,12 @@ class Looked:
         config = parse(Config, manifest.config)
         events = read_rows(run_dir, kind="event")
         worlds = [row["world_size"] for row in events if "world_size" in row]
-        blend = open_blend(config.data, seed=config.run.seed)
+        resolved = resolve(config, world_size=worlds[-1] if worlds else 1)
+        blend = open_blend(config.data, seed=config.run.seed, extent=Extent(resolved.steps, resolved.batch.samples))
         _check_same(blend, manifest)
         skips = skips_of(_newest_details(run_dir), events, step=math.inf)
-        tokenizer = Tokenizer.from_file(str(blend.sources[0].path / "tokenizer" / TOKENIZER_JSON))
-        return cls(resolve(config, world_size=worlds[-1] if worlds else 1), blend, skips, tokenizer)
+        tokenizer = Tokenizer.from_file(str(blend.sources[0].tokenizer / TOKENIZER_JSON))
+        return cls(resolved, blend, skips, tokenizer)
 
     def of_steps(self, first: int, last: int) -> Iterator[Sample]:
         """The samples of some steps.
@@ -127,7 +129,7 @@ class Looked:
         step = "" if sample.step is None else f", step {sample.step}"
         rank, micro = sample.turn
         turn = f" (data rank {rank}, micro-batch {micro})" if self.run.topology.world_size > 1 else ""
-        return f"== sample {sample.number}{step}{turn}: {source.path}/{source.split}, window {int(place.window[0])}"
+        return f"== sample {sample.number}{step}{turn}: {source.label}, window {int(place.window[0])}"
 
     def text(self, sample: Sample) -> Iterator[str]:
         """Its documents, each with a line that says which and the text of its tokens as they are."""

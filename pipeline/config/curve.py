@@ -14,12 +14,13 @@ def curve_fields(run: ResolvedRun) -> dict[str, Any]:
     by fingerprint. What is off is None, so that a checkpoint from before a feature existed can still be resumed.
     """
     config = run.config.model_dump(mode="json")
-    weights = [source["weight"] for source in config["data"]["sources"]]
     distill = config["distill"] and {k: v for k, v in config["distill"].items() if k != "teacher"}
     return {
         "model": {key: config["model"][key] for key in ("config", "fresh", "keep_layers")},
         "data": {
-            "weights": weights,
+            **_blend(run),
+            "packing": None if config["data"]["packing"] == "contiguous" else config["data"]["packing"],
+            "fim": config["data"]["fim"],
             "sequence_length": config["data"]["sequence_length"],
             "mask_documents": config["data"]["mask_documents"] or None,
         },
@@ -37,6 +38,23 @@ def curve_fields(run: ResolvedRun) -> dict[str, Any]:
         # which steps count as spikes, where that keeps them from the weights. What becomes of numbers that are not
         # finite is not among these: a run that stopped at them may go on by another answer
         "anomalies": _spikes(run),
+    }
+
+
+def _blend(run: ResolvedRun) -> dict[str, Any]:
+    """Which source is drawn from when. Names and limits are not among it."""
+    data = run.config.data
+    labels = [source.source for source in data.sources]
+    budgets = [{"epochs": source.epochs, "tokens": source.tokens} for source in data.sources]
+    budgeted = any(value is not None for budget in budgets for value in budget.values())
+    stages = [[stage.after_step, [stage.weights.get(n) for n in data.names]] for stage in data.schedule or ()]
+    return {
+        # without a weight and a budget it is 1
+        "weights": [source.weight or (None if source.epochs or source.tokens else 1.0) for source in data.sources],
+        "sources": labels if any(labels) else None,
+        # what share a budget is depends on the length of the run
+        "budgets": {"sources": budgets, "samples": run.steps * run.batch.samples} if budgeted else None,
+        "schedule": stages or None,
     }
 
 

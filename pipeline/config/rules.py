@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from headrace.errors import ConfigError
 from pipeline.config.batch import Batch, resolve_batch
+from pipeline.config.data_rules import check_data
 from pipeline.config.deepspeed_keys import refuse_on_torch
 from pipeline.config.layout_rules import SEVERAL_PIECES, check_layout, check_schedule, micro_batches_of, topology_of
 from pipeline.config.model_rules import check_model, check_optimizer, check_precision
@@ -172,6 +173,7 @@ def resolve(config: Config, *, world_size: int, begun: bool = False) -> Resolved
     Raises:
         ConfigError: on the first rule that is broken.
     """
+    check_data(config.data)
     check_model(config)
     check_optimizer(config)
     check_precision(config)

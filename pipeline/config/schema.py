@@ -46,8 +46,50 @@ class ModelSection(Section):
 class SourceSection(Section):
     """One dataset of the blend."""
 
-    path: str = Field(description="a tokens directory made by data_prep")
-    weight: PositiveFloat = Field(1.0, description="share of the samples drawn from it, relative to the other sources")
+    path: str = Field(description="a tokens directory made by data_prep, or PREFIX of Megatron's PREFIX.bin and .idx")
+    source: str | None = Field(None, description="only this source of the tokens directory; all of it when absent")
+    name: str | None = Field(None, description="what data.schedule calls it; default: 'source', or else 'path'")
+    weight: PositiveFloat | None = Field(
+        None, description="share of the samples drawn from it, relative to the other sources; 1 when absent"
+    )
+    epochs: PositiveFloat | None = Field(None, description="or: how often the whole run sees it, e.g. 2.5")
+    tokens: Count | None = Field(None, description="or: how many of its tokens the whole run draws, e.g. 5e9")
+    max_epochs: PositiveFloat | None = Field(
+        None, description="a run that would see it more often is refused, e.g. 4; no limit when absent"
+    )
+    tokenizer: str | None = Field(
+        None, description="the Hugging Face folder of the tokenizer that made a PREFIX, which does not say it itself"
+    )
+    heldout: str | None = Field(
+        None,
+        description="a tokens directory whose held-out split is evaluated instead of this source's own, or a PREFIX",
+    )
+
+
+class StageSection(Section):
+    """A stretch of the run with weights of its own."""
+
+    after_step: Index = Field(description="it begins after so many steps; 0 for the first")
+    weights: dict[str, NonNegativeFloat] = Field(
+        description='a weight for each source by name, e.g. {"web": 2, "books": 1}; 0 draws nothing from it'
+    )
+
+
+class FimSection(Section):
+    """Fill in the middle: the middle of some documents is moved behind their end."""
+
+    rate: float = Field(
+        0.5, gt=0.0, le=1.0, description="share of the documents in a sample that are changed, e.g. 0.5"
+    )
+    spm_rate: float = Field(
+        0.5,
+        ge=0.0,
+        le=1.0,
+        description="share of these as suffix, prefix, middle; the others as prefix, suffix, middle",
+    )
+    prefix: str = Field("<|fim_prefix|>", description="the token before the prefix; in the tokenizer's vocabulary")
+    middle: str = Field("<|fim_middle|>", description="the token before the middle")
+    suffix: str = Field("<|fim_suffix|>", description="the token before the suffix")
 
 
 class DataSection(Section):
@@ -57,10 +99,26 @@ class DataSection(Section):
         min_length=1, description='a list such as [{"path": "out/demo/tokens", "weight": 1.0}]', strict=False
     )
     sequence_length: Count = Field(description="tokens per sample (T)")
+    schedule: tuple[StageSection, ...] | None = Field(
+        None,
+        min_length=1,
+        description='weights by step: [{"after_step": 0, "weights": {"web": 1, "code": 1}}, ...]',
+        strict=False,
+    )
+    packing: Literal["contiguous", "best_fit"] = Field(
+        "contiguous",
+        description="contiguous windows, or best_fit: whole documents, packed by python -m data_prep pack",
+    )
+    fim: FimSection | None = Field(None, description='fill in the middle, e.g. {"rate": 0.5}; none when absent')
     prefetch: Count = Field(4, description="batches gathered ahead by the loader's thread")
     mask_documents: bool = Field(
         False, description="true: a token sees only its own document, and no loss is taken across documents' borders"
     )
+
+    @property
+    def names(self) -> list[str]:
+        """What the sources are called, in order."""
+        return [source.name or source.source or source.path for source in self.sources]
 
 
 class LossSection(Section):

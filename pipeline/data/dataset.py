@@ -2,70 +2,142 @@
 
 Window w of a shard is its tokens [w T, w T + T]; neighbours share the one token that is the last target of the first
 and the first input of the second. A window never crosses shards, so up to T tokens at the end of each shard are not
-used. Opening costs O(shards); nothing is indexed and nothing is held per sample.
+used. Opening costs O(shards), and maps nothing; nothing is indexed and nothing is held per sample.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.tokenfile import TokenFile, shard_prefix
+from data_prep.mapping import will_need
+from data_prep.tokenfile import TokenFile
 from headrace.directory import Manifest, check_sizes, read_manifest
 from headrace.errors import DataError
-from pipeline.data.documents import Borders, find_borders, join
+from pipeline.data.documents import I64, Borders, find_borders, join
+from pipeline.data.files import Opened, OpenFiles
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Where the tokens of some windows lie: neighbouring tokens of a shard, in order, int64 [n] each.
+
+    Attributes:
+        window: which of the windows asked for, from 0.
+        at: place of the first token in its window.
+        shard: number of the shard; -1 where there is padding.
+        start: the first token, within the shard.
+        length: tokens.
+    """
+
+    window: I64
+    at: I64
+    shard: I64
+    start: I64
+    length: I64
 
 
 class TokenDataset:
-    """Windows of one split. Use `TokenDataset.open`.
+    """Windows of one split, or of one source in it. Use `TokenDataset.open`.
 
     Attributes:
-        path: the tokens directory.
+        path: the tokens directory, or the prefix of a dataset of Megatron's.
         split: its split, e.g. train.
+        source: the label of the source; None for all of them.
         sequence_length: T, tokens per sample.
         manifest: the directory's manifest.
-        tokens: tokens in the split.
-        bytes: UTF-8 bytes of the split's text.
-        files: its shards, open.
+        tokens: tokens in the shards.
+        bytes: UTF-8 bytes of their text; 0 where that is not known.
+        tokenizer: the Hugging Face folder of its tokenizer.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, *, split: str, sequence_length: int) -> None:
-        self.path, self.manifest, self.split, self.sequence_length = path, manifest, split, sequence_length
-        details = manifest.details["splits"][split]
-        self.tokens: int = details["tokens"]
-        self.bytes: int = details["bytes"]
-        self.files = [TokenFile.open(shard_prefix(path, split, i)) for i in range(len(details["shards"]))]
-        per_shard = [max(0, (file.tokens.size - 1) // sequence_length) for file in self.files]
-        self._first_window = np.cumsum([0, *per_shard])
+    def __init__(
+        self,
+        path: Path,
+        manifest: Manifest,
+        *,
+        split: str,
+        sequence_length: int,
+        source: str | None = None,
+        folder: Path | None = None,
+        tokenizer: Path | None = None,
+        files: OpenFiles | None = None,
+    ) -> None:
+        self.path, self.manifest, self.split, self.source = path, manifest, split, source
+        self.sequence_length = sequence_length
+        self.tokenizer = tokenizer or path / "tokenizer"
+        entries = manifest.details["splits"][split]["shards"]
+        self.chosen = [i for i, entry in enumerate(entries) if source is None or entry.get("source") == source]
+        before = np.cumsum([0, *(entry["documents"] for entry in entries)])
+        shards = [entries[i] for i in self.chosen]
+        self.first_document: I64 = before[:-1][self.chosen]
+        self.tokens = sum(entry["tokens"] for entry in shards)
+        self.bytes = sum(entry["bytes"] for entry in shards)
+        self._sizes = [entry["tokens"] for entry in shards]
+        self._names = [entry["name"] for entry in shards]
+        self._folder, self._files = f"{folder or path / split}/", OpenFiles() if files is None else files
+        filler = padding_id(manifest)
+        self._padding = np.full(sequence_length + 1, filler, dtype=np.uint16 if filler < 1 << 16 else np.int32)
+        self._first_window = np.cumsum([0, *self._windows_of_shards()])
 
     @classmethod
-    def open(cls, path: str | Path, *, split: str, sequence_length: int) -> TokenDataset:
-        """Opens a split after comparing every file's size with the manifest.
+    def open(
+        cls,
+        path: str | Path,
+        *,
+        split: str,
+        sequence_length: int,
+        source: str | None = None,
+        manifest: Manifest | None = None,
+        files: OpenFiles | None = None,
+    ) -> TokenDataset:
+        """Opens a split after comparing its files' sizes with the manifest.
+
+        Args:
+            path: the tokens directory.
+            split, sequence_length, source: as the attributes.
+            manifest: the directory's, if it has been read.
+            files: shared between datasets that are open at the same time.
 
         Raises:
-            DataError: no such directory or split, a missing or truncated file, or no whole window.
+            DataError: no such directory, split or source, a missing or truncated file, or no whole window.
         """
         path = Path(path)
-        manifest = read_manifest(path, kind="tokens")
-        splits = manifest.details["splits"]
-        if split not in splits:
-            raise DataError(f"{path} has no split '{split}'; it has {', '.join(splits)}")
-        check_sizes(path, manifest)
-        dataset = cls(path, manifest, split=split, sequence_length=sequence_length)
-        if dataset.windows < 1:
-            raise DataError(
-                f"{path}/{split} has {dataset.tokens} tokens: not one sample of {sequence_length} + 1 fits a shard\n"
-                f"  try: a shorter data.sequence_length, or more text"
-            )
+        manifest = manifest or read_manifest(path, kind="tokens")
+        check_part(path, manifest, split=split, source=source)
+        dataset = cls(path, manifest, split=split, sequence_length=sequence_length, source=source, files=files)
+        dataset.refuse_short()
         return dataset
 
     @property
     def windows(self) -> int:
         """Number of windows."""
         return int(self._first_window[-1])
+
+    def refuse_short(self) -> None:
+        """Raises DataError where there is not one window."""
+        if self.windows < 1:
+            raise DataError(
+                f"{self.label} has {self.tokens} tokens: not one sample of {self.sequence_length} + 1 fits a shard\n"
+                f"  try: a shorter data.sequence_length, or more text"
+            )
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        if not self.path.is_dir():
+            return str(self.path)  # a prefix has no splits
+        return f"{self.path}/{self.split}" + (f" ({self.source})" if self.source else "")
+
+    @property
+    def summary(self) -> str:
+        """What there is to train on, in words."""
+        which = f" ({self.source})" if self.source else ""
+        return f"{self.path}{which}: {self.tokens:,} tokens, {self.windows:,} samples"
 
     def read(self, windows: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """Gathers windows.
@@ -76,11 +148,35 @@ class TokenDataset:
         Returns:
             int64 [n, T + 1]; inputs are [:, :-1], targets [:, 1:].
         """
-        shards, starts = self.locate(windows)
-        rows = np.empty((starts.size, self.sequence_length + 1), dtype=np.int64)
-        for row, shard, start in zip(rows, shards, starts, strict=True):
-            row[:] = self.files[shard].tokens[start : start + self.sequence_length + 1]
-        return rows
+        return self.rows(windows).astype(np.int64)
+
+    def rows(self, windows: npt.ArrayLike) -> npt.NDArray[Any]:
+        """The same, [n, T + 1], in the dtype of the files: a quarter of the bytes."""
+        spans = self.spans(windows)
+        parts = []
+        for shard, start, length in zip(*_lists(spans.shard, spans.start, spans.length), strict=True):
+            tokens = self._padding if shard < 0 else self._opened(shard).tokens
+            parts.append(tokens[start : start + length])
+        return np.concatenate(parts or [self._padding[:0]]).reshape(-1, self.sequence_length + 1)
+
+    def spans(self, windows: npt.ArrayLike) -> Spans:
+        """Where the tokens of windows lie.
+
+        Args:
+            windows: int64 [n], each in 0..self.windows-1.
+        """
+        shards, numbers = self.locate(windows)
+        whole = np.full(shards.size, self.sequence_length + 1)
+        return Spans(np.arange(shards.size), np.zeros_like(shards), shards, numbers * self.sequence_length, whole)
+
+    def hint(self, windows: npt.ArrayLike) -> None:
+        """Has the system begin to read windows from the disk or over the network, without waiting for it."""
+        spans = self.spans(windows)
+        for shard, start, length in zip(*_lists(spans.shard, spans.start, spans.length), strict=True):
+            if shard >= 0:
+                opened = self._opened(shard)
+                width = opened.tokens.itemsize
+                will_need(opened.address + start * width, length * width)
 
     def borders(self, windows: npt.ArrayLike) -> Borders:
         """Where documents begin within windows, from the index alone.
@@ -88,15 +184,15 @@ class TokenDataset:
         Args:
             windows: int64 [n], each in 0..self.windows-1.
         """
-        shards, starts = self.locate(windows)
-        parts = []
+        shards, numbers = self.locate(windows)
+        starts, parts = numbers * self.sequence_length, []
         for shard in np.unique(shards):
             mine = np.flatnonzero(shards == shard)
-            parts.append((mine, find_borders(self.files[shard], starts[mine], length=self.sequence_length)))
+            parts.append((mine, find_borders(self.file(int(shard)), starts[mine], length=self.sequence_length)))
         return join(parts)
 
-    def locate(self, windows: npt.ArrayLike) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Shard and first token of every window.
+    def locate(self, windows: npt.ArrayLike) -> tuple[I64, I64]:
+        """Shard of every window, and its number within the shard.
 
         Args:
             windows: int64 [n].
@@ -106,10 +202,58 @@ class TokenDataset:
         """
         wanted = np.asarray(windows, dtype=np.int64)
         shards = np.searchsorted(self._first_window, wanted, side="right") - 1
-        return shards, (wanted - self._first_window[shards]) * self.sequence_length
+        return shards, wanted - self._first_window[shards]
+
+    def file(self, shard: int) -> TokenFile:
+        """A shard, open.
+
+        Raises:
+            DataError: it is damaged, or not what the manifest says.
+        """
+        return self._opened(shard).file
+
+    def _opened(self, shard: int) -> Opened:
+        return self._files.get(self._folder + self._names[shard], self._sizes[shard])
+
+    def _windows_of_shards(self) -> list[int]:
+        return [max(0, (size - 1) // self.sequence_length) for size in self._sizes]
+
+
+def check_part(path: Path, manifest: Manifest, *, split: str, source: str | None) -> None:
+    """Compares the sizes of the files of a split, or of one source in it, with the manifest.
+
+    Raises:
+        DataError: no such split or source, or a file that is missing or of another size.
+    """
+    splits = manifest.details["splits"]
+    if split not in splits:
+        raise DataError(f"{path} has no split '{split}'; it has {', '.join(splits)}")
+    shards = splits[split]["shards"]
+    labels = sorted({str(shard["source"]) for shard in shards if "source" in shard})
+    if source is not None and source not in labels:
+        has = f"; it has {', '.join(labels)}" if labels else ": its manifest names none"
+        raise DataError(f"{path}/{split} has no source '{source}'{has}\n  try: one of these, or all, without 'source'")
+    others = {f"{split}/{shard['name']}" for shard in shards if source is not None and shard.get("source") != source}
+    files = {
+        name: entry
+        for name, entry in manifest.files.items()
+        if name.partition("/")[0] not in splits.keys() - {split} and name.rpartition(".")[0] not in others
+    }
+    check_sizes(path, replace(manifest, files=files))
 
 
 def tokenizer_details(manifest: Manifest) -> dict[str, Any]:
     """What a tokens directory says of its tokenizer: fingerprint, vocab_size, eos_id, ..."""
     details: dict[str, Any] = manifest.details["tokenizer"]
     return details
+
+
+def padding_id(manifest: Manifest) -> int:
+    """The id that fills places without a token. It is neither target nor seen by one: any id will do."""
+    details = tokenizer_details(manifest)
+    given = (details.get(key) for key in ("pad_id", "eos_id"))
+    return next((int(number) for number in given if number is not None), 0)
+
+
+def _lists(*arrays: I64) -> list[list[int]]:
+    return [array.tolist() for array in arrays]

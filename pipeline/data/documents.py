@@ -1,8 +1,9 @@
 """Which documents lie in a sample: found in the token file's index, never guessed from the tokens.
 
 A sample is a window of S + 1 tokens; its position `at` is a border when a document begins there (1 <= at <= S: that one
-begins at position 0 changes nothing). From the borders follow who may see whom, the place of every token in its
-document, and which labels do not count, because the next token belongs to another document.
+begins at position 0 changes nothing). The end of a packed sample may be padding. From the borders follow who may see
+whom, the place of every token in its document, and which labels do not count, because the next token belongs to another
+document.
 """
 
 from __future__ import annotations
@@ -20,31 +21,58 @@ I64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Borders:
-    """Documents' borders within samples: `sample` int64 [n], its number among those asked for; `at` int64 [n]."""
+    """Documents' borders within samples: `sample` int64 [n], its number among those asked for; `at` int64 [n].
+
+    `used` int64 [samples]: tokens of each that are no padding, S + 1 at most; None where there is no padding.
+    """
 
     sample: I64
     at: I64
+    used: I64 | None = None
 
     def of(self, samples: I64) -> Borders:
         """The borders of some of the samples, which are numbered anew in the order given; each at most once."""
         new = np.full(max(int(self.sample.max(initial=-1)), int(samples.max(initial=-1))) + 1, -1)
         new[samples] = np.arange(samples.size)
         number = new[self.sample]
-        return Borders(number[number >= 0], self.at[number >= 0])
+        used = None if self.used is None else self.used[samples]
+        return Borders(number[number >= 0], self.at[number >= 0], used)
 
-    def marks(self, samples: int, *, length: int) -> npt.NDArray[np.bool_]:
-        """bool [samples, length + 1], True where a document begins; `length` is S."""
-        marks = np.zeros((samples, length + 1), dtype=np.bool_)
-        marks[self.sample, self.at] = True
-        return marks
+    def parts(self, samples: int, *, length: int) -> tuple[I64, I64]:
+        """Documents and padding as parts of the samples' inputs, laid end to end; of each sample one part at least.
+
+        Args:
+            samples: as many, from the first; those past the last that is known are one part.
+            length: S.
+
+        Returns:
+            sample int64 [parts], rising; at int64 [parts], place in it where the part begins, rising within a sample.
+        """
+        inside = self.at < length
+        begun = [np.arange(samples) * length, self.sample[inside] * length + self.at[inside]]
+        if self.used is not None:  # padding is kept apart as a document is
+            short = np.flatnonzero(self.used < length)
+            begun.append(short * length + self.used[short])
+        sample, at = np.divmod(np.sort(np.concatenate(begun)), length)
+        return sample, at
+
+    def without_target(self, *, length: int, masked: bool) -> int:
+        """Places of all samples that are no targets: padding, and where `masked` those before a border."""
+        padding = 0 if self.used is None else int((length + 1 - self.used).sum())
+        return padding + (self.at.size if masked else 0)
 
 
 def join(parts: list[tuple[I64, Borders]]) -> Borders:
     """Borders of several groups of samples as one; each comes with the numbers its samples are to have."""
     empty = np.empty(0, dtype=np.int64)
+    used = np.empty(sum(numbers.size for numbers, _ in parts), dtype=np.int64)
+    for numbers, borders in parts:
+        if borders.used is not None:
+            used[numbers] = borders.used
     return Borders(
         np.concatenate([empty, *(numbers[b.sample] for numbers, b in parts)]),
         np.concatenate([empty, *(b.at for _, b in parts)]),
+        used if parts and all(b.used is not None for _, b in parts) else None,
     )
 
 
@@ -57,11 +85,11 @@ def find_borders(file: TokenFile, starts: I64, *, length: int) -> Borders:
         length: S.
     """
     # views without the map's class, whose every indexing costs more than the reading
-    offsets, index = np.asarray(file.byte_offsets), np.asarray(file.document_index)[:-1]
+    offsets, index = np.asarray(file.byte_offsets), np.asarray(file.document_index)
     width = file.dtype.itemsize
     first_sequence = _at_least(offsets, (starts + 1) * width)
     end_sequence = _at_least(offsets, (starts + length + 1) * width)
-    first, end = _at_least(index, first_sequence), _at_least(index, end_sequence)
+    first, end = _documents(index, first_sequence), _documents(index, end_sequence)
     found = end - first
     window = np.repeat(np.arange(starts.size), found)
     before = np.cumsum(found) - found
@@ -70,6 +98,13 @@ def find_borders(file: TokenFile, starts: I64, *, length: int) -> Borders:
     # documents without tokens begin where the next one does
     once = np.unique(window * (length + 1) + at)
     return Borders(*np.divmod(once, length + 1))
+
+
+def _documents(index: npt.NDArray[Any], sequences: I64) -> I64:
+    """int64 [n], the first document that begins with each of some sequences, or behind it."""
+    if sequences.max(initial=0) < index.size and np.array_equal(index[sequences], sequences):
+        return sequences  # one sequence per document, as data_prep writes them: half of the search is saved
+    return _at_least(index[:-1], sequences)
 
 
 def _at_least(rising: npt.NDArray[Any], values: I64) -> I64:

@@ -21,10 +21,15 @@ from pipeline.config.batch import Batch
 from pipeline.data.blend import Blend
 from pipeline.data.dataset import TokenDataset
 from pipeline.data.documents import Borders
+from pipeline.data.order import Place
 from pipeline.data.skips import NO_SKIPS, Skips
 
 IGNORE: Final = -100
 """The label of a position that is not a target."""
+
+_PLACED_ROWS: Final = 2048
+_PLACED_TOKENS: Final = 1 << 24
+"""Rows and tokens for which places are found together, and which the system is told of: some 32 MB ahead."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,9 @@ class StepLoader:
         self._cp, self._cp_rank = cp, cp_rank
         self._mask_documents, self._prefetch = mask_documents, prefetch
         self._skips = skips
+        starts = dp_rank * batch.micro + np.arange(batch.accumulation) * batch.dp * batch.micro
+        # of each row of this rank its place in the step; from `batch.samples` on it is filling
+        self._samples_of_rows = (starts[:, None] + np.arange(batch.micro)).ravel()
 
     def __len__(self) -> int:
         return max(0, self._last - self._first + 1)
@@ -140,66 +148,119 @@ class StepLoader:
 
     def gather(self, step: int) -> StepBatch:
         """This rank's part of a step, at once and in this thread."""
-        batch = self._batch
-        first = self._skips.samples(step, per_step=batch.samples)[0]
-        micro_starts = self._dp_rank * batch.micro + np.arange(batch.accumulation) * batch.dp * batch.micro
-        mine = (micro_starts[:, None] + np.arange(batch.micro)).ravel()
-        samples = mine[mine < batch.samples]  # the rows that come first; the others are filling
-        read = self._blend.read(first + np.minimum(mine, batch.samples - 1))
+        return self._gather(step, self._blend.order.place(self._rows(step)))
+
+    def _gather(self, step: int, place: Place) -> StepBatch:
+        batch, real = self._batch, self._samples_of_rows < self._batch.samples
+        rows, fim = self._blend.rows(place), self._blend.fim
         targets, own = batch.tokens, None
-        if self._mask_documents:
-            borders = self._blend.borders(np.arange(first, first + batch.samples))
-            targets, own = targets - borders.at.size, borders.of(samples)
-        whole = make_batch(read, own, cp=self._cp, cp_rank=self._cp_rank)
-        whole.labels[samples.size :] = IGNORE
+        if self._mask_documents or self._blend.packed or fim is not None:
+            samples = np.arange(batch.samples) + self._first_sample(step)
+            before = borders = self._blend.borders(samples)
+            if fim is not None:
+                borders, mine = fim.borders(before, samples), self._samples_of_rows[real]
+                rows[: mine.size] = fim.rows(rows[: mine.size], before.of(mine), samples[mine])
+            targets -= borders.without_target(length=batch.sequence_length, masked=self._mask_documents)
+            own = borders.of(self._samples_of_rows[real])
+        whole = make_batch(rows, own, mask_documents=self._mask_documents, cp=self._cp, cp_rank=self._cp_rank)
+        whole.labels[torch.from_numpy(~real)] = IGNORE
         return StepBatch(step, [self._own(micro) for micro in whole.split(batch.micro)], targets)
+
+    def _first_sample(self, step: int) -> int:
+        return self._skips.samples(step, per_step=self._batch.samples)[0]
+
+    def _rows(self, step: int) -> npt.NDArray[np.int64]:
+        """Global samples of this rank's rows of a step; those of filling are the last again."""
+        rows = np.minimum(self._samples_of_rows, self._batch.samples - 1)
+        return np.asarray(self._first_sample(step) + rows, dtype=np.int64)
+
+    def _placed(self) -> Iterator[tuple[int, Place]]:
+        """Every step with the places of its rows, found for many steps together, which is cheaper.
+
+        The system is told of them in time, so that a slow file system reads them all at once and before they are
+        waited for.
+        """
+        most = min(_PLACED_ROWS, _PLACED_TOKENS // self._batch.sequence_length)
+        together = max(1, most // self._samples_of_rows.size)
+        ahead: tuple[range, Place] | None = None
+        for first in range(self._first, self._last + 1, together):
+            steps = range(first, min(first + together, self._last + 1))
+            place = self._blend.order.place(np.concatenate([self._rows(step) for step in steps]))
+            self._blend.hint(place)
+            if ahead is not None:
+                yield from _by_step(*ahead)
+            ahead = steps, place
+        if ahead is not None:
+            yield from _by_step(*ahead)
 
     def _own(self, micro: MicroBatch) -> MicroBatch:
         """Contiguous, in page-locked memory for a GPU: a strided view would be copied again on its way."""
         return micro.pin_memory() if self._pin else micro
 
     def _gather_all(self, ready: queue.Queue[StepBatch | BaseException], stop: threading.Event) -> None:
-        for step in range(self._first, self._last + 1):
-            try:
-                item: StepBatch | BaseException = self.gather(step)
-            except BaseException as error:  # handed to the loop, which raises it
-                item = error
+        for item in self._items():
             while not stop.is_set():
                 try:
                     ready.put(item, timeout=0.1)
                     break
                 except queue.Full:
                     continue
-            if stop.is_set() or isinstance(item, BaseException):
+            if stop.is_set():
                 return
 
+    def _items(self) -> Iterator[StepBatch | BaseException]:
+        try:
+            for step, place in self._placed():
+                yield self._gather(step, place)
+        except GeneratorExit:
+            raise
+        except BaseException as error:  # handed to the loop, which raises it
+            yield error
 
-def make_batch(rows: npt.NDArray[np.int64], borders: Borders | None, *, cp: int = 1, cp_rank: int = 0) -> MicroBatch:
+
+def _by_step(steps: range, place: Place) -> Iterator[tuple[int, Place]]:
+    sources, windows = (np.split(column, len(steps)) for column in (place.source, place.window))
+    for step, source, window in zip(steps, sources, windows, strict=True):
+        yield step, Place(source, window)
+
+
+def make_batch(
+    rows: npt.NDArray[Any], borders: Borders | None, *, mask_documents: bool = True, cp: int = 1, cp_rank: int = 0
+) -> MicroBatch:
     """One rank's piece of whole samples.
 
     Args:
-        rows: int64 [n, S + 1].
-        borders: where documents begin; None when a sample counts as one document.
+        rows: [n, S + 1], of any type of integers.
+        borders: where documents begin and padding, of the first of the rows; None when a sample counts as one document.
+        mask_documents: keep documents apart; without it, only padding is left out.
         cp: ranks that share a sequence.
         cp_rank: this rank's place among them.
     """
     samples, length = rows.shape[0], rows.shape[1] - 1
     assert length % cp == 0, (length, cp)
     piece = slice(cp_rank * (length // cp), (cp_rank + 1) * (length // cp))
-    ids, labels = rows[:, :-1], rows[:, 1:]
+    ids, labels = _int64(rows[:, :-1][:, piece]), _int64(rows[:, 1:][:, piece])
     if borders is None:
-        return MicroBatch(_tensor(ids[:, piece]), _tensor(labels[:, piece]))
-    marks = borders.marks(samples, length=length)
-    labels = np.where(marks[:, 1:], IGNORE, labels)
-    at = np.arange(length)
-    begun = np.maximum.accumulate(np.where(marks[:, :-1], at, 0), axis=1)
-    documents = np.cumsum(marks[:, :-1], axis=1, dtype=np.int32)
-    kept = (ids[:, piece], labels[:, piece], (at - begun)[:, piece], documents)
-    return MicroBatch(*map(_tensor, kept))
+        return MicroBatch(torch.from_numpy(ids), torch.from_numpy(labels))
+    if borders.used is not None:
+        for row in np.flatnonzero(borders.used <= length).tolist():
+            labels[row, max(0, int(borders.used[row]) - 1 - piece.start) :] = IGNORE
+    if not mask_documents:
+        return MicroBatch(torch.from_numpy(ids), torch.from_numpy(labels))
+    before = borders.at - 1 - piece.start  # of a border, the label that crosses it
+    own = (before >= 0) & (before < ids.shape[1])
+    labels[borders.sample[own], before[own]] = IGNORE
+    sample, begun = borders.parts(samples, length=length)
+    sizes = np.diff(sample * length + begun, append=samples * length)
+    positions = np.tile(np.arange(length), samples) - np.repeat(begun, sizes)
+    numbers = np.arange(sample.size) - np.searchsorted(sample, sample)
+    documents = np.repeat(numbers.astype(np.int32), sizes).reshape(samples, length)
+    own_positions = np.ascontiguousarray(positions.reshape(samples, length)[:, piece])
+    return MicroBatch(*map(torch.from_numpy, (ids, labels, own_positions, documents)))
 
 
-def _tensor(array: npt.NDArray[Any]) -> Tensor:
-    return torch.from_numpy(array.copy())  # inputs and labels of one sample overlap
+def _int64(array: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    return array.astype(np.int64, order="C")  # a copy in any case: inputs and labels of one sample overlap
 
 
 def heldout_batches(
@@ -229,6 +290,6 @@ def heldout_batches(
         mine = start + dp_rank * batch_size + np.arange(batch_size)
         windows = np.minimum(mine, total - 1)
         borders = dataset.borders(windows) if mask_documents else None
-        batch = make_batch(dataset.read(windows), borders, cp=cp, cp_rank=cp_rank)
+        batch = make_batch(dataset.rows(windows), borders, cp=cp, cp_rank=cp_rank)
         batch.labels[torch.from_numpy(mine >= total)] = IGNORE
         yield batch

@@ -31,16 +31,20 @@ class Passage:
 
 
 def passages(dataset: TokenDataset, window: int) -> Iterator[Passage]:
-    """The passages of a sample's T + 1 tokens, in order.
+    """The passages of a sample's T + 1 tokens, in order; padding is none.
 
     Args:
         dataset: a split.
         window: number of the sample in it.
     """
-    (shard,), (start,) = dataset.locate([window])
-    entries = dataset.manifest.details["splits"][dataset.split]["shards"]
-    before = sum(entry["documents"] for entry in entries[:shard])
-    file, at, end = dataset.files[shard], int(start), int(start) + dataset.sequence_length + 1
+    spans = dataset.spans([window])
+    for shard, start, length in zip(spans.shard.tolist(), spans.start.tolist(), spans.length.tolist(), strict=True):
+        if shard >= 0:
+            first = int(dataset.first_document[shard])
+            yield from _within(dataset.file(shard), start, start + length, before=first)
+
+
+def _within(file: TokenFile, at: int, end: int, *, before: int) -> Iterator[Passage]:
     # of documents without tokens, which begin where the next one does, the last
     number = bisect_right(range(file.documents), at, key=lambda document: _begin(file, document)) - 1
     while at < end:

@@ -66,13 +66,14 @@ def test_every_document_of_a_step_is_a_piece_of_the_corpus(work: Path) -> None:
 def test_the_tokens_of_the_passages_are_those_that_were_trained_on(tokens: Path) -> None:
     dataset = TokenDataset.open(tokens, split="train", sequence_length=300)
     blend = Blend([dataset], weights=[1.0], seed=7)
-    file = TokenFile.open(shard_prefix(tokens, "train", 0))
     for number in range(40):
         window = int(blend.order.place([number]).window[0])
+        shard = int(dataset.locate([window])[0][0])
+        file = TokenFile.open(shard_prefix(tokens, "train", shard))
         parts = list(passages(dataset, window))
         assert np.array_equal(np.concatenate([part.tokens for part in parts]), blend.read([number])[0])
         for part in parts:
-            sequence = int(file.document_index[part.document])
+            sequence = int(file.document_index[part.document - int(dataset.first_document[shard])])
             begin = int(file.byte_offsets[sequence]) // file.dtype.itemsize + part.first
             assert np.array_equal(file.tokens[begin : begin + len(part.tokens)], part.tokens)
             assert part.length == int(file.sequence_lengths[sequence])

@@ -50,7 +50,9 @@ def test_borders_are_where_the_document_changes(
     file = written(tmp_path_factory.mktemp("file") / "shard", lengths)
     last = file.tokens.size - length - 1
     starts = np.array(data.draw(st.lists(st.integers(0, last), max_size=5)), dtype=np.int64)
-    marks = find_borders(file, starts, length=length).marks(starts.size, length=length)
+    borders = find_borders(file, starts, length=length)
+    marks = np.zeros((starts.size, length + 1), dtype=np.bool_)
+    marks[borders.sample, borders.at] = True
     for start, mark in zip(starts, marks, strict=True):
         ids = np.asarray(file.tokens[start : start + length + 1])
         assert mark[1:].tolist() == (ids[1:] != ids[:-1]).tolist()

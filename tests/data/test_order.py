@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from headrace.errors import DataError
-from pipeline.data.order import BLOCK, SampleOrder
+from pipeline.data.order import BLOCK, SampleOrder, Stage
 
 
 def test_every_window_is_seen_once_per_epoch_and_epochs_differ() -> None:
@@ -65,3 +65,12 @@ def test_the_order_of_a_seed_never_changes() -> None:
     place = SampleOrder([1000, 50], weights=[3.0, 1.0], seed=42).place(np.arange(8))
     assert place.source.tolist() == [0, 0, 1, 0, 0, 0, 1, 0]
     assert place.window.tolist() == [76, 304, 0, 868, 680, 25, 25, 319]
+
+
+def test_the_order_of_a_seed_with_stages_never_changes() -> None:
+    order = SampleOrder(
+        [1000, 50], weights=[3.0, 1.0], seed=42, later=[Stage(4, (1.0, 3.0)), Stage(70_000, (1.0, 0.0))]
+    )
+    place = order.place([*range(8), 69_999, 70_000, 10**12])
+    assert place.source.tolist() == [0, 0, 1, 0, 1, 0, 1, 1, 1, 0, 0]
+    assert place.window.tolist() == [76, 304, 0, 868, 25, 680, 44, 32, 2, 932, 324]

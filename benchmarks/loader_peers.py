@@ -1,0 +1,78 @@
+"""The peer of `loader.py`, in a Python of its own: Megatron's GPTDataset over one shard.
+
+    PYTHON benchmarks/loader_peers.py PREFIX LENGTH BATCH LARGE
+
+Prints JSON: samples per second of CPU time from PREFIX, and the seconds that the indices of LARGE take to build.
+Imports nothing of this project.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig  # type: ignore[import-not-found]
+from megatron.core.datasets.indexed_dataset import IndexedDataset  # type: ignore[import-not-found]
+from megatron.core.datasets.utils import Split  # type: ignore[import-not-found]
+
+ROUNDS, BATCHES = 5, 100
+
+
+class Tokenizer:
+    """As much of one as the dataset asks for."""
+
+    eod = pad = 0
+    vocab_size = 50_000
+    unique_identifiers = {"class": "Tokenizer"}  # noqa: RUF012  the interface wants this attribute
+
+
+def main() -> None:
+    """Measures and prints."""
+    prefix, length, batch, large = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    with tempfile.TemporaryDirectory() as cache:
+        dataset, best = build(prefix, length=length, cache=cache), 0.0
+        random = np.random.default_rng(0)
+        for _ in range(ROUNDS):
+            wanted = [random.integers(0, len(dataset), batch).tolist() for _ in range(BATCHES)]
+            cpu = time.process_time()
+            for numbers in wanted:
+                samples = [dataset[number] for number in numbers]
+                for key in ("tokens", "labels"):
+                    torch.stack([sample[key] for sample in samples])
+            best = max(best, BATCHES * batch / (time.process_time() - cpu))
+        started = time.perf_counter()  # imports are not counted
+        dataset = build(large, length=length, cache=cache)
+        seconds = time.perf_counter() - started
+    found = {
+        "Megatron GPTDataset: tokens and labels, stacked": f"{best:>10,.0f} samples/s",
+        "Megatron GPTDataset: build its indices": f"{seconds:.2f} s for {len(dataset):,} samples",
+    }
+    print(json.dumps(found))
+
+
+def build(prefix: str, *, length: int, cache: str) -> Any:
+    """One epoch of all documents, as its training builds it, without masks and positions it could leave out."""
+    config = GPTDatasetConfig(
+        random_seed=1,
+        sequence_length=length,
+        blend=([prefix], None),
+        split="1,0,0",
+        path_to_cache=cache,
+        tokenizer=Tokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    indexed = IndexedDataset(prefix, mmap=True)
+    documents = np.arange(len(indexed.document_indices) - 1, dtype=np.int32)
+    return GPTDataset(indexed, prefix, documents, None, Split.train, config)
+
+
+if __name__ == "__main__":
+    main()

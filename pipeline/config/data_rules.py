@@ -1,0 +1,58 @@
+"""What must hold of the blend whatever the data: who has a weight, who a budget, and what the stages say."""
+
+from __future__ import annotations
+
+from headrace.errors import ConfigError
+from headrace.section import suggest
+from pipeline.config.schema import DataSection, StageSection
+
+_SHARES = ("weight", "epochs", "tokens")
+
+
+def check_data(data: DataSection) -> None:
+    """Refuses shares that say two things, and stages that leave something open.
+
+    Raises:
+        ConfigError: names the source or the stage.
+    """
+    for number, source in enumerate(data.sources):
+        given = [key for key in _SHARES if getattr(source, key) is not None]
+        field = f"data.sources.{number}"
+        if len(given) > 1:
+            why = f"{' and '.join(given)} each say how much is drawn from it"
+            raise ConfigError(f"{field}.{given[1]}", getattr(source, given[1]), why=why, remedy=f"keep {given[0]}")
+        if given and data.schedule:
+            why = "data.schedule says how much is drawn from it"
+            raise ConfigError(f"{field}.{given[0]}", getattr(source, given[0]), why=why, remedy="leave it out")
+    if data.schedule:
+        _check_names(data)
+        for number, stage in enumerate(data.schedule):
+            before = data.schedule[number - 1] if number else None
+            _check_stage(stage, before, field=f"data.schedule.{number}", names=data.names)
+
+
+def _check_names(data: DataSection) -> None:
+    for number, name in enumerate(data.names):
+        if name in data.names[:number]:
+            why = f"source {data.names.index(name)} is called so, too, and data.schedule could mean either"
+            raise ConfigError(f"data.sources.{number}.name", name, why=why, remedy="give each a name of its own")
+
+
+def _check_stage(stage: StageSection, before: StageSection | None, *, field: str, names: list[str]) -> None:
+    at = stage.after_step
+    if before is None and at:
+        raise ConfigError(f"{field}.after_step", at, why="the first stage begins the run", remedy="0")
+    if before is not None and at <= before.after_step:
+        why = f"the stage before it begins after step {before.after_step}"
+        raise ConfigError(f"{field}.after_step", at, why=why, remedy=f"{before.after_step + 1} or later")
+    for name in stage.weights:
+        if name not in names:
+            near = suggest(name, names)
+            remedy = f"did you mean '{near}'?" if near else f"the sources are: {', '.join(names)}"
+            raise ConfigError(f"{field}.weights.{name}", why="there is no such source", remedy=remedy)
+    for name in names:
+        if name not in stage.weights:
+            why = "it says nothing of this source"
+            raise ConfigError(f"{field}.weights.{name}", why=why, remedy="add it; 0 draws nothing from it")
+    if not any(stage.weights.values()):
+        raise ConfigError(f"{field}.weights", stage.weights, why="nothing is drawn", remedy="a weight above 0")

@@ -1,0 +1,76 @@
+"""A dataset that Megatron's own tool made: PREFIX.bin and PREFIX.idx, and nothing that says what they are.
+
+It is read as it lies there, as one shard. What a manifest would say is taken from the index and from the tokenizer's
+folder, which the user has to name.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from data_prep.tokenfile import TokenFile, with_suffix
+from data_prep.tokenizer.load import describe
+from headrace.directory import Manifest, fingerprint_of
+from headrace.errors import ConfigError
+from pipeline.data.text_bytes import text_bytes
+
+_CHUNK_BYTES = 8 << 20
+_LOOKED_AT = 1 << 16
+
+
+def is_prefix(path: str | Path) -> bool:
+    """Whether a path names such a dataset, and not a directory."""
+    return not Path(path).is_dir() and with_suffix(Path(path), ".idx").is_file()
+
+
+def described(prefix: Path, *, tokenizer: str, field: str, split: str = "train") -> Manifest:
+    """What the manifest of such a dataset would say: one shard, all of it one split.
+
+    The fingerprint is over the sizes of both files and the content of the index, which is read once.
+
+    Args:
+        prefix: the dataset.
+        tokenizer: the Hugging Face folder of its tokenizer.
+        field: of the config, which names the tokenizer.
+        split: what it is for. Of a held-out split the bytes of text are counted, for which it is read once.
+
+    Raises:
+        DataError: it is damaged, there is no tokenizer, or its bytes cannot be counted.
+        ConfigError: it holds ids that the tokenizer does not have.
+    """
+    file = TokenFile.open(prefix)
+    details = describe(Path(tokenizer), kind="given")
+    _check_ids(file, details["vocab_size"], field=field, tokenizer=tokenizer)
+    counts = {"documents": file.documents, "tokens": int(file.tokens.size), "bytes": 0}
+    if split == "heldout":
+        counts["bytes"] = text_bytes(file, Path(tokenizer))
+    sizes = {suffix: with_suffix(prefix, suffix).stat().st_size for suffix in (".bin", ".idx")}
+    return Manifest(
+        kind="tokens",
+        config={},
+        parents={},
+        details={"tokenizer": details, "splits": {split: {**counts, "shards": [{"name": prefix.name, **counts}]}}},
+        files={},
+        fingerprint=fingerprint_of({"kind": "megatron", "sizes": sizes, "index": _hash(with_suffix(prefix, ".idx"))}),
+        code={},
+    )
+
+
+def _check_ids(file: TokenFile, vocab_size: int, *, field: str, tokenizer: str) -> None:
+    """Looks at both ends: a tokenizer that is too small is found now, and not by an assertion on a GPU."""
+    ends = np.concatenate([file.tokens[:_LOOKED_AT], file.tokens[-_LOOKED_AT:]])
+    low, high = int(ends.min(initial=0)), int(ends.max(initial=0))
+    if low < 0 or high >= vocab_size:
+        why = f"{file.prefix} holds the id {low if low < 0 else high}, the tokenizer has {vocab_size} ids"
+        raise ConfigError(field, tokenizer, why=why, remedy="name the tokenizer that made it")
+
+
+def _hash(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,130 @@
+"""A split whose samples are whole documents packed together, as `python -m data_prep pack` has laid them out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from data_prep.packfile import KIND, SUFFIX, PackFile, packing_name
+from headrace.directory import Manifest, check_sizes, read_manifest
+from headrace.errors import DataError
+from pipeline.data.dataset import Spans, TokenDataset, check_part
+from pipeline.data.documents import I64, Borders
+from pipeline.data.files import MOST, OpenFiles
+
+
+class PackedDataset(TokenDataset):
+    """Bins of a packing, in place of windows. Use `PackedDataset.open`.
+
+    Attributes:
+        packing: the packing's manifest.
+        packed: its directory.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, *, packing: Manifest, **about: Any) -> None:
+        """`about` is what `TokenDataset` takes."""
+        self.packing, self.packed = packing, path / packing_name(about["sequence_length"])
+        self._packs: dict[int, PackFile] = {}
+        super().__init__(path, manifest, **about)
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        *,
+        split: str,
+        sequence_length: int,
+        source: str | None = None,
+        manifest: Manifest | None = None,
+        files: OpenFiles | None = None,
+    ) -> PackedDataset:
+        """As `TokenDataset.open`.
+
+        Raises:
+            DataError: also where there is no packing for this length, or it was made of other tokens.
+        """
+        path = Path(path)
+        manifest = manifest or read_manifest(path, kind="tokens")
+        check_part(path, manifest, split=split, source=source)
+        packed = path / packing_name(sequence_length)
+        how = f"python -m data_prep pack {path} --length {sequence_length}"
+        if not packed.is_dir():
+            raise DataError(f"{path} is not packed for samples of {sequence_length} tokens\n  try: {how}")
+        packing = read_manifest(packed, kind=KIND)
+        if packing.parents["tokens"]["fingerprint"] != manifest.fingerprint:
+            raise DataError(f"{packed} was made of other tokens than {path} holds\n  try: remove it, and {how}")
+        if split not in packing.details["splits"]:
+            raise DataError(f"{packed} has no split '{split}'\n  try: data.packing contiguous")
+        check_sizes(packed, packing)
+        about: dict[str, Any] = {"split": split, "sequence_length": sequence_length, "source": source, "files": files}
+        dataset = cls(path, manifest, packing=packing, **about)
+        dataset.refuse_short()
+        return dataset
+
+    @property
+    def trains(self) -> float:
+        """Share of the places of its samples that are targets when documents are masked."""
+        targets = sum(int(shard["targets"]) for shard in self._shards())
+        return targets / (self.windows * self.sequence_length)
+
+    @property
+    def summary(self) -> str:
+        """See `TokenDataset.summary`."""
+        return f"{super().summary} of packed documents, of which {100 * self.trains:.2f} % train"
+
+    def spans(self, windows: npt.ArrayLike) -> Spans:
+        """See `TokenDataset.spans`; places that are left over at the end of a sample have shard -1."""
+        shards, bins = self.locate(windows)
+        parts = [self._pieces(int(s), mine, bins[mine]) for s in np.unique(shards) for mine in [_where(shards, s)]]
+        window, at, shard, start, length = map(np.concatenate, zip(*parts, strict=True))
+        used = np.bincount(window, weights=length, minlength=shards.size).astype(np.int64)
+        short = np.flatnonzero(used <= self.sequence_length)
+        none, rest = np.zeros_like(short), self.sequence_length + 1 - used[short]
+        padding = (short, used[short], none - 1, none, rest)
+        pieces = (window, at, shard, start, length)
+        joined = [np.concatenate(pair) for pair in zip(pieces, padding, strict=True)]
+        order = np.lexsort((joined[1], joined[0]))
+        return Spans(*(column[order] for column in joined))
+
+    def borders(self, windows: npt.ArrayLike) -> Borders:
+        """See `TokenDataset.borders`; with how much of each sample is no padding."""
+        spans, samples = self.spans(windows), np.size(windows)
+        whole = spans.shard >= 0
+        used = np.bincount(spans.window[whole], weights=spans.length[whole], minlength=samples)
+        inside = whole & (spans.at > 0)
+        return Borders(spans.window[inside], spans.at[inside], used.astype(np.int64))
+
+    def _pieces(self, shard: int, windows: I64, bins: I64) -> tuple[I64, ...]:
+        pack = self._pack(shard)
+        first, counts = pack.first_piece[bins], pack.first_piece[bins + 1] - pack.first_piece[bins]
+        number = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        piece = np.repeat(first, counts) + number
+        lengths = pack.lengths[piece].astype(np.int64)
+        before = np.cumsum(lengths) - lengths
+        at = before - np.repeat(before[number == 0], counts)
+        return np.repeat(windows, counts), at, np.full(piece.size, shard), pack.starts[piece], lengths
+
+    def _pack(self, shard: int) -> PackFile:
+        if shard not in self._packs:
+            path = self.packed / self.split / f"{self._names[shard]}{SUFFIX}"
+            pack = PackFile.open(path)
+            if (pack.length, pack.bins) != (self.sequence_length, self._shards()[shard]["bins"]):
+                raise DataError(f"{path} is not what its manifest says\n  try: remove {self.packed}, and pack again")
+            while len(self._packs) >= MOST:
+                self._packs.pop(next(iter(self._packs)))
+            self._packs[shard] = pack
+        return self._packs[shard]
+
+    def _shards(self) -> list[dict[str, Any]]:
+        entries = self.packing.details["splits"][self.split]["shards"]
+        return [entries[i] for i in self.chosen]
+
+    def _windows_of_shards(self) -> list[int]:
+        return [entry["bins"] for entry in self._shards()]
+
+
+def _where(shards: I64, shard: np.int64) -> I64:
+    return np.flatnonzero(shards == shard)

@@ -1,0 +1,69 @@
+"""How many UTF-8 bytes of text token ids stand for, from the tokenizer alone: for datasets that do not say it.
+
+In a byte-level vocabulary every character of a token stands for a byte. In one that falls back to bytes, as
+sentencepiece's, `<0x0A>` is a byte, and U+2581 a blank. Special tokens are no text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from data_prep.tokenfile import TokenFile
+from data_prep.tokenizer.fingerprint import TOKENIZER_JSON
+from headrace.errors import DataError
+
+_CHUNK_TOKENS = 1 << 24
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+
+
+def text_bytes(file: TokenFile, tokenizer: Path) -> int:
+    """UTF-8 bytes of all text of a token file; every token is read.
+
+    Args:
+        file: open.
+        tokenizer: a Hugging Face folder.
+
+    Raises:
+        DataError: the tokenizer's decoder is neither byte-level nor falls back to bytes.
+    """
+    sizes, blanks = _sizes(tokenizer)
+    counted = np.zeros(sizes.size, dtype=np.int64)
+    for start in range(0, file.tokens.size, _CHUNK_TOKENS):
+        counted += np.bincount(file.tokens[start : start + _CHUNK_TOKENS], minlength=sizes.size)
+    return int(counted @ sizes) - blanks * file.documents
+
+
+def _sizes(folder: Path) -> tuple[npt.NDArray[np.int64], int]:
+    """Bytes of each id, int64 [ids], and blanks that were put before each document."""
+    kinds = _decoders(json.loads((folder / TOKENIZER_JSON).read_text(encoding="utf-8"))["decoder"])
+    if not kinds & {"ByteLevel", "ByteFallback"}:
+        found = ", ".join(sorted(kinds)) or "none"
+        raise DataError(
+            f"{folder}: bytes of text are known of byte-level tokenizers and of those that fall back to bytes,"
+            f" but its decoder is {found}\n  try: a tokens directory made by data_prep as data.sources.N.heldout"
+        )
+    tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_JSON))
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    sizes = np.zeros(max(vocabulary.values()) + 1, dtype=np.int64)
+    for token, number in vocabulary.items():
+        sizes[number] = len(token) if "ByteLevel" in kinds else _fallback(token)
+    for number, added in tokenizer.get_added_tokens_decoder().items():
+        sizes[number] = 0 if added.special else len(added.content.encode())
+    return sizes, int("Strip" in kinds)
+
+
+def _fallback(token: str) -> int:
+    return 1 if _BYTE.fullmatch(token) else len(token.replace("\u2581", " ").encode())
+
+
+def _decoders(decoder: dict[str, Any] | None) -> set[str]:
+    if decoder is None:
+        return set()
+    return {decoder["type"]}.union(*(_decoders(inner) for inner in decoder.get("decoders", ())))

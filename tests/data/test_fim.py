@@ -1,0 +1,126 @@
+"""Fill in the middle: taken back it is the text, every layout does the same to it, and borders move along."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data_prep.packing import pack
+from headrace.errors import ConfigError
+from headrace.section import parse
+from pipeline.config.batch import Batch
+from pipeline.config.schema import DataSection
+from pipeline.data.blend import Blend, open_blend
+from pipeline.data.loader import IGNORE, StepBatch, StepLoader
+from tests.conftest import make_tokens
+
+T, SAMPLES = 64, 6
+TOKENS = ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"]
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tokens of 200 documents, a few to a sample, packed."""
+    work = tmp_path_factory.mktemp("fim")
+    (work / "text").mkdir()
+    for i in range(200):
+        (work / "text" / f"{i}.txt").write_text(f"mill {i} " + "water turns the wheel. " * (i % 9))
+    tokenizer = {"train": "bpe", "vocab_size": 300, "special_tokens": TOKENS}
+    made = make_tokens(work, [work / "text"], tokenizer=tokenizer)
+    pack(made, length=T)
+    return made
+
+
+def opened(tokens: Path, *, packing: str = "contiguous", **fim: float | str) -> Blend:
+    data = {"sources": [{"path": str(tokens)}], "sequence_length": T, "packing": packing, "fim": fim}
+    return open_blend(parse(DataSection, data), seed=5)
+
+
+def gathered(blend: Blend, batch: Batch, *, rank: int = 0, step: int = 2, masked: bool = True) -> StepBatch:
+    return StepLoader(blend, batch, dp_rank=rank, steps=(1, 99), mask_documents=masked).gather(step)
+
+
+def taken_back(part: list[int], blend: Blend) -> tuple[str, list[int]]:
+    """How a part was changed, and what it was."""
+    fim = blend.fim
+    assert fim is not None
+    if part[0] != fim.prefix:
+        return "plain", part
+    end = [part[-1]] if part[-1] == fim.eos else []
+    suffix, middle = part.index(fim.suffix), part.index(fim.middle)
+    body = part[: len(part) - len(end)]
+    kind = "spm or psm without a prefix" if suffix == 1 else "psm"
+    return kind, body[1:suffix] + body[middle + 1 :] + body[suffix + 1 : middle] + end
+
+
+@pytest.mark.parametrize("packing", ["contiguous", "best_fit"])
+def test_taken_back_every_document_holds_the_tokens_it_had(tokens: Path, packing: str) -> None:
+    blend, kinds = opened(tokens, packing=packing, rate=0.6), []
+    for step in range(1, 25):
+        (micro,) = gathered(blend, Batch(SAMPLES, SAMPLES, 1, 1, T), step=step).micro_batches
+        samples = np.arange((step - 1) * SAMPLES, step * SAMPLES)
+        rows, borders = blend.read(samples), blend.borders(samples)
+        for i in range(SAMPLES):
+            used = T + 1 if borders.used is None else int(borders.used[i])
+            before = np.split(rows[i, :used], np.sort(borders.at[borders.sample == i]))
+            documents = micro.documents[i].numpy()
+            after = np.split(micro.input_ids[i].numpy(), np.flatnonzero(np.diff(documents)) + 1)
+            for was, now in zip(before, after[:-1], strict=False):  # the last may be cut off
+                kind, ids = taken_back(now.tolist(), blend)
+                kinds.append(kind)
+                if kind in ("plain", "psm"):
+                    assert ids == was.tolist()
+                else:  # suffix, then prefix and middle
+                    assert sorted(ids) == sorted(was.tolist())
+    shares = {kind: kinds.count(kind) / len(kinds) for kind in kinds}
+    assert 0.25 < shares["plain"] < 0.55, "0.4 are left as they are, and those that are too short"
+    assert min(shares["psm"], shares["spm or psm without a prefix"]) > 0.15
+
+
+def test_psm_and_spm_are_what_the_paper_writes(tokens: Path) -> None:
+    for spm_rate in (0.0, 1.0):
+        fim = opened(tokens, spm_rate=spm_rate).fim
+        assert fim is not None
+        piece = np.arange(10, 20)
+        moved = fim._moved(piece, (1 << 60, 3 << 60), spm=bool(spm_rate)).tolist()
+        low, high = 11 // 4, 33 // 4
+        prefix, middle, suffix = (piece[a:b].tolist() for a, b in ((0, low), (low, high), (high, 10)))
+        psm = [fim.prefix, *prefix, fim.suffix, *suffix, fim.middle, *middle]
+        spm = [fim.prefix, fim.suffix, *suffix, fim.middle, *prefix, *middle]
+        assert moved == (spm if spm_rate else psm)
+
+
+@pytest.mark.parametrize("packing", ["contiguous", "best_fit"])
+@pytest.mark.parametrize("masked", [True, False])
+def test_every_layout_does_the_same_and_knows_the_targets(tokens: Path, packing: str, masked: bool) -> None:
+    blend = opened(tokens, packing=packing)
+    whole = gathered(blend, Batch(8, 8, 1, 1, T), masked=masked)
+    assert whole.targets == sum(int((m.labels != IGNORE).sum()) for m in whole.micro_batches)
+    for dp, micro, accumulation in ((2, 2, 2), (8, 1, 1), (3, 1, 3)):
+        batch = Batch(8, micro, accumulation, dp, T)
+        ranks = [gathered(blend, batch, rank=rank, masked=masked) for rank in range(dp)]
+        assert {rank.targets for rank in ranks} == {whole.targets}
+        for field in ("input_ids", "labels", "positions", "documents"):
+            expected = getattr(whole.micro_batches[0], field)
+            of_all = zip(*([getattr(m, field) for m in rank.micro_batches] for rank in ranks), strict=True)
+            if expected is not None:
+                assert torch.equal(torch.cat([part for each in of_all for part in each])[:8], expected), (dp, field)
+
+
+def test_another_seed_moves_other_documents(tokens: Path) -> None:
+    data = {"sources": [{"path": str(tokens)}], "sequence_length": T, "fim": {}}
+    one, two = (open_blend(parse(DataSection, data), seed=seed).fim for seed in (1, 2))
+    assert one is not None
+    assert two is not None
+    samples = np.arange(50)
+    rows, borders = opened(tokens).read(samples), opened(tokens).borders(samples)
+    assert not np.array_equal(one.rows(rows, borders, samples), two.rows(rows, borders, samples))
+    assert np.array_equal(one.rows(rows, borders, samples), one.rows(rows, borders, samples))
+
+
+def test_a_token_that_the_tokenizer_lacks_is_refused(tokens: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.fim\.middle = '<MID>'"):
+        opened(tokens, middle="<MID>")

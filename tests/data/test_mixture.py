@@ -1,0 +1,201 @@
+"""Sources of one directory, budgets, limits and stages: what is drawn from where, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.errors import ConfigError, DataError
+from headrace.section import parse
+from pipeline.config.batch import Batch
+from pipeline.config.curve import curve_fields
+from pipeline.config.data_rules import check_data
+from pipeline.config.load import load_config
+from pipeline.config.rules import resolve
+from pipeline.config.schema import DataSection
+from pipeline.data.blend import Blend, open_blend, open_heldout
+from pipeline.data.loader import StepLoader
+from pipeline.data.mixture import Extent
+from pipeline.data.order import BLOCK, SampleOrder, Stage
+from tests.conftest import make_tokens, text_folders, tiny_config, write_config
+
+T = 32
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tokens of two sources, "json" and "email"."""
+    folders = text_folders()
+    sources = [{"name": folder.name, "type": "text", "path": str(folder)} for folder in folders]
+    return make_tokens(tmp_path_factory.mktemp("two"), folders, sources=sources)
+
+
+def section(*sources: dict[str, Any], **fields: Any) -> DataSection:
+    return parse(DataSection, {"sources": list(sources), "sequence_length": T, **fields}, at="data")
+
+
+def opened(*sources: dict[str, Any], steps: int = 100, per_step: int = 8, **fields: Any) -> Blend:
+    data = section(*sources, **fields)
+    check_data(data)
+    return open_blend(data, seed=5, extent=Extent(steps, per_step))
+
+
+def test_a_named_source_is_its_shards_and_no_others(two: Path) -> None:
+    parts = [opened({"path": str(two), "source": name}).sources[0] for name in ("json", "email")]
+    whole = opened({"path": str(two)}).sources[0]
+    assert sum(part.tokens for part in parts) == whole.tokens
+    assert sum(part.windows for part in parts) == whole.windows
+    together = np.concatenate([part.read(np.arange(part.windows)) for part in parts])
+    assert sorted(map(tuple, together)) == sorted(map(tuple, whole.read(np.arange(whole.windows))))
+    sums = whole.manifest.details["splits"]["train"]["sources"]
+    assert [part.tokens for part in parts] == [sums[name]["tokens"] for name in ("json", "email")]
+
+
+def test_held_out_text_is_that_of_the_named_sources(two: Path) -> None:
+    data = section({"path": str(two), "source": "json"}, {"path": str(two), "source": "email"})
+    blend = open_blend(data, seed=5)
+    held = open_heldout(data, blend)
+    assert sum(h.tokens for h in held) <= blend.sources[0].manifest.details["splits"]["heldout"]["tokens"]
+    assert {h.source for h in held} <= {"json", "email"}
+    assert [h.source for h in held] == list(dict.fromkeys(h.source for h in held))
+
+
+def test_a_source_that_is_not_there_is_refused_with_those_that_are(two: Path) -> None:
+    with pytest.raises(DataError, match="no source 'emial'; it has email, json"):
+        opened({"path": str(two), "source": "emial"})
+
+
+def test_budgets_are_what_the_run_draws(two: Path) -> None:
+    json_, email = ({"path": str(two), "source": name} for name in ("json", "email"))
+    blend = opened(json_ | {"epochs": 2.5}, email, steps=1000)
+    drawn = blend.order.drawn(8000)
+    assert drawn.sum() == 8000
+    assert drawn[0] == pytest.approx(2.5 * blend.sources[0].windows, abs=1)
+    blend = opened(json_ | {"tokens": 3200}, email | {"weight": 1.0}, steps=1000)
+    assert blend.order.drawn(8000)[0] == pytest.approx(100, abs=1)
+
+
+def test_budgets_that_do_not_fit_the_run_are_refused_with_what_does(two: Path) -> None:
+    json_, email = ({"path": str(two), "source": name} for name in ("json", "email"))
+    with pytest.raises(ConfigError, match=r"run\.tokens 2,560,000 or more"):
+        opened(json_ | {"tokens": 2_560_000}, email)
+    with pytest.raises(ConfigError, match=r"run\.tokens 6,400, or give one source a weight"):
+        opened(json_ | {"tokens": 3200}, email | {"tokens": 3200})
+    with pytest.raises(ConfigError, match=r"data\.sources\.0\.epochs.*\n.*weight and epochs"):
+        opened(json_ | {"weight": 2.0, "epochs": 1.0}, email)
+
+
+def test_a_source_seen_too_often_is_refused_and_what_is_proposed_fits(two: Path) -> None:
+    json_, email = ({"path": str(two), "source": name} for name in ("json", "email"))
+    with pytest.raises(ConfigError) as refused:
+        opened(json_ | {"max_epochs": 4.0}, email, steps=1000)
+    words = str(refused.value).replace(",", "").split()
+    steps = int(words[words.index("run.steps") + 1])
+    weight = float(words[words.index("data.sources.0.weight") + 1])
+    epochs = float(words[words.index("max_epochs", words.index("try:")) + 1])
+    assert 100 < steps < 1000
+    opened(json_ | {"max_epochs": 4.0}, email, steps=steps)
+    opened(json_ | {"max_epochs": 4.0, "weight": weight}, email, steps=1000)
+    opened(json_ | {"max_epochs": epochs + 0.01}, email, steps=1000)
+    with pytest.raises(ConfigError):
+        opened(json_ | {"max_epochs": 4.0}, email, steps=steps + 3)
+    with pytest.raises(ConfigError):
+        opened(json_ | {"max_epochs": 4.0, "weight": weight * 1.05}, email, steps=1000)
+
+
+def stages(*weights: tuple[int, float, float]) -> list[dict[str, Any]]:
+    return [{"after_step": at, "weights": {"json": json_, "email": email}} for at, json_, email in weights]
+
+
+def test_a_schedule_draws_what_it_says_from_the_step_on_that_it_says(two: Path) -> None:
+    sources = [{"path": str(two), "source": name} for name in ("json", "email")]
+    blend = opened(*sources, schedule=stages((0, 1, 0), (3, 1, 1), (5, 0, 1)))
+    source = blend.order.place(np.arange(10 * 8)).source.reshape(10, 8)
+    assert source.mean(axis=1).tolist() == [0, 0, 0, 0.5, 0.5, 1, 1, 1, 1, 1]
+    assert blend.order.drawn(80).tolist() == [3 * 8 + 8, 8 + 5 * 8]
+
+
+def test_a_schedule_is_seen_alike_in_every_layout_and_after_a_restart(two: Path) -> None:
+    sources = [{"path": str(two), "source": name} for name in ("json", "email")]
+    blend = opened(*sources, schedule=stages((0, 3, 1), (4, 1, 3)))
+    for step in (3, 4, 5, 6):
+        expected = blend.read(np.arange((step - 1) * 8, step * 8))[:, :-1]
+        for dp, micro in ((1, 8), (2, 2), (4, 1), (8, 1)):
+            batch = Batch(8, micro, 8 // (dp * micro), dp, T)
+            late = [next(iter(StepLoader(blend, batch, dp_rank=r, steps=(step, 9)))) for r in range(dp)]
+            parts = [m.input_ids for each in zip(*(s.micro_batches for s in late), strict=True) for m in each]
+            assert np.array_equal(np.concatenate(parts), expected), (step, dp, micro)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    cuts=st.lists(st.integers(1, 3 * BLOCK), min_size=1, max_size=3, unique=True),
+    weights=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5), st.integers(0, 3)), min_size=4, max_size=4),
+)
+def test_stages_go_on_counting_so_that_an_epoch_sees_every_window_once(
+    cuts: list[int], weights: list[tuple[int, int, int]]
+) -> None:
+    windows = [700, 3000, 50]
+    later = [Stage(start, weights[i + 1]) for i, start in enumerate(sorted(cuts))]
+    order = SampleOrder(windows, weights=weights[0], seed=1, later=later)
+    start = max(0, cuts[0] - 4000)
+    whole = order.place(np.arange(start, start + 8000))
+    for number, size in enumerate(windows):
+        before, after = order.drawn(start)[number], order.drawn(start + 8000)[number]
+        seen = whole.window[whole.source == number]
+        assert len(seen) == after - before
+        first = -before % size  # of the sample that begins an epoch
+        for at in range(first, len(seen) - size + 1, size):
+            assert len(set(seen[at : at + size].tolist())) == size
+    for i in (0, 1, 3999, 4000, 4001, 7999):
+        alone = order.place([start + i])
+        assert (alone.source[0], alone.window[0]) == (whole.source[i], whole.window[i])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        (stages((1, 1, 1)), r"schedule\.0\.after_step = 1.*\n.*\n.*try: 0"),
+        (stages((0, 1, 1), (5, 1, 2), (5, 2, 1)), r"schedule\.2\.after_step"),
+        (stages((0, 0, 0)), "nothing is drawn"),
+        ([{"after_step": 0, "weights": {"json": 1}}], r"weights\.email.*\n.*says nothing"),
+        ([{"after_step": 0, "weights": {"json": 1, "emial": 1}}], "did you mean 'email'"),
+    ],
+)
+def test_stages_that_leave_something_open_are_refused(schedule: list[dict[str, Any]], said: str) -> None:
+    data = section({"path": "t", "source": "json"}, {"path": "t", "source": "email"}, schedule=schedule)
+    with pytest.raises(ConfigError, match=said):
+        check_data(data)
+
+
+def test_names_in_a_schedule_must_tell_sources_apart() -> None:
+    sources = [{"path": "a", "source": "web"}, {"path": "b", "source": "web"}]
+    schedule = [{"after_step": 0, "weights": {"web": 1}}]
+    with pytest.raises(ConfigError, match=r"data\.sources\.1\.name"):
+        check_data(section(*sources, schedule=schedule))
+    with pytest.raises(ConfigError, match=r"data\.schedule says how much"):
+        check_data(section(sources[0] | {"weight": 2.0}, schedule=schedule))
+
+
+def test_what_is_off_is_none_in_the_curve_and_what_is_on_is_in_it(tmp_path: Path) -> None:
+    def curve(**data: Any) -> dict[str, Any]:
+        config = tiny_config(tmp_path / "t", tmp_path / "r", engine="torch", zero_optimization={"stage": 0})
+        config["data"] |= data
+        return curve_fields(resolve(load_config(write_config(tmp_path / "c.json", config)), world_size=1))["data"]
+
+    off = curve()
+    assert off["weights"] == [1.0]
+    assert [off[key] for key in ("sources", "budgets", "schedule", "packing", "fim", "mask_documents")] == [None] * 6
+    web = {"path": "t", "source": "web"}
+    assert curve(sources=[web])["sources"] == ["web"]
+    assert curve(sources=[web | {"epochs": 2.0}])["budgets"]["samples"] == 20 * 8
+    assert curve(packing="best_fit")["packing"] == "best_fit"
+    assert curve(fim={})["fim"]["rate"] == 0.5
+    named = [web | {"name": "w"}], [{"after_step": 0, "weights": {"w": 1}}]
+    assert curve(sources=named[0], schedule=named[1])["schedule"] == [[0, [1.0]]]
+    assert curve(sources=[web | {"max_epochs": 3.0}]) == curve(sources=[web])

@@ -1,0 +1,203 @@
+"""Opening is O(shards): nothing is mapped before it is read, nothing is held per sample, no descriptor stays open."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_prep.tokenfile import TokenFile
+from headrace.errors import ConfigError, DataError
+from headrace.section import parse
+from pipeline.config.batch import Batch
+from pipeline.config.schema import DataSection
+from pipeline.data.blend import Blend, open_blend, open_heldout
+from pipeline.data.dataset import TokenDataset
+from pipeline.data.files import OpenFiles
+from pipeline.data.loader import StepLoader
+from tests.data.sparse import write_sparse
+
+T = 32
+SHARDS = 300
+
+
+def opened(*sources: dict[str, object], **fields: object) -> Blend:
+    return open_blend(parse(DataSection, {"sources": list(sources), "sequence_length": T, **fields}), seed=5)
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def held_bytes(directory: Path, files: OpenFiles) -> int:
+    """Python's memory that an open dataset keeps."""
+    tracemalloc.start()
+    dataset = TokenDataset.open(directory, split="train", sequence_length=2048, files=files)
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert dataset.windows > SHARDS
+    return held
+
+
+def test_what_is_held_does_not_grow_with_tokens_and_nothing_is_mapped(tmp_path: Path) -> None:
+    files = OpenFiles()
+    held = [
+        held_bytes(write_sparse(tmp_path / str(tokens), shards=SHARDS, tokens=tokens, documents=tokens // 500), files)
+        for tokens in (10_000, 100_000_000)  # the second: 30 billion tokens, 15 million samples
+    ]
+    assert held[1] < 1.1 * held[0]
+    assert held[1] < 4000 * SHARDS
+    assert len(files) == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts open files as Linux shows them")
+def test_shards_that_were_read_keep_no_descriptor_open(tmp_path: Path) -> None:
+    directory = write_sparse(tmp_path / "many", shards=SHARDS, tokens=5000, documents=10)
+    dataset = TokenDataset.open(directory, split="train", sequence_length=2048)
+    before = descriptors()
+    assert not dataset.read(np.arange(dataset.windows)).any()
+    assert descriptors() == before
+
+
+def test_files_beyond_the_most_are_given_up_and_opened_again(tokens: Path) -> None:
+    plain = TokenDataset.open(tokens, split="train", sequence_length=T)
+    files = OpenFiles(most=1)
+    one = TokenDataset.open(tokens, split="train", sequence_length=T, files=files)
+    windows = np.random.default_rng(0).integers(0, plain.windows, 200)
+    assert len(plain.manifest.details["splits"]["train"]["shards"]) > 1
+    assert np.array_equal(one.read(windows), plain.read(windows))
+    assert len(files) == 1
+
+
+def test_slices_of_a_file_that_was_given_up_stay_valid(tokens: Path) -> None:
+    file = TokenFile.open(tokens / "train/shard-00000")
+    part, expected = file.tokens[10:50], np.fromfile(tokens / "train/shard-00000.bin", np.uint16)[10:50]
+    file.close()
+    del file
+    assert np.array_equal(part, expected)
+    with pytest.raises(ValueError, match="read-only"):
+        part[0] = 1
+
+
+def test_a_shard_of_another_size_than_the_manifest_says_is_refused_when_it_is_read(
+    tokens: Path, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(tokens, tmp_path / "copy")
+    dataset = TokenDataset.open(copy, split="train", sequence_length=T)
+    for suffix in (".bin", ".idx"):
+        shutil.copyfile(copy / f"train/shard-00001{suffix}", copy / f"train/shard-00000{suffix}")
+    with pytest.raises(DataError, match=r"shard-00000 has \d+ tokens, its manifest says"):
+        dataset.read([0])
+
+
+def test_hints_change_nothing_and_reach_over_all_sources(tokens: Path) -> None:
+    blend = opened({"path": str(tokens)}, {"path": str(tokens), "weight": 2.0})
+    place = blend.order.place(np.arange(64))
+    before = blend.rows(place)
+    blend.hint(place)
+    assert np.array_equal(blend.rows(place), before)
+
+
+@pytest.mark.parametrize("steps", [(1, 3), (5, 2500)])
+def test_places_found_ahead_are_those_of_each_step(tokens: Path, steps: tuple[int, int]) -> None:
+    loader = StepLoader(opened({"path": str(tokens)}), Batch(4, 2, 2, 1, T), dp_rank=0, steps=steps)
+    for number, step in enumerate(loader):
+        assert step.step == steps[0] + number
+        if number % 331 == 0 or step.step == steps[1]:
+            for ahead, alone in zip(step.micro_batches, loader.gather(step.step).micro_batches, strict=True):
+                assert ahead.input_ids.equal(alone.input_ids)
+                assert ahead.labels.equal(alone.labels)
+
+
+def megatron(prefix: Path, *, dtype: str = "<i4", documents: int = 40) -> list[list[int]]:
+    """A dataset as Megatron's tool leaves it, several sequences per document, with modes; returns its documents."""
+    random = np.random.default_rng(1)
+    found, lengths, starts = [], [], [0]
+    for _ in range(documents):
+        sizes = random.integers(1, 30, random.integers(1, 4)).tolist()
+        found.append(random.integers(1, 500, sum(sizes)).tolist())
+        lengths += sizes
+        starts.append(len(lengths))
+    ids = np.array([i for document in found for i in document], dtype=dtype)
+    ids.tofile(f"{prefix}.bin")
+    code = {"<i4": 4, "<u2": 8, "<i8": 5}[dtype]
+    offsets = (np.cumsum(lengths) - lengths) * ids.itemsize
+    body = np.array(lengths, "<i4").tobytes() + offsets.astype("<i8").tobytes() + np.array(starts, "<i8").tobytes()
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, code, len(lengths), len(starts))
+    Path(f"{prefix}.idx").write_bytes(header + body + bytes(len(lengths)))
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["<i4", "<u2", "<i8"])
+def test_a_dataset_of_megatrons_own_tool_is_read_as_it_lies(tokens: Path, tmp_path: Path, dtype: str) -> None:
+    documents = megatron(tmp_path / "web.v1_text_document", dtype=dtype)
+    files = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    prefix = {"path": str(tmp_path / "web.v1_text_document"), "tokenizer": str(tokens / "tokenizer")}
+    blend = opened(prefix)
+    (dataset,) = blend.sources
+    flat = [i for document in documents for i in document]
+    rows = dataset.read(np.arange(dataset.windows))
+    assert rows[:, :-1].ravel().tolist() == flat[: dataset.windows * T]
+    assert (dataset.tokens, dataset.windows) == (len(flat), (len(flat) - 1) // T)
+    begins = set(np.cumsum([len(document) for document in documents]).tolist())
+    borders = dataset.borders(np.arange(dataset.windows))
+    found = {int(s) * T + int(at) for s, at in zip(borders.sample, borders.at, strict=True)}
+    assert found == {at for at in begins if at <= dataset.windows * T}
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == files
+
+
+def test_a_prefix_and_a_tokens_directory_are_blended(tokens: Path, tmp_path: Path) -> None:
+    megatron(tmp_path / "web")
+    data = {"sources": [{"path": str(tmp_path / "web"), "tokenizer": str(tokens / "tokenizer")}, {"path": str(tokens)}]}
+    section = parse(DataSection, {**data, "sequence_length": T})
+    blend = open_blend(section, seed=5)
+    rows, place = blend.read(np.arange(50)), blend.order.place(np.arange(50))
+    for row, source, window in zip(rows, place.source, place.window, strict=True):
+        assert np.array_equal(row, blend.sources[source].read([window])[0])
+    assert [str(held.path) for held in open_heldout(section, blend)] == [str(tokens)]
+
+
+def test_the_fingerprint_of_a_prefix_is_that_of_its_sizes_and_index(tokens: Path, tmp_path: Path) -> None:
+    def fingerprint(prefix: Path) -> str:
+        (dataset,) = opened({"path": str(prefix), "tokenizer": str(tokens / "tokenizer")}).sources
+        return dataset.manifest.fingerprint
+
+    for name in ("a", "b"):
+        megatron(tmp_path / name)
+    first = fingerprint(tmp_path / "a")
+    assert fingerprint(tmp_path / "b") == first
+    megatron(tmp_path / "b", documents=41)
+    assert fingerprint(tmp_path / "b") != first
+
+
+def test_what_a_prefix_does_not_say_is_asked_for(tokens: Path, tmp_path: Path) -> None:
+    megatron(tmp_path / "web")
+    prefix, tokenizer = str(tmp_path / "web"), str(tokens / "tokenizer")
+    with pytest.raises(ConfigError, match=r"data\.sources\.0\.tokenizer\n.*does not say which tokenizer"):
+        opened({"path": prefix})
+    with pytest.raises(ConfigError, match=r"data\.sources\.0\.source"):
+        opened({"path": prefix, "tokenizer": tokenizer, "source": "web"})
+    with pytest.raises(ConfigError, match="has its own"):
+        opened({"path": str(tokens), "tokenizer": tokenizer})
+    with pytest.raises(DataError, match="one file of a pair"):
+        opened({"path": f"{prefix}.bin", "tokenizer": tokenizer})
+    data = parse(DataSection, {"sources": [{"path": prefix, "tokenizer": tokenizer}], "sequence_length": T})
+    with pytest.raises(ConfigError, match=r"data\.sources\.0\.heldout"):
+        open_heldout(data, open_blend(data, seed=5))
+    held = parse(
+        DataSection, {**data.model_dump(), "sources": [{**data.sources[0].model_dump(), "heldout": str(tokens)}]}
+    )
+    assert len(open_heldout(held, open_blend(held, seed=5))) == 1
+
+
+def test_a_tokenizer_that_is_too_small_for_the_ids_is_refused(tokens: Path, tmp_path: Path) -> None:
+    np.full(1000, 512, dtype="<i4").tofile(tmp_path / "web.bin")  # the tokenizer's ids end at 511
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 4, 1, 2)
+    body = np.array([1000], "<i4").tobytes() + np.array([0], "<i8").tobytes() + np.array([0, 1], "<i8").tobytes()
+    (tmp_path / "web.idx").write_bytes(header + body)
+    with pytest.raises(ConfigError, match="holds the id 512, the tokenizer has 512 ids"):
+        opened({"path": str(tmp_path / "web"), "tokenizer": str(tokens / "tokenizer")})

@@ -1,0 +1,248 @@
+"""Best-fit packing: nothing lost, nothing twice, bounded look-ahead, and documents kept apart."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_prep.bestfit import best_fit
+from data_prep.packfile import PackFile, cut
+from data_prep.packing import pack
+from data_prep.tokenfile import TokenFile
+from headrace.directory import read_manifest
+from headrace.errors import ConfigError, DataError
+from headrace.section import parse
+from pipeline.config.batch import Batch
+from pipeline.config.schema import DataSection
+from pipeline.data.blend import Blend, open_blend
+from pipeline.data.documents import find_borders
+from pipeline.data.loader import IGNORE, StepBatch, StepLoader
+from pipeline.data.packed import PackedDataset
+from pipeline.data.passages import passages
+from tests.conftest import make_tokens
+
+T, LOOK_AHEAD = 32, 40
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tokens of 300 documents from one token to several samples long, in two sources, packed."""
+    work = tmp_path_factory.mktemp("packed")
+    for source in ("a", "b"):
+        (work / source).mkdir()
+        for i in range(150):
+            (work / source / f"{i}.txt").write_text(f"{source}{i} " + "water turns the wheel. " * (i * i % 23))
+    sources = [{"name": name, "type": "text", "path": str(work / name)} for name in ("a", "b")]
+    made = make_tokens(work, [], sources=sources, tokenizer={"train": "bpe", "vocab_size": 300}, shard_tokens=3000)
+    pack(made, length=T, look_ahead=LOOK_AHEAD)
+    return made
+
+
+def opened(tokens: Path, **fields: object) -> Blend:
+    raw = {"sources": [{"path": str(tokens)}], "sequence_length": T, "packing": "best_fit", **fields}
+    return open_blend(parse(DataSection, raw), seed=5)
+
+
+def plain_best_fit(lengths: list[int], size: int) -> list[int]:
+    """One piece after the other, the longest first: the room that is left in each bin."""
+    room: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [r for r in room if r >= length]
+        if fitting:
+            room[room.index(min(fitting))] -= length
+        else:
+            room.append(size - length)
+    return sorted(room)
+
+
+@settings(max_examples=200, deadline=None)
+@given(size=st.integers(1, 30), data=st.data())
+def test_the_bins_are_those_of_placing_one_piece_after_the_other(size: int, data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(1, size), max_size=60))
+    number = best_fit(np.array(lengths, dtype=np.int64), size=size)
+    filled = np.bincount(number, weights=lengths, minlength=0)
+    assert sorted((size - filled).astype(int).tolist()) == plain_best_fit(lengths, size)
+    first = list(dict.fromkeys(number.tolist()))
+    assert first == sorted(first), "bins are numbered by their first pieces"
+
+
+@given(lengths=st.lists(st.integers(0, 40), max_size=20), length=st.integers(1, 9))
+@settings(max_examples=100, deadline=None)
+def test_cut_documents_have_every_target_exactly_once(lengths: list[int], length: int) -> None:
+    bounds = np.concatenate([[7], 7 + np.cumsum(lengths, dtype=np.int64)])
+    starts, sizes = cut(bounds, length=length)
+    targets = [at for start, size in zip(starts, sizes, strict=True) for at in range(start + 1, start + size)]
+    expected = [at for a, b in pairwise(bounds.tolist()) for at in range(a + 1, b)]
+    assert targets == expected
+    assert sizes.max(initial=0) <= length + 1
+
+
+def test_every_target_of_every_document_is_in_one_sample(tokens: Path) -> None:
+    dataset = opened(tokens).sources[0]
+    spans = dataset.spans(np.arange(dataset.windows))
+    found: Counter[tuple[int, int]] = Counter()
+    for shard, start, length in zip(spans.shard.tolist(), spans.start.tolist(), spans.length.tolist(), strict=True):
+        if shard >= 0:
+            found.update((shard, at) for at in range(start + 1, start + length))
+    expected = set()
+    for shard, name in enumerate(s["name"] for s in dataset.manifest.details["splits"]["train"]["shards"]):
+        file, at = TokenFile.open(tokens / "train" / name), 0
+        for size in file.sequence_lengths.tolist():
+            expected |= {(shard, token) for token in range(at + 1, at + size)}
+            at += size
+    assert found == Counter(expected)
+    assert len({shard for shard, _ in expected}) > 3, "one shard shows little"
+
+
+def test_documents_that_meet_lay_within_the_look_ahead(tokens: Path) -> None:
+    dataset = opened(tokens).sources[0]
+    widest = 0
+    for window in range(dataset.windows):
+        numbers = [part.document for part in passages(dataset, window)]
+        assert max(numbers) - min(numbers) < LOOK_AHEAD
+        shard = int(dataset.locate([window])[0][0])
+        assert len({(n - int(dataset.first_document[shard])) // LOOK_AHEAD for n in numbers}) == 1
+        widest = max(widest, max(numbers) - min(numbers))
+    assert widest > LOOK_AHEAD // 2
+
+
+def test_any_number_of_workers_writes_the_same_bytes(tokens: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(tokens, tmp_path / "copy")
+    shutil.rmtree(copy / f"packed-{T}")
+    pack(copy, length=T, look_ahead=LOOK_AHEAD, workers=2)
+    files = [p.relative_to(tokens) for p in (tokens / f"packed-{T}").rglob("*") if p.is_file()]
+    assert len(files) > 4
+    for name in files:
+        assert (copy / name).read_bytes() == (tokens / name).read_bytes(), name
+    assert pack(copy, length=T, look_ahead=LOOK_AHEAD).details == pack(tokens, length=T, look_ahead=LOOK_AHEAD).details
+
+
+def test_the_manifest_counts_what_there_is(tokens: Path) -> None:
+    entry = read_manifest(tokens / f"packed-{T}", kind="packing").details["splits"]["train"]
+    blend = opened(tokens, mask_documents=True)
+    (dataset,) = blend.sources
+    assert isinstance(dataset, PackedDataset)
+    borders = dataset.borders(np.arange(dataset.windows))
+    assert borders.used is not None
+    assert entry["padding"] == int((T + 1 - borders.used).sum()) > 0
+    assert entry["targets"] == dataset.windows * T - borders.without_target(length=T, masked=True)
+    assert dataset.trains == entry["targets"] / (dataset.windows * T)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_labels_are_the_next_tokens_of_the_same_document_and_padding_has_none(tokens: Path, masked: bool) -> None:
+    blend, batch, padded = opened(tokens), Batch(6, 2, 3, 1, T), 0
+    for step in range(1, 30):
+        whole = StepLoader(blend, batch, dp_rank=0, steps=(1, 30), mask_documents=masked).gather(step)
+        assert whole.targets == sum(int((m.labels != IGNORE).sum()) for m in whole.micro_batches)
+        samples = range((step - 1) * 6, step * 6)
+        rows = [row for m in whole.micro_batches for row in zip(m.input_ids, m.labels, strict=True)]
+        for sample, (ids, labels) in zip(samples, rows, strict=True):
+            place = blend.order.place([sample])
+            parts = [part.tokens for part in passages(blend.sources[0], int(place.window[0]))]
+            expected = [x for part in parts for x in ([*part[1:], IGNORE] if masked else part)]
+            expected = expected[:-1] if masked else expected[1:]
+            expected += [IGNORE] * (T - len(expected))
+            assert labels.tolist() == [int(x) for x in expected]
+            assert ids.tolist()[: len(np.concatenate(parts))] == np.concatenate(parts).tolist()[:T]
+            padded += T + 1 - len(np.concatenate(parts))
+    assert padded > 0
+
+
+def test_masks_are_those_of_documents_apart(tokens: Path) -> None:
+    blend, apart = opened(tokens), 0
+    for step in range(1, 12):
+        gathered = StepLoader(blend, Batch(8, 8, 1, 1, T), dp_rank=0, steps=(1, 12), mask_documents=True).gather(step)
+        (micro,) = gathered.micro_batches
+        assert micro.positions is not None
+        assert micro.documents is not None
+        for row, sample in enumerate(range((step - 1) * 8, step * 8)):
+            window = int(blend.order.place([sample]).window[0])
+            at = 0
+            for number, part in enumerate(passages(blend.sources[0], window)):
+                mine = slice(at, min(at + len(part.tokens), T))
+                size = mine.stop - mine.start
+                assert micro.positions[row, mine].tolist() == list(range(size))
+                assert set(micro.documents[row, mine].tolist()) <= {number}
+                at += len(part.tokens)
+                apart += number > 0
+            if at < T:  # padding is nobody's
+                assert not set(micro.documents[row, at:].tolist()) & set(micro.documents[row, :at].tolist())
+                assert (micro.labels[row, at - 1 :] == IGNORE).all()
+    assert apart > 0
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_every_layout_sees_the_same_packed_samples(tokens: Path, masked: bool) -> None:
+    blend = opened(tokens)
+
+    def gathered(batch: Batch, rank: int, **piece: int) -> StepBatch:
+        return StepLoader(blend, batch, dp_rank=rank, steps=(2, 2), mask_documents=masked, **piece).gather(2)
+
+    whole = gathered(Batch(8, 8, 1, 1, T), 0)
+    for dp, micro, accumulation in ((2, 2, 2), (8, 1, 1), (3, 1, 3)):
+        ranks = [gathered(Batch(8, micro, accumulation, dp, T), rank) for rank in range(dp)]
+        assert {rank.targets for rank in ranks} == {whole.targets}
+        for field in ("input_ids", "labels", "positions", "documents"):
+            expected = getattr(whole.micro_batches[0], field)
+            of_all = zip(*([getattr(m, field) for m in rank.micro_batches] for rank in ranks), strict=True)
+            parts = [part for each in of_all for part in each]
+            if expected is not None:
+                assert torch.equal(torch.cat(parts)[:8], expected), (dp, field)
+    halves = [gathered(Batch(8, 8, 1, 1, T), 0, cp=2, cp_rank=rank).micro_batches[0] for rank in range(2)]
+    for field in ("input_ids", "labels"):
+        joined = torch.cat([getattr(half, field) for half in halves], 1)
+        assert torch.equal(joined, getattr(whole.micro_batches[0], field))
+
+
+def test_a_named_source_is_packed_on_its_own(tokens: Path) -> None:
+    whole = opened(tokens).sources[0].windows
+    parts = [opened(tokens, sources=[{"path": str(tokens), "source": name}]).sources[0].windows for name in ("a", "b")]
+    assert sum(parts) == whole
+
+
+def test_the_tokens_keep_their_fingerprint_and_the_packing_has_its_own(tokens: Path) -> None:
+    plain = opened(tokens, packing="contiguous").parents
+    packed = opened(tokens).parents
+    assert packed["data.sources.0"] == plain["data.sources.0"]
+    assert set(packed) - set(plain) == {"data.sources.0.packing"}
+
+
+def test_what_is_not_packed_or_of_other_tokens_is_refused(tokens: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"python -m data_prep pack .* --length 16"):
+        opened(tokens, sequence_length=16)
+    other = shutil.copytree(tokens, tmp_path / "other")
+    path = other / "manifest.json"
+    fingerprint = read_manifest(tokens, kind="tokens").fingerprint
+    text = "".join(line for line in path.read_text().splitlines(True) if '"checksum"' not in line)
+    path.write_text(text.replace(fingerprint, "0" * 64))
+    with pytest.raises(DataError, match="was made of other tokens"):
+        opened(other)
+    shutil.copyfile(tokens / "manifest.json", path)
+    bins = next((other / f"packed-{T}").rglob("*.bins"))
+    bins.write_bytes(bins.read_bytes()[:-4])
+    with pytest.raises(DataError, match=rf"{bins.name} has \d+ bytes"):
+        opened(other)
+    with pytest.raises(DataError, match="damaged"):
+        PackFile.open(bins)
+    with pytest.raises(DataError, match="exists, and was made"):
+        pack(tokens, length=T, look_ahead=LOOK_AHEAD + 1)
+
+
+def test_prefixes_of_megatron_are_not_packed(tokens: Path) -> None:
+    source = {"path": str(tokens / "train/shard-00000"), "tokenizer": str(tokens / "tokenizer")}
+    with pytest.raises(ConfigError, match=r"data\.packing"):
+        opened(tokens, sources=[source])
+
+
+def test_contiguous_borders_have_no_padding(tokens: Path) -> None:
+    file = TokenFile.open(tokens / "train/shard-00000")
+    assert find_borders(file, np.array([0]), length=T).used is None

@@ -1,0 +1,53 @@
+"""The bytes of text that ids stand for: what data prep counted while it still had the text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from data_prep.tokenfile import TokenFile
+from headrace.directory import read_manifest
+from headrace.errors import DataError
+from headrace.section import parse
+from pipeline.config.schema import DataSection
+from pipeline.data.blend import open_blend, open_heldout
+from pipeline.data.text_bytes import text_bytes
+from tests.conftest import make_tokens
+
+TEXTS = ["Wasser, Mühle — 水車 🌊\n\n\tturns <|endoftext|> <0x41>\u00a0!", "x", "def f(a):\n    return a\n" * 5]
+
+
+@pytest.fixture(scope="module", params=["bpe", "sentencepiece-unigram", "sentencepiece-bpe"])
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tokens of texts with bytes that are in no vocabulary, by each kind of tokenizer."""
+    work = tmp_path_factory.mktemp("bytes")
+    (work / "text").mkdir()
+    for i in range(60):
+        (work / "text" / f"{i}.txt").write_text(f"{i} " + TEXTS[i % 3] + " the mill wheel turns in the water" * (i % 7))
+    return make_tokens(work, [work / "text"], tokenizer={"train": request.param, "vocab_size": 400})
+
+
+def test_bytes_are_those_that_data_prep_counted(made: Path) -> None:
+    splits = read_manifest(made, kind="tokens").details["splits"]
+    for split in ("train", "heldout"):
+        for shard in splits[split]["shards"]:
+            assert text_bytes(TokenFile.open(made / split / shard["name"]), made / "tokenizer") == shard["bytes"]
+
+
+def test_another_prefix_may_be_what_a_prefix_is_evaluated_on(made: Path) -> None:
+    source = {"path": str(made / "train/shard-00000"), "tokenizer": str(made / "tokenizer")}
+    data = {"sources": [source | {"heldout": str(made / "heldout/shard-00000")}], "sequence_length": 16}
+    section = parse(DataSection, data)
+    (held,) = open_heldout(section, open_blend(section, seed=1))
+    entry = read_manifest(made, kind="tokens").details["splits"]["heldout"]
+    assert (held.tokens, held.bytes) == (entry["tokens"], entry["bytes"])
+
+
+def test_a_tokenizer_whose_bytes_are_not_known_is_refused(made: Path, tmp_path: Path) -> None:
+    text = (made / "tokenizer/tokenizer.json").read_text()
+    start = text.index('"decoder"')
+    end = text.index('"model"', start)
+    (tmp_path / "tokenizer.json").write_text(text[:start] + '"decoder": null, ' + text[end:])
+    with pytest.raises(DataError, match="but its decoder is none"):
+        text_bytes(TokenFile.open(made / "train/shard-00000"), tmp_path)
