@@ -64,12 +64,13 @@ def _arguments(parser: argparse.ArgumentParser, name: str) -> None:
     if name == "pack":
         from data_prep import packing  # noqa: PLC0415
 
-        return packing.add_arguments(parser)
+        packing.add_arguments(parser)
+        return
     if name in ("verify", "stats"):
         parser.add_argument("directory", metavar="DIR", type=Path, help="a tokens directory")
         if name == "stats":
             parser.add_argument("--html", type=Path, metavar="FILE", help="write a page instead")
-        return None
+        return
     if name == "phase":
         parser.add_argument("phase", metavar="NAME", help="which phase: map, reduce")
         parser.add_argument("--task", type=int, required=True, metavar="I", help="which share to run, from 0 to N - 1")
@@ -268,7 +269,7 @@ def _say_rate(display: Display) -> None:
     if display.counts.text_bytes:
         text = f"{display.counts.text_bytes / 1e6:,.2f} MB of text in {display.seconds():.1f} s"
         print(
-            f"{display.phase:>8}: {text}, {display.mb_per_s():.2f} MB/s (this run's share, start of the workers included)"
+            f"{display.phase:>8}: {text}, {display.mb_per_s():.2f} MB/s (this run's share, with the start of the workers)"
         )
 
 
