@@ -268,9 +268,7 @@ def _say_summary(output: Path, manifest: Manifest) -> None:
 def _say_rate(display: Display) -> None:
     if display.counts.text_bytes:
         text = f"{display.counts.text_bytes / 1e6:,.2f} MB of text in {display.seconds():.1f} s"
-        print(
-            f"{display.phase:>8}: {text}, {display.mb_per_s():.2f} MB/s (this run's share, with the start of the workers)"
-        )
+        print(f"{display.phase:>8}: {text}, {display.mb_per_s():.2f} MB/s (this run's share, with starting workers)")
 
 
 if __name__ == "__main__":
