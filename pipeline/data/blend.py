@@ -70,6 +70,19 @@ class Blend:
             rows[mine] = part
         return rows
 
+    @property
+    def masked(self) -> bool:
+        """Whether some tokens are not learnt: those of conversations that the assistant does not say."""
+        return any(source.masked for source in self.sources)
+
+    def learnt(self, place: Place) -> npt.NDArray[np.bool_]:
+        """For each token of the samples of some places whether the loss may be taken on it: bool [n, T + 1]."""
+        learnt = np.empty((place.source.size, self.sequence_length + 1), dtype=np.bool_)
+        for number in np.unique(place.source):
+            mine = place.source == number
+            learnt[mine] = self.sources[number].learnt(place.window[mine])
+        return learnt
+
     def hint(self, place: Place) -> None:
         """Has the system begin to read what lies at some places, without waiting for it."""
         for number in np.unique(place.source):
@@ -122,6 +135,9 @@ def open_blend(data: DataSection, *, seed: int, extent: Extent | None = None) ->
     opened = [_open(source, i, data, files=files, manifests=manifests) for i, source in enumerate(data.sources)]
     for number, dataset in enumerate(opened):
         _check_tokenizer(f"data.sources.{number}.path", dataset, like=opened[0])
+    if data.fim is not None and any(dataset.masked for dataset in opened):
+        why = "tokens of conversations carry a loss mask, which moving their middles would tear apart"
+        raise ConfigError("data.fim", why=why, remedy="remove the section, or train on them without it")
     order = make_order(data, [dataset.windows for dataset in opened], seed=seed, extent=extent)
     return Blend(opened, order=order, fim=_make_fim(data, opened[0], seed=seed))
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data_prep.mapping import will_need
+from data_prep.maskfile import MASK, open_mask
 from data_prep.tokenfile import TokenFile
 from headrace.directory import Manifest, check_sizes, read_manifest
 from headrace.errors import DataError
@@ -53,6 +54,7 @@ class TokenDataset:
         tokens: tokens in the shards.
         bytes: UTF-8 bytes of their text; 0 where that is not known.
         tokenizer: the Hugging Face folder of its tokenizer.
+        masked: whether its tokens come with a loss mask, which conversations have.
     """
 
     def __init__(
@@ -79,6 +81,8 @@ class TokenDataset:
         self.bytes = sum(entry["bytes"] for entry in shards)
         self._sizes = [entry["tokens"] for entry in shards]
         self._names = [entry["name"] for entry in shards]
+        self.masked = any(f"{split}/{name}{MASK}" in manifest.files for name in self._names)
+        self._masks: dict[int, npt.NDArray[Any]] = {}
         self._folder, self._files = f"{folder or path / split}/", OpenFiles() if files is None else files
         filler = padding_id(manifest)
         self._padding = np.full(sequence_length + 1, filler, dtype=np.uint16 if filler < 1 << 16 else np.int32)
@@ -159,6 +163,17 @@ class TokenDataset:
             parts.append(tokens[start : start + length])
         return np.concatenate(parts or [self._padding[:0]]).reshape(-1, self.sequence_length + 1)
 
+    def learnt(self, windows: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+        """For each token of windows whether the loss may be taken on it: bool [n, T + 1]."""
+        if not self.masked:
+            return np.ones((np.size(windows), self.sequence_length + 1), dtype=np.bool_)
+        spans, none = self.spans(windows), np.zeros(self.sequence_length + 1, dtype=np.uint8)
+        parts = []
+        for shard, start, length in zip(*_lists(spans.shard, spans.start, spans.length), strict=True):
+            mask = none if shard < 0 else self._mask(shard)
+            parts.append(mask[start : start + length])
+        return np.concatenate(parts or [none[:0]]).reshape(-1, self.sequence_length + 1).astype(np.bool_)
+
     def spans(self, windows: npt.ArrayLike) -> Spans:
         """Where the tokens of windows lie.
 
@@ -211,6 +226,15 @@ class TokenDataset:
             DataError: it is damaged, or not what the manifest says.
         """
         return self._opened(shard).file
+
+    def _mask(self, shard: int) -> npt.NDArray[Any]:
+        if shard not in self._masks:
+            mask = open_mask(Path(self._folder + self._names[shard]), tokens=self._sizes[shard])
+            if mask is None:
+                why = f"{self._folder}{self._names[shard]}{MASK} is missing"
+                raise DataError(f"{why}\n  try: make the tokens again; the masks lie beside the shards")
+            self._masks[shard] = mask
+        return self._masks[shard]
 
     def _opened(self, shard: int) -> Opened:
         return self._files.get(self._folder + self._names[shard], self._sizes[shard])

@@ -56,6 +56,18 @@ class Borders:
         sample, at = np.divmod(np.sort(np.concatenate(begun)), length)
         return sample, at
 
+    def take_targets(self, targets: npt.NDArray[np.bool_], *, masked: bool) -> None:
+        """Sets the places to false that are no targets: padding, and where `masked` those before a border.
+
+        Args:
+            targets: bool [samples, S]; place t is the token that follows input t.
+        """
+        if self.used is not None:
+            places = np.arange(targets.shape[1])
+            targets &= places < self.used[:, None] - 1
+        if masked:
+            targets[self.sample, self.at - 1] = False
+
     def without_target(self, *, length: int, masked: bool) -> int:
         """Places of all samples that are no targets: padding, and where `masked` those before a border."""
         padding = 0 if self.used is None else int((length + 1 - self.used).sum())

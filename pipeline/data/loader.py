@@ -163,8 +163,24 @@ class StepLoader:
             targets -= borders.without_target(length=batch.sequence_length, masked=self._mask_documents)
             own = borders.of(self._samples_of_rows[real])
         whole = make_batch(rows, own, mask_documents=self._mask_documents, cp=self._cp, cp_rank=self._cp_rank)
+        if self._blend.masked:
+            targets = self._leave_out(whole, place, step)
         whole.labels[torch.from_numpy(~real)] = IGNORE
         return StepBatch(step, [self._own(micro) for micro in whole.split(batch.micro)], targets)
+
+    def _leave_out(self, batch: MicroBatch, place: Place, step: int) -> int:
+        """Takes the labels away that are not learnt; returns the targets of the whole step.
+
+        To know these, every rank reads the masks of all samples: a byte per token.
+        """
+        width = self._batch.sequence_length // self._cp
+        piece = slice(self._cp_rank * width + 1, (self._cp_rank + 1) * width + 1)
+        batch.labels[torch.from_numpy(~self._blend.learnt(place)[:, piece])] = IGNORE
+        samples = np.arange(self._batch.samples) + self._first_sample(step)
+        learnt = self._blend.learnt(self._blend.order.place(samples))[:, 1:]
+        if self._mask_documents or self._blend.packed:
+            self._blend.borders(samples).take_targets(learnt, masked=self._mask_documents)
+        return max(1, int(learnt.sum()))  # a step in which nothing is learnt has a loss of 0
 
     def _first_sample(self, step: int) -> int:
         return self._skips.samples(step, per_step=self._batch.samples)[0]
@@ -291,5 +307,9 @@ def heldout_batches(
         windows = np.minimum(mine, total - 1)
         borders = dataset.borders(windows) if mask_documents else None
         batch = make_batch(dataset.rows(windows), borders, cp=cp, cp_rank=cp_rank)
+        if dataset.masked:
+            width = dataset.sequence_length // cp
+            piece = slice(cp_rank * width + 1, (cp_rank + 1) * width + 1)
+            batch.labels[torch.from_numpy(~dataset.learnt(windows)[:, piece])] = IGNORE
         batch.labels[torch.from_numpy(mine >= total)] = IGNORE
         yield batch

@@ -1,0 +1,115 @@
+"""Tokens that are not learnt: their labels are taken away, and the step counts what is left, however it is cut."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_prep.config import TokenizerSection
+from data_prep.tokenizer.train import train
+from headrace.errors import ConfigError
+from pipeline.config.batch import Batch
+from pipeline.config.schema import DataSection
+from pipeline.data.blend import Blend, open_blend
+from pipeline.data.dataset import TokenDataset
+from pipeline.data.loader import IGNORE, StepLoader, heldout_batches
+
+T = 32
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def talks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tokens of 200 conversations, packed for samples of T tokens, too."""
+    work = tmp_path_factory.mktemp("talks")
+    (work / "tokenizer").mkdir()
+    section = TokenizerSection(train="bpe", vocab_size=400, special_tokens=["<|im_start|>", "<|im_end|>"])
+    train(["the miller said to the user that the wheel turns"] * 20, work / "tokenizer", section)
+    (work / "template.jinja").write_text(TEMPLATE)
+    talks = [
+        [
+            {"role": "user", "content": f"what of wheel {i}"},
+            {"role": "assistant", "content": f"it turns {'on ' * (i % 7)}{i}"},
+        ]
+        for i in range(200)
+    ]
+    (work / "a.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    config = {
+        "output": "tokens",
+        "sources": [{"path": "a.jsonl", "messages_field": "messages"}],
+        "tokenizer": {"path": "tokenizer", "chat_template": "template.jinja"},
+        "heldout_fraction": 0.2,
+    }
+    (work / "corpus.json").write_text(json.dumps(config))
+    for words in (["--config", "corpus.json"], ["pack", "tokens", "--length", str(T)]):
+        subprocess.run([sys.executable, "-m", "data_prep", *words], cwd=work, check=True, capture_output=True)
+    return work / "tokens"
+
+
+def blend_of(talks: Path, **fields: object) -> Blend:
+    return open_blend(DataSection(sources=[{"path": str(talks)}], sequence_length=T, **fields), seed=3)
+
+
+@pytest.mark.parametrize("packing", ["contiguous", "best_fit"])
+@pytest.mark.parametrize("mask_documents", [False, True])
+@pytest.mark.parametrize(("dp", "cp"), [(1, 1), (2, 1), (3, 1), (1, 2)])
+def test_all_ranks_together_learn_what_is_marked_and_know_how_much_that_is(
+    talks: Path, packing: str, mask_documents: bool, dp: int, cp: int
+) -> None:
+    blend = blend_of(talks, packing=packing)
+    batch = Batch(samples=6, micro=6 // dp, accumulation=1, dp=dp, sequence_length=T)
+    found, promised = 0, set()
+    for dp_rank in range(dp):
+        for cp_rank in range(cp):
+            place = {"dp_rank": dp_rank, "cp": cp, "cp_rank": cp_rank}
+            loader = StepLoader(blend, batch, steps=(1, 3), mask_documents=mask_documents, **place)
+            for step in loader:
+                promised.add((step.step, step.targets))
+                found += sum(int((micro.labels != IGNORE).sum()) for micro in step.micro_batches)
+    assert len(promised) == 3
+    assert found == sum(targets for _, targets in promised)
+    assert found < 3 * 6 * T
+
+
+def test_what_is_learnt_is_what_the_assistant_says(talks: Path) -> None:
+    from tokenizers import Tokenizer  # noqa: PLC0415
+
+    tokenizer = Tokenizer.from_file(str(talks / "tokenizer" / "tokenizer.json"))
+    blend = blend_of(talks)
+    batch = Batch(samples=4, micro=4, accumulation=1, dp=1, sequence_length=T)
+    for step in StepLoader(blend, batch, dp_rank=0, steps=(1, 4)):
+        for micro in step.micro_batches:
+            labels = micro.labels.numpy()
+            for row in labels:
+                said = tokenizer.decode(row[row != IGNORE].tolist(), skip_special_tokens=False)
+                assert "user" not in said
+                assert "what of" not in said
+                assert "<|endoftext|>" not in said
+
+
+def test_held_out_batches_count_only_what_is_learnt(talks: Path) -> None:
+    dataset = TokenDataset.open(talks, split="heldout", sequence_length=T)
+    assert dataset.masked
+    windows = np.arange(dataset.windows)
+    expected = int(dataset.learnt(windows)[:, 1:].sum())
+    for cp in (1, 2):
+        found = 0
+        for cp_rank in range(cp):
+            batches = heldout_batches(dataset, batch_size=3, dp=1, dp_rank=0, cp=cp, cp_rank=cp_rank)
+            found += sum(int((batch.labels != IGNORE).sum()) for batch in batches)
+        assert found == expected
+    assert 0 < expected < dataset.windows * T
+
+
+def test_middles_of_masked_tokens_are_not_moved(talks: Path) -> None:
+    fim = {"rate": 0.5, "prefix": "a", "middle": "b", "suffix": "c"}
+    with pytest.raises(ConfigError, match="loss mask"):
+        blend_of(talks, fim=fim)
