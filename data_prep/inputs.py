@@ -14,7 +14,7 @@ from pathlib import Path
 
 from data_prep import storage
 from data_prep.config import Source, SourceType
-from data_prep.readers import hf
+from data_prep.readers import saved
 from headrace.errors import ConfigError, DataError
 
 _JSONL = ("*.jsonl", "*.ndjson", "*.jsonl.gz", "*.ndjson.gz", "*.jsonl.zst", "*.ndjson.zst", "*.json.gz", "*.json.zst")
@@ -94,7 +94,7 @@ def listing_fingerprint(sources: Iterable[ResolvedSource]) -> str:
 def _expand(path: str, source: Source, at: str, hidden: set[str]) -> tuple[SourceType, list[InputFile]]:
     """The type of one path, and all files it names."""
     if _is_saved_dataset(path, source):
-        return "datasets", [_local(name, file) for name, file in hf.saved_files(path, source.split, at=at)]
+        return "datasets", [_local(name, file) for name, file in saved.saved_files(path, source.split, at=at)]
     found = _listed(path, hidden)
     if not found:
         remedy = f"check the path; it is relative to the directory you are in ({Path.cwd()})"
@@ -112,7 +112,7 @@ def _expand(path: str, source: Source, at: str, hidden: set[str]) -> tuple[Sourc
 
 def _is_saved_dataset(path: str, source: Source) -> bool:
     local = not storage.is_remote(path) and Path(path).is_dir()
-    return local and (source.type == "datasets" or (source.type is None and hf.is_saved(path)))
+    return local and (source.type == "datasets" or (source.type is None and saved.is_saved(path)))
 
 
 def _listed(path: str, hidden: set[str]) -> list[InputFile]:

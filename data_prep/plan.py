@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from data_prep.config import SourceType
 from data_prep.inputs import InputFile, ResolvedSource
-from data_prep.readers.parquet import row_group_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +81,8 @@ def _units_of(source: ResolvedSource, file: InputFile, task_bytes: int) -> Itera
 
 
 def _cut_groups(file: InputFile, task_bytes: int) -> list[tuple[int, int]]:
+    from data_prep.readers.parquet import row_group_bytes  # noqa: PLC0415 - Arrow takes a while, and others need it not
+
     cuts: list[tuple[int, int]] = []
     first, held = 0, 0
     sizes = row_group_bytes(file.path)

@@ -16,7 +16,7 @@ from data_prep.inputs import ResolvedSource, listing_fingerprint, resolve
 from data_prep.job import Job, identity_of
 from data_prep.plan import Plan, group, units
 from data_prep.progress import Display
-from data_prep.readers import hf
+from data_prep.readers import saved
 from data_prep.survey import check_cleaning, check_documents, check_tables, resolve_all, tokenizer_identity
 from data_prep.tasks.base import plain_errors
 
@@ -110,9 +110,9 @@ def _cut(sources: list[ResolvedSource], config: CorpusConfig) -> Plan:
 def _build(job: Job, index: int) -> ResolvedSource:
     source, target, at = job.config.sources[index], job.dataset(index), f"sources.{index}"
     target.parent.mkdir(exist_ok=True)
-    hf.materialise(source, target, at=at)
-    saved = source.model_copy(update={"path": str(target), "builder": None, "split": None, "name": source.label})
-    return resolve(saved, at=at)
+    saved.materialise(source, target, at=at)
+    built = source.model_copy(update={"path": str(target), "builder": None, "split": None, "name": source.label})
+    return resolve(built, at=at)
 
 
 def _how(config: CorpusConfig) -> str:

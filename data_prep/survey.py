@@ -13,7 +13,6 @@ from data_prep.hashing import HELDOUT, below, content_hashes
 from data_prep.inputs import ResolvedSource, resolve
 from data_prep.limits import BadCount
 from data_prep.plan import Unit
-from data_prep.readers import hf, parquet
 from data_prep.readers.bytesource import DamagedFileError
 from data_prep.readers.records import DAMAGED_FILE, Bad, Batch
 from data_prep.readers.unit import read_unit, wanted_of
@@ -141,6 +140,8 @@ def _count(batch: Batch, found: Counter[str], config: CorpusConfig) -> bool:
 
 
 def _damaged(source: ResolvedSource, given: Source, *, at: str) -> list[Bad]:
+    from data_prep.readers import hf, parquet  # noqa: PLC0415 - Arrow takes a while, and others need it not
+
     check = parquet.check if source.type == "parquet" else hf.check
     damaged = []
     for file in source.files:

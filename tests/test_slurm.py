@@ -195,13 +195,13 @@ def test_a_job_that_is_asked_to_stop_while_no_step_runs_comes_back_and_is_held_w
 
 
 def test_a_run_that_loses_a_rank_and_then_a_node_goes_on_with_the_node_that_is_left(
-    tokens: Path, tmp_path: Path
+    tokens: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """It may be started again once without a new checkpoint, and as often as there was one."""
     config, env = _long_config(tmp_path, tokens), JOB_ENV | {"HEADRACE_RESTARTS": "1"}
     options = ["--nodes=2", f"--output={tmp_path}/train.out"]
-    (tmp_path / "cluster").mkdir()
-    with VirtualCluster(tmp_path / "cluster", nodes=2, cpus=2, down_after_s=5) as cluster:
+    state = tmp_path_factory.mktemp("nodes")  # a socket's path has room for 108 characters
+    with VirtualCluster(state, nodes=2, cpus=2, down_after_s=5) as cluster:
         cluster.wait_for_nodes("idle", "n1", "n2")
         number = cluster.sbatch("slurm/train.sbatch", str(config), options=options, cwd=ROOT, env=env)
         _wait_for_step(tmp_path / "long", 12)

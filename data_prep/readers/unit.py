@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from data_prep import storage
 from data_prep.config import Source
 from data_prep.plan import Unit
-from data_prep.readers import hf, jsonl, parquet, text
+from data_prep.readers import jsonl, text
 from data_prep.readers.bytesource import DamagedFileError, Digest
 from data_prep.readers.records import DAMAGED_FILE, Bad, Batch, Wanted
 from headrace.errors import DataError
@@ -58,6 +58,8 @@ def _batches(unit: Unit, wanted: Wanted, digest: Digest) -> Iterator[Batch | Bad
     if unit.type == "jsonl":
         end = unit.end if unit.parts > 1 else None
         return jsonl.read(path, source=source, file=file, start=unit.start, end=end, wanted=wanted, digest=digest)
+    from data_prep.readers import hf, parquet  # noqa: PLC0415 - Arrow takes a while, and others need it not
+
     if unit.type == "parquet":
         groups = {"first_group": unit.first_group, "end_group": unit.end_group}
         return parquet.read(path, source=source, file=file, wanted=wanted, **groups)

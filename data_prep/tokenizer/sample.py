@@ -16,7 +16,7 @@ from data_prep.readers.unit import read_unit, wanted_of
 _SPREAD = 8
 """Of a large corpus, units of this many times the sample are read: the sample then holds text from many places at the
 cost of reading 8 bytes for each that is kept."""
-_PROOF_CHARACTERS = 1 << 18
+_PROOF_CHARACTERS = 1 << 17
 _LONGEST_IN_PROOF = 1 << 14
 
 
@@ -39,7 +39,7 @@ def sample_texts(units: Sequence[Unit], config: CorpusConfig) -> Iterator[str]:
 
 
 def first_texts(units: Sequence[Unit], config: CorpusConfig) -> list[str]:
-    """The beginnings of some texts of a few units, to prove an engine on: about a fourth of a million characters."""
+    """The beginnings of some texts of a few units, to prove an engine on: about 130,000 characters."""
     texts, left = list[str](), _PROOF_CHARACTERS
     for unit in _draw(units, 1 << 62, config.seed):
         for batch in _batches(unit, config):

@@ -142,8 +142,8 @@ def hold(children: list[int], seconds: float) -> None:
     attach, detach, all_threads = 16, 17, 0x40000000
     threads = [int(each.name) for each in Path(f"/proc/{children[1]}/task").iterdir()]
     for thread in threads:
-        ctypes.CDLL(None).ptrace(attach, thread, None, None)
-        os.waitpid(thread, all_threads)
+        if ctypes.CDLL(None).ptrace(attach, thread, None, None) == 0:  # else it has ended meanwhile
+            os.waitpid(thread, all_threads)
     assert state_of(children[1])[0] == TRACED
     time.sleep(seconds)
     for thread in threads:
