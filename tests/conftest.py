@@ -25,19 +25,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under a script's "&"
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-_LONGEST_FIRST = (
-    "parity/test_matrix.py",
-    "tests/test_slurm.py",
-    "pipeline/test_elastic.py",
-    "pipeline/test_kill_resume.py",
-)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files that take minutes begin first, or one worker would be left with them at the end."""
-    items.sort(key=lambda item: not item.path.as_posix().endswith(_LONGEST_FIRST))
-
-
 @pytest.fixture(scope="session")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tokens of the standard library's json and email packages, by a byte-level BPE of 512 ids."""
@@ -145,6 +132,14 @@ def selected(session: pytest.Session, test: Any, parameter: str) -> list[str]:
     ]
 
 
+_LONGEST_FIRST = (
+    "parity/test_matrix.py",
+    "tests/test_slurm.py",
+    "pipeline/test_elastic.py",
+    "pipeline/test_kill_resume.py",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest file comes first, so that with several workers none is left alone with it at the end."""
-    items.sort(key=lambda item: "parity" not in item.path.parts)
+    """The files that take minutes begin first, or one worker would be left with them at the end."""
+    items.sort(key=lambda item: not item.path.as_posix().endswith(_LONGEST_FIRST))
