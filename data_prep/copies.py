@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from data_prep.dedup.components import EXACT_COPY, NEAR_COPY, drops_of
-from data_prep.dedup.documents import read_marker
 from data_prep.job import Job
 from data_prep.runs import Run
+from data_prep.tasks.base import read_marker
 
 COPIES = "copies.jsonl"
 """In the job directory: the rows of dropped.jsonl for copies."""

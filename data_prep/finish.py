@@ -18,8 +18,9 @@ from data_prep.job import Job
 from data_prep.limits import BadCount
 from data_prep.readers.records import Bad
 from data_prep.survey import raise_empty
+from data_prep.tasks.base import read_marker
 from data_prep.tasks.cleaning import DROPPED_TEXTS
-from data_prep.tasks.map import counts_of, read_marker
+from data_prep.tasks.map import counts_of
 from data_prep.tasks.texts import BAD_RECORDS
 from data_prep.tasks.tokenizer import folder_of, read_description
 from data_prep.tokenfile import SPLITS

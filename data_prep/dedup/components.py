@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.dedup.documents import MARKER, PAIRS, RANK, read_marker
+from data_prep.dedup.documents import PAIRS, RANK
 from data_prep.dedup.table import Numbers, distinct, of_run, run_and_index
-from data_prep.tasks.base import Counts, Report, plain_errors, whole_or_absent
+from data_prep.tasks.base import MARKER, Counts, Report, plain_errors, read_marker, whole_or_absent
 from headrace.directory import write_json
 
 KEEP, EXACT_COPY, NEAR_COPY = 0, 1, 2

@@ -10,7 +10,6 @@ numbers of documents with equal hashes, for as many pairs as it takes to connect
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +20,11 @@ from numpy.typing import NDArray
 
 from data_prep.dedup.section import DedupSection
 from data_prep.dedup.table import Hashes, Numbers, Piece, Range, join_pieces, ranges, read_piece, write_table
-from data_prep.tasks.base import Counts, Report, plain_errors, whole_or_absent
+from data_prep.tasks.base import MARKER, Counts, Report, plain_errors, read_marker, whole_or_absent
 from headrace.directory import write_json
 
 EXACT, NEAR, RANK = "exact", "near", "rank.npy"
-PAIRS, MARKER = "pairs.bin", "done.json"
+PAIRS = "pairs.bin"
 _RANK_BITS = 56
 
 
@@ -110,15 +109,6 @@ def pairs_tasks(
     exact = [EXACT] if section.exact else []
     near = [NEAR] * section.near.bands if section.near else []
     return _tasks(exact, tuple(runs), documents, directory), _tasks(near, tuple(runs), documents, directory)
-
-
-def read_marker(directory: Path) -> dict[str, Any] | None:
-    """What a finished task of deduplication said, or None when it has not finished."""
-    try:
-        done: dict[str, Any] = json.loads((directory / MARKER).read_text())
-    except FileNotFoundError:
-        return None
-    return done
 
 
 def _tasks(tables: list[str], runs: tuple[Path, ...], documents: int, directory: Path) -> list[PairsTask]:

@@ -14,11 +14,10 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.dedup.documents import MARKER, read_marker
 from data_prep.dedup.lines import EXEMPT
 from data_prep.dedup.section import LinesSection
 from data_prep.dedup.table import Numbers, Range, join_pieces, of_run, ranges, read_piece, run_and_index
-from data_prep.tasks.base import Counts, Report, plain_errors, whole_or_absent
+from data_prep.tasks.base import MARKER, Counts, Report, plain_errors, read_marker, whole_or_absent
 from headrace.directory import write_json
 
 _TABLE, _WITHIN, _ACROSS = "lines", "within.bin", "across.bin"

@@ -8,6 +8,7 @@ executor needs no knowledge of tasks, and may run one twice.
 from __future__ import annotations
 
 import errno
+import json
 import shutil
 import uuid
 from collections import Counter
@@ -44,6 +45,8 @@ class Counts:
         )
 
 
+MARKER = "done.json"
+"""In the directory of a finished task: what it said."""
 SCRATCH = ".*.partial"
 """What a killed task may leave behind, as a glob."""
 
@@ -67,6 +70,15 @@ class Task(Protocol):
         Raises:
             DataError: the input is not usable, or there is no room for the output.
         """
+
+
+def read_marker(directory: Path) -> dict[str, Any] | None:
+    """What a finished task said, or None when it has not finished."""
+    try:
+        done: dict[str, Any] = json.loads((directory / MARKER).read_text())
+    except FileNotFoundError:
+        return None
+    return done
 
 
 def scratch_path(final: Path) -> Path:

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.config import CorpusConfig
-from data_prep.dedup.documents import MARKER, read_marker
 from data_prep.dedup.line_tasks import DroppedLines, write_lines
 from data_prep.dedup.lines import line_hashes, remove_lines
 from data_prep.dedup.section import LinesSection
 from data_prep.plan import Unit
-from data_prep.tasks.base import Report, plain_errors, whole_or_absent
+from data_prep.tasks.base import MARKER, Report, plain_errors, read_marker, whole_or_absent
 from data_prep.tasks.texts import TextStream
 from headrace.directory import write_json
 

@@ -21,15 +21,13 @@ from data_prep.hashing import HELDOUT, below, content_hashes, document_keys, uni
 from data_prep.plan import Unit
 from data_prep.readers.records import Bad
 from data_prep.runs import Array, Facts, RunWriter
-from data_prep.tasks.base import Counts, Report, plain_errors, whole_or_absent
+from data_prep.tasks.base import MARKER, Counts, Report, plain_errors, read_marker, whole_or_absent
 from data_prep.tasks.lines import LineRemover
 from data_prep.tasks.signing import open_signer
 from data_prep.tasks.texts import Texts, TextStream
 from data_prep.tokenfile import SPLITS
 from data_prep.tokenizer.encoder import Encoder, open_encoder
 from data_prep.tokenizer.engines import Tokens
-
-MARKER = "done.json"
 
 
 @dataclass(frozen=True)
@@ -72,15 +70,6 @@ class MapTask:
             # ASCII: a file's name need not be UTF-8
             (scratch / MARKER).write_text(json.dumps(done), encoding="ascii")
         return done
-
-
-def read_marker(directory: Path) -> dict[str, Any] | None:
-    """What a finished map task said, or None when it has not finished."""
-    try:
-        done: dict[str, Any] = json.loads((directory / MARKER).read_text())
-    except FileNotFoundError:
-        return None
-    return done
 
 
 class _Mapper:

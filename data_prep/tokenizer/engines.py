@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -136,8 +136,3 @@ def difference(engine: Engine, reference: Engine, texts: list[str]) -> str | Non
         if not np.array_equal(engine.encode([text]).ids, reference.encode([text]).ids):
             return text
     return texts[0]
-
-
-def ids_of(tokens: Tokens, i: int) -> npt.NDArray[Any]:
-    """uint32 [n]: the ids of text i."""
-    return tokens.ids[tokens.offsets[i] : tokens.offsets[i + 1]]
