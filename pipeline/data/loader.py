@@ -173,9 +173,7 @@ class StepLoader:
 
         To know these, every rank reads the masks of all samples: a byte per token.
         """
-        width = self._batch.sequence_length // self._cp
-        piece = slice(self._cp_rank * width + 1, (self._cp_rank + 1) * width + 1)
-        batch.labels[torch.from_numpy(~self._blend.learnt(place)[:, piece])] = IGNORE
+        _keep_learnt(batch, self._blend.learnt(place), cp_rank=self._cp_rank)
         samples = np.arange(self._batch.samples) + self._first_sample(step)
         learnt = self._blend.learnt(self._blend.order.place(samples))[:, 1:]
         if self._mask_documents or self._blend.packed:
@@ -275,6 +273,12 @@ def make_batch(
     return MicroBatch(*map(torch.from_numpy, (ids, labels, own_positions, documents)))
 
 
+def _keep_learnt(batch: MicroBatch, learnt: npt.NDArray[np.bool_], *, cp_rank: int) -> None:
+    """Takes the labels of a rank's piece away that are not learnt; `learnt` is bool [n, S + 1], of whole samples."""
+    width = batch.labels.shape[1]
+    batch.labels[torch.from_numpy(~learnt[:, 1 + cp_rank * width : 1 + (cp_rank + 1) * width])] = IGNORE
+
+
 def _int64(array: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     return array.astype(np.int64, order="C")  # a copy in any case: inputs and labels of one sample overlap
 
@@ -308,8 +312,6 @@ def heldout_batches(
         borders = dataset.borders(windows) if mask_documents else None
         batch = make_batch(dataset.rows(windows), borders, cp=cp, cp_rank=cp_rank)
         if dataset.masked:
-            width = dataset.sequence_length // cp
-            piece = slice(cp_rank * width + 1, (cp_rank + 1) * width + 1)
-            batch.labels[torch.from_numpy(~dataset.learnt(windows)[:, piece])] = IGNORE
+            _keep_learnt(batch, dataset.learnt(windows), cp_rank=cp_rank)
         batch.labels[torch.from_numpy(mine >= total)] = IGNORE
         yield batch
