@@ -217,7 +217,9 @@ class EvaluationSection(Section):
     """Held-out evaluation during training, on the 'heldout' split of every source."""
 
     every: Count | None = Field(None, description="steps between evaluations; there is always one at the end")
-    samples: Count | None = Field(None, description="sequences per source to evaluate; all of the split when absent")
+    samples: Count | None = Field(
+        None, description="sequences per source to evaluate, spread over the split; all of it when absent"
+    )
 
 
 class StragglersSection(Section):

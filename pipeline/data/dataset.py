@@ -279,5 +279,14 @@ def padding_id(manifest: Manifest) -> int:
     return next((int(number) for number in given if number is not None), 0)
 
 
+def choose_windows(available: int, wanted: int | None) -> I64:
+    """int64 indices of the windows to score: all, or `wanted` of them evenly spaced, so that no source dominates.
+
+    A shard holds documents of one source: the first windows of a split are the first source's.
+    """
+    count = available if wanted is None else min(wanted, available)
+    return np.arange(count, dtype=np.int64) * available // count
+
+
 def _lists(*arrays: I64) -> list[list[int]]:
     return [array.tolist() for array in arrays]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pipeline.config.batch import Batch
 from pipeline.data.blend import Blend
-from pipeline.data.dataset import TokenDataset
+from pipeline.data.dataset import TokenDataset, choose_windows
 from pipeline.data.documents import Borders
 from pipeline.data.order import Place
 from pipeline.data.skips import NO_SKIPS, Skips
@@ -294,7 +294,7 @@ def heldout_batches(
     mask_documents: bool = False,
     samples: int | None = None,
 ) -> Iterator[MicroBatch]:
-    """The windows of a split from first to last, as one rank sees them.
+    """The windows of a split in its order, as one rank sees them.
 
     Every rank gets the same number of batches of the same shape (sharded engines must run in step): rows past the end
     are filled with labels that do not count.
@@ -303,15 +303,15 @@ def heldout_batches(
         dataset: the split.
         batch_size: samples per batch of a rank.
         dp, dp_rank, cp, cp_rank, mask_documents: as `StepLoader`.
-        samples: evaluate only the first so many windows; all when None.
+        samples: evaluate so many windows, spread evenly over the split; all when None.
     """
-    total = min(samples or dataset.windows, dataset.windows)
-    for start in range(0, total, batch_size * dp):
+    chosen = choose_windows(dataset.windows, samples)
+    for start in range(0, chosen.size, batch_size * dp):
         mine = start + dp_rank * batch_size + np.arange(batch_size)
-        windows = np.minimum(mine, total - 1)
+        windows = chosen[np.minimum(mine, chosen.size - 1)]
         borders = dataset.borders(windows) if mask_documents else None
         batch = make_batch(dataset.rows(windows), borders, cp=cp, cp_rank=cp_rank)
         if dataset.masked:
             _keep_learnt(batch, dataset.learnt(windows), cp_rank=cp_rank)
-        batch.labels[torch.from_numpy(mine >= total)] = IGNORE
+        batch.labels[torch.from_numpy(mine >= chosen.size)] = IGNORE
         yield batch

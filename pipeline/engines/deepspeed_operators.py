@@ -14,7 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import deepspeed
-from deepspeed.accelerator import get_accelerator
 from torch.utils.cpp_extension import get_default_build_root
 
 OLD_S = 600.0
@@ -43,15 +42,18 @@ def remove_stale_locks(root: Path | None = None, *, old_s: float = OLD_S) -> Non
 def set_up_deepspeed() -> None:
     """DeepSpeed takes over the open process group, and waits for no lock that a killed process left."""
     remove_stale_locks()
+    skip_shared_memory()
     deepspeed.init_distributed()
 
 
-def load_for_cpu() -> None:
-    """Loads what DeepSpeed loads whenever it is set up on the CPU: processes forked from this one then need not."""
-    remove_stale_locks()
-    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
-    if builder is not None and builder.is_compatible():
-        builder.load()
+def skip_shared_memory() -> None:
+    """On the CPU, DeepSpeed shall not set up its all-reduce through `/dev/shm`, which it does unasked.
+
+    Inference alone uses it, and whatever the group it sums over all ranks (csrc/cpu/comm/shm_interface.cpp). It is
+    compiled at the first start, and leaves 66 MiB per rank in memory when a process started by `deepspeed` ends.
+    Processes forked from this one inherit the decision.
+    """
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def _locks(root: Path) -> list[Path]:

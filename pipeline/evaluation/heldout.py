@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional as F
 
-from pipeline.data.dataset import TokenDataset
+from pipeline.data.dataset import TokenDataset, choose_windows
 from pipeline.metrics.units import bits_per_byte, perplexity
 
 
@@ -76,12 +76,6 @@ def evaluate(
     finally:
         model.train(was_training)
     return _summary(total, len(chosen) * dataset.sequence_length, seconds, dataset)
-
-
-def choose_windows(available: int, wanted: int | None) -> npt.NDArray[np.int64]:
-    """int64 indices of the windows to score: all, or `wanted` of them evenly spaced, so that no document dominates."""
-    count = available if wanted is None else min(wanted, available)
-    return np.arange(count, dtype=np.int64) * available // count
 
 
 def _batches(

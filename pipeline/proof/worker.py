@@ -86,9 +86,9 @@ def preload(engines: Collection[str], kinds: Iterable[str]) -> None:
             importlib.import_module(name)
     if "deepspeed" in engines:
         with contextlib.suppress(ImportError, RuntimeError):
-            from pipeline.engines.deepspeed_operators import load_for_cpu  # noqa: PLC0415
+            from pipeline.engines.deepspeed_operators import skip_shared_memory  # noqa: PLC0415
 
-            load_for_cpu()
+            skip_shared_memory()
 
 
 _IMPORTS = {

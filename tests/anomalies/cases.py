@@ -14,6 +14,6 @@ def try_cases(module: str, cases: Any, work: Path, *, processes: int) -> dict[st
     given, results = work / f"cases{processes}.json", work / f"results{processes}.json"
     given.write_text(json.dumps(cases))
     done = warm.run("-m", module, given, results, processes=processes)
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, f"{done.returncode}\n{done.stderr[-40_000:]}"  # the first to fail may not be the last
     found: dict[str, Any] = json.loads(results.read_text())
     return found

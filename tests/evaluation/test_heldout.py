@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipeline.data.dataset import TokenDataset
-from pipeline.evaluation.heldout import choose_windows, evaluate
+from pipeline.data.dataset import TokenDataset, choose_windows
+from pipeline.evaluation.heldout import evaluate
 from tests.evaluation.small import SEQUENCE
 
 

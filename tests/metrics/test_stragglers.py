@@ -6,6 +6,7 @@ import re
 import socket
 import statistics
 import time
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -150,7 +151,9 @@ def trained(tokens: Path, work: Path, layout: str, *, slow: int, slower_by: floa
     done = warm.run("-c", SLOWED, slow, *words, cwd=work, processes=2, merged=True)
     assert done.returncode == 0, done.stdout[-3000:]
     reports = [row for row in read_rows(work / "run", kind="event") if row["event"] == "stragglers"]
-    assert [row["step"] for row in reports] == list(range(2, 21, 2))
+    steps = [row["step"] for row in reports]
+    gaps = [after - before for before, after in pairwise(steps)]
+    assert (steps[0], gaps[0], gaps) == (2, 2, sorted(gaps))  # on a busy machine profiles take long, and become rarer
     return reports, done.stdout
 
 
