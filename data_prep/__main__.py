@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,18 +87,20 @@ def _arguments(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def _all(args: argparse.Namespace) -> None:
-    from data_prep import phases, prepare  # noqa: PLC0415
-    from data_prep.executors import choose, local  # noqa: PLC0415
-
     if args.executor == "slurm":
         return _submit(args)
     if args.executor == "local":
-        local.warm_up()
+        from data_prep.executors import local  # noqa: PLC0415
+
+        local.warm_up()  # before this process has imported the rest: both import at the same time
+    from data_prep import phases, prepare  # noqa: PLC0415
+    from data_prep.executors import choose  # noqa: PLC0415
+
     inspected = prepare.inspect(_config(args))
     options = {"root": inspected.job.root, "workers": _given_workers(args), "address": args.address}
     if prepare.already_there(inspected):
         return _say_there(inspected.job.output)
-    with choose.executor(args.executor, **options) as executor, prepare.opened(inspected) as plan:
+    with choose.executor(args.executor, **options) as executor, prepare.opened(inspected, executor) as plan:
         _say_plan(plan)
         displays = phases.run_phases(inspected.job, executor)
         manifest = phases.complete(inspected.job, tokenizer=inspected.identity["tokenizer"])
@@ -161,8 +164,8 @@ def _phase(args: argparse.Namespace) -> None:
     config = _config(args)
     if _is_there(config):
         return _say_there(Path(config.output))
-    executor = Local(_given_workers(args) or 1)
-    count, display = phases.run_share(config, args.phase, executor, share=(args.task, args.of))
+    with Local(_given_workers(args) or 1) as executor:
+        count, display = phases.run_share(config, args.phase, executor, share=(args.task, args.of))
     print(f"share {args.task} of {args.of}: {count} {args.phase} tasks finished")
     return _say_rate(display)
 
@@ -272,4 +275,6 @@ def _say_rate(display: Display) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    gc.freeze()  # or the interpreter looks through all that was imported before it ends, for a tenth of a second
+    sys.exit(code)

@@ -134,7 +134,8 @@ class PackTask:
 def _run(tasks: list[PackTask], *, workers: int) -> dict[Any, dict[str, Any]]:
     if workers == 1:  # a small dataset is packed before a worker has started
         return {task: task.run(_unheard) for task in tasks}
-    return dict(Local(workers).run(tasks, report=_unheard))
+    with Local(workers) as executor:
+        return dict(executor.run(tasks, report=_unheard))
 
 
 def _unheard(_counts: Counts) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from data_prep.config import CorpusConfig
+from data_prep.executors.base import Executor
 from data_prep.executors.local import Local
 from data_prep.finish import is_finished
 from data_prep.inputs import ResolvedSource, listing_fingerprint, resolve
@@ -64,8 +65,11 @@ def already_there(inspected: Inspected) -> bool:
 
 
 @contextmanager
-def opened(inspected: Inspected) -> Iterator[Plan]:
+def opened(inspected: Inspected, executor: Executor | None = None) -> Iterator[Plan]:
     """Holds the job directory alone, planned and with its tokenizer; gives the plan.
+
+    Args:
+        executor: a local one runs the tokenizer's task, so that its worker has the tokenizer for the next tasks.
 
     Raises:
         DataError: another process holds it, or it belongs to another config or other inputs.
@@ -82,9 +86,19 @@ def opened(inspected: Inspected) -> Iterator[Plan]:
         task = job.tokenizer_task(plan)
         if not task.finished:
             print(f"tokenizer: {_how(job.config)}", file=sys.stderr, flush=True)
-            with Display("tokenizer") as display:
-                list(Local(1).run([task], report=display.add))
+            with Display("tokenizer") as display, _here(executor) as local:
+                list(local.run([task], report=display.add))
         yield plan
+
+
+@contextmanager
+def _here(executor: Executor | None) -> Iterator[Local]:
+    """A local executor: the given one, or one of our own."""
+    if isinstance(executor, Local):
+        yield executor
+    else:
+        with Local(1) as own:
+            yield own
 
 
 def _plan(inspected: Inspected) -> Plan:

@@ -208,21 +208,22 @@ class Run:
         start, stop = cuts
         return first + start, first + stop
 
-    def read_tokens(self, first: int, end: int, dtype: np.dtype[Any]) -> Array:
-        """The ids of documents [first, end)."""
-        return self._read(_TOKENS, first, end, dtype)
+    def read_tokens(self, documents: Array, into: Array) -> None:
+        """Reads the ids of some documents that follow one another."""
+        self._read(_TOKENS, documents, into)
 
-    def read_mask(self, first: int, end: int) -> Array:
-        """uint8: for each of those ids whether it is learnt."""
-        return self._read(_MASK, first, end, np.dtype(np.uint8))
+    def read_mask(self, documents: Array, into: Array) -> None:
+        """Reads for each of those ids whether it is learnt, uint8."""
+        self._read(_MASK, documents, into)
 
-    def _read(self, name: str, first: int, end: int, dtype: np.dtype[Any]) -> Array:
-        begin, last = int(self.documents["start"][first]), self.documents[end - 1]
-        count = int(last["start"]) + int(last["tokens"]) - begin
-        values: Array = np.fromfile(self.path / name, dtype, count, offset=begin * dtype.itemsize)
-        if len(values) != count:
-            raise DataError(f"{self.path / name} ends early\n  try: remove {self.path.parent} and run again")
-        return values
+    def _read(self, name: str, documents: Array, into: Array) -> None:
+        path, left = self.path / name, into.view(np.uint8).data
+        with path.open("rb", buffering=0) as file:
+            file.seek(int(documents["start"][0]) * into.itemsize)
+            while left and (count := file.readinto(left)):
+                left = left[count:]
+        if left:
+            raise DataError(f"{path} ends early\n  try: remove {self.path.parent} and run again")
 
 
 def runs_of(directory: Path) -> list[Path]:

@@ -17,7 +17,7 @@ from data_prep.readers.bytesource import DamagedFileError
 from data_prep.readers.records import DAMAGED_FILE, Bad, Batch
 from data_prep.readers.unit import read_unit, wanted_of
 from data_prep.tokenfile import SPLITS
-from data_prep.tokenizer.given import check_path, content_fingerprint
+from data_prep.tokenizer.files import check_path, content_fingerprint
 from headrace.directory import sha256_of_file
 from headrace.errors import ConfigError, DataError
 

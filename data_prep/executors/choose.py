@@ -36,4 +36,5 @@ def executor(name: str, *, root: Path, workers: int | None, address: str | None)
     elif address is not None:
         raise ConfigError("--address", address, why=f"--executor {name} has none", remedy="--executor ray or spark")
     else:
-        yield Local(workers or default_workers())
+        with Local(workers or default_workers()) as local:
+            yield local

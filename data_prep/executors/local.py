@@ -12,10 +12,12 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
+from types import TracebackType
 from typing import Any, cast
 
 from data_prep.executors.base import attempt, raise_failed
@@ -23,42 +25,62 @@ from data_prep.tasks.base import Report, Task
 from headrace.errors import DataError
 
 
-@dataclass(frozen=True)
-class Local:
-    """Worker processes on this machine."""
+@dataclass
+class _Worker:
+    """A process that runs tasks, one after the other."""
 
-    workers: int
+    connection: Connection
+    process: ForkServerProcess
+
+
+class Local:
+    """Worker processes on this machine, started when they are first needed and kept until the `with` block ends.
+
+    What a task has loaded, a tokenizer before all, is there for the next one. Memory of a worker that is kept is what
+    its largest task needed.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+        self._idle: list[_Worker] = []
+
+    def __enter__(self) -> Local:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        _end(self._idle)
+        self._idle = []
 
     def run(self, tasks: Sequence[Task], *, report: Report) -> Iterator[tuple[Task, dict[str, Any]]]:
         """See `Executor.run`. A worker that is killed is an error: what killed it would kill the next one, too."""
-        return _run(tasks, workers=self.workers, report=report)
+        busy: dict[Connection, tuple[_Worker, Task]] = {}
+        waiting = list(reversed(tasks))
+        try:
+            while waiting or busy:
+                while waiting and len(busy) < self.workers:
+                    worker, task = self._idle.pop() if self._idle else _start(), waiting.pop()
+                    busy[worker.connection] = worker, task
+                    _send(worker, task)
+                for ready in wait(list(busy)):
+                    worker, task = busy[cast(Connection, ready)]
+                    kind, value = _receive(worker, task)
+                    if kind == "counts":
+                        report(value)
+                        continue
+                    raise_failed(task.name, kind, value)
+                    del busy[worker.connection]
+                    self._idle.append(worker)
+                    yield task, value
+        finally:
+            _end([worker for worker, _ in busy.values()])
 
 
-def _run(tasks: Sequence[Task], *, workers: int, report: Report) -> Iterator[tuple[Task, dict[str, Any]]]:
-    pool: dict[Connection, tuple[ForkServerProcess, Task | None]] = {}
-    waiting = list(reversed(tasks))
-    try:
-        for _ in range(min(workers, len(tasks))):
-            connection, process = _start()
-            pool[connection] = process, None
-            _hand_out(pool, connection, waiting)
-        while pool:
-            for ready in wait(list(pool)):
-                connection = cast(Connection, ready)
-                process, task = pool[connection]
-                assert task is not None
-                kind, value = _receive(connection, process, task)
-                if kind == "counts":
-                    report(value)
-                    continue
-                raise_failed(task.name, kind, value)
-                _hand_out(pool, connection, waiting)
-                yield task, value
-    finally:
-        for process, _ in pool.values():
-            process.kill()
-        for process, _ in pool.values():
-            process.join()
+def _end(workers: Sequence[_Worker]) -> None:
+    for worker in workers:
+        worker.process.kill()
+    for worker in workers:
+        worker.process.join()
+        worker.connection.close()
 
 
 def warm_up() -> None:
@@ -69,35 +91,27 @@ def warm_up() -> None:
     forkserver.ensure_running()
 
 
-def _start() -> tuple[Connection, ForkServerProcess]:
+def _start() -> _Worker:
     warm_up()
     context = mp.get_context("forkserver")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs,), daemon=True)
     process.start()
     theirs.close()
-    return ours, process
+    return _Worker(ours, process)
 
 
-def _hand_out(
-    pool: dict[Connection, tuple[ForkServerProcess, Task | None]], to: Connection, waiting: list[Task]
-) -> None:
-    process, _ = pool[to]
-    if waiting:
-        pool[to] = process, waiting.pop()
-        to.send(pool[to][1])
-    else:
-        del pool[to]
-        to.close()
-        process.join()
+def _send(worker: _Worker, task: Task) -> None:
+    with suppress(BrokenPipeError, ConnectionResetError):  # an idle worker was killed: receiving will say so
+        worker.connection.send(task)
 
 
-def _receive(connection: Connection, process: ForkServerProcess, task: Task) -> tuple[str, Any]:
+def _receive(worker: _Worker, task: Task) -> tuple[str, Any]:
     try:
-        message: tuple[str, Any] = connection.recv()
+        message: tuple[str, Any] = worker.connection.recv()
     except (EOFError, ConnectionResetError):
-        process.join()
-        code = process.exitcode or 0
+        worker.process.join()
+        code = worker.process.exitcode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with code {code}"
         hint = "fewer --workers if memory ran out; run again to resume"
         raise DataError(f"the worker of {task.name} {how}\n  try: {hint}") from None

@@ -43,6 +43,9 @@ def read_unit(unit: Unit, wanted: Wanted, digest: Digest | None = None) -> Itera
         yield from _batches(unit, wanted, digest or digest_of(unit))
     except DamagedFileError as error:
         yield Bad(unit.source, unit.file, "file", None, DAMAGED_FILE, str(error))
+    except OSError:  # a remote file that was replaced refuses to be read on, in its storage's words
+        _check_same(unit)
+        raise
     _check_same(unit)
 
 

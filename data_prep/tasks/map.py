@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from data_prep.chat.conversation import ConversationError
-from data_prep.chat.encoder import Conversation, open_chat_encoder
 from data_prep.config import CorpusConfig
 from data_prep.dedup.section import NearSection
 from data_prep.hashing import HELDOUT, below, content_hashes, document_keys, unit_key
@@ -109,6 +108,8 @@ class _Mapper:
 
     def _take_conversations(self, batch: Texts) -> None:
         """Renders and tokenises conversations; what cannot be trained on counts as unreadable."""
+        from data_prep.chat.encoder import Conversation, open_chat_encoder  # noqa: PLC0415 - brings jinja2 along
+
         number = int(batch.unit[0])
         everything = self._stream.source_of(number).learn == "everything"
         encoder = open_chat_encoder(self._task.tokenizer, special=self._config.parse_special_tokens)

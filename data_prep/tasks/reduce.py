@@ -22,7 +22,6 @@ from data_prep.tokenfile import SPLITS, TokenFileWriter, shard_name, with_suffix
 from headrace.directory import write_json
 
 KEYS = 1 << 64
-_NO_MASK = np.empty(0, np.uint8)
 _HELD_BYTES = 64 << 20
 _LENGTH_BINS = 32
 
@@ -93,8 +92,9 @@ class ReduceTask:
         with ExitStack() as stack:
             writer = stack.enter_context(TokenFileWriter(scratch, dtype=self.dtype))
             mask = stack.enter_context(MaskWriter(scratch)) if self.masked else None
+            held = _Held(np.dtype(self.dtype), masked=self.masked)
             for low, high in self._ranges():
-                slices = list(self._slices(low, high))
+                slices = list(self._slices(low, high, held))
                 runs, documents = _in_order(slices)
                 writer.append_pieces(_pieces([part.ids for part in slices], runs, documents), documents["tokens"])
                 if mask is not None:
@@ -114,21 +114,45 @@ class ReduceTask:
         for i in range(parts):
             yield self.shard.low + span * i // parts, self.shard.low + span * (i + 1) // parts
 
-    def _slices(self, low: int, high: int) -> Iterator[_Slice]:
+    def _slices(self, low: int, high: int, held: _Held) -> Iterator[_Slice]:
         """Of each run, what belongs to a range and is kept."""
-        group = SPLITS.index(self.shard.split), self.shard.source
+        group, found = (SPLITS.index(self.shard.split), self.shard.source), list[tuple[int, Run, int, int]]()
         for i, path in enumerate(self.runs):
             run = Run.open(path)
             first, end = run.between(group, low, high)
-            if first == end:
-                continue
+            if first < end:
+                found.append((i, run, first, end))
+        held.make_room(sum(int(run.documents["tokens"][first:end].sum()) for _, run, first, end in found))
+        for i, run, first, end in found:
             documents = np.array(run.documents[first:end])
-            ids = run.read_tokens(first, end, np.dtype(self.dtype))
-            mask = run.read_mask(first, end) if self.masked else _NO_MASK
+            ids, mask = held.read(run, documents)
             documents["start"] -= documents["start"][0]
             if self.drops:
                 documents = documents[np.load(self.drops[i], mmap_mode="r")[first:end] == 0]
             yield _Slice(documents, ids, mask)
+
+
+class _Held:
+    """Memory for the ids of a range, and their mask: one piece, used for every range."""
+
+    def __init__(self, dtype: np.dtype[Any], *, masked: bool) -> None:
+        self._ids, self._mask, self._masked, self._used = np.empty(0, dtype), np.empty(0, np.uint8), masked, 0
+
+    def make_room(self, tokens: int) -> None:
+        """Forgets what it holds and has room for so many."""
+        self._used = 0
+        if tokens > len(self._ids):
+            self._ids = np.empty(tokens, self._ids.dtype)
+            self._mask = np.empty(tokens if self._masked else 0, np.uint8)
+
+    def read(self, run: Run, documents: Array) -> tuple[Array, Array]:
+        """The ids of some documents of a run that follow one another, and their mask, as views."""
+        first, self._used = self._used, self._used + int(documents["tokens"].sum())
+        ids, mask = self._ids[first : self._used], self._mask[first : self._used]
+        run.read_tokens(documents, ids)
+        if self._masked:
+            run.read_mask(documents, mask)
+        return ids, mask
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from data_prep.tokenizer.fingerprint import TOKENIZER_JSON
 from data_prep.tokenizer.load import load
@@ -54,8 +54,7 @@ class Reference:
     name: EngineName = "tokenizers"
 
     def __init__(self, folder: Path, *, special: bool) -> None:
-        self._tokenizer = load(folder)
-        self._tokenizer.encode_special_tokens = not special
+        self._tokenizer = load(folder, special=special)
 
     def encode(self, texts: list[str]) -> Tokens:
         """See `Engine.encode`."""
@@ -108,9 +107,8 @@ class Gigatoken:
 _MAKERS: dict[str, Callable[..., Engine]] = {"tokenizers": Reference, "fastokens": Fastokens, "gigatoken": Gigatoken}
 
 
-@cache
 def open_engine(name: EngineName, folder: Path, *, special: bool) -> Engine:
-    """Loads a tokenizer folder into an engine; kept for the next task of the same process.
+    """Loads a tokenizer folder into an engine; kept for the next task of the same process, wherever the folder is then.
 
     Args:
         special: whether a special token that is spelt out in a text becomes the token.
@@ -119,7 +117,13 @@ def open_engine(name: EngineName, folder: Path, *, special: bool) -> Engine:
         Exception: of any kind, when the engine does not take this tokenizer.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    return _MAKERS[name](folder, special=special)
+    key = name, xxhash.xxh3_128_digest((folder / TOKENIZER_JSON).read_bytes()), special
+    if key not in _OPENED:
+        _OPENED[key] = _MAKERS[name](folder, special=special)
+    return _OPENED[key]
+
+
+_OPENED: dict[tuple[EngineName, bytes, bool], Engine] = {}
 
 
 def installed(name: EngineName) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from headrace.directory import fingerprint_of
 from headrace.errors import DataError
@@ -30,9 +31,15 @@ def tokenizer_fingerprint(folder: Path) -> str:
     if not path.is_file():
         raise DataError(f"{path} is missing\n  try: name a folder with a {TOKENIZER_JSON}")
     try:
-        content = json.loads(Tokenizer.from_file(str(path)).to_str())
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exceptions
         raise DataError(f"{path} is damaged: {error}\n  try: get the tokenizer again") from None
+    return fingerprint_of_loaded(tokenizer)
+
+
+def fingerprint_of_loaded(tokenizer: Any) -> str:
+    """`tokenizer_fingerprint` of a `tokenizers.Tokenizer`."""
+    content = json.loads(tokenizer.to_str())
     kept = {key: value for key, value in content.items() if key not in _IRRELEVANT}
     kept["added_tokens"] = sorted(kept["added_tokens"], key=lambda token: token["id"])
     return fingerprint_of(kept)

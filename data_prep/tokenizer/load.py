@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from data_prep.tokenizer.fingerprint import TOKENIZER_JSON, tokenizer_fingerprint
+from data_prep.tokenizer.fingerprint import TOKENIZER_JSON, fingerprint_of_loaded
 from data_prep.tokenizer.policy import TextPolicy
 from headrace.errors import DataError
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
-def load(folder: Path) -> Any:
-    """The folder's `tokenizers.Tokenizer`, which takes a literal special token in a text for text, and cuts nothing."""
-    tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_JSON))
-    tokenizer.encode_special_tokens = True
+def load(folder: Path, *, special: bool = False) -> Any:
+    """The folder's `tokenizers.Tokenizer`, which cuts nothing. Kept for whoever asks next: it must not be changed.
+
+    Args:
+        special: whether a literal special token in a text becomes the token.
+    """
+    return _loaded((folder / TOKENIZER_JSON).read_bytes(), special)
+
+
+@lru_cache(maxsize=4)
+def _loaded(content: bytes, special: bool) -> Any:
+    tokenizer = Tokenizer.from_buffer(content)
+    tokenizer.encode_special_tokens = not special
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -44,7 +54,7 @@ def special_ids(folder: Path, tokenizer: Any) -> dict[str, int | None]:
 def describe(folder: Path, *, kind: str) -> dict[str, Any]:
     """The tokenizer's entry in the manifest: fingerprint, vocab_size, eos_id, bos_id, pad_id, kind."""
     tokenizer = load(folder)
-    entry = {"fingerprint": tokenizer_fingerprint(folder), "vocab_size": vocab_size(tokenizer), "kind": kind}
+    entry = {"fingerprint": fingerprint_of_loaded(tokenizer), "vocab_size": vocab_size(tokenizer), "kind": kind}
     return entry | special_ids(folder, tokenizer)
 
 

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep.config import TokenizerSection
+from data_prep.tokenizer import files, sentencepiece_model
 from data_prep.tokenizer import given as given_tokenizer
-from data_prep.tokenizer import sentencepiece_model
 from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
 from data_prep.tokenizer.load import check_usable, describe, load
 from data_prep.tokenizer.policy import TextPolicy
@@ -233,7 +233,7 @@ def test_what_is_no_tokenizer_is_refused(work: Path) -> None:
     (work / "bad.model").write_text("no model")
     for path in ("nowhere", "empty", "a.txt"):
         with pytest.raises(ConfigError, match=r"tokenizer\.path"):
-            given_tokenizer.check_path(path)
+            files.check_path(path)
     with pytest.raises(DataError, match="not a sentencepiece model"):
         given_tokenizer.take("bad.model", work / "empty")
 

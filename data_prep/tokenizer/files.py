@@ -1,0 +1,48 @@
+"""The files of a given tokenizer: what is looked at before any library is asked."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from headrace.directory import sha256_of_file
+from headrace.errors import ConfigError
+
+_FILES = (
+    "config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+)
+
+
+def check_path(path: str) -> None:
+    """Refuses a path that is neither a tokenizer folder nor a .model file.
+
+    Raises:
+        ConfigError: with what was looked for.
+    """
+    here = Path(path)
+    remedy = "a folder with tokenizer.json, or a sentencepiece .model file, on this machine"
+    if not here.exists():
+        raise ConfigError("tokenizer.path", path, why="there is no such file or folder", remedy=remedy)
+    if here.is_dir() and not any(f.name != "config.json" for f in _files(here)):
+        raise ConfigError("tokenizer.path", path, why="the folder holds no tokenizer", remedy=remedy)
+    if here.is_file() and here.suffix != ".model":
+        raise ConfigError("tokenizer.path", path, why="a file, but no .model file", remedy=remedy)
+
+
+def content_fingerprint(path: str) -> str:
+    """SHA-256 of the tokenizer's files; model weights beside them do not enter."""
+    here = Path(path)
+    digest = hashlib.sha256()
+    for file in _files(here) if here.is_dir() else [here]:
+        digest.update(f"{file.name}\0{sha256_of_file(file)}\n".encode())
+    return digest.hexdigest()
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted({file for pattern in _FILES for file in folder.glob(pattern) if file.is_file()})
