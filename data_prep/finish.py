@@ -22,7 +22,7 @@ from data_prep.tasks.base import read_marker
 from data_prep.tasks.cleaning import DROPPED_TEXTS
 from data_prep.tasks.map import counts_of
 from data_prep.tasks.texts import BAD_RECORDS
-from data_prep.tasks.tokenizer import folder_of, read_description
+from data_prep.tasks.tokenizer import folder_of
 from data_prep.tokenfile import SPLITS
 from headrace.directory import Manifest, commit, read_manifest
 from headrace.errors import DataError
@@ -68,7 +68,7 @@ def finish(
     _remove_others(job.out, set(known))
     _write_dropped(job, len(markers))
     details = {
-        "tokenizer": read_description(job.tokenizer),
+        "tokenizer": read_marker(job.tokenizer),
         "splits": {split: _split_entry(shards[split], job.config) for split in SPLITS},
         **{key: _counted(markers, key) for key in ("skipped", "edited")},
         "dropped": _counted(markers, "dropped") | copies_counted(job),

@@ -25,11 +25,10 @@ from data_prep.progress import Display
 from data_prep.runs import runs_of
 from data_prep.shards import dropped_counts, plan_shards
 from data_prep.survey import tokenizer_identity
-from data_prep.tasks.base import Counts, Task, plain_errors
+from data_prep.tasks.base import Counts, Task, plain_errors, read_marker
 from data_prep.tasks.lines import HashLinesTask, lines_of
 from data_prep.tasks.map import MapTask, counts_of
 from data_prep.tasks.reduce import ReduceTask
-from data_prep.tasks.tokenizer import read_description
 from data_prep.tokenfile import dtype_for
 from headrace.directory import Manifest
 from headrace.errors import ConfigError, DataError
@@ -127,7 +126,7 @@ def prepared(config: CorpusConfig) -> Job:
     """
     job = Job(config)
     saved = job.saved_identity()
-    if saved is None or read_description(job.tokenizer) is None:
+    if saved is None or read_marker(job.tokenizer) is None:
         raise DataError(f"{job.root} holds no prepared job\n  try: python -m data_prep prepare --config FILE")
     job.check_same({"config": job.config.identity()}, saved)
     return job
@@ -173,7 +172,7 @@ def copies_tasks(job: Job) -> list[ComponentsTask]:
 def reduce_tasks(job: Job) -> list[ReduceTask]:
     """One for each shard."""
     markers = checked_markers(job)
-    described = read_description(job.tokenizer)
+    described = read_marker(job.tokenizer)
     assert described is not None
     runs, drops = _runs(job), list[Path]()
     counts = counts_of(markers)

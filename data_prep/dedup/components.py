@@ -18,17 +18,17 @@ from numpy.typing import NDArray
 
 from data_prep.dedup.documents import PAIRS, RANK
 from data_prep.dedup.table import Numbers, distinct, of_run, run_and_index
-from data_prep.tasks.base import MARKER, Counts, Report, plain_errors, read_marker, whole_or_absent
-from headrace.directory import write_json
+from data_prep.tasks.base import Counts, DirectoryTask, Report
 
 KEEP, EXACT_COPY, NEAR_COPY = 0, 1, 2
 _CHUNK = 1 << 18  # pairs at a time: 4 MiB
 
 
 @dataclass(frozen=True)
-class ComponentsTask:
+class ComponentsTask(DirectoryTask):
     """Writes which documents are dropped, and why: for each run `drops_of(directory, run)`, uint8[documents], with
-    `KEEP`, `EXACT_COPY` or `NEAR_COPY`. `exact` and `near` are directories of `PairsTask`s; `runs` as theirs."""
+    `KEEP`, `EXACT_COPY` or `NEAR_COPY`. `exact` and `near` are directories of `PairsTask`s; `runs` as theirs.
+    The marker counts `exact` and `near` copies."""
 
     exact: tuple[Path, ...]
     near: tuple[Path, ...]
@@ -40,25 +40,15 @@ class ComponentsTask:
         """What messages call it."""
         return "dedup components"
 
-    @property
-    def finished(self) -> bool:
-        """See `Task.finished`."""
-        return (self.directory / MARKER).is_file()
-
-    def run(self, report: Report) -> dict[str, Any]:
-        """See `Task.run`. The marker counts `exact` and `near` copies."""
-        if (done := read_marker(self.directory)) is not None:
-            return done
-        with plain_errors(self.name), whole_or_absent(self.directory) as scratch:
-            numbers, reasons = self._decide()
-            for run, directory in enumerate(self.runs):
-                here = of_run(numbers, run)
-                drops = np.full(len(np.load(directory / RANK, mmap_mode="r")), KEEP, dtype=np.uint8)
-                drops[run_and_index(numbers[here])[1]] = reasons[here]
-                np.save(drops_of(scratch, run), drops)
-            counted = np.bincount(reasons, minlength=3).tolist()
-            done = {"exact": counted[EXACT_COPY], "near": counted[NEAR_COPY]}
-            write_json(scratch / MARKER, done)
+    def _work(self, scratch: Path, report: Report) -> dict[str, Any]:
+        numbers, reasons = self._decide()
+        for run, directory in enumerate(self.runs):
+            here = of_run(numbers, run)
+            drops = np.full(len(np.load(directory / RANK, mmap_mode="r")), KEEP, dtype=np.uint8)
+            drops[run_and_index(numbers[here])[1]] = reasons[here]
+            np.save(drops_of(scratch, run), drops)
+        counted = np.bincount(reasons, minlength=3).tolist()
+        done = {"exact": counted[EXACT_COPY], "near": counted[NEAR_COPY]}
         report(Counts(dropped=Counter({f"{kind} copy": count for kind, count in done.items()})))
         return done
 

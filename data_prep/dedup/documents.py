@@ -16,27 +16,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
 
 from data_prep.dedup.section import DedupSection
 from data_prep.dedup.table import Hashes, Numbers, Piece, Range, join_pieces, ranges, read_piece, write_table
-from data_prep.tasks.base import MARKER, Counts, Report, plain_errors, read_marker, whole_or_absent
-from headrace.directory import write_json
+from data_prep.tasks.base import Counts, DirectoryTask, Report
 
 EXACT, NEAR, RANK = "exact", "near", "rank.npy"
 PAIRS = "pairs.bin"
-_RANK_BITS = 56
-
-
-def with_priority(rank: Numbers, *, priority: NDArray[np.integer[Any]]) -> Numbers:
-    """int64[documents]: ranks by which a document of a smaller priority number comes first, then one of smaller rank.
-
-    Args:
-        rank: int64[documents], the place in the order of the input, below 2^56.
-        priority: integers [documents], below 128; of a document's source.
-    """
-    assert not len(rank) or (rank.max() < 1 << _RANK_BITS and priority.max() < 1 << (63 - _RANK_BITS))
-    return rank + (priority.astype(np.int64) << _RANK_BITS)
 
 
 def write_run(directory: Path, *, rank: Numbers, hashes: Hashes | None = None, bands: Hashes | None = None) -> None:
@@ -56,7 +42,7 @@ def write_run(directory: Path, *, rank: Numbers, hashes: Hashes | None = None, b
 
 
 @dataclass(frozen=True)
-class PairsTask:
+class PairsTask(DirectoryTask):
     """Finds the documents that share a hash of `row` within a range, in all runs; writes `directory/pairs.bin`.
 
     Its memory is that of a range (see `table.MEMORY`) and of one run's piece of it.
@@ -73,20 +59,9 @@ class PairsTask:
         """What messages call it."""
         return f"dedup task {self.directory.name}"
 
-    @property
-    def finished(self) -> bool:
-        """See `Task.finished`."""
-        return (self.directory / MARKER).is_file()
-
-    def run(self, report: Report) -> dict[str, Any]:
-        """See `Task.run`."""
-        if (done := read_marker(self.directory)) is not None:
-            return done
-        with plain_errors(self.name), whole_or_absent(self.directory) as scratch:
-            with (scratch / PAIRS).open("wb") as file:
-                pairs = self._find(file)
-            done = {"pairs": pairs}
-            write_json(scratch / MARKER, done)
+    def _work(self, scratch: Path, report: Report) -> dict[str, Any]:
+        with (scratch / PAIRS).open("wb") as file:
+            done = {"pairs": self._find(file)}
         report(Counts())
         return done
 

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from data_prep.dedup.lines import EXEMPT
 from data_prep.dedup.section import LinesSection
 from data_prep.dedup.table import Numbers, Range, join_pieces, of_run, ranges, read_piece, run_and_index
-from data_prep.tasks.base import MARKER, Counts, Report, plain_errors, read_marker, whole_or_absent
-from headrace.directory import write_json
+from data_prep.tasks.base import Counts, DirectoryTask, Report
 
 _TABLE, _WITHIN, _ACROSS = "lines", "within.bin", "across.bin"
 
@@ -34,7 +33,7 @@ def write_lines(directory: Path, hashes: Sequence[NDArray[np.uint64]]) -> int:
 
 
 @dataclass(frozen=True)
-class LinesTask:
+class LinesTask(DirectoryTask):
     """Finds the lines in a range of hashes that come after `copies` equal ones, over all runs in their order.
 
     Writes their numbers, int64 little-endian, ascending: to `directory/within.bin` those with so many equal ones before
@@ -51,19 +50,9 @@ class LinesTask:
         """What messages call it."""
         return f"dedup task {self.directory.name}"
 
-    @property
-    def finished(self) -> bool:
-        """See `Task.finished`."""
-        return (self.directory / MARKER).is_file()
-
-    def run(self, report: Report) -> dict[str, Any]:
-        """See `Task.run`."""
-        if (done := read_marker(self.directory)) is not None:
-            return done
-        with plain_errors(self.name), whole_or_absent(self.directory) as scratch:
-            with (scratch / _WITHIN).open("wb") as within, (scratch / _ACROSS).open("wb") as across:
-                done = {"lines": self._find(within, across)}
-            write_json(scratch / MARKER, done)
+    def _work(self, scratch: Path, report: Report) -> dict[str, Any]:
+        with (scratch / _WITHIN).open("wb") as within, (scratch / _ACROSS).open("wb") as across:
+            done = {"lines": self._find(within, across)}
         report(Counts())
         return done
 

@@ -81,6 +81,36 @@ def read_marker(directory: Path) -> dict[str, Any] | None:
     return done
 
 
+class DirectoryTask:
+    """A task whose result is a directory: what all of them have in common. To be derived from by frozen dataclasses."""
+
+    directory: Path
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        raise NotImplementedError
+
+    @property
+    def finished(self) -> bool:
+        """See `Task.finished`."""
+        return (self.directory / MARKER).is_file()
+
+    def run(self, report: Report) -> dict[str, Any]:
+        """See `Task.run`."""
+        if (done := read_marker(self.directory)) is not None:
+            return done
+        with plain_errors(self.name), whole_or_absent(self.directory) as scratch:
+            done = self._work(scratch, report)
+            # ASCII: a file's name need not be UTF-8
+            (scratch / MARKER).write_text(json.dumps(done), encoding="ascii")
+        return done
+
+    def _work(self, scratch: Path, report: Report) -> dict[str, Any]:
+        """Writes the result into `scratch`; returns what the marker is to say."""
+        raise NotImplementedError
+
+
 def scratch_path(final: Path) -> Path:
     """A name beside `final` that no other process, on any machine, writes to; `SCRATCH` matches all of them."""
     return final.with_name(f".{final.name}.{uuid.uuid4().hex[:12]}.partial")

@@ -11,13 +11,12 @@ from data_prep.dedup.line_tasks import DroppedLines, write_lines
 from data_prep.dedup.lines import line_hashes, remove_lines
 from data_prep.dedup.section import LinesSection
 from data_prep.plan import Unit
-from data_prep.tasks.base import MARKER, Report, plain_errors, read_marker, whole_or_absent
+from data_prep.tasks.base import DirectoryTask, Report
 from data_prep.tasks.texts import TextStream
-from headrace.directory import write_json
 
 
 @dataclass(frozen=True)
-class HashLinesTask:
+class HashLinesTask(DirectoryTask):
     """Hashes the lines of map task `index`'s documents into `directory`."""
 
     index: int
@@ -31,27 +30,16 @@ class HashLinesTask:
         return f"lines task {self.index}"
 
     @property
-    def finished(self) -> bool:
-        """See `Task.finished`."""
-        return (self.directory / MARKER).is_file()
-
-    @property
     def input_bytes(self) -> int:
         """Of its units, as stored."""
         return sum(unit.end - unit.start for unit in self.units)
 
-    def run(self, report: Report) -> dict[str, Any]:
-        """See `Task.run`."""
-        if (done := read_marker(self.directory)) is not None:
-            return done
+    def _work(self, scratch: Path, report: Report) -> dict[str, Any]:
         section = lines_of(self.config)
-        with plain_errors(self.name), whole_or_absent(self.directory) as scratch:
-            with TextStream(self.units, self.config, report, directory=None) as stream:
-                batches = (batch for batch in stream.batches() if not batch.conversations)
-                hashes = [line_hashes(text, section=section) for batch in batches for text in batch.texts]
-            done = {"lines": write_lines(scratch, hashes)}
-            write_json(scratch / MARKER, done)
-        return done
+        with TextStream(self.units, self.config, report, directory=None) as stream:
+            batches = (batch for batch in stream.batches() if not batch.conversations)
+            hashes = [line_hashes(text, section=section) for batch in batches for text in batch.texts]
+        return {"lines": write_lines(scratch, hashes)}
 
 
 class LineRemover:

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from data_prep.hashing import HELDOUT, below, content_hashes, document_keys, uni
 from data_prep.plan import Unit
 from data_prep.readers.records import Bad
 from data_prep.runs import Array, Facts, RunWriter
-from data_prep.tasks.base import MARKER, Counts, Report, plain_errors, read_marker, whole_or_absent
+from data_prep.tasks.base import Counts, DirectoryTask, Report
 from data_prep.tasks.lines import LineRemover
 from data_prep.tasks.signing import open_signer
 from data_prep.tasks.texts import Texts, TextStream
@@ -30,7 +29,7 @@ from data_prep.tokenizer.engines import Tokens
 
 
 @dataclass(frozen=True)
-class MapTask:
+class MapTask(DirectoryTask):
     """Task `index` of a job: these units, with this config, to `directory`, by the tokenizer in `tokenizer`.
 
     Args:
@@ -50,25 +49,13 @@ class MapTask:
         return f"map task {self.index}"
 
     @property
-    def finished(self) -> bool:
-        """See `Task.finished`."""
-        return (self.directory / MARKER).is_file()
-
-    @property
     def input_bytes(self) -> int:
         """Of its units, as stored."""
         return sum(unit.end - unit.start for unit in self.units)
 
-    def run(self, report: Report) -> dict[str, Any]:
-        """See `Task.run`."""
-        if (done := read_marker(self.directory)) is not None:
-            return done
-        with plain_errors(self.name), whole_or_absent(self.directory) as scratch:
-            with TextStream(self.units, self.config, report, directory=scratch) as stream:
-                done = _Mapper(self, scratch, stream, report).run()
-            # ASCII: a file's name need not be UTF-8
-            (scratch / MARKER).write_text(json.dumps(done), encoding="ascii")
-        return done
+    def _work(self, scratch: Path, report: Report) -> dict[str, Any]:
+        with TextStream(self.units, self.config, report, directory=scratch) as stream:
+            return _Mapper(self, scratch, stream, report).run()
 
 
 class _Mapper:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,20 +10,19 @@ from typing import Any
 from data_prep.chat.conversation import TEMPLATE_FILE
 from data_prep.config import CorpusConfig
 from data_prep.plan import Unit
-from data_prep.tasks.base import Counts, Report, plain_errors, whole_or_absent
+from data_prep.tasks.base import Counts, DirectoryTask, Report
 from data_prep.tasks.signing import write_classes
 from data_prep.tokenizer.policy import ENGINE_FILE
 from headrace.directory import write_json
 
-_MARKER = "described.json"
 _FOLDER = "tokenizer"
 
 
 @dataclass(frozen=True)
-class TokenizerTask:
+class TokenizerTask(DirectoryTask):
     """Makes `directory/tokenizer`, the Hugging Face folder.
 
-    Beside it, `described.json` is its manifest entry, and `engine.json` says which engine was proven to give its ids.
+    Beside it, the marker is its manifest entry, and `engine.json` says which engine was proven to give its ids.
     """
 
     units: list[Unit]
@@ -36,22 +34,7 @@ class TokenizerTask:
         """What messages call it."""
         return "tokenizer"
 
-    @property
-    def finished(self) -> bool:
-        """See `Task.finished`."""
-        return (self.directory / _MARKER).is_file()
-
-    def run(self, report: Report) -> dict[str, Any]:
-        """See `Task.run`."""
-        if (done := read_description(self.directory)) is not None:
-            return done
-        with plain_errors(self.name), whole_or_absent(self.directory) as scratch:
-            done = self._make(scratch)
-            report(Counts())
-            write_json(scratch / _MARKER, done)
-        return done
-
-    def _make(self, scratch: Path) -> dict[str, Any]:
+    def _work(self, scratch: Path, report: Report) -> dict[str, Any]:
         # here and not above: transformers comes with `given`, and no other task needs either
         from data_prep.chat import encoder  # noqa: PLC0415
         from data_prep.tokenizer import given, load, proof, sample, train  # noqa: PLC0415
@@ -74,16 +57,8 @@ class TokenizerTask:
         texts = sample.first_texts(self.units, self.config)
         choice = proof.choose(section.engine, folder, special=policy.special, sample=texts)
         write_json(scratch / ENGINE_FILE, {"engine": choice.engine, "refused": list(choice.refused)})
+        report(Counts())
         return load.describe(folder, kind=section.train or "given")
-
-
-def read_description(directory: Path) -> dict[str, Any] | None:
-    """The tokenizer's manifest entry, or None when there is no tokenizer yet."""
-    try:
-        described: dict[str, Any] = json.loads((directory / _MARKER).read_text())
-    except FileNotFoundError:
-        return None
-    return described
 
 
 def folder_of(directory: Path) -> Path:

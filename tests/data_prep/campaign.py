@@ -35,7 +35,7 @@ from tests.faults.campaign.strikes import can_mount
 
 PATIENCE_S = 30.0
 """How long after a strike a process may still be there."""
-SOURCES, FILE_BYTES, DISK = 3, 3 << 20, "192m"
+SOURCES, FILE_BYTES, DISK = 3, 12 << 20, "512m"
 FULL, FROZEN = "the disk is full for a while", "SIGSTOP, a worker that outlives its coordinator"
 
 
@@ -214,10 +214,9 @@ def _frozen(campaign: Campaign, job: Started) -> None:
 def _full_disk(campaign: Campaign, job: Started) -> None:
     """No byte is left for a while, which a job may outlive if it writes nothing meanwhile."""
     filler = campaign.work / "filler"
-    with filler.open("wb", buffering=0) as file:
-        with suppress(OSError):
-            while file.write(bytes(1 << 20)):
-                pass
+    with filler.open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(1 << 20)):
+            pass
     with suppress(subprocess.TimeoutExpired):
         job.process.wait(timeout=campaign.draw.uniform(0.2, 5.0))
     filler.unlink()
@@ -249,9 +248,9 @@ def _write_inputs(work: Path) -> Path:
         "output": str(work / "tokens"),
         "sources": sources,
         "tokenizer": {"train": "bpe", "vocab_size": 2000, "sample_bytes": 500_000},
-        "clean": [{"step": "repair"}, {"step": "pii"}],
+        "clean": [{"step": "unicode"}, {"step": "pii"}],
         "dedup": {"exact": True, "near": {}, "lines": {}},
-        "list_dropped": "text",
+        "list_dropped": "texts",
         "task_bytes": 1 << 20,
         "shard_tokens": 400_000,
     }

@@ -90,12 +90,6 @@ def test_a_run_without_documents_is_a_run(tmp_path: Path) -> None:
     assert drop(tmp_path, [[], corpus[1:], [], corpus[:1]]) == {0: KEEP, 1: EXACT_COPY}
 
 
-def test_a_source_of_smaller_priority_number_keeps_its_copy(tmp_path: Path) -> None:
-    early, late = documents.with_priority(np.array([0, 1 << 55]), priority=np.array([1, 0], dtype=np.uint16)).tolist()
-    reasons = drop(tmp_path, [[Doc(early, 1, (1, 1, 1))], [Doc(late, 1, (1, 1, 1))]])
-    assert reasons == {late: KEEP, early: EXACT_COPY}
-
-
 def test_ranges_cover_all_hashes_once() -> None:
     words = np.array([0, 1, (1 << 62) - 1, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1], dtype=np.uint64)
     for parts in (1, 2, 3, 4, 7, 1000):
