@@ -50,7 +50,7 @@ def _take_folder(path: str, folder: Path) -> None:
         load(folder)
         return
     given = _auto(path)
-    given.save_pretrained(str(folder))
+    _save(given, path, folder)
     if not (folder / TOKENIZER_JSON).is_file():
         why = f"{path}: {type(given).__name__} is not built on the tokenizers library"
         raise DataError(f"{why}\n  try: a folder with a tokenizer.json")
@@ -73,6 +73,16 @@ def _is_plain(folder: Path) -> bool:
         return False
     named = isinstance(config, dict) and config.get("tokenizer_class") in _PLAIN_CLASSES and "auto_map" not in config
     return named and (folder / TOKENIZER_JSON).is_file()
+
+
+def _save(given: Any, path: str, folder: Path) -> None:
+    try:
+        given.save_pretrained(str(folder))
+    except OSError:
+        raise
+    except Exception as error:  # tokenizers raises bare Exceptions, also when there is no room
+        remedy = "make room, or take a folder that save_pretrained writes"
+        raise DataError(f"{path}: its copy cannot be written: {error}\n  try: {remedy}") from None
 
 
 def _auto(path: str) -> Any:

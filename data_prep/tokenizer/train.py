@@ -49,7 +49,8 @@ def train(texts: Iterable[str], folder: Path, section: TokenizerSection) -> None
 
 def write_folder(tokenizer: Any, folder: Path, *, eos_token: str | None, bos_token: str | None = None) -> None:
     """Writes a tokenizer as a folder that `AutoTokenizer.from_pretrained` takes exactly as it is."""
-    tokenizer.save(str(folder / TOKENIZER_JSON))
+    # its own `save` raises a bare Exception when there is no room
+    (folder / TOKENIZER_JSON).write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     names = {"eos_token": eos_token, "bos_token": bos_token}
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
