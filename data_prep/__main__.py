@@ -260,7 +260,7 @@ def _say_there(output: Path) -> None:
 
 def _say_summary(output: Path, manifest: Manifest) -> None:
     for split, entry in manifest.details["splits"].items():
-        ratio = entry["bytes"] / entry["tokens"]
+        ratio = entry["bytes"] / max(1, entry["tokens"])
         counts = f"{entry['documents']:,} documents, {entry['tokens']:,} tokens, {ratio:.3f} bytes/token"
         print(f"{split:>8}: {counts}, {len(entry['shards'])} shards")
     skipped = manifest.details["skipped"]

@@ -149,6 +149,18 @@ class CorpusConfig(Section):
             raise ValueError(f"two sources are called '{twice[0]}': give one of them another \"name\"")
         return self
 
+    @model_validator(mode="after")
+    def _whole_conversations(self) -> CorpusConfig:
+        lines = self.dedup is not None and self.dedup.lines is not None
+        if self.has_conversations and (self.clean or lines):
+            label = next(source.label for source in self.sources if source.messages_field is not None)
+            which = "clean" if self.clean else "dedup.lines"
+            raise ValueError(
+                f"{which} works on texts, and '{label}' holds conversations, which would pass it by: "
+                "prepare them in a job of their own, and blend the two at training"
+            )
+        return self
+
     def identity(self) -> dict[str, Any]:
         """The config as the manifest records it: all but `output`, so that a directory may be moved or renamed."""
         return self.model_dump(exclude={"output"})

@@ -47,7 +47,7 @@ def checked_markers(job: Job) -> list[dict[str, Any]]:
     markers = [done for done in found if done is not None]
     BadCount(job.config).add_all(_bad_records(job, tasks))
     documents = counts_of(markers)[:, :, 0].sum(axis=0).tolist()
-    raise_empty(dict(zip(SPLITS, documents, strict=True)), job.config, dropped=_counted(markers, "dropped"))
+    raise_empty(dict(zip(SPLITS, documents, strict=True)), job.config, dropped=counted(markers, "dropped"))
     return markers
 
 
@@ -70,15 +70,15 @@ def finish(
     details = {
         "tokenizer": read_marker(job.tokenizer),
         "splits": {split: _split_entry(shards[split], job.config) for split in SPLITS},
-        **{key: _counted(markers, key) for key in ("skipped", "edited")},
-        "dropped": _counted(markers, "dropped") | copies_counted(job),
+        **{key: counted(markers, key) for key in ("skipped", "edited")},
+        "dropped": counted(markers, "dropped") | copies_counted(job),
         "cleaning": (job.saved_identity() or {}).get("cleaning"),
     }
     identity, parents = job.config.identity(), _parents(job, files, tokenizer)
     manifest = commit(
         job.out, job.output, kind="tokens", config=identity, parents=parents, details=details, known_sha256=known
     )
-    shutil.rmtree(job.root, ignore_errors=True)  # a copy of a task on a frozen machine may still write there
+    job.remove()
     return manifest
 
 
@@ -138,7 +138,8 @@ def _write_dropped(job: Job, tasks: int) -> None:
                 shutil.copyfileobj(listed, out)
 
 
-def _counted(markers: list[dict[str, Any]], key: str) -> dict[str, int]:
+def counted(markers: list[dict[str, Any]], key: str) -> dict[str, int]:
+    """The sum of what the map tasks have counted under a key."""
     total: Counter[str] = sum((Counter(marker[key]) for marker in markers), Counter())
     return dict(sorted(total.items()))
 

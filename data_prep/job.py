@@ -4,7 +4,7 @@
 
     job.json      what it belongs to, and the counts of the plan; written last, so a job with it is planned
     plan.json     the map tasks: lists of units
-    datasets/     data of builders, saved by split
+    datasets/     data of builders, by what was asked of them
     tokenizer/    the tokenizer that all map tasks use
     lines/00000/  hashes of the lines of a map task's texts
     map/00000/    the output of a finished map task
@@ -21,18 +21,18 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.config import CorpusConfig, differing
+from data_prep.config import CorpusConfig, Source, differing
 from data_prep.plan import Unit
 from data_prep.tasks.base import SCRATCH
 from data_prep.tasks.map import MapTask
 from data_prep.tasks.tokenizer import TokenizerTask, folder_of
 from headrace import __version__
-from headrace.directory import write_json
+from headrace.directory import fingerprint_of, write_json
 from headrace.errors import DataError
 
 
@@ -62,9 +62,10 @@ class Job:
         """The tokenizer task's directory."""
         return self.root / "tokenizer"
 
-    def dataset(self, index: int) -> Path:
-        """Where the data of a builder, source number `index`, is saved."""
-        return self.root / "datasets" / str(index)
+    def dataset(self, source: Source) -> Path:
+        """Where the data of a builder is saved."""
+        asked = {"builder": source.builder, "split": source.split, "kwargs": source.kwargs}
+        return self.root / "datasets" / fingerprint_of(asked)[:16]
 
     def map_directory(self, index: int) -> Path:
         """Where map task `index` leaves its result."""
@@ -131,6 +132,18 @@ class Job:
                 f"{self.root} holds a half-done job of another making; these differ: {', '.join(found)}\n"
                 f"  try: rm -r {self.root} to start over, or put back what was changed to resume it"
             )
+
+    def clear(self) -> None:
+        """Deletes what a job that was never planned, or was half removed, has left. For who holds the lock alone."""
+        for path in self.root.iterdir():
+            if path.name not in ("lock", "datasets"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def remove(self) -> None:
+        """Deletes the job directory; what is left when that is interrupted is no job any more."""
+        with suppress(OSError):  # a copy of a task on a frozen machine may still write there
+            (self.root / "job.json").unlink(missing_ok=True)
+            shutil.rmtree(self.root)
 
     def remove_scratch(self) -> None:
         """Deletes what killed tasks left. Only for who holds the lock alone."""

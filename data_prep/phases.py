@@ -12,24 +12,24 @@ from pathlib import Path
 from typing import TypeVar
 
 from data_prep.config import CorpusConfig
-from data_prep.copies import list_copies
+from data_prep.copies import copies_counted, list_copies
 from data_prep.dedup.components import ComponentsTask, drops_of
 from data_prep.dedup.documents import PairsTask
 from data_prep.dedup.documents import pairs_tasks as dedup_pairs_tasks
 from data_prep.dedup.line_tasks import LinesTask
 from data_prep.dedup.line_tasks import lines_tasks as dedup_lines_tasks
 from data_prep.executors.base import Executor
-from data_prep.finish import checked_markers, finish
+from data_prep.finish import checked_markers, counted, finish
 from data_prep.job import Job
 from data_prep.progress import Display
 from data_prep.runs import runs_of
 from data_prep.shards import dropped_counts, plan_shards
-from data_prep.survey import tokenizer_identity
+from data_prep.survey import check_cleaning, raise_empty, tokenizer_identity
 from data_prep.tasks.base import Counts, Task, plain_errors, read_marker
 from data_prep.tasks.lines import HashLinesTask, lines_of
 from data_prep.tasks.map import MapTask, counts_of
 from data_prep.tasks.reduce import ReduceTask
-from data_prep.tokenfile import dtype_for
+from data_prep.tokenfile import SPLITS, dtype_for
 from headrace.directory import Manifest
 from headrace.errors import ConfigError, DataError
 
@@ -128,7 +128,9 @@ def prepared(config: CorpusConfig) -> Job:
     saved = job.saved_identity()
     if saved is None or read_marker(job.tokenizer) is None:
         raise DataError(f"{job.root} holds no prepared job\n  try: python -m data_prep prepare --config FILE")
-    job.check_same({"config": job.config.identity()}, saved)
+    with plain_errors("looking at the lists and the tokenizer"):
+        given = {"tokenizer": tokenizer_identity(config), "cleaning": check_cleaning(config)}
+    job.check_same({"config": job.config.identity(), **given}, saved)
     return job
 
 
@@ -180,6 +182,8 @@ def reduce_tasks(job: Job) -> list[ReduceTask]:
         (copies,) = _finished(copies_tasks(job), "copies")
         drops = [drops_of(copies.directory, i) for i in range(len(runs))]
         counts = counts - dropped_counts(runs, drops, shape=counts.shape, cache=job.dedup / "dropped.json")
+        dropped = counted(markers, "dropped") | copies_counted(job)
+        raise_empty(dict(zip(SPLITS, counts[:, :, 0].sum(axis=0).tolist(), strict=True)), job.config, dropped=dropped)
     shards = plan_shards(counts[:, :, 1], counts[:, :, 0], runs, drops, shard_tokens=job.config.shard_tokens)
     dtype, masked = dtype_for(described["vocab_size"]).str, job.config.has_conversations
     return [
@@ -195,7 +199,20 @@ def _pairs(job: Job) -> tuple[list[PairsTask], list[PairsTask]]:
 
 
 def _runs(job: Job) -> list[Path]:
-    return [run for i in range(len(job.load_plan())) for run in runs_of(job.map_directory(i))]
+    """The runs of all map tasks, in order.
+
+    Raises:
+        DataError: a task has fewer than it had written.
+    """
+    found = []
+    for i in range(len(job.load_plan())):
+        directory = job.map_directory(i)
+        runs, done = runs_of(directory), read_marker(directory)
+        if done is not None and len(runs) != done["runs"]:
+            why = f"{directory} holds {len(runs)} runs, and {done['runs']} were written"
+            raise DataError(f"{why}\n  try: remove it and run again")
+        found += runs
+    return found
 
 
 T = TypeVar("T", bound=Task)

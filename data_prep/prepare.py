@@ -43,11 +43,12 @@ def inspect(config: CorpusConfig) -> Inspected:
         ConfigError, DataError: see `survey`.
     """
     job = Job(config)
-    sources = resolve_all(config, without=[job.output, job.root])
-    found = [source for source in sources if source is not None]
-    check_tables(config, found)
-    tokenizer, cleaning = tokenizer_identity(config), check_cleaning(config)
-    listing = listing_fingerprint(found)
+    with plain_errors("looking at the inputs"):
+        sources = resolve_all(config, without=[job.output, job.root])
+        found = [source for source in sources if source is not None]
+        check_tables(config, found)
+        tokenizer, cleaning = tokenizer_identity(config), check_cleaning(config)
+        listing = listing_fingerprint(found)
     return Inspected(job, sources, identity_of(config, listing=listing, tokenizer=tokenizer, cleaning=cleaning))
 
 
@@ -60,7 +61,7 @@ def already_there(inspected: Inspected) -> bool:
     job = inspected.job
     if not is_finished(job, inspected.identity):
         return False
-    shutil.rmtree(job.root, ignore_errors=True)
+    job.remove()
     return True
 
 
@@ -81,12 +82,17 @@ def opened(inspected: Inspected, executor: Executor | None = None) -> Iterator[P
         saved = job.saved_identity()
         if saved is not None:
             job.check_same(inspected.identity, saved)
+        else:
+            job.clear()
         job.remove_scratch()
         plan = job.load_plan() if saved is not None else _plan(inspected)
         task = job.tokenizer_task(plan)
         if not task.finished:
             print(f"tokenizer: {_how(job.config)}", file=sys.stderr, flush=True)
-            with Display("tokenizer") as display, _here(executor) as local:
+            with (
+                Display("tokenizer", note=job.root / "progress" / "tokenizer-00000.json") as display,
+                _here(executor) as local,
+            ):
                 list(local.run([task], report=display.add))
         yield plan
 
@@ -104,10 +110,11 @@ def _here(executor: Executor | None) -> Iterator[Local]:
 def _plan(inspected: Inspected) -> Plan:
     job, config = inspected.job, inspected.job.config
     try:
-        found = [source or _build(job, i) for i, source in enumerate(inspected.sources)]
-        check_tables(config, found)
-        plan = _cut(found, config)
-        check_documents((unit for task in plan for unit in task), config)
+        with plain_errors("looking at the inputs"):
+            found = [source or _build(job, i) for i, source in enumerate(inspected.sources)]
+            check_tables(config, found)
+            plan = _cut(found, config)
+            check_documents((unit for task in plan for unit in task), config)
     except BaseException:
         if not (job.root / "datasets").exists():
             shutil.rmtree(job.root)
@@ -122,7 +129,7 @@ def _cut(sources: list[ResolvedSource], config: CorpusConfig) -> Plan:
 
 
 def _build(job: Job, index: int) -> ResolvedSource:
-    source, target, at = job.config.sources[index], job.dataset(index), f"sources.{index}"
+    source, target, at = job.config.sources[index], job.dataset(job.config.sources[index]), f"sources.{index}"
     target.parent.mkdir(exist_ok=True)
     saved.materialise(source, target, at=at)
     built = source.model_copy(update={"path": str(target), "builder": None, "split": None, "name": source.label})

@@ -100,6 +100,7 @@ class Display:
         return self.counts.text_bytes / 1e6 / max(self.seconds(), 1e-9)
 
     def __enter__(self) -> Display:
+        self._write_note()
         if self._bar is not None:
             self._bar.start()
         return self

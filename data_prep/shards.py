@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +46,7 @@ def dropped_counts(runs: Sequence[Path], drops: Sequence[Path], *, shape: tuple[
     """Documents, tokens and bytes that dedup drops: int64 [sources, splits, 3].
 
     Args:
-        cache: where they are kept once they have been counted.
+        cache: where they are kept once they have been counted, if this process may write there.
     """
     if cache.is_file():
         return np.array(json.loads(cache.read_text()), np.int64)
@@ -54,7 +55,8 @@ def dropped_counts(runs: Sequence[Path], drops: Sequence[Path], *, shape: tuple[
         gone = Run.open(path).documents[np.load(drop) != 0]
         for column, values in enumerate((1, gone["tokens"], gone["bytes"])):
             np.add.at(counts[:, :, column], (gone["source"], gone["split"]), values)
-    write_json(cache, counts.tolist())
+    with suppress(OSError):
+        write_json(cache, counts.tolist())
     return counts
 
 

@@ -25,6 +25,7 @@ import json
 import os
 import shutil
 import subprocess
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -189,8 +190,11 @@ def sha256_of_file(path: Path, progress: Callable[[int], None] = lambda _bytes: 
 
 
 def write_json(path: Path, value: object) -> None:
-    """Writes `value` as indented JSON under its final name in one step: a reader sees the old file or the new one."""
-    partial = path.with_name(f".{path.name}.partial")
+    """Writes `value` as indented JSON under its final name in one step: a reader sees the old file or the new one.
+
+    Several processes may do so at once, if it does not matter whose stays.
+    """
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
             json.dump(value, file, indent=1, sort_keys=True, ensure_ascii=False)
@@ -201,6 +205,8 @@ def write_json(path: Path, value: object) -> None:
     except OSError as error:  # a full disk does not say of which file
         error.filename = error.filename or str(path)
         raise
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def fingerprint_of(value: object) -> str:

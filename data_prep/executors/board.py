@@ -149,7 +149,9 @@ class Board:
             return
         self._polled = time.monotonic()
         for path in self._run.glob("[0-9]*.failed"):
-            raise_failed(self.tasks[int(path.stem)].name, *json.loads(path.read_text()))
+            task = self.tasks[int(path.stem)]
+            if not task.finished:  # or else another attempt at it went well
+                raise_failed(task.name, *json.loads(path.read_text()))
         for beat in beats(self._run):
             self._count(beat.index, beat.counts, report)
             if beat.ended:  # so that there are never more to read than tasks that run

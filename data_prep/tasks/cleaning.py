@@ -34,11 +34,12 @@ class Cleaner:
         self._with_text = config.list_dropped == "texts"
         self.fields = self._chain.fields if self._chain is not None else ()
         self.dropped: Counter[str] = Counter()
+        self._edits: Counter[str] = Counter()
 
     @property
     def edits(self) -> dict[str, int]:
         """Texts changed, by step."""
-        return dict(self._chain.edits) if self._chain is not None else {}
+        return dict(self._edits) | (dict(self._chain.edits) if self._chain is not None else {})
 
     def clean(
         self, texts: Sequence[str], fields: Sequence[Mapping[str, Any]], place: Place
@@ -56,12 +57,21 @@ class Cleaner:
         for i, text in enumerate(texts):
             outcome = self._chain.clean(text, fields[i] if fields else {})
             if isinstance(outcome, Dropped):
-                self.dropped[f"{outcome.step}: {outcome.reason}"] += 1
-                self._note(outcome, text, *place(i))
+                self.drop(outcome, text, place(i))
             else:
                 left.append(outcome.text)
                 kept.append(i)
         return left, kept
+
+    def drop(self, why: Dropped, text: str, place: tuple[str, str, int]) -> None:
+        """Counts and lists a text that is left out."""
+        self.dropped[f"{why.step}: {why.reason}"] += 1
+        self._note(why, text, *place)
+
+    def edit(self, why: Dropped, removed: str, place: tuple[str, str, int]) -> None:
+        """Counts a text of which something was left out, and lists that."""
+        self._edits[why.step] += 1
+        self._note(why, removed, *place)
 
     def close(self) -> None:
         """Ends the list."""

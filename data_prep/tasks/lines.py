@@ -50,10 +50,12 @@ class LineRemover:
         self._section = lines_of(config)
         self._dropped = DroppedLines(tasks, run=index)
 
-    def remove(self, text: str) -> str:
-        """What is left of a text."""
+    def remove(self, text: str) -> tuple[str, str | None]:
+        """What is left of a text, and what was taken out, if anything was."""
         dropped = self._dropped.take(len(line_hashes(text, section=self._section)))
-        return remove_lines(text, dropped, section=self._section) if dropped.any() else text
+        if not dropped.any():
+            return text, None
+        return remove_lines(text, dropped, section=self._section), remove_lines(text, ~dropped, section=self._section)
 
 
 def lines_of(config: CorpusConfig) -> LinesSection:

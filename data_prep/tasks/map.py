@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.chat.conversation import ConversationError
+from data_prep.clean.chain import Dropped
 from data_prep.config import CorpusConfig
 from data_prep.dedup.section import NearSection
 from data_prep.hashing import HELDOUT, below, content_hashes, document_keys, unit_key
@@ -86,6 +88,7 @@ class _Mapper:
         self._runs.flush()
         cleaner = self._stream.cleaner
         return {
+            "runs": self._runs.runs,
             "counts": self._counts.tolist(),
             "skipped": dict(sorted(self._stream.skipped.items())),
             "dropped": dict(sorted(cleaner.dropped.items())),
@@ -96,6 +99,7 @@ class _Mapper:
     def _take_conversations(self, batch: Texts) -> None:
         """Renders and tokenises conversations; what cannot be trained on counts as unreadable."""
         from data_prep.chat.encoder import Conversation, open_chat_encoder  # noqa: PLC0415 - brings jinja2 along
+        from data_prep.chat.places import place_of  # noqa: PLC0415
 
         number = int(batch.unit[0])
         everything = self._stream.source_of(number).learn == "everything"
@@ -108,8 +112,8 @@ class _Mapper:
                 at.append(place)
             except ConversationError as error:
                 unit = self._task.units[number]
-                where = "row" if unit.type != "jsonl" else "byte"
-                self._stream.leave_out(Bad(unit.source, unit.file, where, place, "not a conversation", str(error)))
+                where = place_of(unit, place)
+                self._stream.leave_out(Bad(unit.source, unit.file, *where, "not a conversation", str(error)))
         if not found:
             return
         offsets = np.cumsum([0, *(len(conversation.ids) for conversation in found)])
@@ -119,7 +123,9 @@ class _Mapper:
 
     def _take_texts(self, batch: Texts) -> None:
         if self._lines is not None:
-            batch = replace(batch, texts=[self._lines.remove(text) for text in batch.texts])
+            batch = self._without_lines(self._lines, batch)
+            if not batch.texts:
+                return
         tokens = self._encoder.encode(batch.texts)
         self._keep_sample(batch.texts)
         facts = self._facts(batch)
@@ -129,6 +135,25 @@ class _Mapper:
             tokens = Tokens(tokens.ids, tokens.offsets[np.append(True, ~empty)])
             facts = facts.take(~empty)
         self._add(tokens, facts)
+
+    def _without_lines(self, lines: LineRemover, batch: Texts) -> Texts:
+        """A batch without the lines that are copies, and without the texts of which nothing is left."""
+        cleaner, before = self._stream.cleaner, Counter(self._stream.cleaner.dropped)
+        left: list[str] = []
+        kept: list[int] = []
+        for i, text in enumerate(batch.texts):
+            rest, removed = lines.remove(text)
+            if removed is not None:
+                unit = self._task.units[batch.unit[i]]
+                place = unit.source, unit.file, int(batch.at[i])
+                if not rest.strip():
+                    cleaner.drop(Dropped("lines", "nothing but copies"), text, place)
+                    continue
+                cleaner.edit(Dropped("lines", "copies"), removed, place)
+            left.append(rest)
+            kept.append(i)
+        self._report(Counts(dropped=cleaner.dropped - before))
+        return replace(batch, texts=left, at=batch.at[kept], unit=batch.unit[kept])
 
     def _add(self, tokens: Tokens, facts: Facts, *, mask: Array | None = None) -> None:
         if len(facts.key):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,19 +116,20 @@ class ReduceTask:
 
     def _slices(self, low: int, high: int, held: _Held) -> Iterator[_Slice]:
         """Of each run, what belongs to a range and is kept."""
-        group, found = (SPLITS.index(self.shard.split), self.shard.source), list[tuple[int, Run, int, int]]()
+        group, found = (SPLITS.index(self.shard.split), self.shard.source), list[tuple[int, Run, int]]()
         for i, path in enumerate(self.runs):
             run = Run.open(path)
             first, end = run.between(group, low, high)
-            if first < end:
-                found.append((i, run, first, end))
-        held.make_room(sum(int(run.documents["tokens"][first:end].sum()) for _, run, first, end in found))
-        for i, run, first, end in found:
-            documents = np.array(run.documents[first:end])
+            if first < end:  # copied: an open map holds a file descriptor, of which there are fewer than runs
+                found.append((i, replace(run, documents=np.array(run.documents[first:end])), first))
+        held.make_room(sum(int(run.documents["tokens"].sum()) for _, run, _ in found))
+        for i, run, first in found:
+            documents = run.documents
             ids, mask = held.read(run, documents)
             documents["start"] -= documents["start"][0]
             if self.drops:
-                documents = documents[np.load(self.drops[i], mmap_mode="r")[first:end] == 0]
+                kept = np.load(self.drops[i], mmap_mode="r")[first : first + len(documents)] == 0
+                documents = documents[kept]
             yield _Slice(documents, ids, mask)
 
 

@@ -129,7 +129,7 @@ class Campaign:
             entry.wrong.append(f"said nothing of use: {said[-300:]!r}")
         if code not in (0, 2, 130, -signal.SIGTERM, -signal.SIGKILL):
             entry.wrong.append(f"left with {code}: {said[-300:]!r}")
-        if code == 0:
+        if code == 0 and kind != FROZEN:  # which has looked already
             self._check(kind)
 
     def _finish(self, kind: str) -> None:

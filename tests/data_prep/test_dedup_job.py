@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,16 @@ def test_a_line_that_comes_again_stays_once(
 ) -> None:
     config = corpus(work, write_config, dedup={"exact": True, "lines": {"copies": 1}})
     cli("--config", config, "--workers", "1")
+    details = read_manifest(work / "tokens", kind="tokens").details
+    assert details["edited"] == {"lines": 59 + 10}  # the notice, and in the changed pages of b nothing else
+    assert details["dropped"] == {"lines: nothing but copies": 10}
+    assert details["skipped"] == {}
+    rows = [json.loads(line) for line in (work / "tokens" / "dropped.jsonl").read_text().splitlines()]
+    assert Counter((row["source"], row["reason"]) for row in rows) == {
+        ("a", "copies"): 59,
+        ("b", "copies"): 10,
+        ("b", "nothing but copies"): 10,
+    }
     texts = texts_of(work / "tokens")
     assert sum(NOTICE in text for text in texts) == 1
     assert sorted(text.split("\n")[0] for text in texts if "other" not in text) == sorted(page(i) for i in range(60))

@@ -144,6 +144,25 @@ def test_a_damaged_file_costs_what_is_behind_the_damage_when_the_config_allows_i
     assert manifest.details["skipped"]["damaged file"] == 1
 
 
+def test_more_damaged_files_than_allowed_stop_the_job_and_are_named(work: Path, write_config: Write, cli: Any) -> None:
+    for name in ("a", "b", "c"):
+        (work / f"{name}.jsonl.gz").write_bytes(gzip.compress(b'{"text": "%s"}\n' % name.encode() * 50)[:-9])
+    (work / "d.jsonl").write_text('{"text": "d"}\n' * 300)
+    config = write_config(sources=[{"path": ["d.jsonl", "*.jsonl.gz"], "name": "cut"}], max_bad_files=1)
+    error = cli("--config", config, code=2).stderr
+    assert "2 unreadable files so far, max_bad_files is 1" in error
+    assert "a.jsonl.gz: damaged file" in error
+    assert not (work / "tokens").exists()
+
+
+def test_conversations_that_cleaning_would_pass_by_are_refused(work: Path, write_config: Write, cli: Any) -> None:
+    (work / "talk.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "write to a@b.com"}]}))
+    sources = [{"path": "talk.jsonl", "messages_field": "messages"}]
+    for fields, which in (({"clean": [{"step": "pii"}]}, "clean"), ({"dedup": {"lines": {}}}, "dedup.lines")):
+        error = cli("--config", write_config(sources=sources, **fields), code=2).stderr
+        assert f"{which} works on texts, and 'talk.jsonl' holds conversations" in error
+
+
 @pytest.mark.usefixtures("texts")
 def test_a_full_disk_is_said_and_the_run_resumes(work: Path, write_config: Write, cli: Any) -> None:
     """The limit of a file's size stands in for a full disk: both are an OSError in the middle of a write."""

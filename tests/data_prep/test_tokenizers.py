@@ -11,12 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep.config import TokenizerSection
+from data_prep.tokenfile import TokenFile, shard_prefix
 from data_prep.tokenizer import files, sentencepiece_model
 from data_prep.tokenizer import given as given_tokenizer
 from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
@@ -204,6 +206,33 @@ def test_a_tokenizer_whose_special_tokens_can_be_typed_is_refused(tmp_path: Path
     path.write_text(json.dumps(content))
     with pytest.raises(DataError, match="special id 1"):
         check_usable(folder, TextPolicy(bos=False, eos=True, special=False))
+
+
+def test_documents_begin_with_the_beginning_and_spelt_out_tokens_are_read_when_the_config_asks_for_it(
+    work: Path,
+) -> None:
+    (work / "texts").mkdir()
+    for i in range(40):
+        (work / "texts" / f"{i}.txt").write_text(f"{i} turns <|endoftext|> the wheel")
+    folder = trained(work / "made", "bpe")
+    named = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(named | {"bos_token": named["eos_token"]}))
+    eos, found = load(folder).token_to_id(named["eos_token"]), {}
+    for special in (False, True):
+        config = {
+            "output": f"out{special}",
+            "sources": [{"path": "texts"}],
+            "tokenizer": {"path": str(folder)},
+            "heldout_fraction": 0.2,
+            "prepend_bos": True,
+            "parse_special_tokens": special,
+        }
+        (work / "c.json").write_text(json.dumps(config))
+        subprocess.run([sys.executable, "-m", "data_prep", "--config", "c.json"], check=True, cwd=work)
+        file = TokenFile.open(shard_prefix(work / f"out{special}", "train", 0))
+        found[special] = [part.tolist() for part in np.split(file.tokens, np.cumsum(file.sequence_lengths)[:-1])]
+    assert {(ids[0], ids[-1], ids.count(eos)) for ids in found[False]} == {(eos, eos, 2)}
+    assert {(ids[0], ids[-1], ids.count(eos)) for ids in found[True]} == {(eos, eos, 3)}
 
 
 def test_a_vocabulary_that_the_text_cannot_fill_is_refused(tmp_path: Path) -> None:

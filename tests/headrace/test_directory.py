@@ -24,6 +24,22 @@ def build(final: Path, text: str = "water") -> None:
     commit(staging, final, kind="tokens", config={"k": 1}, details={"n": 2})
 
 
+def test_several_processes_may_write_one_file_at_once(tmp_path: Path) -> None:
+    write = """
+import sys
+from pathlib import Path
+from headrace.directory import write_json
+for n in range(300):
+    write_json(Path("shared.json"), {"n": n})
+"""
+    writers = [subprocess.Popen([sys.executable, "-c", write], cwd=tmp_path) for _ in range(3)]
+    while any(writer.poll() is None for writer in writers):
+        if (tmp_path / "shared.json").exists():
+            json.loads((tmp_path / "shared.json").read_text())
+    assert [writer.returncode for writer in writers] == [0, 0, 0]
+    assert [path.name for path in tmp_path.iterdir()] == ["shared.json"]
+
+
 def test_a_committed_directory_is_described_by_its_manifest(tmp_path: Path) -> None:
     build(tmp_path / "out")
     manifest = read_manifest(tmp_path / "out", kind="tokens")
