@@ -45,7 +45,7 @@ class Source(Section):
     learn: Literal["assistant", "everything"] = Field(
         "assistant", description='of conversations: what the loss is taken on, "assistant" or "everything"'
     )
-    id_field: str | None = Field(None, description="a field or column that names each document; default: its position")
+    id_field: str | None = Field(None, description="a field or column that every record must have; it is not kept")
     split: str | None = Field(None, description='for "datasets": the split to read, e.g. "train"')
     builder: str | None = Field(
         None, description='for "datasets": a builder or hub name for datasets.load_dataset, instead of a path'
