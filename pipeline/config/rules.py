@@ -187,6 +187,7 @@ def resolve(config: Config, *, world_size: int, begun: bool = False) -> Resolved
     batch = resolve_batch(config, dp=topology.dp, elastic=elastic, least=least, rounds=rounds)
     check_schedule(config, topology, batch)
     steps = _steps(config, batch)
+    _check_stages(config, steps)
     spare = world_size - topology.world_size
     return ResolvedRun(config, topology, batch, steps, make_schedule(config, steps=steps), spare)
 
@@ -235,6 +236,14 @@ def _nearest(engine: str, stage: int, asked: Collection[str]) -> str:
         ways[kind] = min(ways.get(kind, way), way)
     fewest = min(ways.values())[0]
     return "use " + ", or ".join(way[-1] for way in sorted(ways.values()) if way[0] == fewest)
+
+
+def _check_stages(config: Config, steps: int) -> None:
+    for number, stage in enumerate(config.data.schedule or ()):
+        if stage.after_step >= steps:
+            why = f"the run has {steps:,} steps: the stage would never begin"
+            remedy = f"a number below {steps}, run.steps {stage.after_step + 1} or more, or leave the stage out"
+            raise ConfigError(f"data.schedule.{number}.after_step", stage.after_step, why=why, remedy=remedy)
 
 
 def _steps(config: Config, batch: Batch) -> int:

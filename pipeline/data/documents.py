@@ -114,8 +114,11 @@ def find_borders(file: TokenFile, starts: I64, *, length: int) -> Borders:
 
 def _documents(index: npt.NDArray[Any], sequences: I64) -> I64:
     """int64 [n], the first document that begins with each of some sequences, or behind it."""
-    if sequences.max(initial=0) < index.size and np.array_equal(index[sequences], sequences):
-        return sequences  # one sequence per document, as data_prep writes them: half of the search is saved
+    # one sequence per document, as data_prep writes them: half of the search is saved
+    if sequences.max(initial=0) < index.size:
+        behind = index[np.maximum(sequences - 1, 0)] >= sequences  # the document before it
+        if not np.any((index[sequences] < sequences) | (behind & (sequences > 0))):
+            return sequences
     return _at_least(index[:-1], sequences)
 
 

@@ -6,7 +6,8 @@ cut at two places, drawn evenly, into prefix, middle and suffix, and becomes
     PSM  <prefix> prefix <suffix> suffix <middle> middle
     SPM  <prefix> <suffix> suffix <middle> prefix middle
 
-in front of the token that ends it. It grows by three tokens; what no longer fits at the end of the sample is cut off.
+behind the token that begins it and in front of the one that ends it, where it has them. It grows by three tokens; what
+no longer fits at the end of the sample is cut off.
 What is done to a document is a pure function of (seed, number of the sample, number of the document in it): law 1.
 """
 
@@ -21,6 +22,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from data_prep.tokenizer.fingerprint import TOKENIZER_JSON
+from data_prep.tokenizer.load import special_ids
 from headrace.errors import ConfigError
 from pipeline.config.schema import FimSection
 from pipeline.data.documents import I64, Borders
@@ -52,6 +54,7 @@ class Fim:
         length: S, tokens per sample.
         prefix, middle, suffix: ids of the three tokens.
         eos: the id that ends a document, which stays at its end; None where there is none.
+        bos: the id that begins a document, which stays in front of the three; None where there is none.
     """
 
     section: FimSection
@@ -61,6 +64,7 @@ class Fim:
     middle: int
     suffix: int
     eos: int | None
+    bos: int | None = None
 
     def borders(self, borders: Borders, samples: I64) -> Borders:
         """Where documents begin afterwards. No token is read.
@@ -106,13 +110,13 @@ class Fim:
         return made
 
     def _moved(self, piece: npt.NDArray[Any], drawn: tuple[int, int], *, spm: bool) -> npt.NDArray[Any]:
-        body = piece.size - int(piece[-1] == self.eos)
-        low, high = sorted(value * (body + 1) // _RANGE for value in drawn)
-        prefix, middle, suffix = piece[:low], piece[low:high], piece[high:body]
+        first, body = int(piece[0] == self.bos), piece.size - int(piece[-1] == self.eos)
+        low, high = sorted(first + value * (body - first + 1) // _RANGE for value in drawn)
+        prefix, middle, suffix = piece[first:low], piece[low:high], piece[high:body]
         marks = ([self.prefix], [self.suffix], [self.middle])
         psm_order = (marks[0], prefix, marks[1], suffix, marks[2], middle)
         spm_order = (marks[0], marks[1], suffix, marks[2], prefix, middle)
-        parts = (*(spm_order if spm else psm_order), piece[body:])
+        parts = (piece[:first], *(spm_order if spm else psm_order), piece[body:])
         return np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
 
     def _parts(self, borders: Borders, samples: int) -> _Parts:
@@ -152,4 +156,4 @@ def make_fim(section: FimSection, *, seed: int, length: int, tokenizer: Path, eo
             remedy = 'name one it has, or list it in "tokenizer": {"special_tokens": [...]} of data prep'
             raise ConfigError(f"data.fim.{name}", token, why=why, remedy=remedy)
         ids[name] = number
-    return Fim(section, seed, length, eos=eos, **ids)
+    return Fim(section, seed, length, eos=eos, bos=special_ids(tokenizer, known)["bos_id"], **ids)

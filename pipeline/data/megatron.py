@@ -38,8 +38,8 @@ def described(prefix: Path, *, tokenizer: str, field: str, split: str = "train")
         split: what it is for. Of a held-out split the bytes of text are counted, for which it is read once.
 
     Raises:
-        DataError: it is damaged, there is no tokenizer, or its bytes cannot be counted.
-        ConfigError: it holds ids that the tokenizer does not have.
+        DataError: it is damaged, there is no tokenizer, or its bytes cannot be counted: see `text_bytes`.
+        ConfigError: it begins or ends with ids that the tokenizer does not have.
     """
     file = TokenFile.open(prefix)
     details = describe(Path(tokenizer), kind="given")

@@ -2,11 +2,12 @@
 
 World size, batch split, workers and restarts do not enter; the data state of a run is the number of samples consumed.
 
-Two steps, both O(1) per sample:
+Two steps, the first O(log sources) per sample, the second O(1):
 
-1. Blend. The weights are rounded to counts in a repeating block of `BLOCK` samples, and each source's turns are spread
-   evenly over the block. So sample i belongs to one source and is that source's k-th sample. Weights may change at
-   given samples (a curriculum): each stage has blocks of its own and goes on counting where the one before ended.
+1. Blend. The sources are the leaves of a binary tree. Of the first n samples at a node round(n x share) have gone to
+   its left, for every n: turns are spread evenly, and what is drawn in a whole run is right to a few samples. So sample
+   i belongs to one source and is that source's k-th sample. Weights may change at given samples (a curriculum): each
+   stage has a tree of its own and goes on counting where the one before ended.
 2. Shuffle. Sample k of a source with n windows is in epoch k // n; each epoch is its own permutation of the windows.
 """
 
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +22,8 @@ import numpy.typing as npt
 from headrace.errors import DataError
 from pipeline.data.permutation import U64, derive_key, permute
 
-BLOCK = 1 << 16
-"""Samples per blend block: weights are honoured to 1 part in 65,536."""
+_ONE = 1 << 32
+"""Shares at a node are parts of this: after so many samples their rounding is worth half a sample."""
 
 I64 = npt.NDArray[np.int64]
 
@@ -49,12 +49,13 @@ class SampleOrder:
 
     Args:
         windows: number of windows of each source, each at least 1.
-        weights: share of each source, relative.
+        weights: share of each source, relative, at least one above 0. A weight above 0 is never too small to be drawn
+            at some time.
         seed: the run's seed.
         later: stages with other weights, in rising order.
 
     Raises:
-        DataError: a source is empty, or its weight is too small to be given one sample in `BLOCK`.
+        DataError: a source is empty.
     """
 
     def __init__(
@@ -68,11 +69,11 @@ class SampleOrder:
         self.seed = seed
         stages = [Stage(0, tuple(weights)), *later]
         self._starts = np.array([stage.start for stage in stages], dtype=np.int64)
-        self._counts = [_counts(stage.weights) for stage in stages]
+        self._trees = [_tree(stage.weights) for stage in stages]
         # turns of each source before each stage
         self._before = [np.zeros(len(windows), dtype=np.int64)]
         for number, length in enumerate(np.diff(self._starts).tolist()):
-            self._before.append(self._before[-1] + _turns(self._counts[number], length))
+            self._before.append(self._before[-1] + self._turns(number, length))
 
     def place(self, samples: npt.ArrayLike) -> Place:
         """The place of global samples.
@@ -95,7 +96,7 @@ class SampleOrder:
     def drawn(self, samples: int) -> I64:
         """How many of the first `samples` samples are each source's: int64 [sources]."""
         stage = int(np.searchsorted(self._starts, samples, side="right")) - 1
-        return self._before[stage] + _turns(self._counts[stage], samples - int(self._starts[stage]))
+        return self._before[stage] + self._turns(stage, samples - int(self._starts[stage]))
 
     def epochs(self, samples: int) -> list[float]:
         """How often each source has been seen through after `samples` samples."""
@@ -103,11 +104,21 @@ class SampleOrder:
 
     def _dealt(self, stage: int, samples: I64) -> tuple[I64, I64]:
         """Source and turn of samples, counted from the stage's first."""
-        counts = self._counts[stage]
-        source_at, turn_at = _interleave(counts)
-        block, position = np.divmod(samples, BLOCK)
-        source = source_at[position].astype(np.int64)
-        return source, self._before[stage][source] + block * np.array(counts)[source] + turn_at[position]
+        node, turn = np.zeros_like(samples), samples
+        for shares in self._trees[stage]:
+            share = shares[node]
+            before = _to_left(turn, share)
+            right = _to_left(turn + 1, share) == before
+            node, turn = 2 * node + right, np.where(right, turn - before, before)
+        return node, self._before[stage][node] + turn
+
+    def _turns(self, stage: int, samples: int) -> I64:
+        """Turns of each source in the first samples of a stage: int64 [sources]."""
+        turns = np.array([samples], dtype=np.int64)
+        for shares in self._trees[stage]:
+            left = _to_left(turns, shares)
+            turns = np.stack([left, turns - left], axis=1).ravel()
+        return turns[: self.windows.size]
 
     def _shuffled(self, source: int, turn: I64) -> I64:
         size = int(self.windows[source])
@@ -117,34 +128,25 @@ class SampleOrder:
         return permute(index, size=size, key=keys[which])
 
 
-def _counts(weights: Sequence[float]) -> tuple[int, ...]:
-    """Turns per block by the largest-remainder method; they sum to BLOCK."""
-    given = np.asarray(weights, dtype=np.float64)
-    exact = given / given.sum() * BLOCK
-    counts: I64 = np.floor(exact).astype(np.int64)
-    most_cut = np.argsort(-(exact - counts), kind="stable")[: BLOCK - int(counts.sum())]
-    counts[most_cut] += 1
-    for which in np.flatnonzero((counts < 1) & (given > 0)):
-        raise DataError(f"source {which}: a weight below 1/{BLOCK} of the sum would never be drawn")
-    return tuple(counts.tolist())
+def _tree(weights: Sequence[float]) -> list[U64]:
+    """What share of each node's samples goes to its left, from the root down: uint64 [2^depth] each, in 2^-32."""
+    assert min(weights) >= 0.0 < sum(weights), weights
+    depth = (len(weights) - 1).bit_length()
+    sums = np.zeros(1 << depth, dtype=np.float64)
+    sums[: len(weights)] = weights
+    levels: list[U64] = []
+    for _ in range(depth):
+        left, right = sums[::2], sums[1::2]
+        sums = left + right
+        share = np.rint(np.divide(left, sums, out=np.zeros_like(sums), where=sums > 0) * _ONE)
+        # what is not nothing gets a turn, and leaves one to the other side
+        share = np.clip(share, left > 0, np.where(right > 0, _ONE - 1, _ONE))
+        levels.insert(0, share.astype(np.uint64))
+    return levels
 
 
-def _turns(counts: tuple[int, ...], samples: int) -> I64:
-    """Turns of each source in the first samples of a stage: int64 [sources]."""
-    blocks, rest = divmod(samples, BLOCK)
-    source_at, _ = _interleave(counts)
-    return blocks * np.array(counts) + np.bincount(source_at[:rest], minlength=len(counts))
-
-
-@lru_cache(maxsize=8)
-def _interleave(counts: tuple[int, ...]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Spreads each source's turns evenly: turn r of a source with c turns stands at (r + 1/2) / c of the block.
-
-    Returns:
-        (source int32 [BLOCK], turn int32 [BLOCK]) by position in the block; turns of a source rise.
-    """
-    source = np.repeat(np.arange(len(counts)), counts)
-    turn = np.concatenate([np.arange(c) for c in counts])
-    at = (turn + 0.5) / np.array(counts)[source]
-    by_position = np.lexsort((source, at))
-    return source[by_position].astype(np.int32), turn[by_position].astype(np.int32)
+def _to_left(samples: I64, share: U64) -> I64:
+    """round(samples x share / 2^32), a half upwards: int64 [n]. In two parts, of which neither exceeds 64 bits."""
+    whole, rest = np.divmod(samples.astype(np.uint64), np.uint64(_ONE))
+    part: I64 = (whole * share + (rest * share + np.uint64(_ONE // 2)) // np.uint64(_ONE)).astype(np.int64)
+    return part

@@ -32,13 +32,17 @@ class Skips:
     def past(self, bad_step: int, *, since: int) -> Skips:
         """With all data passed over that has been seen since a checkpoint, up to and with a bad step.
 
+        Skips since the checkpoint go: their steps are executed again, on data behind what they left out, which lies in
+        what is passed over now.
+
         Args:
             bad_step: a step after the checkpoint, numbered as in this run.
             since: the step after which the checkpoint was written.
         """
         assert since < bad_step, (since, bad_step)
         window = self.data_step(bad_step) - self.data_step(since + 1) + 1
-        return Skips((*self.skips, Skip(since + 1, window)))
+        before = (skip for skip in self.skips if skip.at <= since + 1)
+        return Skips((*before, Skip(since + 1, window)))
 
     def samples(self, step: int, *, per_step: int) -> range:
         """Numbers of the global samples of a step; `per_step` samples are in each."""

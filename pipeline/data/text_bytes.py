@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from data_prep.tokenfile import TokenFile
+from data_prep.tokenfile import TokenFile, with_suffix
 from data_prep.tokenizer.fingerprint import TOKENIZER_JSON
 from headrace.errors import DataError
 
@@ -31,13 +31,25 @@ def text_bytes(file: TokenFile, tokenizer: Path) -> int:
         tokenizer: a Hugging Face folder.
 
     Raises:
-        DataError: the tokenizer's decoder is neither byte-level nor falls back to bytes.
+        DataError: the tokenizer's decoder is neither byte-level nor falls back to bytes, or the file holds ids that
+            the tokenizer does not have.
     """
     sizes, blanks = _sizes(tokenizer)
     counted = np.zeros(sizes.size, dtype=np.int64)
     for start in range(0, file.tokens.size, _CHUNK_TOKENS):
-        counted += np.bincount(file.tokens[start : start + _CHUNK_TOKENS], minlength=sizes.size)
+        ids = file.tokens[start : start + _CHUNK_TOKENS]
+        _check_ids(file, ids, start=start, known=sizes.size, tokenizer=tokenizer)
+        counted += np.bincount(ids, minlength=sizes.size)
     return int(counted @ sizes) - blanks * file.documents
+
+
+def _check_ids(file: TokenFile, ids: npt.NDArray[Any], *, start: int, known: int, tokenizer: Path) -> None:
+    if ids.min() >= 0 and ids.max() < known:
+        return
+    at = int(np.argmax((ids < 0) | (ids >= known)))
+    found = f"{with_suffix(file.prefix, '.bin')} holds the id {ids[at]} as token {start + at:,}"
+    remedy = "name the tokenizer that made it; if this one did, the file is damaged: make it again"
+    raise DataError(f"{found}, the tokenizer in {tokenizer} has {known} ids\n  try: {remedy}")
 
 
 def _sizes(folder: Path) -> tuple[npt.NDArray[np.int64], int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from data_prep.tokenfile import TokenFile, TokenFileWriter
@@ -59,16 +59,49 @@ def test_borders_are_where_the_document_changes(
         assert not mark[0]
 
 
-def test_a_document_of_several_sequences_has_no_border_inside(tmp_path: Path) -> None:
-    # Megatron writes a document as one or more sequences: here 3 + 2 tokens, then 4
-    lengths, documents = [3, 2, 4], [0, 2, 3]
-    (tmp_path / "s.bin").write_bytes(np.arange(9, dtype="<u2").tobytes())
+def with_sequences(prefix: Path, lengths: list[int], documents: list[int]) -> TokenFile:
+    """A token file as Megatron may write it: `documents` are the sequences where documents begin, and their number."""
+    ids = np.arange(sum(lengths), dtype="<u2")
+    Path(f"{prefix}.bin").write_bytes(ids.tobytes())
     header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, len(lengths), len(documents))
-    offsets = np.array([0, 6, 10], dtype="<i8")
+    offsets = (np.cumsum(lengths) - lengths).astype("<i8") * ids.itemsize
     body = np.array(lengths, dtype="<i4").tobytes() + offsets.tobytes() + np.array(documents, dtype="<i8").tobytes()
-    (tmp_path / "s.idx").write_bytes(header + body)
-    borders = find_borders(TokenFile.open(tmp_path / "s"), np.array([0, 2]), length=6)
+    Path(f"{prefix}.idx").write_bytes(header + body)
+    return TokenFile.open(prefix)
+
+
+def begins(lengths: list[int], documents: list[int]) -> set[int]:
+    """First tokens of documents, counted one by one."""
+    return {sum(lengths[:sequence]) for sequence in documents[:-1]}
+
+
+def test_a_document_of_several_sequences_has_no_border_inside(tmp_path: Path) -> None:
+    # 3 + 2 tokens, then 4
+    borders = find_borders(with_sequences(tmp_path / "s", [3, 2, 4], [0, 2, 3]), np.array([0, 2]), length=6)
     assert (borders.sample.tolist(), borders.at.tolist()) == ([0, 1], [5, 3])
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 5), min_size=1, max_size=12),
+    cuts=st.lists(st.integers(0, 12), max_size=12),
+    length=st.integers(1, 8),
+)
+@example(lengths=[3, 1], cuts=[2], length=3)
+@example(lengths=[3, 3, 1, 5, 3, 4], cuts=[2, 3, 3, 4, 5], length=2)
+def test_borders_are_right_with_several_sequences_to_a_document_and_with_none(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], cuts: list[int], length: int
+) -> None:
+    windows = sum(lengths) - length
+    if windows < 1:
+        return
+    documents = [0, *sorted(cut for cut in cuts if cut <= len(lengths)), len(lengths)]
+    file, known = with_sequences(tmp_path_factory.mktemp("file") / "s", lengths, documents), begins(lengths, documents)
+    for starts in (np.arange(windows), *(np.array([start]) for start in range(windows))):
+        borders = find_borders(file, starts, length=length)
+        found = list(zip(borders.sample.tolist(), borders.at.tolist(), strict=True))
+        expected = [(i, at) for i, start in enumerate(starts) for at in range(1, length + 1) if start + at in known]
+        assert found == expected
 
 
 def blend_of(tokens: Path, seed: int = 5) -> Blend:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +22,7 @@ from tests.conftest import make_tokens
 
 T, SAMPLES = 64, 6
 TOKENS = ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"]
+BEGIN = "<|begin|>"
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +32,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (work / "text").mkdir()
     for i in range(200):
         (work / "text" / f"{i}.txt").write_text(f"mill {i} " + "water turns the wheel. " * (i % 9))
-    tokenizer = {"train": "bpe", "vocab_size": 300, "special_tokens": TOKENS}
+    tokenizer = {"train": "bpe", "vocab_size": 300, "special_tokens": [*TOKENS, BEGIN]}
     made = make_tokens(work, [work / "text"], tokenizer=tokenizer)
     pack(made, length=T)
     return made
@@ -91,6 +95,41 @@ def test_psm_and_spm_are_what_the_paper_writes(tokens: Path) -> None:
         psm = [fim.prefix, *prefix, fim.suffix, *suffix, fim.middle, *middle]
         spm = [fim.prefix, fim.suffix, *suffix, fim.middle, *prefix, *middle]
         assert moved == (spm if spm_rate else psm)
+
+
+@pytest.mark.parametrize("spm", [False, True])
+def test_the_token_that_begins_a_document_stays_in_front_of_the_three(tokens: Path, spm: bool) -> None:
+    known = opened(tokens).fim
+    assert known is not None
+    fim = replace(known, bos=7, eos=8)
+    for piece in ([7, *range(10, 20), 8], [7, 10, 8], [7, 10, 11]):
+        for drawn in ((0, 0), (0, 1 << 61), (1 << 60, 3 << 60), ((1 << 62) - 1, 0)):
+            moved = fim._moved(np.array(piece), drawn, spm=spm).tolist()
+            assert moved[:2] == [7, fim.prefix]
+            assert (moved[-1] == 8) == (piece[-1] == 8)
+            assert len(moved) == len(piece) + 3
+            assert sorted(moved) == sorted([*piece, fim.prefix, fim.middle, fim.suffix])
+    # a piece that goes on with a document has no such token
+    assert fim._moved(np.arange(10, 20), (0, 1 << 60), spm=spm)[0] == fim.prefix
+
+
+def test_documents_that_begin_with_a_token_still_do_when_their_middle_was_moved(tokens: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    for i in range(60):
+        (tmp_path / "text" / f"{i}.txt").write_text(f"mill {i} " + "water turns the wheel. " * (i % 9))
+    folder = Path(shutil.copytree(tokens / "tokenizer", tmp_path / "tokenizer"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": BEGIN}))
+    made = make_tokens(tmp_path, [tmp_path / "text"], tokenizer={"path": str(folder)}, prepend_bos=True)
+    blend = opened(made, rate=1.0)
+    assert blend.fim is not None
+    bos, samples = blend.fim.bos, np.arange(20)
+    rows, borders = blend.read(samples), blend.borders(samples)
+    assert bos is not None
+    assert (rows[borders.sample, borders.at] == bos).all()
+    after, moved = blend.fim.borders(borders, samples), blend.fim.rows(rows, borders, samples)
+    assert after.at.size > 20
+    assert (moved[after.sample, after.at] == bos).all()
 
 
 @pytest.mark.parametrize("packing", ["contiguous", "best_fit"])

@@ -20,8 +20,8 @@ from pipeline.config.rules import resolve
 from pipeline.config.schema import DataSection
 from pipeline.data.blend import Blend, open_blend, open_heldout
 from pipeline.data.loader import StepLoader
-from pipeline.data.mixture import Extent
-from pipeline.data.order import BLOCK, SampleOrder, Stage
+from pipeline.data.mixture import Extent, make_order
+from pipeline.data.order import SampleOrder, Stage
 from tests.conftest import make_tokens, text_folders, tiny_config, write_config
 
 T = 32
@@ -108,6 +108,93 @@ def test_a_source_seen_too_often_is_refused_and_what_is_proposed_fits(two: Path)
         opened(json_ | {"max_epochs": 4.0, "weight": weight * 1.05}, email, steps=1000)
 
 
+LONG = Extent(steps=476_838, per_step=1024)
+"""Of 1T tokens in samples of 2,048: of so many samples, one part in 65,536 is 7,451."""
+
+
+def dealt(windows: list[int], *sources: dict[str, Any], extent: Extent = LONG, **fields: Any) -> SampleOrder:
+    """The order of datasets of so many windows, which need not be there."""
+    data = section(*({"path": f"s{i}", **source} for i, source in enumerate(sources)), **fields)
+    check_data(data)
+    return make_order(data, windows, seed=5, extent=extent)
+
+
+@pytest.mark.parametrize("windows", [50, 5000, 10_000, 10**6])
+@pytest.mark.parametrize("epochs", [1.0, 2.5])
+def test_a_budget_is_met_to_two_samples_however_small_its_share(windows: int, epochs: float) -> None:
+    small, large = {"epochs": epochs, "max_epochs": epochs}, {"tokens": 10**6 * T}
+    order = dealt([windows, 10**9, 10**7, 10**9], small, {}, large, {"weight": 7.0})
+    drawn = order.drawn(LONG.samples)
+    assert drawn[0] == pytest.approx(epochs * windows, abs=2)
+    assert drawn[2] == pytest.approx(10**6, abs=2)
+    assert drawn[3] == pytest.approx(7 * drawn[1], rel=1e-6)
+
+
+def test_a_limit_holds_for_a_source_of_few_windows() -> None:
+    small, large = {"max_epochs": 1.0}, {"weight": 65_535.0}
+    with pytest.raises(ConfigError) as refused:
+        dealt([50, 10**9], small, large)
+    assert "149.02 times: 7,451 samples are drawn from its 50 in 476,838 steps" in str(refused.value)
+    words = str(refused.value).replace(",", "").split()
+    dealt([50, 10**9], small, large, extent=Extent(int(words[words.index("run.steps") + 1]), LONG.per_step))
+    dealt([50, 10**9], small | {"weight": float(words[words.index("data.sources.0.weight") + 1])}, large)
+    dealt([50, 10**9], {"max_epochs": float(words[-1])}, large)
+
+
+def test_a_shorter_run_is_proposed_only_where_the_shares_would_stay() -> None:
+    with pytest.raises(ConfigError, match=r"try: a smaller budget than epochs 9\.0, or max_epochs 9\.0"):
+        dealt([50, 10**9], {"epochs": 9.0, "max_epochs": 4.0}, {})
+    schedule = [{"after_step": at, "weights": {"s0": 1, "s1": 1}} for at in (0, 5)]
+    with pytest.raises(ConfigError, match="try: a smaller weight of 's0'"):
+        dealt([50, 10**9], {"max_epochs": 4.0}, {}, schedule=schedule)  # its 200 samples are drawn in the first stage
+
+
+def test_what_would_never_be_drawn_is_refused_and_what_is_proposed_is_drawn() -> None:
+    def remedy(error: pytest.ExceptionInfo[ConfigError]) -> float:
+        return float(str(error.value).partition("try: ")[2].split()[0].replace(",", ""))
+
+    with pytest.raises(ConfigError, match=r"data\.sources\.1\.weight = 1e-12\n.*s1 would not be drawn once") as refused:
+        dealt([50, 50], {}, {"weight": 1e-12})
+    assert dealt([50, 50], {}, {"weight": remedy(refused)}).drawn(LONG.samples)[1] > 0
+
+    with pytest.raises(ConfigError, match=r"data\.sources\.1\.tokens = 5\n.*0\.16 of a sample of 32 tokens") as refused:
+        dealt([50, 50], {}, {"tokens": 5})
+    assert dealt([50, 50], {}, {"tokens": remedy(refused)}).drawn(LONG.samples)[1] > 0
+    with pytest.raises(ConfigError, match=r"data\.sources\.1\.epochs = 0\.001\n") as refused:
+        dealt([50, 50], {}, {"epochs": 0.001})
+    assert dealt([50, 50], {}, {"epochs": remedy(refused)}).drawn(LONG.samples)[1] > 0
+    with pytest.raises(
+        ConfigError, match=r"data\.sources\.1\n.*not be drawn once.*\n.*try: smaller budgets for others"
+    ):
+        dealt([50, 50], {"tokens": LONG.samples * T - 1}, {})
+
+    def staged(weight: float) -> SampleOrder:
+        schedule = [{"after_step": at, "weights": {"s0": 1, "s1": share}} for at, share in ((0, 1), (9, weight))]
+        return dealt([50, 50], {}, {}, schedule=schedule, extent=Extent(20, 8))
+
+    with pytest.raises(ConfigError, match=r"data\.schedule\.1\.weights\.s1 = 1e-05\n.*once in 88 samples") as refused:
+        staged(1e-5)
+    order = staged(remedy(refused))
+    assert order.drawn(160)[1] > order.drawn(72)[1]
+    assert staged(0.0).drawn(160)[1] == 36
+
+
+def test_a_short_trial_of_a_blend_need_not_draw_from_all_of_it() -> None:
+    assert dealt([50, 50], {}, {"weight": 0.001}, extent=Extent(2, 8)).drawn(16).tolist() == [16, 0]
+
+
+def test_a_stage_that_would_never_begin_is_refused(tmp_path: Path) -> None:
+    def run(*sets: str) -> None:
+        config = tiny_config(tmp_path / "t", tmp_path / "r", engine="torch", zero_optimization={"stage": 0})
+        config["data"]["sources"] = [{"path": "t", "source": "json"}, {"path": "t", "source": "email"}]
+        config["data"]["schedule"] = stages((0, 1, 1), (20, 1, 2))
+        resolve(load_config(write_config(tmp_path / "c.json", config), sets), world_size=1)
+
+    with pytest.raises(ConfigError, match=r"schedule\.1\.after_step = 20\n.*the run has 20 steps.*\n.*run\.steps 21"):
+        run("run.steps=20")
+    run("run.steps=21")
+
+
 def stages(*weights: tuple[int, float, float]) -> list[dict[str, Any]]:
     return [{"after_step": at, "weights": {"json": json_, "email": email}} for at, json_, email in weights]
 
@@ -134,7 +221,7 @@ def test_a_schedule_is_seen_alike_in_every_layout_and_after_a_restart(two: Path)
 
 @settings(max_examples=25, deadline=None)
 @given(
-    cuts=st.lists(st.integers(1, 3 * BLOCK), min_size=1, max_size=3, unique=True),
+    cuts=st.lists(st.integers(1, 200_000), min_size=1, max_size=3, unique=True),
     weights=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5), st.integers(0, 3)), min_size=4, max_size=4),
 )
 def test_stages_go_on_counting_so_that_an_epoch_sees_every_window_once(

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from headrace.errors import DataError
-from pipeline.data.order import BLOCK, SampleOrder, Stage
+from pipeline.data.order import SampleOrder, Stage
+
+FAR = 10**9
+"""A sample deep in a run: 2e12 tokens in samples of 2,048."""
 
 
 def test_every_window_is_seen_once_per_epoch_and_epochs_differ() -> None:
@@ -18,7 +23,7 @@ def test_every_window_is_seen_once_per_epoch_and_epochs_differ() -> None:
 
 def test_asking_for_one_sample_or_for_many_gives_the_same_places() -> None:
     order = SampleOrder([70, 1300, 5], weights=[0.2, 0.7, 0.1], seed=11)
-    samples = np.arange(3 * BLOCK - 500, 3 * BLOCK + 500)
+    samples = np.arange(FAR - 500, FAR + 500)
     together = order.place(samples)
     for i in (0, 1, 499, 500, 999):
         alone = order.place([samples[i]])
@@ -38,10 +43,31 @@ def test_each_source_is_seen_through_before_it_repeats_within_a_blend() -> None:
 def test_weights_are_kept_in_every_stretch_of_the_run(weights: list[float]) -> None:
     order = SampleOrder([10**6] * len(weights), weights=weights, seed=0)
     share = np.array(weights) / sum(weights)
-    for start, length in ((0, 100), (12_345, 1000), (BLOCK - 50, 100), (10 * BLOCK + 7, 20_000)):
+    for start, length in ((0, 100), (12_345, 1000), (65_486, 100), (FAR + 7, 20_000)):
         counts = np.bincount(order.place(np.arange(start, start + length)).source, minlength=len(weights))
-        # evenly spread: within one turn per source and block touched, and the rounding of weights to 1/65536
-        assert np.all(np.abs(counts - share * length) <= 2 + length / BLOCK), (start, counts)
+        # evenly spread: each node of the tree is within one turn, and there are two levels at most
+        assert np.all(np.abs(counts - share * length) <= 2), (start, counts)
+
+
+@settings(max_examples=200, deadline=None)
+@given(weights=st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=8), samples=st.integers(0, 1 << 30))
+def test_shares_hold_over_the_whole_run_to_two_samples(weights: list[float], samples: int) -> None:
+    drawn = SampleOrder([10] * len(weights), weights=weights, seed=0).drawn(samples)
+    assert drawn.sum() == samples
+    # three levels of at most half a sample, and of 2^30 samples an eighth for shares in 2^-32
+    assert np.abs(drawn - np.array(weights) / sum(weights) * samples).max() <= 2
+
+
+@settings(max_examples=50, deadline=None)
+@given(weights=st.lists(st.integers(0, 9), min_size=1, max_size=9).filter(any), start=st.integers(0, 1 << 40))
+def test_what_is_drawn_is_what_places_say_and_a_source_goes_on_counting(weights: list[int], start: int) -> None:
+    order = SampleOrder([1 << 50] * len(weights), weights=weights, seed=0)
+    sources, turns = order._dealt(0, np.arange(start, start + 300))
+    before = order.drawn(start)
+    assert (order.drawn(start + 300) - before).tolist() == np.bincount(sources, minlength=len(weights)).tolist()
+    for number in range(len(weights)):
+        mine = turns[sources == number]
+        assert mine.tolist() == list(range(before[number], before[number] + mine.size))
 
 
 def test_another_seed_gives_another_order() -> None:
@@ -54,9 +80,15 @@ def test_epochs_are_counted_per_source() -> None:
     assert order.epochs(600) == pytest.approx([3.0, 1.0])
 
 
-def test_a_source_that_would_never_be_drawn_is_refused() -> None:
-    with pytest.raises(DataError, match=r"below 1/65536"):
-        SampleOrder([10, 10], weights=[1.0, 1e-7], seed=0)
+def test_no_weight_is_too_small_to_be_drawn_at_some_time() -> None:
+    order = SampleOrder([10, 10], weights=[1.0, 1e-7], seed=0)
+    assert order.drawn(10**8).tolist() == [10**8 - 10, 10]
+    for weights in ([1.0, 1e-30], [1e-30, 1.0], [1e-30, 1.0, 1e-30, 0.0]):
+        drawn = SampleOrder([10] * len(weights), weights=weights, seed=0).drawn(1 << 40)
+        assert (drawn > 0).tolist() == [weight > 0 for weight in weights]
+
+
+def test_an_empty_source_is_refused() -> None:
     with pytest.raises(DataError, match="not one whole sample"):
         SampleOrder([10, 0], weights=[1.0, 1.0], seed=0)
 
@@ -74,3 +106,10 @@ def test_the_order_of_a_seed_with_stages_never_changes() -> None:
     place = order.place([*range(8), 69_999, 70_000, 10**12])
     assert place.source.tolist() == [0, 0, 1, 0, 1, 0, 1, 1, 1, 0, 0]
     assert place.window.tolist() == [76, 304, 0, 868, 25, 680, 44, 32, 2, 932, 324]
+
+
+def test_the_order_of_a_seed_with_many_sources_never_changes() -> None:
+    order = SampleOrder([100, 50, 1000, 7, 3], weights=[1.0, 0.7, 5.0, 0.1, 0.3], seed=42)
+    place = order.place([*range(12), 10**12])
+    assert place.source.tolist() == [2, 0, 2, 2, 2, 1, 2, 2, 2, 0, 2, 4, 2]
+    assert place.window.tolist() == [69, 65, 971, 866, 666, 0, 172, 208, 46, 73, 932, 1, 385]

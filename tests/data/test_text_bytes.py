@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from data_prep.tokenfile import TokenFile
+from data_prep.tokenfile import TokenFile, TokenFileWriter
 from headrace.directory import read_manifest
 from headrace.errors import DataError
 from headrace.section import parse
@@ -42,6 +43,23 @@ def test_another_prefix_may_be_what_a_prefix_is_evaluated_on(made: Path) -> None
     (held,) = open_heldout(section, open_blend(section, seed=1))
     entry = read_manifest(made, kind="tokens").details["splits"]["heldout"]
     assert (held.tokens, held.bytes) == (entry["tokens"], entry["bytes"])
+
+
+@pytest.mark.parametrize("wrong", [400, 65_000, -1])
+def test_an_id_that_the_tokenizer_lacks_is_named_wherever_it_lies(made: Path, tmp_path: Path, wrong: int) -> None:
+    # between the ends that are looked at when a prefix is opened
+    ids = np.full(200_000, 5, dtype=np.int32)
+    ids[123_456] = wrong
+    with TokenFileWriter(tmp_path / "web", dtype=np.int32) as writer:
+        writer.append(ids)
+    source = {"path": str(made / "train/shard-00000"), "tokenizer": str(made / "tokenizer")}
+    data = {"sources": [source | {"heldout": str(tmp_path / "web")}], "sequence_length": 16}
+    section = parse(DataSection, data)
+    with pytest.raises(DataError) as refused:
+        open_heldout(section, open_blend(section, seed=1))
+    known = read_manifest(made, kind="tokens").details["tokenizer"]["vocab_size"]
+    assert f"web.bin holds the id {wrong} as token 123,456" in str(refused.value)
+    assert f"{made / 'tokenizer'} has {known} ids\n  try: " in str(refused.value)
 
 
 def test_a_tokenizer_whose_bytes_are_not_known_is_refused(made: Path, tmp_path: Path) -> None:
