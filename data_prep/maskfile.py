@@ -12,9 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-import numpy as np
 import numpy.typing as npt
 
+from data_prep.mapping import map_file
 from headrace.errors import DataError
 
 MASK = ".mask"
@@ -55,18 +55,25 @@ class MaskWriter:
         self._file.close()
 
 
-def open_mask(prefix: Path, *, tokens: int) -> npt.NDArray[Any] | None:
+def open_mask(prefix: Path, *, tokens: int, at_random: bool = False) -> npt.NDArray[Any] | None:
     """The mask of a token file, memory-mapped: uint8 [tokens]; None where it has none.
+
+    Args:
+        prefix: of the token file.
+        tokens: how many it holds.
+        at_random: see `map_file`.
 
     Raises:
         DataError: it is not as long as the token file.
     """
     path = mask_path(prefix)
-    if not path.exists():
+    try:
+        mask = map_file(path, at_random=at_random)
+    except FileNotFoundError:
         return None
-    if path.stat().st_size != tokens:
-        raise DataError(f"{path} has {path.stat().st_size} bytes for {tokens} tokens\n  try: make the tokens again")
-    return np.memmap(path, np.uint8, "r") if tokens else np.empty(0, np.uint8)
+    if mask.size != tokens:
+        raise DataError(f"{path} has {mask.size} bytes for {tokens} tokens\n  try: make the tokens again")
+    return mask
 
 
 def mask_path(prefix: Path) -> Path:

@@ -13,6 +13,7 @@ target of one is the first input of the other. So every token of a document but 
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,13 +75,15 @@ class PackFile:
         return self.first_piece.size - 1
 
 
-def write_pack(path: Path, *, length: int, first_piece: I64, starts: I64, lengths: I64) -> None:
-    """Writes a pack file; the arrays are those of `PackFile`."""
+def write_pack(path: Path, *, length: int, first_piece: I64, starts: I64, lengths: I64) -> str:
+    """Writes a pack file; the arrays are those of `PackFile`. Returns its SHA-256, taken on the way."""
     header = _HEADER.pack(_MAGIC, 1, length, first_piece.size - 1, starts.size)
+    arrays, digest = ((first_piece, "<i8"), (starts, "<i8"), (lengths, "<i4")), hashlib.sha256()
     with path.open("wb") as file:
-        file.write(header)
-        for part in (first_piece.astype("<i8"), starts.astype("<i8"), lengths.astype("<i4")):
-            part.tofile(file)
+        for part in (header, *(array.astype(kind).tobytes() for array, kind in arrays)):
+            file.write(part)
+            digest.update(part)
+    return digest.hexdigest()
 
 
 def document_bounds(file: TokenFile, first: int, end: int) -> I64:

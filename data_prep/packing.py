@@ -8,7 +8,10 @@ directory, which is not touched: tokens keep their fingerprint, and may be packe
 from __future__ import annotations
 
 import argparse
+import fcntl
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,22 +64,27 @@ def pack(directory: Path, *, length: int, look_ahead: int = LOOK_AHEAD, workers:
         the manifest of the new directory; when it is there already, of the same making, the one it has.
 
     Raises:
-        DataError: no tokens directory; or a packing of another making is there.
+        DataError: no tokens directory; a packing of another making is there; or another process is at it.
     """
     tokens = read_manifest(directory, kind="tokens")
     final, config = directory / packing_name(length), {"length": length, "look_ahead": look_ahead}
     parents = {"tokens": {"path": "..", "fingerprint": tokens.fingerprint}}
     if final.exists():
         return _same(final, config, parents)
-    staging = fresh_staging(final)
-    (staging / PACKED).mkdir()
-    shards = tokens.details["splits"][PACKED]["shards"]
-    tasks = [PackTask(directory / PACKED / s["name"], staging / PACKED / s["name"], length, look_ahead) for s in shards]
-    done = _run(tasks, workers=workers)
-    entries = [{"name": shard["name"]} | done[task] for shard, task in zip(shards, tasks, strict=True)]
-    sums = {key: sum(entry[key] for entry in entries) for key in ("bins", "pieces", "targets", "padding")}
-    details = {**config, "splits": {PACKED: {**sums, "shards": entries}}}
-    return commit(staging, final, kind=KIND, config=config, parents=parents, details=details)
+    with _alone(final):
+        if final.exists():  # by who had the lock a moment ago
+            return _same(final, config, parents)
+        staging = fresh_staging(final)
+        (staging / PACKED).mkdir()
+        names = [shard["name"] for shard in tokens.details["splits"][PACKED]["shards"]]
+        tasks = [PackTask(directory / PACKED / name, staging / PACKED / name, length, look_ahead) for name in names]
+        done = _run(tasks, workers=workers)
+        sha256 = {f"{PACKED}/{task.target.name}{SUFFIX}": done[task].pop("sha256") for task in tasks}
+        entries = [{"name": name} | done[task] for name, task in zip(names, tasks, strict=True)]
+        sums = {key: sum(entry[key] for entry in entries) for key in ("bins", "pieces", "targets", "padding")}
+        details = {**config, "splits": {PACKED: {**sums, "shards": entries}}}
+        made: dict[str, Any] = {"config": config, "parents": parents, "details": details}
+        return commit(staging, final, kind=KIND, **made, known_sha256=sha256)
 
 
 @dataclass(frozen=True)
@@ -106,17 +114,16 @@ class PackTask:
         return False
 
     def run(self, report: Report) -> dict[str, Any]:
-        """See `Task.run`; returns bins, pieces, targets and places that are padding."""
+        """See `Task.run`; returns bins, pieces, targets and places that are padding, and the SHA-256 of the file."""
         blocks = list(self._blocks(report))
         bins, pieces = sum(counts.size for counts, _, _ in blocks), sum(starts.size for _, starts, _ in blocks)
         first_piece = np.zeros(bins + 1, dtype=np.int64)
         np.cumsum(_joined([counts for counts, _, _ in blocks]), out=first_piece[1:])
         starts, lengths = _joined([b[1] for b in blocks]), _joined([b[2] for b in blocks])
-        write_pack(
-            Path(f"{self.target}{SUFFIX}"), length=self.length, first_piece=first_piece, starts=starts, lengths=lengths
-        )
+        path = Path(f"{self.target}{SUFFIX}")
+        sha256 = write_pack(path, length=self.length, first_piece=first_piece, starts=starts, lengths=lengths)
         targets, padding = int(lengths.sum()) - pieces, bins * (self.length + 1) - int(lengths.sum())
-        return {"bins": bins, "pieces": pieces, "targets": targets, "padding": padding}
+        return {"bins": bins, "pieces": pieces, "targets": targets, "padding": padding, "sha256": sha256}
 
     def _blocks(self, report: Report) -> Iterator[tuple[I64, I64, I64]]:
         """Pieces of each bin, and the starts and lengths of all pieces by bin."""
@@ -129,6 +136,29 @@ class PackTask:
             order = np.argsort(number, kind="stable")
             yield np.bincount(number), starts[order], lengths[order]
             report(Counts(tokens=int(bounds[-1] - bounds[0]), documents=end - first))
+
+
+@contextmanager
+def _alone(final: Path) -> Iterator[None]:
+    """Holds the lock of a packing (flock; the kernel lets go of it however the process ends).
+
+    Its file goes when the packing is there, and not before: who has it open then still keeps others out.
+
+    Raises:
+        DataError: somebody else holds it.
+    """
+    path = final.parent / f".{final.name}.lock"
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            why = f"another process is packing {final.parent} into {final.name}"
+            raise DataError(f"{why}\n  try: wait until it has finished, or end it, then run again") from None
+        yield
+        path.unlink(missing_ok=True)
+    finally:
+        os.close(handle)
 
 
 def _run(tasks: list[PackTask], *, workers: int) -> dict[Any, dict[str, Any]]:

@@ -15,12 +15,12 @@ from pipeline.checkpoint.store import About
 from pipeline.config.rules import ResolvedRun
 from pipeline.data.dataset import TokenDataset
 from pipeline.data.loader import MicroBatch, StepBatch
-from pipeline.engines.base import Engine, StepResult
+from pipeline.engines.base import Engine, StepResult, Sums
 from pipeline.faults.agreement import Agreement
 from pipeline.faults.stop import Stop, StopSignals
 from pipeline.metrics.console import TrainingDisplay
 from pipeline.metrics.stragglers import Stragglers
-from pipeline.metrics.units import bits_per_byte, perplexity
+from pipeline.metrics.units import bits_per_byte, perplexity, show_bits_per_byte
 
 
 class Sink(Protocol):
@@ -131,29 +131,41 @@ class Training:
     def evaluate(self, step: int) -> Stop:
         """Held-out loss, perplexity and bits per byte over all sources, each token counting once.
 
-        Ends early, and without a result, when the run is asked to stop.
+        A source without a target in what is evaluated of it, which a loss mask may leave, does not enter; without any
+        source there is no result. Ends early, and without a result, when the run is asked to stop.
         """
         started = time.perf_counter()
-        nats, targets, tokens, text_bytes = 0.0, 0, 0, 0
-        whole_nats = 0.0
+        scored: list[tuple[TokenDataset, Sums]] = []
         stopping = _Stopping(self)
         for dataset in self.heldout:
             sums = self.engine.evaluate(stopping.watched(self.heldout_batches(dataset)))
             if stopping.stop:
                 return stopping.stop
-            nats, targets = nats + sums.nats, targets + sums.targets
-            whole_nats += sums.nats / sums.targets * dataset.tokens
-            tokens, text_bytes = tokens + dataset.tokens, text_bytes + dataset.bytes
-        loss = nats / targets
-        per_byte = bits_per_byte(whole_nats / tokens, tokens=tokens, text_bytes=text_bytes)
-        seconds = time.perf_counter() - started
-        row = {"loss": loss, "perplexity": perplexity(loss), "bits_per_byte": per_byte}
+            scored.append((dataset, sums))
+        self._tell_without_targets(step, [dataset for dataset, sums in scored if not sums.targets])
+        if scored := [(dataset, sums) for dataset, sums in scored if sums.targets]:
+            self._report_evaluation(step, scored, seconds=time.perf_counter() - started)
+        return Stop.NO
+
+    def _tell_without_targets(self, step: int, datasets: Sequence[TokenDataset]) -> None:
+        if datasets:
+            names = [dataset.label for dataset in datasets]
+            left = "the evaluation is skipped" if len(names) == len(self.heldout) else "the means are of the others"
+            self._record("event", step, event="no_targets", datasets=names)
+            why = f"nothing is learnt in the held-out windows of {', '.join(names)}"
+            self.display.say(f"step {step}: {why}: {left}; more evaluation.samples may help")
+
+    def _report_evaluation(self, step: int, scored: Sequence[tuple[TokenDataset, Sums]], *, seconds: float) -> None:
+        targets = sum(sums.targets for _, sums in scored)
+        loss, per_byte = sum(sums.nats for _, sums in scored) / targets, _bits_per_byte(scored)
+        row = {"loss": loss, "perplexity": perplexity(loss)}
+        if per_byte is not None:
+            row["bits_per_byte"] = per_byte
         self._record("eval", step, **row, targets=targets, seconds=seconds)
         self.display.say(
             f"step {step}: held-out loss {loss:.4f}, perplexity {row['perplexity']:.2f},"
-            f" {per_byte:.4f} bits per byte ({targets:,} tokens, {seconds:.1f} s)"
+            f" {show_bits_per_byte(per_byte)} bits per byte ({targets:,} tokens, {seconds:.1f} s)"
         )
-        return Stop.NO
 
     def _look_around(self) -> Stop:
         """What all ranks have to agree on after a step: whether to stop, and whether a checkpoint is written."""
@@ -243,6 +255,15 @@ class _Stopping:
             if self.stop:
                 return
             yield batch
+
+
+def _bits_per_byte(scored: Sequence[tuple[TokenDataset, Sums]]) -> float | None:
+    """Of all of the datasets; None where one has a loss mask: the mean of some tokens says nothing of all bytes."""
+    if any(dataset.masked for dataset, _ in scored):
+        return None
+    nats = sum(sums.nats / sums.targets * dataset.tokens for dataset, sums in scored)
+    tokens, text_bytes = sum(dataset.tokens for dataset, _ in scored), sum(dataset.bytes for dataset, _ in scored)
+    return bits_per_byte(nats / tokens, tokens=tokens, text_bytes=text_bytes)
 
 
 def _health(result: StepResult) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from rich.table import Table
 from headrace.directory import Manifest
 from pipeline.compress.rules import Plan
 from pipeline.evaluation.model_folder import ModelFolder
+from pipeline.metrics.units import show_bits_per_byte
 
 _MEASURED = (
     "loss_nats",
@@ -65,7 +66,7 @@ _ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
     "bits per weight, all": lambda side: f"{side['bits_per_weight']:.2f}",
     "held-out loss, nats/token": lambda side: f"{side['loss_nats']:.4f}",
     "perplexity": lambda side: f"{side['perplexity']:.3f}",
-    "bits per byte": lambda side: f"{side['bits_per_byte']:.4f}",
+    "bits per byte": lambda side: show_bits_per_byte(side["bits_per_byte"]),
     "tokens/s": lambda side: f"{side['tokens_per_second']:,.0f}",
 }
 

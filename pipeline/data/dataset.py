@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from data_prep.mapping import will_need
-from data_prep.maskfile import MASK, open_mask
+from data_prep.maskfile import MASK
 from data_prep.tokenfile import TokenFile
 from headrace.directory import Manifest, check_sizes, read_manifest
 from headrace.errors import DataError
 from pipeline.data.documents import I64, Borders, find_borders, join
-from pipeline.data.files import Opened, OpenFiles
+from pipeline.data.files import Opened, OpenedMask, OpenFiles
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,6 @@ class TokenDataset:
         self._sizes = [entry["tokens"] for entry in shards]
         self._names = [entry["name"] for entry in shards]
         self.masked = any(f"{split}/{name}{MASK}" in manifest.files for name in self._names)
-        self._masks: dict[int, npt.NDArray[Any]] = {}
         self._folder, self._files = f"{folder or path / split}/", OpenFiles() if files is None else files
         filler = padding_id(manifest)
         self._padding = np.full(sequence_length + 1, filler, dtype=np.uint16 if filler < 1 << 16 else np.int32)
@@ -170,7 +169,7 @@ class TokenDataset:
         spans, none = self.spans(windows), np.zeros(self.sequence_length + 1, dtype=np.uint8)
         parts = []
         for shard, start, length in zip(*_lists(spans.shard, spans.start, spans.length), strict=True):
-            mask = none if shard < 0 else self._mask(shard)
+            mask = none if shard < 0 else self._mask(shard).learnt
             parts.append(mask[start : start + length])
         return np.concatenate(parts or [none[:0]]).reshape(-1, self.sequence_length + 1).astype(np.bool_)
 
@@ -192,6 +191,15 @@ class TokenDataset:
                 opened = self._opened(shard)
                 width = opened.tokens.itemsize
                 will_need(opened.address + start * width, length * width)
+
+    def hint_masks(self, windows: npt.ArrayLike) -> None:
+        """The same for what `learnt` reads."""
+        if not self.masked:
+            return
+        spans = self.spans(windows)
+        for shard, start, length in zip(*_lists(spans.shard, spans.start, spans.length), strict=True):
+            if shard >= 0:
+                will_need(self._mask(shard).address + start, length)
 
     def borders(self, windows: npt.ArrayLike) -> Borders:
         """Where documents begin within windows, from the index alone.
@@ -227,14 +235,8 @@ class TokenDataset:
         """
         return self._opened(shard).file
 
-    def _mask(self, shard: int) -> npt.NDArray[Any]:
-        if shard not in self._masks:
-            mask = open_mask(Path(self._folder + self._names[shard]), tokens=self._sizes[shard])
-            if mask is None:
-                why = f"{self._folder}{self._names[shard]}{MASK} is missing"
-                raise DataError(f"{why}\n  try: make the tokens again; the masks lie beside the shards")
-            self._masks[shard] = mask
-        return self._masks[shard]
+    def _mask(self, shard: int) -> OpenedMask:
+        return self._files.mask(self._folder + self._names[shard], self._sizes[shard])
 
     def _opened(self, shard: int) -> Opened:
         return self._files.get(self._folder + self._names[shard], self._sizes[shard])

@@ -192,20 +192,29 @@ class StepLoader:
         """Every step with the places of its rows, found for many steps together, which is cheaper.
 
         The system is told of them in time, so that a slow file system reads them all at once and before they are
-        waited for.
+        waited for. Where there are masks, that means those of all samples of a step, which every rank reads.
         """
         most = min(_PLACED_ROWS, _PLACED_TOKENS // self._batch.sequence_length)
-        together = max(1, most // self._samples_of_rows.size)
+        told_of = self._batch.samples if self._blend.masked else self._samples_of_rows.size
+        together = max(1, most // told_of)
         ahead: tuple[range, Place] | None = None
         for first in range(self._first, self._last + 1, together):
             steps = range(first, min(first + together, self._last + 1))
             place = self._blend.order.place(np.concatenate([self._rows(step) for step in steps]))
             self._blend.hint(place)
+            self._hint_masks(steps)
             if ahead is not None:
                 yield from _by_step(*ahead)
             ahead = steps, place
         if ahead is not None:
             yield from _by_step(*ahead)
+
+    def _hint_masks(self, steps: range) -> None:
+        if self._blend.masked:
+            samples = [self._first_sample(step) + np.arange(self._batch.samples) for step in steps]
+            place = self._blend.order.place(np.concatenate(samples))
+            for number in np.unique(place.source):
+                self._blend.sources[number].hint_masks(place.window[place.source == number])
 
     def _own(self, micro: MicroBatch) -> MicroBatch:
         """Contiguous, in page-locked memory for a GPU: a strided view would be copied again on its way."""

@@ -15,6 +15,7 @@ from rich.table import Table
 from headrace.section import parse
 from pipeline.evaluation.data import FieldNames, HeldOutData, open_heldout
 from pipeline.evaluation.model_folder import ModelFolder
+from pipeline.metrics.units import show_bits_per_byte
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,7 +92,7 @@ def _table(result: dict[str, Any]) -> Table:
     rows = {
         "loss": f"{result['loss_nats']:.4f} nats/token",
         "perplexity": f"{result['perplexity']:.3f}",
-        "bits per byte": f"{result['bits_per_byte']:.4f}",
+        "bits per byte": show_bits_per_byte(result["bits_per_byte"]),
         "tokens scored": f"{result['tokens']:,} in windows of {result['sequence_length']}",
         "speed": f"{result['tokens_per_second']:,.0f} tokens/s ({result['dtype']}, {result['device']})",
         "weights on disk": f"{result['weight_bytes'] / 1e6:.2f} MB",

@@ -5,13 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import Field
 
 from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, DataError
 from headrace.section import Section
-from pipeline.data.dataset import TokenDataset, tokenizer_details
+from pipeline.data.dataset import TokenDataset, choose_windows, tokenizer_details
 from pipeline.evaluation.model_folder import ModelFolder
+
+_COUNTED_WINDOWS = 256
+"""Windows whose masks are in memory at one time."""
 
 
 class HeldOutData(Section):
@@ -45,7 +50,8 @@ def open_heldout(data: HeldOutData, folder: ModelFolder, *, names: FieldNames | 
 
     Raises:
         ConfigError: windows longer than the model's positions; another vocabulary; another tokenizer.
-        DataError: the directory or the split is missing, damaged, or too short for one window.
+        DataError: the directory or the split is missing, damaged, or too short for one window; or nothing is learnt in
+            the windows that would be scored.
     """
     names = names or FieldNames()
     longest = folder.longest_sequence
@@ -54,7 +60,25 @@ def open_heldout(data: HeldOutData, folder: ModelFolder, *, names: FieldNames | 
         raise ConfigError(names.sequence_length, data.sequence_length, why=why, remedy=f"{longest}, or less")
     dataset = TokenDataset.open(data.path, split=data.split, sequence_length=data.sequence_length)
     _check_tokenizer(folder, dataset, names.path)
+    count_targets(dataset, choose_windows(dataset.windows, data.max_windows))
     return dataset
+
+
+def count_targets(dataset: TokenDataset, windows: npt.NDArray[np.int64]) -> int:
+    """Targets of windows on which the loss may be taken: all of them, or those that the mask of the tokens has.
+
+    Raises:
+        DataError: there is none.
+    """
+    if not dataset.masked:
+        return windows.size * dataset.sequence_length
+    pieces = np.array_split(windows, -(-windows.size // _COUNTED_WINDOWS))
+    found = sum(int(dataset.learnt(piece)[:, 1:].sum()) for piece in pieces)
+    if not found:
+        which = f"the {windows.size:,} windows of {dataset.sequence_length} tokens that would be scored"
+        why = f"{dataset.label}: its loss mask lets nothing be learnt in {which}"
+        raise DataError(f"{why}\n  try: more tokens of it, longer windows, or another dataset")
+    return found
 
 
 def _check_tokenizer(folder: ModelFolder, dataset: TokenDataset, field: str) -> None:

@@ -1,9 +1,11 @@
 """Held-out loss of a causal language model, in the three units people read.
 
-- loss: mean over target tokens of -ln p(token | the tokens before it in its window), nats per token;
+- loss: mean over target tokens of -ln p(token | the tokens before it in its window), nats per token. Of conversations
+  the targets are those that the loss mask has, as in training;
 - perplexity: exp(loss), which depends on the tokenizer;
 - bits per byte: loss / ln 2 x tokens / bytes of the split, which does not, so that models of different tokenizers
-  compare. Source: Gao et al. 2020, "The Pile", section 3.1 (arXiv:2101.00027).
+  compare. Source: Gao et al. 2020, "The Pile", section 3.1 (arXiv:2101.00027). Where a mask leaves tokens out there is
+  none: the mean of some tokens says nothing of the bytes of all.
 
 Shapes: B windows of a batch, T tokens per window, V vocabulary.
 """
@@ -21,6 +23,7 @@ import torch
 from torch.nn import functional as F
 
 from pipeline.data.dataset import TokenDataset, choose_windows
+from pipeline.evaluation.data import count_targets
 from pipeline.metrics.units import bits_per_byte, perplexity
 
 
@@ -31,14 +34,14 @@ class HeldOut:
     Attributes:
         loss_nats: mean loss, nats per token.
         perplexity: exp(loss_nats); infinite where that overflows.
-        bits_per_byte: bits per UTF-8 byte of the split's text.
-        tokens: target tokens that were scored.
-        tokens_per_second: of forward passes and loss, warm, reading included.
+        bits_per_byte: bits per UTF-8 byte of the split's text; None where it has a loss mask.
+        tokens: target tokens that were scored: of a split with a loss mask, those that are learnt.
+        tokens_per_second: of forward passes and loss, warm, reading included; all tokens of the windows count.
     """
 
     loss_nats: float
     perplexity: float
-    bits_per_byte: float
+    bits_per_byte: float | None
     tokens: int
     tokens_per_second: float
 
@@ -62,20 +65,26 @@ def evaluate(
         device: where the model is.
         max_windows: score so many windows spread evenly over the split; None for all.
         progress: called with (windows done, windows in all) after each batch.
+
+    Raises:
+        DataError: nothing is learnt in these windows.
     """
     chosen = choose_windows(dataset.windows, max_windows)
+    targets = count_targets(dataset, chosen)
     was_training = bool(model.training)
     model.eval()
     try:
         with torch.inference_mode():
             # the first pass pays once for what the others do not: lazy allocation, unpacking of quantized weights
-            _window_losses(model, dataset.read(chosen[:1]), device)
+            _loss(model, dataset, chosen[:1], device)
             start = time.perf_counter()
             total = sum(_batches(model, dataset, chosen, batch_size, device, progress))
             seconds = time.perf_counter() - start
     finally:
         model.train(was_training)
-    return _summary(total, len(chosen) * dataset.sequence_length, seconds, dataset)
+    loss, rate = total / targets, len(chosen) * dataset.sequence_length / seconds
+    bits = None if dataset.masked else bits_per_byte(loss, tokens=dataset.tokens, text_bytes=dataset.bytes)
+    return HeldOut(loss, perplexity(loss), bits, targets, rate)
 
 
 def _batches(
@@ -90,24 +99,21 @@ def _batches(
     for begin in range(0, len(chosen), batch_size):
         windows = chosen[begin : begin + batch_size]
         # .item() waits for the device, so that the clock around this loop is honest there too
-        yield _window_losses(model, dataset.read(windows), device).sum().item()
+        yield _loss(model, dataset, windows, device).item()
         if progress is not None:
             progress(begin + len(windows), len(chosen))
 
 
-def _window_losses(model: Any, rows: npt.NDArray[np.int64], device: torch.device | str) -> torch.Tensor:
-    """Summed loss of each window, float64 [B], from rows int64 [B, T + 1]."""
-    tokens = torch.from_numpy(rows).to(device)
+def _loss(
+    model: Any, dataset: TokenDataset, windows: npt.NDArray[np.int64], device: torch.device | str
+) -> torch.Tensor:
+    """Summed loss of B windows over the targets that are learnt, float64 scalar."""
+    tokens = torch.from_numpy(dataset.read(windows)).to(device)
+    learnt = torch.from_numpy(dataset.learnt(windows)[:, 1:]).to(device)
     logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
     # window by window: float32 logits of a whole batch would be 8 GB at B=8, T=2048, V=128k
     losses = [
-        F.cross_entropy(one.float(), target, reduction="none")
-        for one, target in zip(logits, tokens[:, 1:], strict=True)
+        F.cross_entropy(one.float(), target, reduction="none")[counts]
+        for one, target, counts in zip(logits, tokens[:, 1:], learnt, strict=True)
     ]
-    return torch.stack([loss.double().sum() for loss in losses])
-
-
-def _summary(total_nats: float, tokens: int, seconds: float, dataset: TokenDataset) -> HeldOut:
-    loss = total_nats / tokens
-    bits = bits_per_byte(loss, tokens=dataset.tokens, text_bytes=dataset.bytes)
-    return HeldOut(loss, perplexity(loss), bits, tokens, tokens / seconds)
+    return torch.stack([loss.double().sum() for loss in losses]).sum()

@@ -21,3 +21,8 @@ def bits_per_byte(nats_per_token: float, *, tokens: int, text_bytes: int) -> flo
         text_bytes: UTF-8 bytes of the same text.
     """
     return nats_per_token / math.log(2) * tokens / text_bytes
+
+
+def show_bits_per_byte(value: float | None) -> str:
+    """As people read it; "-" where there is none, as of text of which a part is not learnt."""
+    return "-" if value is None else f"{value:.4f}"

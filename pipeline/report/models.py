@@ -14,6 +14,7 @@ from headrace.directory import MANIFEST, read_manifest
 from pipeline.compress.measure import measure
 from pipeline.evaluation.data import HeldOutData
 from pipeline.evaluation.model_folder import ModelFolder
+from pipeline.metrics.units import show_bits_per_byte
 from pipeline.report.inputs import Model
 
 
@@ -27,7 +28,7 @@ class Measured:
         weight_bytes: size of the safetensors files.
         loss_nats: mean held-out loss, nats per token.
         perplexity: exp(loss_nats).
-        bits_per_byte: held-out loss in bits per UTF-8 byte of text.
+        bits_per_byte: held-out loss in bits per UTF-8 byte of text; None where it has a loss mask.
         tokens: target tokens that were scored.
         tokens_per_second: of the scoring.
         dtype: the weights' in memory while scoring.
@@ -39,7 +40,7 @@ class Measured:
     weight_bytes: int
     loss_nats: float
     perplexity: float
-    bits_per_byte: float
+    bits_per_byte: float | None
     tokens: int
     tokens_per_second: float
     dtype: str
@@ -87,7 +88,7 @@ COLUMNS = (
     Column(
         "loss",
         "bits per byte",
-        lambda m: f"{m.bits_per_byte:.4f}",
+        lambda m: show_bits_per_byte(m.bits_per_byte),
         "The same per UTF-8 byte of the held-out text: compares between tokenizers.",
     ),
     Column(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 
 from data_prep.config import TokenizerSection
+from data_prep.maskfile import MASK, open_mask
 from data_prep.tokenizer.train import train
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, DataError
 from pipeline.config.batch import Batch
 from pipeline.config.schema import DataSection
+from pipeline.data import dataset as dataset_module
 from pipeline.data.blend import Blend, open_blend
 from pipeline.data.dataset import TokenDataset
 from pipeline.data.loader import IGNORE, StepLoader, heldout_batches
@@ -107,6 +110,36 @@ def test_held_out_batches_count_only_what_is_learnt(talks: Path) -> None:
             found += sum(int((batch.labels != IGNORE).sum()) for batch in batches)
         assert found == expected
     assert 0 < expected < dataset.windows * T
+
+
+@pytest.mark.parametrize("packing", ["contiguous", "best_fit"])
+def test_the_masks_of_all_samples_of_a_step_are_hinted_on_every_rank(
+    talks: Path, packing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blend = blend_of(talks, packing=packing)
+    (dataset,) = blend.sources
+    hinted: list[tuple[int, int]] = []
+    monkeypatch.setattr(dataset_module, "will_need", lambda address, size: hinted.append((address, size)))
+    batch = Batch(samples=6, micro=1, accumulation=1, dp=6, sequence_length=T)
+    for step in StepLoader(blend, batch, dp_rank=1, steps=(1, 4), prefetch=1):
+        spans = dataset.spans(blend.order.place(np.arange(6) + 6 * (step.step - 1)).window)
+        for shard, start, length in zip(spans.shard, spans.start, spans.length, strict=True):
+            if shard >= 0:
+                assert (dataset._mask(int(shard)).address + start, length) in hinted
+
+
+def test_a_mask_that_is_missing_or_of_another_length_is_refused(talks: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(talks, tmp_path / "copy")
+    dataset = TokenDataset.open(copy, split="train", sequence_length=T)
+    path = copy / f"train/shard-00000{MASK}"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    with pytest.raises(DataError, match=rf"has {len(whole) - 1} bytes for {len(whole)} tokens"):
+        dataset.learnt([0])
+    path.unlink()
+    with pytest.raises(DataError, match=r"shard-00000\.mask is missing"):
+        dataset.learnt([0])
+    assert open_mask(copy / "train/shard-00000", tokens=len(whole)) is None
 
 
 def test_middles_of_masked_tokens_are_not_moved(talks: Path) -> None:

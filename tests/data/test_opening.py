@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import shutil
 import struct
+import subprocess
+import sys
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from data_prep.maskfile import mask_path
 from data_prep.tokenfile import TokenFile
+from headrace.directory import Manifest, read_manifest
 from headrace.errors import ConfigError, DataError
 from headrace.section import parse
 from pipeline.config.batch import Batch
@@ -19,6 +24,7 @@ from pipeline.data.blend import Blend, open_blend, open_heldout
 from pipeline.data.dataset import TokenDataset
 from pipeline.data.files import OpenFiles
 from pipeline.data.loader import StepLoader
+from tests.conftest import ROOT
 from tests.data.sparse import write_sparse
 
 T = 32
@@ -61,6 +67,51 @@ def test_shards_that_were_read_keep_no_descriptor_open(tmp_path: Path) -> None:
     before = descriptors()
     assert not dataset.read(np.arange(dataset.windows)).any()
     assert descriptors() == before
+
+
+def masked(directory: Path, *, tokens: int) -> Manifest:
+    """Gives each shard a mask of so many tokens, in which nothing is learnt; returns a manifest that lists them."""
+    manifest, masks = read_manifest(directory, kind="tokens"), {}
+    for shard in manifest.details["splits"]["train"]["shards"]:
+        path = mask_path(directory / "train" / shard["name"])
+        path.write_bytes(bytes(tokens))
+        masks[f"train/{path.name}"] = {"bytes": tokens, "sha256": "0" * 64}
+    return replace(manifest, files=manifest.files | masks)
+
+
+FEW_DESCRIPTORS = """
+import resource, sys
+import numpy as np
+from tests.data.test_opening import SHARDS, T, masked
+from pathlib import Path
+from pipeline.data.dataset import TokenDataset
+
+manifest = masked(Path(sys.argv[1]), tokens=50)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+dataset = TokenDataset.open(sys.argv[1], split="train", sequence_length=T, manifest=manifest)
+assert dataset.windows == SHARDS
+print(dataset.learnt(np.arange(SHARDS)).shape)
+dataset.hint_masks(np.arange(SHARDS))
+"""
+"""A process that may have 64 files open looks at the masks of 300 shards."""
+
+
+def test_more_masks_are_read_than_files_may_be_open(tmp_path: Path) -> None:
+    directory = write_sparse(tmp_path / "many", shards=SHARDS, tokens=50, documents=2)
+    command = [sys.executable, "-c", FEW_DESCRIPTORS, str(directory)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"({SHARDS}, {T + 1})\n"
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").is_file(), reason="looks at maps as Linux shows them")
+def test_masks_beyond_the_most_are_given_up(tmp_path: Path) -> None:
+    directory = write_sparse(tmp_path / "some", shards=9, tokens=50, documents=2)
+    manifest, files = masked(directory, tokens=50), OpenFiles(most=2)
+    dataset = TokenDataset.open(directory, split="train", sequence_length=T, manifest=manifest, files=files)
+    assert not dataset.learnt(np.arange(dataset.windows)).any()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    assert sum(str(directory) in line and line.endswith(".mask") for line in maps) == 2
 
 
 def test_files_beyond_the_most_are_given_up_and_opened_again(tokens: Path) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -13,11 +17,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_prep import packing
 from data_prep.bestfit import best_fit
 from data_prep.packfile import PackFile, cut
 from data_prep.packing import pack
 from data_prep.tokenfile import TokenFile
-from headrace.directory import read_manifest
+from headrace.directory import read_manifest, verify
 from headrace.errors import ConfigError, DataError
 from headrace.section import parse
 from pipeline.config.batch import Batch
@@ -30,6 +35,15 @@ from pipeline.data.passages import passages
 from tests.conftest import make_tokens
 
 T, LOOK_AHEAD = 32, 40
+STOPPED_AT_WORK = """
+import os, signal, sys
+from data_prep import __main__, packing
+
+run = packing._run
+packing._run = lambda *given, **named: (os.kill(os.getpid(), signal.SIGSTOP), run(*given, **named))[1]
+sys.exit(__main__.main())
+"""
+"""`python -m data_prep`, which stops itself between making room for a packing and writing it."""
 
 
 @pytest.fixture(scope="module")
@@ -235,6 +249,66 @@ def test_what_is_not_packed_or_of_other_tokens_is_refused(tokens: Path, tmp_path
         PackFile.open(bins)
     with pytest.raises(DataError, match="exists, and was made"):
         pack(tokens, length=T, look_ahead=LOOK_AHEAD + 1)
+
+
+def packing_process(directory: Path, *start: str) -> subprocess.Popen[str]:
+    command = [sys.executable, *start, "pack", str(directory), "--length", str(T), "--workers", "1"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def unpacked(tokens: Path, work: Path) -> Path:
+    return shutil.copytree(tokens, work / "unpacked", ignore=shutil.ignore_patterns("packed-*"))
+
+
+def assert_whole(directory: Path) -> None:
+    packed = directory / f"packed-{T}"
+    names = {path.stem for path in (directory / "train").glob("*.bin")}
+    manifest = read_manifest(packed, kind="packing")
+    assert {Path(name).stem for name in manifest.files} == names
+    assert all(good for _, good in verify(packed, manifest))
+    assert not list(directory.glob(".packed-*")), "neither staging nor lock are left"
+
+
+def test_who_packs_what_another_process_is_packing_is_refused(tokens: Path, tmp_path: Path) -> None:
+    directory = unpacked(tokens, tmp_path)
+    first = packing_process(directory, "-c", STOPPED_AT_WORK)
+    try:
+        assert os.WIFSTOPPED(os.waitpid(first.pid, os.WUNTRACED)[1]), first.communicate()[1]
+        second = packing_process(directory, "-m", "data_prep")
+        _, said = second.communicate(timeout=60)
+        assert second.returncode == 2, said
+        assert "another process is packing" in said
+        assert "try: wait" in said
+    finally:
+        first.send_signal(signal.SIGCONT)
+    _, said = first.communicate(timeout=60)
+    assert first.returncode == 0, said
+    assert_whole(directory)
+
+
+def test_processes_that_pack_at_once_leave_a_whole_packing_and_no_traceback(tokens: Path, tmp_path: Path) -> None:
+    directory = unpacked(tokens, tmp_path)
+    racing = [packing_process(directory, "-m", "data_prep") for _ in range(3)]
+    said = [process.communicate(timeout=60)[1] for process in racing]
+    codes = {process.returncode for process in racing}
+    assert {0} <= codes <= {0, 2}, said
+    assert "Traceback" not in "".join(said)
+    assert_whole(directory)
+
+
+def test_a_file_that_is_gone_when_a_packing_is_finished_is_missed(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = packing._run
+
+    def losing(tasks: list[packing.PackTask], *, workers: int) -> object:
+        done = run(tasks, workers=workers)
+        Path(f"{tasks[-1].target}.bins").unlink()
+        return done
+
+    monkeypatch.setattr(packing, "_run", losing)
+    with pytest.raises(DataError, match=r"\.bins was written and is not there"):
+        pack(unpacked(tokens, tmp_path), length=T)
 
 
 def test_prefixes_of_megatron_are_not_packed(tokens: Path) -> None:

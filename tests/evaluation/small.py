@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from data_prep.tokenfile import TokenFileWriter, dtype_for, shard_name, shard_prefix
+from data_prep.maskfile import mask_path
+from data_prep.tokenfile import TokenFile, TokenFileWriter, dtype_for, shard_name, shard_prefix
 from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
-from headrace.directory import commit, staging_path
+from headrace.directory import MANIFEST, commit, read_manifest, staging_path
 from pipeline.data.dataset import TokenDataset
 
 VOCAB = 384  # the 256 bytes, the end-of-text token and a hundred merges
@@ -51,6 +54,23 @@ def make_tokens(final: Path, texts: list[str] = TEXTS) -> Path:
     about = {"fingerprint": fingerprint, "vocab_size": len(tokenizer), "eos_id": tokenizer.eos_token_id}
     commit(staging, final, kind="tokens", config={}, details={"tokenizer": about, "splits": splits})
     return final
+
+
+def make_masked(final: Path, tokens: Path, learnt: Callable[[np.ndarray, str], np.ndarray]) -> Path:
+    """Writes a copy of a tokens directory with loss masks: `learnt` takes a shard's ids and the name of its split."""
+    manifest, staging = read_manifest(tokens, kind="tokens"), staging_path(final)
+    shutil.copytree(tokens, staging, ignore=shutil.ignore_patterns(MANIFEST))
+    for split in manifest.details["splits"]:
+        for prefix in (path.with_suffix("") for path in (staging / split).glob("*.bin")):
+            ids = np.asarray(TokenFile.open(prefix).tokens)
+            mask_path(prefix).write_bytes(learnt(ids, split).astype(np.uint8).tobytes())
+    commit(staging, final, kind="tokens", config={}, details=manifest.details)
+    return final
+
+
+def every_third(ids: np.ndarray, _split: str) -> np.ndarray:
+    """A mask that learns a third of the tokens."""
+    return np.arange(ids.size) % 3 == 0
 
 
 def make_model(folder: Path, tokens: Path, *, tied: bool = True, steps: int = 60) -> Path:

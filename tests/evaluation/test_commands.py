@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from headrace.errors import ConfigError, DataError
@@ -15,7 +17,7 @@ from pipeline.evaluation import command, complete
 from pipeline.evaluation.heldout import evaluate
 from pipeline.evaluation.loading import load_model
 from tests import warm
-from tests.evaluation.small import SEQUENCE, TEXTS, make_tokens
+from tests.evaluation.small import SEQUENCE, TEXTS, make_masked, make_tokens
 
 
 def arguments(*given: object) -> argparse.Namespace:
@@ -45,6 +47,26 @@ def test_a_table_is_printed_for_people(model: Path, tokens: Path, capsys: pytest
     shown = capsys.readouterr().out
     assert "bits per byte" in shown
     assert f"192 in windows of {SEQUENCE}" in shown  # 200 tokens are 6 whole windows
+
+
+def test_bits_per_byte_of_masked_tokens_are_left_out(
+    model: Path, masked: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.run(arguments(model, "--data", masked, "--max-tokens", 200)) == 0
+    assert re.search(r"bits per byte +\S +- ", capsys.readouterr().out)
+    assert command.run(arguments(model, "--data", masked, "--max-tokens", 200, "--json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["bits_per_byte"] is None
+    assert 0 < found["tokens"] < 192 / 2  # of 6 windows of 32 a third
+
+
+def test_tokens_of_which_nothing_is_learnt_are_refused_before_the_model_is_loaded(
+    copied: Path, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing = make_masked(tmp_path / "nothing", tokens, lambda ids, _: np.zeros(ids.size))
+    monkeypatch.setattr(command, "_evaluate", lambda *_: pytest.fail("it was loaded"))
+    with pytest.raises(DataError, match="nothing be learnt"):
+        command.run(arguments(copied, "--data", nothing))
 
 
 def test_a_dataset_of_another_tokenizer_is_refused(model: Path, tmp_path: Path) -> None:

@@ -10,9 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from headrace.errors import DataError
 from pipeline.data.dataset import TokenDataset, choose_windows
+from pipeline.data.loader import IGNORE, heldout_batches
 from pipeline.evaluation.heldout import evaluate
-from tests.evaluation.small import SEQUENCE
+from tests.evaluation.small import SEQUENCE, make_masked
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +31,12 @@ def plain_loss(model: torch.nn.Module, dataset: TokenDataset) -> float:
     """Token by token, one window at a time, in float64: slow and plain."""
     total, count = 0.0, 0
     for window in range(dataset.windows):
-        row = dataset.read([window])[0]
+        row, learnt = dataset.read([window])[0], dataset.learnt([window])[0]
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([row[:-1].tolist()])).logits[0].double()
         for position, target in enumerate(row[1:]):
+            if not learnt[position + 1]:
+                continue
             scores = logits[position]
             total += math.log(torch.exp(scores).sum().item()) - scores[int(target)].item()
             count += 1
@@ -47,6 +51,24 @@ def test_the_loss_is_that_of_a_plain_computation(loaded: torch.nn.Module, heldou
     assert found.bits_per_byte == pytest.approx(expected / math.log(2) * heldout.tokens / heldout.bytes, rel=1e-5)
     assert found.tokens == heldout.windows * SEQUENCE
     assert found.tokens_per_second > 0
+
+
+def test_only_what_is_learnt_is_scored_as_in_training(loaded: torch.nn.Module, masked: Path) -> None:
+    dataset = TokenDataset.open(masked, split="heldout", sequence_length=SEQUENCE)
+    found, in_training = evaluate(loaded, dataset, batch_size=5, device="cpu"), 0
+    for batch in heldout_batches(dataset, batch_size=4, dp=1, dp_rank=0):
+        in_training += int((batch.labels != IGNORE).sum())
+    assert found.tokens == in_training
+    assert in_training == pytest.approx(dataset.windows * SEQUENCE / 3, rel=0.01)  # the mask has every third token
+    assert found.loss_nats == pytest.approx(plain_loss(loaded, dataset), rel=1e-5)
+    assert found.bits_per_byte is None, "the mean of a third of the tokens says nothing of all bytes"
+
+
+def test_windows_in_which_nothing_is_learnt_are_refused(loaded: torch.nn.Module, tokens: Path, tmp_path: Path) -> None:
+    nothing = make_masked(tmp_path / "nothing", tokens, lambda ids, _: np.zeros(ids.size))
+    dataset = TokenDataset.open(nothing, split="heldout", sequence_length=SEQUENCE)
+    with pytest.raises(DataError, match=r"heldout: its loss mask lets nothing be learnt in the 2 windows of 32 tokens"):
+        evaluate(loaded, dataset, batch_size=8, device="cpu", max_windows=2)
 
 
 @pytest.mark.parametrize("batch_size", [1, 5, 1000])
