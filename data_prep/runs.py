@@ -7,7 +7,8 @@
 
 and, for dedup, what `dedup.documents.write_run` writes.
 
-A run holds what fits into `RUN_BYTES` of memory; a task writes as many as it needs.
+A run holds what fits into `RUN_BYTES` of memory, ids and all that is known of documents together; a task writes as many
+as it needs. Where they are cut changes no shard.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ key: its place in the order of its source. start: its first token in the run. ra
 bytes: UTF-8 of its text. at: its place in its file. unit: number of its unit in the task. tokens: with BOS and EOS.
 source: number in the config. split: number in `SPLITS`.
 """
+_DOCUMENT_BYTES = 512  # that a document takes besides its ids and facts, when they are sorted and written
 _PIECE_BYTES = 4 << 20
 _TOKENS, _MASK, _DOCUMENTS, _RUN = "tokens.bin", "mask.bin", "docs.npy", "run.json"
 
@@ -70,6 +72,11 @@ class Facts:
     unit: Array
     hashes: U64 | None = None
     bands: U64 | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all columns."""
+        return sum(column.nbytes for column in vars(self).values() if column is not None)
 
     def take(self, which: Array) -> Facts:
         """Some of the documents."""
@@ -93,6 +100,7 @@ class RunWriter:
     masked: bool = False
     runs: int = 0
     _used: int = 0
+    _facts_bytes: int = 0
     _ids: Array = field(init=False)
     _mask: Array = field(init=False)
     _lengths: list[Array] = field(default_factory=list)
@@ -117,7 +125,8 @@ class RunWriter:
         self._used += len(tokens.ids)
         self._lengths.append(np.diff(tokens.offsets))
         self._facts.append(facts)
-        if self._used * self.dtype.itemsize >= RUN_BYTES:
+        self._facts_bytes += facts.nbytes + _DOCUMENT_BYTES * len(facts.key)
+        if self._used * (self.dtype.itemsize + self.masked) + self._facts_bytes >= RUN_BYTES:
             self.flush()
 
     def flush(self) -> None:
@@ -133,7 +142,7 @@ class RunWriter:
             self._write_pieces(run / _MASK, self._mask, lengths, order, self._mask_frames())
         _write_documents(run, lengths[order] + len(self.before) + len(self.after), facts.take(order))
         self.runs += 1
-        self._used, self._lengths, self._facts, self._framed = 0, [], [], []
+        self._used, self._facts_bytes, self._lengths, self._facts, self._framed = 0, 0, [], [], []
 
     def _fit(self, more: int) -> None:
         if self._used + more > len(self._ids):

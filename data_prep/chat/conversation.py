@@ -28,6 +28,24 @@ def canonical(messages: Any, tools: Any = None) -> str:
     return orjson.dumps({"messages": messages, "tools": tools}).decode()
 
 
+def opened(line: str) -> tuple[list[dict[str, Any]], list[Any] | None]:
+    """Messages and tools of a line from `canonical`; tools that are a string are read as JSON.
+
+    Raises:
+        ConversationError: the tools are no list.
+    """
+    content = orjson.loads(line)
+    tools = content["tools"]
+    if isinstance(tools, str):
+        try:
+            tools = orjson.loads(tools)
+        except orjson.JSONDecodeError as error:
+            raise ConversationError(f"the tools are a string that is not JSON: {error}") from None
+    if tools is not None and not isinstance(tools, list):
+        raise ConversationError(f"the tools are no list, but a JSON {type(tools).__name__}")
+    return content["messages"], tools
+
+
 def plain(line: str) -> str:
     """What is said in a conversation, without any template: what a tokenizer learns from."""
     said = (message.get("content") for message in orjson.loads(line)["messages"])

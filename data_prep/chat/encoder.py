@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 from tokenizers import Tokenizer
 
-from data_prep.chat.conversation import TEMPLATE_FILE, ConversationError
-from data_prep.chat.template import BEGIN, ChatTemplate, Rendered
+from data_prep.chat.conversation import TEMPLATE_FILE, ConversationError, opened
+from data_prep.chat.template import MARKS, ChatTemplate, Rendered
 from data_prep.tokenizer.fingerprint import TOKENIZER_JSON
 from data_prep.tokenizer.load import TOKENIZER_CONFIG
 from headrace.errors import DataError
@@ -47,14 +46,11 @@ class ChatEncoder:
 
     Args:
         folder: of the tokenizer, with its chat template.
-        special: whether a message may hold a special token that is spelt out; it then becomes the token.
+        special: whether a conversation may hold a special token that is spelt out; it then becomes the token.
     """
 
     def __init__(self, folder: Path, *, special: bool) -> None:
-        try:
-            self._template = ChatTemplate(read_template(folder), _named_tokens(folder))
-        except ConversationError as error:
-            raise DataError(f"{error}\n  try: mend it, or name another tokenizer.chat_template") from None
+        self._template = compiled(read_template(folder), named_tokens(_config(folder)))
         self._tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_JSON))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -68,11 +64,13 @@ class ChatEncoder:
             everything: all of it is learnt, not only what the assistant says.
 
         Raises:
-            ConversationError: a message holds a special token, the template refuses it, or nothing of it is learnt.
+            ConversationError: a message or a tool holds a special token, the tools are no list, the template refuses
+                it, or nothing of it is learnt.
         """
-        content = orjson.loads(line)
-        self._check_texts(content["messages"])
-        rendered = self._template.render(content["messages"], tools=content["tools"])
+        messages, tools = opened(line)
+        check_texts(messages, self._forbidden, where="a message")
+        check_texts(tools, self._forbidden, where="a tool")
+        rendered = self._template.render(messages, tools=tools)
         encoding = self._tokenizer.encode(rendered.text, add_special_tokens=False)
         ids = np.array(encoding.ids, np.uint32)
         mask = np.ones(len(ids), np.uint8) if everything else _mask(encoding.offsets, rendered)
@@ -80,17 +78,36 @@ class ChatEncoder:
             raise ConversationError("the assistant says nothing")
         return Conversation(rendered.text, ids, mask)
 
-    def _check_texts(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        for text in _strings(messages):
-            found = next((token for token in (*self._forbidden, BEGIN) if token in text), None)
-            if found is not None:
-                raise ConversationError(f"a message holds {found!r}, which would become a special token")
-
 
 @cache
 def open_chat_encoder(folder: Path, *, special: bool) -> ChatEncoder:
     """A `ChatEncoder`; kept for the next task of the same process."""
     return ChatEncoder(folder, special=special)
+
+
+def check_texts(value: Any, forbidden: Sequence[str], *, where: str) -> None:
+    """Refuses messages or tools that spell out one of the `forbidden` tokens, or a sign of the template's own.
+
+    Raises:
+        ConversationError: a string in them, or a key, does.
+    """
+    for text in _strings(value):
+        if found := next((token for token in forbidden if token in text), None):
+            raise ConversationError(f"{where} holds {found!r}, which would become a special token")
+        if found := next((mark for mark in MARKS if mark in text), None):
+            raise ConversationError(f"{where} holds {found!a}, which marks what the assistant says")
+
+
+def compiled(source: str, tokens: Mapping[str, str | None]) -> ChatTemplate:
+    """A chat template that is ready to render; `tokens` as in `ChatTemplate`.
+
+    Raises:
+        DataError: it does not compile.
+    """
+    try:
+        return ChatTemplate(source, tokens)
+    except ConversationError as error:
+        raise DataError(f"{error}\n  try: mend it, or name another tokenizer.chat_template") from None
 
 
 def read_template(folder: Path) -> str:
@@ -106,9 +123,20 @@ def read_template(folder: Path) -> str:
     if isinstance(template, list):  # several, by name
         template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
     if not isinstance(template, str):
-        why = "the tokenizer has no chat template, and a source has conversations"
-        raise DataError(f'{why}\n  try: "tokenizer": {{"chat_template": "FILE.jinja"}}')
+        raise no_template()
     return template
+
+
+def no_template() -> DataError:
+    """There are conversations, and nothing says how they become text."""
+    why = "the tokenizer has no chat template, and a source has conversations"
+    return DataError(f'{why}\n  try: "tokenizer": {{"chat_template": "FILE.jinja"}}')
+
+
+def named_tokens(config: Mapping[str, Any]) -> dict[str, str | None]:
+    """What a template may name, of a tokenizer with this tokenizer_config.json."""
+    named = {name: config.get(name) for name in _NAMED}
+    return {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
 
 
 def _mask(offsets: Sequence[tuple[int, int]], rendered: Rendered) -> npt.NDArray[np.uint8]:
@@ -121,10 +149,12 @@ def _mask(offsets: Sequence[tuple[int, int]], rendered: Rendered) -> npt.NDArray
 
 
 def _strings(value: Any) -> Iterator[str]:
+    """All strings in a JSON value, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
-        for inner in value.values():
+        for key, inner in value.items():
+            yield key
             yield from _strings(inner)
     elif isinstance(value, list):
         for inner in value:
@@ -135,9 +165,3 @@ def _config(folder: Path) -> dict[str, Any]:
     path = folder / TOKENIZER_CONFIG
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return config
-
-
-def _named_tokens(folder: Path) -> dict[str, str | None]:
-    config = _config(folder)
-    named = {name: config.get(name) for name in _NAMED}
-    return {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}

@@ -8,8 +8,10 @@ what the assistant says. `strftime_now` is refused. A template without such bloc
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from jinja2 import TemplateError, nodes
@@ -19,8 +21,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from data_prep.chat.conversation import ConversationError
 
-BEGIN, END = "\ue000\ue001\ue000", "\ue000\ue002\ue000"
-"""Stand around the assistant's parts while a template is rendered: private characters that a message must not hold."""
+MARKS = BEGIN, END = "\U0010fff1", "\U0010fff2"
+"""Stand around the assistant's parts while a template is rendered: private characters that a message must not hold. One
+character each, so that none can come of what two messages hold.
+"""
+_SIGN = re.compile(f"([{BEGIN}{END}])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +37,13 @@ class Rendered:
 
 
 class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}`."""
+    """`{% generation %} ... {% endgeneration %}`. found: whether the template has any."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+    found = False
 
     def parse(self, parser: Parser) -> nodes.Node:
+        self.found = True
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         marked = [_constant(BEGIN, line), *body, _constant(END, line)]
@@ -60,11 +67,14 @@ class ChatTemplate:
 
     def __init__(self, source: str, tokens: Mapping[str, str | None]) -> None:
         self._tokens = {name: token or "" for name, token in tokens.items()}
-        self._marks = "generation %}" in source.replace("-%}", "%}")
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
-        except TemplateError as error:
-            raise ConversationError(f"the chat template does not compile: {error}") from None
+            self._template = environment.from_string(source)
+        except Exception as error:  # a `break` outside a loop is Python's SyntaxError
+            raise ConversationError(f"the chat template does not compile: {_words(error)}") from None
+        generation = environment.extensions[_Generation.identifier]
+        assert isinstance(generation, _Generation)
+        self._marks = generation.found
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None) -> Rendered:
         """The text of a conversation.
@@ -85,12 +95,14 @@ class ChatTemplate:
     ) -> str:
         try:
             return self._template.render(messages=messages, tools=tools, add_generation_prompt=prompt, **self._tokens)
-        except (TemplateError, TypeError, KeyError, AttributeError) as error:
-            raise ConversationError(str(error) or type(error).__name__) from None
+        except Exception as error:  # whatever a template's expressions raise
+            raise ConversationError(_words(error)) from None
 
     def _turn_by_turn(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None) -> Rendered:
         """What a turn of the assistant adds to the text before it, with the prompt that asks for it."""
         whole = self._render(messages, tools)
+        if _SIGN.search(whole):
+            raise ConversationError("the text holds a sign for what the assistant says, and the template sets none")
         spans = []
         for i, message in enumerate(messages):
             if message.get("role") != "assistant":
@@ -105,19 +117,24 @@ class ChatTemplate:
 
 
 def _unmarked(text: str) -> Rendered:
-    """Takes the signs out, and returns where they were."""
-    parts: list[str] = []
-    spans: list[tuple[int, int]] = []
-    length = 0
-    head, *rest = text.split(BEGIN)
-    parts.append(head)
-    length += len(head)
-    for piece in rest:
-        said, _, others = piece.partition(END)
-        spans.append((length, length + len(said)))
-        parts += (said, others)
-        length += len(said) + len(others)
-    return Rendered("".join(parts), tuple(spans))
+    """Takes the signs out, and returns where they were.
+
+    Raises:
+        ConversationError: they do not come in pairs.
+    """
+    pieces = _SIGN.split(text)  # text and sign by turns
+    texts, signs = pieces[::2], pieces[1::2]
+    if signs != [BEGIN, END] * (len(signs) // 2):
+        raise ConversationError("a {% generation %} block of the chat template holds another, or is left half-way")
+    places = list(accumulate(map(len, texts)))[:-1]
+    return Rendered("".join(texts), tuple(zip(places[::2], places[1::2], strict=True)))
+
+
+def _words(error: Exception) -> str:
+    said = str(error)
+    if isinstance(error, TemplateError) and said:  # often the template's own words
+        return said
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -6,7 +6,9 @@ of the input. Everything is a `table`, and memory is that of a range.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,16 +22,77 @@ from data_prep.dedup.table import Numbers, Range, join_pieces, of_run, ranges, r
 from data_prep.tasks.base import Counts, DirectoryTask, Report
 
 _TABLE, _WITHIN, _ACROSS = "lines", "within.bin", "across.bin"
+_HELD = 1 << 20  # lines in memory at once, of 50 bytes or so
 
 
-def write_lines(directory: Path, hashes: Sequence[NDArray[np.uint64]]) -> int:
-    """Writes the lines of a map task's documents, `line_hashes` of each in order; returns how many can be compared."""
-    joined = np.concatenate([np.empty(0, dtype=np.uint64), *hashes])
-    items = np.flatnonzero(joined != EXEMPT).astype(np.uint32)
-    order = np.argsort(joined[items], kind="stable")
-    np.save(directory / f"{_TABLE}.hashes.npy", joined[items][order][None, None])
-    np.save(directory / f"{_TABLE}.items.npy", items[order][None])
+def write_lines(directory: Path, hashes: Iterable[NDArray[np.uint64]]) -> int:
+    """Writes the lines of a map task's documents; returns how many can be compared.
+
+    Memory is that of `_HELD` lines, however many there are.
+
+    Args:
+        hashes: `line_hashes` of one document after the other, of several at once.
+    """
+    scratch = directory / "sorted"
+    scratch.mkdir()
+    total, parts = 0, list[Path]()
+    for first, held in _held(hashes):
+        parts.append(scratch / f"{len(parts):05d}")
+        total += _write_part(parts[-1], held, first)
+    if len(parts) == 1:
+        for file in parts[0].iterdir():
+            file.rename(directory / file.name)
+    else:
+        _merge(parts, directory, total)
+    shutil.rmtree(scratch)
+    return total
+
+
+def _held(hashes: Iterable[NDArray[np.uint64]]) -> Iterator[tuple[int, NDArray[np.uint64]]]:
+    """The same by about `_HELD` lines, each time with the number of the first."""
+    first, held, count = 0, list[NDArray[np.uint64]](), 0
+    for some in hashes:
+        held.append(some)
+        count += len(some)
+        if count >= _HELD:
+            yield first, np.concatenate(held)
+            first, held, count = first + count, [], 0
+    if held:
+        yield first, np.concatenate(held)
+
+
+def _write_part(directory: Path, lines: NDArray[np.uint64], first: int) -> int:
+    """Writes the table of some neighbouring lines, of which `first` is the first; returns how many can be compared."""
+    assert first + len(lines) <= 1 << 32
+    items = np.flatnonzero(lines != EXEMPT)
+    items = items[np.argsort(lines[items], kind="stable")]
+    directory.mkdir()
+    np.save(directory / f"{_TABLE}.hashes.npy", lines[items][None, None])
+    np.save(directory / f"{_TABLE}.items.npy", (items + first).astype(np.uint32)[None])
     return len(items)
+
+
+def _merge(parts: Sequence[Path], directory: Path, total: int) -> None:
+    """Makes one table of those of neighbouring parts, a range of hashes at a time."""
+    cuts = max(1, -(-total // _HELD))
+    with (
+        _open_array(directory / f"{_TABLE}.hashes.npy", np.dtype("<u8"), (1, 1, total)) as hashes,
+        _open_array(directory / f"{_TABLE}.items.npy", np.dtype("<u4"), (1, total)) as items,
+    ):
+        for cut in range(cuts if parts else 0):
+            within = Range(cut, cuts)
+            piece = join_pieces([read_piece(0, part, _TABLE, row=0, within=within) for part in parts])
+            hashes.write(piece.hashes.astype("<u8", copy=False).tobytes())
+            items.write(piece.numbers.astype("<u4").tobytes())
+
+
+@contextmanager
+def _open_array(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Iterator[BinaryIO]:
+    """A file for `np.load`, for the elements to be written to in order."""
+    with path.open("wb") as file:
+        header = {"descr": dtype.str, "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(file, header)
+        yield file
 
 
 @dataclass(frozen=True)

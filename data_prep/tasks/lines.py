@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from data_prep.config import CorpusConfig
 from data_prep.dedup.line_tasks import DroppedLines, write_lines
 from data_prep.dedup.lines import line_hashes, remove_lines
@@ -37,9 +39,9 @@ class HashLinesTask(DirectoryTask):
     def _work(self, scratch: Path, report: Report) -> dict[str, Any]:
         section = lines_of(self.config)
         with TextStream(self.units, self.config, report, directory=None) as stream:
-            batches = (batch for batch in stream.batches() if not batch.conversations)
-            hashes = [line_hashes(text, section=section) for batch in batches for text in batch.texts]
-        return {"lines": write_lines(scratch, hashes)}
+            batches = (batch.texts for batch in stream.batches() if not batch.conversations)
+            hashes = (np.concatenate([line_hashes(text, section=section) for text in texts]) for texts in batches)
+            return {"lines": write_lines(scratch, hashes)}
 
 
 class LineRemover:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.directory import sha256_of_file
 from headrace.errors import ConfigError
 
+_TEMPLATES = ("chat_template*", "additional_chat_templates/*")
 _FILES = (
     "config.json",
     "tokenizer*",
@@ -16,6 +18,7 @@ _FILES = (
     "vocab.*",
     "merges.txt",
     "*.model",
+    *_TEMPLATES,
 )
 
 
@@ -29,20 +32,25 @@ def check_path(path: str) -> None:
     remedy = "a folder with tokenizer.json, or a sentencepiece .model file, on this machine"
     if not here.exists():
         raise ConfigError("tokenizer.path", path, why="there is no such file or folder", remedy=remedy)
-    if here.is_dir() and not any(f.name != "config.json" for f in _files(here)):
+    if here.is_dir() and not _files(here) - _matching(here, ("config.json", *_TEMPLATES)):
         raise ConfigError("tokenizer.path", path, why="the folder holds no tokenizer", remedy=remedy)
     if here.is_file() and here.suffix != ".model":
         raise ConfigError("tokenizer.path", path, why="a file, but no .model file", remedy=remedy)
 
 
 def content_fingerprint(path: str) -> str:
-    """SHA-256 of the tokenizer's files; model weights beside them do not enter."""
+    """SHA-256 of the tokenizer's files and chat templates; model weights beside them do not enter."""
     here = Path(path)
     digest = hashlib.sha256()
-    for file in _files(here) if here.is_dir() else [here]:
-        digest.update(f"{file.name}\0{sha256_of_file(file)}\n".encode())
+    for file in sorted(_files(here)) if here.is_dir() else [here]:
+        name = file.relative_to(here).as_posix() if file != here else file.name
+        digest.update(f"{name}\0{sha256_of_file(file)}\n".encode())
     return digest.hexdigest()
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted({file for pattern in _FILES for file in folder.glob(pattern) if file.is_file()})
+def _files(folder: Path) -> set[Path]:
+    return _matching(folder, _FILES)
+
+
+def _matching(folder: Path, patterns: Sequence[str]) -> set[Path]:
+    return {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
