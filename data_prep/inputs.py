@@ -26,7 +26,6 @@ _TEXT_SUFFIXES = """
 """.split()  # noqa: SIM905 - a list of words, not of lines
 _TEXT = (*(f"*.{suffix}" for suffix in _TEXT_SUFFIXES), "README*", "LICENSE*", "Makefile", "Dockerfile")
 _DEFAULTS: dict[SourceType, tuple[str, ...]] = {"text": _TEXT, "jsonl": _JSONL, "parquet": ("*.parquet",)}
-_SKIPPED_DIRECTORIES = {"__pycache__", "node_modules"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +39,14 @@ class InputFile:
     path: str
     bytes: int
     version: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A file, and whether a path or its pattern names it itself, rather than a directory that it lies in."""
+
+    file: InputFile
+    named: bool
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,7 @@ def resolve(source: Source, *, at: str, without: Iterable[Path] = ()) -> Resolve
     Args:
         source: a source with paths.
         at: its place in the config, for messages.
-        without: directories that are not descended into: the output lies in one of them.
+        without: directories that are never read: the output is one of them.
 
     Raises:
         ConfigError: a path that names nothing, or files whose type cannot be told.
@@ -76,7 +83,7 @@ def resolve(source: Source, *, at: str, without: Iterable[Path] = ()) -> Resolve
         many = len(source.paths) > 1
         for file in files:
             named = replace(file, name=f"{path}/{file.name}") if many else file
-            found.setdefault(file.path, named)
+            found.setdefault(_key(file.path), named)
     if len(kinds) > 1:
         raise _cannot_tell(at, ", ".join(sorted(kinds)))
     return ResolvedSource(source.label, kinds.pop(), sorted(found.values(), key=lambda f: f.name))
@@ -91,6 +98,11 @@ def listing_fingerprint(sources: Iterable[ResolvedSource]) -> str:
     return digest.hexdigest()
 
 
+def _key(path: str) -> str:
+    """By which a file is known that several paths name."""
+    return path if storage.is_remote(path) else os.path.abspath(path)  # noqa: PTH100 - must not follow links
+
+
 def _expand(path: str, source: Source, at: str, hidden: set[str]) -> tuple[SourceType, list[InputFile]]:
     """The type of one path, and all files it names."""
     if _is_saved_dataset(path, source):
@@ -99,10 +111,9 @@ def _expand(path: str, source: Source, at: str, hidden: set[str]) -> tuple[Sourc
     if not found:
         remedy = f"check the path; it is relative to the directory you are in ({Path.cwd()})"
         raise ConfigError(f"{at}.path", path, why="there is no such file, or nothing in it", remedy=remedy)
-    names = [file.name for file in found]
+    names = [entry.file.name for entry in found]
     kind = source.type or _infer(names, source, at)
-    patterns = source.include or (list(_DEFAULTS[kind]) if _is_folder(path, found) else ["*"])
-    chosen = [f for f in found if _matches(f.name, patterns) and not _matches(f.name, source.exclude)]
+    chosen = _chosen(path, found, source, kind, at)
     if not chosen:
         why = f"none of its {len(found)} files is chosen as {kind}: {_census(names)}"
         remedy = 'list what to read in "include", e.g. ["*.txt"], or set "type"'
@@ -110,26 +121,70 @@ def _expand(path: str, source: Source, at: str, hidden: set[str]) -> tuple[Sourc
     return kind, chosen
 
 
+def _chosen(path: str, found: list[_Found], source: Source, kind: SourceType, at: str) -> list[InputFile]:
+    """What `include` and `exclude` leave; without `include`, the usual names of the type, and what is named itself.
+
+    Raises:
+        ConfigError: the type was told from the names, and a pattern that says more than `*` matches others, too.
+    """
+    left = [entry for entry in found if not _matches(entry.file.name, source.exclude)]
+    if source.include:
+        return [entry.file for entry in left if _matches(entry.file.name, source.include)]
+    usual = _DEFAULTS.get(kind, ("*.arrow",))
+    if source.type is not None:
+        return [entry.file for entry in left if entry.named or _matches(entry.file.name, usual)]
+    odd = [entry.file.name for entry in left if entry.named and not _matches(entry.file.name, usual)]
+    if odd and path.rsplit("/", 1)[-1].strip("*"):
+        why = f"the pattern also matches {len(odd)} files that are not {kind} by their names: {', '.join(odd[:5])}"
+        remedy = f'a narrower pattern, "exclude", or "type": "{kind}" if they are of it'
+        raise ConfigError(f"{at}.path", path, why=why, remedy=remedy)
+    return [entry.file for entry in left if _matches(entry.file.name, usual)]
+
+
 def _is_saved_dataset(path: str, source: Source) -> bool:
     local = not storage.is_remote(path) and Path(path).is_dir()
     return local and (source.type == "datasets" or (source.type is None and saved.is_saved(path)))
 
 
-def _listed(path: str, hidden: set[str]) -> list[InputFile]:
-    """Everything below a folder, or what a pattern matches, or the file itself."""
+def _listed(path: str, hidden: set[str]) -> list[_Found]:
+    """Everything below a folder, or the file itself, or what a pattern matches and what is below that."""
     if storage.is_remote(path):
-        return [InputFile(name, file, stat.bytes, stat.version) for name, file, stat in storage.listing(path)]
+        listed = storage.listing(path)
+        return [_Found(InputFile(e.name, e.url, e.stat.bytes, e.stat.version), e.named) for e in listed]
     if Path(path).is_dir():
-        return [_local(name, file) for name, file in _walk(path, hidden)]
-    files = [path] if Path(path).is_file() else sorted(glob.glob(path, recursive=True))  # noqa: PTH207 - may be absolute
-    root = os.path.dirname(path if files == [path] else path.split("*", maxsplit=1)[0])  # noqa: PTH120 - of a pattern
-    return [_local(os.path.relpath(file, root or "."), file) for file in files if Path(file).is_file()]
+        return [_Found(_local(name, file), named=False) for name, file in _walk(path, hidden)]
+    if Path(path).is_file():
+        return [_Found(_local(Path(path).name, path), named=True)]
+    return _globbed(path, hidden)
 
 
-def _is_folder(path: str, found: list[InputFile]) -> bool:
-    if not storage.is_remote(path):
-        return Path(path).is_dir()
-    return not any(sign in path for sign in "*?[") and [file.path for file in found] != [path]
+def _globbed(pattern: str, hidden: set[str]) -> list[_Found]:
+    """What a pattern matches. Folders at its front that exist by their very names are no patterns."""
+    root = pattern
+    while root and not Path(root).is_dir():
+        root = os.path.dirname(root)  # noqa: PTH120 - keeps the path as it is written
+    found: dict[str, _Found] = {}
+    hits = glob.glob(glob.escape(root) + pattern[len(root) :], recursive=True)  # noqa: PTH207 - may be absolute
+    last = None
+    for folder in sorted(f"{hit.rstrip('/')}/" for hit in hits):
+        hit = folder[:-1]
+        name = os.path.relpath(hit, root or ".")
+        if _is_hidden(hit, hidden) or storage.SKIPPED_FOLDERS.intersection(name.split("/")) - set(pattern.split("/")):
+            continue
+        if Path(hit).is_file():
+            found[name] = _Found(_local(name, hit), named=True)
+        elif Path(hit).is_dir() and not (last and folder.startswith(last)):
+            last = folder
+            for inner, file in _walk(hit, hidden):
+                below = os.path.normpath(f"{name}/{inner}")
+                found.setdefault(below, _Found(_local(below, file), named=False))
+    return list(found.values())
+
+
+def _is_hidden(path: str, hidden: set[str]) -> bool:
+    """Whether it is one of the hidden folders, or in one."""
+    absolute = f"{os.path.abspath(path)}/"  # noqa: PTH100 - must not follow links
+    return any(absolute.startswith(f"{folder}/") for folder in hidden)
 
 
 def _local(name: str, file: str) -> InputFile:
@@ -138,11 +193,13 @@ def _local(name: str, file: str) -> InputFile:
 
 
 def _walk(root: str, hidden: set[str]) -> Iterator[tuple[str, str]]:
+    if _is_hidden(root, hidden):
+        return
     for here, directories, files in os.walk(root, onerror=_raise):
         directories[:] = [
             d
             for d in directories
-            if d[0] != "." and d not in _SKIPPED_DIRECTORIES and os.path.abspath(f"{here}/{d}") not in hidden  # noqa: PTH100
+            if d[0] != "." and d not in storage.SKIPPED_FOLDERS and os.path.abspath(f"{here}/{d}") not in hidden  # noqa: PTH100
         ]
         for file in files:
             path = f"{here}/{file}"

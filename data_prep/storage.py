@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import io
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from headrace.errors import DataError
+from headrace.errors import DataError, HeadraceError
 
+SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules"})
+"""Of a corpus, read no more than hidden ones are."""
+_SIGN = re.compile(r"[*?\[]")  # that a path with it may be a pattern
 _BLOCK_BYTES = 8 << 20  # of a remote file, per request
-
-
 _MARKS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified")
 """By which the kinds of storage tell one content of a file from another."""
 
@@ -35,6 +39,24 @@ class Stat:
         return self.bytes != before.bytes or (marks[0] == marks[1] and self.version != before.version)
 
 
+class StorageError(DataError):
+    """A remote file that cannot be opened or read, in the words of its storage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A remote file of a listing.
+
+    name: relative to what was listed; url, stat: of the file; named: by the address or its pattern itself, not found in
+    a folder.
+    """
+
+    name: str
+    url: str
+    stat: Stat
+    named: bool
+
+
 def is_remote(path: str) -> bool:
     """Whether a path is a URL."""
     return "://" in path
@@ -49,41 +71,101 @@ def stat(path: str) -> Stat:
     if not is_remote(path):
         found = os.stat(path)  # noqa: PTH116 - called for a million files
         return Stat(found.st_size, f"mtime={found.st_mtime_ns}")
-    filesystem, inner = _filesystem(path)
-    return _stat(filesystem.info(inner))
+    with _told(path):
+        filesystem, inner = _filesystem(path)
+        return _stat(filesystem.info(inner))
 
 
 def open_raw(path: str) -> BinaryIO:
-    """Opens a file for reading, unbuffered where it is local; it can seek."""
-    if not is_remote(path):
-        return cast(BinaryIO, io.FileIO(path))
-    filesystem, inner = _filesystem(path)
-    return cast(BinaryIO, filesystem.open(inner, "rb", block_size=_BLOCK_BYTES))
-
-
-def listing(path: str) -> list[tuple[str, str, Stat]]:
-    """All files that a URL names: itself, everything below it, or what its pattern matches.
-
-    Returns:
-        (name, URL, state) of each, sorted by name. Hidden files and folders are left out.
+    """Opens a file for reading, unbuffered where it is local; it can seek.
 
     Raises:
-        DataError: the place cannot be reached, or the package for it is missing.
+        OSError: of a local file. StorageError: whatever goes wrong with a remote one, now or when it is read.
     """
-    try:
+    if not is_remote(path):
+        return cast(BinaryIO, io.FileIO(path))
+    with _told(path, missing=True):
         filesystem, inner = _filesystem(path)
-        if any(sign in inner for sign in "*?["):
-            found = filesystem.glob(inner, detail=True)
-            root = inner.split("*", 1)[0].rsplit("/", 1)[0]
+        return cast(BinaryIO, _Remote(filesystem.open(inner, "rb", block_size=_BLOCK_BYTES), path))
+
+
+class _Remote(io.RawIOBase):
+    """A remote file whose storage's own kinds of errors are told as a `StorageError`."""
+
+    def __init__(self, file: Any, url: str) -> None:
+        self._file, self._url = file, url
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return int(self._file.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._file.tell())
+
+    def read(self, size: int = -1) -> bytes:
+        with _told(self._url, missing=True):
+            return cast(bytes, self._file.read(size))
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        with _told(self._url, missing=True):
+            return int(self._file.readinto(buffer))
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def listing(path: str) -> list[Listed]:
+    """All files that a URL names: itself, everything below it, or what its pattern matches and what is below that.
+
+    A file or folder of the very name comes first: `data[1].jsonl` is a pattern only where there is none.
+
+    Returns:
+        the files, sorted by name. Hidden files and folders are left out, and `SKIPPED_FOLDERS`.
+
+    Raises:
+        StorageError: the place cannot be reached. DataError: the package for it is missing.
+    """
+    with _told(path, missing=True):
+        filesystem, inner = _filesystem(path)
+        if _SIGN.search(inner) and not _is_there(filesystem, inner):
+            root = inner[: _SIGN.search(inner).start()].rpartition("/")[0]  # type: ignore[union-attr]
+            named, inside = _matching(filesystem, inner)
         else:
             found = filesystem.find(inner, detail=True)
-            root = inner.rstrip("/") if list(found) != [inner] else inner.rsplit("/", 1)[0]
-    except Exception as error:  # each protocol has its own kinds
-        words = f"{path} cannot be listed: {type(error).__name__}: {error}"
-        raise DataError(f"{words}\n  try: check the address, the network and the credentials") from None
-    files = [(name[len(root) :].lstrip("/"), name, _stat(info)) for name, info in found.items() if _is_file(info)]
-    shown = [(n, filesystem.unstrip_protocol(f), stat) for n, f, stat in files if not _hidden(n)]
-    return sorted(shown, key=lambda entry: entry[0])
+            itself = list(found) == [inner]
+            root = inner.rpartition("/")[0] if itself else inner.rstrip("/")
+            named, inside = (found, {}) if itself else ({}, found)
+        listed = [
+            Listed(name[len(root) :].lstrip("/"), filesystem.unstrip_protocol(name), _stat(info), name in named)
+            for name, info in (inside | named).items()
+            if _is_file(info)
+        ]
+    return sorted((entry for entry in listed if not _hidden(entry.name)), key=lambda entry: entry.name)
+
+
+def _matching(filesystem: Any, pattern: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a pattern matches, and what is in the folders that it matches."""
+    named = filesystem.glob(pattern, detail=True)
+    inside: dict[str, Any] = {}
+    last = None
+    for folder in sorted(f"{name}/" for name, info in named.items() if not _is_file(info)):
+        if last is None or not folder.startswith(last):
+            last = folder
+            inside |= filesystem.find(folder.rstrip("/"), detail=True)
+    return named, inside
+
+
+def _is_there(filesystem: Any, name: str) -> bool:
+    try:
+        return bool(filesystem.exists(name))
+    except Exception:  # a name that a storage refuses, such as a bucket with a star in it, is none
+        return False
 
 
 def parquet_source(path: str) -> Any:
@@ -101,7 +183,26 @@ def _is_file(info: dict[str, Any]) -> bool:
 
 
 def _hidden(name: str) -> bool:
-    return any(part.startswith(".") for part in Path(name).parts)
+    return any(part.startswith(".") or part in SKIPPED_FOLDERS for part in Path(name).parts)
+
+
+@contextmanager
+def _told(path: str, *, missing: bool = False) -> Iterator[None]:
+    """Turns what a storage raises, of which each has its own kinds, into a `StorageError`.
+
+    Args:
+        missing: also a `FileNotFoundError`.
+    """
+    try:
+        yield
+    except HeadraceError:
+        raise
+    except Exception as error:
+        if isinstance(error, FileNotFoundError) and not missing:
+            raise
+        words = f"{path} cannot be read: {type(error).__name__}: {error}"
+        remedy = "check the address, the network and the credentials, then run again"
+        raise StorageError(f"{words}\n  try: {remedy}") from None
 
 
 @cache

@@ -21,6 +21,8 @@ from data_prep.tokenizer.files import check_path, content_fingerprint
 from headrace.directory import sha256_of_file
 from headrace.errors import ConfigError, DataError
 
+_SHOWN = 5  # damaged files in a message
+
 
 def resolve_all(config: CorpusConfig, *, without: Iterable[Path]) -> list[ResolvedSource | None]:
     """The files of every source; None for a builder, whose files are not there yet.
@@ -93,16 +95,18 @@ def check_documents(units: Iterable[Unit], config: CorpusConfig) -> None:
     sources = {source.label: source for source in config.sources}
     found: Counter[str] = Counter()
     bad = BadCount(config)
+    damaged: list[str] = []
     for unit in units:
         for record in read_unit(unit, wanted_of(sources[unit.source])):
             if isinstance(record, Bad):
                 bad.add(record)
                 bad.check()
+                if record.reason == DAMAGED_FILE:
+                    damaged.append(f"  {record.source}: {record.place()}: {record.detail}")
             elif _count(record, found, config):
                 return
     if not found:
-        why = f"the corpus has no documents with text in them ({bad.records} unreadable records)"
-        raise DataError(f"{why}\n  try: look at the paths and the text_field of the sources")
+        raise _no_documents(bad.records, damaged)
     raise_empty(found, config)
 
 
@@ -137,6 +141,14 @@ def _count(batch: Batch, found: Counter[str], config: CorpusConfig) -> bool:
         heldout = below(hashes, share=config.heldout_fraction, seed=config.seed, purpose=HELDOUT)
         found += Counter({"heldout": int(heldout.sum()), "train": int((~heldout).sum())})
     return all(found[split] for split in SPLITS)
+
+
+def _no_documents(unreadable: int, damaged: list[str]) -> DataError:
+    why = f"the corpus has no documents with text in them ({unreadable} unreadable records)"
+    if not damaged:
+        return DataError(f"{why}\n  try: look at the paths and the text_field of the sources")
+    shown = damaged[:_SHOWN] + ([f"  ... and {len(damaged) - _SHOWN} more"] if len(damaged) > _SHOWN else [])
+    return DataError("\n".join([f"{why}, and files of it are damaged:", *shown, "  try: mend or replace them"]))
 
 
 def _damaged(source: ResolvedSource, given: Source, *, at: str) -> list[Bad]:

@@ -18,7 +18,8 @@ def check_schema(schema: Any, *, path: str, at: str, wanted: Wanted) -> None:
     Raises:
         ConfigError: a column is missing, or the text column holds no strings.
     """
-    for key, column in (("text_field", wanted.text), ("id_field", wanted.id)):
+    text = "messages_field" if wanted.conversation else "text_field"
+    for key, column in ((text, wanted.text), ("id_field", wanted.id), ("tools_field", wanted.tools)):
         if column is not None and column not in schema.names:
             raise ConfigError(f"{at}.{key}", column, why=f"{path} has no such column", remedy=", ".join(schema.names))
     kind = schema.field(wanted.text).type
@@ -36,9 +37,10 @@ def check_schema(schema: Any, *, path: str, at: str, wanted: Wanted) -> None:
 
 def batches(batch: Any, *, first_row: int, source: str, file: str, wanted: Wanted) -> Iterator[Batch | Bad]:
     """Yields the rows of a record batch, whose first row is row `first_row` of the file."""
-    extra = {name: batch.column(name).to_pylist() for name in wanted.extra if name in batch.schema.names}
+    extra = {name: _cells(batch.column(name)) for name in wanted.extra if name in batch.schema.names}
+    texts = _conversations(batch, wanted) if wanted.conversation else _cells(batch.column(wanted.text))
     made = Batch()
-    for i, text in enumerate(_conversations(batch, wanted) if wanted.conversation else _texts(batch, wanted)):
+    for i, text in enumerate(texts):
         refused = _refused(text, i, extra, wanted)
         if refused is not None:
             if made.texts:
@@ -55,42 +57,48 @@ def batches(batch: Any, *, first_row: int, source: str, file: str, wanted: Wante
         yield made
 
 
-def _texts(batch: Any, wanted: Wanted) -> list[Any]:
-    """Strings, None for null, and the error of what is not UTF-8."""
-    column = batch.column(wanted.text)
+def _cells(column: Any) -> list[Any]:
+    """Values, None for null, and the error of what is not UTF-8."""
     try:
-        texts: list[Any] = column.to_pylist()
+        cells: list[Any] = column.to_pylist()
     except UnicodeDecodeError:
-        texts = [_text(cell) for cell in column]
-    return texts
+        cells = [_cell(cell) for cell in column]
+    return cells
 
 
-def _conversations(batch: Any, wanted: Wanted) -> list[Any]:
-    """Conversations as lines of JSON, and the error of what is none."""
-    tools = batch.column(wanted.tools).to_pylist() if wanted.tools in batch.schema.names else [None] * batch.num_rows
-    return [_conversation(*cells) for cells in zip(batch.column(wanted.text).to_pylist(), tools, strict=True)]
-
-
-def _conversation(messages: Any, tools: Any) -> Any:
-    try:
-        return canonical(messages, tools)
-    except (ConversationError, TypeError) as error:
-        return error
-
-
-def _text(cell: Any) -> Any:
+def _cell(cell: Any) -> Any:
     try:
         return cell.as_py()
     except UnicodeDecodeError as error:
         return error
 
 
+def _conversations(batch: Any, wanted: Wanted) -> list[Any]:
+    """Conversations as lines of JSON, and the error of what is none."""
+    tools = [None] * batch.num_rows if wanted.tools is None else _cells(batch.column(wanted.tools))
+    return [_conversation(*cells) for cells in zip(_cells(batch.column(wanted.text)), tools, strict=True)]
+
+
+def _conversation(messages: Any, tools: Any) -> Any:
+    for cell in (messages, tools):
+        if isinstance(cell, UnicodeDecodeError):
+            return cell
+    try:
+        return canonical(messages, tools)
+    except (ConversationError, TypeError) as error:
+        return error
+
+
 def _refused(text: Any, row: int, extra: dict[str, list[Any]], wanted: Wanted) -> tuple[str, str] | None:
     """Reason and detail of a row that is not taken."""
-    if wanted.conversation and not isinstance(text, str):
-        return "not a conversation", str(text)
     if isinstance(text, UnicodeDecodeError):
         return "not UTF-8", str(text)
+    if extra:  # of every row, and most sources have none
+        for name, column in extra.items():
+            if isinstance(column[row], UnicodeDecodeError):
+                return "not UTF-8", f"'{name}': {column[row]}"
+    if wanted.conversation and not isinstance(text, str):
+        return "not a conversation", str(text)
     if text is None:
         return "text is not a string", f"'{wanted.text}' is null"
     if wanted.id is not None and extra[wanted.id][row] is None:

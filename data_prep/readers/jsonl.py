@@ -126,12 +126,14 @@ def _lines(path: str, start: int, end: int | None, digest: Digest) -> Iterator[t
                         return
                     yield position + first, _without_mark(view[first:stop], position + first)
                 skip_first, first = False, stop + 1
+            if skip_first:
+                first = filled  # of a line of another range nothing is kept
             held = filled - first
             buffer = _carry(buffer, first, filled)
             position += first
-            if end is not None and position >= end and not skip_first:
+            if end is not None and position >= end:
                 return
-        if held and not skip_first and (end is None or position < end):
+        if held and (end is None or position < end):
             yield position, _without_mark(memoryview(buffer)[:held], position)
 
 
@@ -143,12 +145,13 @@ def _fill(stream: io.RawIOBase, buffer: bytearray, held: int) -> int:
 def _carry(buffer: bytearray, first: int, filled: int) -> bytearray:
     """The buffer with its unfinished line at the front, and room for a chunk behind it."""
     left = filled - first
-    if left + _CHUNK_BYTES <= len(buffer) and left <= first:
+    if left + _CHUNK_BYTES > len(buffer):  # by doubling: a line of n bytes is copied n bytes in all, not n^2
+        grown = bytearray(2 * len(buffer))
+        grown[:left] = memoryview(buffer)[first:filled]
+        return grown
+    if first:
         buffer[:left] = buffer[first:filled]
-        return buffer
-    grown = bytearray(max(len(buffer), 2 * (left + _CHUNK_BYTES)))
-    grown[:left] = memoryview(buffer)[first:filled]
-    return grown
+    return buffer
 
 
 def _without_mark(line: memoryview, offset: int) -> memoryview:

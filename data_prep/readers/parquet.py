@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from data_prep import storage
 from data_prep.readers import columns
 from data_prep.readers.bytesource import DamagedFileError
-from data_prep.readers.records import Bad, Batch, Wanted
+from data_prep.readers.records import DAMAGED_FILE, Bad, Batch, Wanted
 
 _ROWS = 1024
 
@@ -40,16 +40,31 @@ def read(
 ) -> Iterator[Batch | Bad]:
     """Yields the rows of row groups [first_group, end_group).
 
+    A row group that cannot be decoded from some page on ends with a `Bad` of the reason `DAMAGED_FILE`, and the next
+    one follows. Each is read by itself, so nothing depends on how the groups are cut into units.
+
     Raises:
-        DamagedFileError: the file cannot be decoded from some row group on; the rows before have been yielded.
+        DamagedFileError: no readable footer.
     """
     table = _open(path)
-    row = sum(table.metadata.row_group(i).num_rows for i in range(first_group))
     names = [name for name in wanted.columns if name in table.schema_arrow.names]
-    rows = table.iter_batches(_ROWS, row_groups=range(first_group, end_group), columns=names, use_threads=False)
-    while (batch := _next(rows)) is not None:
-        yield from columns.batches(batch, first_row=row, source=source, file=file, wanted=wanted)
-        row += batch.num_rows
+    row = sum(table.metadata.row_group(i).num_rows for i in range(first_group))
+    for group in range(first_group, end_group):
+        at = row
+        try:
+            for batch in _batches(table, group, names):
+                yield from columns.batches(batch, first_row=at, source=source, file=file, wanted=wanted)
+                at += batch.num_rows
+        except DamagedFileError as error:
+            yield Bad(source, file, "row group", group, DAMAGED_FILE, str(error))
+        row += table.metadata.row_group(group).num_rows
+
+
+def _batches(table: Any, group: int, names: list[str]) -> Iterator[Any]:
+    try:
+        yield from table.iter_batches(_ROWS, row_groups=[group], columns=names, use_threads=False)
+    except (pa.ArrowException, OSError) as error:
+        raise DamagedFileError(_first_line(error)) from None
 
 
 def _open(path: str) -> Any:
@@ -58,13 +73,6 @@ def _open(path: str) -> Any:
     except (pa.ArrowInvalid, OSError) as error:
         if isinstance(error, FileNotFoundError | PermissionError):
             raise
-        raise DamagedFileError(_first_line(error)) from None
-
-
-def _next(batches: Iterator[Any]) -> Any:
-    try:
-        return next(batches, None)
-    except (pa.ArrowException, OSError) as error:
         raise DamagedFileError(_first_line(error)) from None
 
 

@@ -75,7 +75,7 @@ class Wanted:
 class Bad:
     """A record (or a whole file) that was not readable.
 
-    at: the line (counted from 1) or row (from 0), or None for the whole file. unit: what `at` counts.
+    at: the line (counted from 1), row or row group (from 0), or None for the whole file. unit: what `at` counts.
     """
 
     source: str
@@ -97,4 +97,4 @@ class Bad:
 
 
 DAMAGED_FILE = "damaged file"
-"""The reason of a `Bad` that stands for the rest of a file: counted against `max_bad_files`."""
+"""The reason of a `Bad` that stands for the rest of a file or of a row group: counted against `max_bad_files`."""

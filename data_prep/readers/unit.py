@@ -30,20 +30,24 @@ def digest_of(unit: Unit) -> Digest:
 def read_unit(unit: Unit, wanted: Wanted, digest: Digest | None = None) -> Iterator[Batch | Bad]:
     """Yields the documents of a unit, and what was not readable.
 
-    A damaged file ends with a `Bad` of the reason `DAMAGED_FILE`; what was read before the damage stands.
+    A damaged file, or row group of a parquet file, ends with a `Bad` of the reason `DAMAGED_FILE`; what was read before
+    the damage stands.
 
     Args:
         digest: of the unit; is shown the bytes that are read.
 
     Raises:
-        DataError: the file is not the one that was planned: it is gone, or has changed.
+        DataError: the file is not the one that was planned: it is gone, or has changed; or its storage fails.
     """
     _check_same(unit)
     try:
         yield from _batches(unit, wanted, digest or digest_of(unit))
     except DamagedFileError as error:
         yield Bad(unit.source, unit.file, "file", None, DAMAGED_FILE, str(error))
-    except OSError:  # a remote file that was replaced refuses to be read on, in its storage's words
+    except (
+        OSError,
+        storage.StorageError,
+    ):  # a remote file that was replaced refuses to be read on, in its storage's words
         _check_same(unit)
         raise
     _check_same(unit)

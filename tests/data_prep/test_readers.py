@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +20,7 @@ from hypothesis import strategies as st
 from data_prep.config import Source
 from data_prep.inputs import resolve
 from data_prep.plan import Unit, group, units
+from data_prep.readers import bytesource, parquet
 from data_prep.readers.records import Bad, Batch
 from data_prep.readers.unit import digest_of, name_of, read_unit, wanted_of
 from headrace.errors import ConfigError, DataError
@@ -124,6 +127,156 @@ def test_a_truncated_file_is_a_damaged_file_wherever_it_is_cut(work: Path, name:
         documents, bad = read(Source(path=name, type="text" if ".txt" in name else None))
         assert [(b.reason, b.at) for b in bad] == [("damaged file", None)], size
         assert len(documents) <= 200
+
+
+def jsonl_rows(count: int) -> list[str]:
+    """Lines of about 70 bytes that do not compress well."""
+    draw = random.Random(1)
+    return [json.dumps({"text": f"row {i} {draw.randbytes(25).hex()}"}) + "\n" for i in range(count)]
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_a_truncated_file_keeps_the_whole_records_that_were_stored(work: Path, suffix: str) -> None:
+    compress = {"gz": gzip.compress, "zst": zstandard.ZstdCompressor().compress}[suffix]
+    for count, lost in ((10, 10 * (suffix == "zst")), (80_000, 2000)):  # of a zstd block, 128 KiB, nothing is had early
+        rows = jsonl_rows(count)
+        (work / f"a.jsonl.{suffix}").write_bytes(compress("".join(rows).encode())[:-9])
+        documents, bad = read(Source(path=f"a.jsonl.{suffix}"))
+        assert [b.reason for b in bad] == ["damaged file"]
+        assert len(documents) >= count - lost
+        assert [d.text for d in documents] == [json.loads(row)["text"] for row in rows[: len(documents)]]
+
+
+def test_damage_within_a_compressed_file_costs_what_is_behind_it(work: Path) -> None:
+    rows = jsonl_rows(20_000)
+    stored = bytearray(gzip.compress("".join(rows).encode()))
+    place = len(stored) * 3 // 4
+    stored[place : place + 100] = bytes(100)
+    (work / "a.jsonl.gz").write_bytes(stored)
+    documents, bad = read(Source(path="a.jsonl.gz"))
+    assert bad[-1].reason == "damaged file"  # deflate may take some for text until then
+    # of 15,000 in front of it: a piece of 16 KiB holds 400
+    assert [d.text for d in documents[:14_000]] == [json.loads(row)["text"] for row in rows[:14_000]]
+
+
+def test_zeros_between_and_behind_the_members_of_a_gzip_file_are_padding(work: Path) -> None:
+    member = gzip.compress(b'{"text": "x"}\n')
+    (work / "a.jsonl.gz").write_bytes(member + bytes(40_000) + member + bytes(512))
+    documents, bad = read(Source(path="a.jsonl.gz"))
+    assert [d.text for d in documents] == ["x", "x"]
+    assert not bad
+    (work / "a.jsonl.gz").write_bytes(member + b"not gzip")
+    documents, bad = read(Source(path="a.jsonl.gz"))
+    assert [d.text for d in documents] == ["x"]
+    assert [b.reason for b in bad] == ["damaged file"]
+
+
+def test_a_zstd_file_may_have_a_window_of_more_than_128_mib(work: Path) -> None:
+    line = b'{"text": "from far back"}\n'
+    # RFC 8878: magic, no content size, window 2^(10 + 20) = 1 GiB (as --long=30), one last raw block
+    frame = b"\x28\xb5\x2f\xfd" + bytes([0, 20 << 3]) + (len(line) << 3 | 1).to_bytes(3, "little") + line
+    (work / "a.jsonl.zst").write_bytes(frame)
+    documents, bad = read(Source(path="a.jsonl.zst"))
+    assert [d.text for d in documents] == ["from far back"]
+    assert not bad
+
+
+def test_a_long_line_takes_time_in_proportion_to_its_length(work: Path) -> None:
+    (work / "a.jsonl").write_bytes(b'{"text": "' + b"x" * (64 << 20) + b'"}\n{"text": "last"}\n')
+    source = Source(path="a.jsonl")
+    began = time.process_time()
+    documents, _ = read(source, task_bytes=1 << 30)
+    assert time.process_time() - began < 1.5  # 0.2 s; 3 s if the line is copied for every MiB read
+    assert [len(d.text) for d in documents] == [64 << 20, 4]
+
+
+def test_a_range_within_a_line_of_another_one_reads_no_further_than_its_own_end(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (work / "a.jsonl").write_bytes(b'{"text": "' + b"x" * (16 << 20) + b'"}\n{"text": "last"}\n')
+    source = Source(path="a.jsonl")
+    parts = planned(source, task_bytes=4 << 20)
+    read_bytes = 0
+    passing = bytesource.Passing.readinto
+
+    def counted(self: bytesource.Passing, buffer: memoryview) -> int:
+        nonlocal read_bytes
+        count = passing(self, buffer)
+        read_bytes += count
+        return count
+
+    monkeypatch.setattr(bytesource.Passing, "readinto", counted)
+    digest = digest_of(parts[1])
+    assert not list(read_unit(parts[1], wanted_of(source), digest))
+    size = parts[1].end - parts[1].start
+    assert read_bytes <= size + (1 << 20)
+    stored = (work / "a.jsonl").read_bytes()[parts[1].start : parts[1].end]
+    assert digest.finish() == xxhash.xxh3_128_hexdigest(stored)
+    assert [len(d.text) for d in read(source, task_bytes=4 << 20)[0]] == [16 << 20, 4]
+
+
+@pytest.mark.parametrize("task_bytes", [1, 30_000, 1 << 30])
+def test_a_damaged_page_costs_its_row_group_however_the_groups_are_cut(work: Path, task_bytes: int) -> None:
+    texts = [f"row {i} {i * 7919}" for i in range(12_000)]
+    pq.write_table(
+        pa.table({"text": texts}), work / "a.parquet", row_group_size=3000, use_dictionary=False, compression="none"
+    )
+    stored = bytearray((work / "a.parquet").read_bytes())
+    place = stored.index(b"row 4500 ") - 4  # the length of a string: no longer one that lies in the page
+    stored[place : place + 4] = b"\xff\xff\xff\x7f"
+    (work / "a.parquet").write_bytes(stored)
+    documents, bad = read(Source(path="a.parquet"), task_bytes)
+    assert [b.place() for b in bad] == ["a.parquet, row group 1"]
+    assert [b.reason for b in bad] == ["damaged file"]
+    kept = [int(d.id.rsplit("#", 1)[1]) for d in documents]
+    assert [d.text for d in documents] == [texts[i] for i in kept]
+    assert {*range(3000), *range(6000, 12_000)} <= set(kept)
+    assert len(set(kept)) == len(documents) == 10_024  # of group 1 the first 1,024 rows, a batch
+
+
+def not_utf8(values: list[bytes]) -> pa.Array:
+    """A column of strings with any bytes in it."""
+    binary = pa.array(values, pa.binary())
+    return pa.StringArray.from_buffers(len(values), *binary.buffers()[1:])
+
+
+@pytest.mark.parametrize("which", ["id", "url", "messages", "tools"])
+def test_a_record_that_is_not_utf8_in_any_column_is_left_out_alone(work: Path, which: str) -> None:
+    broken = not_utf8([b"one", b"tw\xff", b"three"])
+    plain = pa.array(["one", "two", "three"])
+    turns = pa.StructArray.from_arrays(
+        [pa.array(["user"] * 3), broken if which == "messages" else plain], ["role", "content"]
+    )
+    messages = pa.ListArray.from_arrays(pa.array([0, 1, 2, 3], pa.int32()), turns)
+    columns = {"text": plain, "messages": messages} | {
+        name: broken if name == which else plain for name in ("id", "url", "tools")
+    }
+    pq.write_table(pa.table(columns), work / "a.parquet")
+    source = Source(path="a.parquet", id_field="id" if which == "id" else None)
+    if which in ("messages", "tools"):
+        source = Source(path="a.parquet", messages_field="messages", tools_field="tools")
+    (unit,) = planned(source)
+    records = list(read_unit(unit, wanted_of(source, ["url"])))
+    assert [(r.at, r.reason) for r in records if isinstance(r, Bad)] == [(1, "not UTF-8")]
+    assert [at for r in records if isinstance(r, Batch) for at in r.at] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"messages_field": "messages", "tools_field": "functions"}, "tools_field = 'functions'"),
+        ({"messages_field": "turns"}, "messages_field = 'turns'"),
+        ({"id_field": "key"}, "id_field = 'key'"),
+    ],
+)
+def test_a_column_that_the_config_names_and_the_table_lacks_is_refused(
+    work: Path, fields: dict[str, str], says: str
+) -> None:
+    rows = [[{"role": "user", "content": "x"}]]
+    pq.write_table(pa.table({"text": ["x"], "messages": rows}), work / "a.parquet")
+    wanted = wanted_of(Source.model_validate({"path": "a.parquet"} | fields))
+    with pytest.raises(ConfigError, match=says):
+        parquet.check("a.parquet", at="sources.0", wanted=wanted)
 
 
 def test_a_text_file_is_one_document_with_its_line_ends_and_without_its_byte_order_mark(work: Path) -> None:
