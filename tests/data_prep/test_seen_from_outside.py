@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from data_prep.progress import Display
+from data_prep.tasks.base import Counts
 from data_prep.tokenfile import open_split
+from headrace.directory import read_manifest
 
 COMMAND = [sys.executable, "-m", "data_prep"]
 
@@ -36,7 +42,7 @@ def test_status_follows_a_job_from_another_process(mixed_config: str, cli: Any) 
 
 
 def test_status_names_a_process_that_works_this_moment(mixed_config: str, work: Path, cli: Any) -> None:
-    texts = "".join(json.dumps({"text": f"{i} la rivière " * 400}) + "\n" for i in range(30_000))
+    texts = "".join(json.dumps({"text": f"{i} la rivière " * 400}) + "\n" for i in range(12_000))
     (work / "plain.jsonl").write_text(texts)
     cli("prepare", "--config", mixed_config, "--set", "task_bytes=2000000")
     job = [*COMMAND, "--config", mixed_config, "--set", "task_bytes=2000000", "--workers", "1"]
@@ -63,3 +69,43 @@ def test_stats_add_up_to_the_manifest(finished: Path, cli: Any) -> None:
             assert f"{sums['tokens']:,}" in shown
     cli("stats", "tokens", "--html", "stats.html")
     assert "<svg" in (finished / "stats.html").read_text()
+
+
+def test_a_plan_estimates_tokens_and_time_from_what_it_really_does(work: Path, write_config: Any, cli: Any) -> None:
+    texts = (f"{i} la rivière turns the wheel of the mill. " * 40 for i in range(2000))
+    (work / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    config = write_config(sources=[{"path": "rows.jsonl"}], tokenizer={"train": "bpe", "vocab_size": 400})
+    told = cli("plan", "--config", config, "--workers", "2").stdout
+    cli("--config", config)
+    splits = read_manifest(work / "tokens", kind="tokens").details["splits"]
+    tokens = sum(split["tokens"] for split in splits.values())
+    estimated = re.search(r"about ([\d,]+) tokens", told)
+    assert estimated is not None, told
+    # a stand-in of another vocabulary is what is tried, so this is no more than the right order
+    assert tokens / 4 < int(estimated[1].replace(",", "")) < 4 * tokens
+    assert re.search(r"about \d+ s on 2 workers at [\d.]+ MB/s each", told), told
+
+
+def test_what_is_dropped_is_in_the_line_of_progress_most_of_it_first(tmp_path: Path) -> None:
+    note = tmp_path / "progress" / "map-00000.json"
+    with Display("map", total_bytes=1000, done_bytes=100, note=note) as display:
+        assert json.loads(note.read_text())["share"] == 0.1  # at once, not when the first task has something to tell
+        display.add(Counts(input_bytes=400, text_bytes=380, documents=3, tokens=95, dropped=Counter({"c4: short": 2})))
+        display.add(Counts(dropped=Counter({"pii: none": 5, "c4: short": 1})))
+        line = display.line()
+        assert display.share() == 0.5
+    most_first = r"MB/s, [\d,]+ documents/s, 95 tokens, dropped 5 pii: none, 3 c4: short, \d+:\d\d left"
+    assert re.search(most_first, line), line
+    assert json.loads(note.read_text())["ended"]
+
+
+def test_silence_is_judged_by_the_clock_of_the_file_system(mixed_config: str, work: Path, cli: Any) -> None:
+    cli("prepare", "--config", mixed_config)
+    note = work / ".tokens.job/progress/map-00000.json"
+    with Display("map", total_bytes=10, note=note) as display:
+        said = json.dumps(display.told())
+    note.write_text(said)
+    assert "silent" not in cli("status", "--config", mixed_config).stdout
+    long_ago = time.time() - 3600
+    os.utime(note, (long_ago, long_ago))
+    assert re.search(r"map 0% .*silent for 3,6\d\d s", cli("status", "--config", mixed_config).stdout)
