@@ -17,6 +17,7 @@ from data_prep.copies import COPIES, copies_counted
 from data_prep.job import Job
 from data_prep.limits import BadCount
 from data_prep.readers.records import Bad
+from data_prep.runs import runs_of
 from data_prep.survey import raise_empty
 from data_prep.tasks.base import read_marker
 from data_prep.tasks.cleaning import DROPPED_TEXTS
@@ -34,7 +35,8 @@ def checked_markers(job: Job) -> list[dict[str, Any]]:
     """What the map tasks said, in order.
 
     Raises:
-        DataError: some have not finished, too much was unreadable, or a split is empty.
+        DataError: some have not finished, or have fewer runs than they had written; too much was unreadable, or a
+            split is empty.
     """
     tasks = len(job.load_plan())
     found = [read_marker(job.map_directory(i)) for i in range(tasks)]
@@ -45,6 +47,11 @@ def checked_markers(job: Job) -> list[dict[str, Any]]:
             f"{len(missing)} of {tasks} map tasks have not finished: {few}\n  try: run them, then reduce again"
         )
     markers = [done for done in found if done is not None]
+    for i, done in enumerate(markers):
+        directory = job.map_directory(i)
+        if (runs := len(runs_of(directory))) != done["runs"]:
+            why = f"{directory} holds {runs} runs, and {done['runs']} were written"
+            raise DataError(f"{why}\n  try: remove it and run again")
     BadCount(job.config).add_all(_bad_records(job, tasks))
     documents = counts_of(markers)[:, :, 0].sum(axis=0).tolist()
     raise_empty(dict(zip(SPLITS, documents, strict=True)), job.config, dropped=counted(markers, "dropped"))

@@ -129,7 +129,8 @@ def _cut(sources: list[ResolvedSource], config: CorpusConfig) -> Plan:
 
 
 def _build(job: Job, index: int) -> ResolvedSource:
-    source, target, at = job.config.sources[index], job.dataset(job.config.sources[index]), f"sources.{index}"
+    source, at = job.config.sources[index], f"sources.{index}"
+    target = job.dataset(source)
     target.parent.mkdir(exist_ok=True)
     saved.materialise(source, target, at=at)
     built = source.model_copy(update={"path": str(target), "builder": None, "split": None, "name": source.label})

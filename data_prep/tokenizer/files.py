@@ -6,20 +6,12 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from data_prep.tokenizer.fingerprint import TOKENIZER_FILES
 from headrace.directory import sha256_of_file
 from headrace.errors import ConfigError
 
 _TEMPLATES = ("chat_template*", "additional_chat_templates/*")
-_FILES = (
-    "config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    *_TEMPLATES,
-)
+_FILES = ("config.json", *TOKENIZER_FILES, *_TEMPLATES)
 
 
 def check_path(path: str) -> None:

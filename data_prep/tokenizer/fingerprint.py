@@ -10,6 +10,15 @@ from headrace.directory import fingerprint_of
 from headrace.errors import DataError
 
 TOKENIZER_JSON = "tokenizer.json"
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+)
+"""What transformers' tokenizers are made of, as patterns; chat templates aside."""
 
 _IRRELEVANT = ("version", "truncation", "padding", "post_processor")
 """Parts of tokenizer.json that do not enter the ids of a document: they cut, pad or frame a prompt, and transformers

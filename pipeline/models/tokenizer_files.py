@@ -5,19 +5,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from data_prep.tokenizer.fingerprint import TOKENIZER_FILES
 from headrace.errors import DataError
 
-# what transformers' tokenizers are made of, and the licence, which goes where the weights go
-_CARRIED = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "*.jinja",
-    "LICENSE*",
-)
+# and the licence, which goes where the weights go
+_CARRIED = (*TOKENIZER_FILES, "*.jinja", "LICENSE*")
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
