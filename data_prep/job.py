@@ -16,7 +16,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.config import CorpusConfig, Source, differing
+from data_prep.lock import held
 from data_prep.plan import Unit
 from data_prep.tasks.base import SCRATCH
 from data_prep.tasks.map import MapTask
@@ -153,25 +153,15 @@ class Job:
 
     @contextmanager
     def locked(self, *, shared: bool = False) -> Iterator[None]:
-        """Holds the job directory's lock (flock; the kernel lets go of it however the process ends).
+        """Holds the job directory's lock.
 
         Raises:
             DataError: somebody else holds it.
         """
-        mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-        handle = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(handle, mode | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(handle)
-            why = f"another process is working in {self.root}"
-            raise DataError(f"{why}\n  try: wait until it has finished, or end it, then run again") from None
-        try:
+        with held(self.root / "lock", doing=f"working in {self.root}", shared=shared) as handle:
             if not _still_there(handle, self.root / "lock"):
                 raise DataError(f"{self.root} was just finished or removed by another process\n  try: run again")
             yield
-        finally:
-            os.close(handle)
 
 
 def _still_there(handle: int, path: Path) -> bool:

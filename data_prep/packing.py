@@ -8,8 +8,6 @@ directory, which is not touched: tokens keep their fingerprint, and may be packe
 from __future__ import annotations
 
 import argparse
-import fcntl
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ import numpy as np
 from data_prep.bestfit import best_fit
 from data_prep.executors.base import default_workers
 from data_prep.executors.local import Local
+from data_prep.lock import held
 from data_prep.packfile import I64, KIND, SUFFIX, cut, document_bounds, packing_name, write_pack
 from data_prep.tasks.base import Counts, Report
 from data_prep.tokenfile import TokenFile
@@ -140,7 +139,7 @@ class PackTask:
 
 @contextmanager
 def _alone(final: Path) -> Iterator[None]:
-    """Holds the lock of a packing (flock; the kernel lets go of it however the process ends).
+    """Holds the lock of a packing.
 
     Its file goes when the packing is there, and not before: who has it open then still keeps others out.
 
@@ -148,17 +147,9 @@ def _alone(final: Path) -> Iterator[None]:
         DataError: somebody else holds it.
     """
     path = final.parent / f".{final.name}.lock"
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            why = f"another process is packing {final.parent} into {final.name}"
-            raise DataError(f"{why}\n  try: wait until it has finished, or end it, then run again") from None
+    with held(path, doing=f"packing {final.parent} into {final.name}"):
         yield
         path.unlink(missing_ok=True)
-    finally:
-        os.close(handle)
 
 
 def _run(tasks: list[PackTask], *, workers: int) -> dict[Any, dict[str, Any]]:
