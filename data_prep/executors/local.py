@@ -7,10 +7,12 @@ from a thread. Results come in the order of completion, which must not and does 
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,8 +23,14 @@ from types import TracebackType
 from typing import Any, cast
 
 from data_prep.executors.base import attempt, raise_failed
-from data_prep.tasks.base import Report, Task
+from data_prep.tasks.base import Counts, Report, Task
 from headrace.errors import DataError
+
+_PRELOADED = [
+    *("data_prep.executors.local", "data_prep.tasks.map", "fastokens"),
+    *("data_prep.tokenizer.given", "data_prep.tokenizer.sample"),
+]
+_TOLD_EVERY_S = 0.1
 
 
 @dataclass
@@ -85,9 +93,7 @@ def _end(workers: Sequence[_Worker]) -> None:
 
 def warm_up() -> None:
     """Starts the server that workers are forked from: it imports while this process still looks at the inputs."""
-    mp.get_context("forkserver").set_forkserver_preload(
-        ["data_prep.executors.local", "data_prep.tasks.map", "fastokens"]
-    )
+    mp.get_context("forkserver").set_forkserver_preload(_PRELOADED)
     forkserver.ensure_running()
 
 
@@ -120,6 +126,7 @@ def _receive(worker: _Worker, task: Task) -> tuple[str, Any]:
 
 def _serve(connection: Connection) -> None:
     """A worker's life: tasks in, counts and results out."""
+    gc.freeze()  # what was imported stays, and need not be looked through again and again
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the coordinator ends the workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
     while True:
@@ -127,7 +134,27 @@ def _serve(connection: Connection) -> None:
             task: Task = connection.recv()
         except EOFError:
             return
-        connection.send(attempt(task, lambda counts: connection.send(("counts", counts))))
+        counts = _Bundle(connection)
+        outcome = attempt(task, counts.add)
+        counts.send()
+        connection.send(outcome)
+
+
+class _Bundle:
+    """Counts of a task on their way to the coordinator, which is not woken for each batch."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._counts, self._sent = Counts(), time.monotonic()
+
+    def add(self, counts: Counts) -> None:
+        self._counts = self._counts + counts
+        if time.monotonic() - self._sent >= _TOLD_EVERY_S:
+            self.send()
+
+    def send(self) -> None:
+        self._connection.send(("counts", self._counts))
+        self._counts, self._sent = Counts(), time.monotonic()
 
 
 def _end_with_parent() -> None:

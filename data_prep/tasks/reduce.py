@@ -1,7 +1,7 @@
 """Reduce: one shard, from the slice that every run has of it.
 
 A shard is a range of keys of one source in one split. Keys are hashes, so shards of a source are of about equal size
-and each is a random sample of it. Memory: `_HELD_BYTES` of tokens and 40 bytes for each document of the shard.
+and each is a random sample of it. Memory: `_MOST_HELD` bytes of tokens and 40 for each document of the shard.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from data_prep.tokenfile import SPLITS, TokenFileWriter, shard_name, with_suffix
 from headrace.directory import write_json
 
 KEYS = 1 << 64
-_HELD_BYTES = 64 << 20
+_LEAST_HELD, _MOST_HELD = 16 << 20, 64 << 20
+_READ_BYTES = 1 << 20
 _LENGTH_BINS = 32
 
 
@@ -108,8 +109,9 @@ class ReduceTask:
         return {**name, **entry, "lengths": lengths.tolist(), "sha256": sums}
 
     def _ranges(self) -> Iterator[tuple[int, int]]:
-        """The shard's keys, in ranges that fit into memory."""
-        parts = max(1, -(-self.shard.tokens * np.dtype(self.dtype).itemsize // _HELD_BYTES))
+        """The shard's keys, in ranges that fit into memory; small ones, unless what is read of a run gets too small."""
+        held = min(max(len(self.runs) * _READ_BYTES, _LEAST_HELD), _MOST_HELD)
+        parts = max(1, -(-self.shard.tokens * np.dtype(self.dtype).itemsize // held))
         span = self.shard.high - self.shard.low
         for i in range(parts):
             yield self.shard.low + span * i // parts, self.shard.low + span * (i + 1) // parts

@@ -35,8 +35,7 @@ class TokenizerTask(DirectoryTask):
         return "tokenizer"
 
     def _work(self, scratch: Path, report: Report) -> dict[str, Any]:
-        # here and not above: transformers comes with `given`, and no other task needs either
-        from data_prep.chat import encoder  # noqa: PLC0415
+        # here and not above: no other task needs them
         from data_prep.tokenizer import given, load, proof, sample, train  # noqa: PLC0415
 
         folder = scratch / _FOLDER
@@ -52,6 +51,8 @@ class TokenizerTask(DirectoryTask):
             write_classes(scratch, folder)
         policy = self.config.text_policy()
         if self.config.has_conversations:
+            from data_prep.chat import encoder  # noqa: PLC0415 - brings jinja2 along
+
             encoder.open_chat_encoder(folder, special=policy.special)  # refuses a template that does not compile
         load.check_usable(folder, policy)
         texts = sample.first_texts(self.units, self.config)
