@@ -6,6 +6,7 @@ this is meant to withstand somebody who looks for collisions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,17 @@ def document_keys(unit_keys: U64, at: npt.NDArray[np.int64]) -> U64:
     """
     with np.errstate(over="ignore"):
         return mix(unit_keys + (at.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+
+
+def id_keys(source: str, ids: Sequence[object], *, seed: int) -> U64:
+    """The keys of documents that have ids of their own: they stay the same whatever file a document is in.
+
+    Returns:
+        uint64 [ids], evenly spread.
+    """
+    digest, prefix = xxhash.xxh3_64_intdigest, f"{seed}\0{source}\0\0"
+    names = (f"{prefix}{name}".encode("utf-8", "surrogateescape") for name in ids)
+    return np.fromiter(map(digest, names), np.uint64, len(ids))
 
 
 def below(hashes: U64, *, share: float, seed: int, purpose: int) -> npt.NDArray[np.bool_]:

@@ -72,7 +72,7 @@ def resolve(source: Source, *, at: str, without: Iterable[Path] = ()) -> Resolve
         without: directories that are never read: the output is one of them.
 
     Raises:
-        ConfigError: a path that names nothing, or files whose type cannot be told.
+        ConfigError: a path that names nothing, files whose type cannot be told, or fields of what has none.
     """
     hidden = {str(Path(os.path.abspath(p))) for p in without}  # noqa: PTH100 - must not follow links
     found: dict[str, InputFile] = {}
@@ -86,7 +86,12 @@ def resolve(source: Source, *, at: str, without: Iterable[Path] = ()) -> Resolve
             found.setdefault(_key(file.path), named)
     if len(kinds) > 1:
         raise _cannot_tell(at, ", ".join(sorted(kinds)))
-    return ResolvedSource(source.label, kinds.pop(), sorted(found.values(), key=lambda f: f.name))
+    kind = kinds.pop()
+    for key in ("messages_field", "id_field") if kind == "text" else ():
+        if (value := getattr(source, key)) is not None:
+            why = "its files are plain text, which has no fields"
+            raise ConfigError(f"{at}.{key}", value, why=why, remedy="leave it out, or jsonl or parquet files")
+    return ResolvedSource(source.label, kind, sorted(found.values(), key=lambda f: f.name))
 
 
 def listing_fingerprint(sources: Iterable[ResolvedSource]) -> str:

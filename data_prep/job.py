@@ -28,6 +28,7 @@ from typing import Any
 from data_prep.config import CorpusConfig, Source, differing
 from data_prep.lock import held
 from data_prep.plan import Unit
+from data_prep.runs import task_directory
 from data_prep.tasks.base import SCRATCH
 from data_prep.tasks.map import MapTask
 from data_prep.tasks.tokenizer import TokenizerTask, folder_of
@@ -69,7 +70,12 @@ class Job:
 
     def map_directory(self, index: int) -> Path:
         """Where map task `index` leaves its result."""
-        return self.root / "map" / f"{index:05d}"
+        return task_directory(self.maps, index)
+
+    @property
+    def maps(self) -> Path:
+        """Where the directories of the map tasks are."""
+        return self.root / "map"
 
     def reduce_marker(self, split: str, index: int) -> Path:
         """The marker of a finished shard."""

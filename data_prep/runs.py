@@ -1,9 +1,9 @@
 """Runs: what map tasks leave for reduce tasks. Documents sorted by (split, source, key), so that a shard is a slice.
 
     RUN/tokens.bin    token ids back to back, BOS and EOS included
-    RUN/docs.npy      one `DOCUMENT` each
+    RUN/docs.bin      one `DOCUMENT` each
     RUN/mask.bin      a byte for each token, 1 where it is learnt; only in jobs with conversations
-    RUN/run.json      the groups: [split, source, first document, end]
+    RUN/run.json      how many documents, and their groups: [split, source, first document, end]
 
 and, for dedup, what `dedup.documents.write_run` writes.
 
@@ -14,17 +14,20 @@ as it needs. Where they are cut changes no shard.
 from __future__ import annotations
 
 import json
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from functools import cached_property
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from data_prep.dedup.documents import write_run
 from data_prep.hashing import U64
+from data_prep.mapping import map_file
 from data_prep.tokenizer.engines import Tokens
 from headrace.directory import write_json
 from headrace.errors import DataError
@@ -53,7 +56,7 @@ source: number in the config. split: number in `SPLITS`.
 """
 _DOCUMENT_BYTES = 512  # that a document takes besides its ids and facts, when they are sorted and written
 _PIECE_BYTES = 4 << 20
-_TOKENS, _MASK, _DOCUMENTS, _RUN = "tokens.bin", "mask.bin", "docs.npy", "run.json"
+_TOKENS, _MASK, _DOCUMENTS, _RUN = "tokens.bin", "mask.bin", "docs.bin", "run.json"
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,7 @@ class RunWriter:
         """Writes what has been collected as a run."""
         if not self._facts:
             return
-        run = self.directory / f"run-{self.runs:03d}"
+        run = run_path(self.directory, self.runs)
         run.mkdir()
         lengths, facts = np.concatenate(self._lengths), _joined(self._facts)
         order = np.lexsort((facts.rank, facts.key, facts.source, facts.split))
@@ -199,23 +202,22 @@ class Run:
             DataError: it is incomplete, though its task has finished.
         """
         try:
-            groups = json.loads((path / _RUN).read_text())["groups"]
-            documents = np.load(path / _DOCUMENTS, mmap_mode="r")
+            said = json.loads((path / _RUN).read_text())
+            documents = map_file(path / _DOCUMENTS, at_random=True).view(DOCUMENT)
+            if len(documents) != said["documents"]:
+                raise ValueError(f"{_DOCUMENTS} holds {len(documents)} documents, and {said['documents']} were written")
         except (OSError, ValueError) as error:
             raise DataError(f"{path} is damaged: {error}\n  try: remove {path.parent} and run again") from None
-        return cls(path, documents, {(split, source): (first, end) for split, source, first, end in groups})
+        return cls(path, documents, {(split, source): (first, end) for split, source, first, end in said["groups"]})
 
     def between(self, group: tuple[int, int], low: int, high: int) -> tuple[int, int]:
-        """Documents [first, end) of a group whose keys are in [low, high)."""
+        """Documents [first, end) of a group whose keys are in [low, high). Reads a few pages, however large the run."""
         if group not in self.groups:
             return 0, 0
         first, end = self.groups[group]
-        keys = self.documents["key"][first:end]
-        cuts = (
-            int(np.searchsorted(keys, np.uint64(bound))) if bound < 1 << 64 else end - first for bound in (low, high)
-        )
-        start, stop = cuts
-        return first + start, first + stop
+        keys = self.documents["key"]  # np.searchsorted would read all of them: they do not lie side by side
+        start, stop = (bisect_left(keys, bound, first, end) if bound < 1 << 64 else end for bound in (low, high))
+        return start, stop
 
     def read_tokens(self, documents: Array, into: Array) -> None:
         """Reads the ids of some documents that follow one another."""
@@ -235,6 +237,53 @@ class Run:
             raise DataError(f"{path} ends early\n  try: remove {self.path.parent} and run again")
 
 
+@dataclass(frozen=True)
+class RunPaths(Sequence[Path]):
+    """The runs of all map tasks, in order. It pickles small: every task of the phases that follow has one.
+
+    Args:
+        directories: where the tasks' directories are, `00000` and on.
+        counts: how many runs each has.
+    """
+
+    directories: Path
+    counts: tuple[int, ...]
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(self.counts))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @overload
+    def __getitem__(self, i: int) -> Path: ...
+
+    @overload
+    def __getitem__(self, i: slice) -> list[Path]: ...
+
+    def __getitem__(self, i: int | slice) -> Path | list[Path]:
+        if isinstance(i, slice):
+            return [self[k] for k in range(*i.indices(len(self)))]
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        task = bisect_right(self._ends, i)
+        return run_path(task_directory(self.directories, task), i - self._ends[task] + self.counts[task])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"directories": self.directories, "counts": self.counts}
+
+
+def task_directory(directories: Path, task: int) -> Path:
+    """Where map task number `task` leaves its result."""
+    return directories / f"{task:05d}"
+
+
+def run_path(directory: Path, run: int) -> Path:
+    """Run number `run` of a map task."""
+    return directory / f"run-{run:03d}"
+
+
 def runs_of(directory: Path) -> list[Path]:
     """The runs that a map task has left, in order."""
     return sorted(directory.glob("run-*"))
@@ -245,10 +294,11 @@ def _write_documents(run: Path, tokens: Array, facts: Facts) -> None:
     documents["tokens"], documents["start"][1:] = tokens, np.cumsum(tokens)[:-1]
     for name in ("key", "rank", "bytes", "source", "split", "at", "unit"):
         documents[name] = getattr(facts, name)
-    np.save(run / _DOCUMENTS, documents)
+    with (run / _DOCUMENTS).open("wb") as file:  # tofile says nothing of a full disk but how much it wrote
+        file.write(documents.view(np.uint8).data)
     if facts.hashes is not None or facts.bands is not None:
         write_run(run, rank=facts.rank, hashes=facts.hashes, bands=facts.bands)
-    write_json(run / _RUN, {"groups": _groups(documents)})
+    write_json(run / _RUN, {"documents": len(documents), "groups": _groups(documents)})
 
 
 def _groups(documents: Array) -> list[list[int]]:

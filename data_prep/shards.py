@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data_prep.dedup.components import drops_of
 from data_prep.runs import Array, Run
 from data_prep.tasks.reduce import KEYS, Shard
 from data_prep.tokenfile import SPLITS
@@ -17,16 +18,21 @@ from headrace.directory import write_json
 _FEW = 256
 """Documents per shard below which a shard may come out empty: then they are counted."""
 
+_LEAST_TOKENS, _MOST_TOKENS, _ENOUGH_SHARDS = 1 << 26, 1 << 30, 1 << 10
+
 
 def plan_shards(
-    tokens: Array, documents: Array, runs: Sequence[Path], drops: Sequence[Path], *, shard_tokens: int
+    tokens: Array, documents: Array, runs: Sequence[Path], drops: Path | None, *, shard_tokens: int | None
 ) -> list[Shard]:
     """The shards of all splits, numbered within each.
 
     Args:
+        shard_tokens: about how many each holds; None: 2^26, from 2^36 tokens in all on more, up to 2^30.
         tokens, documents: int64 [sources, splits], how many are kept.
-        runs, drops: of all map tasks, and what dedup drops of each; only looked at where documents are few.
+        runs, drops: see `ReduceTask`; only looked at where documents are few.
     """
+    if shard_tokens is None:
+        shard_tokens = min(max(_LEAST_TOKENS, int(tokens.sum()) // _ENOUGH_SHARDS), _MOST_TOKENS)
     shards: list[Shard] = []
     for number, split in enumerate(SPLITS):
         index = 0
@@ -42,7 +48,7 @@ def plan_shards(
     return shards
 
 
-def dropped_counts(runs: Sequence[Path], drops: Sequence[Path], *, shape: tuple[int, ...], cache: Path) -> Array:
+def dropped_counts(runs: Sequence[Path], drops: Path, *, shape: tuple[int, ...], cache: Path) -> Array:
     """Documents, tokens and bytes that dedup drops: int64 [sources, splits, 3].
 
     Args:
@@ -51,8 +57,8 @@ def dropped_counts(runs: Sequence[Path], drops: Sequence[Path], *, shape: tuple[
     if cache.is_file():
         return np.array(json.loads(cache.read_text()), np.int64)
     counts = np.zeros(shape, np.int64)
-    for path, drop in zip(runs, drops, strict=True):
-        gone = Run.open(path).documents[np.load(drop) != 0]
+    for i, path in enumerate(runs):
+        gone = Run.open(path).documents[np.load(drops_of(drops, i)) != 0]
         for column, values in enumerate((1, gone["tokens"], gone["bytes"])):
             np.add.at(counts[:, :, column], (gone["source"], gone["split"]), values)
     with suppress(OSError):
@@ -60,7 +66,7 @@ def dropped_counts(runs: Sequence[Path], drops: Sequence[Path], *, shape: tuple[
     return counts
 
 
-def _filled(group: tuple[int, int], bounds: list[int], runs: Sequence[Path], drops: Sequence[Path]) -> Array:
+def _filled(group: tuple[int, int], bounds: list[int], runs: Sequence[Path], drops: Path | None) -> Array:
     """bool [ranges]: whether any document has its key in each range."""
     found = np.zeros(len(bounds) - 1, np.bool_)
     for i, path in enumerate(runs):
@@ -69,8 +75,8 @@ def _filled(group: tuple[int, int], bounds: list[int], runs: Sequence[Path], dro
             continue
         first, end = run.groups[group]
         keys = run.documents["key"][first:end]
-        if drops:
-            keys = keys[np.load(drops[i], mmap_mode="r")[first:end] == 0]
+        if drops is not None:
+            keys = keys[np.load(drops_of(drops, i), mmap_mode="r")[first:end] == 0]
         cuts = np.searchsorted(keys, np.array(bounds[1:-1], np.uint64))
         found |= np.diff(np.concatenate([[0], cuts, [len(keys)]])) > 0
     return found

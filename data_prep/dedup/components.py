@@ -32,7 +32,7 @@ class ComponentsTask(DirectoryTask):
 
     exact: tuple[Path, ...]
     near: tuple[Path, ...]
-    runs: tuple[Path, ...]
+    runs: Sequence[Path]
     directory: Path
 
     @property

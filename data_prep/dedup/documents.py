@@ -51,7 +51,7 @@ class PairsTask(DirectoryTask):
     table: str
     row: int
     within: Range
-    runs: tuple[Path, ...]
+    runs: Sequence[Path]
     directory: Path
 
     @property
@@ -83,10 +83,10 @@ def pairs_tasks(
     """
     exact = [EXACT] if section.exact else []
     near = [NEAR] * section.near.bands if section.near else []
-    return _tasks(exact, tuple(runs), documents, directory), _tasks(near, tuple(runs), documents, directory)
+    return _tasks(exact, runs, documents, directory), _tasks(near, runs, documents, directory)
 
 
-def _tasks(tables: list[str], runs: tuple[Path, ...], documents: int, directory: Path) -> list[PairsTask]:
+def _tasks(tables: list[str], runs: Sequence[Path], documents: int, directory: Path) -> list[PairsTask]:
     return [
         PairsTask(table, row, within, runs, directory / f"{table}-{row:03d}-{within.part:05d}")
         for row, table in enumerate(tables)

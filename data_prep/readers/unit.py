@@ -53,11 +53,6 @@ def read_unit(unit: Unit, wanted: Wanted, digest: Digest | None = None) -> Itera
     _check_same(unit)
 
 
-def name_of(unit: Unit, at: int) -> str:
-    """The name of a document without an id of its own: source, file and position."""
-    return f"{unit.source}/{unit.file}" + ("" if unit.type == "text" else f"#{at}")
-
-
 def _batches(unit: Unit, wanted: Wanted, digest: Digest) -> Iterator[Batch | Bad]:
     path, source, file = unit.path, unit.source, unit.file
     if unit.type == "text":

@@ -17,7 +17,7 @@ from data_prep.chat.conversation import ConversationError
 from data_prep.clean.chain import Dropped
 from data_prep.config import CorpusConfig
 from data_prep.dedup.section import NearSection
-from data_prep.hashing import HELDOUT, below, content_hashes, document_keys, unit_key
+from data_prep.hashing import HELDOUT, below, content_hashes
 from data_prep.plan import Unit
 from data_prep.readers.records import Bad
 from data_prep.runs import Array, Facts, RunWriter
@@ -75,8 +75,6 @@ class _Mapper:
         self._sample: list[str] = []
         labels = [source.label for source in task.config.sources]
         self._source = np.array([labels.index(unit.source) for unit in task.units], np.int64)
-        keys = [unit_key(unit.source, unit.file, seed=task.config.seed) for unit in task.units]
-        self._unit_key = np.array(keys, np.uint64)
 
     def run(self) -> dict[str, Any]:
         for batch in self._stream.batches():
@@ -105,11 +103,11 @@ class _Mapper:
         everything = self._stream.source_of(number).learn == "everything"
         encoder = open_chat_encoder(self._task.tokenizer, special=self._config.parse_special_tokens)
         found: list[Conversation] = []
-        at: list[int] = []
-        for line, place in zip(batch.texts, batch.at.tolist(), strict=True):
+        kept: list[int] = []
+        for i, (line, place) in enumerate(zip(batch.texts, batch.at.tolist(), strict=True)):
             try:
                 found.append(encoder.encode(line, everything=everything))
-                at.append(place)
+                kept.append(i)
             except ConversationError as error:
                 unit = self._task.units[number]
                 where = place_of(unit, place)
@@ -118,7 +116,7 @@ class _Mapper:
             return
         offsets = np.cumsum([0, *(len(conversation.ids) for conversation in found)])
         tokens = Tokens(np.concatenate([conversation.ids for conversation in found]), offsets)
-        texts = Texts([conversation.text for conversation in found], np.array(at), np.full(len(found), number))
+        texts = batch.take([conversation.text for conversation in found], kept)
         self._add(tokens, self._facts(texts), mask=np.concatenate([conversation.mask for conversation in found]))
 
     def _take_texts(self, batch: Texts) -> None:
@@ -153,7 +151,7 @@ class _Mapper:
             left.append(rest)
             kept.append(i)
         self._report(Counts(dropped=cleaner.dropped - before))
-        return replace(batch, texts=left, at=batch.at[kept], unit=batch.unit[kept])
+        return batch.take(left, kept)
 
     def _add(self, tokens: Tokens, facts: Facts, *, mask: Array | None = None) -> None:
         if len(facts.key):
@@ -180,7 +178,7 @@ class _Mapper:
         self._documents += len(raw)
         dedup = self._config.dedup
         return Facts(
-            key=document_keys(self._unit_key[batch.unit], batch.at),
+            key=batch.key,
             rank=np.arange(first, first + len(raw)),
             bytes=np.fromiter(map(len, raw), np.int64, len(raw)),
             source=self._source[batch.unit],

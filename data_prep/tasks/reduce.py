@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from data_prep.dedup.components import drops_of
 from data_prep.maskfile import MASK, MaskWriter
 from data_prep.runs import DOCUMENT, Array, Run
 from data_prep.tasks.base import Counts, Report, plain_errors, scratch_path
@@ -49,12 +50,12 @@ class ReduceTask:
     Args:
         masked: whether tokens come with a loss mask, which then lies beside them as `.mask`.
         runs: of all map tasks, in order.
-        drops: for each run, where its array of dropped documents is; empty when nothing is dropped.
+        drops: the directory of the `ComponentsTask` that says what is dropped of each run; None when nothing is.
     """
 
     shard: Shard
     runs: Sequence[Path]
-    drops: Sequence[Path]
+    drops: Path | None
     dtype: str
     masked: bool
     out: Path
@@ -64,6 +65,11 @@ class ReduceTask:
     def name(self) -> str:
         """What messages call it."""
         return f"reduce task {self.shard.split}/{shard_name(self.shard.index)}"
+
+    @property
+    def final(self) -> Path:
+        """See `Task.final`."""
+        return self.marker
 
     @property
     def finished(self) -> bool:
@@ -122,15 +128,15 @@ class ReduceTask:
         for i, path in enumerate(self.runs):
             run = Run.open(path)
             first, end = run.between(group, low, high)
-            if first < end:  # copied: an open map holds a file descriptor, of which there are fewer than runs
+            if first < end:  # copied: the map itself is not kept
                 found.append((i, replace(run, documents=np.array(run.documents[first:end])), first))
         held.make_room(sum(int(run.documents["tokens"].sum()) for _, run, _ in found))
         for i, run, first in found:
             documents = run.documents
             ids, mask = held.read(run, documents)
             documents["start"] -= documents["start"][0]
-            if self.drops:
-                kept = np.load(self.drops[i], mmap_mode="r")[first : first + len(documents)] == 0
+            if self.drops is not None:
+                kept = np.load(drops_of(self.drops, i), mmap_mode="r")[first : first + len(documents)] == 0
                 documents = documents[kept]
             yield _Slice(documents, ids, mask)
 

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from data_prep.config import CorpusConfig, Source
+from data_prep.hashing import U64, document_keys, id_keys, unit_key
 from data_prep.limits import BadCount
 from data_prep.plan import Unit
 from data_prep.readers.records import Bad, Batch
@@ -36,14 +37,20 @@ class Texts:
     Attributes:
         texts: the texts; of conversations, their lines of JSON.
         at: int64 [n], the place of each in its file.
+        key: uint64 [n], its place in the order of its source.
         unit: int64 [n], the number of its unit in the task.
         conversations: whether they are conversations, which are all of one unit and have not been cleaned.
     """
 
     texts: list[str]
     at: Array
+    key: U64
     unit: Array
     conversations: bool = False
+
+    def take(self, texts: list[str], which: Sequence[int]) -> Texts:
+        """Some of them, with other texts."""
+        return Texts(texts, self.at[which], self.key[which], self.unit[which], self.conversations)
 
 
 @dataclass
@@ -51,15 +58,17 @@ class _Pending:
     """Texts that have been read and wait for enough company; of several units where those are small."""
 
     texts: list[str] = field(default_factory=list)
-    at: list[int] = field(default_factory=list)
+    at: list[Array] = field(default_factory=list)
+    keys: list[U64] = field(default_factory=list)
     fields: list[Mapping[str, Any]] = field(default_factory=list)
     units: list[tuple[int, int]] = field(default_factory=list)
     """(number of the unit, how many texts)."""
     characters: int = 0
 
-    def add(self, batch: Batch, unit: int) -> None:
+    def add(self, batch: Batch, keys: U64, unit: int) -> None:
         self.texts += batch.texts
-        self.at += batch.at
+        self.at.append(np.array(batch.at, np.int64))
+        self.keys.append(keys)
         self.fields += batch.fields
         self.units.append((unit, len(batch.texts)))
         self.characters += batch.characters
@@ -81,6 +90,7 @@ class TextStream:
         self._units, self._config, self._report = units, config, report
         labels = [source.label for source in config.sources]
         self._source_of = [labels.index(unit.source) for unit in units]
+        self._unit_keys = [unit_key(unit.source, unit.file, seed=config.seed) for unit in units]
         self.skipped: Counter[str] = Counter()
         self.files: list[list[Any]] = []
         self.cleaner = Cleaner(config, directory)
@@ -112,9 +122,10 @@ class TextStream:
                 if isinstance(record, Bad):
                     self.leave_out(record)
                 elif conversations:
-                    yield Texts(record.texts, np.array(record.at, np.int64), np.full(len(record.at), number), True)
+                    at, unit_of = np.array(record.at, np.int64), np.full(len(record.at), number)
+                    yield Texts(record.texts, at, self._keys(record, number), unit_of, conversations=True)
                 else:
-                    pending.add(record, number)
+                    pending.add(record, self._keys(record, number), number)
                 if pending.characters >= _ENOUGH_CHARACTERS:
                     yield from self._cleaned(pending)
                     pending = _Pending()
@@ -139,20 +150,30 @@ class TextStream:
     def _cleaned(self, pending: _Pending) -> Iterator[Texts]:
         if not pending.texts:
             return
-        at, unit = np.array(pending.at, np.int64), np.repeat(*np.array(pending.units, np.int64).T)
+        unit = np.repeat(*np.array(pending.units, np.int64).T)
+        batch = Texts(pending.texts, np.concatenate(pending.at), np.concatenate(pending.keys), unit)
         before = Counter(self.cleaner.dropped)
 
         def place(i: int) -> tuple[str, str, int]:
-            return self._units[unit[i]].source, self._units[unit[i]].file, int(at[i])
+            return self._units[unit[i]].source, self._units[unit[i]].file, int(batch.at[i])
 
         cleaned = self.cleaner.clean(pending.texts, pending.fields, place)
         if cleaned is None:
-            yield Texts(pending.texts, at, unit)
+            yield batch
             return
         texts, kept = cleaned
         self._report(Counts(dropped=self.cleaner.dropped - before))
         if texts:
-            yield Texts(texts, at[kept], unit[kept])
+            yield batch.take(texts, kept)
+
+    def _keys(self, batch: Batch, unit: int) -> U64:
+        """The keys of the documents of a batch: from their ids where they have such, or else from their places."""
+        source = self.source_of(unit)
+        if source.id_field is not None:
+            ids = [fields[source.id_field] for fields in batch.fields]
+            return id_keys(source.label, ids, seed=self._config.seed)
+        at = np.array(batch.at, np.int64)
+        return document_keys(np.full(len(at), self._unit_keys[unit], np.uint64), at)
 
     def _report_input(self, passed: int) -> None:
         """Reports what has been read of a unit since the last time."""

@@ -74,6 +74,28 @@ def test_two_workers_write_the_bytes_of_one(
     assert not list(work.glob(".*"))
 
 
+def test_with_ids_the_shards_do_not_depend_on_which_file_a_record_is_in(
+    work: Path, cli: Any, write_config: Callable[..., str], bytes_of: Callable[[Path], Tree]
+) -> None:
+    rows = [{"text": f"Document {i} of the mill", "id": f"urn:{i}" if i % 2 else i} for i in range(200)]
+    (work / "one").mkdir()
+    (work / "one/all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (work / "two").mkdir()
+    with gzip.open(work / "two/b.jsonl.gz", "wt") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows[150:]))
+    (work / "two/c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in reversed(rows[:150])))
+    cli("--config", write_config(sources=[{"path": "one", "name": "rows"}], output="made"))
+    given = {"tokenizer": {"path": "made/tokenizer"}, "shard_tokens": 500}
+    shards = []
+    for path, id_field in (("one", "id"), ("two", "id"), ("two", None)):
+        source = {"path": path, "name": "rows", "id_field": id_field}
+        cli("--config", write_config(sources=[source], output=f"{path}-{id_field}", **given))
+        shards.append({k: v for k, v in bytes_of(work / f"{path}-{id_field}").items() if "shard-" in k})
+    assert shards[0] == shards[1]
+    assert len(shards[0]) >= 8
+    assert shards[2] != shards[1]
+
+
 def test_stages_run_by_hand_in_any_order_write_the_same_bytes(
     mixed_config: str, reference: Tree, cli: Any, work: Path, bytes_of: Callable[[Path], Tree]
 ) -> None:

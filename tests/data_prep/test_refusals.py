@@ -33,6 +33,8 @@ def bad_sources() -> list[tuple[dict[str, Any], str]]:
         ({"path": "one"}, "leave none for 'heldout'"),
         ({"path": "texts", "type": "jsonl"}, "is chosen as jsonl"),
         ({"path": "texts", "type": "datasets"}, "not a dataset saved with save_to_disk"),
+        ({"path": "texts", "id_field": "id"}, "plain text, which has no fields"),
+        ({"path": "texts", "messages_field": "messages"}, "plain text, which has no fields"),
         ({"path": "texts", "typ": "text"}, "did you mean 'type'?"),
         ({"path": "texts", "type": "csv"}, "sources.0.type"),
         ({"path": "a.jsonl", "text_field": "body"}, "no text field"),
