@@ -9,20 +9,21 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from data_prep.config import CorpusConfig
 from data_prep.copies import copies_counted, list_copies
-from data_prep.dedup.components import ComponentsTask, drops_of
+from data_prep.dedup.components import ComponentsTask
 from data_prep.dedup.documents import PairsTask
 from data_prep.dedup.documents import pairs_tasks as dedup_pairs_tasks
 from data_prep.dedup.line_tasks import LinesTask
 from data_prep.dedup.line_tasks import lines_tasks as dedup_lines_tasks
 from data_prep.executors.base import Executor
 from data_prep.finish import checked_markers, counted, finish
+from data_prep.helping import Helper
 from data_prep.job import Job
 from data_prep.progress import Display
-from data_prep.runs import runs_of
+from data_prep.runs import RunPaths
 from data_prep.shards import dropped_counts, plan_shards
 from data_prep.survey import check_cleaning, raise_empty, tokenizer_identity
 from data_prep.tasks.base import Counts, Task, plain_errors, read_marker
@@ -61,26 +62,42 @@ def run_phases(job: Job, executor: Executor) -> list[Display]:
     return [run_phase(job, phase, executor) for phase in phases_of(job.config)]
 
 
-def run_phase(job: Job, phase: Phase, executor: Executor, *, share: tuple[int, int] = (0, 1)) -> Display:
+def run_phase(
+    job: Job, phase: Phase, executor: Executor, *, share: tuple[int, int] = (0, 1), helpers: int = 0
+) -> Display:
     """Runs what is left of a phase, or of every `share[1]`-th task of it from number `share[0]` on.
+
+    Args:
+        helpers: how many tasks at once it goes on with of other shares, see `helping`; 0: it does not.
 
     Returns:
         what was counted.
     """
     with plain_errors(phase.name):
-        tasks = phase.tasks(job)[share[0] :: share[1]]
-        todo = [task for task in tasks if not task.finished]
-    if len(todo) < len(tasks):
-        print(f"{len(tasks) - len(todo)} of {len(tasks)} {phase.name} tasks were finished before", file=sys.stderr)
+        tasks = phase.tasks(job)
+        own = tasks[share[0] :: share[1]]
+        todo = [task for task in own if not task.finished]
+    if len(todo) < len(own):
+        print(f"{len(own) - len(todo)} of {len(own)} {phase.name} tasks were finished before", file=sys.stderr)
     note = job.root / "progress" / f"{phase.name}-{share[0]:05d}.json"
-    with _display(phase, tasks, todo, note) as display:
+    with _display(phase, own, todo, note) as display:
         for _ in executor.run(todo, report=display.add):
             pass
+        if helpers:
+            usual_s = display.seconds() * helpers / len(todo) if todo else None
+            first = len(tasks) * share[0] // share[1]
+            helped = Helper([*tasks[first:], *tasks[:first]], helpers, usual_s).run(executor, display.add)
+            print(f"finished {helped} {phase.name} tasks of other shares", file=sys.stderr)
     return display
 
 
-def run_share(config: CorpusConfig, name: str, executor: Executor, *, share: tuple[int, int]) -> tuple[int, Display]:
+def run_share(
+    config: CorpusConfig, name: str, executor: Executor, *, share: tuple[int, int], helpers: int
+) -> tuple[int, Display]:
     """Runs a share of a phase for a scheduler that looks after the others; returns how many tasks it has.
+
+    Args:
+        helpers: see `run_phase`.
 
     Raises:
         ConfigError: no such phase. DataError: the job was not prepared, or with another config.
@@ -90,7 +107,7 @@ def run_share(config: CorpusConfig, name: str, executor: Executor, *, share: tup
     if name not in named:
         raise ConfigError("PHASE", name, why="this job has no such phase", remedy=f"one of: {', '.join(named)}")
     with job.locked(shared=True):
-        display = run_phase(job, named[name], executor, share=share)
+        display = run_phase(job, named[name], executor, share=share, helpers=helpers)
     return len(named[name].tasks(job)[share[0] :: share[1]]), display
 
 
@@ -107,7 +124,7 @@ def complete(job: Job, *, tokenizer: str | None) -> Manifest:
     tasks = _finished(reduce_tasks(job), "reduce")
     with plain_errors("finishing"):
         results = [(task.shard.split, task.run(_unheard)) for task in tasks]
-        list_copies(job, _runs(job))
+        list_copies(job, _runs(job, markers))
         return finish(job, markers=markers, results=results, tokenizer=tokenizer)
 
 
@@ -168,7 +185,7 @@ def copies_tasks(job: Job) -> list[ComponentsTask]:
     exact, near = _pairs(job)
     _finished([*exact, *near], "pairs")
     found = [tuple(task.directory for task in tasks) for tasks in (exact, near)]
-    return [ComponentsTask(found[0], found[1], tuple(_runs(job)), job.copies)]
+    return [ComponentsTask(found[0], found[1], _runs(job, checked_markers(job)), job.copies)]
 
 
 def reduce_tasks(job: Job) -> list[ReduceTask]:
@@ -176,11 +193,11 @@ def reduce_tasks(job: Job) -> list[ReduceTask]:
     markers = checked_markers(job)
     described = read_marker(job.tokenizer)
     assert described is not None
-    runs, drops = _runs(job), list[Path]()
+    runs, drops = _runs(job, markers), None
     counts = counts_of(markers)
     if job.config.dedup is not None and (job.config.dedup.exact or job.config.dedup.near is not None):
         (copies,) = _finished(copies_tasks(job), "copies")
-        drops = [drops_of(copies.directory, i) for i in range(len(runs))]
+        drops = copies.directory
         counts = counts - dropped_counts(runs, drops, shape=counts.shape, cache=job.dedup / "dropped.json")
         dropped = counted(markers, "dropped") | copies_counted(job)
         raise_empty(dict(zip(SPLITS, counts[:, :, 0].sum(axis=0).tolist(), strict=True)), job.config, dropped=dropped)
@@ -194,13 +211,14 @@ def reduce_tasks(job: Job) -> list[ReduceTask]:
 
 def _pairs(job: Job) -> tuple[list[PairsTask], list[PairsTask]]:
     assert job.config.dedup is not None
-    documents = int(counts_of(checked_markers(job))[:, :, 0].sum())
-    return dedup_pairs_tasks(job.config.dedup, runs=_runs(job), documents=documents, directory=job.dedup)
+    markers = checked_markers(job)
+    documents = int(counts_of(markers)[:, :, 0].sum())
+    return dedup_pairs_tasks(job.config.dedup, runs=_runs(job, markers), documents=documents, directory=job.dedup)
 
 
-def _runs(job: Job) -> list[Path]:
-    """The runs of all map tasks, in order."""
-    return [run for i in range(len(job.load_plan())) for run in runs_of(job.map_directory(i))]
+def _runs(job: Job, markers: Sequence[dict[str, Any]]) -> RunPaths:
+    """The runs of all map tasks, which have said so in `markers`."""
+    return RunPaths(job.maps, tuple(marker["runs"] for marker in markers))
 
 
 T = TypeVar("T", bound=Task)

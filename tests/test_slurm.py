@@ -67,6 +67,7 @@ def test_arrays_of_jobs_write_the_same_tokens_as_one_machine_and_a_second_chain_
     submitted = _submit_tokens(cluster, corpus, tmp_path)
     with pytest.raises(RuntimeError, match="is queued or running: headrace-"):
         _submit_tokens(cluster, corpus, tmp_path)
+    _wait_until(lambda: {node for node in ("n1", "n2") if f"{node}:" in _status(corpus, tmp_path)} == {"n1", "n2"})
     log = _end_of_chain(cluster, submitted)
     jobs = {(job.name, job.element): job for job in cluster.jobs()}
     assert jobs["headrace-finish", None].state == "COMPLETED", log
@@ -249,6 +250,13 @@ def _submit_tokens(cluster: VirtualCluster, corpus: Path, directory: Path) -> st
     command = [sys.executable, "-m", "data_prep", "--executor", "slurm", "--workers", str(SHARES)]
     output = ["--config", str(corpus), "--set", f"output={directory}/tokens"]
     return cluster.run(*command, *output, cwd=directory, env=JOB_ENV)
+
+
+def _status(corpus: Path, directory: Path) -> str:
+    """What `status` says here, on none of the nodes."""
+    command = [sys.executable, "-m", "data_prep", "status", "--config", str(corpus)]
+    command += ["--set", f"output={directory}/tokens"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
 def _end_of_chain(cluster: VirtualCluster, submitted: str) -> str:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from data_prep.tasks.base import Report, Task
+from data_prep.tasks.base import Counts, Report, Task
 from headrace.errors import ConfigError, DataError, HeadraceError
 
 _REACH_S = 5.0
+_LOOK_S = 1.0
 
 
 class Executor(Protocol):
@@ -55,10 +57,30 @@ def reach(option: str, places: Sequence[str], *, remedy: str) -> None:
     raise ConfigError(option, ",".join(places), why=f"nothing answers there ({'; '.join(reasons)})", remedy=remedy)
 
 
+class _OvertakenError(Exception):
+    """Somebody else has finished the task."""
+
+
 def attempt(task: Task, report: Report) -> tuple[str, Any]:
-    """Runs a task in a worker: ("done", result), ("error", message for the user) or ("bug", traceback)."""
+    """Runs a task in a worker: ("done", result), ("error", message for the user) or ("bug", traceback).
+
+    It stops when another attempt at the task has finished, and gives what that one said.
+    """
+    looked = time.monotonic()
+
+    def report_unless_overtaken(counts: Counts) -> None:
+        nonlocal looked
+        report(counts)
+        if time.monotonic() - looked >= _LOOK_S:
+            looked = time.monotonic()
+            if task.finished:
+                raise _OvertakenError
+
     try:
-        return "done", task.run(report)
+        try:
+            return "done", task.run(report_unless_overtaken)
+        except _OvertakenError:
+            return "done", task.run(report)
     except HeadraceError as error:
         return "error", str(error)
     except Exception:

@@ -61,6 +61,10 @@ class Task(Protocol):
         """What messages call it, e.g. `map 3`."""
 
     @property
+    def final(self) -> Path:
+        """What appears when it has finished; until then there may be scratch files beside it, see `scratch_path`."""
+
+    @property
     def finished(self) -> bool:
         """Whether its result is there."""
 
@@ -90,6 +94,11 @@ class DirectoryTask:
     def name(self) -> str:
         """What messages call it."""
         raise NotImplementedError
+
+    @property
+    def final(self) -> Path:
+        """See `Task.final`."""
+        return self.directory
 
     @property
     def finished(self) -> bool:

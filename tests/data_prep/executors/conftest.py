@@ -24,10 +24,12 @@ TASKS = 12
 
 @dataclass(frozen=True)
 class Job:
-    """A command that works on a corpus, and the job directory that it works in."""
+    """A command that works on a corpus, the job directory that it works in, and where and with which config."""
 
     process: subprocess.Popen[str]
     root: Path
+    directory: Path
+    config: list[str]
 
     def caught(self, wanted: Callable[[Beat], bool] = lambda _: True) -> psutil.Process:
         """Stops the worker of a map task that has begun and not finished; returns it."""
@@ -42,6 +44,11 @@ class Job:
                     worker.resume()
             time.sleep(0.01)
         raise AssertionError("no worker was caught")
+
+    def status(self) -> str:
+        """What `status` says of it, from another process."""
+        command = [*COMMAND, "status", *self.config]
+        return subprocess.run(command, cwd=self.directory, capture_output=True, text=True, check=True).stdout
 
     def end(self, *, timeout_s: float = 150) -> tuple[int, str]:
         """Waits for the command; returns its exit code and what it printed."""
@@ -76,16 +83,16 @@ class Corpus:
 
     def start(self, output: Path, *arguments: str, env: dict[str, str] | None = None) -> Job:
         """Starts a command that makes `output`, with `env` on top of the environment."""
-        command = [*COMMAND, "--config", str(self.config), "--set", f"output={output}", *arguments]
+        config = ["--config", str(self.config), "--set", f"output={output}"]
         process = subprocess.Popen(
-            command,
+            [*COMMAND, *config, *arguments],
             cwd=self.directory,
             env=os.environ | (env or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        return Job(process, output.parent / f".{output.name}.job")
+        return Job(process, output.parent / f".{output.name}.job", self.directory, config)
 
 
 @pytest.fixture(scope="session")

@@ -32,6 +32,10 @@ class Counting:
         return "map task 0"
 
     @property
+    def final(self) -> Path:
+        return Path("nowhere")
+
+    @property
     def finished(self) -> bool:
         return False
 

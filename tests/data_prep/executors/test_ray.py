@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ def test_a_node_that_is_killed_in_the_middle_changes_no_byte_and_loses_nothing(
     node = cluster.add_node()
     job = corpus.start(tmp_path / "tokens", "--executor", "ray", "--address", cluster.address)
     job.caught(lambda beat: _below(node, beat))
+    assert re.search(rf"map: \d+ of \d+ tasks finished\n(.*\n)*  \S+:{job.process.pid} map \d+% ", job.status())
     kill_tree(node)
     code, printed = job.end()
     assert code == 0, printed

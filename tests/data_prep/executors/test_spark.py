@@ -77,6 +77,7 @@ def test_a_worker_that_is_killed_in_the_middle_changes_no_byte_and_loses_nothing
     options = ["--executor", "spark", "--address", standalone.master]
     job = corpus.start(tmp_path / "tokens", *options, env=ENV | {"PYSPARK_SUBMIT_ARGS": SETTINGS})
     caught = job.caught()
+    assert re.search(rf"map: \d+ of \d+ tasks finished\n(.*\n)*  \S+:{job.process.pid} map \d+% ", job.status())
     (machine,) = (worker for worker in standalone.workers if caught in worker.children(recursive=True))
     kill_tree(machine)
     code, printed = job.end()
