@@ -22,7 +22,7 @@ SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules"})
 """Of a corpus, read no more than hidden ones are."""
 _SIGN = re.compile(r"[*?\[]")  # that a path with it may be a pattern
 _BLOCK_BYTES = 8 << 20  # of a remote file, per request
-_MARKS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified")
+_MARKS = ("ETag", "etag", "md5Hash", "blob_id", "mtime", "LastModified", "last_modified")
 """By which the kinds of storage tell one content of a file from another."""
 
 

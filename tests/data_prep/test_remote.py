@@ -1,32 +1,33 @@
-"""Inputs behind a URL: an S3 server on this machine, spoken to over HTTP, gives the bytes that local files give."""
+"""Inputs behind a URL: servers on this machine, spoken to over HTTP, give the bytes that local files give."""
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 from data_prep.tokenfile import open_split
 from headrace.directory import read_manifest
-
-pytest.importorskip("moto.server", reason="needs moto and flask, an S3 server for tests")
-s3fs = pytest.importorskip("s3fs", reason="needs s3fs")
-
-from moto.server import ThreadedMotoServer  # noqa: E402
+from tests.data_prep.hub import hub
 
 Tree = dict[str, bytes]
 
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[Any]:
-    """An empty bucket `corpus` on a server of its own; what boto needs is in the environment."""
-    server = ThreadedMotoServer(port=0)
+    """An empty bucket `s3://corpus` on a server of its own; what boto needs is in the environment."""
+    moto = pytest.importorskip("moto.server", reason="needs moto and flask, an S3 server for tests")
+    s3fs = pytest.importorskip("s3fs", reason="needs s3fs")
+    server = moto.ThreadedMotoServer(port=0)
     server.start()
     _, port = server.get_host_and_port()
     known = {
@@ -35,13 +36,45 @@ def s3() -> Iterator[Any]:
         "AWS_SECRET_ACCESS_KEY": "test",
         "AWS_DEFAULT_REGION": "us-east-1",
     }
-    with pytest.MonkeyPatch.context() as patch:
-        for key, value in known.items():
-            patch.setenv(key, value)
+    with environment(known):
         files = s3fs.S3FileSystem()
         files.mkdir("corpus")
         yield files
     server.stop()
+
+
+@pytest.fixture(scope="module")
+def gs() -> Iterator[Any]:
+    """An empty bucket `gs://corpus` on a server of its own; what gcsfs needs is in the environment."""
+    emulator = pytest.importorskip("gcp_storage_emulator.server", reason="needs gcp-storage-emulator")
+    port = free_port()
+    server = emulator.create_server("127.0.0.1", port, in_memory=True, default_bucket="corpus")
+    server.start()
+    known = {
+        "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}",
+        "FSSPEC_GS_TOKEN": "anon",
+        "FSSPEC_GCS_TOKEN": "anon",
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # it would ask for the kind of bucket over TLS
+    }
+    with environment(known):  # gcsfs looks at it when it is imported
+        yield pytest.importorskip("gcsfs", reason="needs gcsfs").GCSFileSystem()
+    server.stop()
+
+
+@contextmanager
+def environment(known: dict[str, str]) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in known.items():
+            patch.setenv(key, value)
+        fsspec.config.conf.clear()
+        fsspec.config.set_conf_env(fsspec.config.conf)
+        yield
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def shards(tokens: Path) -> list[bytes]:
@@ -84,6 +117,45 @@ def test_a_corpus_in_a_bucket_gives_the_shards_of_the_same_files_on_disk(
     cli("--config", "local.json")
     cli("--config", "local.json", "--set", "output=again", "--set", "sources.0.path=s3://corpus/texts")
     assert shards(finished / "local") == shards(finished / "again")
+
+
+def test_so_does_one_in_a_bucket_of_google_s(
+    gs: Any, finished: Path, cli: Any, write_config: Callable[..., str]
+) -> None:
+    gs.put(str(finished / "texts"), "corpus/texts", recursive=True)
+    gs.put(str(finished / "rows.parquet"), "corpus/rows.parquet")
+    gs.put(str(finished / "packed.jsonl.gz"), "corpus/packed.jsonl.gz")
+    made = []
+    for root in (".", "gs://corpus"):
+        paths = {"texts": f"{root}/texts", "rows": f"{root}/rows.parquet", "lines": f"{root}/*.jsonl.gz"}
+        sources = [{"name": name, "path": path} for name, path in paths.items()]
+        output = f"from-{len(made)}"
+        cli("--config", write_config(sources=sources, output=output))
+        made.append(shards(finished / output))
+    assert made[0] == made[1]
+
+
+def test_so_does_a_dataset_on_the_hub(
+    finished: Path, cli: Any, write_config: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with hub(finished) as address:
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        for root in (".", "hf://datasets/headrace/corpus"):
+            paths = {"texts": f"{root}/texts/3.md", "rows": f"{root}/rows.parquet", "lines": f"{root}/*.jsonl.gz"}
+            sources = [{"name": name, "path": path} for name, path in paths.items()]
+            output = f"from-{len(made)}"
+            cli("--config", write_config(sources=sources, output=output))
+            made.append(shards(finished / output))
+        assert made[0] == made[1]
+
+        config = write_config(sources=sources, output="late")
+        cli("prepare", "--config", config)
+        one = finished / "texts" / "3.md"
+        one.write_bytes(one.read_bytes().replace(b"mill", b"loom"))
+        said = cli("--config", config, code=2).stderr
+        assert "3.md has changed since the job was planned" in said
 
 
 @pytest.mark.usefixtures("s3", "work")

@@ -1,0 +1,107 @@
+"""A stand-in for the Hugging Face Hub, which no test can reach: it serves a folder as the dataset `headrace/corpus`.
+
+It speaks the part of the Hub's HTTP API that `huggingface_hub`'s file system asks for; the client is the real one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+COMMIT = "0" * 40
+_API, _FILES = "/api/datasets/headrace/corpus", "/datasets/headrace/corpus/resolve/"
+
+
+@contextmanager
+def hub(folder: Path) -> Iterator[str]:
+    """Serves `folder`; gives the address."""
+
+    class Handler(_Handler):
+        root = folder
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    root: Path
+
+    def do_GET(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        if path.startswith(_FILES):
+            self._file(path.removeprefix(_FILES).partition("/")[2])
+        elif path.startswith(f"{_API}/tree/"):
+            self._tree(path.removeprefix(f"{_API}/tree/").partition("/")[2])
+        elif path in (_API, f"{_API}/revision/main", f"{_API}/revision/{COMMIT}"):
+            self._json({"id": "headrace/corpus", "sha": COMMIT, "private": False, "tags": [], "siblings": []})
+        else:
+            self._missing()
+
+    do_HEAD = do_GET  # noqa: N815 - its name in http.server
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        if not self.path.startswith(f"{_API}/paths-info/"):
+            return self._missing()
+        asked = json.loads(body)["paths"] if body.startswith("{") else parse_qs(body)["paths"]
+        return self._json([self._entry(self.root / name) for name in asked if (self.root / name).exists()])
+
+    def log_message(self, *_: Any) -> None:
+        """Says nothing."""
+
+    def _tree(self, name: str) -> None:
+        recursive = parse_qs(urlsplit(self.path).query).get("recursive", ["false"])[0].lower() in ("true", "1")
+        folder = self.root / name
+        if not folder.is_dir():
+            return self._missing()
+        return self._json([self._entry(path) for path in sorted(folder.rglob("*") if recursive else folder.iterdir())])
+
+    def _entry(self, path: Path) -> dict[str, Any]:
+        name = path.relative_to(self.root).as_posix()
+        if path.is_dir():
+            return {"type": "directory", "oid": _oid(name.encode()), "size": 0, "path": name}
+        return {"type": "file", "oid": _oid(path.read_bytes()), "size": path.stat().st_size, "path": name}
+
+    def _file(self, name: str) -> None:
+        if not (self.root / name).is_file():
+            return self._missing()
+        content = (self.root / name).read_bytes()
+        first, last = 0, len(content) - 1
+        if given := self.headers.get("Range"):
+            low, _, high = given.removeprefix("bytes=").partition("-")
+            first, last = int(low), min(int(high), last) if high else last
+        headers = {"ETag": f'"{_oid(content)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        if given:
+            headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
+        return self._answer(206 if given else 200, content[first : last + 1], headers)
+
+    def _json(self, value: Any) -> None:
+        self._answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+    def _missing(self) -> None:
+        self._answer(404, b'{"error": "EntryNotFound"}', {"X-Error-Code": "EntryNotFound"})
+
+    def _answer(self, status: int, content: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for key, value in (headers | {"Content-Length": str(len(content))}).items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+
+def _oid(content: bytes) -> str:
+    return hashlib.sha1(content, usedforsecurity=False).hexdigest()
