@@ -29,7 +29,7 @@ of an output:
   pack    DIR --length T            pack whole documents into samples of T tokens
 for batch schedulers, which do the same in pieces:
   prepare --config F                check the input, plan the map tasks, make the tokenizer
-  phase   NAME --config F --task I --of N    run every task t of a phase (map, reduce) with t % N == I
+  phase   NAME --config F --task I --of N    run every task t of a phase (map, merge, reduce) with t % N == I
   finish  --config F                commit the output
 
 exit codes: 0 done, 2 refused (the message says why and what to do), 130 interrupted
@@ -73,11 +73,9 @@ def _arguments(parser: argparse.ArgumentParser, name: str) -> None:
             parser.add_argument("--html", type=Path, metavar="FILE", help="write a page instead")
         return
     if name == "phase":
-        parser.add_argument("phase", metavar="NAME", help="which phase: map, reduce")
+        parser.add_argument("phase", metavar="NAME", help="which phase: map, reduce, ...")
         parser.add_argument("--task", type=int, required=True, metavar="I", help="which share to run, from 0 to N - 1")
         parser.add_argument("--of", type=int, required=True, metavar="N", help="how many shares there are")
-        words = "then go on with tasks of other shares: those nobody has begun, and second copies of slow ones"
-        parser.add_argument("--help-others", action="store_true", help=words)
     add_config_arguments(parser)
     if name in ("all", "phase", "plan"):
         default = "1" if name == "phase" else "the cores this process may use; of a cluster: all; slurm: 8 jobs a phase"
@@ -166,10 +164,8 @@ def _phase(args: argparse.Namespace) -> None:
     config = _config(args)
     if _is_there(config):
         return _say_there(Path(config.output))
-    workers = _given_workers(args) or 1
-    with Local(workers) as executor:
-        helpers = workers if args.help_others else 0
-        count, display = phases.run_share(config, args.phase, executor, share=(args.task, args.of), helpers=helpers)
+    with Local(_given_workers(args) or 1) as executor:
+        count, display = phases.run_share(config, args.phase, executor, share=(args.task, args.of))
     print(f"share {args.task} of {args.of}: {count} {args.phase} tasks finished")
     return _say_rate(display)
 

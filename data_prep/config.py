@@ -131,12 +131,8 @@ class CorpusConfig(Section):
         0.01, gt=0, lt=1, description="share of documents kept out of training, between 0 and 1"
     )
     seed: int = Field(0, ge=0, lt=1 << 63, description="chooses the held-out documents and the tokenizer's sample")
-    task_bytes: int | None = Field(
-        None,
-        ge=1,
-        description="bytes of input per map task: what a crash can lose; default: 2^25, or more",
-    )
-    shard_tokens: int | None = Field(None, ge=1, description="tokens per output shard, about; default: 2^26, or more")
+    task_bytes: int = Field(32 << 20, ge=1, description="bytes of input per map task: what a crash can lose")
+    shard_tokens: int = Field(1 << 26, ge=1, description="tokens per output shard, about")
     append_eos: bool = Field(True, description="end every document with the end-of-document token")
     prepend_bos: bool = Field(False, description="begin every document with the beginning-of-sequence token")
     parse_special_tokens: bool = Field(

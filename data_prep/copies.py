@@ -36,7 +36,7 @@ def list_copies(job: Job, runs: Sequence[Path]) -> None:
     with (job.root / COPIES).open("w", encoding="ascii") as file:
         for i, path in enumerate(runs):
             drops = np.load(drops_of(job.copies, i))
-            documents = Run.open(path).documents
+            documents = Run.open(path, whole=True).documents
             units = plan[int(path.parent.name)]
             gone = np.flatnonzero(drops)
             for number in gone[np.argsort(documents["rank"][gone])]:

@@ -53,10 +53,10 @@ def document_keys(unit_keys: U64, at: npt.NDArray[np.int64]) -> U64:
 
 
 def id_keys(source: str, ids: Sequence[object], *, seed: int) -> U64:
-    """The keys of documents that have ids of their own: they stay the same whatever file a document is in.
+    """For the keys of documents that have ids of their own: the same whatever file a document is in.
 
     Returns:
-        uint64 [ids], evenly spread.
+        uint64 [ids], evenly spread as far as ids differ.
     """
     digest, prefix = xxhash.xxh3_64_intdigest, f"{seed}\0{source}\0\0"
     names = (f"{prefix}{name}".encode("utf-8", "surrogateescape") for name in ids)

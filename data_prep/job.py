@@ -9,6 +9,7 @@
     lines/00000/  hashes of the lines of a map task's texts
     map/00000/    the output of a finished map task
     dedup/        copies that were found
+    merge/        runs that were merged, where there are very many
     reduce/       markers of finished shards
     out/          the shards; becomes the output
     lock          held by whoever works on it: shared by map tasks, alone by everybody else
@@ -35,6 +36,9 @@ from data_prep.tasks.tokenizer import TokenizerTask, folder_of
 from headrace import __version__
 from headrace.directory import fingerprint_of, write_json
 from headrace.errors import DataError
+
+_FORMAT = 2
+"""Of what tasks leave for one another. One higher with each change: no job is resumed by other code."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,11 @@ class Job:
         """Which documents are copies of others."""
         return self.dedup / "copies"
 
+    @property
+    def merges(self) -> Path:
+        """Where merged runs are."""
+        return self.root / "merge"
+
     def lines_directory(self, index: int) -> Path:
         """Where the hashes of map task `index`'s lines are."""
         return self.root / "lines" / f"{index:05d}"
@@ -109,7 +118,7 @@ class Job:
         partial = self.root / ".plan.json.partial"
         partial.write_text(json.dumps([[astuple(unit) for unit in units] for units in plan]))
         partial.rename(self.root / "plan.json")
-        for sub in ("lines", "map", "dedup", "reduce", "out/train", "out/heldout"):
+        for sub in ("lines", "map", "dedup", "merge", "reduce", "out/train", "out/heldout"):
             (self.root / sub).mkdir(parents=True, exist_ok=True)
         write_json(self.root / "job.json", identity)
 
@@ -153,7 +162,7 @@ class Job:
 
     def remove_scratch(self) -> None:
         """Deletes what killed tasks left. Only for who holds the lock alone."""
-        for parent in (self.root, *(self.root / sub for sub in ("lines", "map", "dedup", "reduce"))):
+        for parent in (self.root, *(self.root / sub for sub in ("lines", "map", "dedup", "merge", "reduce"))):
             for path in parent.glob(SCRATCH):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -187,4 +196,4 @@ def identity_of(
         cleaning: what the cleaning steps depend on besides the config.
     """
     given = {"inputs": listing, "tokenizer": tokenizer, "cleaning": cleaning}
-    return {"headrace": __version__, "config": config.identity(), **given}
+    return {"headrace": __version__, "format": _FORMAT, "config": config.identity(), **given}

@@ -108,11 +108,6 @@ class PackTask:
         return f"pack of {self.source.name}"
 
     @property
-    def final(self) -> Path:
-        """See `Task.final`."""
-        return Path(f"{self.target}{SUFFIX}")
-
-    @property
     def finished(self) -> bool:
         """See `Task.finished`: a packing that was stopped is made anew."""
         return False
@@ -124,7 +119,8 @@ class PackTask:
         first_piece = np.zeros(bins + 1, dtype=np.int64)
         np.cumsum(_joined([counts for counts, _, _ in blocks]), out=first_piece[1:])
         starts, lengths = _joined([b[1] for b in blocks]), _joined([b[2] for b in blocks])
-        sha256 = write_pack(self.final, length=self.length, first_piece=first_piece, starts=starts, lengths=lengths)
+        path = Path(f"{self.target}{SUFFIX}")
+        sha256 = write_pack(path, length=self.length, first_piece=first_piece, starts=starts, lengths=lengths)
         targets, padding = int(lengths.sum()) - pieces, bins * (self.length + 1) - int(lengths.sum())
         return {"bins": bins, "pieces": pieces, "targets": targets, "padding": padding, "sha256": sha256}
 

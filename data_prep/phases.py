@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
+
+import numpy as np
 
 from data_prep.config import CorpusConfig
 from data_prep.copies import copies_counted, list_copies
@@ -20,15 +22,16 @@ from data_prep.dedup.line_tasks import LinesTask
 from data_prep.dedup.line_tasks import lines_tasks as dedup_lines_tasks
 from data_prep.executors.base import Executor
 from data_prep.finish import checked_markers, counted, finish
-from data_prep.helping import Helper
 from data_prep.job import Job
 from data_prep.progress import Display
-from data_prep.runs import RunPaths
+from data_prep.runs import Array, RunPaths
 from data_prep.shards import dropped_counts, plan_shards
 from data_prep.survey import check_cleaning, raise_empty, tokenizer_identity
 from data_prep.tasks.base import Counts, Task, plain_errors, read_marker
+from data_prep.tasks.gather import Gather
 from data_prep.tasks.lines import HashLinesTask, lines_of
 from data_prep.tasks.map import MapTask, counts_of
+from data_prep.tasks.merge import MergeTask, merged_runs, plan_merges
 from data_prep.tasks.reduce import ReduceTask
 from data_prep.tokenfile import SPLITS, dtype_for
 from headrace.directory import Manifest
@@ -54,7 +57,8 @@ def phases_of(config: CorpusConfig) -> list[Phase]:
     if dedup is not None and (dedup.exact or dedup.near is not None):
         pairs = Phase("pairs", "find documents that share hashes", pairs_tasks)
         phases += [pairs, Phase("copies", "decide which copies are dropped", copies_tasks)]
-    return [*phases, Phase("reduce", "order, merge and write shards", reduce_tasks)]
+    phases.append(Phase("merge", "merge runs, where there are very many", merge_tasks))
+    return [*phases, Phase("reduce", "order and write shards", reduce_tasks)]
 
 
 def run_phases(job: Job, executor: Executor) -> list[Display]:
@@ -62,42 +66,26 @@ def run_phases(job: Job, executor: Executor) -> list[Display]:
     return [run_phase(job, phase, executor) for phase in phases_of(job.config)]
 
 
-def run_phase(
-    job: Job, phase: Phase, executor: Executor, *, share: tuple[int, int] = (0, 1), helpers: int = 0
-) -> Display:
+def run_phase(job: Job, phase: Phase, executor: Executor, *, share: tuple[int, int] = (0, 1)) -> Display:
     """Runs what is left of a phase, or of every `share[1]`-th task of it from number `share[0]` on.
-
-    Args:
-        helpers: how many tasks at once it goes on with of other shares, see `helping`; 0: it does not.
 
     Returns:
         what was counted.
     """
     with plain_errors(phase.name):
-        tasks = phase.tasks(job)
-        own = tasks[share[0] :: share[1]]
-        todo = [task for task in own if not task.finished]
-    if len(todo) < len(own):
-        print(f"{len(own) - len(todo)} of {len(own)} {phase.name} tasks were finished before", file=sys.stderr)
+        tasks = phase.tasks(job)[share[0] :: share[1]]
+        todo = [task for task in tasks if not task.finished]
+    if len(todo) < len(tasks):
+        print(f"{len(tasks) - len(todo)} of {len(tasks)} {phase.name} tasks were finished before", file=sys.stderr)
     note = job.root / "progress" / f"{phase.name}-{share[0]:05d}.json"
-    with _display(phase, own, todo, note) as display:
+    with _display(phase, tasks, todo, note) as display:
         for _ in executor.run(todo, report=display.add):
             pass
-        if helpers:
-            usual_s = display.seconds() * helpers / len(todo) if todo else None
-            first = len(tasks) * share[0] // share[1]
-            helped = Helper([*tasks[first:], *tasks[:first]], helpers, usual_s).run(executor, display.add)
-            print(f"finished {helped} {phase.name} tasks of other shares", file=sys.stderr)
     return display
 
 
-def run_share(
-    config: CorpusConfig, name: str, executor: Executor, *, share: tuple[int, int], helpers: int
-) -> tuple[int, Display]:
+def run_share(config: CorpusConfig, name: str, executor: Executor, *, share: tuple[int, int]) -> tuple[int, Display]:
     """Runs a share of a phase for a scheduler that looks after the others; returns how many tasks it has.
-
-    Args:
-        helpers: see `run_phase`.
 
     Raises:
         ConfigError: no such phase. DataError: the job was not prepared, or with another config.
@@ -107,7 +95,7 @@ def run_share(
     if name not in named:
         raise ConfigError("PHASE", name, why="this job has no such phase", remedy=f"one of: {', '.join(named)}")
     with job.locked(shared=True):
-        display = run_phase(job, named[name], executor, share=share, helpers=helpers)
+        display = run_phase(job, named[name], executor, share=share)
     return len(named[name].tasks(job)[share[0] :: share[1]]), display
 
 
@@ -188,8 +176,36 @@ def copies_tasks(job: Job) -> list[ComponentsTask]:
     return [ComponentsTask(found[0], found[1], _runs(job, checked_markers(job)), job.copies)]
 
 
+def merge_tasks(job: Job) -> list[MergeTask]:
+    """For each group of runs and range of keys; none where runs are few."""
+    return _merges(job, *_gather(job))
+
+
 def reduce_tasks(job: Job) -> list[ReduceTask]:
     """One for each shard."""
+    gather, counts = _gather(job)
+    merges = _finished(_merges(job, gather, counts), "merge")
+    shards = plan_shards(
+        counts[:, :, 1], counts[:, :, 0], gather.runs, gather.drops, shard_tokens=job.config.shard_tokens
+    )
+    return [
+        ReduceTask(
+            shard,
+            replace(gather, runs=merged_runs(merges, shard.low, shard.high), drops=None) if merges else gather,
+            job.out,
+            job.reduce_marker(shard.split, shard.index),
+        )
+        for shard in shards
+    ]
+
+
+def _merges(job: Job, gather: Gather, counts: Array) -> list[MergeTask]:
+    itemsize = np.dtype(gather.dtype).itemsize
+    return plan_merges(gather, counts[:, :, 1], itemsize=itemsize, directory=job.merges)
+
+
+def _gather(job: Job) -> tuple[Gather, Array]:
+    """All runs of the job, what is dropped of them, and int64 [sources, splits, 3]: documents, tokens, bytes kept."""
     markers = checked_markers(job)
     described = read_marker(job.tokenizer)
     assert described is not None
@@ -201,12 +217,8 @@ def reduce_tasks(job: Job) -> list[ReduceTask]:
         counts = counts - dropped_counts(runs, drops, shape=counts.shape, cache=job.dedup / "dropped.json")
         dropped = counted(markers, "dropped") | copies_counted(job)
         raise_empty(dict(zip(SPLITS, counts[:, :, 0].sum(axis=0).tolist(), strict=True)), job.config, dropped=dropped)
-    shards = plan_shards(counts[:, :, 1], counts[:, :, 0], runs, drops, shard_tokens=job.config.shard_tokens)
-    dtype, masked = dtype_for(described["vocab_size"]).str, job.config.has_conversations
-    return [
-        ReduceTask(shard, runs, drops, dtype, masked, job.out, job.reduce_marker(shard.split, shard.index))
-        for shard in shards
-    ]
+    dtype = dtype_for(described["vocab_size"]).str
+    return Gather(runs, 0, drops, dtype, job.config.has_conversations), counts
 
 
 def _pairs(job: Job) -> tuple[list[PairsTask], list[PairsTask]]:
@@ -243,5 +255,5 @@ def _unheard(_counts: Counts) -> None:
 
 def _display(phase: Phase, tasks: Sequence[Task], todo: Sequence[Task], note: Path) -> Display:
     total, left = (sum(t.input_bytes for t in some if isinstance(t, MapTask | HashLinesTask)) for some in (tasks, todo))
-    tokens = sum(t.shard.tokens for t in todo if isinstance(t, ReduceTask))
+    tokens = sum(t.tokens for t in todo if isinstance(t, MergeTask | ReduceTask))
     return Display(phase.name, total_bytes=total, done_bytes=total - left, total_tokens=tokens, note=note)

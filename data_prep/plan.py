@@ -40,19 +40,8 @@ class Unit:
     file_version: str
 
 
-_LEAST_TASK_BYTES, _MOST_TASK_BYTES, _ENOUGH_TASKS = 1 << 25, 1 << 30, 1 << 12
-
 Plan = list[list[Unit]]
 """The units of each map task."""
-
-
-def usual_task_bytes(total: int) -> int:
-    """Bytes of input per map task for an input of `total` bytes, as stored: 32 MiB, from 128 GiB on more, up to 1 GiB.
-
-    Each reduce task reads a piece of what each map task has left, so both numbers of tasks must not grow with the input
-    for ever.
-    """
-    return min(max(_LEAST_TASK_BYTES, total // _ENOUGH_TASKS), _MOST_TASK_BYTES)
 
 
 def units(sources: Iterable[ResolvedSource], *, task_bytes: int) -> Iterator[Unit]:

@@ -15,7 +15,7 @@ from data_prep.executors.local import Local
 from data_prep.finish import is_finished
 from data_prep.inputs import ResolvedSource, listing_fingerprint, resolve
 from data_prep.job import Job, identity_of
-from data_prep.plan import Plan, group, units, usual_task_bytes
+from data_prep.plan import Plan, group, units
 from data_prep.progress import Display
 from data_prep.readers import saved
 from data_prep.survey import check_cleaning, check_documents, check_tables, resolve_all, tokenizer_identity
@@ -125,9 +125,7 @@ def _plan(inspected: Inspected) -> Plan:
 
 
 def _cut(sources: list[ResolvedSource], config: CorpusConfig) -> Plan:
-    total = sum(file.bytes for source in sources for file in source.files)
-    task_bytes = config.task_bytes or usual_task_bytes(total)
-    return group(units(sources, task_bytes=task_bytes), task_bytes=task_bytes)
+    return group(units(sources, task_bytes=config.task_bytes), task_bytes=config.task_bytes)
 
 
 def _build(job: Job, index: int) -> ResolvedSource:

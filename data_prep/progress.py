@@ -89,7 +89,7 @@ class Display:
 
     def share(self) -> float:
         """How much is done, from 0 to 1."""
-        return min(1.0, self._done() / (self.total_bytes or self.total_tokens or 1))
+        return self._done() / (self.total_bytes or self.total_tokens or 1)
 
     def seconds(self) -> float:
         """Since the phase began in this process, until it ended."""
@@ -139,5 +139,4 @@ class Display:
         mine = self.counts.input_bytes if self.total_bytes else self.counts.tokens
         if not mine:
             return None
-        left = (self.total_bytes or self.total_tokens) - self._done()
-        return self.seconds() * max(0, left) / mine
+        return self.seconds() * ((self.total_bytes or self.total_tokens) - self._done()) / mine

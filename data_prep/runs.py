@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
+from types import TracebackType
 from typing import Any, overload
 
 import numpy as np
@@ -186,6 +187,50 @@ class RunWriter:
                 file.write(b"".join(parts))
 
 
+class RunStream:
+    """Writes a run of any size, from documents that come in its order."""
+
+    def __init__(self, run: Path, *, masked: bool) -> None:
+        """Makes the directory `run`."""
+        run.mkdir()
+        self._run, self._tokens = run, 0
+        self._groups: list[list[int]] = []
+        self._documents = 0
+        names = [_TOKENS, _DOCUMENTS, *([_MASK] if masked else [])]
+        self._files = {name: (run / name).open("wb") for name in names}
+
+    def add(self, documents: Array, ids: Sequence[memoryview], mask: Sequence[memoryview]) -> None:
+        """Adds documents, of one split and source.
+
+        Args:
+            documents: `DOCUMENT` [n].
+            ids, mask: the bytes of each one's tokens and of their mask; no mask where there is none.
+        """
+        if not len(documents):
+            return
+        group = [int(documents["split"][0]), int(documents["source"][0])]
+        if not self._groups or self._groups[-1][:2] != group:
+            self._groups.append([*group, self._documents, self._documents])
+        made, ends = documents.copy(), np.cumsum(documents["tokens"], dtype=np.int64)
+        made["start"] = self._tokens + ends - documents["tokens"]
+        self._tokens += int(ends[-1])
+        self._documents += len(documents)
+        self._groups[-1][3] = self._documents
+        self._files[_DOCUMENTS].write(made.view(np.uint8).data)
+        for name, pieces in ((_TOKENS, ids), (_MASK, mask)):
+            for piece in pieces:
+                self._files[name].write(piece)
+
+    def __enter__(self) -> RunStream:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
+        for file in self._files.values():
+            file.close()
+        if kind is None:
+            write_json(self._run / _RUN, {"documents": self._documents, "groups": self._groups})
+
+
 @dataclass(frozen=True)
 class Run:
     """An open run, memory-mapped. documents: `DOCUMENT` [n]; groups: {(split, source): (first, end)}."""
@@ -195,15 +240,19 @@ class Run:
     groups: dict[tuple[int, int], tuple[int, int]]
 
     @classmethod
-    def open(cls, path: Path) -> Run:
+    def open(cls, path: Path, *, whole: bool = False) -> Run:
         """Maps a run.
+
+        Args:
+            path: its directory.
+            whole: all documents will be looked at, and not only some.
 
         Raises:
             DataError: it is incomplete, though its task has finished.
         """
         try:
             said = json.loads((path / _RUN).read_text())
-            documents = map_file(path / _DOCUMENTS, at_random=True).view(DOCUMENT)
+            documents = map_file(path / _DOCUMENTS, at_random=not whole).view(DOCUMENT)
             if len(documents) != said["documents"]:
                 raise ValueError(f"{_DOCUMENTS} holds {len(documents)} documents, and {said['documents']} were written")
         except (OSError, ValueError) as error:

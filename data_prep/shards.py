@@ -11,28 +11,25 @@ import numpy as np
 
 from data_prep.dedup.components import drops_of
 from data_prep.runs import Array, Run
-from data_prep.tasks.reduce import KEYS, Shard
+from data_prep.tasks.gather import KEYS
+from data_prep.tasks.reduce import Shard
 from data_prep.tokenfile import SPLITS
 from headrace.directory import write_json
 
 _FEW = 256
 """Documents per shard below which a shard may come out empty: then they are counted."""
 
-_LEAST_TOKENS, _MOST_TOKENS, _ENOUGH_SHARDS = 1 << 26, 1 << 30, 1 << 10
-
 
 def plan_shards(
-    tokens: Array, documents: Array, runs: Sequence[Path], drops: Path | None, *, shard_tokens: int | None
+    tokens: Array, documents: Array, runs: Sequence[Path], drops: Path | None, *, shard_tokens: int
 ) -> list[Shard]:
     """The shards of all splits, numbered within each.
 
     Args:
-        shard_tokens: about how many each holds; None: 2^26, from 2^36 tokens in all on more, up to 2^30.
+        shard_tokens: about how many each holds.
         tokens, documents: int64 [sources, splits], how many are kept.
         runs, drops: see `ReduceTask`; only looked at where documents are few.
     """
-    if shard_tokens is None:
-        shard_tokens = min(max(_LEAST_TOKENS, int(tokens.sum()) // _ENOUGH_SHARDS), _MOST_TOKENS)
     shards: list[Shard] = []
     for number, split in enumerate(SPLITS):
         index = 0
@@ -58,7 +55,7 @@ def dropped_counts(runs: Sequence[Path], drops: Path, *, shape: tuple[int, ...],
         return np.array(json.loads(cache.read_text()), np.int64)
     counts = np.zeros(shape, np.int64)
     for i, path in enumerate(runs):
-        gone = Run.open(path).documents[np.load(drops_of(drops, i)) != 0]
+        gone = Run.open(path, whole=True).documents[np.load(drops_of(drops, i)) != 0]
         for column, values in enumerate((1, gone["tokens"], gone["bytes"])):
             np.add.at(counts[:, :, column], (gone["source"], gone["split"]), values)
     with suppress(OSError):
@@ -70,7 +67,7 @@ def _filled(group: tuple[int, int], bounds: list[int], runs: Sequence[Path], dro
     """bool [ranges]: whether any document has its key in each range."""
     found = np.zeros(len(bounds) - 1, np.bool_)
     for i, path in enumerate(runs):
-        run = Run.open(path)
+        run = Run.open(path, whole=True)
         if group not in run.groups:
             continue
         first, end = run.groups[group]

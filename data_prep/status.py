@@ -42,7 +42,7 @@ def report(config: CorpusConfig) -> list[str]:
         return [f"{job.output} is finished"]
     if job.saved_identity() is None:
         return [f"{job.root}: looking at the inputs"]
-    lines = [_line(phase) for phase in phases(job)]
+    lines = [_line(phase) for phase in phases(job) if phase.total != 0]
     return lines + [_worker(note, age) for note, age in _notes(job.root)]
 
 

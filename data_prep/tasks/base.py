@@ -47,7 +47,7 @@ class Counts:
 
 MARKER = "done.json"
 """In the directory of a finished task: what it said."""
-SCRATCH = ".*.partial"
+SCRATCH = ".*.partial*"
 """What a killed task may leave behind, as a glob."""
 
 Report = Callable[[Counts], None]
@@ -59,10 +59,6 @@ class Task(Protocol):
     @property
     def name(self) -> str:
         """What messages call it, e.g. `map 3`."""
-
-    @property
-    def final(self) -> Path:
-        """What appears when it has finished; until then there may be scratch files beside it, see `scratch_path`."""
 
     @property
     def finished(self) -> bool:
@@ -94,11 +90,6 @@ class DirectoryTask:
     def name(self) -> str:
         """What messages call it."""
         raise NotImplementedError
-
-    @property
-    def final(self) -> Path:
-        """See `Task.final`."""
-        return self.directory
 
     @property
     def finished(self) -> bool:

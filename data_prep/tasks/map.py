@@ -17,7 +17,7 @@ from data_prep.chat.conversation import ConversationError
 from data_prep.clean.chain import Dropped
 from data_prep.config import CorpusConfig
 from data_prep.dedup.section import NearSection
-from data_prep.hashing import HELDOUT, below, content_hashes
+from data_prep.hashing import HELDOUT, U64, below, content_hashes, mix
 from data_prep.plan import Unit
 from data_prep.readers.records import Bad
 from data_prep.runs import Array, Facts, RunWriter
@@ -74,6 +74,7 @@ class _Mapper:
         self._documents, self._batches = 0, 0
         self._sample: list[str] = []
         labels = [source.label for source in task.config.sources]
+        self._named = np.array([stream.source_of(i).id_field is not None for i in range(len(task.units))])
         self._source = np.array([labels.index(unit.source) for unit in task.units], np.int64)
 
     def run(self) -> dict[str, Any]:
@@ -178,7 +179,7 @@ class _Mapper:
         self._documents += len(raw)
         dedup = self._config.dedup
         return Facts(
-            key=batch.key,
+            key=self._keys(batch, hashes),
             rank=np.arange(first, first + len(raw)),
             bytes=np.fromiter(map(len, raw), np.int64, len(raw)),
             source=self._source[batch.unit],
@@ -187,6 +188,11 @@ class _Mapper:
             unit=batch.unit,
             hashes=hashes if dedup is not None and dedup.exact else None,
         )
+
+    def _keys(self, batch: Texts, hashes: U64) -> U64:
+        """Keys that are evenly spread: ids need not differ from one another, so the texts enter, too."""
+        named = self._named[batch.unit]
+        return np.where(named, mix(batch.key ^ hashes[:, 0]), batch.key) if named.any() else batch.key
 
 
 _SAMPLE_EVERY, _SAMPLES, _SAMPLE_CHARACTERS = 16, 8, 2048

@@ -37,7 +37,7 @@ class Texts:
     Attributes:
         texts: the texts; of conversations, their lines of JSON.
         at: int64 [n], the place of each in its file.
-        key: uint64 [n], its place in the order of its source.
+        key: uint64 [n], from which its place in the order of its source is made.
         unit: int64 [n], the number of its unit in the task.
         conversations: whether they are conversations, which are all of one unit and have not been cleaned.
     """

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_prep.tokenfile import TokenFile, shard_prefix
+from data_prep.tasks.base import scratch_path
+from data_prep.tokenfile import TokenFile, shard_prefix, with_suffix
 from headrace.directory import read_manifest
 
 Write = Callable[..., str]
@@ -94,6 +95,32 @@ def test_more_runs_than_a_process_may_open_files_are_reduced(work: Path, write_c
     assert done.returncode == 0, done.stderr
     splits = read_manifest(work / "tokens", kind="tokens").details["splits"]
     assert sum(split["documents"] for split in splits.values()) == 150
+
+
+def test_a_half_done_job_of_another_format_is_refused(work: Path, write_config: Write, cli: Any) -> None:
+    rows(work / "a.jsonl", [f"{i} turns the wheel of the mill" for i in range(80)])
+    config = write_config(sources=[{"path": "a.jsonl"}])
+    cli("prepare", "--config", config)
+    kept = work / ".tokens.job/job.json"
+    saved = json.loads(kept.read_text())
+    del saved["format"]  # as before there were formats
+    kept.write_text(json.dumps(saved))
+    assert "these differ: format" in cli("--config", config, code=2).stderr
+
+
+def test_what_killed_tasks_have_left_is_removed(work: Path, write_config: Write, cli: Any) -> None:
+    rows(work / "a.jsonl", [f"{i} turns the wheel of the mill" for i in range(80)])
+    config = write_config(sources=[{"path": "a.jsonl"}])
+    cli("prepare", "--config", config)
+    cli("phase", "map", "--config", config, "--task", "0", "--of", "1")
+    job = work / ".tokens.job"
+    scratch = scratch_path(job / "map/00000"), scratch_path(job / "reduce/train-00000.json")
+    scratch[0].mkdir()
+    left = [scratch[0], *(with_suffix(scratch[1], suffix) for suffix in (".bin", ".idx", ".mask"))]
+    for path in left[1:]:
+        path.write_bytes(b"half")
+    cli("prepare", "--config", config)
+    assert not any(path.exists() for path in left)
 
 
 def test_shares_of_a_reduce_with_dedup_may_begin_together(work: Path, write_config: Write, cli: Any) -> None:

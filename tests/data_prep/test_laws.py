@@ -96,6 +96,22 @@ def test_with_ids_the_shards_do_not_depend_on_which_file_a_record_is_in(
     assert shards[2] != shards[1]
 
 
+def test_ids_that_are_not_unique_leave_shards_even_and_shuffled(
+    work: Path, cli: Any, write_config: Callable[..., str]
+) -> None:
+    rows = [{"text": f"{i} is a number of the mill", "id": "en"} for i in range(2000)]
+    (work / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cli("--config", write_config(sources=[{"path": "rows.jsonl", "id_field": "id"}], shard_tokens=2000))
+    prefixes, _ = open_split(work / "tokens", split="train")
+    files = [TokenFile.open(prefix) for prefix in prefixes]
+    assert len(files) > 5
+    mean = sum(file.documents for file in files) / len(files)
+    assert all(0.7 * mean < file.documents < 1.4 * mean for file in files)
+    tokenizer = Tokenizer.from_file(str(work / "tokens/tokenizer/tokenizer.json"))
+    first = tokenizer.decode(files[0].tokens.tolist()).split(" is a number of the mill")[:20]
+    assert [int(number) for number in first] != sorted(int(number) for number in first)
+
+
 def test_stages_run_by_hand_in_any_order_write_the_same_bytes(
     mixed_config: str, reference: Tree, cli: Any, work: Path, bytes_of: Callable[[Path], Tree]
 ) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from data_prep.config import Source
 from data_prep.inputs import resolve
-from data_prep.plan import Unit, group, units, usual_task_bytes
+from data_prep.plan import Unit, group, units
 from data_prep.readers import bytesource, parquet
 from data_prep.readers.records import Bad, Batch
 from data_prep.readers.unit import digest_of, read_unit, wanted_of
@@ -355,12 +355,6 @@ def test_tasks_are_runs_of_neighbouring_units_of_about_the_same_size(work: Path)
     assert [unit for task in tasks for unit in task] == listed
     sizes = [sum(unit.end - unit.start for unit in task) for task in tasks]
     assert all(abs(size - 1000) <= 390 / 2 for size in sizes[:-1])  # 390: the largest file
-
-
-@pytest.mark.parametrize(("total", "tasks"), [(1 << 30, 32), (1 << 37, 4096), (1 << 40, 4096), (1 << 44, 1 << 14)])
-def test_the_number_of_tasks_grows_more_slowly_than_the_corpus(total: int, tasks: int) -> None:
-    """Since each reduce task reads from each map task."""
-    assert -(-total // usual_task_bytes(total)) == tasks
 
 
 def test_a_file_that_changed_since_the_plan_is_refused(work: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from data_prep.executors.base import attempt
 from data_prep.executors.board import Assignment, Board, Outcome, beats, work
 from data_prep.tasks.base import Counts, Report
 from tests.data_prep.executors.conftest import Corpus
@@ -32,10 +33,6 @@ class Counting:
         return "map task 0"
 
     @property
-    def final(self) -> Path:
-        return Path("nowhere")
-
-    @property
     def finished(self) -> bool:
         return False
 
@@ -48,6 +45,36 @@ class Counting:
 def in_another_process(assignment: Assignment) -> Outcome:
     with mp.get_context("spawn").Pool(1) as pool:
         return pool.apply(work, (assignment,))
+
+
+@dataclass(frozen=True)
+class Overtaken:
+    """Works until it is told to stop; somebody else writes `marker` meanwhile."""
+
+    marker: Path
+
+    @property
+    def name(self) -> str:
+        return "map task 0"
+
+    @property
+    def finished(self) -> bool:
+        return self.marker.is_file()
+
+    def run(self, report: Report) -> dict[str, Any]:
+        if self.finished:
+            return {"by": "another"}
+        for _ in range(100):
+            report(STEP)
+            self.marker.touch()
+            time.sleep(0.1)
+        return {"by": "this one"}
+
+
+def test_a_task_stops_when_another_attempt_at_it_has_finished(tmp_path: Path) -> None:
+    reported: list[Counts] = []
+    assert attempt(Overtaken(tmp_path / "done"), reported.append) == ("done", {"by": "another"})
+    assert len(reported) < 50
 
 
 def test_what_an_attempt_counted_that_was_lost_is_not_counted_again(tmp_path: Path) -> None:
