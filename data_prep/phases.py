@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,18 +22,19 @@ from data_prep.dedup.line_tasks import LinesTask
 from data_prep.dedup.line_tasks import lines_tasks as dedup_lines_tasks
 from data_prep.executors.base import Executor
 from data_prep.finish import checked_markers, counted, finish
-from data_prep.job import Job
+from data_prep.job import FORMAT, Job
 from data_prep.progress import Display
 from data_prep.runs import Array, RunPaths
 from data_prep.shards import dropped_counts, plan_shards
 from data_prep.survey import check_cleaning, raise_empty, tokenizer_identity
 from data_prep.tasks.base import Counts, Task, plain_errors, read_marker
-from data_prep.tasks.gather import Gather
+from data_prep.tasks.gather import KEYS, Gather, memory_of
 from data_prep.tasks.lines import HashLinesTask, lines_of
 from data_prep.tasks.map import MapTask, counts_of
-from data_prep.tasks.merge import MergeTask, merged_runs, plan_merges
+from data_prep.tasks.merge import Merges, MergeTask, plan_merges
 from data_prep.tasks.reduce import ReduceTask
 from data_prep.tokenfile import SPLITS, dtype_for
+from headrace import __version__
 from headrace.directory import Manifest
 from headrace.errors import ConfigError, DataError
 
@@ -63,14 +64,14 @@ def phases_of(config: CorpusConfig) -> list[Phase]:
 
 def run_phases(job: Job, executor: Executor) -> list[Display]:
     """Runs what is left of all phases. The caller holds the job alone."""
-    return [run_phase(job, phase, executor) for phase in phases_of(job.config)]
+    return [run_phase(job, phase, executor)[1] for phase in phases_of(job.config)]
 
 
-def run_phase(job: Job, phase: Phase, executor: Executor, *, share: tuple[int, int] = (0, 1)) -> Display:
+def run_phase(job: Job, phase: Phase, executor: Executor, *, share: tuple[int, int] = (0, 1)) -> tuple[int, Display]:
     """Runs what is left of a phase, or of every `share[1]`-th task of it from number `share[0]` on.
 
     Returns:
-        what was counted.
+        how many tasks that are, and what was counted.
     """
     with plain_errors(phase.name):
         tasks = phase.tasks(job)[share[0] :: share[1]]
@@ -81,7 +82,7 @@ def run_phase(job: Job, phase: Phase, executor: Executor, *, share: tuple[int, i
     with _display(phase, tasks, todo, note) as display:
         for _ in executor.run(todo, report=display.add):
             pass
-    return display
+    return len(tasks), display
 
 
 def run_share(config: CorpusConfig, name: str, executor: Executor, *, share: tuple[int, int]) -> tuple[int, Display]:
@@ -95,8 +96,7 @@ def run_share(config: CorpusConfig, name: str, executor: Executor, *, share: tup
     if name not in named:
         raise ConfigError("PHASE", name, why="this job has no such phase", remedy=f"one of: {', '.join(named)}")
     with job.locked(shared=True):
-        display = run_phase(job, named[name], executor, share=share)
-    return len(named[name].tasks(job)[share[0] :: share[1]]), display
+        return run_phase(job, named[name], executor, share=share)
 
 
 def complete(job: Job, *, tokenizer: str | None) -> Manifest:
@@ -135,7 +135,7 @@ def prepared(config: CorpusConfig) -> Job:
         raise DataError(f"{job.root} holds no prepared job\n  try: python -m data_prep prepare --config FILE")
     with plain_errors("looking at the lists and the tokenizer"):
         given = {"tokenizer": tokenizer_identity(config), "cleaning": check_cleaning(config)}
-    job.check_same({"config": job.config.identity(), **given}, saved)
+    job.check_same({"headrace": __version__, "format": FORMAT, "config": job.config.identity(), **given}, saved)
     return job
 
 
@@ -178,20 +178,23 @@ def copies_tasks(job: Job) -> list[ComponentsTask]:
 
 def merge_tasks(job: Job) -> list[MergeTask]:
     """For each group of runs and range of keys; none where runs are few."""
-    return _merges(job, *_gather(job))
+    gather, kept, _ = _gather(job)
+    merges = _merges(job, gather, kept)
+    return merges.tasks() if merges is not None else []
 
 
 def reduce_tasks(job: Job) -> list[ReduceTask]:
     """One for each shard."""
-    gather, counts = _gather(job)
-    merges = _finished(_merges(job, gather, counts), "merge")
-    shards = plan_shards(
-        counts[:, :, 1], counts[:, :, 0], gather.runs, gather.drops, shard_tokens=job.config.shard_tokens
-    )
+    gather, kept, memory = _gather(job)
+    merges = _merges(job, gather, kept)
+    if merges is not None:
+        _finished(merges.tasks(), "merge")
+        gather = merges.merged(0, KEYS)
+    shards = plan_shards(kept, memory, gather, shard_tokens=job.config.shard_tokens)
     return [
         ReduceTask(
             shard,
-            replace(gather, runs=merged_runs(merges, shard.low, shard.high), drops=None) if merges else gather,
+            gather if merges is None else merges.merged(shard.low, shard.high),
             job.out,
             job.reduce_marker(shard.split, shard.index),
         )
@@ -199,26 +202,31 @@ def reduce_tasks(job: Job) -> list[ReduceTask]:
     ]
 
 
-def _merges(job: Job, gather: Gather, counts: Array) -> list[MergeTask]:
-    itemsize = np.dtype(gather.dtype).itemsize
-    return plan_merges(gather, counts[:, :, 1], itemsize=itemsize, directory=job.merges)
+def _merges(job: Job, gather: Gather, kept: Array) -> Merges | None:
+    return plan_merges(gather, int(kept[:, :, 1].sum()), directory=job.merges)
 
 
-def _gather(job: Job) -> tuple[Gather, Array]:
-    """All runs of the job, what is dropped of them, and int64 [sources, splits, 3]: documents, tokens, bytes kept."""
+def _gather(job: Job) -> tuple[Gather, Array, Array]:
+    """All runs of the job, and what is dropped of them.
+
+    Returns:
+        them; int64 [sources, splits, 3], documents, tokens and bytes that are kept; int64 [sources, splits], what those
+        that are read take in memory.
+    """
     markers = checked_markers(job)
     described = read_marker(job.tokenizer)
     assert described is not None
     runs, drops = _runs(job, markers), None
-    counts = counts_of(markers)
+    read = kept = counts_of(markers)
     if job.config.dedup is not None and (job.config.dedup.exact or job.config.dedup.near is not None):
         (copies,) = _finished(copies_tasks(job), "copies")
         drops = copies.directory
-        counts = counts - dropped_counts(runs, drops, shape=counts.shape, cache=job.dedup / "dropped.json")
+        kept = read - dropped_counts(runs, drops, shape=read.shape, cache=job.dedup / "dropped.json")
         dropped = counted(markers, "dropped") | copies_counted(job)
-        raise_empty(dict(zip(SPLITS, counts[:, :, 0].sum(axis=0).tolist(), strict=True)), job.config, dropped=dropped)
-    dtype = dtype_for(described["vocab_size"]).str
-    return Gather(runs, 0, drops, dtype, job.config.has_conversations), counts
+        raise_empty(dict(zip(SPLITS, kept[:, :, 0].sum(axis=0).tolist(), strict=True)), job.config, dropped=dropped)
+    dtype, masked = dtype_for(described["vocab_size"]).str, job.config.has_conversations
+    memory = memory_of(read[:, :, 1], read[:, :, 0], dtype=dtype, masked=masked)
+    return Gather(runs, 0, drops, dtype, masked), kept, np.asarray(memory)
 
 
 def _pairs(job: Job) -> tuple[list[PairsTask], list[PairsTask]]:

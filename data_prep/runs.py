@@ -288,39 +288,54 @@ class Run:
 
 @dataclass(frozen=True)
 class RunPaths(Sequence[Path]):
-    """The runs of all map tasks, in order. It pickles small: every task of the phases that follow has one.
+    """The runs of map tasks that follow one another. It pickles small, and so do slices: every later task has one.
 
     Args:
         directories: where the tasks' directories are, `00000` and on.
-        counts: how many runs each has.
+        counts: how many runs each has, from task `first` on. skip: how many of the first one's are left out.
     """
 
     directories: Path
     counts: tuple[int, ...]
+    first: int = 0
+    skip: int = 0
 
     @cached_property
     def _ends(self) -> list[int]:
         return list(accumulate(self.counts))
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return self._ends[-1] - self.skip if self._ends else 0
 
     @overload
     def __getitem__(self, i: int) -> Path: ...
 
     @overload
-    def __getitem__(self, i: slice) -> list[Path]: ...
+    def __getitem__(self, i: slice) -> RunPaths: ...
 
-    def __getitem__(self, i: int | slice) -> Path | list[Path]:
+    def __getitem__(self, i: int | slice) -> Path | RunPaths:
         if isinstance(i, slice):
-            return [self[k] for k in range(*i.indices(len(self)))]
+            start, end, step = i.indices(len(self))
+            assert step == 1
+            return self._between(start, max(start, end))
         if not 0 <= i < len(self):
             raise IndexError(i)
-        task = bisect_right(self._ends, i)
-        return run_path(task_directory(self.directories, task), i - self._ends[task] + self.counts[task])
+        task, run = self._place(i)
+        return run_path(task_directory(self.directories, self.first + task), run)
+
+    def _place(self, i: int) -> tuple[int, int]:
+        """Run number `i`: which of the tasks it is of, and its number there."""
+        task = bisect_right(self._ends, i + self.skip)
+        return task, i + self.skip - self._ends[task] + self.counts[task]
+
+    def _between(self, start: int, end: int) -> RunPaths:
+        if start == end:
+            return RunPaths(self.directories, ())
+        (task, run), (last, until) = self._place(start), self._place(end - 1)
+        return RunPaths(self.directories, (*self.counts[task:last], until + 1), self.first + task, run)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"directories": self.directories, "counts": self.counts}
+        return {name: value for name, value in vars(self).items() if name != "_ends"}
 
 
 def task_directory(directories: Path, task: int) -> Path:

@@ -11,7 +11,7 @@ import numpy as np
 
 from data_prep.dedup.components import drops_of
 from data_prep.runs import Array, Run
-from data_prep.tasks.gather import KEYS
+from data_prep.tasks.gather import KEYS, Gather, Group
 from data_prep.tasks.reduce import Shard
 from data_prep.tokenfile import SPLITS
 from headrace.directory import write_json
@@ -20,27 +20,29 @@ _FEW = 256
 """Documents per shard below which a shard may come out empty: then they are counted."""
 
 
-def plan_shards(
-    tokens: Array, documents: Array, runs: Sequence[Path], drops: Path | None, *, shard_tokens: int
-) -> list[Shard]:
+def plan_shards(kept: Array, memory: Array, gather: Gather, *, shard_tokens: int) -> list[Shard]:
     """The shards of all splits, numbered within each.
 
     Args:
+        kept: int64 [sources, splits, 2 or more], how many documents and tokens are kept.
+        memory: int64 [sources, splits], what all that is read takes in memory, see `memory_of`.
+        gather: all of the job; only looked at where documents are few.
         shard_tokens: about how many each holds.
-        tokens, documents: int64 [sources, splits], how many are kept.
-        runs, drops: see `ReduceTask`; only looked at where documents are few.
     """
     shards: list[Shard] = []
     for number, split in enumerate(SPLITS):
         index = 0
-        for source in range(len(tokens)):
-            total, kept = int(tokens[source, number]), int(documents[source, number])
-            pieces = min(max(1, -(-total // shard_tokens)), max(1, kept))
+        for source in range(len(kept)):
+            documents, total = kept[source, number, :2].tolist()
+            if not documents:
+                continue
+            pieces = min(max(1, -(-total // shard_tokens)), documents)
             bounds = [KEYS * i // pieces for i in range(pieces + 1)]
-            few = kept < _FEW * pieces
-            filled = _filled((number, source), bounds, runs, drops) if few else np.ones(pieces, np.bool_)
+            few = documents < _FEW * pieces
+            filled = _filled((number, source), bounds, gather) if few else np.ones(pieces, np.bool_)
+            about = total // pieces, int(memory[source, number]) // pieces
             for i in np.flatnonzero(filled).tolist():
-                shards.append(Shard(split, index, source, bounds[i], bounds[i + 1], total // pieces))
+                shards.append(Shard(split, index, source, bounds[i], bounds[i + 1], *about))
                 index += 1
     return shards
 
@@ -63,17 +65,17 @@ def dropped_counts(runs: Sequence[Path], drops: Path, *, shape: tuple[int, ...],
     return counts
 
 
-def _filled(group: tuple[int, int], bounds: list[int], runs: Sequence[Path], drops: Path | None) -> Array:
+def _filled(group: Group, bounds: list[int], gather: Gather) -> Array:
     """bool [ranges]: whether any document has its key in each range."""
     found = np.zeros(len(bounds) - 1, np.bool_)
-    for i, path in enumerate(runs):
+    for i, path in enumerate(gather.runs):
         run = Run.open(path, whole=True)
         if group not in run.groups:
             continue
         first, end = run.groups[group]
         keys = run.documents["key"][first:end]
-        if drops is not None:
-            keys = keys[np.load(drops_of(drops, i), mmap_mode="r")[first:end] == 0]
+        if gather.drops is not None:
+            keys = keys[np.load(drops_of(gather.drops, i), mmap_mode="r")[first:end] == 0]
         cuts = np.searchsorted(keys, np.array(bounds[1:-1], np.uint64))
         found |= np.diff(np.concatenate([[0], cuts, [len(keys)]])) > 0
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,26 @@ from data_prep.runs import DOCUMENT, Array, Run
 KEYS = 1 << 64
 _LEAST_HELD, _MOST_HELD = 16 << 20, 64 << 20
 _READ_BYTES = 1 << 20
+
+
+_DOCUMENT_BYTES = 400
+"""That a document takes besides its tokens: its facts twice, a view of its tokens, its bounds as numbers."""
+
+Group = tuple[int, int]
+"""Numbers of a split and of a source."""
+
+
+def memory_of(tokens: Array | int, documents: Array | int, *, dtype: str, masked: bool) -> Array | int:
+    """Bytes of memory that so many tokens and documents take while they are gathered."""
+    return tokens * (np.dtype(dtype).itemsize + masked) + documents * _DOCUMENT_BYTES
+
+
+@dataclass(frozen=True)
+class Content:
+    """What runs hold of a group and a range of keys. memory: see `memory_of`. runs: numbers of those that hold some."""
+
+    memory: int
+    runs: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -35,7 +56,7 @@ class Gathered:
 class Gather:
     """Reads out of runs what belongs to a (split, source) and a range of keys, but for what is dropped.
 
-    Memory: `_MOST_HELD` bytes of tokens and 60 for each of their documents.
+    Memory: about `_MOST_HELD` bytes, see `memory_of`.
 
     Args:
         runs: the runs. first: the number of the first of them in the job.
@@ -49,18 +70,32 @@ class Gather:
     dtype: str
     masked: bool
 
-    def ranges(self, group: tuple[int, int], low: int, high: int, *, tokens: int) -> Iterator[Gathered]:
-        """Yields the documents with keys in [low, high), by ranges that fit into memory.
+    def contents(self, low: int, high: int) -> dict[Group, Content]:
+        """What the runs hold with keys in [low, high), by group, in the order of groups."""
+        memory: Counter[Group] = Counter()
+        runs: defaultdict[Group, list[int]] = defaultdict(list)
+        for i, path in enumerate(self.runs):
+            run = Run.open(path)
+            for group in run.groups:
+                first, end = run.between(group, low, high)
+                if first < end:
+                    last = run.documents[end - 1]
+                    tokens = int(last["start"] + last["tokens"] - run.documents["start"][first])
+                    memory[group] += int(memory_of(tokens, end - first, dtype=self.dtype, masked=self.masked))
+                    runs[group].append(i)
+        return {group: Content(memory[group], runs[group]) for group in sorted(runs)}
+
+    def ranges(self, group: Group, low: int, high: int, content: Content) -> Iterator[Gathered]:
+        """Yields the documents of a group with keys in [low, high), by ranges that fit into memory.
 
         Args:
-            group: numbers of the split and of the source.
-            tokens: about how many there are.
+            content: about how much memory they take, and numbers of the runs that may hold some.
         """
         held = _Held(np.dtype(self.dtype), masked=self.masked)
-        parts = max(1, -(-tokens * np.dtype(self.dtype).itemsize // self._held_bytes()))
+        parts = max(1, -(-content.memory // self._held_bytes()))
         for i in range(parts):
             bounds = low + (high - low) * i // parts, low + (high - low) * (i + 1) // parts
-            slices = list(self._slices(group, *bounds, held))
+            slices = list(self._slices(group, *bounds, content.runs, held))
             which, documents = _in_order(slices)
             ids = _pieces([part.ids for part in slices], which, documents)
             mask = _pieces([part.mask for part in slices], which, documents) if self.masked else []
@@ -70,11 +105,11 @@ class Gather:
         """Small ranges, unless what is read of a run gets too small."""
         return min(max(len(self.runs) * _READ_BYTES, _LEAST_HELD), _MOST_HELD)
 
-    def _slices(self, group: tuple[int, int], low: int, high: int, held: _Held) -> Iterator[_Slice]:
+    def _slices(self, group: Group, low: int, high: int, runs: Sequence[int], held: _Held) -> Iterator[_Slice]:
         """Of each run, what belongs to a range and is kept."""
         found = list[tuple[int, Run, int]]()
-        for i, path in enumerate(self.runs):
-            run = Run.open(path)
+        for i in runs:
+            run = Run.open(self.runs[i])
             first, end = run.between(group, low, high)
             if first < end:  # copied: the map itself is not kept
                 found.append((i, replace(run, documents=np.array(run.documents[first:end])), first))

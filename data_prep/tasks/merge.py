@@ -1,8 +1,8 @@
 """Merge: one run out of many, of a range of keys. Only in jobs of very many runs.
 
 A shard is gathered out of every run that there is. With R runs, and tokens of N times the memory of a reduce task, that
-is R x N small reads: the square of the corpus. Merged in groups of about sqrt(R), each run is read N / sqrt(R) times as
-often and a shard is gathered out of sqrt(R) of them; that costs one more pass over the tokens.
+is R x N small reads: the square of the corpus. Merged in groups of about sqrt(R), all is read in 2 x sqrt(R) x N
+pieces; that costs one more pass over the tokens.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
-from data_prep.runs import Array, RunStream, run_path
+import numpy as np
+
+from data_prep.runs import RunStream, run_path
 from data_prep.tasks.base import Counts, DirectoryTask, Report
 from data_prep.tasks.gather import KEYS, Gather
 
@@ -27,14 +29,14 @@ class MergeTask(DirectoryTask):
     """Merges some runs into `directory/run-000`: documents with keys in [low, high), but for those that are dropped.
 
     Args:
-        groups: (number of the split, of the source, about how many tokens), ascending.
         gather: what is merged.
+        tokens: about how many they are.
     """
 
-    groups: tuple[tuple[int, int, int], ...]
+    gather: Gather
     low: int
     high: int
-    gather: Gather
+    tokens: int
     directory: Path
 
     @property
@@ -42,56 +44,89 @@ class MergeTask(DirectoryTask):
         """What messages call it."""
         return f"merge task {self.directory.name}"
 
-    @property
-    def tokens(self) -> int:
-        """About how many."""
-        return sum(tokens for _, _, tokens in self.groups)
-
-    @property
-    def merged(self) -> Path:
-        """The run that it makes."""
-        return run_path(self.directory, 0)
-
     def _work(self, scratch: Path, report: Report) -> dict[str, Any]:
         with RunStream(run_path(scratch, 0), masked=self.gather.masked) as stream:
-            for split, source, tokens in self.groups:
-                for part in self.gather.ranges((split, source), self.low, self.high, tokens=tokens):
+            for group, content in self.gather.contents(self.low, self.high).items():
+                for part in self.gather.ranges(group, self.low, self.high, content):
                     stream.add(part.documents, part.ids, part.mask)
                     report(Counts(tokens=int(part.documents["tokens"].sum()), documents=len(part.documents)))
         return {"runs": 1}
 
 
-def plan_merges(gather: Gather, tokens: Array, *, itemsize: int, directory: Path) -> list[MergeTask]:
-    """The merge tasks of a job; none where its runs are few.
+@dataclass(frozen=True)
+class MergedRuns(Sequence[Path]):
+    """The runs of merge tasks: of `numbers` groups of runs, and ranges of keys from part `first` up to `end`."""
+
+    directory: Path
+    numbers: int
+    first: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.numbers * (self.end - self.first)
+
+    @overload
+    def __getitem__(self, i: int) -> Path: ...
+
+    @overload
+    def __getitem__(self, i: slice) -> list[Path]: ...
+
+    def __getitem__(self, i: int | slice) -> Path | list[Path]:
+        if isinstance(i, slice):
+            return [self[k] for k in range(*i.indices(len(self)))]
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        part, number = divmod(i, self.numbers)
+        return run_path(_place(self.directory, self.first + part, number), 0)
+
+
+@dataclass(frozen=True)
+class Merges:
+    """How the runs of a job are merged: `parts` ranges of keys of each `each` runs. tokens: of the job, about."""
+
+    gather: Gather
+    each: int
+    parts: int
+    tokens: int
+    directory: Path
+
+    def tasks(self) -> list[MergeTask]:
+        """All of them."""
+        firsts = range(0, len(self.gather.runs), self.each)
+        groups = [replace(self.gather, runs=self.gather.runs[i : i + self.each], first=i) for i in firsts]
+        share = self.tokens // (len(groups) * self.parts)
+        return [
+            MergeTask(group, *self._bounds(part), share, _place(self.directory, part, number))
+            for part in range(self.parts)
+            for number, group in enumerate(groups)
+        ]
+
+    def merged(self, low: int, high: int) -> Gather:
+        """What holds the keys in [low, high) when all tasks have finished."""
+        numbers = -(-len(self.gather.runs) // self.each)
+        inside = [part for part in range(self.parts) if self._bounds(part)[0] < high and low < self._bounds(part)[1]]
+        return replace(self.gather, runs=MergedRuns(self.directory, numbers, inside[0], inside[-1] + 1), drops=None)
+
+    def _bounds(self, part: int) -> tuple[int, int]:
+        return KEYS * part // self.parts, KEYS * (part + 1) // self.parts
+
+
+def plan_merges(gather: Gather, tokens: int, *, directory: Path) -> Merges | None:
+    """How the runs of a job are merged; None where they are few.
 
     Args:
         gather: all runs of the job.
-        tokens: int64 [sources, splits], how many are kept.
-        itemsize: bytes of each.
+        tokens: how many are kept, in all.
         directory: for the tasks' own ones.
     """
     runs = len(gather.runs)
     if runs <= MOST_RUNS:
-        return []
+        return None
     each = math.isqrt(runs - 1) + 1
-    firsts = range(0, runs, each)
-    parts = max(1, round(int(tokens.sum()) * itemsize / (len(firsts) * _MERGED_BYTES)))
-    share = len(firsts) * parts
-    groups = tuple(
-        (split, source, int(tokens[source, split]) // share + 1)
-        for split in range(tokens.shape[1])
-        for source in range(tokens.shape[0])
-        if tokens[source, split]
-    )
-    tasks = []
-    for part in range(parts):
-        low, high = KEYS * part // parts, KEYS * (part + 1) // parts
-        for number, first in enumerate(firsts):
-            some = replace(gather, runs=gather.runs[first : first + each], first=first)
-            tasks.append(MergeTask(groups, low, high, some, directory / f"{part:05d}-{number:05d}"))
-    return tasks
+    size = tokens * np.dtype(gather.dtype).itemsize
+    parts = max(1, round(size / (-(-runs // each) * _MERGED_BYTES)))
+    return Merges(gather, each, parts, tokens, directory)
 
 
-def merged_runs(tasks: Sequence[MergeTask], low: int, high: int) -> list[Path]:
-    """The runs that may hold keys in [low, high)."""
-    return [task.merged for task in tasks if task.low < high and low < task.high]
+def _place(directory: Path, part: int, number: int) -> Path:
+    return directory / f"{part:05d}-{number:05d}"

@@ -1,4 +1,4 @@
-"""Reduce: one shard, from the slice that every run has of it.
+"""Reduce: one shard, from the slices that runs have of it.
 
 A shard is a range of keys of one source in one split. Keys are hashes, so shards of a source are of about equal size
 and each is a random sample of it. Memory: see `Gather`.
@@ -17,7 +17,7 @@ import numpy as np
 from data_prep.maskfile import MASK, MaskWriter
 from data_prep.runs import Array
 from data_prep.tasks.base import Counts, Report, plain_errors, scratch_path
-from data_prep.tasks.gather import Gather
+from data_prep.tasks.gather import Content, Gather
 from data_prep.tokenfile import SPLITS, TokenFileWriter, shard_name, with_suffix
 from headrace.directory import write_json
 
@@ -28,7 +28,7 @@ _LENGTH_BINS = 32
 class Shard:
     """Shard `index` of a split: the documents of source number `source` with keys in [low, high).
 
-    tokens: about how many.
+    tokens: about how many. memory: about what they take while they are gathered, see `memory_of`.
     """
 
     split: str
@@ -37,6 +37,7 @@ class Shard:
     low: int
     high: int
     tokens: int
+    memory: int
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,11 @@ class ReduceTask:
             writer = stack.enter_context(TokenFileWriter(scratch, dtype=self.gather.dtype))
             mask = stack.enter_context(MaskWriter(scratch)) if self.gather.masked else None
             shard = self.shard
-            group = SPLITS.index(shard.split), shard.source
-            for part in self.gather.ranges(group, shard.low, shard.high, tokens=shard.tokens):
+            group, content = (
+                (SPLITS.index(shard.split), shard.source),
+                Content(shard.memory, range(len(self.gather.runs))),
+            )
+            for part in self.gather.ranges(group, shard.low, shard.high, content):
                 documents = part.documents
                 writer.append_pieces(part.ids, documents["tokens"])
                 if mask is not None:

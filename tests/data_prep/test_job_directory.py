@@ -105,7 +105,9 @@ def test_a_half_done_job_of_another_format_is_refused(work: Path, write_config: 
     saved = json.loads(kept.read_text())
     del saved["format"]  # as before there were formats
     kept.write_text(json.dumps(saved))
-    assert "these differ: format" in cli("--config", config, code=2).stderr
+    share = ("phase", "map", "--task", "0", "--of", "1")
+    for command in ((), ("prepare",), share, ("finish",)):
+        assert "these differ: format" in cli(*command, "--config", config, code=2).stderr
 
 
 def test_what_killed_tasks_have_left_is_removed(work: Path, write_config: Write, cli: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -139,10 +140,45 @@ def test_runs_are_opened_far_less_often(
     assert merged < 0.6 * plain
 
 
+def test_a_merge_holds_no_more_of_a_source_that_its_runs_are_full_of(
+    work: Path, write_config: Any, cli: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs lie in the order of the input: those of one task are of one or two sources of many."""
+    names = [f"{chr(ord('a') + i)}.jsonl" for i in range(8)]
+    for name in names:
+        (work / name).write_text("".join(json.dumps({"text": f"{name} {i} " * 40}) + "\n" for i in range(40)))
+    config = write_config(sources=[{"path": name} for name in names], task_bytes=4000)
+    cli("prepare", "--config", config)
+    cli("phase", "map", "--config", config, "--task", "0", "--of", "1")
+    monkeypatch.chdir(work)
+    monkeypatch.setattr(gathering, "_LEAST_HELD", 20_000)
+    monkeypatch.setattr(gathering, "_MOST_HELD", 20_000)
+    monkeypatch.setattr(merge, "MOST_RUNS", 4)
+    most = 0
+    really = gathering.Gather.ranges
+
+    def measured(self: Any, *given: Any) -> Any:
+        nonlocal most
+        for part in really(self, *given):
+            most = max(most, sum(map(len, part.ids)) + gathering._DOCUMENT_BYTES * len(part.ids))
+            yield part
+
+    monkeypatch.setattr(gathering.Gather, "ranges", measured)
+    job = Job(load(Path(config), []))
+    for phase in (phases.merge_tasks, phases.reduce_tasks):
+        for task in phase(job):
+            task.run(lambda _counts: None)
+    assert 0 < most < 2 * 20_000
+
+
 def test_the_paths_of_all_runs_are_those_of_the_tasks_in_order() -> None:
     paths = RunPaths(Path("map"), (2, 0, 1, 3))
     listed = ["00000/run-000", "00000/run-001", "00002/run-000", *(f"00003/run-00{i}" for i in range(3))]
     assert [path.relative_to("map").as_posix() for path in paths] == listed
-    assert paths[2:4] == [Path("map") / name for name in listed[2:4]]
     assert len(paths) == 6
+    for start in range(7):
+        for end in range(start, 8):
+            part = pickle.loads(pickle.dumps(paths[start:end]))
+            assert list(part) == list(paths)[start:end]
+            assert list(part[1:3]) == list(paths)[start:end][1:3]
     assert list(RunPaths(Path("map"), ())) == []
