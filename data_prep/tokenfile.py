@@ -17,6 +17,7 @@ import hashlib
 import os
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -224,7 +225,9 @@ class TokenFileWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         if hasattr(os, "posix_fadvise"):  # not on macOS
-            os.posix_fadvise(self._file.fileno(), self._settled, self._written - self._settled, os.POSIX_FADV_DONTNEED)
+            piece = self._settled, self._written - self._settled
+            with suppress(OSError):  # it is a hint
+                os.posix_fadvise(self._file.fileno(), *piece, os.POSIX_FADV_DONTNEED)
         self._settled = self._written
 
     def _note(self, lengths: Array, starts: Array) -> None:
