@@ -37,7 +37,7 @@ from headrace import __version__
 from headrace.directory import fingerprint_of, write_json
 from headrace.errors import DataError
 
-FORMAT = 2
+_FORMAT = 2
 """Of what tasks leave for one another. One higher with each change: no job is resumed by other code."""
 
 
@@ -196,4 +196,4 @@ def identity_of(
         cleaning: what the cleaning steps depend on besides the config.
     """
     given = {"inputs": listing, "tokenizer": tokenizer, "cleaning": cleaning}
-    return {"headrace": __version__, "format": FORMAT, "config": config.identity(), **given}
+    return {"headrace": __version__, "format": _FORMAT, "config": config.identity(), **given}

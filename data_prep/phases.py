@@ -22,7 +22,7 @@ from data_prep.dedup.line_tasks import LinesTask
 from data_prep.dedup.line_tasks import lines_tasks as dedup_lines_tasks
 from data_prep.executors.base import Executor
 from data_prep.finish import checked_markers, counted, finish
-from data_prep.job import FORMAT, Job
+from data_prep.job import Job, identity_of
 from data_prep.progress import Display
 from data_prep.runs import Array, RunPaths
 from data_prep.shards import dropped_counts, plan_shards
@@ -34,7 +34,6 @@ from data_prep.tasks.map import MapTask, counts_of
 from data_prep.tasks.merge import Merges, MergeTask, plan_merges
 from data_prep.tasks.reduce import ReduceTask
 from data_prep.tokenfile import SPLITS, dtype_for
-from headrace import __version__
 from headrace.directory import Manifest
 from headrace.errors import ConfigError, DataError
 
@@ -134,8 +133,8 @@ def prepared(config: CorpusConfig) -> Job:
     if saved is None or read_marker(job.tokenizer) is None:
         raise DataError(f"{job.root} holds no prepared job\n  try: python -m data_prep prepare --config FILE")
     with plain_errors("looking at the lists and the tokenizer"):
-        given = {"tokenizer": tokenizer_identity(config), "cleaning": check_cleaning(config)}
-    job.check_same({"headrace": __version__, "format": FORMAT, "config": job.config.identity(), **given}, saved)
+        tokenizer, cleaning = tokenizer_identity(config), check_cleaning(config)
+    job.check_same(identity_of(config, listing=saved["inputs"], tokenizer=tokenizer, cleaning=cleaning), saved)
     return job
 
 
@@ -164,16 +163,13 @@ def map_tasks(job: Job) -> list[MapTask]:
 
 def pairs_tasks(job: Job) -> list[PairsTask]:
     """For each band, and for the texts' own hashes, one for each range of hashes."""
-    exact, near = _pairs(job)
+    exact, near = _pairs(job, checked_markers(job))
     return [*exact, *near]
 
 
 def copies_tasks(job: Job) -> list[ComponentsTask]:
     """One."""
-    exact, near = _pairs(job)
-    _finished([*exact, *near], "pairs")
-    found = [tuple(task.directory for task in tasks) for tasks in (exact, near)]
-    return [ComponentsTask(found[0], found[1], _runs(job, checked_markers(job)), job.copies)]
+    return [_copies(job, checked_markers(job))]
 
 
 def merge_tasks(job: Job) -> list[MergeTask]:
@@ -219,7 +215,7 @@ def _gather(job: Job) -> tuple[Gather, Array, Array]:
     runs, drops = _runs(job, markers), None
     read = kept = counts_of(markers)
     if job.config.dedup is not None and (job.config.dedup.exact or job.config.dedup.near is not None):
-        (copies,) = _finished(copies_tasks(job), "copies")
+        (copies,) = _finished([_copies(job, markers)], "copies")
         drops = copies.directory
         kept = read - dropped_counts(runs, drops, shape=read.shape, cache=job.dedup / "dropped.json")
         dropped = counted(markers, "dropped") | copies_counted(job)
@@ -229,14 +225,20 @@ def _gather(job: Job) -> tuple[Gather, Array, Array]:
     return Gather(runs, 0, drops, dtype, masked), kept, np.asarray(memory)
 
 
-def _pairs(job: Job) -> tuple[list[PairsTask], list[PairsTask]]:
+def _copies(job: Job, markers: list[dict[str, Any]]) -> ComponentsTask:
+    exact, near = _pairs(job, markers)
+    _finished([*exact, *near], "pairs")
+    found = [tuple(task.directory for task in tasks) for tasks in (exact, near)]
+    return ComponentsTask(found[0], found[1], _runs(job, markers), job.copies)
+
+
+def _pairs(job: Job, markers: list[dict[str, Any]]) -> tuple[list[PairsTask], list[PairsTask]]:
     assert job.config.dedup is not None
-    markers = checked_markers(job)
     documents = int(counts_of(markers)[:, :, 0].sum())
     return dedup_pairs_tasks(job.config.dedup, runs=_runs(job, markers), documents=documents, directory=job.dedup)
 
 
-def _runs(job: Job, markers: Sequence[dict[str, Any]]) -> RunPaths:
+def _runs(job: Job, markers: list[dict[str, Any]]) -> RunPaths:
     """The runs of all map tasks, which have said so in `markers`."""
     return RunPaths(job.maps, tuple(marker["runs"] for marker in markers))
 

@@ -11,6 +11,7 @@ import socket
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from data_prep.tasks.base import Counts, Report, Task
@@ -77,10 +78,9 @@ def attempt(task: Task, report: Report) -> tuple[str, Any]:
                 raise _OvertakenError
 
     try:
-        try:
+        with suppress(_OvertakenError):
             return "done", task.run(report_unless_overtaken)
-        except _OvertakenError:
-            return "done", task.run(report)
+        return "done", task.run(report)
     except HeadraceError as error:
         return "error", str(error)
     except Exception:

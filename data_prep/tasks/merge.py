@@ -8,14 +8,13 @@ pieces; that costs one more pass over the tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
-from data_prep.runs import RunStream, run_path
+from data_prep.runs import RunPaths, RunStream, run_path, task_directory
 from data_prep.tasks.base import Counts, DirectoryTask, Report
 from data_prep.tasks.gather import KEYS, Gather
 
@@ -54,33 +53,6 @@ class MergeTask(DirectoryTask):
 
 
 @dataclass(frozen=True)
-class MergedRuns(Sequence[Path]):
-    """The runs of merge tasks: of `numbers` groups of runs, and ranges of keys from part `first` up to `end`."""
-
-    directory: Path
-    numbers: int
-    first: int
-    end: int
-
-    def __len__(self) -> int:
-        return self.numbers * (self.end - self.first)
-
-    @overload
-    def __getitem__(self, i: int) -> Path: ...
-
-    @overload
-    def __getitem__(self, i: slice) -> list[Path]: ...
-
-    def __getitem__(self, i: int | slice) -> Path | list[Path]:
-        if isinstance(i, slice):
-            return [self[k] for k in range(*i.indices(len(self)))]
-        if not 0 <= i < len(self):
-            raise IndexError(i)
-        part, number = divmod(i, self.numbers)
-        return run_path(_place(self.directory, self.first + part, number), 0)
-
-
-@dataclass(frozen=True)
 class Merges:
     """How the runs of a job are merged: `parts` ranges of keys of each `each` runs. tokens: of the job, about."""
 
@@ -96,7 +68,7 @@ class Merges:
         groups = [replace(self.gather, runs=self.gather.runs[i : i + self.each], first=i) for i in firsts]
         share = self.tokens // (len(groups) * self.parts)
         return [
-            MergeTask(group, *self._bounds(part), share, _place(self.directory, part, number))
+            MergeTask(group, *self._bounds(part), share, task_directory(self.directory, part * len(groups) + number))
             for part in range(self.parts)
             for number, group in enumerate(groups)
         ]
@@ -105,7 +77,8 @@ class Merges:
         """What holds the keys in [low, high) when all tasks have finished."""
         numbers = -(-len(self.gather.runs) // self.each)
         inside = [part for part in range(self.parts) if self._bounds(part)[0] < high and low < self._bounds(part)[1]]
-        return replace(self.gather, runs=MergedRuns(self.directory, numbers, inside[0], inside[-1] + 1), drops=None)
+        merged = RunPaths(self.directory, (1,) * numbers * len(inside), first=inside[0] * numbers)
+        return replace(self.gather, runs=merged, drops=None)
 
     def _bounds(self, part: int) -> tuple[int, int]:
         return KEYS * part // self.parts, KEYS * (part + 1) // self.parts
@@ -126,7 +99,3 @@ def plan_merges(gather: Gather, tokens: int, *, directory: Path) -> Merges | Non
     size = tokens * np.dtype(gather.dtype).itemsize
     parts = max(1, round(size / (-(-runs // each) * _MERGED_BYTES)))
     return Merges(gather, each, parts, tokens, directory)
-
-
-def _place(directory: Path, part: int, number: int) -> Path:
-    return directory / f"{part:05d}-{number:05d}"

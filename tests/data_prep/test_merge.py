@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import subprocess
 import sys
@@ -134,7 +133,7 @@ def test_runs_are_opened_far_less_often(
 
     plain = opens(phases.reduce_tasks)
     for marker in Path(".tokens.job/reduce").glob("*.json"):
-        os.unlink(marker)  # noqa: PTH108
+        marker.unlink()
     monkeypatch.setattr(merge, "MOST_RUNS", 4)
     merged = opens(phases.merge_tasks, phases.reduce_tasks)
     assert merged < 0.6 * plain
