@@ -22,14 +22,19 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FULL = 1 << 64
 
 
-def content_hashes(texts: list[bytes]) -> U64:
-    """XXH3-128 of each text.
+def content_hashes(texts: Sequence[str | bytes]) -> U64:
+    """XXH3-128 of each text, in UTF-8.
 
     Returns:
         uint64 [texts, 2].
     """
     digest = xxhash.xxh3_128_digest
     return np.frombuffer(b"".join([digest(text) for text in texts]), dtype=">u8").astype(np.uint64).reshape(-1, 2)
+
+
+def utf8_size(text: str) -> int:
+    """Bytes of a text in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode())
 
 
 def unit_key(source: str, file: str, *, seed: int) -> int:

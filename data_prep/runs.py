@@ -112,7 +112,8 @@ class RunWriter:
     _framed: list[Array] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._ids = np.empty((1 << 20) // self.dtype.itemsize, self.dtype)
+        # of what a run never fills the system gives no memory
+        self._ids = np.empty(RUN_BYTES // self.dtype.itemsize, self.dtype)
         self._mask = np.empty(len(self._ids) if self.masked else 0, np.uint8)
 
     def add(self, tokens: Tokens, facts: Facts, *, mask: Array | None = None) -> None:
@@ -150,13 +151,14 @@ class RunWriter:
 
     def _fit(self, more: int) -> None:
         if self._used + more > len(self._ids):
-            grown = np.empty(max(self._used + more, min(2 * len(self._ids), 2 * RUN_BYTES)), self.dtype)
-            grown[: self._used] = self._ids[: self._used]
-            self._ids = grown
+            self._ids = self._grown(self._ids, self._used + more)
         if self.masked and len(self._mask) < len(self._ids):
-            mask = np.empty(len(self._ids), np.uint8)
-            mask[: self._used] = self._mask[: self._used]
-            self._mask = mask
+            self._mask = self._grown(self._mask, len(self._ids))
+
+    def _grown(self, values: Array, size: int) -> Array:
+        grown = np.empty(size, values.dtype)
+        grown[: self._used] = values[: self._used]
+        return grown
 
     def _frames(self, documents: int) -> list[tuple[bytes, bytes]]:
         """What stands before and after each document."""

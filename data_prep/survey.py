@@ -135,9 +135,9 @@ def raise_empty(documents: dict[str, int], config: CorpusConfig, *, dropped: dic
 
 
 def _count(batch: Batch, found: Counter[str], config: CorpusConfig) -> bool:
-    raw = [text.encode() for text in batch.texts if text]
-    if raw:
-        hashes = content_hashes(raw)[:, 0]
+    texts = [text for text in batch.texts if text]
+    if texts:
+        hashes = content_hashes(texts)[:, 0]
         heldout = below(hashes, share=config.heldout_fraction, seed=config.seed, purpose=HELDOUT)
         found += Counter({"heldout": int(heldout.sum()), "train": int((~heldout).sum())})
     return all(found[split] for split in SPLITS)

@@ -9,7 +9,6 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import orjson
 
 from data_prep import storage
@@ -19,7 +18,7 @@ from data_prep.readers.records import Bad, Batch, Wanted
 
 _CHUNK_BYTES = 1 << 20
 _BOM = b"\xef\xbb\xbf"
-_NEWLINE = 10
+_NEWLINE = b"\n"
 
 
 def read(
@@ -118,14 +117,14 @@ def _lines(path: str, start: int, end: int | None, digest: Digest) -> Iterator[t
         while count := _fill(stream, buffer, held):
             filled = held + count
             view = memoryview(buffer)
-            ends = np.flatnonzero(np.frombuffer(buffer, np.uint8, count, held) == _NEWLINE) + held
-            first = 0
-            for stop in ends.tolist():
+            first, stop = 0, buffer.find(_NEWLINE, held, filled)
+            while stop >= 0:
                 if not skip_first:
                     if end is not None and position + first >= end:
                         return
                     yield position + first, _without_mark(view[first:stop], position + first)
                 skip_first, first = False, stop + 1
+                stop = buffer.find(_NEWLINE, first, filled)
             if skip_first:
                 first = filled  # of a line of another range nothing is kept
             held = filled - first
@@ -155,7 +154,7 @@ def _carry(buffer: bytearray, first: int, filled: int) -> bytearray:
 
 
 def _without_mark(line: memoryview, offset: int) -> memoryview:
-    return line[3:] if offset == 0 and line[:3] == _BOM else line
+    return line if offset or line[:3] != _BOM else line[3:]
 
 
 def _count_lines(path: str, start: int) -> int:

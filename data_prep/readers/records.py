@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
-BATCH_CHARACTERS = 1 << 18
-"""About how much text is in a batch: the tokens of one stay in the processor's cache while they are written."""
+BATCH_CHARACTERS = 1 << 20
+"""About how much text is in a batch: enough that what is done once per batch costs little."""
 BATCH_DOCUMENTS = 4096
 
 
@@ -42,7 +43,7 @@ class Batch:
         return self.add(record[wanted.text], at)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Wanted:
     """What is read of a record.
 
@@ -60,7 +61,7 @@ class Wanted:
     conversation: bool = False
     tools: str | None = None
 
-    @property
+    @cached_property
     def extra(self) -> tuple[str, ...]:
         """All but the text."""
         return tuple(dict.fromkeys(([self.id] if self.id else []) + list(self.others)))

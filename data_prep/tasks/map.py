@@ -17,7 +17,7 @@ from data_prep.chat.conversation import ConversationError
 from data_prep.clean.chain import Dropped
 from data_prep.config import CorpusConfig
 from data_prep.dedup.section import NearSection
-from data_prep.hashing import HELDOUT, U64, below, content_hashes, mix
+from data_prep.hashing import HELDOUT, U64, below, content_hashes, mix, utf8_size
 from data_prep.plan import Unit
 from data_prep.readers.records import Bad
 from data_prep.runs import Array, Facts, RunWriter
@@ -172,16 +172,15 @@ class _Mapper:
         self._batches += 1
 
     def _facts(self, batch: Texts) -> Facts:
-        raw = [text.encode() for text in batch.texts]
-        hashes = content_hashes(raw)
+        hashes = content_hashes(batch.texts)
         heldout = below(hashes[:, 0], share=self._config.heldout_fraction, seed=self._config.seed, purpose=HELDOUT)
         first = self._task.index * _MOST_DOCUMENTS + self._documents
-        self._documents += len(raw)
+        self._documents += len(batch.texts)
         dedup = self._config.dedup
         return Facts(
             key=self._keys(batch, hashes),
-            rank=np.arange(first, first + len(raw)),
-            bytes=np.fromiter(map(len, raw), np.int64, len(raw)),
+            rank=np.arange(first, first + len(batch.texts)),
+            bytes=np.fromiter(map(utf8_size, batch.texts), np.int64, len(batch.texts)),
             source=self._source[batch.unit],
             split=np.where(heldout, SPLITS.index("heldout"), SPLITS.index("train")),
             at=batch.at,
@@ -195,7 +194,7 @@ class _Mapper:
         return np.where(named, mix(batch.key ^ hashes[:, 0]), batch.key) if named.any() else batch.key
 
 
-_SAMPLE_EVERY, _SAMPLES, _SAMPLE_CHARACTERS = 16, 8, 2048
+_SAMPLE_EVERY, _SAMPLES, _SAMPLE_CHARACTERS = 4, 8, 2048
 _MOST_DOCUMENTS = 1 << 36  # of one task
 
 

@@ -27,7 +27,7 @@ from data_prep.tasks.base import Counts, Report
 from data_prep.tasks.cleaning import Cleaner
 
 BAD_RECORDS = "bad.jsonl"
-_ENOUGH_CHARACTERS = 1 << 18
+_ENOUGH_CHARACTERS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,7 @@ class _Reader:
         return said, rendered
 
     def _heldout(self, texts: list[str]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        hashes = content_hashes([text.encode() for text in texts])[:, 0]
+        hashes = content_hashes(texts)[:, 0]
         return below(hashes, share=self._config.heldout_fraction, seed=self._config.seed, purpose=HELDOUT)
 
 
