@@ -34,6 +34,21 @@ class Batch:
         self.texts.append(text)
         self.at.append(at)
         self.characters += len(text)
+        return self.full
+
+    def joined(self, other: Batch) -> Batch:
+        """With those of another batch behind them; both are used up."""
+        if not self.texts:
+            return other
+        self.texts += other.texts
+        self.at += other.at
+        self.fields += other.fields
+        self.characters += other.characters
+        return self
+
+    @property
+    def full(self) -> bool:
+        """Whether it is large enough to be handed on."""
         return self.characters >= BATCH_CHARACTERS or len(self.texts) >= BATCH_DOCUMENTS
 
     def take(self, record: Mapping[str, Any], wanted: Wanted, at: int) -> bool:

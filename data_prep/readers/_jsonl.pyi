@@ -1,0 +1,3 @@
+def strings(
+    block: memoryview, keys: tuple[str, ...], required: int, /
+) -> tuple[*tuple[list[str | None], ...], bytes]: ...
