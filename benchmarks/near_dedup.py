@@ -218,7 +218,7 @@ def run_tasks(bands: Array, work: Path) -> tuple[Array, Array]:
         run.mkdir(parents=True)
         documents.write_run(run, rank=np.arange(n, count, SHARDS), bands=bands[n::SHARDS])
     section = DedupSection(exact=False, near=NearSection(bands=bands.shape[1]))
-    _, near = documents.pairs_tasks(section, runs=runs, documents=count, directory=work)
+    near = documents.pairs_tasks(documents.table_plans(section, runs=runs, documents=count, directory=work)[1])
     for task in near:
         task.run(lambda _: None)
     made = components.ComponentsTask((), tuple(t.directory for t in near), tuple(runs), work / "components")

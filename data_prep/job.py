@@ -37,7 +37,7 @@ from headrace import __version__
 from headrace.directory import fingerprint_of, write_json
 from headrace.errors import DataError
 
-_FORMAT = 2
+_FORMAT = 3
 """Of what tasks leave for one another. One higher with each change: no job is resumed by other code."""
 
 

@@ -16,10 +16,11 @@ import numpy as np
 from data_prep.config import CorpusConfig
 from data_prep.copies import copies_counted, list_copies
 from data_prep.dedup.components import ComponentsTask
-from data_prep.dedup.documents import PairsTask
+from data_prep.dedup.documents import PairsTask, table_plans
 from data_prep.dedup.documents import pairs_tasks as dedup_pairs_tasks
 from data_prep.dedup.line_tasks import LinesTask
 from data_prep.dedup.line_tasks import lines_tasks as dedup_lines_tasks
+from data_prep.dedup.merging import TablePlan, TableTask
 from data_prep.executors.base import Executor
 from data_prep.finish import checked_markers, counted, finish
 from data_prep.job import Job, identity_of
@@ -55,8 +56,9 @@ def phases_of(config: CorpusConfig) -> list[Phase]:
         lines = [Phase("lines", "hash lines", hash_lines_tasks), Phase("repeated", "find repeated lines", lines_tasks)]
         phases = [*lines, *phases]
     if dedup is not None and (dedup.exact or dedup.near is not None):
+        tables = Phase("tables", "put hashes together, where there are very many runs", tables_tasks)
         pairs = Phase("pairs", "find documents that share hashes", pairs_tasks)
-        phases += [pairs, Phase("copies", "decide which copies are dropped", copies_tasks)]
+        phases += [tables, pairs, Phase("copies", "decide which copies are dropped", copies_tasks)]
     phases.append(Phase("merge", "merge runs, where there are very many", merge_tasks))
     return [*phases, Phase("reduce", "order and write shards", reduce_tasks)]
 
@@ -161,6 +163,12 @@ def map_tasks(job: Job) -> list[MapTask]:
     return job.map_tasks(job.load_plan(), [task.directory for task in found])
 
 
+def tables_tasks(job: Job) -> list[TableTask]:
+    """For each group of runs, and ranges of each band and of the texts' own hashes; none where runs are few."""
+    exact, near = _plans(job, checked_markers(job))
+    return [task for plan in (*exact, *near) for task in plan.tasks()]
+
+
 def pairs_tasks(job: Job) -> list[PairsTask]:
     """For each band, and for the texts' own hashes, one for each range of hashes."""
     exact, near = _pairs(job, checked_markers(job))
@@ -233,9 +241,15 @@ def _copies(job: Job, markers: list[dict[str, Any]]) -> ComponentsTask:
 
 
 def _pairs(job: Job, markers: list[dict[str, Any]]) -> tuple[list[PairsTask], list[PairsTask]]:
+    exact, near = _plans(job, markers)
+    _finished([task for plan in (*exact, *near) for task in plan.tasks()], "tables")
+    return dedup_pairs_tasks(exact), dedup_pairs_tasks(near)
+
+
+def _plans(job: Job, markers: list[dict[str, Any]]) -> tuple[list[TablePlan], list[TablePlan]]:
     assert job.config.dedup is not None
     documents = int(counts_of(markers)[:, :, 0].sum())
-    return dedup_pairs_tasks(job.config.dedup, runs=_runs(job, markers), documents=documents, directory=job.dedup)
+    return table_plans(job.config.dedup, runs=_runs(job, markers), documents=documents, directory=job.dedup)
 
 
 def _runs(job: Job, markers: list[dict[str, Any]]) -> RunPaths:

@@ -17,8 +17,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from data_prep.dedup.merging import TablePlan, Tables
 from data_prep.dedup.section import DedupSection
-from data_prep.dedup.table import Hashes, Numbers, Piece, Range, join_pieces, ranges, read_piece, write_table
+from data_prep.dedup.table import Hashes, Numbers, Piece, Range, join_pieces, write_table
 from data_prep.tasks.base import Counts, DirectoryTask, Report
 
 EXACT, NEAR, RANK = "exact", "near", "rank.npy"
@@ -43,15 +44,14 @@ def write_run(directory: Path, *, rank: Numbers, hashes: Hashes | None = None, b
 
 @dataclass(frozen=True)
 class PairsTask(DirectoryTask):
-    """Finds the documents that share a hash of `row` within a range, in all runs; writes `directory/pairs.bin`.
+    """Finds the documents that share a hash of `row` within a range, in all tables; writes `directory/pairs.bin`.
 
-    Its memory is that of a range (see `table.MEMORY`) and of one run's piece of it.
+    Its memory is that of a range (see `table.MEMORY`) and of one table's piece of it.
     """
 
-    table: str
+    tables: Tables
     row: int
     within: Range
-    runs: Sequence[Path]
     directory: Path
 
     @property
@@ -67,30 +67,32 @@ class PairsTask(DirectoryTask):
 
     def _find(self, file: BinaryIO) -> int:
         found, firsts = 0, []
-        for number, directory in enumerate(self.runs):
-            piece = read_piece(number, directory, self.table, row=self.row, within=self.within)
+        for piece in self.tables.pieces(row=self.row, within=self.within):
             found += _write_pairs(piece, file)
-            firsts.append(piece.take(~piece.repeats()))  # a hash that a run is full of is one item from here on
+            firsts.append(piece.take(~piece.repeats()))  # a hash that a table is full of is one item from here on
         return found + _write_pairs(join_pieces(firsts), file)
 
 
-def pairs_tasks(
+def table_plans(
     section: DedupSection, *, runs: Sequence[Path], documents: int, directory: Path
-) -> tuple[list[PairsTask], list[PairsTask]]:
-    """The tasks for exact and for near duplicates of `documents` documents in `runs`, to subdirectories of `directory`.
+) -> tuple[list[TablePlan], list[TablePlan]]:
+    """How the tables for exact and for near duplicates of `documents` documents in `runs` are read.
 
     `runs` are the runs' directories; their order numbers them, and does not change what is dropped.
     """
-    exact = [EXACT] if section.exact else []
-    near = [NEAR] * section.near.bands if section.near else []
-    return _tasks(exact, runs, documents, directory), _tasks(near, runs, documents, directory)
+    rest = documents, runs, directory
+    exact = [TablePlan(EXACT, 1, *rest)] if section.exact else []
+    near = [TablePlan(NEAR, section.near.bands, *rest)] if section.near else []
+    return exact, near
 
 
-def _tasks(tables: list[str], runs: Sequence[Path], documents: int, directory: Path) -> list[PairsTask]:
+def pairs_tasks(plans: Sequence[TablePlan]) -> list[PairsTask]:
+    """The tasks that find the copies in some tables, which are there, in subdirectories of the plans' directories."""
     return [
-        PairsTask(table, row, within, runs, directory / f"{table}-{row:03d}-{within.part:05d}")
-        for row, table in enumerate(tables)
-        for within in ranges(documents)
+        PairsTask(plan.tables, row, within, plan.directory / f"{plan.name}-{row:03d}-{within.part:05d}")
+        for plan in plans
+        for row in range(plan.rows)
+        for within in plan.ranges()
     ]
 
 

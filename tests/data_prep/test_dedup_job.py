@@ -101,7 +101,7 @@ def test_phases_of_dedup_are_shared_out_like_the_others(
     config = corpus(work, write_config, dedup={"exact": True, "near": {}, "lines": {}})
     cli("--config", config, "--set", "output=reference")
     cli("prepare", "--config", config)
-    for phase in ("lines", "repeated", "map", "pairs", "copies", "reduce"):
+    for phase in ("lines", "repeated", "map", "tables", "pairs", "copies", "merge", "reduce"):
         for share in ("1", "0"):
             cli("phase", phase, "--config", config, "--task", share, "--of", "2")
     cli("finish", "--config", config)

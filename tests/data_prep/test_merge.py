@@ -6,7 +6,7 @@ import json
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from data_prep.tasks import gather as gathering
 from data_prep.tasks import merge
 
 Tree = dict[str, bytes]
-FEW = "import sys; from data_prep.tasks import gather, merge; from data_prep.__main__ import main"
-SMALL = "merge.MOST_RUNS, merge._MERGED_BYTES = 4, 4000; gather._LEAST_HELD = gather._MOST_HELD = 2000"
+FEW = "import sys; from data_prep.dedup import merging, table; from data_prep.tasks import gather, merge"
+SMALL = "merging.MOST_RUNS = merge.MOST_RUNS = 4; merge._MERGED_BYTES = 4000; table.MEMORY = 8000; "
+SMALL += "gather._LEAST_HELD = gather._MOST_HELD = 2000; from data_prep.__main__ import main"
 
 
 def merging(work: Path, *arguments: str, code: int = 0) -> str:
@@ -34,13 +35,18 @@ def merging(work: Path, *arguments: str, code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-def run_all(work: Path, config: str, *, shares: int = 1) -> None:
-    """All phases by hand, so that the processes that plan them know what is large."""
+def run_all(work: Path, config: str, *, shares: int = 1, of_dedup: Sequence[str] = ()) -> None:
+    """All phases by hand, so that the processes that plan them know what is large.
+
+    of_dedup: what the dedup directory has to hold several of in the end.
+    """
     merging(work, "prepare", "--config", config)
     for phase in phases.phases_of(load(work / config, [])):
         for share in range(shares):
             merging(work, "phase", phase.name, "--config", config, "--task", str(share), "--of", str(shares))
     assert len(list((work / ".tokens.job/merge").glob("[0-9]*"))) > 3
+    for name in of_dedup:
+        assert len(list((work / ".tokens.job/dedup").glob(f"{name}-*"))) > 3
     merging(work, "finish", "--config", config)
 
 
@@ -75,7 +81,7 @@ def test_what_dedup_drops_and_what_masks_say_is_the_same(
         task_bytes=1500,
         shard_tokens=700,
     )
-    run_all(work, config)
+    run_all(work, config, of_dedup=("exact-table", "near-table"))
     cli("--config", config, "--set", "output=plain")
     made, plain = (shards(work / output, bytes_of) for output in ("tokens", "plain"))
     assert made == plain

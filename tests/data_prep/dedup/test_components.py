@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.dedup import documents, table
+from data_prep.dedup import documents, merging, table
 from data_prep.dedup.components import EXACT_COPY, KEEP, NEAR_COPY, ComponentsTask, drops_of
 from data_prep.dedup.section import DedupSection, NearSection
 from data_prep.tasks.base import Counts
@@ -41,15 +41,21 @@ CORPORA = st.lists(st.tuples(st.integers(0, 12), st.tuples(*[st.integers(0, 15)]
 )
 
 
-@settings(deadline=None, max_examples=20)
-@given(corpus=CORPORA, seed=st.integers(0, 1000), runs=st.integers(1, 4), parts=st.integers(1, 5))
+@settings(deadline=None, max_examples=30)
+@given(
+    corpus=CORPORA,
+    seed=st.integers(0, 1000),
+    runs=st.integers(1, 7),
+    parts=st.integers(1, 5),
+    most_runs=st.sampled_from([1, 4, 100]),
+)
 def test_all_of_a_component_but_the_first_are_dropped_however_the_job_is_cut(
-    tmp_path_factory: pytest.TempPathFactory, corpus: list[Doc], seed: int, runs: int, parts: int
+    tmp_path_factory: pytest.TempPathFactory, corpus: list[Doc], seed: int, runs: int, parts: int, most_runs: int
 ) -> None:
     rng = random.Random(seed)
     shuffled = rng.sample(corpus, len(corpus))
     cut = [shuffled[n::runs] for n in range(runs)]
-    assert drop(tmp_path_factory.mktemp("job"), cut, parts=parts) == brute_force(corpus)
+    assert drop(tmp_path_factory.mktemp("job"), cut, parts=parts, most_runs=most_runs) == brute_force(corpus)
 
 
 def test_exact_copies_are_told_from_near_ones(tmp_path: Path) -> None:
@@ -117,7 +123,8 @@ def test_a_task_stays_within_its_memory(tmp_path: Path, same: bool, monkeypatch:
     monkeypatch.setattr(table, "MEMORY", 2 << 20)
     section = DedupSection(exact=False, near=NearSection(bands=1))
     paths = [tmp_path / f"run{n}" for n in range(runs)]
-    _, tasks = documents.pairs_tasks(section, runs=paths, documents=count * runs, directory=tmp_path / "pairs")
+    _, plans = documents.table_plans(section, runs=paths, documents=count * runs, directory=tmp_path / "pairs")
+    tasks = documents.pairs_tasks(plans)
     assert len(tasks) == 8
     tracemalloc.start()
     for task in tasks:
@@ -127,9 +134,41 @@ def test_a_task_stays_within_its_memory(tmp_path: Path, same: bool, monkeypatch:
     assert peak < 2 << 20
 
 
-def drop(work: Path, runs: list[list[Doc]], *, parts: int = 1, near: bool = True) -> dict[int, int]:
+def test_tables_that_were_put_together_are_few_and_within_their_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count, runs = 2_000, 100
+    for n in range(runs):
+        directory = tmp_path / f"run{n}"
+        directory.mkdir()
+        bands = spread([n * count + i for i in range(count)])[:, None]
+        documents.write_run(directory, rank=np.arange(n * count, (n + 1) * count), bands=bands)
+    monkeypatch.setattr(table, "MEMORY", 1 << 20)
+    monkeypatch.setattr(merging, "MOST_RUNS", runs - 1)
+    section = DedupSection(exact=False, near=NearSection(bands=1))
+    paths = [tmp_path / f"run{n}" for n in range(runs)]
+    _, plans = documents.table_plans(section, runs=paths, documents=count * runs, directory=tmp_path / "dedup")
+    tasks = plans[0].tasks()
+    assert len(tasks) == 10 * 2  # groups of 10 runs, 1.6 MB each
+    tasks[0].run(ignore)  # what is imported on the way is not of the task
+    tracemalloc.start()
+    for task in tasks[1:]:
+        task.run(ignore)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+    tables, ranges = plans[0].tables, plans[0].ranges()
+    assert len(ranges) == 16
+    found = [list(tables.pieces(row=0, within=within)) for within in ranges]
+    assert {len(pieces) for pieces in found} == {10}
+    whole = np.concatenate([piece.numbers for pieces in found for piece in pieces])
+    assert np.array_equal(np.sort(whole), [(run << 32) + i for run in range(runs) for i in range(count)])
+
+
+def drop(
+    work: Path, runs: list[list[Doc]], *, parts: int = 1, near: bool = True, most_runs: int = 100
+) -> dict[int, int]:
     """The reason for each document, by rank."""
-    _, made = prepared(work, runs, parts=parts, near=near)
+    _, made = prepared(work, runs, parts=parts, near=near, most_runs=most_runs)
     reasons = [np.load(drops_of(made, n)) for n in range(len(runs))]
     found = {
         doc.rank: int(r) for run, of_run in zip(runs, reasons, strict=True) for doc, r in zip(run, of_run, strict=True)
@@ -137,8 +176,11 @@ def drop(work: Path, runs: list[list[Doc]], *, parts: int = 1, near: bool = True
     return dict(sorted(found.items()))
 
 
-def prepared(work: Path, runs: list[list[Doc]], *, parts: int = 1, near: bool = True) -> tuple[list[Path], Path]:
-    """Writes runs, runs all tasks; returns the runs' directories and the last task's."""
+def prepared(
+    work: Path, runs: list[list[Doc]], *, parts: int = 1, near: bool = True, most_runs: int = 100
+) -> tuple[list[Path], Path]:
+    """Writes runs, runs all tasks; returns the runs' directories and the last task's. With more than `most_runs`, their
+    tables are put together first."""
     paths = [work / f"run{n}" for n in range(len(runs))]
     for path, run in zip(paths, runs, strict=True):
         path.mkdir()
@@ -149,15 +191,19 @@ def prepared(work: Path, runs: list[list[Doc]], *, parts: int = 1, near: bool = 
     with pytest.MonkeyPatch.context() as patch:
         count = sum(map(len, runs))
         patch.setattr(table, "MEMORY", max(1, -(-count * 80 // parts)))
+        patch.setattr(merging, "MOST_RUNS", most_runs)
         decide(work, paths, count, section)
     return paths, work / "components"
 
 
 def decide(work: Path, runs: list[Path], count: int, section: DedupSection) -> np.ndarray:
     """Runs all tasks, the last first come; returns what is said of the first run's documents."""
-    exact, near = documents.pairs_tasks(section, runs=runs, documents=count, directory=work)
-    for task in reversed([*exact, *near]):
+    plans = documents.table_plans(section, runs=runs, documents=count, directory=work)
+    exact, near = map(documents.pairs_tasks, plans)
+    for task in reversed([task for plan in (*plans[0], *plans[1]) for task in plan.tasks()]):
         task.run(ignore)
+    for pairs in reversed([*exact, *near]):
+        pairs.run(ignore)
     exact_at, near_at = (tuple(task.directory for task in tasks) for tasks in (exact, near))
     last = ComponentsTask(exact_at, near_at, tuple(runs), work / "components")
     last.run(ignore)
