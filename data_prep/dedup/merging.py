@@ -19,7 +19,7 @@ from data_prep.dedup.table import Piece, Range, join_pieces, ranges, read_piece
 from data_prep.tasks.base import Counts, DirectoryTask, Report
 
 MOST_RUNS = 1 << 10
-"""From here on, where there are four ranges, one more pass costs less than opening each run's table (0.9 ms) for each."""
+"""From here on there are four ranges, and one more pass costs less than opening each run's table (0.9 ms) for each."""
 _HASHES, _NUMBERS = "hashes.npy", "numbers.npy"
 
 

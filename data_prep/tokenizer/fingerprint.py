@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 from headrace.directory import fingerprint_of
 from headrace.errors import DataError
@@ -48,7 +49,7 @@ def tokenizer_fingerprint(folder: Path) -> str:
 
 def fingerprint_of_loaded(tokenizer: Any) -> str:
     """`tokenizer_fingerprint` of a `tokenizers.Tokenizer`."""
-    content = json.loads(tokenizer.to_str())
+    content = orjson.loads(tokenizer.to_str())
     kept = {key: value for key, value in content.items() if key not in _IRRELEVANT}
     kept["added_tokens"] = sorted(kept["added_tokens"], key=lambda token: token["id"])
     return fingerprint_of(kept)
