@@ -1,7 +1,7 @@
 """A cheap set of cells that has all that is wanted: some cells are taken out and replaced, over and over.
 
 One greedy pass pays for what it took early, when nearly every cell brought something new: the best of 120 passes, which
-knew nothing of references, came to 868 CPU seconds in all, and this to 716.
+knew nothing of references, took 869 CPU seconds, and what this found 801 (716 by the cost it goes by).
 """
 
 from __future__ import annotations
