@@ -29,11 +29,14 @@ def case(stage: int, *, zero: Mapping[str, Any] | None = None, micro: int = 1, *
 
 def compare(work: Path, engine: str, layouts: Layouts, *, processes: int) -> dict[str, dict[str, float]]:
     """Runs layouts in one go of so many processes: differences from the reference, by the layout's name."""
-    given, results = work / f"cases{processes}.json", work / f"results{processes}.json"
+    work = work / f"on-{processes}"
+    work.mkdir()
+    given = work / "cases.json"
     given.write_text(json.dumps({name: {"engine": engine, **layout} for name, layout in layouts.items()}))
-    done = warm.run("-m", "tests.engines.trial", given, results, processes=processes, timeout_s=900)
-    assert done.returncode == 0, done.stderr[-4000:]
-    read: dict[str, dict[str, float]] = json.loads(results.read_text())
+    for module, ranks in (("plain", 1), ("trial", processes), ("plain", 1)):
+        done = warm.run("-m", f"tests.engines.{module}", given, work, processes=ranks, timeout_s=900)
+        assert done.returncode == 0, done.stderr[-4000:]
+    read: dict[str, dict[str, float]] = json.loads((work / "results.json").read_text())
     return read
 
 

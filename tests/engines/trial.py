@@ -1,7 +1,8 @@
 """Runs layouts of an engine beside the one-process reference and tells how far apart they are.
 
-Every rank runs trial.py CASES.json RESULTS.json. A case is a dict of config keys; `steps` is taken out. The
-micro-batches are made by hand, so that nothing but the engines is compared.
+Every rank runs trial.py CASES.json DIRECTORY, where `plain.py` has left the references, and will go on from the states
+of the layouts. A case is a dict of config keys; `steps` is taken out. The micro-batches are made by hand, so that
+nothing but the engines is compared.
 """
 
 from __future__ import annotations
@@ -9,11 +10,9 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import tempfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +36,26 @@ from pipeline.models.meta import build_meta
 from pipeline.models.values import InitByName, ParameterValues
 from tests.parity.matrix import model_of
 
-SAMPLES, LENGTH, VOCABULARY, SAVED = 8, 32, 64, 2
+SAMPLES, LENGTH, VOCABULARY, SAVED, LAST = 8, 32, 64, 2, 4
 MODEL = {**model_of({"tied": True}), "vocab_size": VOCABULARY}
-SAME = ("bf16", "fp16", "loss", "model", "gradient_clipping", "optimizer")
-"""Keys that the reference shares with a layout."""
+SAME = ("bf16", "fp16", "loss", "model", "gradient_clipping", "optimizer", "train_micro_batch_size_per_gpu")
+"""Keys that the reference shares with a layout; the last because fp16 may overflow in a large micro-batch only."""
+
+
+def plain_of(case: dict[str, Any]) -> dict[str, Any]:
+    """The reference of a case, as a case."""
+    return {key: case[key] for key in SAME if key in case}
+
+
+def reference_of(case: dict[str, Any]) -> str:
+    """Where, in a trial's directory, the reference of a case leaves its curve and its state."""
+    shared = json.dumps([plain_of(case), case.get("steps", LAST)], sort_keys=True)
+    return f"reference-{zlib.crc32(shared.encode())}"
+
+
+def own_of(name: str) -> str:
+    """Where, in a trial's directory, a layout leaves its state."""
+    return f"own-{zlib.crc32(name.encode())}"
 
 
 @dataclass(frozen=True)
@@ -142,37 +157,30 @@ def moments(engine: Any) -> Iterator[tuple[str, Tensor]]:
             yield key.removeprefix("exp_avg/"), full
 
 
-@cache
-def reference(shared: str, *, steps: int, directory: Path) -> Curve:
-    """The curve of one plain process; its checkpoint is in the directory."""
-    run = resolved(json.loads(shared), processes=1)
-    return follow(run, make(run), first=1, last=steps, save=directory)
+def compare(run: ResolvedRun, expected: Curve, saved: Path, own: Path) -> dict[str, Any]:
+    """How far a layout is from the reference, relatively, the largest over steps, names and ranks; and its losses.
 
-
-def compare(case: dict[str, Any], work: Path) -> dict[str, float]:
-    """Relative differences of a layout from the reference, the largest over steps, names and ranks."""
-    steps = case.pop("steps", 4)
-    # of the same micro-batches, because fp16 may overflow in a large one and not in small ones
-    kept = {key: case[key] for key in (*SAME, "train_micro_batch_size_per_gpu") if key in case}
-    shared = json.dumps(kept, sort_keys=True)
-    saved = work / f"reference-{zlib.crc32(shared.encode())}"
-    expected = reference(shared, steps=steps, directory=saved)
-    run, plain = resolved(case, processes=dist.get_world_size()), resolved(json.loads(shared), processes=1)
-    found = follow(run, make(run), first=1, last=steps, save=work / "own")
-    resumed, back = make(run), make(plain)
+    Args:
+        run: of the layout.
+        expected: what the reference did.
+        saved: the reference's state after step `SAVED`.
+        own: where this layout's is to be.
+    """
+    steps = len(expected.losses)
+    found = follow(run, make(run), first=1, last=steps, save=own)
+    resumed = make(run)
     resumed.load(saved)
-    back.load(work / "own")
-    there, here = (follow(r, e, first=SAVED + 1, last=4) for r, e in ((run, resumed), (plain, back)))
+    there = follow(run, resumed, first=SAVED + 1, last=LAST)
     assert found.skipped == expected.skipped, (found.skipped, expected.skipped)
     return {
         "gradient": max(held_apart(found.gradients.get(name), full) for name, full in expected.gradients.items()),
         "loss": apart(found.losses, expected.losses),
         "norm": apart(found.norms, expected.norms),
         "evaluation": apart([found.nats], [expected.nats]),
-        "resumed": apart(there.losses, expected.losses[SAVED:4]),
-        "resumed by the reference": apart(here.losses, found.losses[SAVED:4]),
+        "resumed": apart(there.losses, expected.losses[SAVED:LAST]),
         "skipped": sum(found.skipped),
         "share": share(resumed, expected),
+        "losses": found.losses,
     }
 
 
@@ -194,28 +202,35 @@ def held_apart(parts: Tensor | None, full: Tensor) -> float:
 
 def apart(found: list[float], expected: list[float]) -> float:
     """Largest relative difference, of the rank where it is largest; steps that were skipped have no norm."""
-    pairs = [(f, e) for f, e in zip(found, expected, strict=True) if torch.tensor([f, e]).isfinite().all()]
-    worst = torch.tensor(max((abs(f - e) / abs(e) for f, e in pairs), default=0.0), dtype=torch.float64)
+    worst = torch.tensor(farthest(found, expected), dtype=torch.float64)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return float(worst)
 
 
+def farthest(found: list[float], expected: list[float]) -> float:
+    """Largest relative difference."""
+    pairs = [(f, e) for f, e in zip(found, expected, strict=True) if torch.tensor([f, e]).isfinite().all()]
+    return max((abs(f - e) / abs(e) for f, e in pairs), default=0.0)
+
+
 def main() -> None:
-    """Runs all cases; rank 0 writes what it found."""
+    """Runs all cases beside what `plain` has left; rank 0 writes what was found."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    where = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(where)
-    results = {}
+    results, work = {}, Path(sys.argv[2])
     for name, case in json.loads(Path(sys.argv[1]).read_text()).items():
+        saved = work / reference_of(case)
+        expected = torch.load(saved / "curve.pt", weights_only=False)
+        layout = {key: value for key, value in case.items() if key != "steps"}
         try:
-            results[name] = compare(case, Path(where[0]))
+            run = resolved(layout, processes=dist.get_world_size())
+            results[name] = compare(run, expected, saved, work / own_of(name))
         except Exception as error:
             error.add_note(f"in the layout: {name}")
             raise
     if dist.get_rank() == 0:
-        Path(sys.argv[2]).write_text(json.dumps(results))
+        (work / "results.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 
 
