@@ -104,6 +104,7 @@ def _run(name: str, command: Sequence[str], count: Callable[[Path], int | None])
         (work / "corpus.json").write_text(words.pop())
         words[words.index("CONFIG")] = "corpus.json"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # which would have each start compile what is not yet compiled
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     with (work / "log").open("wb") as log:
         process = subprocess.Popen(words, cwd=work, env=environment, stdout=log, stderr=subprocess.STDOUT)

@@ -21,6 +21,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.pop("WANDB_API_KEY", None)
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of commands are started: each would compile all modules anew
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under a script's "&": Ctrl-C would reach no child
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
