@@ -19,6 +19,7 @@
 #endif
 
 enum { MAX_KEYS = 16, MAX_DEPTH = 32, MAX_NUMBER = 15, STEP = 16 };
+enum { VERSION = 1 }; /* that jsonl.py asks for: one that was compiled from an older file may lie about */
 
 typedef struct {
     const unsigned char *at, *end; /* what is left of the line */
@@ -441,6 +442,10 @@ static bool read_keys(PyObject *given, Keys *keys)
         keys->key[i].name = PyUnicode_AsUTF8AndSize(PyTuple_GetItem(given, i), &keys->key[i].size);
         if (!keys->key[i].name)
             return false;
+        if (memchr(keys->key[i].name, '\\', (size_t)keys->key[i].size)) {
+            PyErr_SetString(PyExc_ValueError, "a key with a backslash: it is escaped in every line");
+            return false;
+        }
     }
     return true;
 }
@@ -485,4 +490,13 @@ static PyMethodDef methods[] = {{"strings", strings, METH_VARARGS, strings_doc},
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "_jsonl", "Strings of JSON lines; see _jsonl.c.", -1, methods, NULL, NULL, NULL, NULL};
 
-PyMODINIT_FUNC PyInit__jsonl(void) { return PyModule_Create(&definition); }
+PyMODINIT_FUNC PyInit__jsonl(void)
+{
+    PyObject *module = PyModule_Create(&definition);
+    if (module && (PyModule_AddIntConstant(module, "VERSION", VERSION) ||
+                   PyModule_AddIntConstant(module, "MAX_KEYS", MAX_KEYS))) {
+        Py_DECREF(module);
+        return NULL;
+    }
+    return module;
+}

@@ -17,15 +17,19 @@ import orjson
 from data_prep.chat.conversation import canonical, why_no_conversation
 from data_prep.readers.bytesource import DECOMPRESSION_ERRORS, DamagedFileError, Digest
 from data_prep.readers.lines import blocks, count_lines
-from data_prep.readers.records import Bad, Batch, Wanted
+from data_prep.readers.records import BATCH_DOCUMENTS, Bad, Batch, Wanted
 
 try:
     from data_prep.readers import _jsonl as extension
 except ImportError:  # no compiler when this was installed
     extension = None  # type: ignore[assignment]
+if extension is not None and extension.VERSION != 1:  # compiled from another version of its source
+    extension = None  # type: ignore[assignment]
 
+_BOM = b"\xef\xbb\xbf"
 _NEWLINE = 10
-_MOST_KEYS = 16  # of the extension
+
+Columns = Sequence[Sequence[str | None]]
 
 
 class _Refusal(NamedTuple):
@@ -76,9 +80,6 @@ def read(
         yield batch
 
 
-Columns = Sequence[Sequence[str | None]]
-
-
 def _strings(block: memoryview, wanted: Wanted) -> tuple[Columns, list[int]]:
     """What can be told quickly of a block's lines.
 
@@ -87,7 +88,7 @@ def _strings(block: memoryview, wanted: Wanted) -> tuple[Columns, list[int]]:
         parsed. And where the lines start.
     """
     keys = wanted.text, *wanted.extra
-    if extension is not None and not wanted.conversation and len(keys) <= _MOST_KEYS:
+    if extension is not None and not wanted.conversation and _plain(keys):
         *columns, starts = extension.strings(block, keys, 1 if wanted.id is None else 2)
         return columns, np.frombuffer(starts, np.int64).tolist()
     ends = np.flatnonzero(np.frombuffer(block, np.uint8) == _NEWLINE)
@@ -97,25 +98,40 @@ def _strings(block: memoryview, wanted: Wanted) -> tuple[Columns, list[int]]:
     return [[None] * len(found)] * len(keys), found
 
 
+@cache
+def _plain(keys: tuple[str, ...]) -> bool:
+    """Whether the extension reads these keys."""
+    try:
+        "".join(keys).encode()
+    except UnicodeEncodeError:
+        return False
+    return len(set(keys)) == len(keys) <= extension.MAX_KEYS and not any("\\" in key for key in keys)
+
+
 def _records(
     block: memoryview, offset: int, columns: Columns, starts: list[int], wanted: Wanted
 ) -> Iterator[Batch | _Refusal]:
     """The records of a block's lines, in order."""
     texts, *extra = columns
-    fields: list[Mapping[str, Any]] = [
-        dict(zip(wanted.extra, values, strict=True)) for values in zip(*extra, strict=True)
-    ]
     found = [text for text in texts if text is not None]
-    if len(found) == len(texts):
+    if len(found) == len(texts) <= BATCH_DOCUMENTS:
+        fields: list[Mapping[str, Any]] = [
+            dict(zip(wanted.extra, row, strict=True)) for row in zip(*extra, strict=True)
+        ]
         yield Batch(found, [offset + start for start in starts], fields, sum(map(len, found)))
         return
     batch = Batch()
     for i, (text, start, stop) in enumerate(zip(texts, starts, [*starts[1:], len(block)], strict=True)):
+        if batch.full:
+            yield batch
+            batch = Batch()
         if text is not None:
-            batch.fields += fields[i : i + 1]
+            if extra:
+                batch.fields.append(dict(zip(wanted.extra, (column[i] for column in extra), strict=True)))
             batch.add(text, offset + start)
             continue
-        record = _parsed(block[start : stop - (block[stop - 1] == _NEWLINE)], wanted)
+        line = block[start : stop - (block[stop - 1] == _NEWLINE)]
+        record = _parsed(line if offset + start or line[:3] != _BOM else line[3:], wanted)
         if isinstance(record, tuple):
             yield batch
             batch = Batch()

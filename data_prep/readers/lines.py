@@ -12,16 +12,16 @@ from data_prep import storage
 from data_prep.readers.bytesource import Digest, open_bytes
 
 _CHUNK_BYTES = 1 << 20
-_BOM = b"\xef\xbb\xbf"
 _NEWLINE = b"\n"
 
 
 def blocks(path: str, start: int, end: int | None, digest: Digest) -> Iterator[tuple[int, memoryview]]:
     """Yields (byte offset, whole lines with their newlines) of the lines that start in [start, end).
 
-    The last line of a file may be without a newline. A byte order mark is given as blanks. The views are of one buffer,
-    which the next block overwrites.
+    The last line of a file may be without a newline. The views are of one buffer, which the next block overwrites.
     """
+    if end == 0:
+        return
     with open_bytes(path, digest) as stream:
         # from the byte before the range on: it tells whether a line starts with the range
         position = max(0, start - 1)
@@ -31,8 +31,6 @@ def blocks(path: str, start: int, end: int | None, digest: Digest) -> Iterator[t
         buffer, held = bytearray(2 * _CHUNK_BYTES), 0
         while count := _fill(stream, buffer, held):
             new, filled, first = held, held + count, 0
-            if position == 0:
-                _blank_mark(buffer)
             if within:  # of a line of another range nothing is kept
                 first = buffer.find(_NEWLINE, 0, filled) + 1
                 within, first = not first, first or filled
@@ -82,8 +80,3 @@ def _carry(buffer: bytearray, first: int, filled: int) -> bytearray:
     if first:
         buffer[:left] = buffer[first:filled]
     return buffer
-
-
-def _blank_mark(buffer: bytearray) -> None:
-    if buffer.startswith(_BOM):
-        buffer[: len(_BOM)] = b" " * len(_BOM)
