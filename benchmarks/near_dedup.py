@@ -36,6 +36,7 @@ import xxhash
 
 from data_prep import hashing
 from data_prep.dedup import components, documents, minhash, words
+from data_prep.dedup.pairs import PAIRS
 from data_prep.dedup.section import DedupSection, NearSection
 
 SHARDS = 4
@@ -218,7 +219,8 @@ def run_tasks(bands: Array, work: Path) -> tuple[Array, Array]:
         run.mkdir(parents=True)
         documents.write_run(run, rank=np.arange(n, count, SHARDS), bands=bands[n::SHARDS])
     section = DedupSection(exact=False, near=NearSection(bands=bands.shape[1]))
-    near = documents.pairs_tasks(documents.table_plans(section, runs=runs, documents=count, directory=work)[1])
+    each = np.full(SHARDS, -(-count // SHARDS))
+    near = documents.pairs_tasks(documents.table_plans(section, runs=runs, documents=each, directory=work)[1])
     for task in near:
         task.run(lambda _: None)
     made = components.ComponentsTask((), tuple(t.directory for t in near), tuple(runs), work / "components")
@@ -227,7 +229,7 @@ def run_tasks(bands: Array, work: Path) -> tuple[Array, Array]:
     for n in range(SHARDS):
         dropped[n::SHARDS] = np.load(components.drops_of(made.directory, n)) != components.KEEP
     for task in near:
-        pairs = np.fromfile(task.directory / documents.PAIRS, dtype="<i8").reshape(-1, 2)
+        pairs = np.fromfile(task.directory / PAIRS, dtype="<i8").reshape(-1, 2)
         numbers = (pairs & 0xFFFFFFFF) * SHARDS + (pairs >> 32)
         components.unite(labels, numbers[:, 0], numbers[:, 1])
     return dropped, components.roots(labels, np.arange(count))

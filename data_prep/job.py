@@ -8,7 +8,7 @@
     tokenizer/    the tokenizer that all map tasks use
     lines/00000/  hashes of the lines of a map task's texts
     map/00000/    the output of a finished map task
-    dedup/        copies that were found
+    dedup/        hashes of many runs, put together; pairs and copies that were found in them
     merge/        runs that were merged, where there are very many
     reduce/       markers of finished shards
     out/          the shards; becomes the output

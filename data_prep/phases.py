@@ -16,7 +16,7 @@ import numpy as np
 from data_prep.config import CorpusConfig
 from data_prep.copies import copies_counted, list_copies
 from data_prep.dedup.components import ComponentsTask
-from data_prep.dedup.documents import PairsTask, table_plans
+from data_prep.dedup.documents import PairsTask, pairs_of, table_plans
 from data_prep.dedup.documents import pairs_tasks as dedup_pairs_tasks
 from data_prep.dedup.line_tasks import LinesTask
 from data_prep.dedup.line_tasks import lines_tasks as dedup_lines_tasks
@@ -171,8 +171,7 @@ def tables_tasks(job: Job) -> list[TableTask]:
 
 def pairs_tasks(job: Job) -> list[PairsTask]:
     """For each band, and for the texts' own hashes, one for each range of hashes."""
-    exact, near = _pairs(job, checked_markers(job))
-    return [*exact, *near]
+    return _pairs(_plans(job, checked_markers(job)))
 
 
 def copies_tasks(job: Job) -> list[ComponentsTask]:
@@ -234,22 +233,24 @@ def _gather(job: Job) -> tuple[Gather, Array, Array]:
 
 
 def _copies(job: Job, markers: list[dict[str, Any]]) -> ComponentsTask:
-    exact, near = _pairs(job, markers)
-    _finished([*exact, *near], "pairs")
-    found = [tuple(task.directory for task in tasks) for tasks in (exact, near)]
-    return ComponentsTask(found[0], found[1], _runs(job, markers), job.copies)
+    plans = _plans(job, markers)
+    _finished(_pairs(plans), "pairs")
+    exact, near = (tuple(directory for plan in of_kind for directory in pairs_of(plan)) for of_kind in plans)
+    return ComponentsTask(exact, near, _runs(job, markers), job.copies)
 
 
-def _pairs(job: Job, markers: list[dict[str, Any]]) -> tuple[list[PairsTask], list[PairsTask]]:
-    exact, near = _plans(job, markers)
-    _finished([task for plan in (*exact, *near) for task in plan.tasks()], "tables")
-    return dedup_pairs_tasks(exact), dedup_pairs_tasks(near)
+def _pairs(plans: tuple[list[TablePlan], list[TablePlan]]) -> list[PairsTask]:
+    both = [plan for of_kind in plans for plan in of_kind]
+    _finished([task for plan in both for task in plan.tasks()], "tables")
+    return dedup_pairs_tasks(both)
 
 
 def _plans(job: Job, markers: list[dict[str, Any]]) -> tuple[list[TablePlan], list[TablePlan]]:
     assert job.config.dedup is not None
-    documents = int(counts_of(markers)[:, :, 0].sum())
-    return table_plans(job.config.dedup, runs=_runs(job, markers), documents=documents, directory=job.dedup)
+    runs = np.array([marker["runs"] for marker in markers], np.int64)
+    documents = np.array([np.sum(marker["counts"], axis=(0, 1))[0] for marker in markers], np.int64)
+    each = np.repeat(-(-documents // np.maximum(runs, 1)), runs)
+    return table_plans(job.config.dedup, runs=_runs(job, markers), documents=each, directory=job.dedup)
 
 
 def _runs(job: Job, markers: list[dict[str, Any]]) -> RunPaths:

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.dedup.documents import PAIRS, RANK
+from data_prep.dedup.documents import RANK
+from data_prep.dedup.pairs import PAIRS
 from data_prep.dedup.table import Numbers, distinct, of_run, run_and_index
 from data_prep.tasks.base import Counts, DirectoryTask, Report
 
@@ -27,7 +28,7 @@ _CHUNK = 1 << 18  # pairs at a time: 4 MiB
 @dataclass(frozen=True)
 class ComponentsTask(DirectoryTask):
     """Writes which documents are dropped, and why: for each run `drops_of(directory, run)`, uint8[documents], with
-    `KEEP`, `EXACT_COPY` or `NEAR_COPY`. `exact` and `near` are directories of `PairsTask`s; `runs` as theirs.
+    `KEEP`, `EXACT_COPY` or `NEAR_COPY`. `exact` and `near` are directories with pairs; `runs` is what they number.
     The marker counts `exact` and `near` copies."""
 
     exact: tuple[Path, ...]

@@ -4,8 +4,7 @@
     near.*.npy   a `table` of the band hashes: a row per band
     rank.npy     int64[documents]: of copies, the one of the smallest rank in the whole job stays
 
-A pairs task takes one row and one range of hashes over all runs and writes `pairs.bin`, int64 little-endian: two
-numbers of documents with equal hashes, for as many pairs as it takes to connect all documents that share a hash.
+A pairs task takes one row and one range of hashes over all runs and writes the pairs of documents with equal hashes.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from data_prep.dedup.merging import TablePlan, Tables
+from data_prep.dedup.pairs import PAIRS, write_pairs
 from data_prep.dedup.section import DedupSection
-from data_prep.dedup.table import Hashes, Numbers, Piece, Range, join_pieces, write_table
+from data_prep.dedup.table import Hashes, Numbers, Range, write_table
 from data_prep.tasks.base import Counts, DirectoryTask, Report
 
 EXACT, NEAR, RANK = "exact", "near", "rank.npy"
-PAIRS = "pairs.bin"
 
 
 def write_run(directory: Path, *, rank: Numbers, hashes: Hashes | None = None, bands: Hashes | None = None) -> None:
@@ -61,24 +60,20 @@ class PairsTask(DirectoryTask):
 
     def _work(self, scratch: Path, report: Report) -> dict[str, Any]:
         with (scratch / PAIRS).open("wb") as file:
-            done = {"pairs": self._find(file)}
+            found, _ = write_pairs(self.tables.pieces(row=self.row, within=self.within), file)
         report(Counts())
-        return done
-
-    def _find(self, file: BinaryIO) -> int:
-        found, firsts = 0, []
-        for piece in self.tables.pieces(row=self.row, within=self.within):
-            found += _write_pairs(piece, file)
-            firsts.append(piece.take(~piece.repeats()))  # a hash that a table is full of is one item from here on
-        return found + _write_pairs(join_pieces(firsts), file)
+        return {"pairs": found}
 
 
 def table_plans(
-    section: DedupSection, *, runs: Sequence[Path], documents: int, directory: Path
+    section: DedupSection, *, runs: Sequence[Path], documents: Numbers, directory: Path
 ) -> tuple[list[TablePlan], list[TablePlan]]:
-    """How the tables for exact and for near duplicates of `documents` documents in `runs` are read.
+    """How the tables for exact and for near duplicates in `runs` are read.
 
-    `runs` are the runs' directories; their order numbers them, and does not change what is dropped.
+    Args:
+        runs: the runs' directories; their order numbers them, and does not change what is dropped.
+        documents: int64[runs], about how many each has.
+        directory: for the tasks' own ones.
     """
     rest = documents, runs, directory
     exact = [TablePlan(EXACT, 1, *rest)] if section.exact else []
@@ -89,18 +84,13 @@ def table_plans(
 def pairs_tasks(plans: Sequence[TablePlan]) -> list[PairsTask]:
     """The tasks that find the copies in some tables, which are there, in subdirectories of the plans' directories."""
     return [
-        PairsTask(plan.tables, row, within, plan.directory / f"{plan.name}-{row:03d}-{within.part:05d}")
-        for plan in plans
+        PairsTask(tables, row, within, plan.directory / f"{plan.name}-{row:03d}-{within.part:05d}")
+        for plan, tables, ranges in [(plan, plan.tables, plan.ranges()) for plan in plans]
         for row in range(plan.rows)
-        for within in plan.ranges()
+        for within in ranges
     ]
 
 
-def _write_pairs(piece: Piece, file: BinaryIO) -> int:
-    """Writes (first, other) for all others of each group of equal hashes; returns how many."""
-    repeats = piece.repeats()
-    firsts: Numbers = piece.numbers[~repeats]
-    group = np.cumsum(~repeats)[repeats] - 1
-    pairs = np.stack([firsts[group], piece.numbers[repeats]], axis=1)
-    file.write(pairs.astype("<i8").tobytes())
-    return len(pairs)
+def pairs_of(plan: TablePlan) -> list[Path]:
+    """The directories that have the pairs of a plan's tables when all its tasks have finished."""
+    return [task.directory for task in (*plan.tasks(), *pairs_tasks([plan]))]

@@ -15,11 +15,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from data_prep.dedup.table import Piece, Range, join_pieces, ranges, read_piece
+from data_prep.dedup.pairs import PAIRS, write_pairs
+from data_prep.dedup.table import Numbers, Piece, Range, ranges, read_piece
 from data_prep.tasks.base import Counts, DirectoryTask, Report
 
 MOST_RUNS = 1 << 10
-"""From here on there are four ranges, and one more pass costs less than opening each run's table (0.9 ms) for each."""
+"""From here on there are some ranges, and one more pass costs less than opening each run's table (0.9 ms) for each."""
 _HASHES, _NUMBERS = "hashes.npy", "numbers.npy"
 
 
@@ -46,8 +47,8 @@ class RunTables:
 
 @dataclass(frozen=True)
 class TableTask(DirectoryTask):
-    """Puts together what some runs have in a range of a row: `hashes.npy`, uint64[words, items], ascending, and
-    `numbers.npy`, int64[items], whose they are.
+    """Puts together what some runs have in a range of a row: `hashes.npy`, uint64[words, items], ascending, each once,
+    and `numbers.npy`, int64[items], whose they are first. Who else has them is in `pairs.bin`.
 
     Its memory is that of a range (see `table.MEMORY`).
     """
@@ -63,11 +64,12 @@ class TableTask(DirectoryTask):
         return f"table task {self.directory.name}"
 
     def _work(self, scratch: Path, report: Report) -> dict[str, Any]:
-        piece = join_pieces(list(self.tables.pieces(row=self.row, within=self.within)))
+        with (scratch / PAIRS).open("wb") as file:
+            found, piece = write_pairs(self.tables.pieces(row=self.row, within=self.within), file)
         np.save(scratch / _HASHES, piece.hashes)
         np.save(scratch / _NUMBERS, piece.numbers)
         report(Counts())
-        return {"items": len(piece.numbers)}
+        return {"items": len(piece.numbers), "pairs": found}
 
 
 @dataclass(frozen=True)
@@ -86,11 +88,12 @@ class MergedTables:
 
     def tasks(self, rows: int) -> list[TableTask]:
         """Those that put them together."""
+        groups = [self._group(group) for group in range(self.groups)]
         return [
-            TableTask(self._group(group), row, Range(part, self.parts), self._path(row, part, group))
+            TableTask(tables, row, Range(part, self.parts), self._path(row, part, group))
             for row in range(rows)
             for part in range(self.parts)
-            for group in range(self.groups)
+            for group, tables in enumerate(groups)
         ]
 
     def pieces(self, *, row: int, within: Range) -> Iterator[Piece]:
@@ -113,11 +116,16 @@ class MergedTables:
 
 @dataclass(frozen=True)
 class TablePlan:
-    """How the tables of a kind are read. items: in each row, over all runs. directory: for the tasks' own ones."""
+    """How the tables of a kind are read.
+
+    Args:
+        items: int64[runs], about how many each has in a row.
+        directory: for the tasks' own ones.
+    """
 
     name: str
     rows: int
-    items: int
+    items: Numbers
     runs: Sequence[Path]
     directory: Path
 
@@ -128,7 +136,8 @@ class TablePlan:
         if runs <= MOST_RUNS:
             return own
         each = math.isqrt(runs - 1) + 1
-        return MergedTables(own, each, len(ranges(-(-self.items * each // runs))), self.directory)
+        largest = int(np.add.reduceat(self.items, np.arange(0, runs, each)).max())
+        return MergedTables(own, each, len(ranges(largest)), self.directory)
 
     def tasks(self) -> list[TableTask]:
         """What has to be done before the tables can be read."""
@@ -137,7 +146,7 @@ class TablePlan:
 
     def ranges(self) -> list[Range]:
         """Those that fit into the memory of a task; none lies in two parts of merged tables."""
-        tables, parts = self.tables, len(ranges(self.items))
+        tables, parts = self.tables, len(ranges(int(self.items.sum())))
         if isinstance(tables, MergedTables):
             parts = -(-parts // tables.parts) * tables.parts
         return [Range(part, parts) for part in range(parts)]

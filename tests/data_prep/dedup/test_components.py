@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from data_prep.dedup import documents, merging, table
 from data_prep.dedup.components import EXACT_COPY, KEEP, NEAR_COPY, ComponentsTask, drops_of
+from data_prep.dedup.pairs import PAIRS
 from data_prep.dedup.section import DedupSection, NearSection
-from data_prep.tasks.base import Counts
+from data_prep.tasks.base import Counts, Task
 from tests.data_prep.dedup.conftest import hash_of, spread
 
 BANDS = 3
@@ -79,7 +80,7 @@ def test_texts_that_share_half_of_their_hash_are_not_equal(tmp_path: Path) -> No
     run.mkdir()
     hashes = np.array([[1, 5], [1, 6], [1, 5], [2, 5]], dtype=np.uint64)
     documents.write_run(run, rank=np.arange(4), hashes=hashes)
-    assert decide(tmp_path, [run], 4, DedupSection()).tolist() == [KEEP, KEEP, EXACT_COPY, KEEP]
+    assert decide(tmp_path, [run], [4], DedupSection()).tolist() == [KEEP, KEEP, EXACT_COPY, KEEP]
 
 
 def test_a_chain_over_many_runs_is_one_component(tmp_path: Path) -> None:
@@ -107,7 +108,7 @@ def test_running_a_task_again_changes_nothing(tmp_path: Path) -> None:
     prepared(tmp_path, [[Doc(0, 1, (1, 1, 1)), Doc(1, 1, (1, 1, 1))]])
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     section = DedupSection(near=NearSection(bands=BANDS))
-    decide(tmp_path, [tmp_path / "run0"], 2, section)
+    decide(tmp_path, [tmp_path / "run0"], [2], section)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
@@ -123,7 +124,7 @@ def test_a_task_stays_within_its_memory(tmp_path: Path, same: bool, monkeypatch:
     monkeypatch.setattr(table, "MEMORY", 2 << 20)
     section = DedupSection(exact=False, near=NearSection(bands=1))
     paths = [tmp_path / f"run{n}" for n in range(runs)]
-    _, plans = documents.table_plans(section, runs=paths, documents=count * runs, directory=tmp_path / "pairs")
+    _, plans = documents.table_plans(section, runs=paths, documents=np.full(runs, count), directory=tmp_path / "pairs")
     tasks = documents.pairs_tasks(plans)
     assert len(tasks) == 8
     tracemalloc.start()
@@ -134,34 +135,37 @@ def test_a_task_stays_within_its_memory(tmp_path: Path, same: bool, monkeypatch:
     assert peak < 2 << 20
 
 
+@pytest.mark.parametrize("kind", ["all different", "all the same", "most in a few runs"])
 def test_tables_that_were_put_together_are_few_and_within_their_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    count, runs = 2_000, 100
-    for n in range(runs):
-        directory = tmp_path / f"run{n}"
-        directory.mkdir()
-        bands = spread([n * count + i for i in range(count)])[:, None]
-        documents.write_run(directory, rank=np.arange(n * count, (n + 1) * count), bands=bands)
+    counts = [12_000 if n >= 90 else 20 for n in range(100)] if kind == "most in a few runs" else [2_000] * 100
+    firsts = np.cumsum([0, *counts]).tolist()
+    paths = [tmp_path / f"run{n}" for n in range(len(counts))]
+    for path, first, count in zip(paths, firsts[:-1], counts, strict=True):
+        path.mkdir()
+        bands = spread([7 if kind == "all the same" else first + i for i in range(count)])[:, None]
+        documents.write_run(path, rank=np.arange(first, first + count), bands=bands)
     monkeypatch.setattr(table, "MEMORY", 1 << 20)
-    monkeypatch.setattr(merging, "MOST_RUNS", runs - 1)
+    monkeypatch.setattr(merging, "MOST_RUNS", 99)
     section = DedupSection(exact=False, near=NearSection(bands=1))
-    paths = [tmp_path / f"run{n}" for n in range(runs)]
-    _, plans = documents.table_plans(section, runs=paths, documents=count * runs, directory=tmp_path / "dedup")
-    tasks = plans[0].tasks()
-    assert len(tasks) == 10 * 2  # groups of 10 runs, 1.6 MB each
+    _, (plan,) = documents.table_plans(section, runs=paths, documents=np.array(counts), directory=tmp_path / "dedup")
+    tasks: list[Task] = [*plan.tasks(), *documents.pairs_tasks([plan])]
+    assert len(plan.tasks()) % 10 == 0  # groups of 10 runs
     tasks[0].run(ignore)  # what is imported on the way is not of the task
     tracemalloc.start()
     for task in tasks[1:]:
         task.run(ignore)
-    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    tables, ranges = plans[0].tables, plans[0].ranges()
-    assert len(ranges) == 16
-    found = [list(tables.pieces(row=0, within=within)) for within in ranges]
+    assert peak < 1 << 20
+    found = [list(plan.tables.pieces(row=0, within=within)) for within in plan.ranges()]
     assert {len(pieces) for pieces in found} == {10}
-    whole = np.concatenate([piece.numbers for pieces in found for piece in pieces])
-    assert np.array_equal(np.sort(whole), [(run << 32) + i for run in range(runs) for i in range(count)])
+    kept = {int(number) for pieces in found for piece in pieces for number in piece.numbers}
+    pairs = np.concatenate([np.fromfile(at / PAIRS, "<i8").reshape(-1, 2) for at in documents.pairs_of(plan)])
+    everything = {(run << 32) + i for run, count in enumerate(counts) for i in range(count)}
+    assert kept | set(pairs.ravel().tolist()) == everything
+    assert len(pairs) == (len(everything) - 1 if kind == "all the same" else 0)
 
 
 def drop(
@@ -192,19 +196,18 @@ def prepared(
         count = sum(map(len, runs))
         patch.setattr(table, "MEMORY", max(1, -(-count * 80 // parts)))
         patch.setattr(merging, "MOST_RUNS", most_runs)
-        decide(work, paths, count, section)
+        decide(work, paths, list(map(len, runs)), section)
     return paths, work / "components"
 
 
-def decide(work: Path, runs: list[Path], count: int, section: DedupSection) -> np.ndarray:
+def decide(work: Path, runs: list[Path], count: list[int], section: DedupSection) -> np.ndarray:
     """Runs all tasks, the last first come; returns what is said of the first run's documents."""
-    plans = documents.table_plans(section, runs=runs, documents=count, directory=work)
-    exact, near = map(documents.pairs_tasks, plans)
+    plans = documents.table_plans(section, runs=runs, documents=np.array(count), directory=work)
     for task in reversed([task for plan in (*plans[0], *plans[1]) for task in plan.tasks()]):
         task.run(ignore)
-    for pairs in reversed([*exact, *near]):
+    for pairs in reversed(documents.pairs_tasks([*plans[0], *plans[1]])):
         pairs.run(ignore)
-    exact_at, near_at = (tuple(task.directory for task in tasks) for tasks in (exact, near))
+    exact_at, near_at = (tuple(at for plan in of_kind for at in documents.pairs_of(plan)) for of_kind in plans)
     last = ComponentsTask(exact_at, near_at, tuple(runs), work / "components")
     last.run(ignore)
     return np.load(drops_of(last.directory, 0))

@@ -44,8 +44,8 @@ def decide(work: Path, texts: list[str], batch: Batch) -> np.ndarray:
     for run, of_run in zip(runs, members, strict=True):
         run.mkdir()
         documents.write_run(run, rank=of_run.astype(np.int64), hashes=hashes[of_run], bands=bands[of_run])
-    plans = documents.table_plans(SECTION, runs=runs, documents=len(texts), directory=work)
-    tasks = [documents.pairs_tasks(plan) for plan in plans]
+    plans = documents.table_plans(SECTION, runs=runs, documents=np.array(list(map(len, members))), directory=work)
+    tasks = [documents.pairs_tasks(of_kind) for of_kind in plans]
     for task in [*tasks[0], *tasks[1]]:
         task.run(lambda _: None)
     exact, near_at = (tuple(task.directory for task in some) for some in tasks)
