@@ -57,17 +57,20 @@ def first_texts(units: Sequence[Unit], config: CorpusConfig) -> list[str]:
     """The beginnings of some texts of a few files, to prove an engine on: about 130,000 characters."""
     texts, left = list[str](), _PROOF_CHARACTERS
     for piece in _draw(_pieces(units), 1 << 62, config.seed):
-        source = _source_of(piece, config)
-        for batch in _batches(piece, source):
-            found = map(plain, batch.texts) if source.messages_field is not None else batch.texts
-            beginnings = [text[:_LONGEST_IN_PROOF] for text in found]
-            texts += beginnings
-            left -= sum(map(len, beginnings))
+        for beginning in _beginnings(piece, _source_of(piece, config)):
+            texts.append(beginning)
+            left -= len(beginning)
             if left <= _PROOF_CHARACTERS // 2:  # the rest from the next piece
                 break
         if left <= 0:
             break
     return texts
+
+
+def _beginnings(piece: Unit, source: Source) -> Iterator[str]:
+    for batch in _batches(piece, source):
+        for text in batch.texts:
+            yield (plain(text) if source.messages_field is not None else text)[:_LONGEST_IN_PROOF]
 
 
 class _Reader:
