@@ -23,7 +23,7 @@ try:
     from data_prep.readers import _jsonl as extension
 except ImportError:  # no compiler when this was installed
     extension = None  # type: ignore[assignment]
-if extension is not None and extension.VERSION != 1:  # compiled from another version of its source
+if getattr(extension, "VERSION", None) != 1:  # compiled from another version of its source
     extension = None  # type: ignore[assignment]
 
 _BOM = b"\xef\xbb\xbf"
