@@ -6,6 +6,7 @@ import os
 import runpy
 import sys
 import time
+from pathlib import Path
 
 
 def engine(corpus: str, tokenizer: str) -> None:
@@ -31,6 +32,24 @@ def engine(corpus: str, tokenizer: str) -> None:
     seconds = time.process_time() - began
     size = sum(len(text.encode()) for batch in batches for text in batch)
     print(f"engine alone: {size / 1e6 / seconds:.1f} MB/s", file=sys.stderr)
+
+
+def limit(corpus: str, tokenizer: str) -> None:
+    """Parse, encode and write, one after the other in one thread, with our parts: no task can do less."""
+    import numpy as np  # noqa: PLC0415
+
+    from data_prep.readers.bytesource import Digest  # noqa: PLC0415
+    from data_prep.readers.jsonl import read  # noqa: PLC0415
+    from data_prep.readers.records import Wanted  # noqa: PLC0415
+    from data_prep.tokenizer.engines import Fastokens  # noqa: PLC0415
+
+    engine, unused = Fastokens(Path(tokenizer), special=False), Digest(corpus, start=0, end=0)
+    with open("ids.bin", "wb") as file:  # noqa: PTH123
+        wanted = {"start": 0, "end": None, "wanted": Wanted("text"), "digest": unused}
+        batches = read(corpus, source="", file="", **wanted)
+        file.writelines(engine.encode(batch.texts).ids.astype(np.uint16) for batch in batches)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def datatrove(corpus: str, tokenizer: str) -> None:
