@@ -20,14 +20,13 @@ from data_prep.config import CorpusConfig, Source
 from data_prep.hashing import U64, document_keys, id_keys, unit_key
 from data_prep.limits import BadCount
 from data_prep.plan import Unit
-from data_prep.readers.records import Bad, Batch
+from data_prep.readers.records import BATCH_CHARACTERS, Bad, Batch
 from data_prep.readers.unit import digest_of, read_unit, wanted_of
 from data_prep.runs import Array
 from data_prep.tasks.base import Counts, Report
 from data_prep.tasks.cleaning import Cleaner
 
 BAD_RECORDS = "bad.jsonl"
-_ENOUGH_CHARACTERS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +125,7 @@ class TextStream:
                     yield Texts(record.texts, at, self._keys(record, number), unit_of, conversations=True)
                 else:
                     pending.add(record, self._keys(record, number), number)
-                if pending.characters >= _ENOUGH_CHARACTERS:
+                if pending.characters >= BATCH_CHARACTERS:
                     yield from self._cleaned(pending)
                     pending = _Pending()
                 self._report_input(digest.passed)

@@ -133,8 +133,8 @@ def installed(name: EngineName) -> bool:
 
 def difference(engine: Engine, reference: Engine, texts: list[str], expected: Tokens) -> str | None:
     """A text of a batch to which two engines give different ids, or None. expected: the reference's of all."""
-    ours, theirs = engine.encode(texts), expected
-    if np.array_equal(ours.offsets, theirs.offsets) and np.array_equal(ours.ids, theirs.ids):
+    found = engine.encode(texts)
+    if np.array_equal(found.offsets, expected.offsets) and np.array_equal(found.ids, expected.ids):
         return None
     for text in texts:
         if not np.array_equal(engine.encode([text]).ids, reference.encode([text]).ids):
