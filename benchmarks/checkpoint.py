@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from pipeline.checkpoint import named_state
-from pipeline.checkpoint.saving import CheckpointWriter
+from pipeline.checkpoint.save import CheckpointWriter
 from pipeline.checkpoint.shards import NamedShard
 from pipeline.checkpoint.store import About, CheckpointStore
 from pipeline.engines.common import MOMENTS

@@ -29,7 +29,7 @@ from typing import Any
 import orjson
 
 from data_prep.clean.chain import Chain, Kept, build
-from data_prep.clean.steps import parse_steps
+from data_prep.config.cleaning import parse_steps
 
 STEPS = ("unicode", "gopher_repetition", "gopher_quality", "c4", "fineweb_quality", "pii")
 WITH_WORDS = ("gopher_repetition", "gopher_quality", "fineweb_quality")

@@ -38,9 +38,9 @@ def limit(corpus: str, tokenizer: str) -> None:
     """Parse, encode and write, one after the other in one thread, with our parts: no task can do less."""
     import numpy as np  # noqa: PLC0415
 
-    from data_prep.readers.bytesource import Digest  # noqa: PLC0415
-    from data_prep.readers.jsonl import read  # noqa: PLC0415
-    from data_prep.readers.records import Wanted  # noqa: PLC0415
+    from data_prep.sources.bytesource import Digest  # noqa: PLC0415
+    from data_prep.sources.jsonl import read  # noqa: PLC0415
+    from data_prep.sources.records import Wanted  # noqa: PLC0415
     from data_prep.tokenizer.engines import Fastokens  # noqa: PLC0415
 
     engine, unused = Fastokens(Path(tokenizer), special=False), Digest(corpus, start=0, end=0)

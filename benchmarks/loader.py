@@ -26,10 +26,10 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.packing import pack
-from data_prep.tokenfile import TokenFileWriter
-from headrace.directory import commit, fresh_staging
-from headrace.section import parse
+from data_prep.formats.tokenfile import TokenFileWriter
+from data_prep.packing.pack import pack
+from headrace.base.directory import commit, fresh_staging
+from headrace.base.section import parse
 from pipeline.config.batch import Batch
 from pipeline.config.schema import DataSection
 from pipeline.data.blend import Blend, open_blend

@@ -34,9 +34,9 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM
 
-from headrace.cli import leave
-from pipeline.anomalies.steps import Steps
-from pipeline.checkpoint.saving import CheckpointWriter
+from headrace.base.cli import leave
+from pipeline.anomalies.guarded_step import Steps
+from pipeline.checkpoint.save import CheckpointWriter
 from pipeline.config.load import load_config
 from pipeline.config.rules import ResolvedRun, resolve
 from pipeline.data.dataset import TokenDataset
@@ -51,8 +51,8 @@ from pipeline.metrics.console import TrainingDisplay
 from pipeline.metrics.journal import Journal
 from pipeline.metrics.stragglers import Stragglers
 from pipeline.models.hf_config import resolve_hf_config
-from pipeline.prepare import Prepared, prepare
-from pipeline.trainer import Progress, Training
+from pipeline.run.prepare import Prepared, prepare
+from pipeline.run.trainer import Progress, Training
 
 RUN = {
     "model": {

@@ -35,9 +35,9 @@ import numpy as np
 import xxhash
 
 from data_prep import hashing
-from data_prep.dedup import components, documents, minhash, words
+from data_prep.config.dedup import DedupSection, NearSection
+from data_prep.dedup import components, document_tasks, minhash, words
 from data_prep.dedup.pairs import PAIRS
-from data_prep.dedup.section import DedupSection, NearSection
 
 SHARDS = 4
 PEERS = ("datatrove", "datatrove_whitespace", "datasketch", "rensa", "rensa_tokens")
@@ -217,10 +217,10 @@ def run_tasks(bands: Array, work: Path) -> tuple[Array, Array]:
     count, runs = len(bands), [work / f"run{n}" for n in range(SHARDS)]
     for n, run in enumerate(runs):
         run.mkdir(parents=True)
-        documents.write_run(run, rank=np.arange(n, count, SHARDS), bands=bands[n::SHARDS])
+        document_tasks.write_run(run, rank=np.arange(n, count, SHARDS), bands=bands[n::SHARDS])
     section = DedupSection(exact=False, near=NearSection(bands=bands.shape[1]))
     each = np.full(SHARDS, -(-count // SHARDS))
-    near = documents.pairs_tasks(documents.table_plans(section, runs=runs, documents=each, directory=work)[1])
+    near = document_tasks.pairs_tasks(document_tasks.table_plans(section, runs=runs, documents=each, directory=work)[1])
     for task in near:
         task.run(lambda _: None)
     made = components.ComponentsTask((), tuple(t.directory for t in near), tuple(runs), work / "components")

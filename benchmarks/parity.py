@@ -15,12 +15,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from headrace.configfile import load, merge
+from headrace.base.configfile import load, merge
 from pipeline.proof.case import Case, Outcome
 from pipeline.proof.compare import differences, first_gradient
+from pipeline.proof.judgement import Verdict, judge
 from pipeline.proof.small import plain, with_precision
 from pipeline.proof.tokens import write_tokens
-from pipeline.proof.verdict import Verdict, judge
 from pipeline.proof.worker import run_cases
 
 ZERO3 = Path(__file__).resolve().parent.parent / "ds_configs/zero3.json"

@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.cli import add_config_arguments, guarded
-from headrace.errors import ConfigError, DataError
+from headrace.base.cli import add_config_arguments, guarded
+from headrace.base.errors import ConfigError, DataError
 
 if TYPE_CHECKING:  # the phases import numpy and pyarrow: --help does not wait for them
-    from data_prep.config import CorpusConfig
-    from data_prep.plan import Plan
-    from data_prep.progress import Display
-    from headrace.directory import Manifest
+    from data_prep.config.corpus import CorpusConfig
+    from data_prep.job.progress import Display
+    from data_prep.sources.units import Plan
+    from headrace.base.directory import Manifest
 
 _EPILOG = """\
 With no command, the whole job is run; one that was stopped in any way resumes where it was.
@@ -63,9 +63,9 @@ def _parser(first: list[str]) -> argparse.ArgumentParser:
 
 def _arguments(parser: argparse.ArgumentParser, name: str) -> None:
     if name == "pack":
-        from data_prep import packing  # noqa: PLC0415
+        from data_prep.packing import pack  # noqa: PLC0415
 
-        packing.add_arguments(parser)
+        pack.add_arguments(parser)
         return
     if name in ("verify", "stats"):
         parser.add_argument("directory", metavar="DIR", type=Path, help="a tokens directory")
@@ -93,8 +93,8 @@ def _all(args: argparse.Namespace) -> None:
         from data_prep.executors import local  # noqa: PLC0415
 
         local.warm_up()  # before this process has imported the rest: both import at the same time
-    from data_prep import phases, prepare  # noqa: PLC0415
     from data_prep.executors import choose  # noqa: PLC0415
+    from data_prep.job import phases, prepare  # noqa: PLC0415
 
     inspected = prepare.inspect(_config(args))
     options = {"root": inspected.job.root, "workers": _given_workers(args), "address": args.address}
@@ -109,21 +109,21 @@ def _all(args: argparse.Namespace) -> None:
 
 
 def _submit(args: argparse.Namespace) -> None:
-    from data_prep.executors import on_slurm  # noqa: PLC0415
+    from data_prep.job import slurm  # noqa: PLC0415
 
     config = _config(args)
     if _is_there(config):
         return _say_there(Path(config.output))
     if args.address is not None:
         raise ConfigError("--address", args.address, why="--executor slurm has none", remedy="leave it out")
-    print(on_slurm.submit(config, file=args.config, overrides=args.overrides, shares=_given_workers(args)))
+    print(slurm.submit(config, file=args.config, overrides=args.overrides, shares=_given_workers(args)))
     return None
 
 
 def _plan(args: argparse.Namespace) -> None:
-    from data_prep import prepare  # noqa: PLC0415
-    from data_prep.estimate import Estimate, try_to_estimate  # noqa: PLC0415
     from data_prep.executors.base import default_workers  # noqa: PLC0415
+    from data_prep.job import prepare  # noqa: PLC0415
+    from data_prep.job.estimate import Estimate, try_to_estimate  # noqa: PLC0415
 
     inspected = prepare.inspect(_config(args))
     plan = inspected.planned()
@@ -138,14 +138,14 @@ def _plan(args: argparse.Namespace) -> None:
 
 
 def _status(args: argparse.Namespace) -> None:
-    from data_prep import status  # noqa: PLC0415
+    from data_prep.job import status  # noqa: PLC0415
 
     for line in status.report(_config(args)):
         print(line)
 
 
 def _prepare(args: argparse.Namespace) -> None:
-    from data_prep import prepare  # noqa: PLC0415
+    from data_prep.job import prepare  # noqa: PLC0415
 
     inspected = prepare.inspect(_config(args))
     if prepare.already_there(inspected):
@@ -155,8 +155,8 @@ def _prepare(args: argparse.Namespace) -> None:
 
 
 def _phase(args: argparse.Namespace) -> None:
-    from data_prep import phases  # noqa: PLC0415
     from data_prep.executors.local import Local  # noqa: PLC0415
+    from data_prep.job import phases  # noqa: PLC0415
 
     if not 0 <= args.task < args.of:
         remedy = f"--task from 0 to {args.of - 1}" if args.of > 0 else "--of 1 or more"
@@ -171,7 +171,7 @@ def _phase(args: argparse.Namespace) -> None:
 
 
 def _finish(args: argparse.Namespace) -> None:
-    from data_prep import phases  # noqa: PLC0415
+    from data_prep.job import phases  # noqa: PLC0415
 
     config = _config(args)
     if _is_there(config):
@@ -180,7 +180,7 @@ def _finish(args: argparse.Namespace) -> None:
 
 
 def _verify(args: argparse.Namespace) -> None:
-    from headrace.directory import read_manifest, verify  # noqa: PLC0415
+    from headrace.base.directory import read_manifest, verify  # noqa: PLC0415
 
     packings = sorted(args.directory.glob("packed-*/"))
     for directory, kind in [(args.directory, "tokens"), *((packing, "packing") for packing in packings)]:
@@ -194,7 +194,7 @@ def _verify(args: argparse.Namespace) -> None:
 
 
 def _stats(args: argparse.Namespace) -> None:
-    from data_prep import stats  # noqa: PLC0415
+    from data_prep.job import stats  # noqa: PLC0415
 
     rows, left_out = stats.read_stats(args.directory)
     if args.html is not None:
@@ -204,9 +204,9 @@ def _stats(args: argparse.Namespace) -> None:
 
 
 def _pack(args: argparse.Namespace) -> None:
-    from data_prep import packing  # noqa: PLC0415
+    from data_prep.packing import pack  # noqa: PLC0415
 
-    packing.run(args)
+    pack.run(args)
 
 
 _COMMANDS = {
@@ -222,14 +222,14 @@ _COMMANDS = {
 
 
 def _config(args: argparse.Namespace) -> CorpusConfig:
-    from data_prep.config import load  # noqa: PLC0415
+    from data_prep.config.corpus import load  # noqa: PLC0415
 
     return load(args.config, args.overrides)
 
 
 def _is_there(config: CorpusConfig) -> bool:
     """For stages that do not look at the inputs otherwise, as when a scheduler runs a finished one again."""
-    from data_prep import prepare  # noqa: PLC0415
+    from data_prep.job import prepare  # noqa: PLC0415
 
     return Path(config.output).exists() and prepare.already_there(prepare.inspect(config))
 

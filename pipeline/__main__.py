@@ -7,15 +7,15 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 
-from headrace.cli import guarded
+from headrace.base.cli import guarded
 
 COMMANDS = {
     "check": ("pipeline.check", "print the resolved run of a config, or the one thing that is wrong with it"),
     "prove": ("pipeline.proof.command", "show that a config's layout, made small, learns what one process does"),
     "checkpoint": ("pipeline.checkpoint.command_checkpoint", "list, verify or export the checkpoints of a run"),
-    "export": ("pipeline.checkpoint.command", "write a run's model as a Hugging Face folder"),
+    "export": ("pipeline.checkpoint.command_export", "write a run's model as a Hugging Face folder"),
     "eval": ("pipeline.evaluation.command", "held-out loss, perplexity and bits per byte of a model"),
-    "samples": ("pipeline.anomalies.samples", "print the text that a step of a run was trained on"),
+    "samples": ("pipeline.anomalies.suspect_samples", "print the text that a step of a run was trained on"),
     "complete": ("pipeline.evaluation.complete", "let a model go on from a prompt"),
     "report": ("pipeline.report.command", "a self-contained HTML page of runs and models"),
 }

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.cli import add_config_arguments, leave
-from headrace.directory import read_manifest
-from headrace.errors import ConfigError, DataError
+from headrace.base.cli import add_config_arguments, leave
+from headrace.base.directory import read_manifest
+from headrace.base.errors import ConfigError, DataError
 from pipeline.config.load import load_config
 from pipeline.config.rules import ResolvedRun, resolve
 from pipeline.config.schema import Config

@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.cli import add_config_arguments
+from headrace.base.cli import add_config_arguments
 from pipeline.arguments import has_begun
 from pipeline.checkpoint.naming import finished
 from pipeline.config.load import load_config
@@ -17,7 +17,7 @@ from pipeline.config.rules import ResolvedRun, resolve
 from pipeline.launch import detect
 
 if TYPE_CHECKING:
-    from pipeline.prepare import Prepared
+    from pipeline.run.prepare import Prepared
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.rules_only:
         _print_rules(resolved)
         return 0
-    from pipeline.prepare import prepare  # noqa: PLC0415  imports torch, which takes seconds
+    from pipeline.run.prepare import prepare  # noqa: PLC0415  imports torch, which takes seconds
 
     prepared = prepare(resolved)
     _print_rules(resolved)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.cli import guarded, leave
-from headrace.errors import ConfigError
+from headrace.base.cli import guarded, leave
+from headrace.base.errors import ConfigError
 from pipeline.arguments import resolved_run
 from pipeline.faults.stop import StopSignals
 from pipeline.launch import detect
@@ -25,7 +25,7 @@ def main() -> int:
     # torch takes seconds to import, and a refusal should not wait for it
     with StopSignals(tells=detect().rank == 0) as signals:
         from pipeline.compress.distillation import Distillation  # noqa: PLC0415
-        from pipeline.session import train  # noqa: PLC0415
+        from pipeline.run.session import train  # noqa: PLC0415
 
         def objective(device: torch.device) -> Distillation:
             return Distillation(section, bf16=bf16, attn_implementation=attention, device=device, z_loss=z_loss)

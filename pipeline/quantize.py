@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from headrace.cli import add_config_arguments, guarded
-from headrace.configfile import load
-from headrace.section import parse
+from headrace.base.cli import add_config_arguments, guarded
+from headrace.base.configfile import load
+from headrace.base.section import parse
 from pipeline.compress.config import QuantizeConfig
 from pipeline.compress.rules import prepare
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from headrace.cli import guarded, leave
-from headrace.errors import ConfigError
+from headrace.base.cli import guarded, leave
+from headrace.base.errors import ConfigError
 from pipeline.arguments import resolved_run
 from pipeline.faults.stop import StopSignals
 from pipeline.launch import detect
@@ -18,7 +18,7 @@ def main() -> int:
     # torch takes seconds to import, and a refusal should not wait for it
     with StopSignals(tells=detect().rank == 0) as signals:
         from pipeline.engines.objective import CrossEntropy  # noqa: PLC0415
-        from pipeline.session import train  # noqa: PLC0415
+        from pipeline.run.session import train  # noqa: PLC0415
 
         return train(run, lambda _device: CrossEntropy(z_loss=run.config.loss.z_loss), signals=signals)
 

@@ -29,7 +29,7 @@ from pipeline.launch.group import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 IMPORTED = (
-    "pipeline.session",
+    "pipeline.run.session",
     "pipeline.compress.run",
     "pipeline.evaluation.command",
     "pipeline.own_loop.torch_engine",

@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from data_prep.chat.conversation import TEMPLATE_FILE, ConversationError, opened
 from data_prep.chat.template import MARKS, ChatTemplate, Rendered
+from data_prep.sources.conversation import TEMPLATE_FILE, ConversationError, opened
 from data_prep.tokenizer.fingerprint import TOKENIZER_JSON
 from data_prep.tokenizer.load import TOKENIZER_CONFIG
-from headrace.errors import DataError
+from headrace.base.errors import DataError
 
 _NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
 

@@ -19,7 +19,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from data_prep.chat.conversation import ConversationError
+from data_prep.sources.conversation import ConversationError
 
 MARKS = BEGIN, END = "\U0010fff1", "\U0010fff2"
 """Stand around the assistant's parts while a template is rendered: private characters that a message must not hold. One

@@ -12,9 +12,9 @@ import numpy as np
 from data_prep.clean.lists import entries
 from data_prep.clean.ngrams import KeySet
 from data_prep.clean.statistics import Statistics
-from data_prep.clean.steps import UrlBlocklistSection, WordBlocklistSection
 from data_prep.clean.words import PLAIN_WORDS
-from headrace.errors import ConfigError
+from data_prep.config.cleaning import UrlBlocklistSection, WordBlocklistSection
+from headrace.base.errors import ConfigError
 
 _WORD = re.compile(r"\w+")
 _NOT_IN_URL_WORDS = re.compile(r"[^a-z0-9]+")

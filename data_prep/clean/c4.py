@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from data_prep.clean.statistics import Statistics
-from data_prep.clean.steps import C4Section
+from data_prep.config.cleaning import C4Section
 
 _ENDS = (".", "?", "!", '"', "'")
 _CITATION = re.compile(r"\[\d*\]|\[edit\]|\[citation needed\]")

@@ -13,7 +13,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 from unicodedata import unidata_version
 
-from data_prep.clean import steps as config
 from data_prep.clean.blocklists import UrlBlocklist, WordBlocklist
 from data_prep.clean.c4 import C4
 from data_prep.clean.decontamination import Decontaminate
@@ -25,7 +24,9 @@ from data_prep.clean.pii import PII
 from data_prep.clean.repair import Repair
 from data_prep.clean.spacy_words import SpacySplitter
 from data_prep.clean.statistics import Statistics
-from data_prep.clean.words import PUNCTUATION, WHITESPACE, Splitter, WordKind
+from data_prep.clean.words import PUNCTUATION, WHITESPACE, Splitter
+from data_prep.config import cleaning as config
+from data_prep.config.cleaning import WordKind
 
 
 @dataclass(frozen=True, slots=True)

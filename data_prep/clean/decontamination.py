@@ -14,9 +14,9 @@ import numpy as np
 from data_prep.clean.lists import texts
 from data_prep.clean.ngrams import Keys, KeySet, NGrams
 from data_prep.clean.statistics import Statistics
-from data_prep.clean.steps import DecontaminateSection
 from data_prep.clean.words import PLAIN_WORDS
-from headrace.errors import ConfigError
+from data_prep.config.cleaning import DecontaminateSection
+from headrace.base.errors import ConfigError
 
 
 class Decontaminate:

@@ -7,9 +7,9 @@ from typing import Any
 
 from data_prep.clean.optional import need
 from data_prep.clean.statistics import Statistics
-from data_prep.clean.steps import DatatroveSection
-from headrace.errors import ConfigError
-from headrace.section import suggest
+from data_prep.config.cleaning import DatatroveSection
+from headrace.base.errors import ConfigError
+from headrace.base.section import suggest
 
 _RANDOM = "it draws at random, so that the output would depend on the order of the documents"
 _REFUSED = {

@@ -8,8 +8,8 @@ from typing import Any
 import regex  # type: ignore[import-untyped]
 
 from data_prep.clean.statistics import Statistics
-from data_prep.clean.steps import FineWebQualitySection
 from data_prep.clean.words import Splitter
+from data_prep.config.cleaning import FineWebQualitySection
 
 _ENDS_SENTENCE = regex.compile(r"\p{Sentence_Terminal}")
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from data_prep.clean.ngrams import Keys, heaviest, repeated
 from data_prep.clean.statistics import Statistics
-from data_prep.clean.steps import GopherQualitySection, GopherRepetitionSection
 from data_prep.clean.words import Ints, Splitter, Words
+from data_prep.config.cleaning import GopherQualitySection, GopherRepetitionSection
 
 
 class GopherRepetition:

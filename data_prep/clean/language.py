@@ -7,9 +7,9 @@ from typing import Any
 
 from data_prep.clean.optional import need
 from data_prep.clean.statistics import Statistics
-from data_prep.clean.steps import LanguageSection
-from headrace.errors import ConfigError
-from headrace.section import suggest
+from data_prep.config.cleaning import LanguageSection
+from headrace.base.errors import ConfigError
+from headrace.base.section import suggest
 
 
 class Language:

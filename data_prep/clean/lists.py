@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 
 
 def entries(paths: Sequence[str], *, field: str) -> list[str]:

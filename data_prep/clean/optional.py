@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 
 
 def need(module: str, *, package: str, field: str) -> Any:

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from data_prep.clean.statistics import Statistics
-from data_prep.clean.steps import PIISection
+from data_prep.config.cleaning import PIISection
 
 _LOCAL = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789!#$%&'*+/=?^_`{|}~-."
 _LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"

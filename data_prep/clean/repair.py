@@ -9,7 +9,7 @@ from typing import Any
 
 from data_prep.clean.optional import need
 from data_prep.clean.statistics import Statistics
-from data_prep.clean.steps import UnicodeSection
+from data_prep.config.cleaning import UnicodeSection
 
 # what ftfy removes or replaces wherever it stands: C0 and C1 controls, escapes, lone surrogates, deprecated format
 # characters, the byte-order mark, and line breaks of other systems

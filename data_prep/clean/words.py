@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import product
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,6 @@ import numpy.typing as npt
 from data_prep.clean import characters as kind
 from data_prep.clean.ngrams import Keys, NGrams
 
-WordKind = Literal["whitespace", "punctuation", "spacy"]
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 Joined = Callable[[int, int, int, int], bool]

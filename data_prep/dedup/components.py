@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.dedup.documents import RANK
+from data_prep.dedup.document_tasks import RANK
 from data_prep.dedup.pairs import PAIRS
 from data_prep.dedup.table import Numbers, distinct, of_run, run_and_index
-from data_prep.tasks.base import Counts, DirectoryTask, Report
+from data_prep.task import Counts, DirectoryTask, Report
 
 KEEP, EXACT_COPY, NEAR_COPY = 0, 1, 2
 _CHUNK = 1 << 18  # pairs at a time: 4 MiB

@@ -16,10 +16,10 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from data_prep.config.dedup import LinesSection
 from data_prep.dedup.lines import EXEMPT
-from data_prep.dedup.section import LinesSection
 from data_prep.dedup.table import Numbers, Range, join_pieces, of_run, ranges, read_piece, run_and_index
-from data_prep.tasks.base import Counts, DirectoryTask, Report
+from data_prep.task import Counts, DirectoryTask, Report
 
 _TABLE, _WITHIN, _ACROSS = "lines", "within.bin", "across.bin"
 _HELD = 1 << 20  # lines in memory at once, of 50 bytes or so

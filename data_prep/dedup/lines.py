@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from data_prep.dedup.section import LinesSection
+from data_prep.config.dedup import LinesSection
 
 EXEMPT = 0
 """The hash of a line that is too short to be compared."""

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.dedup.section import NearSection
+from data_prep.config.dedup import NearSection
 from data_prep.dedup.table import distinct
 from data_prep.hashing import mix
 

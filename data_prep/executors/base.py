@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from data_prep.tasks.base import Counts, Report, Task
-from headrace.errors import ConfigError, DataError, HeadraceError
+from data_prep.task import Counts, Report, Task
+from headrace.base.errors import ConfigError, DataError, HeadraceError
 
 _REACH_S = 5.0
 _LOOK_S = 1.0

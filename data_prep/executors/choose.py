@@ -8,7 +8,7 @@ from pathlib import Path
 
 from data_prep.executors.base import Executor, default_workers
 from data_prep.executors.local import Local
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 
 
 @contextmanager

@@ -23,12 +23,12 @@ from types import TracebackType
 from typing import Any, cast
 
 from data_prep.executors.base import attempt, raise_failed
-from data_prep.tasks.base import Counts, Report, Task
-from headrace.errors import DataError
+from data_prep.task import Counts, Report, Task
+from headrace.base.errors import DataError
 
 _PRELOADED = [
     *("data_prep.executors.local", "data_prep.tasks.map", "fastokens"),
-    *("data_prep.tokenizer.given", "data_prep.tokenizer.sample"),
+    *("data_prep.tokenizer.given", "data_prep.tasks.tokenizer_sample"),
 ]
 _TOLD_EVERY_S = 0.1
 

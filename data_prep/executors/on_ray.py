@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.executors.base import default_workers, reach
-from data_prep.executors.board import Assignment, Board, Outcome, lost, work
-from data_prep.tasks.base import Report, Task
-from headrace.errors import ConfigError
+from data_prep.executors.task_claims import Assignment, Board, Outcome, lost, work
+from data_prep.task import Report, Task
+from headrace.base.errors import ConfigError
 
 SETTINGS = {
     # Without them a machine that goes without a word is noticed after 300 s, with them after about 10. Those of health

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.executors.base import default_workers, reach
-from data_prep.executors.board import Assignment, Board, Outcome, lost, work
-from data_prep.tasks.base import Report, Task
-from headrace.errors import ConfigError
+from data_prep.executors.task_claims import Assignment, Board, Outcome, lost, work
+from data_prep.task import Report, Task
+from headrace.base.errors import ConfigError
 
 _DEFAULTS = {
     "spark.app.name": "headrace data_prep",

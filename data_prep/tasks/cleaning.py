@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from data_prep.clean.chain import Chain, Dropped, build
-from data_prep.config import CorpusConfig
+from data_prep.config.corpus import CorpusConfig
 
 DROPPED_TEXTS = "dropped.jsonl"
 

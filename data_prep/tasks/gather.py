@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.dedup.components import drops_of
-from data_prep.runs import DOCUMENT, Array, Run
+from data_prep.tasks.sorted_runs import DOCUMENT, Array, Run
 
 KEYS = 1 << 64
 _LEAST_HELD, _MOST_HELD = 16 << 20, 64 << 20

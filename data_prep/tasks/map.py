@@ -13,19 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.chat.conversation import ConversationError
 from data_prep.clean.chain import Dropped
-from data_prep.config import CorpusConfig
-from data_prep.dedup.section import NearSection
+from data_prep.config.corpus import CorpusConfig
+from data_prep.config.dedup import NearSection
+from data_prep.dedup.signatures import open_signer
+from data_prep.formats.tokenfile import SPLITS
 from data_prep.hashing import HELDOUT, U64, below, content_hashes, mix, utf8_size
-from data_prep.plan import Unit
-from data_prep.readers.records import Bad
-from data_prep.runs import Array, Facts, RunWriter
-from data_prep.tasks.base import Counts, DirectoryTask, Report
-from data_prep.tasks.lines import LineRemover
-from data_prep.tasks.signing import open_signer
+from data_prep.sources.conversation import ConversationError
+from data_prep.sources.records import Bad
+from data_prep.sources.units import Unit
+from data_prep.task import Counts, DirectoryTask, Report
+from data_prep.tasks.remove_lines import LineRemover
+from data_prep.tasks.sorted_runs import Array, Facts, RunWriter
 from data_prep.tasks.texts import Texts, TextStream
-from data_prep.tokenfile import SPLITS
 from data_prep.tokenizer.encoder import Encoder, open_encoder
 from data_prep.tokenizer.engines import Tokens
 
@@ -98,7 +98,7 @@ class _Mapper:
     def _take_conversations(self, batch: Texts) -> None:
         """Renders and tokenises conversations; what cannot be trained on counts as unreadable."""
         from data_prep.chat.encoder import Conversation, open_chat_encoder  # noqa: PLC0415 - brings jinja2 along
-        from data_prep.chat.places import place_of  # noqa: PLC0415
+        from data_prep.sources.line_numbers import place_of  # noqa: PLC0415
 
         number = int(batch.unit[0])
         everything = self._stream.source_of(number).learn == "everything"

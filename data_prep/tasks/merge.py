@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.runs import RunPaths, RunStream, run_path, task_directory
-from data_prep.tasks.base import Counts, DirectoryTask, Report
+from data_prep.task import Counts, DirectoryTask, Report
 from data_prep.tasks.gather import KEYS, Gather
+from data_prep.tasks.sorted_runs import RunPaths, RunStream, run_path, task_directory
 
 MOST_RUNS = 1 << 12
 """From here on one more pass (0.5 GB/s) costs less than opening all runs (50 us) for each 64 MiB that are written."""

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.maskfile import MASK, MaskWriter
-from data_prep.runs import Array
-from data_prep.tasks.base import Counts, Report, plain_errors, scratch_path
+from data_prep.formats.maskfile import MASK, MaskWriter
+from data_prep.formats.tokenfile import SPLITS, TokenFileWriter, shard_name, with_suffix
+from data_prep.task import Counts, Report, plain_errors, scratch_path
 from data_prep.tasks.gather import Content, Gather
-from data_prep.tokenfile import SPLITS, TokenFileWriter, shard_name, with_suffix
-from headrace.directory import write_json
+from data_prep.tasks.sorted_runs import Array
+from headrace.base.directory import write_json
 
 _LENGTH_BINS = 32
 

@@ -16,15 +16,15 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from data_prep.config import CorpusConfig, Source
+from data_prep.config.corpus import CorpusConfig, Source
 from data_prep.hashing import U64, document_keys, id_keys, unit_key
-from data_prep.limits import BadCount
-from data_prep.plan import Unit
-from data_prep.readers.records import BATCH_CHARACTERS, Bad, Batch
-from data_prep.readers.unit import digest_of, read_unit, wanted_of
-from data_prep.runs import Array
-from data_prep.tasks.base import Counts, Report
+from data_prep.sources.bad_records import BadCount
+from data_prep.sources.read_unit import digest_of, read_unit, wanted_of
+from data_prep.sources.records import BATCH_CHARACTERS, Bad, Batch
+from data_prep.sources.units import Unit
+from data_prep.task import Counts, Report
 from data_prep.tasks.cleaning import Cleaner
+from data_prep.tasks.sorted_runs import Array
 
 BAD_RECORDS = "bad.jsonl"
 

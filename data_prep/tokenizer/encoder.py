@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.tokenfile import dtype_for
+from data_prep.config.text_policy import ENGINE_FILE, TextPolicy
+from data_prep.formats.tokenfile import dtype_for
 from data_prep.tokenizer.engines import Engine, Tokens, open_engine
 from data_prep.tokenizer.load import load, special_ids, vocab_size
-from data_prep.tokenizer.policy import ENGINE_FILE, TextPolicy
 from data_prep.tokenizer.proof import check_sample
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data_prep.tokenizer.fingerprint import TOKENIZER_FILES
-from headrace.directory import sha256_of_file
-from headrace.errors import ConfigError
+from headrace.base.directory import sha256_of_file
+from headrace.base.errors import ConfigError
 
 _TEMPLATES = ("chat_template*", "additional_chat_templates/*")
 _FILES = ("config.json", *TOKENIZER_FILES, *_TEMPLATES)

@@ -7,8 +7,8 @@ from typing import Any
 
 import orjson
 
-from headrace.directory import fingerprint_of
-from headrace.errors import DataError
+from headrace.base.directory import fingerprint_of
+from headrace.base.errors import DataError
 
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_FILES = (

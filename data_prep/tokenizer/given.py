@@ -17,7 +17,7 @@ from data_prep.tokenizer.fingerprint import TOKENIZER_JSON
 from data_prep.tokenizer.load import TOKENIZER_CONFIG, load
 from data_prep.tokenizer.probes import PROBES
 from data_prep.tokenizer.train import write_folder
-from headrace.errors import DataError
+from headrace.base.errors import DataError
 
 
 def take(path: str, folder: Path) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from data_prep.config.text_policy import TextPolicy
 from data_prep.tokenizer.fingerprint import TOKENIZER_JSON, fingerprint_of_loaded
-from data_prep.tokenizer.policy import TextPolicy
-from headrace.errors import DataError
+from headrace.base.errors import DataError
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 

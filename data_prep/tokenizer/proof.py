@@ -15,7 +15,7 @@ from pathlib import Path
 
 from data_prep.tokenizer.engines import CANDIDATES, Engine, EngineName, Tokens, difference, installed, open_engine
 from data_prep.tokenizer.probes import PROBES
-from headrace.errors import ConfigError, DataError
+from headrace.base.errors import ConfigError, DataError
 
 _FUZZ_TEXTS, _FUZZ_PIECES = 1500, 12
 _RANGES = (

@@ -15,7 +15,7 @@ from typing import Any
 import sentencepiece
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from headrace.errors import DataError
+from headrace.base.errors import DataError
 
 MODEL_FILE = "tokenizer.model"
 

@@ -14,12 +14,12 @@ from typing import Any
 import sentencepiece
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from data_prep.config import TokenizerSection
+from data_prep.config.corpus import TokenizerSection
 from data_prep.tokenizer import sentencepiece_model
 from data_prep.tokenizer.fingerprint import TOKENIZER_JSON
 from data_prep.tokenizer.load import TOKENIZER_CONFIG
-from headrace.directory import write_json
-from headrace.errors import ConfigError
+from headrace.base.directory import write_json
+from headrace.base.errors import ConfigError
 
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"

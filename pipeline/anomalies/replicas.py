@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headrace.errors import TrainingError
+from headrace.base.errors import TrainingError
 from pipeline.engines.base import Replica
 
 _AT_ONCE = 1 << 22

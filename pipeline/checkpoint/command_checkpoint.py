@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from pipeline.checkpoint import command
+from pipeline.checkpoint import command_export
 
 WHOLE, DAMAGED = 0, 1
 _SHOWN = 8
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verify.add_argument("path", metavar="RUN|CHECKPOINT", help="of a run, the newest checkpoint is read")
     verify.add_argument("--all", action="store_true", help="read all checkpoints of the run")
     export = verbs.add_parser("export", help="write the model as a Hugging Face folder: as python -m pipeline export")
-    command.add_arguments(export)
+    command_export.add_arguments(export)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,36 +38,36 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CheckpointError: there is no such checkpoint.
     """
-    verbs = {"ls": _list, "verify": _verify, "export": command.run}
+    verbs = {"ls": _list, "verify": _verify, "export": command_export.run}
     return verbs[arguments.verb](arguments)
 
 
 def _list(arguments: argparse.Namespace) -> int:
     # these bring in torch, which takes seconds: `--help` should not wait for it
-    from pipeline.checkpoint import finding, listing  # noqa: PLC0415
+    from pipeline.checkpoint import find, list_tensors  # noqa: PLC0415
 
     path = Path(arguments.path)
-    found = finding.find_checkpoints(path)
-    one = finding.is_checkpoint(path)
-    rows = listing.tensor_rows(found[0]) if one else listing.checkpoint_rows(found)
+    found = find.find_checkpoints(path)
+    one = find.is_checkpoint(path)
+    rows = list_tensors.tensor_rows(found[0]) if one else list_tensors.checkpoint_rows(found)
     if arguments.json:
         print(json.dumps(rows))
         return 0
     console = _console()
     if one:
-        title = f"{found[0].path}: {len(rows)} tensors, {listing.in_words(sum(row['bytes'] for row in rows))}"
-        console.print(listing.tensor_table(rows, title))
+        title = f"{found[0].path}: {len(rows)} tensors, {list_tensors.in_words(sum(row['bytes'] for row in rows))}"
+        console.print(list_tensors.tensor_table(rows, title))
         return 0
-    console.print(listing.checkpoint_table(rows))
-    for name in listing.unfinished(path):
+    console.print(list_tensors.checkpoint_table(rows))
+    for name in list_tensors.unfinished(path):
         console.print(f"{name}: being written, or left by a killed run; the next start removes it", markup=False)
     console.print("only sizes were looked at; python -m pipeline checkpoint verify reads every byte", markup=False)
     return 0
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from pipeline.checkpoint.finding import find_checkpoints  # noqa: PLC0415
-    from pipeline.checkpoint.verification import verify_checkpoint  # noqa: PLC0415
+    from pipeline.checkpoint.find import find_checkpoints  # noqa: PLC0415
+    from pipeline.checkpoint.verify import verify_checkpoint  # noqa: PLC0415
 
     found = find_checkpoints(Path(arguments.path))
     chosen = found if arguments.all else found[:1]

@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from transformers.utils.logging import disable_progress_bar
 
 from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
-from headrace.directory import Manifest, commit, fresh_staging, read_manifest
-from headrace.errors import CheckpointError, DataError
-from pipeline.checkpoint.reader import FromCheckpoint
+from headrace.base.directory import Manifest, commit, fresh_staging, read_manifest
+from headrace.base.errors import CheckpointError, DataError
+from pipeline.checkpoint.read_weights import FromCheckpoint
 from pipeline.checkpoint.store import Checkpoint, damage_of
 from pipeline.checkpoint.trained_model import attention_of, trained_config, trained_model
 from pipeline.data.permutation import permute

@@ -19,12 +19,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from headrace.errors import CheckpointError
-from headrace.interrupts import finished_first
-from pipeline.checkpoint.planning import State, make_plan
+from headrace.base.errors import CheckpointError
+from headrace.base.interrupts import finished_first
+from pipeline.checkpoint.plan import State, make_plan
 from pipeline.checkpoint.shards import LoadPlanner
 from pipeline.checkpoint.store import on_rank_zero, raise_together
-from pipeline.checkpoint.writing import write_metadata, write_pieces
+from pipeline.checkpoint.write import write_metadata, write_pieces
 
 OPTIMIZER_STEP = "optimizer_step"
 LOSS_SCALE = "loss_scale"

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from headrace.directory import Manifest, commit, fresh_staging, read_manifest, sha256_of_file, staging_path
-from headrace.errors import CheckpointError, HeadraceError
+from headrace.base.directory import Manifest, commit, fresh_staging, read_manifest, sha256_of_file, staging_path
+from headrace.base.errors import CheckpointError, HeadraceError
 from pipeline.checkpoint.naming import FOLDER, LATEST, PREFIX, finished
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
-from headrace.directory import Manifest
+from headrace.base.directory import Manifest
 from pipeline.models.meta import build_meta, parameter_shapes
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from headrace.section import Section
+from headrace.base.section import Section
 from pipeline.evaluation.data import HeldOutData
 
 _BITS = {"int8": 8, "int4": 4}

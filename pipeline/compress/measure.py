@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import DataError
+from headrace.base.errors import DataError
 from pipeline.evaluation.data import HeldOutData
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from headrace.directory import Manifest
+from headrace.base.directory import Manifest
 from pipeline.compress.rules import Plan
 from pipeline.evaluation.model_folder import ModelFolder
 from pipeline.metrics.units import show_bits_per_byte

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
 
-from headrace.errors import ConfigError
-from headrace.section import suggest
+from headrace.base.errors import ConfigError
+from headrace.base.section import suggest
 from pipeline.compress.config import QuantizeConfig
 from pipeline.data.dataset import TokenDataset
 from pipeline.evaluation.data import open_heldout

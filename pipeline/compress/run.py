@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from headrace.directory import Manifest, commit, fresh_staging
+from headrace.base.directory import Manifest, commit, fresh_staging
 from pipeline.compress.measure import measure
 from pipeline.compress.report import details, table
 from pipeline.compress.rules import Plan

@@ -23,7 +23,7 @@ from compressed_tensors.quantization import (
 from compressed_tensors.quantization.utils import calculate_qparams
 from torch import nn
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 from pipeline.compress.rules import Plan
 
 Progress = Callable[[list[str]], Iterable[str]]

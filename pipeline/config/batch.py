@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 from pipeline.config.schema import Config
 
 _PASS = 0.25

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from headrace.errors import ConfigError
-from headrace.section import suggest
+from headrace.base.errors import ConfigError
+from headrace.base.section import suggest
 from pipeline.config.schema import DataSection, StageSection
 
 _SHARES = ("weight", "epochs", "tokens")

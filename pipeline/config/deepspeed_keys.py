@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.errors import ConfigError
-from headrace.section import Section
+from headrace.base.errors import ConfigError
+from headrace.base.section import Section
 from pipeline.config.schema import Config
 
 _LATER = "remove it: this version of headrace does not run it"

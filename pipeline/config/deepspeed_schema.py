@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from headrace.section import Count, Index, Section
+from headrace.base.section import Count, Index, Section
 
 
 class OptimizerParams(Section):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import gcd
 from typing import Any
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 from pipeline.config.batch import Batch
 from pipeline.config.schema import Config
 from pipeline.topology import Topology

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace import configfile
-from headrace.section import parse
+from headrace.base import configfile
+from headrace.base.section import parse
 from pipeline.config.deepspeed_keys import refuse_by_name, without_auto
 from pipeline.config.schema import Config
 

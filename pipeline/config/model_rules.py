@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 from pipeline.config.schema import Config
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 from pipeline.config.batch import Batch, resolve_batch
 from pipeline.config.data_rules import check_data
 from pipeline.config.deepspeed_keys import refuse_on_torch

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 from pipeline.config.deepspeed_schema import SchedulerParams, SchedulerSection
 from pipeline.config.schema import Config
 

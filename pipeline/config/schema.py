@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from headrace.section import Count, Index, Section
+from headrace.base.section import Count, Index, Section
 from pipeline.config.deepspeed_schema import (
     AioSection,
     Bf16Section,

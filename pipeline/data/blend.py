@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace.directory import Manifest, read_manifest
-from headrace.errors import ConfigError, DataError
+from headrace.base.directory import Manifest, read_manifest
+from headrace.base.errors import ConfigError, DataError
 from pipeline.config.schema import DataSection, SourceSection
 from pipeline.data import megatron
 from pipeline.data.dataset import TokenDataset, tokenizer_details

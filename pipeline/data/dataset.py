@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.mapping import will_need
-from data_prep.maskfile import MASK
-from data_prep.tokenfile import TokenFile
-from headrace.directory import Manifest, check_sizes, read_manifest
-from headrace.errors import DataError
+from data_prep.formats.maskfile import MASK
+from data_prep.formats.memory_map import will_need
+from data_prep.formats.tokenfile import TokenFile
+from headrace.base.directory import Manifest, check_sizes, read_manifest
+from headrace.base.errors import DataError
 from pipeline.data.documents import I64, Borders, find_borders, join
 from pipeline.data.files import Opened, OpenedMask, OpenFiles
 

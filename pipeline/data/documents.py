@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.tokenfile import TokenFile
+from data_prep.formats.tokenfile import TokenFile
 
 I64 = npt.NDArray[np.int64]
 

@@ -8,9 +8,9 @@ from typing import Any, Final, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.maskfile import MASK, open_mask
-from data_prep.tokenfile import TokenFile
-from headrace.errors import DataError
+from data_prep.formats.maskfile import MASK, open_mask
+from data_prep.formats.tokenfile import TokenFile
+from headrace.base.errors import DataError
 
 _Kept = TypeVar("_Kept")
 

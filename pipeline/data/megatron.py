@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from data_prep.tokenfile import TokenFile, with_suffix
+from data_prep.formats.tokenfile import TokenFile, with_suffix
 from data_prep.tokenizer.load import describe
-from headrace.directory import Manifest, fingerprint_of
-from headrace.errors import ConfigError
+from headrace.base.directory import Manifest, fingerprint_of
+from headrace.base.errors import ConfigError
 from pipeline.data.text_bytes import text_bytes
 
 _PIECE_BYTES, _PIECES = 1 << 16, 256

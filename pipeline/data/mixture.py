@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 from pipeline.config.schema import DataSection
 from pipeline.data.order import SampleOrder, Stage
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from headrace.errors import DataError
+from headrace.base.errors import DataError
 from pipeline.data.permutation import U64, derive_key, permute
 
 _ONE = 1 << 32

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.packfile import KIND, SUFFIX, PackFile, packing_name
-from headrace.directory import Manifest, check_sizes, read_manifest
-from headrace.errors import DataError
+from data_prep.formats.packfile import KIND, SUFFIX, PackFile, packing_name
+from headrace.base.directory import Manifest, check_sizes, read_manifest
+from headrace.base.errors import DataError
 from pipeline.data.dataset import Spans, TokenDataset, check_part
 from pipeline.data.documents import I64, Borders
 from pipeline.data.files import MOST, OpenFiles

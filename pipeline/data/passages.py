@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.tokenfile import TokenFile
+from data_prep.formats.tokenfile import TokenFile
 from pipeline.data.dataset import TokenDataset
 
 

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from data_prep.tokenfile import TokenFile, with_suffix
+from data_prep.formats.tokenfile import TokenFile, with_suffix
 from data_prep.tokenizer.fingerprint import TOKENIZER_JSON
-from headrace.errors import DataError
+from headrace.base.errors import DataError
 
 _CHUNK_TOKENS = 1 << 24
 _BYTE = re.compile("<0x[0-9A-F]{2}>")

@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
-from pipeline.checkpoint.planning import State
+from pipeline.checkpoint.plan import State
 from pipeline.data.loader import MicroBatch, StepBatch
 from pipeline.engines.objective import Objective
 from pipeline.engines.replica import Replica

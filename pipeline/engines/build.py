@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 from pipeline.config.rules import ResolvedRun
 from pipeline.engines.base import Engine, Objective
 from pipeline.launch import Launch
@@ -35,19 +35,19 @@ def build_engine(
     mesh = mesh or mesh_of(run, device.type)
     if run.config.engine == "torch":
         if run.plain:
-            from pipeline.engines.torch_reference import TorchReference  # noqa: PLC0415
+            from pipeline.engines.torch_native.reference import TorchReference  # noqa: PLC0415
 
             return TorchReference(run, model, values, objective, device=device)
-        from pipeline.engines.torch_parallel import TorchParallel  # noqa: PLC0415
+        from pipeline.engines.torch_native.parallel import TorchParallel  # noqa: PLC0415
 
         assert mesh is not None
         return TorchParallel(run, model, values, objective, device=device, mesh=mesh)
     if run.topology.pp > 1:
-        from pipeline.engines.deepspeed_pipeline import DeepSpeedPipeline  # noqa: PLC0415
+        from pipeline.engines.deepspeed.pipeline import DeepSpeedPipeline  # noqa: PLC0415
 
         assert mesh is not None
         return DeepSpeedPipeline(run, model, values, objective, device=device, mesh=mesh)
-    from pipeline.engines.deepspeed_zero import DeepSpeedZero  # noqa: PLC0415  imports for seconds
+    from pipeline.engines.deepspeed.zero import DeepSpeedZero  # noqa: PLC0415  imports for seconds
 
     return DeepSpeedZero(run, model, values, objective, device=device, mesh=mesh)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.errors import TrainingError
+from headrace.base.errors import TrainingError
 from pipeline.config.deepspeed_schema import OptimizerParams
 from pipeline.config.schema import Config
 from pipeline.engines.base import Outcome, StepResult

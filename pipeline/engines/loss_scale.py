@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from headrace.errors import TrainingError
+from headrace.base.errors import TrainingError
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.shards import NamedShard
 from pipeline.config.deepspeed_schema import Fp16Section

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from headrace.cli import guarded
+from headrace.base.cli import guarded
 from pipeline.evaluation import command
 
 

@@ -10,8 +10,8 @@ import numpy.typing as npt
 from pydantic import Field
 
 from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
-from headrace.errors import ConfigError, DataError
-from headrace.section import Section
+from headrace.base.errors import ConfigError, DataError
+from headrace.base.section import Section
 from pipeline.data.dataset import TokenDataset, choose_windows, tokenizer_details
 from pipeline.evaluation.model_folder import ModelFolder
 

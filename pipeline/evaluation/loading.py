@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig
 from transformers.utils import logging
 
-from headrace.errors import DataError
+from headrace.base.errors import DataError
 from pipeline.evaluation.model_folder import ModelFolder
 
 

@@ -15,8 +15,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from headrace.directory import MANIFEST, check_sizes, fingerprint_of, read_manifest, sha256_of_file
-from headrace.errors import DataError
+from headrace.base.directory import MANIFEST, check_sizes, fingerprint_of, read_manifest, sha256_of_file
+from headrace.base.errors import DataError
 
 CONFIG = "config.json"
 _TORCH_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}

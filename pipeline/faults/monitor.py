@@ -14,12 +14,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from headrace.errors import EXIT_FOLLOWED, EXIT_LOST
-from headrace.processes import machine, state_of
-from pipeline.faults.ending import leave_now, put_down
-from pipeline.faults.stacks import stack_of
-from pipeline.faults.verdict import SETTLE_S
-from pipeline.faults.wire import Lines, line
+from headrace.base.errors import EXIT_FOLLOWED, EXIT_LOST
+from headrace.base.processes import machine, state_of
+from pipeline.faults.diagnosis import SETTLE_S
+from pipeline.faults.heartbeat_messages import Lines, line
+from pipeline.faults.process_exit import leave_now, put_down
+from pipeline.faults.stack_dumps import stack_of
 from pipeline.launch.local import INSIST_S
 
 _GOODBYE = line({"left": True})

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.schema import WatchdogSection
+from pipeline.faults.heartbeat_messages import Lines, line, listen
 from pipeline.faults.monitor import Address
-from pipeline.faults.wire import Lines, line, listen
 from pipeline.launch import Launch, Meeting
-from pipeline.launch.meeting import ask
+from pipeline.launch.arrivals import ask
 
 _KEY = "watchdog"
 _ARRIVAL_S = 60.0
@@ -55,7 +55,7 @@ def start_hub(launch: Launch, meeting: Meeting | None, *, config: WatchdogSectio
                 "beat_s": address.beat_s,
             }
             # -P: nothing of the working directory is imported
-            command = [sys.executable, "-P", "-m", "pipeline.faults.hub"]
+            command = [sys.executable, "-P", "-m", "pipeline.faults.heartbeat_server"]
             process = subprocess.Popen(
                 command, env=env, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=[listener.fileno()]
             )

@@ -16,10 +16,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from headrace.cli import ERROR_FILE
-from headrace.errors import EXIT_FOLLOWED, EXIT_LOST
-from headrace.processes import STOPPED, TRACED, machine, state_of
-from pipeline.faults.verdict import Record, Verdict
+from headrace.base.cli import ERROR_FILE
+from headrace.base.errors import EXIT_FOLLOWED, EXIT_LOST
+from headrace.base.processes import STOPPED, TRACED, machine, state_of
+from pipeline.faults.diagnosis import Record, Verdict
 
 T = TypeVar("T")
 NAME = "faults.jsonl"

@@ -20,9 +20,9 @@ from enum import IntEnum
 from types import FrameType
 from typing import Any
 
-from headrace.errors import EXIT_INTERRUPTED, EXIT_REQUEUE
+from headrace.base.errors import EXIT_INTERRUPTED, EXIT_REQUEUE
 from pipeline.launch import Meeting
-from pipeline.launch.meeting import STOPPED
+from pipeline.launch.arrivals import STOPPED
 
 _LEFT = "left"
 _PATIENCE_S = 10.0

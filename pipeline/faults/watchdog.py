@@ -20,18 +20,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from headrace.errors import EXIT_INTERRUPTED, EXIT_LOST, HeadraceError
+from headrace.base.errors import EXIT_INTERRUPTED, EXIT_LOST, HeadraceError
 from pipeline.config.schema import WatchdogSection
-from pipeline.faults.ending import leave_now
+from pipeline.faults.diagnosis import SETTLE_S, Record, Verdict
+from pipeline.faults.heartbeat_messages import Lines
 from pipeline.faults.monitor import Address, Monitor, Place, hello
+from pipeline.faults.process_exit import leave_now
 from pipeline.faults.rendezvous import beat_of, connect, find_hub, silent_of, start_hub
 from pipeline.faults.report import claim, publish, row, told
-from pipeline.faults.verdict import SETTLE_S, Record, Verdict
-from pipeline.faults.wire import Lines
 from pipeline.launch import Launch, Meeting
+from pipeline.launch.arrivals import ask
 from pipeline.launch.local import CONSEQUENCE
-from pipeline.launch.meeting import ask
-from pipeline.launch.silence import arrive
+from pipeline.launch.missing_ranks import arrive
 
 _SKEW_S = 5.0
 """Patience at least with ranks that arrive at the same place together."""

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from zlib import crc32
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 
 
 @dataclass(frozen=True)

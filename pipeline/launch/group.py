@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from headrace.errors import ConfigError, TrainingError
+from headrace.base.errors import ConfigError, TrainingError
 from pipeline.config.schema import LaunchSection
+from pipeline.launch.arrivals import OVER, STOPPED, Meeting, ask
 from pipeline.launch.environment import Launch
-from pipeline.launch.meeting import OVER, STOPPED, Meeting, ask
-from pipeline.launch.silence import UnreachableError, deadline
+from pipeline.launch.missing_ranks import UnreachableError, deadline
 from pipeline.launch.store import SPARE_S, meet
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ to 30 s after a failure, shows the errors of all ranks mixed or of none, and lea
 and it needs torch in this process, which here waits in 20 MB.
 
 Rank 0 writes to the terminal. What the others write is kept in files, and so are the errors of all ranks
-(`headrace.cli.guarded`): when one fails, the others often fail after it, and only the first error tells anything.
+(`headrace.base.cli.guarded`): when one fails, the others often fail after it, and only the first error tells anything.
 When one is lost, the watchdog's report lies in one of those files too (`pipeline/faults`).
 """
 
@@ -25,10 +25,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.cli import ERROR_FILE
-from headrace.errors import EXIT_FOLLOWED, EXIT_INTERRUPTED, EXIT_LOST
-from headrace.processes import STOPPED, state_of
-from pipeline.launch.meeting import listed
+from headrace.base.cli import ERROR_FILE
+from headrace.base.errors import EXIT_FOLLOWED, EXIT_INTERRUPTED, EXIT_LOST
+from headrace.base.processes import STOPPED, state_of
+from pipeline.launch.arrivals import listed
 
 _POLL_S = 0.05
 INSIST_S = 60.0

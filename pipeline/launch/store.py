@@ -16,10 +16,10 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from headrace.errors import ConfigError, LostError
+from headrace.base.errors import ConfigError, LostError
+from pipeline.launch.arrivals import Meeting, ask, listed
 from pipeline.launch.environment import Launch
-from pipeline.launch.meeting import Meeting, ask, listed
-from pipeline.launch.silence import ends_after, kill_stopped
+from pipeline.launch.missing_ranks import ends_after, kill_stopped
 
 if TYPE_CHECKING:
     from torch.distributed import PrefixStore, Store

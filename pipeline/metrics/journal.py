@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import TrainingError
+from headrace.base.errors import TrainingError
 
 NAME = "metrics.jsonl"
 _SHOWN = 8

@@ -9,8 +9,8 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
-from headrace.errors import ConfigError, DataError
-from headrace.section import suggest
+from headrace.base.errors import ConfigError, DataError
+from headrace.base.section import suggest
 from pipeline.config.model_rules import check_model_config
 from pipeline.config.schema import ModelSection
 from pipeline.models.layers import keep_layers

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from transformers import PretrainedConfig
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 
 _LAYER = re.compile(r"^(.*?\.(?:layers|h|blocks)\.)(\d+)(\..*)$")
 

@@ -7,7 +7,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 from pipeline.models.hf_config import one_line
 
 

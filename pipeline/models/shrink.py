@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 from pipeline.models.hf_config import one_line
 
 HEAD_SIZE = 8

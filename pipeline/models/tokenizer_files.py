@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from data_prep.tokenizer.fingerprint import TOKENIZER_FILES
-from headrace.errors import DataError
+from headrace.base.errors import DataError
 
 # and the licence, which goes where the weights go
 _CARRIED = (*TOKENIZER_FILES, "*.jinja", "LICENSE*")

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from headrace.errors import ConfigError, DataError
+from headrace.base.errors import ConfigError, DataError
 from pipeline.data.permutation import derive_key
 
 

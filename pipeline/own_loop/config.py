@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat
 
-from headrace import configfile
-from headrace.cli import add_config_arguments
-from headrace.errors import ConfigError
-from headrace.section import Count, Section, parse
+from headrace.base import configfile
+from headrace.base.cli import add_config_arguments
+from headrace.base.errors import ConfigError
+from headrace.base.section import Count, Section, parse
 from pipeline.config.batch import cut_batch
 from pipeline.config.deepspeed_keys import refuse_by_name, without_auto
 from pipeline.config.deepspeed_schema import (

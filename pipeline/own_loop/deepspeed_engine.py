@@ -15,11 +15,11 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from headrace.errors import CheckpointError, ConfigError
-from pipeline.engines import deepspeed_state as held
+from headrace.base.errors import CheckpointError, ConfigError
 from pipeline.engines.common import refuse_non_finite
-from pipeline.engines.deepspeed_gated import ask_first
-from pipeline.engines.deepspeed_operators import set_up_deepspeed
+from pipeline.engines.deepspeed import state as held
+from pipeline.engines.deepspeed.gated import ask_first
+from pipeline.engines.deepspeed.operators import set_up_deepspeed
 from pipeline.own_loop.batches import in_dtype
 from pipeline.own_loop.engine import LoopEngine, Parts, at_rate_zero
 from pipeline.own_loop.state import Piece

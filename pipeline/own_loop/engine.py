@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from headrace.errors import TrainingError
-from headrace.interrupts import finished_first
+from headrace.base.errors import TrainingError
+from headrace.base.interrupts import finished_first
 from pipeline.checkpoint import named_state
-from pipeline.checkpoint.saving import save_now
+from pipeline.checkpoint.save import save_now
 from pipeline.checkpoint.store import About, CheckpointStore
 from pipeline.config.schedule import Schedule
 from pipeline.own_loop.batches import in_dtype

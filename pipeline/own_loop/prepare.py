@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 from pipeline.config.schedule import schedule_of
 from pipeline.engines.build import pick_device
 from pipeline.engines.common import decay_groups, decayed_names
@@ -24,7 +24,7 @@ from pipeline.own_loop.config import LoopConfig, load_loop_config, share
 from pipeline.own_loop.engine import LoopEngine, Parts, PreparedOptimizer
 from pipeline.own_loop.loader import batch_size_of, share_out
 from pipeline.parallel.mesh import Mesh
-from pipeline.preflight import preflight
+from pipeline.run.preflight import preflight
 from pipeline.topology import Topology
 
 

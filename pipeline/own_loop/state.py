@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from headrace.errors import CheckpointError
+from headrace.base.errors import CheckpointError
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.shards import NamedShard
 

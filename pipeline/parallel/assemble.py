@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 from pipeline.checkpoint.shards import Rectangle
 from pipeline.config.rules import ResolvedRun
 from pipeline.models.attention import NAME

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 from pipeline.config.layout_rules import check_heads
 from pipeline.config.rules import ResolvedRun
 from pipeline.parallel.assemble import stages_of

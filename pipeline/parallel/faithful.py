@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 from pipeline.config.rules import ResolvedRun
 from pipeline.data.loader import MicroBatch
 from pipeline.models.attention import NAME

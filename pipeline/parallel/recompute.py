@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 from pipeline.config.schema import MemorySection
 
 _KEPT = {

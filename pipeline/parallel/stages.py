@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 
 
 @dataclass(frozen=True)

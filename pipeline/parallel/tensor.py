@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 from pipeline.checkpoint.shards import Rectangle
 from pipeline.parallel.collectives import all_gather, reduce_scatter
 from pipeline.parallel.vocabulary import Vocabulary

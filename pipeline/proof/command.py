@@ -14,16 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.cli import add_config_arguments
-from headrace.errors import ConfigError
+from headrace.base.cli import add_config_arguments
+from headrace.base.errors import ConfigError
 from pipeline.config.load import load_config
 from pipeline.config.rules import ResolvedRun, resolve
 from pipeline.config.schema import Config
 
 if TYPE_CHECKING:
     from pipeline.proof.case import Case, Outcome
+    from pipeline.proof.judgement import Verdict
     from pipeline.proof.small import Small
-    from pipeline.proof.verdict import Verdict
 
 PROVEN, REFUTED = 0, 1
 READ_BY_REFERENCE = "loss, its state in one process"
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         for note in small.notes:
             print(f"  {note}")
         verdicts = _prove(small, Path(work), steps=max(2, arguments.steps))
-    from pipeline.proof.shown import show  # noqa: PLC0415
+    from pipeline.proof.table import show  # noqa: PLC0415
 
     show(verdicts, gradients=arguments.gradients)
     proven = all(verdict.holds for verdict in verdicts)
@@ -88,9 +88,9 @@ def _fewest(config: Config) -> ResolvedRun:
 
 def _prove(small: Small, work: Path, *, steps: int) -> list[Verdict]:
     from pipeline.proof.compare import RESUMED  # noqa: PLC0415
+    from pipeline.proof.judgement import judge  # noqa: PLC0415
     from pipeline.proof.small import SEQUENCE, VOCABULARY  # noqa: PLC0415
     from pipeline.proof.tokens import write_tokens  # noqa: PLC0415
-    from pipeline.proof.verdict import judge  # noqa: PLC0415
     from pipeline.proof.worker import run_cases  # noqa: PLC0415
 
     tokens = write_tokens(work / "tokens", vocab_size=VOCABULARY, tokens=16_000, longest=2 * SEQUENCE)

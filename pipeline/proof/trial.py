@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from headrace.section import parse
+from headrace.base.section import parse
 from pipeline.checkpoint import named_state
 from pipeline.config.rules import ResolvedRun, resolve
 from pipeline.config.schema import Config
@@ -24,8 +24,8 @@ from pipeline.engines.build import build_engine
 from pipeline.engines.common import refuse_result
 from pipeline.engines.objective import CrossEntropy
 from pipeline.launch import Launch, process_group
-from pipeline.prepare import Prepared, prepare
 from pipeline.proof.case import Case, Outcome, write_outcome
+from pipeline.run.prepare import Prepared, prepare
 
 
 def go(case: Case, own: Path, *, rank: int, port: int) -> None:

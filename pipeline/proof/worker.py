@@ -86,16 +86,20 @@ def preload(engines: Collection[str], kinds: Iterable[str]) -> None:
             importlib.import_module(name)
     if "deepspeed" in engines:
         with contextlib.suppress(ImportError, RuntimeError):
-            from pipeline.engines.deepspeed_operators import skip_shared_memory  # noqa: PLC0415
+            from pipeline.engines.deepspeed.operators import skip_shared_memory  # noqa: PLC0415
 
             skip_shared_memory()
 
 
 _IMPORTS = {
-    "torch": ("pipeline.engines.torch_reference", "pipeline.engines.torch_parallel", "pipeline.engines.torch_pipeline"),
+    "torch": (
+        "pipeline.engines.torch_native.reference",
+        "pipeline.engines.torch_native.parallel",
+        "pipeline.engines.torch_native.pipeline",
+    ),
     "deepspeed": (
-        "pipeline.engines.deepspeed_zero",
-        "pipeline.engines.deepspeed_pipeline",
+        "pipeline.engines.deepspeed.zero",
+        "pipeline.engines.deepspeed.pipeline",
         # imported when a model is wrapped; the first brings torch's compiler along, which takes two seconds
         "deepspeed.runtime.zero.muon.muon_optimizer",
         "deepspeed.module_inject.auto_ep_layer",

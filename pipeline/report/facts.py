@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.directory import Manifest, read_manifest
-from headrace.errors import DataError
+from headrace.base.directory import Manifest, read_manifest
+from headrace.base.errors import DataError
 from pipeline.evaluation.model_folder import ModelFolder
 from pipeline.report.runs import Run
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from headrace.errors import ConfigError, DataError
-from headrace.section import parse
+from headrace.base.errors import ConfigError, DataError
+from headrace.base.section import parse
 from pipeline.evaluation.data import FieldNames, HeldOutData, open_heldout
 from pipeline.evaluation.model_folder import ModelFolder
 from pipeline.report.runs import Run, read_run

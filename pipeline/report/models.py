@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from headrace.directory import MANIFEST, read_manifest
+from headrace.base.directory import MANIFEST, read_manifest
 from pipeline.compress.measure import measure
 from pipeline.evaluation.data import HeldOutData
 from pipeline.evaluation.model_folder import ModelFolder

@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from headrace.directory import code_version
+from headrace.base.directory import code_version
 from pipeline.report import svg
 from pipeline.report.charts import Chart, draw, name_label, value_label
 from pipeline.report.curves import Group, cut_remark, groups, loss_chart, remarks, side_charts

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace.directory import MANIFEST, Manifest, read_manifest
-from headrace.errors import DataError
+from headrace.base.directory import MANIFEST, Manifest, read_manifest
+from headrace.base.errors import DataError
 from pipeline.metrics.journal import NAME, read_rows
 
 Series = npt.NDArray[np.float64]

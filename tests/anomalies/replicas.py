@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headrace.errors import TrainingError
+from headrace.base.errors import TrainingError
 from pipeline.anomalies.replicas import check_replicas
 from tests.engines.trial import batches, make, resolved
 

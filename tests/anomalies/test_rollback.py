@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.directory import read_manifest
-from headrace.section import parse
+from headrace.base.directory import read_manifest
+from headrace.base.section import parse
 from pipeline.config.rules import resolve
 from pipeline.config.schema import Config
 from pipeline.data.loader import StepLoader
@@ -19,7 +19,7 @@ from pipeline.data.skips import Skip, Skips
 from pipeline.engines.build import build_engine
 from pipeline.engines.objective import CrossEntropy
 from pipeline.metrics.journal import read_rows
-from pipeline.prepare import prepare
+from pipeline.run.prepare import prepare
 from tests import warm
 from tests.conftest import losses, tiny_config, write_config
 from tests.metrics.offline import logged

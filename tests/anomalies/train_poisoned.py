@@ -10,14 +10,14 @@ import os
 import torch
 from torch import Tensor
 
-from headrace.cli import guarded, leave
+from headrace.base.cli import guarded, leave
 from pipeline.arguments import resolved_run
 from pipeline.data.blend import open_blend
 from pipeline.engines.objective import CrossEntropy, Loss
 from pipeline.faults.stop import StopSignals
 from pipeline.launch import detect
 from pipeline.parallel.vocabulary import WHOLE, Vocabulary
-from pipeline.session import train
+from pipeline.run.session import train
 
 
 class BadSample(CrossEntropy):

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.errors import CheckpointError
-from pipeline.checkpoint.contents import Stored, misfit, read_metadata
+from headrace.base.errors import CheckpointError
+from pipeline.checkpoint.metadata import Stored, misfit, read_metadata
 from pipeline.checkpoint.shards import Rectangle, rectangles
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from headrace.directory import read_manifest
+from headrace.base.directory import read_manifest
 from tests import warm
 from tests.conftest import launch, tiny_config, write_config
 
@@ -77,7 +77,7 @@ def test_the_held_out_loss_of_the_export_is_that_of_the_run(run_dir: Path, token
 def test_weights_are_cut_into_files_of_bounded_size(run_dir: Path, tmp_path: Path) -> None:
     code = (
         "import pipeline.checkpoint.export as e, sys; from pathlib import Path; e.SHARD_BYTES = 60_000;"
-        "from pipeline.checkpoint.finding import find_checkpoint;"
+        "from pipeline.checkpoint.find import find_checkpoint;"
         "e.export(find_checkpoint(Path(sys.argv[1])), Path(sys.argv[2]))"
     )
     assert warm.run("-c", code, run_dir, tmp_path / "cut").returncode == 0
@@ -102,7 +102,7 @@ def test_a_model_that_differs_from_the_trained_one_is_refused(run_dir: Path, tmp
 import sys
 from pathlib import Path
 import pipeline.checkpoint.export as e
-from pipeline.checkpoint.finding import find_checkpoint
+from pipeline.checkpoint.find import find_checkpoint
 write = e.save_file
 def damage(tensors, *arguments, **named):
     tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].roll(1, 0)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pipeline.proof.compare import RESUMED
-from pipeline.proof.verdict import Verdict
+from pipeline.proof.judgement import Verdict
 from tests.parity.matrix import LAYOUT, NUMBERS, Values, is_legal, name_of
 from tests.parity.run import run, told
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from headrace.directory import read_manifest, verify
-from pipeline.checkpoint import named_state, saving
-from pipeline.checkpoint.saving import CheckpointWriter, Saved
+from headrace.base.directory import read_manifest, verify
+from pipeline.checkpoint import named_state, save
+from pipeline.checkpoint.save import CheckpointWriter, Saved
 from pipeline.checkpoint.shards import NamedShard
 from pipeline.checkpoint.store import About, CheckpointStore
 from tests.parallel.ranks import WORLD, Ranks
@@ -110,7 +110,7 @@ def test_page_locked_memory_is_unlocked_before_others_get_it(tmp_path: Path) -> 
 def test_files_that_get_their_name_or_are_deleted_meanwhile_do_not_disturb_who_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving, "_GLANCE_S", 0.0)
+    monkeypatch.setattr(save, "_GLANCE_S", 0.0)
     folder, away = tmp_path / "staging", tmp_path / "final"
 
     def come_and_go() -> None:

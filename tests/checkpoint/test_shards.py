@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.errors import CheckpointError
+from headrace.base.errors import CheckpointError
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.shards import NamedShard, rectangles
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from headrace.directory import commit
+from headrace.base.directory import commit
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.shards import NamedShard
 from pipeline.checkpoint.store import Checkpoint
-from pipeline.checkpoint.verification import MOMENTS, verify_checkpoint
+from pipeline.checkpoint.verify import MOMENTS, verify_checkpoint
 from pipeline.models.meta import build_meta, parameter_shapes
 from tests import warm
 from tests.parity.matrix import model_of

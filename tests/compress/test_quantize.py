@@ -17,8 +17,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from headrace.directory import Manifest, read_manifest, sha256_of_file, staging_path, verify
-from headrace.section import parse
+from headrace.base.directory import Manifest, read_manifest, sha256_of_file, staging_path, verify
+from headrace.base.section import parse
 from pipeline.compress.config import QuantizeConfig
 from pipeline.compress.rules import Plan, prepare
 from pipeline.compress.weights import pack, save

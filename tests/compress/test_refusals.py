@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from headrace.errors import ConfigError, DataError, HeadraceError
-from headrace.section import parse
+from headrace.base.errors import ConfigError, DataError, HeadraceError
+from headrace.base.section import parse
 from pipeline.compress.config import QuantizeConfig
 from pipeline.compress.measure import measure
 from pipeline.compress.rules import prepare

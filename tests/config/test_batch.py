@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.errors import ConfigError
-from headrace.section import parse
+from headrace.base.errors import ConfigError
+from headrace.base.section import parse
 from pipeline.config.batch import Batch, fill_batch, resolve_batch
 from pipeline.config.schema import Config
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 from pipeline.config.load import load_config
 from pipeline.config.rules import FEATURES, LAYOUTS, resolve
 from tests.conftest import ROOT, tiny_config, write_config

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 from pipeline.config.curve import curve_fields
 from pipeline.config.load import load_config
 from pipeline.config.rules import ResolvedRun, resolve

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.errors import ConfigError
-from headrace.section import parse
+from headrace.base.errors import ConfigError
+from headrace.base.section import parse
 from pipeline.config.schedule import Schedule, make_schedule
 from pipeline.config.schema import Config
 

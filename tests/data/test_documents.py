@@ -12,7 +12,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from data_prep.tokenfile import TokenFile, TokenFileWriter
+from data_prep.formats.tokenfile import TokenFile, TokenFileWriter
 from pipeline.config.batch import Batch
 from pipeline.config.schema import DataSection, SourceSection
 from pipeline.data.blend import Blend, open_blend

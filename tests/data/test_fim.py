@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from data_prep.packing import pack
-from headrace.errors import ConfigError
-from headrace.section import parse
+from data_prep.packing.pack import pack
+from headrace.base.errors import ConfigError
+from headrace.base.section import parse
 from pipeline.config.batch import Batch
 from pipeline.config.schema import DataSection
 from pipeline.data.blend import Blend, open_blend

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.errors import ConfigError, DataError
+from headrace.base.errors import ConfigError, DataError
 from pipeline.config.batch import Batch
 from pipeline.config.schema import DataSection, SourceSection
 from pipeline.data.blend import Blend, open_blend

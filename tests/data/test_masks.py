@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep.config import TokenizerSection
-from data_prep.maskfile import MASK, open_mask
+from data_prep.config.corpus import TokenizerSection
+from data_prep.formats.maskfile import MASK, open_mask
 from data_prep.tokenizer.train import train
-from headrace.errors import ConfigError, DataError
+from headrace.base.errors import ConfigError, DataError
 from pipeline.config.batch import Batch
 from pipeline.config.schema import DataSection
 from pipeline.data import dataset as dataset_module

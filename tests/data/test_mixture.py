@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.errors import ConfigError, DataError
-from headrace.section import parse
+from headrace.base.errors import ConfigError, DataError
+from headrace.base.section import parse
 from pipeline.config.batch import Batch
 from pipeline.config.curve import curve_fields
 from pipeline.config.data_rules import check_data

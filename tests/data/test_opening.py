@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep.maskfile import mask_path
-from data_prep.tokenfile import TokenFile
-from headrace.directory import Manifest, read_manifest
-from headrace.errors import ConfigError, DataError
-from headrace.section import parse
+from data_prep.formats.maskfile import mask_path
+from data_prep.formats.tokenfile import TokenFile
+from headrace.base.directory import Manifest, read_manifest
+from headrace.base.errors import ConfigError, DataError
+from headrace.base.section import parse
 from pipeline.config.batch import Batch
 from pipeline.config.schema import DataSection
 from pipeline.data.blend import Blend, open_blend, open_heldout

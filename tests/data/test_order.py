@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.errors import DataError
+from headrace.base.errors import DataError
 from pipeline.data.order import SampleOrder, Stage
 
 FAR = 10**9

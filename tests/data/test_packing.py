@@ -17,14 +17,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep import packing
-from data_prep.bestfit import best_fit
-from data_prep.packfile import PackFile, cut
-from data_prep.packing import pack
-from data_prep.tokenfile import TokenFile
-from headrace.directory import read_manifest, verify
-from headrace.errors import ConfigError, DataError
-from headrace.section import parse
+from data_prep.formats.packfile import PackFile, cut
+from data_prep.formats.tokenfile import TokenFile
+from data_prep.packing import pack as packing
+from data_prep.packing.best_fit import best_fit
+from data_prep.packing.pack import pack
+from headrace.base.directory import read_manifest, verify
+from headrace.base.errors import ConfigError, DataError
+from headrace.base.section import parse
 from pipeline.config.batch import Batch
 from pipeline.config.schema import DataSection
 from pipeline.data.blend import Blend, open_blend
@@ -37,10 +37,11 @@ from tests.conftest import make_tokens
 T, LOOK_AHEAD = 32, 40
 STOPPED_AT_WORK = """
 import os, signal, sys
-from data_prep import __main__, packing
+from data_prep import __main__
+from data_prep.packing import pack
 
-run = packing._run
-packing._run = lambda *given, **named: (os.kill(os.getpid(), signal.SIGSTOP), run(*given, **named))[1]
+run = pack._run
+pack._run = lambda *given, **named: (os.kill(os.getpid(), signal.SIGSTOP), run(*given, **named))[1]
 sys.exit(__main__.main())
 """
 """`python -m data_prep`, which stops itself between making room for a packing and writing it."""

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep.tokenfile import TokenFile, TokenFileWriter
-from headrace.directory import read_manifest
-from headrace.errors import DataError
-from headrace.section import parse
+from data_prep.formats.tokenfile import TokenFile, TokenFileWriter
+from headrace.base.directory import read_manifest
+from headrace.base.errors import DataError
+from headrace.base.section import parse
 from pipeline.config.schema import DataSection
 from pipeline.data.blend import open_blend, open_heldout
 from pipeline.data.text_bytes import text_bytes

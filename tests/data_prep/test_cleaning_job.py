@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from headrace.directory import read_manifest
+from headrace.base.directory import read_manifest
 
 Tree = dict[str, bytes]
 STEPS = [

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from headrace.directory import read_manifest
+from headrace.base.directory import read_manifest
 
 Write = Callable[..., str]
 
@@ -77,7 +77,7 @@ def test_a_sentencepiece_run_keeps_the_model_and_appends_its_end(kind: str, writ
 
 @pytest.mark.usefixtures("texts")
 def test_without_appended_ends_no_document_has_one(write_config: Write, cli: Any) -> None:
-    from data_prep.tokenfile import TokenFile, shard_prefix  # noqa: PLC0415
+    from data_prep.formats.tokenfile import TokenFile, shard_prefix  # noqa: PLC0415
 
     cli("--config", write_config(append_eos=False))
     assert 0 not in TokenFile.open(shard_prefix(Path("tokens"), "train", 0)).tokens

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from data_prep.tokenfile import TokenFile, open_split
-from headrace.directory import read_manifest
+from data_prep.formats.tokenfile import TokenFile, open_split
+from headrace.base.directory import read_manifest
 
 Tree = dict[str, bytes]
 NOTICE = "This line stands at the end of every page of the mill, and says nothing."

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer
 
-from data_prep.tokenfile import TokenFile, open_split
+from data_prep.formats.tokenfile import TokenFile, open_split
 
 Tree = dict[str, bytes]
 COMMAND = [sys.executable, "-m", "data_prep"]

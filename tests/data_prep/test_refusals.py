@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep.__main__ import main
-from headrace.directory import read_manifest
+from headrace.base.directory import read_manifest
 
 Write = Callable[..., str]
 

@@ -12,10 +12,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from data_prep.progress import Display
-from data_prep.tasks.base import Counts
-from data_prep.tokenfile import open_split
-from headrace.directory import read_manifest
+from data_prep.formats.tokenfile import open_split
+from data_prep.job.progress import Display
+from data_prep.task import Counts
+from headrace.base.directory import read_manifest
 
 COMMAND = [sys.executable, "-m", "data_prep"]
 

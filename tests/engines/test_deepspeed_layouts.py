@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from headrace.errors import ConfigError
-from headrace.section import parse
+from headrace.base.errors import ConfigError
+from headrace.base.section import parse
 from pipeline.config.schema import Config
-from pipeline.engines.deepspeed_machine import check_machine
+from pipeline.engines.deepspeed.machine import check_machine
 from tests.engines.compared import case, compare, compare_wanted, daily, follows
 
 BF16 = {"bf16": {"enabled": True}}

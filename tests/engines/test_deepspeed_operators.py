@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.engines.deepspeed_operators import remove_stale_locks
+from pipeline.engines.deepspeed.operators import remove_stale_locks
 
 TAKE = """
 import sys, time

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace.errors import TrainingError
+from headrace.base.errors import TrainingError
 from pipeline.config.deepspeed_schema import Fp16Section
 from pipeline.engines.loss_scale import LossScale
 

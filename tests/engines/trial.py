@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from headrace.section import parse
+from headrace.base.section import parse
 from pipeline.checkpoint import named_state
 from pipeline.config.rules import ResolvedRun, resolve
 from pipeline.config.schema import Config

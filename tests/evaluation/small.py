@@ -14,10 +14,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from data_prep.maskfile import mask_path
-from data_prep.tokenfile import TokenFile, TokenFileWriter, dtype_for, shard_name, shard_prefix
+from data_prep.formats.maskfile import mask_path
+from data_prep.formats.tokenfile import TokenFile, TokenFileWriter, dtype_for, shard_name, shard_prefix
 from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
-from headrace.directory import MANIFEST, commit, read_manifest, staging_path
+from headrace.base.directory import MANIFEST, commit, read_manifest, staging_path
 from pipeline.data.dataset import TokenDataset
 
 VOCAB = 384  # the 256 bytes, the end-of-text token and a hundred merges

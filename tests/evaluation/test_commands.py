@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.errors import ConfigError, DataError
+from headrace.base.errors import ConfigError, DataError
 from pipeline.data.dataset import TokenDataset
 from pipeline.evaluation import command, complete
 from pipeline.evaluation.heldout import evaluate

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from headrace.errors import DataError
+from headrace.base.errors import DataError
 from pipeline.data.dataset import TokenDataset, choose_windows
 from pipeline.data.loader import IGNORE, heldout_batches
 from pipeline.evaluation.heldout import evaluate

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from headrace.errors import DataError
+from headrace.base.errors import DataError
 from pipeline.evaluation.model_folder import ModelFolder
 from tests.evaluation.small import VOCAB, make_model
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from headrace.cli import guarded, leave
-from headrace.errors import TrainingError
-from headrace.processes import STOPPED, TRACED, state_of
+from headrace.base.cli import guarded, leave
+from headrace.base.errors import TrainingError
+from headrace.base.processes import STOPPED, TRACED, state_of
 from pipeline.config.schema import LaunchSection, WatchdogSection
 from pipeline.faults.monitor import Monitor
 from pipeline.faults.watchdog import Watchdog, watched
@@ -39,7 +39,7 @@ def sleep_with_the_lock(seconds: int) -> None:
 
 def end_hub() -> None:
     """Kills the hub beside this process, as the end of its host would."""
-    subprocess.run(["pkill", "-9", "-P", str(os.getpid()), "-f", "pipeline.faults.hub"], check=True)
+    subprocess.run(["pkill", "-9", "-P", str(os.getpid()), "-f", "pipeline.faults.heartbeat_server"], check=True)
 
 
 def kill_host() -> None:

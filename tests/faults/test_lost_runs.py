@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.errors import EXIT_LOST
+from headrace.base.errors import EXIT_LOST
 from pipeline.faults.report import read_faults
 from pipeline.launch.group import free_port
 from tests.conftest import ROOT, launch, losses, tiny_config, write_config
@@ -61,7 +61,10 @@ def hub_runs(work: Path) -> bool:
     """Whether a process of the watchdog still has a directory as its own."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if b"pipeline.faults.hub" in (process / "cmdline").read_bytes() and (process / "cwd").readlink() == work:
+            if (
+                b"pipeline.faults.heartbeat_server" in (process / "cmdline").read_bytes()
+                and (process / "cwd").readlink() == work
+            ):
                 return True
         except OSError:
             continue

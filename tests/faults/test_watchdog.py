@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.errors import EXIT_FOLLOWED, EXIT_LOST
+from headrace.base.errors import EXIT_FOLLOWED, EXIT_LOST
 from pipeline.faults import progress
 from pipeline.faults.progress import progress_by_reading
 from pipeline.faults.watchdog import Watchdog

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from headrace.errors import ConfigError, DataError
+from headrace.base.errors import ConfigError, DataError
 from pipeline.config.schema import ModelSection
 from pipeline.models.count import measure
 from pipeline.models.hf_config import resolve_hf_config

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 from pipeline.models.attention import NAME
 from pipeline.models.meta import build_meta
 from pipeline.parallel.checks import check_layout

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 from pipeline.engines.objective import CrossEntropy
 from pipeline.parallel.assemble import Assembled, assemble, stages_of
 from pipeline.parallel.costs import describe, forward_flops

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.errors import ConfigError
-from headrace.section import parse
+from headrace.base.errors import ConfigError
+from headrace.base.section import parse
 from pipeline.config.rules import resolve
 from pipeline.config.schema import Config
 from pipeline.proof.case import Case

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from pipeline.proof.case import Case, Outcome, read_outcome, write_cases
+from pipeline.proof.judgement import Verdict, judge
 from pipeline.proof.tokens import write_tokens
-from pipeline.proof.verdict import Verdict, judge
 from tests import warm
 from tests.parity.matrix import SAVED, SEQUENCE, VOCABULARY, Values, case_of, reference_of
 

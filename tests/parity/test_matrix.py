@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.proof.verdict import Verdict
+from pipeline.proof.judgement import Verdict
 from tests.parity.choice import full, groups, is_runnable, legal_pairs, pairs_of, precision_pairs, read_pairs
 from tests.parity.matrix import LAYOUT, NUMBERS, Values, is_legal, name_of
 from tests.parity.run import run, told

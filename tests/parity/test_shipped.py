@@ -9,9 +9,9 @@ import pytest
 from pipeline.config.load import load_config
 from pipeline.config.rules import resolve
 from pipeline.proof.case import Case
+from pipeline.proof.judgement import Verdict, judge
 from pipeline.proof.small import SEQUENCE, VOCABULARY, Small, make_small
 from pipeline.proof.tokens import write_tokens
-from pipeline.proof.verdict import Verdict, judge
 from tests.config.test_layouts import shipped
 from tests.conftest import ROOT
 from tests.parity.run import launch, told

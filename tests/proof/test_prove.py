@@ -12,8 +12,8 @@ import torch
 
 from pipeline.proof.case import Case, Outcome
 from pipeline.proof.compare import differences, first_gradient
+from pipeline.proof.judgement import judge
 from pipeline.proof.tokens import write_tokens
-from pipeline.proof.verdict import judge
 from tests import warm
 from tests.conftest import tiny_config, write_config
 from tests.parity.choice import read_pairs

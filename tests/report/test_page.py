@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.directory import write_manifest
+from headrace.base.directory import write_manifest
 from pipeline.evaluation.model_folder import ModelFolder
 from pipeline.report import svg
 from pipeline.report.command import write_whole

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.errors import ConfigError, DataError, HeadraceError
+from headrace.base.errors import ConfigError, DataError, HeadraceError
 from pipeline.report import command
 from pipeline.report.inputs import check
 from tests.evaluation.small import SEQUENCE, run_python

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from data_prep.clean.chain import Kept, build
-from data_prep.clean.steps import parse_steps
+from data_prep.config.cleaning import parse_steps
 
 
 def clean(step: str, text: str, *, record: dict[str, Any] | None = None, **keys: Any) -> str:

@@ -14,9 +14,9 @@ from pydantic import Field
 from data_prep.clean import chain, words
 from data_prep.clean.chain import Dropped, Kept, build
 from data_prep.clean.ngrams import NGrams
-from data_prep.clean.steps import SECTIONS, Steps, StepSection, parse_steps
-from headrace.errors import ConfigError
-from headrace.section import Section, parse
+from data_prep.config.cleaning import SECTIONS, Steps, StepSection, parse_steps
+from headrace.base.errors import ConfigError
+from headrace.base.section import Section, parse
 
 
 class Config(Section):

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from data_prep.clean.chain import Dropped, Kept, build
-from data_prep.clean.steps import parse_steps
-from headrace.errors import ConfigError
+from data_prep.config.cleaning import parse_steps
+from headrace.base.errors import ConfigError
 
 Run = Callable[..., str]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 
 Run = Callable[..., str]
 GERMAN = "Die Mühle steht dort, wo der Fluss die Hügel verlässt, und ein Obergraben führt ihr das Wasser zu. " * 3

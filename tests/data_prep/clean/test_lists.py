@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 
 Run = Callable[..., str]
 

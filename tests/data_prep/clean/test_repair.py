@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep.clean.chain import Chain, Kept, build
-from data_prep.clean.steps import parse_steps
+from data_prep.config.cleaning import parse_steps
 
 Run = Callable[..., str]
 

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.dedup import documents, merging, table
+from data_prep.config.dedup import DedupSection, NearSection
+from data_prep.dedup import document_tasks, merge_tasks, table
 from data_prep.dedup.components import EXACT_COPY, KEEP, NEAR_COPY, ComponentsTask, drops_of
 from data_prep.dedup.pairs import PAIRS
-from data_prep.dedup.section import DedupSection, NearSection
-from data_prep.tasks.base import Counts, Task
+from data_prep.task import Counts, Task
 from tests.data_prep.dedup.conftest import hash_of, spread
 
 BANDS = 3
@@ -79,7 +79,7 @@ def test_texts_that_share_half_of_their_hash_are_not_equal(tmp_path: Path) -> No
     run = tmp_path / "run"
     run.mkdir()
     hashes = np.array([[1, 5], [1, 6], [1, 5], [2, 5]], dtype=np.uint64)
-    documents.write_run(run, rank=np.arange(4), hashes=hashes)
+    document_tasks.write_run(run, rank=np.arange(4), hashes=hashes)
     assert decide(tmp_path, [run], [4], DedupSection()).tolist() == [KEEP, KEEP, EXACT_COPY, KEEP]
 
 
@@ -120,12 +120,14 @@ def test_a_task_stays_within_its_memory(tmp_path: Path, same: bool, monkeypatch:
         directory = tmp_path / f"run{n}"
         directory.mkdir()
         bands = spread([0 if same else n * count + i for i in range(count)])[:, None]
-        documents.write_run(directory, rank=np.arange(n * count, (n + 1) * count), bands=bands)
+        document_tasks.write_run(directory, rank=np.arange(n * count, (n + 1) * count), bands=bands)
     monkeypatch.setattr(table, "MEMORY", 2 << 20)
     section = DedupSection(exact=False, near=NearSection(bands=1))
     paths = [tmp_path / f"run{n}" for n in range(runs)]
-    _, plans = documents.table_plans(section, runs=paths, documents=np.full(runs, count), directory=tmp_path / "pairs")
-    tasks = documents.pairs_tasks(plans)
+    _, plans = document_tasks.table_plans(
+        section, runs=paths, documents=np.full(runs, count), directory=tmp_path / "pairs"
+    )
+    tasks = document_tasks.pairs_tasks(plans)
     assert len(tasks) == 8
     tracemalloc.start()
     for task in tasks:
@@ -145,12 +147,14 @@ def test_tables_that_were_put_together_are_few_and_within_their_memory(
     for path, first, count in zip(paths, firsts[:-1], counts, strict=True):
         path.mkdir()
         bands = spread([7 if kind == "all the same" else first + i for i in range(count)])[:, None]
-        documents.write_run(path, rank=np.arange(first, first + count), bands=bands)
+        document_tasks.write_run(path, rank=np.arange(first, first + count), bands=bands)
     monkeypatch.setattr(table, "MEMORY", 1 << 20)
-    monkeypatch.setattr(merging, "MOST_RUNS", 99)
+    monkeypatch.setattr(merge_tasks, "MOST_RUNS", 99)
     section = DedupSection(exact=False, near=NearSection(bands=1))
-    _, (plan,) = documents.table_plans(section, runs=paths, documents=np.array(counts), directory=tmp_path / "dedup")
-    tasks: list[Task] = [*plan.tasks(), *documents.pairs_tasks([plan])]
+    _, (plan,) = document_tasks.table_plans(
+        section, runs=paths, documents=np.array(counts), directory=tmp_path / "dedup"
+    )
+    tasks: list[Task] = [*plan.tasks(), *document_tasks.pairs_tasks([plan])]
     assert len(plan.tasks()) % 10 == 0  # groups of 10 runs
     tasks[0].run(ignore)  # what is imported on the way is not of the task
     tracemalloc.start()
@@ -162,7 +166,7 @@ def test_tables_that_were_put_together_are_few_and_within_their_memory(
     found = [list(plan.tables.pieces(row=0, within=within)) for within in plan.ranges()]
     assert {len(pieces) for pieces in found} == {10}
     kept = {int(number) for pieces in found for piece in pieces for number in piece.numbers}
-    pairs = np.concatenate([np.fromfile(at / PAIRS, "<i8").reshape(-1, 2) for at in documents.pairs_of(plan)])
+    pairs = np.concatenate([np.fromfile(at / PAIRS, "<i8").reshape(-1, 2) for at in document_tasks.pairs_of(plan)])
     everything = {(run << 32) + i for run, count in enumerate(counts) for i in range(count)}
     assert kept | set(pairs.ravel().tolist()) == everything
     assert len(pairs) == (len(everything) - 1 if kind == "all the same" else 0)
@@ -190,24 +194,24 @@ def prepared(
         path.mkdir()
         hashes = np.array([[hash_of(d.text), d.text] for d in run], dtype=np.uint64).reshape(-1, 2)
         bands = np.stack([spread([d.bands[b] for d in run]) for b in range(BANDS)], axis=1)
-        documents.write_run(path, rank=np.array([d.rank for d in run], dtype=np.int64), hashes=hashes, bands=bands)
+        document_tasks.write_run(path, rank=np.array([d.rank for d in run], dtype=np.int64), hashes=hashes, bands=bands)
     section = DedupSection(near=NearSection(bands=BANDS) if near else None)
     with pytest.MonkeyPatch.context() as patch:
         count = sum(map(len, runs))
         patch.setattr(table, "MEMORY", max(1, -(-count * 80 // parts)))
-        patch.setattr(merging, "MOST_RUNS", most_runs)
+        patch.setattr(merge_tasks, "MOST_RUNS", most_runs)
         decide(work, paths, list(map(len, runs)), section)
     return paths, work / "components"
 
 
 def decide(work: Path, runs: list[Path], count: list[int], section: DedupSection) -> np.ndarray:
     """Runs all tasks, the last first come; returns what is said of the first run's documents."""
-    plans = documents.table_plans(section, runs=runs, documents=np.array(count), directory=work)
+    plans = document_tasks.table_plans(section, runs=runs, documents=np.array(count), directory=work)
     for task in reversed([task for plan in (*plans[0], *plans[1]) for task in plan.tasks()]):
         task.run(ignore)
-    for pairs in reversed(documents.pairs_tasks([*plans[0], *plans[1]])):
+    for pairs in reversed(document_tasks.pairs_tasks([*plans[0], *plans[1]])):
         pairs.run(ignore)
-    exact_at, near_at = (tuple(at for plan in of_kind for at in documents.pairs_of(plan)) for of_kind in plans)
+    exact_at, near_at = (tuple(at for plan in of_kind for at in document_tasks.pairs_of(plan)) for of_kind in plans)
     last = ComponentsTask(exact_at, near_at, tuple(runs), work / "components")
     last.run(ignore)
     return np.load(drops_of(last.directory, 0))

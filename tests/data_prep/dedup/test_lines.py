@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_prep.config.dedup import LinesSection
 from data_prep.dedup import table
 from data_prep.dedup.line_tasks import DroppedLines, lines_tasks, write_lines
 from data_prep.dedup.lines import EXEMPT, line_hashes, remove_lines
-from data_prep.dedup.section import LinesSection
-from data_prep.tasks.base import Counts
+from data_prep.task import Counts
 from tests.data_prep.dedup.conftest import real_texts, spread
 
 MENU = "Home | Products | About us | Contact | Log in"

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_prep.config.dedup import NearSection
 from data_prep.dedup import minhash
-from data_prep.dedup.section import NearSection
 from data_prep.hashing import mix
 from tests.data_prep.dedup.conftest import Batch, batch_of, real_texts
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from data_prep.dedup import documents, minhash
+from data_prep.config.dedup import DedupSection, NearSection
+from data_prep.dedup import document_tasks, minhash
 from data_prep.dedup.components import EXACT_COPY, KEEP, NEAR_COPY, ComponentsTask, drops_of
-from data_prep.dedup.section import DedupSection, NearSection
 from tests.data_prep.dedup.conftest import Batch
 
 SECTION = DedupSection(near=NearSection())
@@ -43,9 +43,9 @@ def decide(work: Path, texts: list[str], batch: Batch) -> np.ndarray:
     runs = [work / f"run{n}" for n in range(RUNS)]
     for run, of_run in zip(runs, members, strict=True):
         run.mkdir()
-        documents.write_run(run, rank=of_run.astype(np.int64), hashes=hashes[of_run], bands=bands[of_run])
-    plans = documents.table_plans(SECTION, runs=runs, documents=np.array(list(map(len, members))), directory=work)
-    tasks = [documents.pairs_tasks(of_kind) for of_kind in plans]
+        document_tasks.write_run(run, rank=of_run.astype(np.int64), hashes=hashes[of_run], bands=bands[of_run])
+    plans = document_tasks.table_plans(SECTION, runs=runs, documents=np.array(list(map(len, members))), directory=work)
+    tasks = [document_tasks.pairs_tasks(of_kind) for of_kind in plans]
     for task in [*tasks[0], *tasks[1]]:
         task.run(lambda _: None)
     exact, near_at = (tuple(task.directory for task in some) for some in tasks)

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from data_prep.config.dedup import NearSection
 from data_prep.dedup import minhash, words
-from data_prep.dedup.section import NearSection
 from tests.data_prep.dedup.conftest import Batch, batch_of
 
 TOKENS = ["the", " The", "THE", ");", "\n    ", "ß", "\ufffd", "\ufffd", "12", " 12,", "<|endoftext|>", "é", "É"]

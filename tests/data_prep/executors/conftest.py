@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from data_prep.executors.board import RUNNING, Beat, beats
+from data_prep.executors.task_claims import RUNNING, Beat, beats
 
 COMMAND = [sys.executable, "-m", "data_prep"]
 TASKS = 12

@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from data_prep.executors.board import Beat
 from data_prep.executors.on_ray import SETTINGS
+from data_prep.executors.task_claims import Beat
 from tests.data_prep.executors.conftest import Corpus, kill_tree, tree
 
 pytest.importorskip("ray", reason='needs Ray: pip install "headrace[ray]"')

@@ -6,8 +6,8 @@ import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headrace.directory import read_manifest, verify
-from headrace.errors import HeadraceError
+from headrace.base.directory import read_manifest, verify
+from headrace.base.errors import HeadraceError
 
 
 def named(run_dir: Path) -> dict[int, Path]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from headrace.errors import EXIT_INTERRUPTED, EXIT_REQUEUE
+from headrace.base.errors import EXIT_INTERRUPTED, EXIT_REQUEUE
 from pipeline.faults.report import read_faults
 from tests.faults.campaign.layouts import EVALUATE_EVERY, SAVE_EVERY, STEPS
 from tests.faults.campaign.start import Start, steps_of

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headrace.errors import EXIT_USAGE
+from headrace.base.errors import EXIT_USAGE
 from pipeline.faults.report import read_faults
 from tests.faults.campaign import checks
 from tests.faults.campaign.checkpoints import Damage, leftovers

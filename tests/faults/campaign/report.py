@@ -13,7 +13,7 @@ import deepspeed
 import torch
 from rich.table import Table
 
-from headrace.directory import code_version
+from headrace.base.directory import code_version
 from tests.faults.campaign.layouts import EVALUATE_EVERY, KEEP, SAVE_EVERY, SILENT_S, STEPS
 from tests.faults.campaign.life import Outcome
 

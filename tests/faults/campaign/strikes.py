@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from headrace.errors import EXIT_INTERRUPTED, EXIT_LOST, EXIT_REQUEUE, EXIT_USAGE
+from headrace.base.errors import EXIT_INTERRUPTED, EXIT_LOST, EXIT_REQUEUE, EXIT_USAGE
 from tests.faults.campaign.checkpoints import named
 from tests.faults.campaign.layouts import MEETING_S, SILENT_S, STEPS
 from tests.faults.campaign.start import POLL_S, Start

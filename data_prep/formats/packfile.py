@@ -1,0 +1,113 @@
+"""Pack files: which pieces of documents make up each training sample of a shard.
+
+`SHARD.bins`, beside the shard's name in `TOKENS/packed-LENGTH/SPLIT`, all little-endian:
+
+    8 bytes magic, uint64 version, uint64 T, uint64 B, uint64 P,
+    int64[B + 1] the first piece of each bin, ending with P,
+    int64[P] the first token of each piece within the shard's .bin, int32[P] its length in tokens
+
+A bin is a sample of T inputs and T targets: T + 1 tokens or fewer, what is missing is padding at the end. A document of
+n tokens that fits is one piece. A longer one is cut into pieces of T + 1 that share a token with the next: the last
+target of one is the first input of the other. So every token of a document but its first is a target exactly once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from data_prep.formats.memory_map import map_file
+from data_prep.formats.tokenfile import TokenFile
+from headrace.base.errors import DataError
+
+I64 = npt.NDArray[np.int64]
+
+KIND, SUFFIX = "packing", ".bins"
+_MAGIC = b"HRBINS\x00\x00"
+_HEADER = struct.Struct("<8sQQQQ")
+
+
+def packing_name(length: int) -> str:
+    """The directory within a tokens directory that holds its packing for samples of `length` tokens."""
+    return f"packed-{length}"
+
+
+@dataclass(frozen=True)
+class PackFile:
+    """An open pack file, memory-mapped: length T; first_piece int64 [B + 1]; starts int64 [P]; lengths int32 [P]."""
+
+    length: int
+    first_piece: I64
+    starts: I64
+    lengths: npt.NDArray[np.int32]
+
+    @classmethod
+    def open(cls, path: Path) -> PackFile:
+        """Maps a pack file.
+
+        Raises:
+            DataError: it is missing, no pack file, or of another size than its header says.
+        """
+        try:
+            raw = map_file(path)
+        except FileNotFoundError:
+            raise DataError(f"{path} is missing\n  try: pack the tokens again") from None
+        if raw.size < _HEADER.size or bytes(raw[: len(_MAGIC)]) != _MAGIC:
+            raise DataError(f"{path} is not a pack file\n  try: pack the tokens again")
+        _, version, length, bins, pieces = _HEADER.unpack(bytes(raw[: _HEADER.size]))
+        starts_at = _HEADER.size + 8 * (bins + 1)
+        lengths_at = starts_at + 8 * pieces
+        if version != 1 or raw.size != lengths_at + 4 * pieces:
+            found = f"version {version}, {bins} bins, {pieces} pieces, {raw.size} bytes"
+            raise DataError(f"{path}: {found}: damaged, or of a version that is not known\n  try: pack again")
+        first, starts = raw[_HEADER.size : starts_at].view("<i8"), raw[starts_at:lengths_at].view("<i8")
+        return cls(length, first, starts, raw[lengths_at:].view("<i4"))
+
+    @property
+    def bins(self) -> int:
+        """How many samples it makes."""
+        return self.first_piece.size - 1
+
+
+def write_pack(path: Path, *, length: int, first_piece: I64, starts: I64, lengths: I64) -> str:
+    """Writes a pack file; the arrays are those of `PackFile`. Returns its SHA-256, taken on the way."""
+    header = _HEADER.pack(_MAGIC, 1, length, first_piece.size - 1, starts.size)
+    arrays, digest = ((first_piece, "<i8"), (starts, "<i8"), (lengths, "<i4")), hashlib.sha256()
+    with path.open("wb") as file:
+        for part in (header, *(array.astype(kind).tobytes() for array, kind in arrays)):
+            file.write(part)
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def document_bounds(file: TokenFile, first: int, end: int) -> I64:
+    """Where documents first..end-1 begin, in tokens, and where the last of them ends: int64 [end - first + 1]."""
+    sequence = np.asarray(file.document_index[first : end + 1], dtype=np.int64)
+    offsets: npt.NDArray[Any] = file.byte_offsets
+    bounds = np.full(sequence.size, file.tokens.size, dtype=np.int64)
+    inside = sequence < offsets.size
+    bounds[inside] = offsets[sequence[inside]] // file.dtype.itemsize
+    return bounds
+
+
+def cut(bounds: I64, *, length: int) -> tuple[I64, I64]:
+    """Documents as pieces of at most length + 1 tokens; those of one token or none have no target, and none.
+
+    Args:
+        bounds: int64 [documents + 1], as `document_bounds` has it.
+        length: T.
+
+    Returns:
+        starts, lengths: int64 [pieces], in the order of the documents.
+    """
+    tokens = np.diff(bounds)
+    pieces = np.maximum(0, -(-(tokens - 1) // length))
+    document = np.repeat(np.arange(tokens.size), pieces)
+    number = np.arange(document.size) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    return bounds[document] + number * length, np.minimum(length + 1, tokens[document] - number * length)

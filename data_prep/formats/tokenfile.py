@@ -1,0 +1,296 @@
+"""Token files: the one format that data_prep writes and pipeline reads.
+
+A token file is a pair in Megatron's layout (megatron/core/datasets/indexed_dataset.py), all little-endian:
+
+    PREFIX.bin   token ids back to back, uint16 or int32
+    PREFIX.idx   9 bytes magic, uint64 version, uint8 dtype code, uint64 S, uint64 D,
+                 int32[S] sequence lengths in tokens, int64[S] byte offsets into the .bin,
+                 int64[D] the sequence at which each document starts, ending with S (D = documents + 1),
+                 and, in some files of Megatron's, int8[S] modes, which are not read
+
+A tokens directory holds them as `SPLIT/shard-00000` and counts up. Opening costs the same however large the file is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from data_prep.formats.memory_map import map_file
+from headrace.base.directory import read_manifest
+from headrace.base.errors import DataError
+
+Array = npt.NDArray[Any]
+
+SPLITS = ("train", "heldout")
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+_CODES = {np.dtype(kind): code for code, kind in _DTYPES.items()}
+_UINT16_BELOW = 65_500  # Megatron's own switch; readers trust the dtype byte, so any limit up to 65,536 would be read
+_COPY_BYTES = 4 << 20
+_SETTLE_BYTES = 16 << 20
+_LONGEST = np.iinfo(np.int32).max
+
+
+def dtype_for(vocab_size: int) -> np.dtype[Any]:
+    """The dtype of the ids of a vocabulary, as Megatron chooses it: uint16 below 65,500 entries, else int32."""
+    return np.dtype("<u2") if vocab_size < _UINT16_BELOW else np.dtype("<i4")
+
+
+def shard_name(i: int) -> str:
+    """The name of shard `i` of a split."""
+    return f"shard-{i:05d}"
+
+
+def shard_prefix(tokens_dir: Path, split: str, i: int) -> Path:
+    """Where shard `i` of a split lies, without `.bin` or `.idx`."""
+    return tokens_dir / split / shard_name(i)
+
+
+def with_suffix(prefix: Path, suffix: str) -> Path:
+    """`prefix` plus `.bin` or `.idx`; dots in the name of the prefix stay."""
+    return prefix.with_name(prefix.name + suffix)
+
+
+def open_split(tokens_dir: str | Path, *, split: str) -> tuple[list[Path], dict[str, Any]]:
+    """The shards of a split, from the manifest: their prefixes in order, and the split's counts.
+
+    Returns:
+        prefixes, and {"documents", "tokens", "bytes", "shards": [...]} as the manifest's `details` have it.
+
+    Raises:
+        DataError: no tokens directory, or it has no such split.
+    """
+    manifest = read_manifest(tokens_dir, kind="tokens")
+    splits = manifest.details.get("splits", {})
+    if split not in splits:
+        raise DataError(f"{tokens_dir} has no split '{split}'\n  try: one of {', '.join(sorted(splits)) or 'none'}")
+    return [Path(tokens_dir) / split / shard["name"] for shard in splits[split]["shards"]], splits[split]
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """An open token file, memory-mapped read-only; nothing is read until it is looked at.
+
+    tokens: [all tokens], `dtype`; sequence_lengths: int32[S]; byte_offsets: int64[S]; document_index: int64[D].
+    """
+
+    prefix: Path
+    tokens: Array
+    sequence_lengths: Array
+    byte_offsets: Array
+    document_index: Array
+
+    @classmethod
+    def open(cls, prefix: str | Path, *, at_random: bool = False) -> TokenFile:
+        """Maps PREFIX.bin and PREFIX.idx.
+
+        Args:
+            prefix: of the pair.
+            at_random: see `map_file`.
+
+        Raises:
+            DataError: a file is missing, is no token file, is of an unknown version or dtype, is shorter or longer
+                than its counts say, or the two do not belong together.
+        """
+        prefix = Path(prefix)
+        index, data = with_suffix(prefix, ".idx"), with_suffix(prefix, ".bin")
+        raw = _map(index, at_random=at_random)
+        dtype, sequences, entries = _parse_header(raw, index)
+        lengths, offsets, documents = _cut_index(raw, index, sequences, entries)
+        tokens = _map(data, at_random=at_random)
+        _check_data(data, tokens.size, _expected_bytes(lengths, offsets, dtype), dtype)
+        if documents[-1] != sequences:
+            raise DataError(f"{index}: its documents end at sequence {documents[-1]}, but it has {sequences} sequences")
+        return cls(prefix, tokens.view(dtype), lengths, offsets, documents)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the ids."""
+        return self.tokens.dtype
+
+    @property
+    def documents(self) -> int:
+        """How many documents it holds."""
+        return len(self.document_index) - 1
+
+    def close(self) -> None:
+        """Unmaps the files. Slices that were taken stay valid until they are dropped too."""
+        for field in ("tokens", "sequence_lengths", "byte_offsets", "document_index"):
+            object.__setattr__(self, field, np.empty(0, getattr(self, field).dtype))
+
+
+class TokenFileWriter:
+    """Writes one token file, document by document, one sequence each.
+
+    The index is written by `close`, so a file that was not closed does not open. SHA-256 sums are taken on the way.
+    Memory: 4 bytes per document, 20 while closing; and of the page cache no more than `_SETTLE_BYTES`, however large
+    the file is.
+    """
+
+    def __init__(self, prefix: str | Path, *, dtype: npt.DTypeLike) -> None:
+        """Creates PREFIX.bin, replacing one that is there."""
+        self.prefix, self.dtype = Path(prefix), np.dtype(dtype).newbyteorder("<")
+        self.tokens = 0
+        self._code = _CODES[self.dtype]
+        self._lengths: list[Array] = []
+        self._starts: list[Array] = []
+        self._sequences = 0
+        self._digest = hashlib.sha256()
+        self._written, self._settled = 0, 0
+        self._file: BinaryIO = with_suffix(self.prefix, ".bin").open("wb")
+
+    def append(self, tokens: Array, lengths: npt.ArrayLike | None = None) -> None:
+        """Appends documents.
+
+        Args:
+            tokens: [sum of lengths], ids of one document or of several back to back; cast to the file's dtype.
+            lengths: tokens of each document; default: one document.
+        """
+        sizes = np.asarray([len(tokens)] if lengths is None else lengths, dtype=np.int64)
+        assert sizes.sum() == len(tokens)
+        self._write(np.ascontiguousarray(tokens, dtype=self.dtype).data.cast("B"))
+        self._note(sizes, np.arange(len(sizes), dtype=np.int64))
+
+    def append_pieces(self, pieces: Sequence[memoryview], lengths: Array) -> None:
+        """Appends documents whose ids lie apart from one another.
+
+        Args:
+            pieces: bytes of the ids of each document, in the file's dtype.
+            lengths: tokens of each.
+        """
+        start, held = 0, 0
+        for i, piece in enumerate(pieces):
+            held += len(piece)
+            if held >= _COPY_BYTES or i == len(pieces) - 1:
+                self._write(memoryview(b"".join(pieces[start : i + 1])))
+                start, held = i + 1, 0
+        self._note(lengths.astype(np.int64), np.arange(len(lengths), dtype=np.int64))
+
+    def close(self) -> dict[str, str]:
+        """Writes the index and flushes both files to disk.
+
+        Returns:
+            the SHA-256 of each file, by suffix (`.bin`, `.idx`).
+        """
+        _finish(self._file)
+        lengths = _joined(self._lengths, np.dtype("<i4"))
+        offsets = np.zeros(len(lengths), dtype="<i8")
+        np.cumsum(lengths[:-1], out=offsets[1:])
+        offsets *= self.dtype.itemsize
+        documents = np.append(_joined(self._starts, np.dtype("<i8")), self._sequences).astype("<i8")
+        header = _HEADER.pack(_MAGIC, 1, self._code, len(lengths), len(documents))
+        digest = hashlib.sha256()
+        with with_suffix(self.prefix, ".idx").open("wb") as file:
+            for part in (memoryview(header), lengths.data.cast("B"), offsets.data.cast("B"), documents.data.cast("B")):
+                file.write(part)
+                digest.update(part)
+            file.flush()
+            os.fsync(file.fileno())
+        return {".bin": self._digest.hexdigest(), ".idx": digest.hexdigest()}
+
+    def __enter__(self) -> TokenFileWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
+        if kind is None and not self._file.closed:
+            self.close()
+        self._file.close()
+
+    def _write(self, data: memoryview) -> None:
+        self._file.write(data)
+        self._digest.update(data)
+        self._written += len(data)
+        if self._written - self._settled >= _SETTLE_BYTES:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Has what was written go to disk and leave the page cache, whose pages then serve for what follows.
+
+        A job that writes more than fits into memory pushes everything else out otherwise, and on a machine whose host
+        takes free memory back each new page costs more than the disk.
+        """
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        if hasattr(os, "posix_fadvise"):  # not on macOS
+            piece = self._settled, self._written - self._settled
+            with suppress(OSError):  # it is a hint
+                os.posix_fadvise(self._file.fileno(), *piece, os.POSIX_FADV_DONTNEED)
+        self._settled = self._written
+
+    def _note(self, lengths: Array, starts: Array) -> None:
+        if len(lengths) and lengths.max() > _LONGEST:
+            raise DataError(f"a document of {lengths.max()} tokens: the format ends at {_LONGEST}\n  try: split it")
+        self._lengths.append(lengths.astype("<i4"))
+        self._starts.append(starts + self._sequences)
+        self._sequences += len(lengths)
+        self.tokens += int(lengths.sum())
+
+
+def _map(path: Path, *, at_random: bool) -> Array:
+    try:
+        return map_file(path, at_random=at_random)
+    except FileNotFoundError:
+        raise DataError(f"{path} is missing\n  try: make the token file again; it is a pair of .bin and .idx") from None
+
+
+def _parse_header(mapped: Array, path: Path) -> tuple[np.dtype[Any], int, int]:
+    raw = bytes(mapped[: _HEADER.size])
+    if raw[: len(_MAGIC)] != _MAGIC:
+        raise DataError(f"{path} starts with {raw[:9]!r}, not {_MAGIC!r}: not the index of a token file")
+    if len(raw) < _HEADER.size:
+        raise DataError(f"{path} has {len(raw)} bytes, its header alone has {_HEADER.size}: truncated")
+    _, version, code, sequences, entries = _HEADER.unpack(raw)
+    if version != 1 or code not in _DTYPES or entries < 1:
+        known = ", ".join(map(str, _DTYPES))
+        found = f"version {version}, dtype code {code}, {entries} document entries"
+        raise DataError(f"{path}: {found}; readable are version 1, codes {known}, at least 1 entry")
+    return np.dtype(_DTYPES[code]).newbyteorder("<"), sequences, entries
+
+
+def _cut_index(raw: Array, path: Path, sequences: int, entries: int) -> tuple[Array, Array, Array]:
+    expected = _HEADER.size + 12 * sequences + 8 * entries
+    if raw.size not in (expected, expected + sequences):
+        raise DataError(
+            f"{path} has {raw.size} bytes, but {sequences} sequences and {entries - 1} documents need {expected}: "
+            "truncated or damaged\n  try: make the token file again"
+        )
+    offsets_at, documents_at = _HEADER.size + 4 * sequences, _HEADER.size + 12 * sequences
+    lengths, offsets = raw[_HEADER.size : offsets_at], raw[offsets_at:documents_at]
+    return lengths.view("<i4"), offsets.view("<i8"), raw[documents_at:expected].view("<i8")
+
+
+def _expected_bytes(lengths: Array, offsets: Array, dtype: np.dtype[Any]) -> int:
+    return int(offsets[-1]) + int(lengths[-1]) * dtype.itemsize if len(lengths) else 0
+
+
+def _check_data(path: Path, found: int, expected: int, dtype: np.dtype[Any]) -> None:
+    if found != expected:
+        state = "truncated" if found < expected else "longer than it should be"
+        raise DataError(
+            f"{path} has {found} bytes, its index says {expected} ({expected // dtype.itemsize} tokens of "
+            f"{dtype.itemsize} bytes): {state}\n  try: make the token file again"
+        )
+
+
+def _joined(parts: list[Array], dtype: np.dtype[Any]) -> Array:
+    return np.concatenate([np.empty(0, dtype), *parts]).astype(dtype, copy=False)
+
+
+def _finish(file: BinaryIO) -> None:
+    if not file.closed:
+        file.flush()
+        os.fsync(file.fileno())
+        file.close()

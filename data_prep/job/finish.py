@@ -1,0 +1,215 @@
+"""The end of a job: everything that lies beside the shards, and the rename that makes the output."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from data_prep.config.corpus import TOKENIZER_PARENT, CorpusConfig, differing
+from data_prep.formats.tokenfile import SPLITS
+from data_prep.job.directory import Job
+from data_prep.job.dropped_duplicates import COPIES, copies_counted
+from data_prep.job.survey import raise_empty
+from data_prep.sources.bad_records import BadCount
+from data_prep.sources.records import Bad
+from data_prep.task import read_marker
+from data_prep.tasks.cleaning import DROPPED_TEXTS
+from data_prep.tasks.make_tokenizer import folder_of
+from data_prep.tasks.map import counts_of
+from data_prep.tasks.sorted_runs import runs_of
+from data_prep.tasks.texts import BAD_RECORDS
+from headrace.base.directory import Manifest, commit, read_manifest
+from headrace.base.errors import DataError
+
+SKIPPED, SOURCES = "skipped.jsonl", "sources.jsonl"
+
+
+def checked_markers(job: Job) -> list[dict[str, Any]]:
+    """What the map tasks said, in order.
+
+    Raises:
+        DataError: some have not finished, or have fewer runs than they had written; too much was unreadable, or a
+            split is empty.
+    """
+    tasks = len(job.load_plan())
+    found = [read_marker(job.map_directory(i)) for i in range(tasks)]
+    missing = [i for i, done in enumerate(found) if done is None]
+    if missing:
+        few = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
+        raise DataError(
+            f"{len(missing)} of {tasks} map tasks have not finished: {few}\n  try: run them, then reduce again"
+        )
+    markers = [done for done in found if done is not None]
+    for i, done in enumerate(markers):
+        directory = job.map_directory(i)
+        if (runs := len(runs_of(directory))) != done["runs"]:
+            why = f"{directory} holds {runs} runs, and {done['runs']} were written"
+            raise DataError(f"{why}\n  try: remove it and run again")
+    BadCount(job.config).add_all(_bad_records(job, tasks))
+    documents = counts_of(markers)[:, :, 0].sum(axis=0).tolist()
+    raise_empty(dict(zip(SPLITS, documents, strict=True)), job.config, dropped=counted(markers, "dropped"))
+    return markers
+
+
+def finish(
+    job: Job, *, markers: list[dict[str, Any]], results: list[tuple[str, dict[str, Any]]], tokenizer: str | None
+) -> Manifest:
+    """Completes `out/` and commits it as the output; then the job directory goes.
+
+    Args:
+        markers: of the map tasks, in order. results: of the reduce tasks with their splits, in order.
+        tokenizer: fingerprint of the given tokenizer's files.
+    """
+    shards = {split: [done for its, done in results if its == split] for split in SPLITS}
+    known = {f"{s}/{e['name']}{suffix}": sha for s in SPLITS for e in shards[s] for suffix, sha in e["sha256"].items()}
+    files = _write_sources(job.out / SOURCES, markers)
+    _write_skipped(job, len(markers))
+    _copy_tokenizer(folder_of(job.tokenizer), job.out / "tokenizer")
+    _remove_others(job.out, set(known))
+    _write_dropped(job, len(markers))
+    details = {
+        "tokenizer": read_marker(job.tokenizer),
+        "splits": {split: _split_entry(shards[split], job.config) for split in SPLITS},
+        **{key: counted(markers, key) for key in ("skipped", "edited")},
+        "dropped": counted(markers, "dropped") | copies_counted(job),
+        "cleaning": (job.saved_identity() or {}).get("cleaning"),
+    }
+    identity, parents = job.config.identity(), _parents(job, files, tokenizer)
+    manifest = commit(
+        job.out, job.output, kind="tokens", config=identity, parents=parents, details=details, known_sha256=known
+    )
+    job.remove()
+    return manifest
+
+
+def is_finished(job: Job, identity: dict[str, Any]) -> bool:
+    """Whether the output is there, made with this config from files of these names and sizes.
+
+    Raises:
+        DataError: there is something of another making under the output's name.
+    """
+    if not job.output.exists():
+        return False
+    manifest = read_manifest(job.output, kind="tokens")
+    inputs = _listing(job.output / SOURCES, {s.label for s in job.config.sources if s.builder})
+    tokenizer = manifest.parents.get(TOKENIZER_PARENT, {}).get("fingerprint")
+    found = [] if inputs == identity["inputs"] else ["inputs"]
+    found += [] if tokenizer == identity["tokenizer"] else ["tokenizer"]
+    found += [] if manifest.details.get("cleaning") == identity["cleaning"] else ["cleaning"]
+    found += differing(identity["config"], manifest.config)
+    if found:
+        raise DataError(
+            f"{job.output} exists, and was made differently: {', '.join(found)}\n  try: remove it, or another output"
+        )
+    return True
+
+
+def _listing(path: Path, builders: set[str]) -> str:
+    """`listing_fingerprint` of the sources that an output was made from, without those of builders."""
+    digest = hashlib.sha256()
+    with path.open() as lines:
+        for line in map(json.loads, lines):
+            if line["source"] not in builders:
+                digest.update(json.dumps([line["source"], line["file"], line["bytes"]]).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _bad_records(job: Job, tasks: int) -> Iterator[Bad]:
+    for i in range(tasks):
+        with (job.map_directory(i) / BAD_RECORDS).open() as lines:
+            yield from (Bad(**json.loads(line)) for line in lines)
+
+
+def _write_skipped(job: Job, tasks: int) -> None:
+    with (job.out / SKIPPED).open("wb") as out:
+        for i in range(tasks):
+            out.write((job.map_directory(i) / BAD_RECORDS).read_bytes())
+
+
+def _write_dropped(job: Job, tasks: int) -> None:
+    if job.config.list_dropped == "no":
+        return
+    with (job.out / DROPPED_TEXTS).open("wb") as out:
+        for i in range(tasks):
+            with (job.map_directory(i) / DROPPED_TEXTS).open("rb") as listed:
+                shutil.copyfileobj(listed, out)
+        if (job.root / COPIES).exists():
+            with (job.root / COPIES).open("rb") as listed:
+                shutil.copyfileobj(listed, out)
+
+
+def counted(markers: list[dict[str, Any]], key: str) -> dict[str, int]:
+    """The sum of what the map tasks have counted under a key."""
+    total: Counter[str] = sum((Counter(marker[key]) for marker in markers), Counter())
+    return dict(sorted(total.items()))
+
+
+def _write_sources(path: Path, markers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One line per input file: source, file, bytes, xxh128. A file read in parts has the sum of its parts' sums."""
+    files: list[dict[str, Any]] = []
+    with path.open("w", encoding="ascii") as out:
+        sums: list[str] = []
+        for source, file, size, part, parts, xxh128 in (entry for marker in markers for entry in marker["files"]):
+            sums.append(xxh128)
+            if part == parts - 1:
+                whole = xxh128 if parts == 1 else xxhash.xxh3_128_hexdigest("".join(sums).encode())
+                files.append({"source": source, "file": file, "bytes": size, "parts": parts, "xxh128": whole})
+                out.write(json.dumps(files[-1]) + "\n")
+                sums = []
+    return files
+
+
+def _parents(job: Job, files: list[dict[str, Any]], tokenizer: str | None) -> dict[str, Any]:
+    """By source: where it lay, and one hash over its files' names, sizes and sums."""
+    parents: dict[str, Any] = {}
+    for source in job.config.sources:
+        own = [f for f in files if f["source"] == source.label]
+        digest = hashlib.sha256("".join(json.dumps([f["file"], f["bytes"], f["xxh128"]]) + "\n" for f in own).encode())
+        parents[source.label] = {
+            "path": source.path if source.builder is None else source.builder,
+            "fingerprint": digest.hexdigest(),
+            "files": len(own),
+            "bytes": sum(f["bytes"] for f in own),
+        }
+    if tokenizer is not None:
+        parents[TOKENIZER_PARENT] = {"path": job.config.tokenizer.path, "fingerprint": tokenizer}
+    return parents
+
+
+def _split_entry(shards: list[dict[str, Any]], config: CorpusConfig) -> dict[str, Any]:
+    labels = [source.label for source in config.sources]
+    entries = [{**shard, "source": labels[shard["source"]]} for shard in shards]
+    for entry in entries:
+        del entry["sha256"], entry["lengths"]
+    sources = {label: _sums([s for s in shards if labels[s["source"]] == label]) for label in labels}
+    return {**_sums(shards), "shards": entries, "sources": {k: v for k, v in sources.items() if v["documents"]}}
+
+
+def _sums(shards: list[dict[str, Any]]) -> dict[str, Any]:
+    """Documents, tokens and bytes; `lengths`: how many documents have 2^k up to 2^(k + 1) - 1 tokens, by k."""
+    sums: dict[str, Any] = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes")}
+    lengths = [sum(column) for column in zip(*(shard["lengths"] for shard in shards), strict=True)]
+    while lengths and not lengths[-1]:
+        lengths.pop()
+    return sums | {"lengths": lengths}
+
+
+def _copy_tokenizer(folder: Path, target: Path) -> None:
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(folder, target, copy_function=shutil.copyfile)
+
+
+def _remove_others(out: Path, shards: set[str]) -> None:
+    """A commit that was killed may have left a half-written manifest."""
+    for path in out.rglob("*"):
+        name = path.relative_to(out).as_posix()
+        known = name in shards | {SKIPPED, SOURCES, DROPPED_TEXTS} or name.startswith("tokenizer/")
+        if path.is_file() and not known:
+            path.unlink()

@@ -1,0 +1,142 @@
+"""Telling how far a job is: one rich bar on a terminal, a plain line every ten seconds elsewhere (both on stderr).
+
+Whoever works on a job also writes its counts into the job directory once a second, for `status` in another terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from data_prep.task import Counts
+
+_PLAIN_EVERY_S = 10.0
+_WRITTEN_EVERY_S = 1.0
+_REASONS = 3
+
+
+class Display:
+    """Counts of one phase. Rates are of this process since it began, over what it did itself.
+
+    MB are 10^6 bytes of UTF-8 text; the share done and the time left go by bytes of input as stored.
+    """
+
+    def __init__(
+        self,
+        phase: str,
+        *,
+        total_bytes: int = 0,
+        done_bytes: int = 0,
+        total_tokens: int = 0,
+        note: Path | None = None,
+    ) -> None:
+        """`done_bytes` of `total_bytes` were finished by an earlier run. A phase without input goes by its tokens.
+
+        Args:
+            note: the file in which `status` finds the counts.
+        """
+        self.phase, self.total_bytes, self.done_bytes, self.total_tokens = phase, total_bytes, done_bytes, total_tokens
+        self.counts = Counts()
+        self.began = time.monotonic()
+        self.ended: float | None = None
+        self._said = self.began
+        self._note, self._noted = note, self.began - _WRITTEN_EVERY_S
+        console = Console(stderr=True)
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            percentage = TextColumn("{task.percentage:>3.0f}% {task.fields[line]}")
+            columns = (TextColumn("{task.description}"), BarColumn(), percentage)
+            self._bar = Progress(*columns, console=console, transient=True)
+            # without anything to count, the bar moves to and fro
+            total = total_bytes or total_tokens or None
+            self._task = self._bar.add_task(phase, total=total, completed=done_bytes, line="")
+
+    def add(self, counts: Counts) -> None:
+        """Adds what was done since the last call and shows it when it is time."""
+        self.counts = self.counts + counts
+        now = time.monotonic()
+        if now - self._noted >= _WRITTEN_EVERY_S:
+            self._noted = now
+            self._write_note()
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._done(), line=self.line())
+        elif now - self._said >= _PLAIN_EVERY_S:
+            self._said = now
+            print(f"{self.phase}: {100 * self.share():.0f}% {self.line()}", file=sys.stderr, flush=True)
+
+    def line(self) -> str:
+        """MB/s, documents/s, tokens, what was dropped and why, and the time left."""
+        c, seconds = self.counts, max(self.seconds(), 1e-9)
+        rate = f"{self.mb_per_s():.1f} MB/s, " if self.total_bytes else ""
+        dropped = sorted(c.dropped.items(), key=lambda item: -item[1])
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in dropped[:_REASONS])
+        left = self._seconds_left()
+        eta = "" if left is None else f", {left // 60:.0f}:{left % 60:02.0f} left"
+        return (
+            f"{rate}{c.documents / seconds:,.0f} documents/s, {c.tokens:,} tokens"
+            f"{f', dropped {reasons}' if reasons else ''}{eta}"
+        )
+
+    def share(self) -> float:
+        """How much is done, from 0 to 1."""
+        return self._done() / (self.total_bytes or self.total_tokens or 1)
+
+    def seconds(self) -> float:
+        """Since the phase began in this process, until it ended."""
+        return (self.ended or time.monotonic()) - self.began
+
+    def mb_per_s(self) -> float:
+        """10^6 bytes of text per second."""
+        return self.counts.text_bytes / 1e6 / max(self.seconds(), 1e-9)
+
+    def __enter__(self) -> Display:
+        self._write_note()
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.ended = time.monotonic()
+        self._write_note()
+        if self._bar is not None:
+            self._bar.stop()
+
+    def told(self) -> dict[str, Any]:
+        """The counts as JSON."""
+        return {
+            "phase": self.phase,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "seconds": round(self.seconds(), 3),
+            "share": round(self.share(), 4),
+            "line": self.line(),
+            "ended": self.ended is not None,
+        }
+
+    def _write_note(self) -> None:
+        if self._note is None:
+            return
+        partial = self._note.with_name(f".{self._note.name}.partial")
+        with suppress(OSError):  # a full disk is for the tasks to say
+            self._note.parent.mkdir(exist_ok=True)
+            partial.write_text(json.dumps(self.told()))
+            partial.rename(self._note)
+
+    def _done(self) -> int:
+        return self.done_bytes + self.counts.input_bytes if self.total_bytes else self.counts.tokens
+
+    def _seconds_left(self) -> float | None:
+        mine = self.counts.input_bytes if self.total_bytes else self.counts.tokens
+        if not mine:
+            return None
+        return self.seconds() * ((self.total_bytes or self.total_tokens) - self._done()) / mine

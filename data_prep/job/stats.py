@@ -1,0 +1,142 @@
+"""What is in a tokens directory, by source: `python -m data_prep stats DIR [--html FILE]`. From the manifest alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from headrace.base.directory import read_manifest
+
+_BAR = 30
+_WIDTH, _HEIGHT, _GAP = 560, 120, 2
+
+
+@dataclass(frozen=True)
+class SourceStats:
+    """One source in one split. lengths[k]: documents of 2^k up to 2^(k + 1) - 1 tokens."""
+
+    split: str
+    source: str
+    documents: int
+    tokens: int
+    bytes: int
+    lengths: tuple[int, ...]
+
+    @property
+    def bytes_per_token(self) -> float:
+        """UTF-8 bytes of text per token."""
+        return self.bytes / max(1, self.tokens)
+
+
+def read_stats(directory: Path) -> tuple[list[SourceStats], dict[str, int]]:
+    """The sources of every split, and how many records were left out by reason.
+
+    Raises:
+        DataError: no tokens directory.
+    """
+    details = read_manifest(directory, kind="tokens").details
+    rows = [
+        SourceStats(split, source, sums["documents"], sums["tokens"], sums["bytes"], tuple(sums["lengths"]))
+        for split, entry in details["splits"].items()
+        for source, sums in entry.get("sources", {}).items()
+    ]
+    return rows, details["skipped"] | details.get("dropped", {})
+
+
+def show(rows: list[SourceStats], left_out: dict[str, int], *, console: Console | None = None) -> None:
+    """Prints tables."""
+    console = console or Console()
+    table = Table(box=None, pad_edge=False)
+    for name, side in (("split", "left"), ("source", "left")):
+        table.add_column(name, justify=side)  # type: ignore[arg-type]
+    for name in ("documents", "tokens", "share", "bytes/token", "tokens/document"):
+        table.add_column(name, justify="right")
+    totals = {row.split: sum(r.tokens for r in rows if r.split == row.split) for row in rows}
+    for row in rows:
+        share = f"{100 * row.tokens / max(1, totals[row.split]):.1f} %"
+        mean = f"{row.tokens / max(1, row.documents):,.0f}"
+        counts = (f"{row.documents:,}", f"{row.tokens:,}", share, f"{row.bytes_per_token:.3f}", mean)
+        table.add_row(row.split, row.source, *counts)
+    console.print(table)
+    console.print("\ntokens per document, all sources:")
+    lengths = _summed(rows)
+    for k, count in enumerate(lengths):
+        if count:
+            bar = "█" * max(1, round(_BAR * count / max(lengths)))
+            console.print(f"{1 << k:>12,} - {(2 << k) - 1:<12,} {count:>14,} {bar}", highlight=False)
+    console.print("\nleft out:" if left_out else "\nnothing was left out")
+    for reason, count in sorted(left_out.items(), key=lambda item: -item[1]):
+        console.print(f"{count:>14,}  {reason}", highlight=False)
+
+
+def page(directory: Path, rows: list[SourceStats], left_out: dict[str, int]) -> str:
+    """The same as a page of HTML that needs nothing else."""
+    body = [f"<h1>{escape(str(directory))}</h1>", _html_table(rows)]
+    for row in rows:
+        title = f"{row.split}, {row.source}: documents by tokens"
+        body.append(f"<h2>{escape(title)}</h2>{_histogram(row.lengths, title)}")
+    body.append("<h2>Left out</h2>" + _reasons(left_out))
+    return _PAGE.replace("BODY", "\n".join(body)).replace("TITLE", escape(directory.name))
+
+
+def _summed(rows: list[SourceStats]) -> list[int]:
+    sums = [0] * max((len(row.lengths) for row in rows), default=0)
+    for row in rows:
+        for k, count in enumerate(row.lengths):
+            sums[k] += count
+    return sums
+
+
+def _html_table(rows: list[SourceStats]) -> str:
+    head = "".join(f"<th>{name}</th>" for name in ("split", "source", "documents", "tokens", "bytes per token"))
+    cells = (
+        (row.split, row.source, f"{row.documents:,}", f"{row.tokens:,}", f"{row.bytes_per_token:.3f}") for row in rows
+    )
+    lines = ("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>" for line in cells)
+    return f"<table><tr>{head}</tr>{''.join(lines)}</table>"
+
+
+def _histogram(lengths: tuple[int, ...], title: str) -> str:
+    highest, step = max([*lengths, 1]), _WIDTH / max(1, len(lengths))
+    bars: list[str] = []
+    for k, count in enumerate(lengths):
+        height = _HEIGHT * count / highest
+        words = f"{1 << k:,} to {(2 << k) - 1:,} tokens: {count:,} documents"
+        place = f'x="{k * step:.1f}" y="{_HEIGHT - height:.1f}" width="{step - _GAP:.1f}" height="{height:.1f}"'
+        label = f'<text x="{k * step + step / 2:.1f}" y="{_HEIGHT + 14}">{_short(1 << k)}</text>'
+        bars.append(f"<rect {place}><title>{words}</title></rect>{label}")
+    size = f'viewBox="0 0 {_WIDTH} {_HEIGHT + 20}" width="{_WIDTH}"'
+    return f'<svg {size} role="img" aria-label="{escape(title)}">{"".join(bars)}</svg>'
+
+
+def _reasons(left_out: dict[str, int]) -> str:
+    if not left_out:
+        return "<p>Nothing.</p>"
+    rows = (f"<tr><td>{escape(r)}</td><td>{n:,}</td></tr>" for r, n in sorted(left_out.items(), key=lambda i: -i[1]))
+    return f"<table><tr><th>reason</th><th>documents</th></tr>{''.join(rows)}</table>"
+
+
+def _short(tokens: int) -> str:
+    return f"{tokens}" if tokens < 1024 else f"{tokens >> 10}K" if tokens < 1 << 20 else f"{tokens >> 20}M"
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>TITLE</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>
+:root { color-scheme: light dark; --bar: #2a6f97; }
+@media (prefers-color-scheme: dark) { :root { --bar: #61a5c2; } }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; } th, td { padding: .2rem .8rem .2rem 0; text-align: right; }
+th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) { text-align: left; }
+th { border-bottom: 1px solid; font-weight: 600; } h2 { font-size: 1rem; margin-top: 2rem; }
+svg { max-width: 100%; height: auto; } rect { fill: var(--bar); }
+text { font-size: 10px; fill: currentColor; text-anchor: middle; }
+</style></head><body>
+BODY
+</body></html>
+"""

@@ -1,0 +1,91 @@
+"""How far a job is, seen from outside: from the job directory alone, whoever works on it and wherever."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_prep.config.corpus import CorpusConfig
+from data_prep.job.directory import Job
+from data_prep.job.phases import phases_of
+from headrace.base.directory import read_manifest
+from headrace.base.errors import DataError
+
+_QUIET_S = 30.0
+"""Without a sign for so long, a process is said to be silent."""
+
+
+@dataclass(frozen=True)
+class PhaseStatus:
+    """Tasks of a phase. total: None where that is not known before the phase before has finished."""
+
+    name: str
+    finished: int
+    total: int | None
+
+
+def report(config: CorpusConfig) -> list[str]:
+    """Lines that say how far a job is.
+
+    Raises:
+        DataError: there is neither a job nor an output.
+    """
+    job = Job(config)
+    if not job.root.is_dir():
+        if not job.output.exists():
+            raise DataError(f"there is no job in {job.root}, and no {job.output}\n  try: start it")
+        read_manifest(job.output, kind="tokens")
+        return [f"{job.output} is finished"]
+    if job.saved_identity() is None:
+        return [f"{job.root}: looking at the inputs"]
+    lines = [_line(phase) for phase in phases(job) if phase.total != 0]
+    return lines + [_worker(note, age) for note, age in _notes(job.root)]
+
+
+def phases(job: Job) -> list[PhaseStatus]:
+    """The phases of a planned job and how many of their tasks have finished."""
+    tokenizer = job.tokenizer_task(job.load_plan())
+    found = [PhaseStatus("tokenizer", int(tokenizer.finished), 1)]
+    for phase in phases_of(job.config):
+        try:
+            tasks = phase.tasks(job)
+        except DataError:  # what comes before has not finished
+            found.append(PhaseStatus(phase.name, 0, None))
+        else:
+            found.append(PhaseStatus(phase.name, sum(task.finished for task in tasks), len(tasks)))
+    return found
+
+
+def _line(phase: PhaseStatus) -> str:
+    if phase.total is None:
+        return f"{phase.name:>10}: waits"
+    return f"{phase.name:>10}: {phase.finished:,} of {phase.total:,} tasks finished"
+
+
+def _worker(note: dict[str, Any], age_s: float) -> str:
+    who = f"{note['host']}:{note['pid']}"
+    if note["ended"]:
+        return f"  {who} ended {note['phase']} after {note['seconds']:,.0f} s"
+    silent = f", silent for {age_s:,.0f} s" if age_s > _QUIET_S else ""
+    return f"  {who} {note['phase']} {100 * note['share']:.0f}% {note['line']}{silent}"
+
+
+def _notes(root: Path) -> list[tuple[dict[str, Any], float]]:
+    """What the processes of a job have written last, and how many seconds ago by the clock of its file system."""
+    now = _now(root)
+    found = []
+    for path in sorted((root / "progress").glob("[!.]*.json")):
+        with suppress(OSError, ValueError):  # replaced or removed this moment
+            found.append((json.loads(path.read_text()), max(0.0, now - path.stat().st_mtime)))
+    return found
+
+
+def _now(root: Path) -> float:
+    """The time as the file system has it: the clocks of machines differ."""
+    with suppress(OSError), tempfile.NamedTemporaryFile(dir=root, prefix=".clock") as file:
+        return Path(file.name).stat().st_mtime
+    return max(path.stat().st_mtime for path in root.iterdir())

@@ -1,0 +1,164 @@
+"""What can be refused before any work: inputs that are not there, cannot be opened, or hold no documents to split."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from data_prep.clean.chain import build, versions
+from data_prep.config.corpus import CorpusConfig, Source
+from data_prep.formats.tokenfile import SPLITS
+from data_prep.hashing import HELDOUT, below, content_hashes
+from data_prep.sources.bad_records import BadCount
+from data_prep.sources.bytesource import DamagedFileError
+from data_prep.sources.listing import ResolvedSource, resolve
+from data_prep.sources.read_unit import read_unit, wanted_of
+from data_prep.sources.records import DAMAGED_FILE, Bad, Batch
+from data_prep.sources.units import Unit
+from data_prep.tokenizer.files import check_path, content_fingerprint
+from headrace.base.directory import sha256_of_file
+from headrace.base.errors import ConfigError, DataError
+
+_SHOWN = 5  # damaged files in a message
+
+
+def resolve_all(config: CorpusConfig, *, without: Iterable[Path]) -> list[ResolvedSource | None]:
+    """The files of every source; None for a builder, whose files are not there yet.
+
+    Raises:
+        ConfigError: a path that names nothing. DataError: nothing but empty files.
+    """
+    hidden = list(without)
+    found = [
+        None if source.builder else resolve(source, at=f"sources.{i}", without=hidden)
+        for i, source in enumerate(config.sources)
+    ]
+    if not any(source is None or source.bytes for source in found):
+        raise DataError("the corpus is empty: all its files have 0 bytes\n  try: look at the paths of the sources")
+    return found
+
+
+def check_tables(config: CorpusConfig, resolved: Iterable[ResolvedSource]) -> None:
+    """Opens every parquet and Arrow file for its schema.
+
+    Raises:
+        ConfigError: a column is missing. DataError: more damaged files than the config allows.
+    """
+    by_label = {source.label: (i, source) for i, source in enumerate(config.sources)}
+    damaged: list[Bad] = []
+    for source in resolved:
+        i, given = by_label[source.label]
+        if source.type in ("parquet", "datasets"):
+            damaged += _damaged(source, given, at=f"sources.{i}")
+    BadCount(config).add_all(damaged)
+
+
+def check_cleaning(config: CorpusConfig) -> dict[str, Any] | None:
+    """What else the cleaning steps depend on: the sums of the files they read, and versions of libraries.
+
+    Raises:
+        ConfigError: a file or a package is missing.
+    """
+    if not config.clean:
+        return None
+    build(config.clean)  # refuses what would fail in every task
+    files = sorted({file for section in config.clean for file in section.files()})
+    return {"files": {file: sha256_of_file(Path(file)) for file in files}, "versions": versions(config.clean)}
+
+
+def tokenizer_identity(config: CorpusConfig) -> str | None:
+    """Fingerprint of the given tokenizer's files and chat template, or None when nothing is given.
+
+    Raises:
+        ConfigError: the path is no tokenizer, or there is no such template.
+    """
+    section, prints = config.tokenizer, list[str]()
+    if section.path is not None:
+        check_path(section.path)
+        prints.append(content_fingerprint(section.path))
+    if section.chat_template is not None:
+        if not Path(section.chat_template).is_file():
+            remedy = "a Jinja file; the path is relative to the directory you are in"
+            raise ConfigError("tokenizer.chat_template", section.chat_template, why="no such file", remedy=remedy)
+        prints.append(sha256_of_file(Path(section.chat_template)))
+    return "-".join(prints) or None
+
+
+def check_documents(units: Iterable[Unit], config: CorpusConfig) -> None:
+    """Reads until every split has a document: about 1 / heldout_fraction documents, all of them only if one has none.
+
+    Raises:
+        DataError: no documents at all, none in a split, or more unreadable records than the config allows.
+    """
+    sources = {source.label: source for source in config.sources}
+    found: Counter[str] = Counter()
+    bad = BadCount(config)
+    damaged: list[str] = []
+    for unit in units:
+        for record in read_unit(unit, wanted_of(sources[unit.source])):
+            if isinstance(record, Bad):
+                bad.add(record)
+                bad.check()
+                if record.reason == DAMAGED_FILE:
+                    damaged.append(f"  {record.source}: {record.place()}: {record.detail}")
+            elif _count(record, found, config):
+                return
+    if not found:
+        raise _no_documents(bad.records, damaged)
+    raise_empty(found, config)
+
+
+def raise_empty(documents: dict[str, int], config: CorpusConfig, *, dropped: dict[str, int] | None = None) -> None:
+    """Refuses a corpus of which a split gets nothing.
+
+    Args:
+        documents: of each split.
+        dropped: by cleaning, by reason.
+
+    Raises:
+        DataError: names the split, and the fraction that would be enough.
+    """
+    for split in SPLITS:
+        if not documents.get(split):
+            total = sum(documents.values())
+            fraction = config.heldout_fraction
+            better = "more documents, or another seed"
+            if split == "heldout" and total > 1:
+                better = f"heldout_fraction {min(0.5, 5 / total):.2g}, another seed, or more documents"
+            if dropped:
+                most = sorted(dropped.items(), key=lambda item: -item[1])[:3]
+                better = f"milder cleaning ({', '.join(f'{n:,} {reason}' for reason, n in most)}), or {better}"
+            why = f"of {total} documents, heldout_fraction {fraction} and seed {config.seed} leave none for '{split}'"
+            raise DataError(f"{why}\n  try: {better}")
+
+
+def _count(batch: Batch, found: Counter[str], config: CorpusConfig) -> bool:
+    texts = [text for text in batch.texts if text]
+    if texts:
+        hashes = content_hashes(texts)[:, 0]
+        heldout = below(hashes, share=config.heldout_fraction, seed=config.seed, purpose=HELDOUT)
+        found += Counter({"heldout": int(heldout.sum()), "train": int((~heldout).sum())})
+    return all(found[split] for split in SPLITS)
+
+
+def _no_documents(unreadable: int, damaged: list[str]) -> DataError:
+    why = f"the corpus has no documents with text in them ({unreadable} unreadable records)"
+    if not damaged:
+        return DataError(f"{why}\n  try: look at the paths and the text_field of the sources")
+    shown = damaged[:_SHOWN] + ([f"  ... and {len(damaged) - _SHOWN} more"] if len(damaged) > _SHOWN else [])
+    return DataError("\n".join([f"{why}, and files of it are damaged:", *shown, "  try: mend or replace them"]))
+
+
+def _damaged(source: ResolvedSource, given: Source, *, at: str) -> list[Bad]:
+    from data_prep.sources import hf, parquet  # noqa: PLC0415
+
+    check = parquet.check if source.type == "parquet" else hf.check
+    damaged = []
+    for file in source.files:
+        try:
+            check(file.path, at=at, wanted=wanted_of(given))
+        except DamagedFileError as error:
+            damaged.append(Bad(source.label, file.name, "file", None, DAMAGED_FILE, str(error)))
+    return damaged

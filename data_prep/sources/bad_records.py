@@ -1,0 +1,55 @@
+"""How much may be unreadable, and the message when it is more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from data_prep.config.corpus import CorpusConfig
+from data_prep.sources.records import DAMAGED_FILE, Bad
+from headrace.base.errors import DataError
+
+_SHOWN = 5
+
+
+class BadCount:
+    """Counts unreadable records and files against the config's limits; keeps the first few for the message."""
+
+    def __init__(self, config: CorpusConfig) -> None:
+        self.records = 0
+        self._files: set[tuple[str, str]] = set()
+        self._first_records: list[Bad] = []
+        self._first_files: list[Bad] = []
+        self._config = config
+
+    def add(self, bad: Bad) -> None:
+        """Counts one more; a file is counted once, however often it turns up."""
+        if bad.reason != DAMAGED_FILE:
+            self.records += 1
+            self._first_records += [bad] if len(self._first_records) < _SHOWN else []
+        elif (bad.source, bad.file) not in self._files:
+            self._files.add((bad.source, bad.file))
+            self._first_files += [bad] if len(self._first_files) < _SHOWN else []
+
+    def check(self) -> None:
+        """Raises when a limit is passed.
+
+        Raises:
+            DataError: with the first few places and reasons, and the limit that would let them pass.
+        """
+        self._check_one("files", len(self._files), self._config.max_bad_files, self._first_files)
+        self._check_one("records", self.records, self._config.max_bad_records, self._first_records)
+
+    def add_all(self, listed: Iterable[Bad]) -> None:
+        """Counts all, then checks, so that the message has the full number."""
+        for bad in listed:
+            self.add(bad)
+        self.check()
+
+    def _check_one(self, noun: str, found: int, limit: int, first: list[Bad]) -> None:
+        if found <= limit:
+            return
+        lines = [f"  {bad.source}: {bad.place()}: {bad.reason} ({bad.detail})" for bad in first]
+        lines += [f"  ... and {found - len(first)} more"] if found > len(first) else []
+        remedy = f"mend them, or set max_bad_{noun} to {found} or more to leave them out"
+        shown = "\n".join(lines)
+        raise DataError(f"{found} unreadable {noun} so far, max_bad_{noun} is {limit}:\n{shown}\n  try: {remedy}")

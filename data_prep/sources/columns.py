@@ -1,0 +1,106 @@
+"""From Arrow batches to documents: what parquet and `datasets` share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+
+from data_prep.sources.conversation import ConversationError, canonical
+from data_prep.sources.records import Bad, Batch, Wanted
+from headrace.base.errors import ConfigError
+
+
+def check_schema(schema: Any, *, path: str, at: str, wanted: Wanted) -> None:
+    """Refuses a table without the columns that the config names.
+
+    Raises:
+        ConfigError: a column is missing, or the text column holds no strings.
+    """
+    text = "messages_field" if wanted.conversation else "text_field"
+    for key, column in ((text, wanted.text), ("id_field", wanted.id), ("tools_field", wanted.tools)):
+        if column is not None and column not in schema.names:
+            raise ConfigError(f"{at}.{key}", column, why=f"{path} has no such column", remedy=", ".join(schema.names))
+    kind = schema.field(wanted.text).type
+    if wanted.conversation:
+        if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+            why, remedy = f"the column in {path} holds {kind}", "a column with a list of messages in each row"
+            raise ConfigError(f"{at}.messages_field", wanted.text, why=why, remedy=remedy)
+        return
+    plain = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if not (pa.types.is_string(plain) or pa.types.is_large_string(plain) or pa.types.is_string_view(plain)):
+        strings = [f.name for f in schema if "string" in str(f.type)]
+        remedy = f"columns of strings: {', '.join(strings) or 'none'}"
+        raise ConfigError(f"{at}.text_field", wanted.text, why=f"the column in {path} holds {kind}", remedy=remedy)
+
+
+def batches(batch: Any, *, first_row: int, source: str, file: str, wanted: Wanted) -> Iterator[Batch | Bad]:
+    """Yields the rows of a record batch, whose first row is row `first_row` of the file."""
+    extra = {name: _cells(batch.column(name)) for name in wanted.extra if name in batch.schema.names}
+    texts = _conversations(batch, wanted) if wanted.conversation else _cells(batch.column(wanted.text))
+    made = Batch()
+    for i, text in enumerate(texts):
+        refused = _refused(text, i, extra, wanted)
+        if refused is not None:
+            if made.texts:
+                yield made
+                made = Batch()
+            yield Bad(source, file, "row", first_row + i, *refused)
+            continue
+        if wanted.extra:
+            made.fields.append({name: extra[name][i] if name in extra else None for name in wanted.extra})
+        if made.add(text, first_row + i):
+            yield made
+            made = Batch()
+    if made.texts:
+        yield made
+
+
+def _cells(column: Any) -> list[Any]:
+    """Values, None for null, and the error of what is not UTF-8."""
+    try:
+        cells: list[Any] = column.to_pylist()
+    except UnicodeDecodeError:
+        cells = [_cell(cell) for cell in column]
+    return cells
+
+
+def _cell(cell: Any) -> Any:
+    try:
+        return cell.as_py()
+    except UnicodeDecodeError as error:
+        return error
+
+
+def _conversations(batch: Any, wanted: Wanted) -> list[Any]:
+    """Conversations as lines of JSON, and the error of what is none."""
+    tools = [None] * batch.num_rows if wanted.tools is None else _cells(batch.column(wanted.tools))
+    return [_conversation(*cells) for cells in zip(_cells(batch.column(wanted.text)), tools, strict=True)]
+
+
+def _conversation(messages: Any, tools: Any) -> Any:
+    for cell in (messages, tools):
+        if isinstance(cell, UnicodeDecodeError):
+            return cell
+    try:
+        return canonical(messages, tools)
+    except (ConversationError, TypeError) as error:
+        return error
+
+
+def _refused(text: Any, row: int, extra: dict[str, list[Any]], wanted: Wanted) -> tuple[str, str] | None:
+    """Reason and detail of a row that is not taken."""
+    if isinstance(text, UnicodeDecodeError):
+        return "not UTF-8", str(text)
+    if extra:  # of every row, and most sources have none
+        for name, column in extra.items():
+            if isinstance(column[row], UnicodeDecodeError):
+                return "not UTF-8", f"'{name}': {column[row]}"
+    if wanted.conversation and not isinstance(text, str):
+        return "not a conversation", str(text)
+    if text is None:
+        return "text is not a string", f"'{wanted.text}' is null"
+    if wanted.id is not None and extra[wanted.id][row] is None:
+        return "no id", f"'{wanted.id}' is null"
+    return None

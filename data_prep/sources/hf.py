@@ -1,0 +1,51 @@
+"""Hugging Face `datasets` on disk, read as the Arrow streams they consist of; `saved.py` knows which these are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+
+from data_prep.sources import columns
+from data_prep.sources.bytesource import DamagedFileError
+from data_prep.sources.records import Bad, Batch, Wanted
+
+
+def check(path: str, *, at: str, wanted: Wanted) -> None:
+    """Reads the schema and refuses a file without the columns.
+
+    Raises:
+        DamagedFileError: no readable schema. ConfigError: a column is missing or holds no strings.
+    """
+    columns.check_schema(_open(path).schema, path=path, at=at, wanted=wanted)
+
+
+def read(path: str, *, source: str, file: str, wanted: Wanted) -> Iterator[Batch | Bad]:
+    """Yields the rows of one Arrow stream file.
+
+    Raises:
+        DamagedFileError: the stream ends too early; the rows before have been yielded.
+    """
+    stream, row = _open(path), 0
+    names = None
+    while (batch := _next(stream)) is not None:
+        names = names or [name for name in wanted.columns if name in batch.schema.names]
+        yield from columns.batches(batch.select(names), first_row=row, source=source, file=file, wanted=wanted)
+        row += batch.num_rows
+
+
+def _open(path: str) -> Any:
+    try:
+        return pa.ipc.open_stream(pa.memory_map(path))
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DamagedFileError(str(error)) from None
+
+
+def _next(stream: Any) -> Any:
+    try:
+        return stream.read_next_batch()
+    except StopIteration:
+        return None
+    except (pa.ArrowException, OSError) as error:
+        raise DamagedFileError(str(error)) from None

@@ -1,0 +1,185 @@
+"""Lines of JSON: one object per line, plain or compressed, whole files or byte ranges of plain ones.
+
+Lines as they should be are read by an extension in C (`_jsonl.c`), which makes their strings and nothing else, in a
+third of the time. What it passes over, and everything where it could not be compiled, is for orjson: the result is the
+same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import orjson
+
+from data_prep.sources.bytesource import DECOMPRESSION_ERRORS, DamagedFileError, Digest
+from data_prep.sources.conversation import canonical, why_no_conversation
+from data_prep.sources.lines import blocks, count_lines
+from data_prep.sources.records import BATCH_DOCUMENTS, Bad, Batch, Wanted
+
+try:
+    from data_prep.sources import _jsonl as extension
+except ImportError:  # no compiler when this was installed
+    extension = None  # type: ignore[assignment]
+if getattr(extension, "VERSION", None) != 1:  # compiled from another version of its source
+    extension = None  # type: ignore[assignment]
+
+_BOM = b"\xef\xbb\xbf"
+_NEWLINE = 10
+
+Columns = Sequence[Sequence[str | None]]
+
+
+class _Refusal(NamedTuple):
+    """A line that cannot be used; `line`: its number in the block."""
+
+    line: int
+    reason: str
+    detail: str
+
+
+def read(
+    path: str, *, source: str, file: str, start: int, end: int | None, wanted: Wanted, digest: Digest
+) -> Iterator[Batch | Bad]:
+    """Yields the records of the lines that start in bytes [start, end) of the decompressed file.
+
+    Args:
+        path: the file; `.gz` and `.zst` are decompressed and must be read whole (start 0, end None).
+        source, file: how reports call it.
+        end: None reads to the end of the file.
+        wanted: keys of the object.
+        digest: is shown the bytes.
+
+    Raises:
+        DamagedFileError: the compressed file ends too early; the records before the damage have been yielded.
+    """
+    batch, lines = Batch(), 0
+    lines_before = cache(count_lines)  # they are only counted for the sake of a report
+    try:
+        for offset, block in blocks(path, start, end, digest):
+            columns, starts = _strings(block, wanted)
+            for record in _records(block, offset, columns, starts, wanted):
+                if isinstance(record, Batch):
+                    batch = batch.joined(record)
+                    if not batch.full:
+                        continue
+                if batch.texts:
+                    yield batch
+                    batch = Batch()
+                if isinstance(record, _Refusal):
+                    line = lines_before(path, start) + lines + record.line + 1
+                    yield Bad(source, file, "line", line, record.reason, record.detail)
+            lines += len(starts)
+    except DECOMPRESSION_ERRORS as error:
+        if batch.texts:
+            yield batch
+        raise DamagedFileError(str(error)) from None
+    if batch.texts:
+        yield batch
+
+
+def _strings(block: memoryview, wanted: Wanted) -> tuple[Columns, list[int]]:
+    """What can be told quickly of a block's lines.
+
+    Returns:
+        the strings under `wanted.text` and `wanted.extra`, a list for each; all are None of a line that has to be
+        parsed. And where the lines start.
+    """
+    keys = wanted.text, *wanted.extra
+    if extension is not None and not wanted.conversation and _plain(keys):
+        *columns, starts = extension.strings(block, keys, 1 if wanted.id is None else 2)
+        return columns, np.frombuffer(starts, np.int64).tolist()
+    ends = np.flatnonzero(np.frombuffer(block, np.uint8) == _NEWLINE)
+    found = [0, *(ends + 1).tolist()]
+    if found[-1] == len(block):
+        found.pop()
+    return [[None] * len(found)] * len(keys), found
+
+
+@cache
+def _plain(keys: tuple[str, ...]) -> bool:
+    """Whether the extension reads these keys."""
+    try:
+        "".join(keys).encode()
+    except UnicodeEncodeError:
+        return False
+    return len(set(keys)) == len(keys) <= extension.MAX_KEYS and not any("\\" in key for key in keys)
+
+
+def _records(
+    block: memoryview, offset: int, columns: Columns, starts: list[int], wanted: Wanted
+) -> Iterator[Batch | _Refusal]:
+    """The records of a block's lines, in order."""
+    texts, *extra = columns
+    found = [text for text in texts if text is not None]
+    if len(found) == len(texts) <= BATCH_DOCUMENTS:
+        fields: list[Mapping[str, Any]] = [
+            dict(zip(wanted.extra, row, strict=True)) for row in zip(*extra, strict=True)
+        ]
+        yield Batch(found, [offset + start for start in starts], fields, sum(map(len, found)))
+        return
+    batch = Batch()
+    for i, (text, start, stop) in enumerate(zip(texts, starts, [*starts[1:], len(block)], strict=True)):
+        if batch.full:
+            yield batch
+            batch = Batch()
+        if text is not None:
+            if extra:
+                batch.fields.append(dict(zip(wanted.extra, (column[i] for column in extra), strict=True)))
+            batch.add(text, offset + start)
+            continue
+        line = block[start : stop - (block[stop - 1] == _NEWLINE)]
+        record = _parsed(line if offset + start or line[:3] != _BOM else line[3:], wanted)
+        if isinstance(record, tuple):
+            yield batch
+            batch = Batch()
+            yield _Refusal(i, *record)
+        elif record:
+            batch.take(record, wanted, offset + start)
+    yield batch
+
+
+def _parsed(line: memoryview, wanted: Wanted) -> dict[str, Any] | tuple[str, str] | None:
+    """The object of a line; or the reason and the detail of its refusal; or None for a blank one."""
+    try:
+        record: dict[str, Any] = orjson.loads(line)
+        if wanted.conversation:
+            record[wanted.text] = canonical(record[wanted.text], record.get(wanted.tools or ""))
+        if type(record[wanted.text]) is str and (wanted.id is None or isinstance(record[wanted.id], str | int)):
+            return record
+    except (ValueError, LookupError, TypeError):  # LookupError, TypeError: not an object, or without the field
+        pass
+    return _why(bytes(line), wanted)
+
+
+def _why(line: bytes, wanted: Wanted) -> tuple[str, str] | None:
+    """Reason and detail of a line that was refused; None for a blank one."""
+    if not line.strip():
+        return None
+    try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        return _why_not_json(line, error)
+    if not isinstance(record, dict):
+        return "not an object", f"a JSON {type(record).__name__}"
+    return _why_not_taken(record, wanted)
+
+
+def _why_not_taken(record: dict[str, Any], wanted: Wanted) -> tuple[str, str]:
+    if wanted.text not in record:
+        return "no text field", f"no '{wanted.text}' among: {', '.join(list(record)[:8]) or 'no keys'}"
+    if wanted.conversation and (refused := why_no_conversation(record[wanted.text])):
+        return refused
+    if not wanted.conversation and not isinstance(record[wanted.text], str):
+        return "text is not a string", f"'{wanted.text}' is a {type(record[wanted.text]).__name__}"
+    return "no id", f"'{wanted.id}' is missing, or no string or integer"
+
+
+def _why_not_json(line: bytes, error: orjson.JSONDecodeError) -> tuple[str, str]:
+    try:
+        line.decode("utf-8")
+    except UnicodeDecodeError as bad:
+        return "not UTF-8", f"byte {line[bad.start]:#04x} at column {bad.start + 1}"
+    return "not JSON", f"{error.msg}, column {error.colno}"

@@ -1,0 +1,79 @@
+"""Parquet files, by row groups; only the text and id columns are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from data_prep.sources import columns, storage
+from data_prep.sources.bytesource import DamagedFileError
+from data_prep.sources.records import DAMAGED_FILE, Bad, Batch, Wanted
+
+_ROWS = 1024
+
+
+def row_group_bytes(path: str) -> list[int]:
+    """Compressed bytes of each row group; empty when the footer cannot be read (the reader will say why)."""
+    try:
+        metadata = _open(path).metadata
+    except DamagedFileError:
+        return []
+    groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
+    return [sum(g.column(c).total_compressed_size for c in range(g.num_columns)) for g in groups]
+
+
+def check(path: str, *, at: str, wanted: Wanted) -> None:
+    """Reads the footer and refuses a file without the columns.
+
+    Raises:
+        DamagedFileError: no readable footer. ConfigError: a column is missing or holds no strings.
+    """
+    columns.check_schema(_open(path).schema_arrow, path=path, at=at, wanted=wanted)
+
+
+def read(
+    path: str, *, source: str, file: str, first_group: int, end_group: int, wanted: Wanted
+) -> Iterator[Batch | Bad]:
+    """Yields the rows of row groups [first_group, end_group).
+
+    A row group that cannot be decoded from some page on ends with a `Bad` of the reason `DAMAGED_FILE`, and the next
+    one follows. Each is read by itself, so nothing depends on how the groups are cut into units.
+
+    Raises:
+        DamagedFileError: no readable footer.
+    """
+    table = _open(path)
+    names = [name for name in wanted.columns if name in table.schema_arrow.names]
+    row = sum(table.metadata.row_group(i).num_rows for i in range(first_group))
+    for group in range(first_group, end_group):
+        at = row
+        try:
+            for batch in _batches(table, group, names):
+                yield from columns.batches(batch, first_row=at, source=source, file=file, wanted=wanted)
+                at += batch.num_rows
+        except DamagedFileError as error:
+            yield Bad(source, file, "row group", group, DAMAGED_FILE, str(error))
+        row += table.metadata.row_group(group).num_rows
+
+
+def _batches(table: Any, group: int, names: list[str]) -> Iterator[Any]:
+    try:
+        yield from table.iter_batches(_ROWS, row_groups=[group], columns=names, use_threads=False)
+    except (pa.ArrowException, OSError) as error:
+        raise DamagedFileError(_first_line(error)) from None
+
+
+def _open(path: str) -> Any:
+    try:
+        return pq.ParquetFile(storage.parquet_source(path), memory_map=not storage.is_remote(path))
+    except (pa.ArrowInvalid, OSError) as error:
+        if isinstance(error, FileNotFoundError | PermissionError):
+            raise
+        raise DamagedFileError(_first_line(error)) from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]

@@ -1,0 +1,65 @@
+"""What `save_to_disk` of Hugging Face `datasets` leaves, and fetching a builder's data into that form."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from data_prep.config.corpus import Source
+from headrace.base.errors import ConfigError, DataError
+
+_STATE, _DICT = "state.json", "dataset_dict.json"
+
+
+def is_saved(path: str) -> bool:
+    """Whether a directory was written by `save_to_disk`."""
+    return (Path(path) / _STATE).is_file() or (Path(path) / _DICT).is_file()
+
+
+def saved_files(path: str, split: str | None, *, at: str) -> list[tuple[str, str]]:
+    """(name, path) of the Arrow files of a saved dataset, or of one split of a saved dictionary of datasets.
+
+    Raises:
+        ConfigError: not a saved dataset, or a dictionary and no such split is named.
+    """
+    root = Path(path)
+    if (root / _DICT).is_file():
+        known = json.loads((root / _DICT).read_text())["splits"]
+        chosen = split or (known[0] if len(known) == 1 else None)
+        if chosen is None or chosen not in known:
+            why = f"{path} holds several splits" if split is None else f"{path} has no such split"
+            raise ConfigError(f"{at}.split", split, why=why, remedy=f"one of: {', '.join(known)}")
+        root /= chosen
+    if not (root / _STATE).is_file():
+        why = f"not a dataset saved with save_to_disk: no {_STATE}"
+        raise ConfigError(f"{at}.path", path, why=why, remedy='name its directory, or set another "type"')
+    names = [entry["filename"] for entry in json.loads((root / _STATE).read_text())["_data_files"]]
+    missing = [name for name in names if not (root / name).is_file()]
+    if missing:
+        raise DataError(f"{root / missing[0]} is missing; {_STATE} lists it\n  try: save the dataset again")
+    return [(name, str(root / name)) for name in names]
+
+
+def materialise(source: Source, target: Path, *, at: str) -> None:
+    """Downloads or builds a builder's data and saves it under `target`, whole or not at all.
+
+    Raises:
+        DataError: `datasets.load_dataset` failed, e.g. without a network.
+    """
+    if target.is_dir():
+        return
+    import datasets  # noqa: PLC0415 - takes a second, and only builders need it
+
+    partial = target.with_name(f"{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        datasets.disable_progress_bars()
+        dataset = datasets.load_dataset(source.builder, split=source.split, **source.kwargs)
+        dataset.save_to_disk(str(partial))
+    except Exception as error:  # whatever a builder raises, the user sees the builder's own words
+        words = f"{at}: datasets.load_dataset({source.builder!r}) failed: {type(error).__name__}: {error}"
+        raise DataError(
+            f"{words}\n  try: check the name and the network, or save it elsewhere and give its path"
+        ) from None
+    partial.rename(target)

@@ -1,0 +1,68 @@
+"""The tokenizer, before the map tasks: trained on a sample, or taken from a given folder or file."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_prep.config.corpus import CorpusConfig
+from data_prep.config.text_policy import ENGINE_FILE
+from data_prep.dedup.signatures import write_classes
+from data_prep.sources.conversation import TEMPLATE_FILE
+from data_prep.sources.units import Unit
+from data_prep.task import Counts, DirectoryTask, Report
+from headrace.base.directory import write_json
+
+_FOLDER = "tokenizer"
+
+
+@dataclass(frozen=True)
+class TokenizerTask(DirectoryTask):
+    """Makes `directory/tokenizer`, the Hugging Face folder.
+
+    Beside it, the marker is its manifest entry, and `engine.json` says which engine was proven to give its ids.
+    """
+
+    units: list[Unit]
+    config: CorpusConfig
+    directory: Path
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return "tokenizer"
+
+    def _work(self, scratch: Path, report: Report) -> dict[str, Any]:
+        # here and not above: no other task needs them
+        from data_prep.tasks import tokenizer_sample  # noqa: PLC0415
+        from data_prep.tokenizer import given, load, proof, train  # noqa: PLC0415
+
+        folder = scratch / _FOLDER
+        folder.mkdir()
+        section = self.config.tokenizer
+        if section.path is not None:
+            given.take(section.path, folder)
+        else:
+            train.train(tokenizer_sample.sample_texts(self.units, self.config), folder, section)
+        if section.chat_template is not None:
+            shutil.copyfile(section.chat_template, folder / TEMPLATE_FILE)
+        if self.config.dedup is not None and self.config.dedup.near is not None:
+            write_classes(scratch, folder)
+        policy = self.config.text_policy()
+        if self.config.has_conversations:
+            from data_prep.chat import encoder  # noqa: PLC0415 - brings jinja2 along
+
+            encoder.open_chat_encoder(folder, special=policy.special)  # refuses a template that does not compile
+        load.check_usable(folder, policy)
+        texts = tokenizer_sample.first_texts(self.units, self.config)
+        choice = proof.choose(section.engine, folder, special=policy.special, sample=texts)
+        write_json(scratch / ENGINE_FILE, {"engine": choice.engine, "refused": list(choice.refused)})
+        report(Counts())
+        return load.describe(folder, kind=section.train or "given")
+
+
+def folder_of(directory: Path) -> Path:
+    """The Hugging Face folder within the task's directory."""
+    return directory / _FOLDER

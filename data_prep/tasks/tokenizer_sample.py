@@ -1,0 +1,200 @@
+"""The text a tokenizer learns from: train documents as they are cleaned, chosen by a hash, streamed.
+
+What is drawn does not depend on the plan: neither the pieces that are read nor the documents that are taken from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from data_prep.config.corpus import CorpusConfig, Source
+from data_prep.hashing import HELDOUT, SAMPLE, U64, below, content_hashes, document_keys, unit_key
+from data_prep.sources.conversation import ConversationError, opened, plain
+from data_prep.sources.read_unit import read_unit, wanted_of
+from data_prep.sources.records import Batch
+from data_prep.sources.units import Unit
+from data_prep.tasks.cleaning import Cleaner
+
+_SPREAD = 8
+"""Of a large corpus, pieces of this many times the sample are read: the sample then holds text from many places at the
+cost of reading 8 bytes for each that is kept."""
+_PIECE_BYTES = 8 << 20
+_ENOUGH = 7 / 8
+"""Of the sample. While there is less, since documents were dropped or held out, the pieces are read again for more."""
+_PROOF_CHARACTERS = 1 << 17
+_LONGEST_IN_PROOF = 1 << 14
+
+
+def sample_texts(units: Sequence[Unit], config: CorpusConfig) -> Iterator[str]:
+    """Yields about `tokenizer.sample_bytes` of train texts: a pure function of the corpus and the config.
+
+    Pieces of the corpus are drawn by the hash of their place, documents by that of theirs, until the sample is full.
+    Texts are cleaned, and their split is told from what the map tasks hash, but for what dedup of lines takes later.
+    Unreadable records are passed over; the map tasks report them.
+
+    Raises:
+        DataError: there are conversations, and no chat template to render them with.
+    """
+    wanted = left = config.tokenizer.sample_bytes
+    pieces = _draw(_pieces(units), wanted * _SPREAD, config.seed)
+    reader = _Reader(config)
+    low, high = 0.0, min(1.0, wanted / max(1, sum(piece.end - piece.start for piece in pieces)))
+    while low < 1 and left > (1 - _ENOUGH) * wanted:
+        for piece in pieces:
+            for text, size in reader.train_texts(piece, low, high):
+                if left <= 0:
+                    return
+                left -= size
+                yield text
+        low, high = high, min(1.0, 2 * high)
+
+
+def first_texts(units: Sequence[Unit], config: CorpusConfig) -> list[str]:
+    """The beginnings of some texts of a few files, to prove an engine on: about 130,000 characters."""
+    texts, left = list[str](), _PROOF_CHARACTERS
+    for piece in _draw(_pieces(units), 1 << 62, config.seed):
+        for beginning in _beginnings(piece, _source_of(piece, config)):
+            texts.append(beginning)
+            left -= len(beginning)
+            if left <= _PROOF_CHARACTERS // 2:  # the rest from the next piece
+                break
+        if left <= 0:
+            break
+    return texts
+
+
+def _beginnings(piece: Unit, source: Source) -> Iterator[str]:
+    for batch in _batches(piece, source):
+        for text in batch.texts:
+            yield (plain(text) if source.messages_field is not None else text)[:_LONGEST_IN_PROOF]
+
+
+class _Reader:
+    """Reads train documents, as the map tasks will tokenise them."""
+
+    def __init__(self, config: CorpusConfig) -> None:
+        self._config = config
+        self._cleaner = Cleaner(config, None)
+        self._render = _renderer(config) if config.has_conversations else None
+
+    def train_texts(self, piece: Unit, low: float, high: float) -> Iterator[tuple[str, int]]:
+        """The texts, with their sizes in bytes, whose number is in [low, high)."""
+        source = _source_of(piece, self._config)
+        for batch in _batches(piece, source, self._cleaner.fields):
+            chosen = self._chosen(batch, piece, low, high)
+            if source.messages_field is not None:
+                texts, hashed = self._conversations([batch.texts[i] for i in chosen])
+            else:
+                texts = hashed = self._cleaned(batch, chosen)
+            raw = [text.encode() for text in texts]
+            for i in np.flatnonzero(~self._heldout(hashed)):
+                if raw[i]:
+                    yield texts[i], len(raw[i])
+
+    def _chosen(self, batch: Batch, piece: Unit, low: float, high: float) -> list[int]:
+        seed = self._config.seed
+        key: U64 = np.full(len(batch.at), unit_key(piece.source, piece.file, seed=seed), np.uint64)
+        keys = document_keys(key, np.array(batch.at, np.int64))
+        until_high, until_low = (below(keys, share=share, seed=seed, purpose=SAMPLE) for share in (high, low))
+        chosen: list[int] = np.flatnonzero((until_high | (high >= 1)) & ~until_low).tolist()
+        return chosen
+
+    def _cleaned(self, batch: Batch, chosen: list[int]) -> list[str]:
+        texts = [batch.texts[i] for i in chosen]
+        fields = [batch.fields[i] for i in chosen] if batch.fields else []
+        cleaned = self._cleaner.clean(texts, fields, lambda _i: ("", "", 0))
+        return texts if cleaned is None else cleaned[0]
+
+    def _conversations(self, lines: list[str]) -> tuple[list[str], list[str]]:
+        """What is said in those that the template takes, and all that it writes: their split is told from that."""
+        assert self._render is not None
+        said, rendered = list[str](), list[str]()
+        for line in lines:
+            try:
+                rendered.append(self._render(line))
+            except ConversationError:
+                continue
+            said.append(plain(line))
+        return said, rendered
+
+    def _heldout(self, texts: list[str]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        hashes = content_hashes(texts)[:, 0]
+        return below(hashes, share=self._config.heldout_fraction, seed=self._config.seed, purpose=HELDOUT)
+
+
+def _renderer(config: CorpusConfig) -> Callable[[str], str]:
+    """Renders conversations as the map tasks will: the template's file and its tokens are known before the training."""
+    from data_prep.chat import encoder  # noqa: PLC0415 - brings jinja2 along
+
+    section = config.tokenizer
+    if section.chat_template is None:
+        raise encoder.no_template()
+    source = Path(section.chat_template).read_text(encoding="utf-8")
+    template = encoder.compiled(source, encoder.named_tokens({"eos_token": section.eos_token}))
+    forbidden = () if config.parse_special_tokens else (section.eos_token, *section.special_tokens)
+
+    def render(line: str) -> str:
+        messages, tools = opened(line)
+        encoder.check_texts(messages, forbidden, where="a message")
+        encoder.check_texts(tools, forbidden, where="a tool")
+        return template.render(messages, tools=tools).text
+
+    return render
+
+
+def _source_of(piece: Unit, config: CorpusConfig) -> Source:
+    return next(source for source in config.sources if source.label == piece.source)
+
+
+def _batches(piece: Unit, source: Source, others: Sequence[str] = ()) -> Iterator[Batch]:
+    return (record for record in read_unit(piece, wanted_of(source, others)) if isinstance(record, Batch))
+
+
+def _draw(pieces: Sequence[Unit], wanted_bytes: int, seed: int) -> list[Unit]:
+    drawn: list[Unit] = []
+    for piece in sorted(pieces, key=lambda p: unit_key(p.source, f"{p.file}#{p.part}", seed=seed)):
+        if wanted_bytes <= 0:
+            break
+        drawn.append(piece)
+        wanted_bytes -= piece.end - piece.start
+    return drawn
+
+
+def _pieces(units: Sequence[Unit]) -> list[Unit]:
+    """The same parts of the same files, cut at multiples of `_PIECE_BYTES` and not where the plan does."""
+    files: dict[tuple[str, str], list[Unit]] = {}
+    for unit in units:
+        files.setdefault((unit.source, unit.file), []).append(unit)
+    return [piece for of_file in files.values() for piece in _cut(of_file[0], of_file[-1])]
+
+
+def _cut(first: Unit, last: Unit) -> Iterator[Unit]:
+    """Pieces of a file from the begin of one unit to the end of another."""
+    whole = replace(first, end=last.end, end_group=last.end_group)
+    if first.type == "jsonl" and not first.path.endswith((".gz", ".zst")):
+        parts = max(1, -(-first.file_bytes // _PIECE_BYTES))
+        parts = max(parts, 2) if (whole.start, whole.end) != (0, whole.file_bytes) else parts
+        for part in range(whole.start // _PIECE_BYTES, max(whole.start, whole.end - 1) // _PIECE_BYTES + 1):
+            start, end = max(whole.start, part * _PIECE_BYTES), min(whole.end, (part + 1) * _PIECE_BYTES)
+            yield replace(whole, start=start, end=end, part=part, parts=parts)
+    elif last.end_group:
+        yield from _cut_groups(whole)
+    else:
+        yield whole
+
+
+def _cut_groups(whole: Unit) -> Iterator[Unit]:
+    """Row groups, as many at once as hold about `_PIECE_BYTES` if all are of one size."""
+    groups = whole.end_group - whole.first_group
+    size = whole.end - whole.start
+    step = max(1, groups * _PIECE_BYTES // max(1, size))
+    for part, group in enumerate(range(0, groups, step)):
+        until = min(groups, group + step)
+        start, end = (whole.start + size * cut // groups for cut in (group, until))
+        first_group, end_group = (whole.first_group + cut for cut in (group, until))
+        parts = -(-groups // step)
+        yield replace(whole, start=start, end=end, part=part, parts=parts, first_group=first_group, end_group=end_group)

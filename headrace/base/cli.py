@@ -1,0 +1,76 @@
+"""What all command lines share: `--config`, `--set`, and errors that end a process without a traceback."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from headrace.base.errors import EXIT_INTERRUPTED, HeadraceError
+
+ERROR_FILE = "HEADRACE_ERROR_FILE"
+"""Variable by which whoever watches over several processes asks for errors in a file, to show one of them once."""
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds `--config FILE` (required) and `--set KEY=VALUE` (repeatable)."""
+    parser.add_argument("--config", required=True, metavar="FILE", help="the JSON config")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override one field, e.g. --set run.steps=100 (repeatable)",
+    )
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process at once, after flushing what was printed.
+
+    For processes that had a process group: all files are closed by then, and what the interpreter would still tear
+    down are gloo's threads, which was seen to end in SIGABRT after a run that had gone well.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def guarded(main: Callable[[], int | None]) -> int:
+    """Runs `main` and returns its exit code; user errors become a message on stderr and their exit code.
+
+    The rank is named when there are several, so that one of a thousand identical messages can be told apart.
+    """
+    try:
+        return main() or 0
+    except HeadraceError as error:
+        _tell(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # the reader of our output has gone (`... | head`): nothing to tell, and nobody to tell it to
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception:
+        if ERROR_FILE not in os.environ:
+            raise
+        Path(os.environ[ERROR_FILE]).write_text(traceback.format_exc())
+        return 1
+
+
+def _tell(error: HeadraceError) -> None:
+    rank = next((os.environ[name] for name in _RANKS if name in os.environ), "0")
+    if ERROR_FILE in os.environ:
+        Path(os.environ[ERROR_FILE]).write_text(f"error: {error}")
+    elif rank == "0":
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    else:
+        brief = "; ".join(line.strip() for line in str(error).splitlines()[:2])
+        print(f"error (rank {rank}): {brief}", file=sys.stderr, flush=True)

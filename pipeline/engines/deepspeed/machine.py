@@ -1,0 +1,36 @@
+"""What DeepSpeed cannot do on this machine, found before work begins. It is imported only where it has to be asked."""
+
+from __future__ import annotations
+
+from headrace.base.errors import ConfigError
+from pipeline.config.schema import Config
+
+
+def check_machine(config: Config) -> None:
+    """Refuses what DeepSpeed would fail at here, hours or minutes later and in other words.
+
+    Raises:
+        ConfigError: offload to NVMe without libaio; fp16 with ZeRO on a processor that DeepSpeed does not run it on.
+    """
+    zero = config.zero_optimization
+    for name in ("offload_optimizer", "offload_param"):
+        if getattr(zero, name).device == "nvme" and not _has_libaio():
+            why = "DeepSpeed reads and writes the disk through libaio, which is not installed"
+            remedy = "install libaio-dev and g++ (Debian) or libaio-devel and gcc-c++, or use device cpu"
+            raise ConfigError(f"zero_optimization.{name}.device", "nvme", why=why, remedy=remedy)
+    if config.fp16.enabled and zero.stage > 0 and not _runs_fp16():
+        why = f"DeepSpeed does not run fp16 with ZeRO-{zero.stage} on this machine's processor"
+        raise ConfigError("fp16.enabled", True, why=why, remedy="use bf16, zero_optimization.stage 0, or a GPU")
+
+
+def _has_libaio() -> bool:
+    """Compiles and links a few lines, as DeepSpeed does before it builds its reader."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder  # noqa: PLC0415  imports for seconds
+
+    return bool(AsyncIOBuilder().is_compatible())
+
+
+def _runs_fp16() -> bool:
+    from deepspeed.accelerator import get_accelerator  # noqa: PLC0415
+
+    return bool(get_accelerator().is_fp16_supported())

@@ -1,0 +1,49 @@
+"""One process at a time trains in a run's directory."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from headrace.base.errors import ConfigError
+
+
+@contextmanager
+def only_one(run_dir: Path) -> Iterator[None]:
+    """Holds the run's directory against a second run. The lock goes with the process, however it ends."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / ".lock").open("w") as file:
+        try:
+            _lock(file)
+        except BlockingIOError:
+            why = "another process is training there"
+            raise ConfigError(
+                "run.dir", str(run_dir), why=why, remedy="wait for it, or choose another run.dir"
+            ) from None
+        except OSError as error:  # a file system without locks, such as Lustre mounted without flock
+            print(
+                f"warning: {run_dir} cannot be locked ({error}): see to it that only one run uses it", file=sys.stderr
+            )
+        yield
+
+
+def _lock(file: TextIO) -> None:
+    """Takes the lock, or waits: the rank that held it before a restart may live for a moment longer.
+
+    Of a node that has failed, NFS knows no better for as long as its lease lasts (90 s on Linux).
+    """
+    restarts = (os.environ.get(name, "0") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
+    deadline = time.monotonic() + (120.0 if any(count != "0" for count in restarts) else 10.0)
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)

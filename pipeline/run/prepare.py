@@ -1,0 +1,182 @@
+"""Everything that can be refused before a process group, a GPU or a byte of output is touched."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
+from headrace.base.errors import ConfigError
+from pipeline.checkpoint.store import CheckpointStore
+from pipeline.config.curve import curve_fields
+from pipeline.config.rules import ResolvedRun
+from pipeline.config.schema import Config
+from pipeline.data.blend import Blend, open_blend, open_heldout
+from pipeline.data.dataset import TokenDataset, tokenizer_details
+from pipeline.data.mixture import Extent
+from pipeline.engines.common import model_dtype
+from pipeline.evaluation.model_folder import ModelFolder
+from pipeline.models import attention
+from pipeline.models.count import ModelSize, measure
+from pipeline.models.hf_config import read_hf_config, resolve_hf_config
+from pipeline.models.layers import original_name
+from pipeline.models.meta import build_meta, parameter_shapes
+from pipeline.models.values import FromSafetensors, InitByName, ParameterValues
+from pipeline.parallel.checks import check_layout
+from pipeline.run.resume import check_run_dir
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run whose data, model and directory have been looked at and found to fit.
+
+    Attributes:
+        run: the resolved config.
+        blend: training samples.
+        heldout: the held-out split of every source.
+        model: on meta.
+        values: its parameters' first values.
+        hf_config: its Hugging Face config as plain JSON.
+        size: its counts.
+        store: the run's checkpoints.
+        curve: the fields that decide the curve, and the fingerprints of data and folders; unchanged on resume.
+        parents: config field -> path and fingerprint of every directory the run is made from.
+    """
+
+    run: ResolvedRun
+    blend: Blend
+    heldout: list[TokenDataset]
+    model: nn.Module
+    values: ParameterValues
+    hf_config: dict[str, Any]
+    size: ModelSize
+    store: CheckpointStore
+    curve: dict[str, Any]
+    parents: dict[str, Any]
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's directory."""
+        return Path(self.run.config.run.dir)
+
+
+def prepare(run: ResolvedRun) -> Prepared:
+    """Opens the data, builds the model on meta and compares both with what the run's directory holds.
+
+    Raises:
+        ConfigError, DataError, CheckpointError: see the modules that are called.
+    """
+    config = run.config
+    blend = open_blend(config.data, seed=config.run.seed, extent=Extent(run.steps, run.batch.samples))
+    heldout = open_heldout(config.data, blend)
+    tokenizer = tokenizer_details(blend.sources[0].manifest)
+    hf_config = resolve_hf_config(config.model, tokenizer=tokenizer, sequence_length=config.data.sequence_length)
+    for field, folder in named_folders(config).items():
+        check_tokenizer(field, folder, tokenizer)
+    if config.distill is not None:
+        check_teacher(config, vocab_size=hf_config.vocab_size)
+    model = build_meta(hf_config, dtype=model_dtype(config), attn_implementation=attention_of(run))
+    check_layout(run, model)
+    check_disks(config)
+    values = first_values(config, model)
+    size = measure(model, hf_config, sequence_length=config.data.sequence_length)
+    section = config.run
+    store = CheckpointStore(Path(section.dir), keep=section.keep_checkpoints, keep_every=section.keep_every)
+    plain = described(hf_config)
+    parents = {**blend.parents, **folder_parents(config)}
+    prints = {f"{field}.fingerprint": parent["fingerprint"] for field, parent in parents.items()}
+    curve = {**curve_fields(run), "model.resolved": plain, **prints}
+    check_run_dir(run, store, curve)
+    return Prepared(run, blend, heldout, model, values, plain, size, store, curve, parents)
+
+
+def attention_of(run: ResolvedRun) -> str:
+    """What transformers is told: our own attention behind "sdpa", except in the plain reference."""
+    given: str = run.config.model.attn_implementation
+    return attention.NAME if given == "sdpa" and not run.plain else given
+
+
+def first_values(config: Config, model: nn.Module) -> ParameterValues:
+    """Initialised by name, or read from the folder that `model.path` names."""
+    section = config.model
+    if section.path is None or section.fresh:
+        return InitByName(model, seed=config.run.seed)
+    rename, partial = original_name(section.keep_layers), section.keep_layers is not None
+    return FromSafetensors(section.path, shapes=parameter_shapes(model), rename=rename, partial=partial)
+
+
+def named_folders(config: Config) -> dict[str, str]:
+    """Config field -> path of every Hugging Face folder the config names."""
+    named = {"model.path": config.model.path, "distill.teacher": config.distill.teacher if config.distill else None}
+    return {field: path for field, path in named.items() if path is not None}
+
+
+def check_tokenizer(field: str, folder: str, tokenizer: dict[str, Any]) -> None:
+    """Refuses a model whose tokenizer is not the dataset's.
+
+    Raises:
+        ConfigError: the folder holds a tokenizer with another fingerprint.
+    """
+    if not (Path(folder) / "tokenizer.json").is_file():
+        return
+    if tokenizer_fingerprint(Path(folder)) != tokenizer["fingerprint"]:
+        why = "its tokenizer is not the one the dataset was made with: the same id means different text"
+        remedy = f'make the dataset with "tokenizer": {{"path": "{folder}"}}'
+        raise ConfigError(field, folder, why=why, remedy=remedy)
+
+
+def check_teacher(config: Config, *, vocab_size: int) -> None:
+    """Refuses a teacher that cannot be compared with the student, id by id, or that is not whole.
+
+    Raises:
+        ConfigError: its vocabulary is of another size, or it holds fewer positions than the sequence.
+        DataError: the folder is no model, or its weights are not all there.
+    """
+    assert config.distill is not None
+    folder, length = config.distill.teacher, config.data.sequence_length
+    theirs = read_hf_config(folder)
+    if theirs.vocab_size != vocab_size:
+        why = f"the teacher has {theirs.vocab_size} ids, the student {vocab_size}"
+        raise ConfigError(
+            "distill.teacher", folder, why=why, remedy=f"set model.config.vocab_size to {theirs.vocab_size}"
+        )
+    longest = ModelFolder.open(folder).longest_sequence
+    if longest is not None and longest < length:
+        why = f"the teacher was made for {longest} positions, data.sequence_length is {length}"
+        raise ConfigError("distill.teacher", folder, why=why, remedy=f"set data.sequence_length to at most {longest}")
+    teacher = build_meta(theirs, dtype=model_dtype(config), attn_implementation=config.model.attn_implementation)
+    FromSafetensors(folder, shapes=parameter_shapes(teacher))
+
+
+def described(config: PretrainedConfig) -> dict[str, Any]:
+    """A Hugging Face config as plain JSON, without what does not change the model that is trained."""
+    fields: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    idle = {"transformers_version", "dtype", "use_cache", "architectures", "id2label", "label2id", "_name_or_path"}
+    return {key: value for key, value in fields.items() if key not in idle}
+
+
+def folder_parents(config: Config) -> dict[str, Any]:
+    """Path and fingerprint of every Hugging Face folder the config names."""
+    named = named_folders(config).items()
+    return {field: {"path": path, "fingerprint": ModelFolder.open(path).fingerprint()} for field, path in named}
+
+
+def check_disks(config: Config) -> None:
+    """Refuses to offload to a directory that this machine does not have.
+
+    Raises:
+        ConfigError: `nvme_path` is no directory, or cannot be written.
+    """
+    for name in ("offload_optimizer", "offload_param"):
+        section = getattr(config.zero_optimization, name)
+        path = section.nvme_path
+        if section.device == "nvme" and not (Path(path).is_dir() and os.access(path, os.W_OK)):
+            field = f"zero_optimization.{name}.nvme_path"
+            why = "it is not a directory that this machine can write to"
+            raise ConfigError(field, path, why=why, remedy=f"make it on every node: mkdir -p {path}")

@@ -1,0 +1,175 @@
+"""Whether a config may go on in a run's directory: it has to be the same run, and nothing is started over silently."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from headrace.base.directory import MANIFEST, Manifest, read_manifest
+from headrace.base.errors import CheckpointError, ConfigError, DataError
+from headrace.base.section import suggest
+from pipeline.checkpoint.store import Checkpoint, CheckpointStore, on_rank_zero
+from pipeline.config.rules import ResolvedRun
+from pipeline.launch import Meeting
+from pipeline.launch.missing_ranks import deadline
+from pipeline.metrics.journal import NAME as JOURNAL
+
+_PATIENCE_S = 10.0
+
+
+def check_run_dir(run: ResolvedRun, store: CheckpointStore, curve: dict[str, Any]) -> None:
+    """Refuses to resume another run, to start over silently, and to train into what is no run.
+
+    Raises:
+        CheckpointError: the newest checkpoint was written with fields that make another curve.
+        ConfigError: `run.resume` is never and there are checkpoints; there are more steps than `run.steps`; the
+            directory belongs to something else, or cannot be written.
+    """
+    config = run.config
+    _check_is_run(Path(config.run.dir))
+    checkpoints = store.all()
+    if not checkpoints:
+        _refuse_lost_checkpoints(Path(config.run.dir))
+        _check_writable(Path(config.run.dir))
+        return
+    newest = checkpoints[0]
+    if config.run.resume == "never":
+        why = f"it holds {newest.path.name}, and run.resume is never"
+        raise ConfigError(
+            "run.dir", config.run.dir, why=why, remedy="choose another run.dir, or set run.resume to auto"
+        )
+    if newest.step > run.steps:
+        why = f"{newest.path} is of step {newest.step} already"
+        raise ConfigError("run.steps", run.steps, why=why, remedy=f"use more than {newest.step}, or another run.dir")
+    readable = next((c for c in checkpoints if _manifest_or_none(c) is not None), None)
+    if readable is not None:
+        refuse_other_curve(readable, curve, allowed=config.run.allow_change)
+
+
+def refuse_other_curve(checkpoint: Checkpoint, curve: dict[str, Any], *, allowed: Sequence[str]) -> None:
+    """Refuses fields that differ, but for those in `allowed`, and names in `allowed` that are no such field.
+
+    Raises:
+        CheckpointError: a field differs.
+        ConfigError: there is no such field, or it cannot be allowed.
+    """
+    was = checkpoint.manifest.details["curve"]
+    known = {*_paths(was), *_paths(curve)}
+    for name in allowed:
+        if name not in known and not _off(name, was, curve):
+            near = suggest(name, sorted(known))
+            remedy = f"did you mean '{near}'?" if near else f"name one of: {', '.join(sorted({*was, *curve}))}"
+            raise ConfigError("run.allow_change", name, why="no such field alters the curve", remedy=remedy)
+    differing = changed_fields(was, curve)
+    for field, before, now in differing:
+        if field == "train_batch_size":
+            why = f"the checkpoint's is {before}, and the place in the data is counted in steps of it"
+            raise ConfigError(field, now, why=why, remedy=f"use {before}, or start another run.dir from this model")
+    changed = [row for row in differing if not any(f"{row[0]}.".startswith(f"{name}.") for name in allowed)]
+    if changed:
+        listed = "\n".join(f"    {field}: was {was!r}, now {now!r}" for field, was, now in changed[:8])
+        names = ", ".join(f'"{field}"' for field, *_ in changed[:8])
+        raise CheckpointError(
+            f"{checkpoint.path} belongs to another run; it would not go on as if nothing had happened:\n{listed}\n"
+            f"  try: choose another run.dir, put the fields back, or, if it is meant, run.allow_change: [{names}]"
+        )
+
+
+def check_shared(run_dir: Path, meeting: Meeting) -> None:
+    """Refuses a run directory that not all hosts see. Collective.
+
+    Raises:
+        ConfigError: says which ranks do not see what rank 0 has written there.
+    """
+    if meeting.world_size == 1:
+        return
+    with deadline(meeting, "when it was asked for what it sees of the run's directory", spare_s=_PATIENCE_S):
+        blind = _blind(run_dir)
+    if blind:
+        why = f"{', '.join(blind[:8])} do not see what rank 0 has written there"
+        raise ConfigError("run.dir", str(run_dir), why=why, remedy="choose a directory that all hosts share")
+
+
+def _blind(run_dir: Path) -> list[str]:
+    """The ranks that do not see what rank 0 writes into a directory, with their hosts."""
+    token = on_rank_zero(lambda: _leave_token(run_dir))
+    deadline = time.monotonic() + _PATIENCE_S
+    while not (seen := (run_dir / token).exists()) and time.monotonic() < deadline:
+        time.sleep(0.05)  # a network file system may show it a moment later
+    everyone: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, None if seen else f"rank {dist.get_rank()} on {socket.gethostname()}")
+    on_rank_zero(lambda: (run_dir / token).unlink(missing_ok=True))
+    return [who for who in everyone if who]
+
+
+def _leave_token(run_dir: Path) -> str:
+    name = f".seen-{secrets.token_hex(8)}"
+    (run_dir / name).touch()
+    return name
+
+
+def _off(name: str, *curves: dict[str, Any]) -> bool:
+    """Whether a field belongs to what one of the curves does not have, such as fp16's scale in bf16."""
+    parents = [name.rpartition(".")[0][: len(name)]]
+    while parents[-1]:
+        parents.append(parents[-1].rpartition(".")[0])
+    return any(parent in curve and curve[parent] is None for parent in parents for curve in curves)
+
+
+def _paths(value: Any, at: str = "") -> Iterator[str]:
+    """The dotted paths of everything in nested dicts."""
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        path = f"{at}.{key}" if at else key
+        yield path
+        yield from _paths(inner, path)
+
+
+def _refuse_lost_checkpoints(run_dir: Path) -> None:
+    """A run that has had a checkpoint and has none any more must not start over as if it were new."""
+    if not (run_dir / MANIFEST).exists():
+        return
+    step = read_manifest(run_dir, kind="run").details.get("step", 0)
+    if step:
+        why = f"it was trained to step {step}, but its checkpoints are gone"
+        remedy = f"put {run_dir}/checkpoints back, or choose another run.dir to start over"
+        raise ConfigError("run.dir", str(run_dir), why=why, remedy=remedy)
+
+
+def _manifest_or_none(checkpoint: Checkpoint) -> Manifest | None:
+    """A damaged manifest is passed over here; the search for a whole checkpoint tells of it."""
+    try:
+        return checkpoint.manifest
+    except DataError:
+        return None
+
+
+def _check_is_run(run_dir: Path) -> None:
+    """A directory that another stage made must not be trained into: it would lose its manifest."""
+    if not run_dir.is_dir() or not any(run_dir.iterdir()):
+        return
+    if (run_dir / MANIFEST).exists():
+        read_manifest(run_dir, kind="run")
+    elif not any((run_dir / name).exists() for name in (".lock", ".slurm-starts", JOURNAL, "checkpoints")):
+        why = "it holds files that no run has put there"
+        raise ConfigError("run.dir", str(run_dir), why=why, remedy="choose a directory that does not exist yet")
+
+
+def changed_fields(was: Any, now: Any, at: str = "") -> list[tuple[str, Any, Any]]:
+    """What differs between two curves: (dotted path, before, now)."""
+    if isinstance(was, dict) and isinstance(now, dict):
+        keys = sorted({*was, *now})
+        return [row for key in keys for row in changed_fields(was.get(key), now.get(key), f"{at}.{key}" if at else key)]
+    return [] if was == now else [(at, was, now)]
+
+
+def _check_writable(run_dir: Path) -> None:
+    parent = next(p for p in (run_dir, *run_dir.absolute().parents) if p.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ConfigError("run.dir", str(run_dir), why=f"{parent} cannot be written", remedy="choose another directory")

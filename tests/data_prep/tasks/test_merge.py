@@ -1,0 +1,191 @@
+"""Merging runs before they are reduced, as very large jobs do: the shards are those of a job that does not."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_prep.config.corpus import load
+from data_prep.job import phases
+from data_prep.job.directory import Job
+from data_prep.tasks import gather as gathering
+from data_prep.tasks import merge
+from data_prep.tasks.sorted_runs import Run, RunPaths
+
+Tree = dict[str, bytes]
+FEW = "import sys; from data_prep.dedup import merging, table; from data_prep.tasks import gather, merge"
+SMALL = "merging.MOST_RUNS = merge.MOST_RUNS = 4; merge._MERGED_BYTES = 4000; table.MEMORY = 8000; "
+SMALL += "gather._LEAST_HELD = gather._MOST_HELD = 2000; from data_prep.__main__ import main"
+
+
+def merging(work: Path, *arguments: str, code: int = 0) -> str:
+    """Runs a command in which a job of more than 4 runs is a large one, and memory is small."""
+    program = f"{FEW}; {SMALL}; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], cwd=work, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, done.stderr
+    return done.stdout + done.stderr
+
+
+def run_all(work: Path, config: str, *, shares: int = 1, of_dedup: Sequence[str] = ()) -> None:
+    """All phases by hand, so that the processes that plan them know what is large.
+
+    of_dedup: what the dedup directory has to hold several of in the end.
+    """
+    merging(work, "prepare", "--config", config)
+    for phase in phases.phases_of(load(work / config, [])):
+        for share in range(shares):
+            merging(work, "phase", phase.name, "--config", config, "--task", str(share), "--of", str(shares))
+    assert len(list((work / ".tokens.job/merge").glob("[0-9]*"))) > 3
+    for name in of_dedup:
+        assert len(list((work / ".tokens.job/dedup").glob(f"{name}-*"))) > 3
+    merging(work, "finish", "--config", config)
+
+
+def shards(tokens: Path, bytes_of: Callable[[Path], Tree]) -> Tree:
+    return {name: content for name, content in bytes_of(tokens).items() if name != "manifest.json"}
+
+
+def test_merged_runs_give_the_same_shards(
+    mixed_config: str, finished_work: Path, work: Path, bytes_of: Callable[[Path], Tree]
+) -> None:
+    run_all(work, mixed_config, shares=2)
+    assert bytes_of(work / "tokens") == bytes_of(finished_work / "tokens")
+
+
+def test_what_dedup_drops_and_what_masks_say_is_the_same(
+    work: Path, write_config: Any, cli: Any, bytes_of: Callable[[Path], Tree]
+) -> None:
+    talk = [
+        {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}. " * (i % 9)}]}
+        for i in range(200)
+    ]
+    texts = [{"text": f"{i % 120} turns the wheel of the mill " * 5} for i in range(200)]
+    for name, rows in (("talk.jsonl", talk), ("texts.jsonl", texts)):
+        (work / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    template = "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}"
+    (work / "chat.jinja").write_text(template)
+    config = write_config(
+        sources=[{"path": "texts.jsonl"}, {"path": "talk.jsonl", "messages_field": "messages"}],
+        tokenizer={"train": "bpe", "vocab_size": 300, "chat_template": "chat.jinja"},
+        dedup={"exact": True, "near": {}},
+        list_dropped="reasons",
+        task_bytes=1500,
+        shard_tokens=700,
+    )
+    run_all(work, config, of_dedup=("exact-table", "near-table"))
+    cli("--config", config, "--set", "output=plain")
+    made, plain = (shards(work / output, bytes_of) for output in ("tokens", "plain"))
+    assert made == plain
+    assert any(name.endswith(".mask") for name in made)
+    assert made["dropped.jsonl"].count(b"\n") > 50
+
+
+def test_a_reduce_before_the_merge_is_refused_and_a_merge_that_was_killed_is_done_again(
+    mixed_config: str, finished_work: Path, work: Path, bytes_of: Callable[[Path], Tree]
+) -> None:
+    merging(work, "prepare", "--config", mixed_config)
+    merging(work, "phase", "map", "--config", mixed_config, "--task", "0", "--of", "1")
+    assert "merge tasks have not finished" in merging(
+        work, "phase", "reduce", "--config", mixed_config, "--task", "0", "--of", "1", code=2
+    )
+    kill = f"import os, signal; {FEW}; {SMALL}; from data_prep.tasks import base"
+    kill += "; sync = base.sync; base.sync = lambda path: (sync(path), os.kill(os.getpid(), signal.SIGKILL))"
+    run = "phases.merge_tasks(phases.prepared(load(Path(sys.argv[1]), [])))[1].run(lambda counts: None)"
+    kill += (
+        f"; from pathlib import Path; from data_prep.job import phases; from data_prep.config.corpus import load; {run}"
+    )
+    killed = subprocess.run([sys.executable, "-c", kill, mixed_config], cwd=work, check=False)
+    assert killed.returncode == -9
+    assert list((work / ".tokens.job/merge").glob(".*.partial"))
+    merging(work, "phase", "merge", "--config", mixed_config, "--task", "0", "--of", "1")
+    merging(work, "phase", "reduce", "--config", mixed_config, "--task", "0", "--of", "1")
+    merging(work, "finish", "--config", mixed_config)
+    assert bytes_of(work / "tokens") == bytes_of(finished_work / "tokens")
+
+
+def test_runs_are_opened_far_less_often(
+    mixed_config: str, work: Path, cli: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli("prepare", "--config", mixed_config)
+    cli("phase", "map", "--config", mixed_config, "--task", "0", "--of", "1")
+    monkeypatch.chdir(work)
+    monkeypatch.setattr(gathering, "_LEAST_HELD", 1000)
+    monkeypatch.setattr(gathering, "_MOST_HELD", 1000)
+    config = load(Path(mixed_config), [])
+    opened = 0
+    really = Run.open
+
+    def counting(path: Path, *, whole: bool = False) -> Run:
+        nonlocal opened
+        opened += not whole
+        return really(path, whole=whole)
+
+    monkeypatch.setattr(Run, "open", staticmethod(counting))
+
+    def opens(*lists: Callable[[Job], Any]) -> int:
+        nonlocal opened
+        opened = 0
+        for tasks in lists:
+            for task in tasks(Job(config)):
+                task.run(lambda _counts: None)
+        return opened
+
+    plain = opens(phases.reduce_tasks)
+    for marker in Path(".tokens.job/reduce").glob("*.json"):
+        marker.unlink()
+    monkeypatch.setattr(merge, "MOST_RUNS", 4)
+    merged = opens(phases.merge_tasks, phases.reduce_tasks)
+    assert merged < 0.6 * plain
+
+
+def test_a_merge_holds_no_more_of_a_source_that_its_runs_are_full_of(
+    work: Path, write_config: Any, cli: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs lie in the order of the input: those of one task are of one or two sources of many."""
+    names = [f"{chr(ord('a') + i)}.jsonl" for i in range(8)]
+    for name in names:
+        (work / name).write_text("".join(json.dumps({"text": f"{name} {i} " * 40}) + "\n" for i in range(40)))
+    config = write_config(sources=[{"path": name} for name in names], task_bytes=4000)
+    cli("prepare", "--config", config)
+    cli("phase", "map", "--config", config, "--task", "0", "--of", "1")
+    monkeypatch.chdir(work)
+    monkeypatch.setattr(gathering, "_LEAST_HELD", 20_000)
+    monkeypatch.setattr(gathering, "_MOST_HELD", 20_000)
+    monkeypatch.setattr(merge, "MOST_RUNS", 4)
+    most = 0
+    really = gathering.Gather.ranges
+
+    def measured(self: Any, *given: Any) -> Any:
+        nonlocal most
+        for part in really(self, *given):
+            most = max(most, sum(map(len, part.ids)) + gathering._DOCUMENT_BYTES * len(part.ids))
+            yield part
+
+    monkeypatch.setattr(gathering.Gather, "ranges", measured)
+    job = Job(load(Path(config), []))
+    for phase in (phases.merge_tasks, phases.reduce_tasks):
+        for task in phase(job):
+            task.run(lambda _counts: None)
+    assert 0 < most < 2 * 20_000
+
+
+def test_the_paths_of_all_runs_are_those_of_the_tasks_in_order() -> None:
+    paths = RunPaths(Path("map"), (2, 0, 1, 3))
+    listed = ["00000/run-000", "00000/run-001", "00002/run-000", *(f"00003/run-00{i}" for i in range(3))]
+    assert [path.relative_to("map").as_posix() for path in paths] == listed
+    assert len(paths) == 6
+    for start in range(7):
+        for end in range(start, 8):
+            part = pickle.loads(pickle.dumps(paths[start:end]))
+            assert list(part) == list(paths)[start:end]
+            assert list(part[1:3]) == list(paths)[start:end][1:3]
+    assert list(RunPaths(Path("map"), ())) == []

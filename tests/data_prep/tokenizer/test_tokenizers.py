@@ -1,0 +1,280 @@
+"""Shards, AutoTokenizer and the manifest speak of one tokenizer, and training it twice gives it twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sentencepiece
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_prep.config.corpus import TokenizerSection
+from data_prep.config.text_policy import TextPolicy
+from data_prep.formats.tokenfile import TokenFile, shard_prefix
+from data_prep.tokenizer import files, sentencepiece_model
+from data_prep.tokenizer import given as given_tokenizer
+from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
+from data_prep.tokenizer.load import check_usable, describe, load
+from data_prep.tokenizer.probes import PROBES
+from data_prep.tokenizer.train import train
+from headrace.base.errors import ConfigError, DataError
+
+KINDS = ("bpe", "sentencepiece-unigram", "sentencepiece-bpe")
+TEXTS = [f"def mill_{i}(wheel, water):\n    return wheel * {i} + water  # la roue n° {i}\n" * 3 for i in range(200)]
+
+
+def trained(folder: Path, kind: str, **fields: Any) -> Path:
+    folder.mkdir(parents=True)
+    train(TEXTS, folder, TokenizerSection.model_validate({"train": kind, "vocab_size": 400} | fields))
+    return folder
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("tokenizers") / request.param, request.param)
+
+
+def ids(folder: Path, text: str) -> list[int]:
+    found: list[int] = load(folder).encode(text, add_special_tokens=False).ids
+    return found
+
+
+def auto(folder: Path) -> Any:
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
+    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+
+
+def test_autotokenizer_gives_the_ids_of_the_shards(folder: Path) -> None:
+    tokenizer = auto(folder)
+    for text in (*PROBES, *TEXTS[:3]):
+        assert tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] == ids(folder, text), (
+            text
+        )
+        if "<|endoftext|>" not in text:  # in a prompt, it may well mean the token
+            assert tokenizer(text)["input_ids"] == ids(folder, text), text
+
+
+def test_autotokenizer_gives_these_ids_also_beside_a_models_config(folder: Path, tmp_path: Path) -> None:
+    """Some classes that transformers chooses by model type rebuild the tokenizer their own way."""
+    shutil.copytree(folder, tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(
+        json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
+    )
+    for text in PROBES:
+        found = auto(tmp_path / "model")(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        assert found == ids(folder, text), text
+
+
+def test_text_survives_the_round_trip(folder: Path) -> None:
+    tokenizer = load(folder)
+    for text in (*PROBES, *TEXTS[:3]):
+        blank = text if folder.name == "bpe" else text.replace("▁", " ")  # sentencepiece's own sign for a blank
+        assert tokenizer.decode(ids(folder, text), skip_special_tokens=False) == blank
+
+
+def test_a_literal_special_token_is_text(folder: Path) -> None:
+    special = describe(folder, kind="bpe")["eos_id"]
+    for text in ("<|endoftext|>", "a<|endoftext|>b", "<unk><s></s><0x0A>"):
+        found = ids(folder, text)
+        assert special not in found
+        assert len(found) > 1
+        assert load(folder).decode(found) == text
+
+
+def test_the_fingerprint_survives_save_pretrained_and_use(folder: Path, tmp_path: Path) -> None:
+    tokenizer = auto(folder)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer(["long " * 50, "short"], padding="max_length", max_length=8, truncation=True)  # leaves its traces inside
+    tokenizer.save_pretrained(str(tmp_path / "again"))
+    assert tokenizer_fingerprint(tmp_path / "again") == tokenizer_fingerprint(folder)
+    auto(tmp_path / "again").save_pretrained(str(tmp_path / "thrice"))
+    assert tokenizer_fingerprint(tmp_path / "thrice") == tokenizer_fingerprint(folder)
+
+
+def test_another_tokenizer_has_another_fingerprint(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "other")
+    path = tmp_path / "other" / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 5000, "content": "<|more|>"})
+    path.write_text(json.dumps(content))
+    assert tokenizer_fingerprint(tmp_path / "other") != tokenizer_fingerprint(folder)
+    path.write_text("{}")
+    with pytest.raises(DataError, match="damaged"):
+        tokenizer_fingerprint(tmp_path / "other")
+
+
+def test_the_manifest_entry_counts_added_tokens_and_names_the_special_ids(tmp_path: Path) -> None:
+    folder = trained(tmp_path / "a", "bpe", special_tokens=["<|user|>"], eos_token="<end>")
+    entry = describe(folder, kind="bpe")
+    tokenizer = auto(folder)
+    assert entry["vocab_size"] == len(tokenizer) == 400
+    assert entry["eos_id"] == tokenizer.eos_token_id == 0
+    assert tokenizer.convert_tokens_to_ids("<|user|>") == 1
+    assert (entry["bos_id"], entry["pad_id"], entry["kind"]) == (None, None, "bpe")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_is_the_same_in_every_process_whatever_its_threads(kind: str, tmp_path: Path) -> None:
+    """A new process each: hash seeds and thread pools are new, too."""
+    program = f"""if True:
+        import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from pathlib import Path
+        from data_prep.config.corpus import TokenizerSection
+        from data_prep.tokenizer.train import train
+        texts = {TEXTS[:40]!r}
+        section = TokenizerSection(train={kind!r}, vocab_size=400)
+        train(texts, Path(sys.argv[1]), section)
+    """
+    found = []
+    for threads in ("1", "3"):
+        folder = tmp_path / threads
+        folder.mkdir()
+        env = os.environ | {"RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads}
+        subprocess.run([sys.executable, "-c", program, str(folder)], env=env, check=True)
+        found.append({path.name: path.read_bytes() for path in folder.iterdir()})
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_the_converted_model_is_sentencepiece(kind: str, tmp_path: Path) -> None:
+    model = (trained(tmp_path / "a", kind) / "tokenizer.model").read_bytes()
+    converted = sentencepiece_model.convert(model)
+    sentencepiece_model.check(converted, model, texts=(*PROBES, *TEXTS[:20]))
+
+    @given(text=st.text(st.sampled_from("ab n°\n\t ▁<0x>é😀\x00mill_whe1"), max_size=40))
+    @settings(max_examples=150, deadline=None)
+    def agrees(text: str) -> None:
+        sentencepiece_model.check(converted, model, texts=[text])
+
+    agrees()
+
+
+@pytest.mark.parametrize("rule", ["nmt_nfkc", "identity"])
+@pytest.mark.parametrize("model_type", ["unigram", "bpe"])
+def test_a_models_own_normalisation_is_kept(rule: str, model_type: str, work: Path) -> None:
+    """As most published .model files have it: NFKC, a blank in front, blanks run together."""
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter("\n".join(TEXTS).split("\n")),
+        model_prefix="m",
+        model_type=model_type,
+        vocab_size=450,
+        normalization_rule_name=rule,
+        byte_fallback=True,
+        required_chars="<>/_|[]()" + "".join(map(chr, range(0x30, 0x7B))),  # as any large corpus has them
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    (work / "taken").mkdir()
+    given_tokenizer.take("m.model", work / "taken")
+    processor = sentencepiece.SentencePieceProcessor(model_file="m.model")
+    assert ids(work / "taken", "  ﬁne   wheel ") == processor.encode("  ﬁne   wheel ")
+    entry = describe(work / "taken", kind="given")
+    assert (entry["eos_id"], entry["bos_id"]) == (processor.eos_id(), processor.bos_id())
+    check_usable(work / "taken", TextPolicy(bos=False, eos=True, special=False))
+
+
+def test_a_given_folder_ends_up_as_autotokenizer_sees_it(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    given_tokenizer.take(str(folder), tmp_path / "taken")
+    assert tokenizer_fingerprint(tmp_path / "taken") == tokenizer_fingerprint(folder)
+    assert describe(tmp_path / "taken", kind="given")["eos_id"] == describe(folder, kind="given")["eos_id"]
+
+
+def test_a_tokenizer_without_an_end_is_refused_when_ends_are_appended(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "a")
+    (tmp_path / "a" / "tokenizer_config.json").write_text("{}")
+    check_usable(tmp_path / "a", TextPolicy(bos=False, eos=False, special=False))
+    with pytest.raises(DataError, match="no end-of-document token"):
+        check_usable(tmp_path / "a", TextPolicy(bos=False, eos=True, special=False))
+
+
+def test_a_tokenizer_whose_special_tokens_can_be_typed_is_refused(tmp_path: Path) -> None:
+    folder = trained(tmp_path / "a", "sentencepiece-unigram")
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["vocab"][1][1] = 0.0  # the best of all scores for the piece <|endoftext|>, as others convert it
+    path.write_text(json.dumps(content))
+    with pytest.raises(DataError, match="special id 1"):
+        check_usable(folder, TextPolicy(bos=False, eos=True, special=False))
+
+
+def test_documents_begin_with_the_beginning_and_spelt_out_tokens_are_read_when_the_config_asks_for_it(
+    work: Path,
+) -> None:
+    (work / "texts").mkdir()
+    for i in range(40):
+        (work / "texts" / f"{i}.txt").write_text(f"{i} turns <|endoftext|> the wheel")
+    folder = trained(work / "made", "bpe")
+    named = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(named | {"bos_token": named["eos_token"]}))
+    eos, found = load(folder).token_to_id(named["eos_token"]), {}
+    for special in (False, True):
+        config = {
+            "output": f"out{special}",
+            "sources": [{"path": "texts"}],
+            "tokenizer": {"path": str(folder)},
+            "heldout_fraction": 0.2,
+            "prepend_bos": True,
+            "parse_special_tokens": special,
+        }
+        (work / "c.json").write_text(json.dumps(config))
+        subprocess.run([sys.executable, "-m", "data_prep", "--config", "c.json"], check=True, cwd=work)
+        file = TokenFile.open(shard_prefix(work / f"out{special}", "train", 0))
+        found[special] = [part.tolist() for part in np.split(file.tokens, np.cumsum(file.sequence_lengths)[:-1])]
+    assert {(ids[0], ids[-1], ids.count(eos)) for ids in found[False]} == {(eos, eos, 2)}
+    assert {(ids[0], ids[-1], ids.count(eos)) for ids in found[True]} == {(eos, eos, 3)}
+
+
+def test_a_vocabulary_that_the_text_cannot_fill_is_refused(tmp_path: Path) -> None:
+    section = TokenizerSection(train="sentencepiece-bpe", vocab_size=300, special_tokens=[f"<{i}>" for i in range(100)])
+    with pytest.raises(ConfigError, match="vocab_size"):
+        train(["x"], tmp_path, section)
+
+
+def test_a_model_whose_byte_pieces_can_be_typed_is_refused(work: Path) -> None:
+    """Without `<` among its pieces, a converted unigram model reads the text <0x0A> as the byte piece of that name."""
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS),
+        model_prefix="m",
+        vocab_size=300,
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    (work / "taken").mkdir()
+    with pytest.raises(DataError, match="<0x0A>"):
+        given_tokenizer.take("m.model", work / "taken")
+
+
+def test_what_is_no_tokenizer_is_refused(work: Path) -> None:
+    (work / "empty").mkdir()
+    (work / "a.txt").write_text("x")
+    (work / "bad.model").write_text("no model")
+    for path in ("nowhere", "empty", "a.txt"):
+        with pytest.raises(ConfigError, match=r"tokenizer\.path"):
+            files.check_path(path)
+    with pytest.raises(DataError, match="not a sentencepiece model"):
+        given_tokenizer.take("bad.model", work / "empty")
+
+
+def test_shards_from_a_given_folder_are_those_of_the_training_run(
+    finished: Path, write_config: Callable[..., str], cli: Any
+) -> None:
+    config = json.loads((finished / "corpus.json").read_text())
+    name = write_config("given.json", **(config | {"output": "again", "tokenizer": {"path": "tokens/tokenizer"}}))
+    cli("--config", name)
+    for path in (finished / "tokens" / "train").iterdir():
+        assert (finished / "again" / "train" / path.name).read_bytes() == path.read_bytes()
+    parents = json.loads((finished / "again" / "manifest.json").read_text())["parents"]
+    assert set(parents) == {"texts", "lines", "rows", "tokenizer"}
+    assert "is there already" in cli("--config", name).stdout

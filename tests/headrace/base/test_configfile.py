@@ -1,0 +1,119 @@
+"""Config files: extends, overrides, and what is refused with which words."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+
+from headrace.base import configfile
+from headrace.base.errors import ConfigError
+from headrace.base.section import Count, Section, parse
+
+
+class Inner(Section):
+    depth: Count = 1
+
+
+class Outer(Section):
+    inner: Inner = Inner()
+    items: tuple[int, ...] = ()
+    ratio: float = 0.5
+
+
+def write(path: Path, value: object) -> Path:
+    path.write_text(value if isinstance(value, str) else json.dumps(value))
+    return path
+
+
+def test_extends_merges_objects_key_by_key_and_replaces_lists(tmp_path: Path) -> None:
+    write(tmp_path / "base.json", {"a": {"x": 1, "y": 2}, "list": [1, 2]})
+    child = write(tmp_path / "child.json", {"extends": "base.json", "a": {"y": 3}, "list": [9]})
+    assert configfile.load(child) == {"a": {"x": 1, "y": 3}, "list": [9]}
+
+
+def test_the_later_of_several_bases_wins(tmp_path: Path) -> None:
+    write(tmp_path / "one.json", {"a": 1, "b": 1})
+    write(tmp_path / "two.json", {"b": 2})
+    child = write(tmp_path / "child.json", {"extends": ["one.json", "two.json"]})
+    assert configfile.load(child) == {"a": 1, "b": 2}
+
+
+def test_files_that_extend_each_other_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.json", {"extends": "b.json"})
+    write(tmp_path / "b.json", {"extends": "a.json"})
+    with pytest.raises(ConfigError, match=r"a\.json -> b\.json -> a\.json"):
+        configfile.load(tmp_path / "a.json")
+
+
+def test_extends_of_something_else_than_names_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="extends = 5"):
+        configfile.load(write(tmp_path / "c.json", {"extends": 5}))
+
+
+def test_a_path_through_a_file_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.json", {})
+    with pytest.raises(ConfigError, match="Not a directory"):
+        configfile.load(path / "inner.json")
+
+
+def test_an_error_survives_the_way_between_ranks() -> None:
+    error = ConfigError("run.dir", "x", why="because", remedy="try y")
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_set_overrides_a_nested_field_with_json_or_text(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.json", {"run": {"steps": 1}, "sources": [{"path": "x"}]})
+    loaded = configfile.load(path, ["run.steps=100", "run.dir=runs/a=b", "sources.0.path=y", "new.flag=true"])
+    assert loaded == {"run": {"steps": 100, "dir": "runs/a=b"}, "sources": [{"path": "y"}], "new": {"flag": True}}
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [("run.steps", "no '='"), ("run.steps.deep=1", "run.steps is not an object"), ("sources.3.path=y", "no index")],
+)
+def test_an_override_that_leads_nowhere_is_refused(tmp_path: Path, override: str, words: str) -> None:
+    path = write(tmp_path / "c.json", {"run": {"steps": 1}, "sources": [{"path": "x"}]})
+    with pytest.raises(ConfigError, match=words):
+        configfile.load(path, [override])
+
+
+def test_a_key_that_appears_twice_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.json", '{"run": {"steps": 1, "steps": 2}}')
+    with pytest.raises(ConfigError, match=r"steps = 2\n.*twice"):
+        configfile.load(path)
+
+
+def test_a_file_that_is_not_json_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.json", '{\n "a": 1,\n}')
+    with pytest.raises(ConfigError, match=r"line 3, column 1|line 2"):
+        configfile.load(path)
+
+
+def test_a_missing_file_names_its_neighbours(tmp_path: Path) -> None:
+    write(tmp_path / "zero3.json", {})
+    with pytest.raises(ConfigError, match=r"files there: zero3\.json"):
+        configfile.load(tmp_path / "zero4.json")
+
+
+def test_an_unknown_key_is_answered_with_the_nearest_one() -> None:
+    with pytest.raises(ConfigError, match=r"inner\.dept = 3\n.*no such key\n.*did you mean 'depth'"):
+        parse(Outer, {"inner": {"dept": 3}})
+
+
+def test_a_typo_is_reported_before_what_follows_from_it() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'ratio'"):
+        parse(Outer, {"inner": {"depth": "three"}, "ration": 1})
+
+
+def test_numbers_are_not_made_from_strings() -> None:
+    with pytest.raises(ConfigError, match=r"inner\.depth = '3'"):
+        parse(Outer, {"inner": {"depth": "3"}})
+
+
+def test_a_count_may_be_written_with_an_exponent() -> None:
+    assert parse(Outer, {"inner": {"depth": 5e8}}).inner.depth == 500_000_000
+    with pytest.raises(ConfigError, match=r"inner\.depth = 1\.5"):
+        parse(Outer, {"inner": {"depth": 1.5}})

@@ -1,0 +1,344 @@
+"""A run goes on with the processes that are left: same global batches, same curve, nobody asked."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipeline.compress.distillation import kl_sum
+from pipeline.data.loader import IGNORE
+from pipeline.engines.objective import CrossEntropy
+from pipeline.launch import Launch
+from pipeline.launch.arrivals import OVER, STOPPED
+from pipeline.launch.group import free_port
+from pipeline.launch.store import meet
+from tests.conftest import ROOT, command_line, entry_point, launch, losses, start, tiny_config, write_config
+from tests.engines.compared import FP32, case, compare, follows
+
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# every parameter is cut up, and buckets are filled more than once
+SMALL = {"stage3_param_persistence_threshold": 0, "sub_group_size": 4096, "reduce_bucket_size": 4096}
+
+
+def filled(stage: int, *, micro: int = 1, **keys: Any) -> dict[str, Any]:
+    """8 samples dealt out to three data ranks: in the last micro-batch of rank 2 no row has a target."""
+    return {**case(stage, micro=micro, **keys), "parallel": {"elastic": True, **keys.get("parallel", {})}}
+
+
+ON_THREE = {
+    "torch": {
+        "whole weights, 20 steps": filled(0, steps=20),
+        "gathered per step, micro-batch given way, z-loss in chunks": filled(
+            2, micro=2, loss={"chunk": 8, "z_loss": 1e-3}
+        ),
+        "gathered per layer, clipped, 20 steps": filled(3, gradient_clipping=0.1, steps=20),
+        "experts": filled(3, model=EXPERTS),
+        "bf16": filled(3, bf16={"enabled": True}),
+    },
+    "deepspeed": {
+        "stage 0": filled(0),
+        "stage 1, 20 steps": filled(1, steps=20),
+        "stage 2, micro-batch given way, z-loss in chunks": filled(2, micro=2, loss={"chunk": 8, "z_loss": 1e-3}),
+        "stage 3, clipped, 20 steps": filled(3, zero=SMALL, gradient_clipping=0.1, steps=20),
+        "stage 3, experts": filled(3, zero=SMALL, model=EXPERTS),
+    },
+}
+ON_SIX = {
+    "torch": {
+        "1f1b": filled(3, parallel={"pp": 2}),
+        # 2 micro-batches in a round: 4 of 12 rows are filling
+        "interleaved": filled(2, parallel={"pp": 2, "schedule": "interleaved_1f1b"}),
+    },
+    "deepspeed": {"pp 2": filled(1, parallel={"pp": 2})},
+}
+
+
+@pytest.mark.parametrize("engine", ["torch", "deepspeed"])
+def test_three_data_ranks_follow_one_process_on_batches_they_do_not_divide(engine: str, tmp_path: Path) -> None:
+    for name, differences in compare(tmp_path, engine, ON_THREE[engine], processes=3).items():
+        follows(differences, name)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("engine", ["torch", "deepspeed"])
+def test_pipelines_follow_one_process_on_batches_they_do_not_divide(engine: str, tmp_path: Path) -> None:
+    for name, differences in compare(tmp_path, engine, ON_SIX[engine], processes=6).items():
+        follows(differences, name)
+
+
+@pytest.mark.parametrize("objective", ["cross-entropy and z-loss", "distillation"])
+def test_rows_without_targets_add_exactly_nothing(objective: str) -> None:
+    torch.manual_seed(0)
+    logits = (100 * torch.randn(2, 5, 11)).requires_grad_()
+    labels = torch.full((2, 5), IGNORE)
+    if objective == "distillation":
+        total = kl_sum(torch.randn(2, 5, 11), logits, labels, temperature=2.0)
+    else:
+        total = CrossEntropy(z_loss=1e-3)(logits, labels).total
+    (total * 1e6).backward()
+    assert total.item() == 0.0
+    assert logits.grad is not None
+    assert logits.grad.count_nonzero() == 0  # nan would count
+
+
+@pytest.fixture(scope="module")
+def work(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with c.json: ZeRO-3 on documents apart, with a checkpoint after every fifth of 40 steps."""
+    work = tmp_path_factory.mktemp("elastic")
+    write_config(work / "c.json", {**forty_steps(tokens, work / "run"), "parallel": {"elastic": True}})
+    return work
+
+
+def forty_steps(tokens: Path, run_dir: Path) -> dict[str, Any]:
+    """The run of this file."""
+    config = tiny_config(tokens, run_dir, loss={"z_loss": 1e-3})
+    config["data"]["mask_documents"] = True
+    config["run"]["steps"] = 40
+    return config
+
+
+@pytest.fixture(scope="module")
+def expected(work: Path) -> dict[int, float]:
+    """The losses of one plain process that nobody stopped."""
+    launch("train.py", work / "c.json", "engine=torch", "run.dir=whole")
+    return losses(work / "whole")
+
+
+@pytest.fixture
+def meeting_point() -> Iterator[int]:
+    """Port of a store where torchruns find each other, on a host of its own: this process."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store.port
+    del store
+
+
+def agent(work: Path, run_dir: Path, *, port: int, processes: int) -> subprocess.Popen[bytes]:
+    """Starts a torchrun that is one node of at most two; what it says is in work/said-PROCESSES."""
+    # a node that is silent for 5 s is lost (15 s unless told otherwise), others are waited for up to 8 s (30 s)
+    patience = "is_host=false,keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=8"
+    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf={patience}"]
+    nodes = ["--rdzv-id=elastic", "--nnodes=1:2", f"--nproc-per-node={processes}", "--max-restarts=3"]
+    words = entry_point("train.py", work / "c.json", f"run.dir={run_dir}")
+    command = [sys.executable, "-m", "torch.distributed.run", *rendezvous, *nodes, *words]
+    # torch 2.13 leaves the ranks' store with the first node otherwise, and tells nobody where it is in later rounds
+    env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with (work / f"said-{processes}").open("wb") as said:
+        return subprocess.Popen(command, stdout=said, stderr=said, cwd=work, env=env, start_new_session=True)
+
+
+def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[bytes], said: Path) -> None:
+    """Waits until a run's journal has a step."""
+    while not (run_dir / "metrics.jsonl").exists() or max(losses(run_dir), default=0) < step:
+        assert process.poll() is None, said.read_text()
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("lost", "left"), [pytest.param("first", 2, id="without-rank-0", marks=pytest.mark.matrix), ("last", 2)]
+)
+def test_a_node_that_is_killed_is_done_without_and_the_curve_is_that_of_a_whole_run(
+    work: Path, expected: dict[int, float], meeting_point: int, lost: str, left: int
+) -> None:
+    run_dir = work / lost
+    # the node whose process came first has rank 0; torch sorts nodes by host and process id
+    sizes = (1, 2) if lost == "first" else (2, 1)
+    agents = [agent(work, run_dir, port=meeting_point, processes=size) for size in sizes]
+    dead, alive = agents if lost == "first" else reversed(agents)
+    said = work / f"said-{left}"
+    try:
+        wait_for_step(run_dir, 12, alive, said)
+        kill_all_of(dead)
+        assert alive.wait(timeout=240) == 0, said.read_text()
+    finally:
+        kill_all_of(*agents)
+    follows_whole_run(run_dir, expected)
+    assert worlds(run_dir) == [3, left]
+
+
+def test_a_node_that_is_asked_to_leave_saves_the_run_and_the_others_go_on(
+    work: Path, expected: dict[int, float], meeting_point: int
+) -> None:
+    run_dir, said = work / "asked", work / "said-2"
+    asked, left = (agent(work, run_dir, port=meeting_point, processes=size) for size in (1, 2))  # the first has rank 0
+    try:
+        wait_for_step(run_dir, 12, left, said)
+        asked.terminate()
+        assert left.wait(timeout=240) == 0, said.read_text()
+    finally:
+        kill_all_of(asked, left)
+    follows_whole_run(run_dir, expected)
+    assert worlds(run_dir) == [3, 2]
+    assert "stopped by SIGTERM after step" in (work / "said-1").read_text()
+
+
+def test_a_worker_that_is_killed_is_started_again_by_the_same_torchrun(work: Path, expected: dict[int, float]) -> None:
+    run_dir, said = work / "again", work / "said-again"
+    command = command_line("train.py", work / "c.json", f"run.dir={run_dir}", "engine=torch", processes=2)
+    command.insert(command.index("--standalone"), "--max-restarts=1")
+    with said.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, cwd=work, start_new_session=True)
+    try:
+        wait_for_step(run_dir, 12, process, said)
+        os.kill(descendants(process.pid)[-1], signal.SIGKILL)
+        assert process.wait(timeout=240) == 0, said.read_text()
+    finally:
+        kill_all_of(process)
+    follows_whole_run(run_dir, expected)
+    assert worlds(run_dir) == [2, 2]
+
+
+def follows_whole_run(run_dir: Path, expected: dict[int, float]) -> None:
+    """Asserts that a journal has every step once, with the losses of a run that nobody stopped."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row["kind"] == "step"] == list(expected)
+    for step, loss in losses(run_dir).items():
+        assert loss == pytest.approx(expected[step], rel=FP32), step
+
+
+def worlds(run_dir: Path) -> list[int]:
+    """How many processes each start of a run had."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [row["world_size"] for row in rows if row.get("event") in ("started", "resumed")]
+
+
+def kill_all_of(*agents: subprocess.Popen[bytes]) -> None:
+    """SIGKILL to agents and all that they have started: workers have sessions of their own."""
+    for each in agents:
+        family = [each.pid, *descendants(each.pid)]
+        for pid in family:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        each.wait()
+
+
+def descendants(pid: int) -> list[int]:
+    """Children of a process, and theirs."""
+    try:
+        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+    return [each for child in children for each in (child, *descendants(child))]
+
+
+def test_a_run_that_has_begun_goes_on_with_processes_that_do_not_divide_its_batch(
+    tokens: Path, expected: dict[int, float], tmp_path: Path
+) -> None:
+    path = write_config(tmp_path / "c.json", forty_steps(tokens, tmp_path / "run"))
+    refused = start("train.py", path, processes=3)
+    assert refused.returncode == 2
+    assert "use 6 or 12" in refused.stdout
+    assert not (tmp_path / "run").exists()
+    launch("train.py", path, "engine=torch", processes=2)
+    shutil.rmtree(tmp_path / "run/checkpoints/step-00000040")
+    said = launch("train.py", path, processes=3)
+    assert "resuming after step 35" in said
+    assert "x dp 3 less 1 of 9 rows, which are filling (train_micro_batch_size_per_gpu 2 gave way)" in said
+    follows_whole_run(tmp_path / "run", expected)
+
+
+TWO_OF_THREE = ("engine=torch", "parallel.tp=2", "run.steps=2", "scheduler.type=WarmupLR", "scheduler.params={}")
+
+
+def test_a_process_without_a_place_waits_for_the_others_and_ends_well(work: Path) -> None:
+    command = command_line("train.py", work / "c.json", *TWO_OF_THREE, "run.dir=spare", processes=3)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=work, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "rank 2 is spare: the layout takes 2 of 3 processes" in done.stderr
+    assert "tp 2; 1 spare process" in done.stdout + done.stderr
+    assert list(losses(work / "spare")) == [1, 2]
+
+
+def test_nproc_starts_no_process_without_a_place(work: Path) -> None:
+    command = command_line("train.py", work / "c.json", *TWO_OF_THREE, "run.dir=nproc", processes=1)
+    done = subprocess.run(
+        [*command, "--nproc", "3"], capture_output=True, text=True, cwd=work, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "the layout takes 2 of 3 processes" in done.stderr
+    assert "python --nproc: 2 processes" in done.stdout + done.stderr
+
+
+STAND_BY = """
+import sys
+from pipeline.config.schema import LaunchSection
+from pipeline.launch import Launch, stand_by
+launch = Launch(sys.argv[2], 2, 3, 2, f"127.0.0.1:{sys.argv[1]}")
+stand_by(launch, processes=2, config=LaunchSection(timeout=float(sys.argv[3])))
+"""
+
+
+HOST = """
+import sys, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.readline()
+"""
+
+
+@contextlib.contextmanager
+def spare_process(port: int, *, launcher: str, timeout_s: float = 60.0) -> Iterator[subprocess.Popen[str]]:
+    """A spare process that has come to wait beside a store."""
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-c", STAND_BY, str(port), launcher, str(timeout_s)]
+    spare = subprocess.Popen(command, cwd=ROOT, env=env, text=True, stderr=subprocess.PIPE)
+    try:
+        while "is spare" not in spare.stderr.readline():
+            assert spare.poll() is None
+        time.sleep(1.0)
+        assert spare.poll() is None
+        yield spare
+    finally:
+        spare.kill()
+        spare.wait()
+
+
+@pytest.mark.parametrize("how", ["over", "saved", "gone"])
+def test_a_spare_process_leaves_with_those_that_train_and_not_before(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    meeting, store = meet(Launch("srun", 0, 1, 0, f"127.0.0.1:{port}"), 60.0)
+    with spare_process(port, launcher="srun") as spare:
+        spare.terminate()  # leaving now, it would have `srun --wait` kill those that still save themselves
+        time.sleep(1.5)
+        assert spare.poll() is None
+        if how == "over":
+            store.underlying_store.set(OVER, "1")
+        elif how == "saved":
+            meeting.note(STOPPED)
+        else:
+            del meeting, store
+        assert spare.wait(timeout=60) == 0
+
+
+def test_a_spare_process_of_torchrun_leaves_at_once_when_it_is_asked_to(meeting_point: int) -> None:
+    with spare_process(meeting_point, launcher="torchrun") as spare:
+        spare.terminate()
+        assert spare.wait(timeout=60) == 0
+
+
+def test_a_rank_0_that_is_silent_for_less_than_the_timeout_is_no_end_to_a_spare_process() -> None:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", HOST], text=True, stdin=pipe, stdout=pipe) as host:
+        try:
+            with spare_process(int(host.stdout.readline()), launcher="srun", timeout_s=7.0) as spare:
+                host.send_signal(signal.SIGSTOP)
+                time.sleep(5.7)  # one question is given up after 5 s elsewhere
+                assert spare.poll() is None
+                assert spare.wait(timeout=60) == 0
+                assert "rank 0 has not answered for 7 s" in spare.stderr.read()
+        finally:
+            host.kill()

@@ -1,0 +1,131 @@
+"""A rank that does not come, or stops on the way to the first step, is named by the others, with its host."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from headrace.base.errors import EXIT_LOST
+from headrace.base.processes import state_of
+from tests import warm
+from tests.conftest import ROOT
+from tests.run.start_ranks import RANKS, WRONG
+
+SCRIPT = Path(__file__).with_name("start_ranks.py")
+BAD = 3
+AT_REST = "nowhere:-1"
+"""Nobody is stopped."""
+STOPPED = {
+    "store:0": "after its store is open",
+    "met:0": "after all have come",
+    f"met:{BAD}": "the same",
+    f"groups:{BAD}": "before it makes its process groups",
+    "tp:0": "in the first check, and takes the notes with it",
+    f"tp:{BAD}": "in the first check",
+    f"dp:{BAD}": "between two checks",
+    f"timed:{BAD}": "after the checks",
+    "shared:0": "before it looks at the run's directory",
+    f"shared:{BAD}": "the same",
+    "watched:0": "before it starts the watchdog",
+    f"watched:{BAD}": "before the watchdog has heard of it",
+}
+"""Where and which rank -> in words."""
+CASES = (AT_REST, f"{WRONG}:{BAD}", "absent:0", f"absent:{BAD}", *STOPPED)
+# each of three times six takes the time itself, 5 s until a stopped store is given up, 3 s in which ranks agree
+LIMIT_S = 240.0
+
+
+@dataclass(frozen=True)
+class Start:
+    """What became of the ranks that ended by themselves: what they said, and their exit codes."""
+
+    said: dict[int, str]
+    codes: dict[int, int]
+
+
+@pytest.fixture(scope="module")
+def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Start]:
+    """All cases, several at a time: they mostly wait."""
+    work = tmp_path_factory.mktemp("starts")
+    done = warm.run(SCRIPT, *CASES, cwd=work, merged=True, timeout_s=LIMIT_S)
+    assert done.returncode == 0, done.stdout
+    found = {}
+    for case in CASES:
+        codes = {int(path.name.removeprefix("code-")): int(path.read_text()) for path in (work / case).glob("code-*")}
+        found[case] = Start({rank: (work / case / f"said-{rank}").read_text() for rank in codes}, codes)
+    return found
+
+
+def test_ranks_that_all_answer_are_told_in_one_line(starts: dict[str, Start]) -> None:
+    start = starts[AT_REST]
+    assert list(start.codes.values()) == [0] * RANKS, start
+    assert "preflight: dp 2, tp 2, all 4 ranks answer" in start.said[0]
+
+
+@pytest.mark.parametrize("case", STOPPED)
+def test_a_rank_that_is_stopped_on_the_way_is_named_and_the_others_can_be_started_again(
+    starts: dict[str, Start], case: str
+) -> None:
+    start, bad = starts[case], int(case.split(":")[1])
+    assert set(start.codes.values()) == {EXIT_LOST}, start
+    assert len(start.codes) == RANKS - 1
+    for text in start.said.values():
+        # before all have met, nobody knows the name of a host
+        assert f"rank {bad} on {socket.gethostname()} did not answer" in text or "rank 0 at 127.0.0.1" in text, start
+        assert bad == 0 or "rank 0 at" not in text, start
+        assert not any(f"rank {rank} on {socket.gethostname()} did not" in text for rank in range(4) if rank != bad)
+        assert "Traceback" not in text, start
+
+
+def test_the_rank_that_shares_the_axis_says_which_it_is(starts: dict[str, Start]) -> None:
+    assert "in the all-reduce over tp (ranks 2, 3)" in starts[f"tp:{BAD}"].said[2]
+
+
+@pytest.mark.parametrize("bad", [0, BAD])
+def test_a_rank_that_never_comes_is_named(starts: dict[str, Start], bad: int) -> None:
+    start = starts[f"absent:{bad}"]
+    assert set(start.codes.values()) == {EXIT_LOST}, start
+    for text in start.said.values():
+        # torch's own timeout may come a moment after ours, which does not know whether rank 0 was ever there
+        assert ("rank 0" in text and "never came" in text) if bad == 0 else f"rank {BAD} of 4 never came" in text, start
+    if bad:
+        assert f"those that came: rank 0 on {socket.gethostname()}, rank 1" in start.said[0]
+
+
+def test_a_wrong_sum_names_its_axis(starts: dict[str, Start]) -> None:
+    said = starts[f"{WRONG}:{BAD}"].said
+    # ranks 2 and 3 add up 3 and 4; rank 3 believes to be rank 77
+    assert "all-reduce over tp (ranks 2, 3) is wrong" in said[2]
+    assert "such as 81 where 7 is right" in said[2]
+
+
+def test_only_a_stopped_rank_of_the_same_launcher_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # torchrun and deepspeed would wait 30 s for it
+    own = {"WORLD_SIZE": "5", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234"}
+    stop = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+    kill = "from pipeline.launch import silence; silence.kill_stopped([1, 3])"
+    ranks = {"1": stop, "2": stop, "3": "import time; time.sleep(600)"}
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    started = [subprocess.Popen([sys.executable, "-c", c], env={**os.environ, "RANK": r}) for r, c in ranks.items()]
+    started.append(
+        subprocess.Popen([sys.executable, "-c", stop], env={**os.environ, "RANK": "1", "MASTER_PORT": "1235"})
+    )
+    try:
+        for process in (started[0], started[1], started[3]):
+            while state_of(process.pid)[0] != "T":
+                assert process.poll() is None
+        subprocess.run([sys.executable, "-c", kill], env={**os.environ, "RANK": "0"}, cwd=ROOT, check=True)
+        assert started[0].wait(10) == -signal.SIGKILL
+        assert [process.poll() for process in started[1:]] == [None] * 3
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
