@@ -122,7 +122,7 @@ def test_a_stack_that_faulthandler_wrote_reads_as_our_own() -> None:
     stack = parsed(dump, thread=0x7F0000000002)
     assert stack == (
         "torch/distributed/distributed_c10d.py:3252 in all_reduce",
-        "headrace/pipeline/run/trainer.py:88 in go",
+        "pipeline/run/trainer.py:88 in go",
     )
     assert waits(stack)
     assert not waits(WORKS)

@@ -20,8 +20,8 @@ from data_prep.tasks import merge
 from data_prep.tasks.sorted_runs import Run, RunPaths
 
 Tree = dict[str, bytes]
-FEW = "import sys; from data_prep.dedup import merging, table; from data_prep.tasks import gather, merge"
-SMALL = "merging.MOST_RUNS = merge.MOST_RUNS = 4; merge._MERGED_BYTES = 4000; table.MEMORY = 8000; "
+FEW = "import sys; from data_prep.dedup import merge_tasks, table; from data_prep.tasks import gather, merge"
+SMALL = "merge_tasks.MOST_RUNS = merge.MOST_RUNS = 4; merge._MERGED_BYTES = 4000; table.MEMORY = 8000; "
 SMALL += "gather._LEAST_HELD = gather._MOST_HELD = 2000; from data_prep.__main__ import main"
 
 
@@ -97,8 +97,8 @@ def test_a_reduce_before_the_merge_is_refused_and_a_merge_that_was_killed_is_don
     assert "merge tasks have not finished" in merging(
         work, "phase", "reduce", "--config", mixed_config, "--task", "0", "--of", "1", code=2
     )
-    kill = f"import os, signal; {FEW}; {SMALL}; from data_prep.tasks import base"
-    kill += "; sync = base.sync; base.sync = lambda path: (sync(path), os.kill(os.getpid(), signal.SIGKILL))"
+    kill = f"import os, signal; {FEW}; {SMALL}; from data_prep import task"
+    kill += "; sync = task.sync; task.sync = lambda path: (sync(path), os.kill(os.getpid(), signal.SIGKILL))"
     run = "phases.merge_tasks(phases.prepared(load(Path(sys.argv[1]), [])))[1].run(lambda counts: None)"
     kill += (
         f"; from pathlib import Path; from data_prep.job import phases; from data_prep.config.corpus import load; {run}"
