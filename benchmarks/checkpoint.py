@@ -26,7 +26,7 @@ from torch import Tensor
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.save import CheckpointWriter
 from pipeline.checkpoint.shards import NamedShard
-from pipeline.checkpoint.store import About, CheckpointStore
+from pipeline.checkpoint.store import CheckpointInfo, CheckpointStore
 from pipeline.engines.common import MOMENTS
 
 TENSOR = 4 << 20
@@ -105,7 +105,7 @@ def ours(state: dict[str, Tensor], folder: Path, *, background: bool) -> Way:
 
     def save(number: int) -> tuple[float, float]:
         started = time.perf_counter()
-        writer.begin(About(number, {}, {}, {}), lambda: shards)
+        writer.begin(CheckpointInfo(number, {}, {}, {}), lambda: shards)
         waited = time.perf_counter() - started
         saved = writer.wait()
         assert saved is not None

@@ -30,10 +30,10 @@ from data_prep.formats.tokenfile import TokenFileWriter
 from data_prep.packing.pack import pack
 from headrace.base.directory import commit, fresh_staging
 from headrace.base.section import parse
-from pipeline.config.batch import Batch
+from pipeline.config.batch import BatchSizes
 from pipeline.config.schema import DataSection
-from pipeline.data.blend import Blend, open_blend
 from pipeline.data.loader import StepLoader
+from pipeline.data.mixture import DataMixture, open_mixture
 from tests.data.sparse import TOKENIZER, write_sparse
 
 ROUNDS, SHARDS = 5, 4
@@ -103,7 +103,7 @@ def make_contestants(tokens: Path, arguments: argparse.Namespace) -> dict[str, C
     length, batch = arguments.length, arguments.batch
     plain = open_tokens(tokens, length)
     packed = open_tokens(tokens, length, packing="best_fit")
-    cut = Batch(batch, batch, 1, 1, length)
+    cut = BatchSizes(batch, batch, 1, 1, length)
     mapped = np.memmap(tokens / "train/shard-00000.bin", dtype=np.uint16, mode="r")
     windows = (mapped.size - 1) // length
     flat = np.asarray(mapped)[: windows * length].reshape(windows, length)
@@ -131,14 +131,14 @@ def make_contestants(tokens: Path, arguments: argparse.Namespace) -> dict[str, C
     }
 
 
-def open_tokens(tokens: Path, length: int, *, packing: str = "contiguous") -> Blend:
+def open_tokens(tokens: Path, length: int, *, packing: str = "contiguous") -> DataMixture:
     """The training samples of a tokens directory."""
-    return open_blend(
+    return open_mixture(
         parse(DataSection, {"sources": [{"path": str(tokens)}], "sequence_length": length, "packing": packing}), seed=0
     )
 
 
-def steps(blend: Blend, cut: Batch, *, mask_documents: bool = False) -> Callable[[int], object]:
+def steps(blend: DataMixture, cut: BatchSizes, *, mask_documents: bool = False) -> Callable[[int], object]:
     """The loader's own work for one step after the other, in this thread."""
     loader = StepLoader(blend, cut, dp_rank=0, steps=(1, 1 << 30), mask_documents=mask_documents)
     items = loader._items()  # what its thread does

@@ -35,7 +35,7 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM
 
 from headrace.base.cli import leave
-from pipeline.anomalies.guarded_step import Steps
+from pipeline.anomalies.guarded_step import GuardedStepper
 from pipeline.checkpoint.save import CheckpointWriter
 from pipeline.config.load import load_config
 from pipeline.config.rules import ResolvedRun, resolve
@@ -51,8 +51,8 @@ from pipeline.metrics.console import TrainingDisplay
 from pipeline.metrics.journal import Journal
 from pipeline.metrics.stragglers import Stragglers
 from pipeline.models.hf_config import resolve_hf_config
-from pipeline.run.prepare import Prepared, prepare
-from pipeline.run.trainer import Progress, Training
+from pipeline.run.prepare import PreparedRun, prepare
+from pipeline.run.trainer import Progress, Trainer
 
 RUN = {
     "model": {
@@ -102,7 +102,7 @@ class Turns:
             self.end()
 
 
-Contestant = Callable[[Prepared, Turns], None]
+Contestant = Callable[[PreparedRun, Turns], None]
 """Trains for ever, its steps within turns. The process group is open."""
 
 
@@ -232,7 +232,7 @@ def ratio(times: list[tuple[float, float]], others: list[tuple[float, float]], k
     return f"{middle:.3f} ({low:.3f} - {high:.3f})"
 
 
-def bare(prepared: Prepared, turns: Turns) -> None:
+def bare(prepared: PreparedRun, turns: Turns) -> None:
     """What one writes in ten lines, and nothing else: no schedule, no log, no checkpoint."""
     config, params = prepared.run.config, prepared.run.config.optimizer.params
     model: Any = AutoModelForCausalLM.from_config(hf_config_of(prepared), attn_implementation="sdpa")
@@ -247,7 +247,7 @@ def bare(prepared: Prepared, turns: Turns) -> None:
         optimizer.zero_grad()
 
 
-def bare_deepspeed(prepared: Prepared, turns: Turns) -> None:
+def bare_deepspeed(prepared: PreparedRun, turns: Turns) -> None:
     """DeepSpeed's own three calls and nothing else: what its engine costs without our loop."""
     import deepspeed  # noqa: PLC0415  imports for seconds
 
@@ -260,7 +260,7 @@ def bare_deepspeed(prepared: Prepared, turns: Turns) -> None:
             engine.step()
 
 
-def ours(prepared: Prepared, turns: Turns) -> None:
+def ours(prepared: PreparedRun, turns: Turns) -> None:
     """The trainer's loop, as `pipeline/train.py` runs it."""
     run, device = prepared.run, pick_device(detect())
     engine = build_engine(run, prepared.model, prepared.values, CrossEntropy(), device=device)
@@ -271,10 +271,12 @@ def ours(prepared: Prepared, turns: Turns) -> None:
         journal.write("event", step, **values)
 
     given: dict[str, Any] = {"samples": run.batch.samples, "skips": NO_SKIPS}
-    Training(
+    Trainer(
         run=run,
         engine=engine,
-        executed=Steps(engine, run.config.anomalies, fp16=False, record=record, may_go_back=lambda: False, **given),
+        executed=GuardedStepper(
+            engine, run.config.anomalies, fp16=False, record=record, may_go_back=lambda: False, **given
+        ),
         steps=turns.steps(iter(loader(prepared))),
         heldout=[],
         heldout_batches=lambda _dataset: iter(()),
@@ -298,12 +300,12 @@ def no_save(_step: int) -> Any:
     raise AssertionError("no checkpoint is due")
 
 
-def loader(prepared: Prepared) -> StepLoader:
+def loader(prepared: PreparedRun) -> StepLoader:
     """All batches."""
     return StepLoader(prepared.blend, prepared.run.batch, dp_rank=0, steps=(1, MANY))
 
 
-def hf_trainer(prepared: Prepared, turns: Turns) -> None:
+def hf_trainer(prepared: PreparedRun, turns: Turns) -> None:
     """`transformers.Trainer` with the same DeepSpeed config."""
     from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: PLC0415  needs accelerate
 
@@ -335,7 +337,7 @@ def hf_trainer(prepared: Prepared, turns: Turns) -> None:
     Trainer(model=model, args=arguments, train_dataset=data, callbacks=[InTurns()]).train()
 
 
-def hf_config_of(prepared: Prepared) -> Any:
+def hf_config_of(prepared: PreparedRun) -> Any:
     """The Hugging Face config of the model under test."""
     return resolve_hf_config(prepared.run.config.model, tokenizer={"vocab_size": 4096}, sequence_length=256)
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.configfile import load, merge
-from pipeline.proof.case import Case, Outcome
+from pipeline.proof.case import Case, CaseResult
 from pipeline.proof.compare import differences, first_gradient
-from pipeline.proof.judgement import Verdict, judge
+from pipeline.proof.judgement import ProofResult, judge
 from pipeline.proof.small import plain, with_precision
 from pipeline.proof.tokens import write_tokens
 from pipeline.proof.worker import run_cases
@@ -113,7 +113,7 @@ def main() -> None:
 
 
 def table(
-    cases: dict[str, Case], found: dict[str, Outcome], chosen: list[tuple[str, int, str, dict[str, Any]]]
+    cases: dict[str, Case], found: dict[str, CaseResult], chosen: list[tuple[str, int, str, dict[str, Any]]]
 ) -> None:
     """One row per layout and precision."""
     known = {name: (case, found[name]) for name, case in cases.items()}
@@ -133,7 +133,7 @@ def table(
             print(f"| {precision} | {engine} | {name} | {cells(verdict)} | {layout[1].seconds:.0f} |", flush=True)
 
 
-def cells(verdict: Verdict) -> str:
+def cells(verdict: ProofResult) -> str:
     """The three differences; bold where one is too large."""
     if verdict.failed is not None or verdict.gradient is None:
         return f"failed: {str(verdict.failed).splitlines()[-1]} | |"

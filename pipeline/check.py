@@ -17,7 +17,7 @@ from pipeline.config.rules import ResolvedRun, resolve
 from pipeline.launch import detect
 
 if TYPE_CHECKING:
-    from pipeline.run.prepare import Prepared
+    from pipeline.run.prepare import PreparedRun
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +74,7 @@ def _print_rules(run: ResolvedRun) -> None:
     _line("run directory", config.run.dir)
 
 
-def _print_prepared(prepared: Prepared) -> None:
+def _print_prepared(prepared: PreparedRun) -> None:
     from pipeline.parallel.assemble import stage_lines  # noqa: PLC0415  imports torch
 
     run, size = prepared.run, prepared.size

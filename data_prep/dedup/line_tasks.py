@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from data_prep.config.dedup import LinesSection
 from data_prep.dedup.lines import EXEMPT
-from data_prep.dedup.table import Numbers, Range, join_pieces, of_run, ranges, read_piece, run_and_index
+from data_prep.dedup.table import Numbers, Range, join_slices, of_run, ranges, read_slice, run_and_index
 from data_prep.task import Counts, DirectoryTask, Report
 
 _TABLE, _WITHIN, _ACROSS = "lines", "within.bin", "across.bin"
@@ -81,7 +81,7 @@ def _merge(parts: Sequence[Path], directory: Path, total: int) -> None:
     ):
         for cut in range(cuts if parts else 0):
             within = Range(cut, cuts)
-            piece = join_pieces([read_piece(0, part, _TABLE, row=0, within=within) for part in parts])
+            piece = join_slices([read_slice(0, part, _TABLE, row=0, within=within) for part in parts])
             hashes.write(piece.hashes.astype("<u8", copy=False).tobytes())
             items.write(piece.numbers.astype("<u4").tobytes())
 
@@ -122,11 +122,11 @@ class LinesTask(DirectoryTask):
     def _find(self, within: BinaryIO, across: BinaryIO) -> int:
         found, kept = 0, []
         for number, directory in enumerate(self.runs):
-            piece = read_piece(number, directory, _TABLE, row=0, within=self.within)
+            piece = read_slice(number, directory, _TABLE, row=0, within=self.within)
             over = piece.repeats(back=self.copies)
             found += _write(within, piece.numbers[over])
             kept.append(piece.take(~over))  # at most `copies` of a run, so a line that is everywhere stays small
-        whole = join_pieces(kept)
+        whole = join_slices(kept)
         return found + _write(across, whole.numbers[whole.repeats(back=self.copies)])
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from data_prep.dedup.pairs import PAIRS, write_pairs
-from data_prep.dedup.table import Numbers, Piece, Range, ranges, read_piece
+from data_prep.dedup.table import Numbers, Range, TableSlice, ranges, read_slice
 from data_prep.task import Counts, DirectoryTask, Report
 
 MOST_RUNS = 1 << 10
@@ -27,7 +27,7 @@ _HASHES, _NUMBERS = "hashes.npy", "numbers.npy"
 class Tables(Protocol):
     """All tables of one kind in a job."""
 
-    def pieces(self, *, row: int, within: Range) -> Iterator[Piece]:
+    def pieces(self, *, row: int, within: Range) -> Iterator[TableSlice]:
         """Yields what they have in a range of a row, by ascending run."""
 
 
@@ -39,10 +39,10 @@ class RunTables:
     runs: Sequence[Path]
     first: int = 0
 
-    def pieces(self, *, row: int, within: Range) -> Iterator[Piece]:
+    def pieces(self, *, row: int, within: Range) -> Iterator[TableSlice]:
         """See `Tables.pieces`: one piece for each run."""
         for number, directory in enumerate(self.runs, self.first):
-            yield read_piece(number, directory, self.name, row=row, within=within)
+            yield read_slice(number, directory, self.name, row=row, within=within)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class MergedTables:
             for group, tables in enumerate(groups)
         ]
 
-    def pieces(self, *, row: int, within: Range) -> Iterator[Piece]:
+    def pieces(self, *, row: int, within: Range) -> Iterator[TableSlice]:
         """See `Tables.pieces`: one piece for each group. `within` lies in one of the `parts`."""
         part = within.part * self.parts // within.parts
         for group in range(self.groups):
@@ -104,7 +104,7 @@ class MergedTables:
             hashes = np.load(directory / _HASHES, mmap_mode="r")
             cut = within.cut(hashes[0])
             numbers = np.load(directory / _NUMBERS, mmap_mode="r")
-            yield Piece(np.array(hashes[:, cut]), np.array(numbers[cut]))
+            yield TableSlice(np.array(hashes[:, cut]), np.array(numbers[cut]))
 
     def _group(self, group: int) -> RunTables:
         first = group * self.each

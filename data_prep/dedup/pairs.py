@@ -10,25 +10,25 @@ from typing import BinaryIO
 
 import numpy as np
 
-from data_prep.dedup.table import Numbers, Piece, join_pieces
+from data_prep.dedup.table import Numbers, TableSlice, join_slices
 
 PAIRS = "pairs.bin"
 _PAIR_BYTES = 16
 
 
-def write_pairs(pieces: Iterable[Piece], file: BinaryIO) -> tuple[int, Piece]:
+def write_pairs(pieces: Iterable[TableSlice], file: BinaryIO) -> tuple[int, TableSlice]:
     """Writes the pairs of all pieces of a range; a hash that a piece is full of takes the memory of one item.
 
     Returns:
         how many pairs, and of each hash the first item.
     """
     start = file.tell()
-    whole = join_pieces([_firsts(piece, file) for piece in pieces])  # the pieces themselves are gone by now
+    whole = join_slices([_firsts(piece, file) for piece in pieces])  # the pieces themselves are gone by now
     first = _firsts(whole, file)
     return (file.tell() - start) // _PAIR_BYTES, first
 
 
-def _firsts(piece: Piece, file: BinaryIO) -> Piece:
+def _firsts(piece: TableSlice, file: BinaryIO) -> TableSlice:
     """Writes (first, other) for all others of each group of equal hashes; returns the first ones."""
     repeats = piece.repeats()
     if not repeats.any():

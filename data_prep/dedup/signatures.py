@@ -19,7 +19,7 @@ _CLASSES = "classes.npy"
 
 
 @dataclass(frozen=True)
-class Signer:
+class MinHasher:
     """classes: uint32 [vocabulary], which tokens count as the same word."""
 
     classes: np.ndarray[Any, Any]
@@ -32,9 +32,9 @@ class Signer:
 
 
 @cache
-def open_signer(directory: Path) -> Signer:
+def open_minhasher(directory: Path) -> MinHasher:
     """What `write_classes` has left; kept for the next task of the same process."""
-    return Signer(np.load(directory / _CLASSES))
+    return MinHasher(np.load(directory / _CLASSES))
 
 
 def write_classes(directory: Path, folder: Path) -> None:

@@ -41,7 +41,7 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TableSlice:
     """Hashes in ascending order and whose they are; of equal ones the smaller number first.
 
     `hashes`: uint64[words, items]; `numbers`: int64[items].
@@ -50,9 +50,9 @@ class Piece:
     hashes: Hashes
     numbers: Numbers
 
-    def take(self, chosen: NDArray[np.bool_]) -> Piece:
+    def take(self, chosen: NDArray[np.bool_]) -> TableSlice:
         """The items for which `chosen`, bool[items], is true."""
-        return Piece(self.hashes[:, chosen], self.numbers[chosen])
+        return TableSlice(self.hashes[:, chosen], self.numbers[chosen])
 
     def repeats(self, *, back: int = 1) -> NDArray[np.bool_]:
         """bool[items]: whether the item `back` places before has the same hash, so at least so many have it before."""
@@ -79,21 +79,21 @@ def write_table(directory: Path, name: str, hashes: Hashes) -> None:
     np.save(directory / f"{name}.items.npy", items)
 
 
-def read_piece(run: int, directory: Path, name: str, *, row: int, within: Range) -> Piece:
+def read_slice(run: int, directory: Path, name: str, *, row: int, within: Range) -> TableSlice:
     """What run number `run` has in a range of hashes."""
     hashes = np.load(directory / f"{name}.hashes.npy", mmap_mode="r")[row]
     cut = within.cut(hashes[0])
     items = np.load(directory / f"{name}.items.npy", mmap_mode="r")[row, cut]
-    return Piece(np.array(hashes[:, cut]), items.astype(np.int64) + (run << _RUN_BITS))
+    return TableSlice(np.array(hashes[:, cut]), items.astype(np.int64) + (run << _RUN_BITS))
 
 
-def join_pieces(pieces: Sequence[Piece]) -> Piece:
+def join_slices(pieces: Sequence[TableSlice]) -> TableSlice:
     """Pieces of several runs, by ascending run, as one."""
     hashes = np.concatenate([piece.hashes for piece in pieces], axis=1)
     order = np.lexsort(hashes[::-1])
     for word in hashes:
         word[:] = word[order]
-    return Piece(hashes, np.concatenate([piece.numbers for piece in pieces])[order])
+    return TableSlice(hashes, np.concatenate([piece.numbers for piece in pieces])[order])
 
 
 def distinct(values: NDArray[Word]) -> NDArray[Word]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.executors.base import default_workers, reach
-from data_prep.executors.task_claims import Assignment, Board, Outcome, lost, work
+from data_prep.executors.task_claims import Assignment, TaskClaims, TaskOutcome, lost, work
 from data_prep.task import Report, Task
 from headrace.base.errors import ConfigError
 
@@ -88,7 +88,7 @@ class Ray:
         """See `Executor.run`. A task whose worker or machine goes is started again, up to four times."""
         if not tasks:
             return
-        with Board(self.root, tasks) as board:
+        with TaskClaims(self.root, tasks) as board:
             flight = _Flight(deque(board.assignments()), workers=self.workers, slow_s=self.slow_s)
             while flight.going:
                 flight.fill()
@@ -130,7 +130,7 @@ class _Flight:
         while self.waiting and len(self.running) < limit:
             self._start(self.waiting.popleft())
 
-    def landed(self) -> list[tuple[int, Outcome]]:
+    def landed(self) -> list[tuple[int, TaskOutcome]]:
         """What has finished since the last call; waits a moment for it."""
         ready, _ = self._ray.wait(list(self.running), num_returns=len(self.running), timeout=_POLL_S)
         found = []
@@ -166,9 +166,9 @@ class _Flight:
     def _start(self, assignment: Assignment) -> None:
         self.running[self._work.remote(assignment)] = assignment, time.monotonic()
 
-    def _get(self, reference: Any, assignment: Assignment) -> Outcome:
+    def _get(self, reference: Any, assignment: Assignment) -> TaskOutcome:
         try:
-            outcome: Outcome = self._ray.get(reference)
+            outcome: TaskOutcome = self._ray.get(reference)
         except self._ray.exceptions.RayError as error:
             raise lost(assignment.task.name, _first_line(error)) from None
         return outcome

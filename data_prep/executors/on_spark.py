@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.executors.base import default_workers, reach
-from data_prep.executors.task_claims import Assignment, Board, Outcome, lost, work
+from data_prep.executors.task_claims import Assignment, TaskClaims, TaskOutcome, lost, work
 from data_prep.task import Report, Task
 from headrace.base.errors import ConfigError
 
@@ -99,7 +99,7 @@ class Spark:
         """See `Executor.run`. Results come together at the end of a phase; `report` is called all the time."""
         if not tasks:
             return
-        with Board(self.root, tasks) as board:
+        with TaskClaims(self.root, tasks) as board:
             collected = _Collected(self.context, board.assignments())
             try:
                 while collected.wait(_POLL_S):
@@ -117,7 +117,7 @@ class _Collected:
         from pyspark import InheritableThread  # noqa: PLC0415
 
         self._context, self._assignments = context, assignments
-        self._outcomes: list[Outcome] | None = None
+        self._outcomes: list[TaskOutcome] | None = None
         self._error: BaseException | None = None
         self._group = assignments[0].run.name
         self._thread: threading.Thread = InheritableThread(target=self._collect)
@@ -134,7 +134,7 @@ class _Collected:
         if self._thread.is_alive():
             self._context.cancelJobGroup(self._group)
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[TaskOutcome]:
         """One for each assignment, in order."""
         if self._error is not None:
             why = _cause(self._error)

@@ -34,7 +34,7 @@ RUNNING = "running"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TaskOutcome:
     """What came of a task. kind, value: see `attempt`; seconds: it took on the worker."""
 
     kind: str
@@ -53,18 +53,18 @@ class Assignment:
     run: Path
     coordinator: str
 
-    def work(self) -> Outcome:
+    def work(self) -> TaskOutcome:
         """Runs the task and tells the coordinator how far it is. For the worker; it changes its working directory."""
         began = time.monotonic()
         if not self.cwd.is_dir() or not self.run.is_dir():
-            return Outcome("error", self._unseen(), Counts(), 0.0)
+            return TaskOutcome("error", self._unseen(), Counts(), 0.0)
         os.chdir(self.cwd)
-        beat = _Beat(self)
+        beat = _HeartbeatWriter(self)
         kind, value = attempt(self.task, beat.add)
         beat.write(ended=True)
         if kind != "done":
             _put(self.run, f"{self.index:05d}.failed", json.dumps([kind, value]))
-        return Outcome(kind, value, beat.counts, time.monotonic() - began)
+        return TaskOutcome(kind, value, beat.counts, time.monotonic() - began)
 
     def _unseen(self) -> str:
         absent = self.cwd if not self.cwd.is_dir() else self.run
@@ -74,12 +74,12 @@ class Assignment:
         )
 
 
-def work(assignment: Assignment) -> Outcome:
+def work(assignment: Assignment) -> TaskOutcome:
     """`Assignment.work`, as a function that pickles by its name."""
     return assignment.work()
 
 
-class _Beat:
+class _HeartbeatWriter:
     """A task's counts so far, on disk once a second and at its start."""
 
     def __init__(self, assignment: Assignment) -> None:
@@ -113,7 +113,7 @@ def _put(directory: Path, name: str, text: str) -> bool:
 
 
 @dataclass
-class Board:
+class TaskClaims:
     """The coordinator's side, for one phase; use it as a context manager. root: the job directory."""
 
     root: Path
@@ -121,7 +121,7 @@ class Board:
     _seen: dict[int, Counts] = field(default_factory=dict)
     """By task, the most that any attempt at it has counted: what is lost and done again is not counted again."""
 
-    def __enter__(self) -> Board:
+    def __enter__(self) -> TaskClaims:
         parent = self.root.absolute() / RUNNING
         self._run = parent / uuid.uuid4().hex[:12]
         self._polled, self._began = 0.0, time.monotonic()
@@ -152,13 +152,13 @@ class Board:
             task = self.tasks[int(path.stem)]
             if not task.finished:  # or else another attempt at it went well
                 raise_failed(task.name, *json.loads(path.read_text()))
-        for beat in beats(self._run):
+        for beat in read_heartbeats(self._run):
             self._count(beat.index, beat.counts, report)
             if beat.ended:  # so that there are never more to read than tasks that run
                 (self._run / f"{beat.index:05d}.json").unlink(missing_ok=True)
         self._say_when_nothing_starts()
 
-    def finished(self, index: int, outcome: Outcome, report: Report) -> tuple[Task, dict[str, Any]]:
+    def finished(self, index: int, outcome: TaskOutcome, report: Report) -> tuple[Task, dict[str, Any]]:
         """Reports what is left to report of a task; returns it and its result.
 
         Raises:
@@ -193,7 +193,7 @@ def _beyond(now: Counts, before: Counts) -> Counts:
 
 
 @dataclass(frozen=True)
-class Beat:
+class TaskHeartbeat:
     """How far a task was when its worker last said."""
 
     index: int
@@ -204,7 +204,7 @@ class Beat:
     counts: Counts
 
 
-def beats(run: Path) -> list[Beat]:
+def read_heartbeats(run: Path) -> list[TaskHeartbeat]:
     """What the workers of a run have said, by task; `run` is a directory in `.NAME.job/running`."""
     found = []
     for path in sorted(run.glob("[0-9]*.json")):
@@ -213,7 +213,9 @@ def beats(run: Path) -> list[Beat]:
         except (OSError, ValueError):
             continue  # replaced in this moment, on a file system that cannot do it whole
         counts = said.pop("counts")
-        found.append(Beat(int(path.stem), counts=Counts(**(counts | {"dropped": Counter(counts["dropped"])})), **said))
+        found.append(
+            TaskHeartbeat(int(path.stem), counts=Counts(**(counts | {"dropped": Counter(counts["dropped"])})), **said)
+        )
     return found
 
 

@@ -23,7 +23,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _FAILED = ctypes.c_void_p(-1).value
 
 
-class Mapping:
+class MemoryMap:
     """The bytes of one file; `np.asarray` of it copies nothing."""
 
     def __init__(self, path: Path) -> None:
@@ -55,14 +55,14 @@ class Mapping:
 
 
 def map_file(path: Path, *, at_random: bool = False) -> npt.NDArray[np.uint8]:
-    """uint8 [bytes of the file], read-only; see `Mapping` for what it raises.
+    """uint8 [bytes of the file], read-only; see `MemoryMap` for what it raises.
 
     Args:
         path: of the file.
         at_random: it is read in small pieces from anywhere: the system then reads no more than is asked for. Left to
             itself it reads a device's read_ahead_kb around each: 128 KiB as a rule, 8 MiB on some machines.
     """
-    mapping = Mapping(path)
+    mapping = MemoryMap(path)
     if not mapping.size:
         return np.empty(0, dtype=np.uint8)
     if at_random:

@@ -35,7 +35,7 @@ from data_prep.tasks.sorted_runs import task_directory
 from headrace import __version__
 from headrace.base.directory import fingerprint_of, write_json
 from headrace.base.errors import DataError
-from headrace.base.lock import held
+from headrace.base.lock import lock_file
 
 _FORMAT = 3
 """Of what tasks leave for one another. One higher with each change: no job is resumed by other code."""
@@ -173,7 +173,7 @@ class Job:
         Raises:
             DataError: somebody else holds it.
         """
-        with held(self.root / "lock", doing=f"working in {self.root}", shared=shared) as handle:
+        with lock_file(self.root / "lock", doing=f"working in {self.root}", shared=shared) as handle:
             if not _still_there(handle, self.root / "lock"):
                 raise DataError(f"{self.root} was just finished or removed by another process\n  try: run again")
             yield

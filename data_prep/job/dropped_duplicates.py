@@ -11,20 +11,20 @@ import numpy as np
 from data_prep.dedup.components import EXACT_COPY, NEAR_COPY, drops_of
 from data_prep.job.directory import Job
 from data_prep.task import read_marker
-from data_prep.tasks.sorted_runs import Run
+from data_prep.tasks.sorted_runs import SortedRun
 
 COPIES = "copies.jsonl"
 """In the job directory: the rows of dropped.jsonl for copies."""
 _REASONS = {EXACT_COPY: "exact copy", NEAR_COPY: "near copy"}
 
 
-def copies_counted(job: Job) -> dict[str, int]:
+def count_duplicates(job: Job) -> dict[str, int]:
     """How many documents were dropped as copies, by "step: reason"; empty without dedup."""
     counts = read_marker(job.copies) or {}
     return {f"dedup: {kind} copy": counts[kind] for kind in ("exact", "near") if counts.get(kind)}
 
 
-def list_copies(job: Job, runs: Sequence[Path]) -> None:
+def list_duplicates(job: Job, runs: Sequence[Path]) -> None:
     """Writes where each copy was, in the order of the input within a run's splits, if the config asks for a list.
 
     Args:
@@ -36,7 +36,7 @@ def list_copies(job: Job, runs: Sequence[Path]) -> None:
     with (job.root / COPIES).open("w", encoding="ascii") as file:
         for i, path in enumerate(runs):
             drops = np.load(drops_of(job.copies, i))
-            documents = Run.open(path, whole=True).documents
+            documents = SortedRun.open(path, whole=True).documents
             units = plan[int(path.parent.name)]
             gone = np.flatnonzero(drops)
             for number in gone[np.argsort(documents["rank"][gone])]:

@@ -15,10 +15,10 @@ import xxhash
 from data_prep.config.corpus import TOKENIZER_PARENT, CorpusConfig, differing
 from data_prep.formats.tokenfile import SPLITS
 from data_prep.job.directory import Job
-from data_prep.job.dropped_duplicates import COPIES, copies_counted
+from data_prep.job.dropped_duplicates import COPIES, count_duplicates
 from data_prep.job.survey import raise_empty
-from data_prep.sources.bad_records import BadCount
-from data_prep.sources.records import Bad
+from data_prep.sources.bad_records import BadRecordCount
+from data_prep.sources.records import BadRecord
 from data_prep.task import read_marker
 from data_prep.tasks.cleaning import DROPPED_TEXTS
 from data_prep.tasks.make_tokenizer import folder_of
@@ -52,7 +52,7 @@ def checked_markers(job: Job) -> list[dict[str, Any]]:
         if (runs := len(runs_of(directory))) != done["runs"]:
             why = f"{directory} holds {runs} runs, and {done['runs']} were written"
             raise DataError(f"{why}\n  try: remove it and run again")
-    BadCount(job.config).add_all(_bad_records(job, tasks))
+    BadRecordCount(job.config).add_all(_bad_records(job, tasks))
     documents = counts_of(markers)[:, :, 0].sum(axis=0).tolist()
     raise_empty(dict(zip(SPLITS, documents, strict=True)), job.config, dropped=counted(markers, "dropped"))
     return markers
@@ -78,7 +78,7 @@ def finish(
         "tokenizer": read_marker(job.tokenizer),
         "splits": {split: _split_entry(shards[split], job.config) for split in SPLITS},
         **{key: counted(markers, key) for key in ("skipped", "edited")},
-        "dropped": counted(markers, "dropped") | copies_counted(job),
+        "dropped": counted(markers, "dropped") | count_duplicates(job),
         "cleaning": (job.saved_identity() or {}).get("cleaning"),
     }
     identity, parents = job.config.identity(), _parents(job, files, tokenizer)
@@ -121,10 +121,10 @@ def _listing(path: Path, builders: set[str]) -> str:
     return digest.hexdigest()
 
 
-def _bad_records(job: Job, tasks: int) -> Iterator[Bad]:
+def _bad_records(job: Job, tasks: int) -> Iterator[BadRecord]:
     for i in range(tasks):
         with (job.map_directory(i) / BAD_RECORDS).open() as lines:
-            yield from (Bad(**json.loads(line)) for line in lines)
+            yield from (BadRecord(**json.loads(line)) for line in lines)
 
 
 def _write_skipped(job: Job, tasks: int) -> None:

@@ -23,7 +23,7 @@ from data_prep.dedup.merge_tasks import TablePlan, TableTask
 from data_prep.executors.base import Executor
 from data_prep.formats.tokenfile import SPLITS, dtype_for
 from data_prep.job.directory import Job, identity_of
-from data_prep.job.dropped_duplicates import copies_counted, list_copies
+from data_prep.job.dropped_duplicates import count_duplicates, list_duplicates
 from data_prep.job.finish import checked_markers, counted, finish
 from data_prep.job.progress import Display
 from data_prep.job.shards import dropped_counts, plan_shards
@@ -34,7 +34,7 @@ from data_prep.tasks.map import MapTask, counts_of
 from data_prep.tasks.merge import Merges, MergeTask, plan_merges
 from data_prep.tasks.reduce import ReduceTask
 from data_prep.tasks.remove_lines import HashLinesTask, lines_of
-from data_prep.tasks.sorted_runs import Array, RunPaths
+from data_prep.tasks.sorted_runs import Array, SortedRunPaths
 from headrace.base.directory import Manifest
 from headrace.base.errors import ConfigError, DataError
 
@@ -113,7 +113,7 @@ def complete(job: Job, *, tokenizer: str | None) -> Manifest:
     tasks = _finished(reduce_tasks(job), "reduce")
     with plain_errors("finishing"):
         results = [(task.shard.split, task.run(_unheard)) for task in tasks]
-        list_copies(job, _runs(job, markers))
+        list_duplicates(job, _runs(job, markers))
         return finish(job, markers=markers, results=results, tokenizer=tokenizer)
 
 
@@ -225,7 +225,7 @@ def _gather(job: Job) -> tuple[Gather, Array, Array]:
         (copies,) = _finished([_copies(job, markers)], "copies")
         drops = copies.directory
         kept = read - dropped_counts(runs, drops, shape=read.shape, cache=job.dedup / "dropped.json")
-        dropped = counted(markers, "dropped") | copies_counted(job)
+        dropped = counted(markers, "dropped") | count_duplicates(job)
         raise_empty(dict(zip(SPLITS, kept[:, :, 0].sum(axis=0).tolist(), strict=True)), job.config, dropped=dropped)
     dtype, masked = dtype_for(described["vocab_size"]).str, job.config.has_conversations
     memory = memory_of(read[:, :, 1], read[:, :, 0], dtype=dtype, masked=masked)
@@ -253,9 +253,9 @@ def _plans(job: Job, markers: list[dict[str, Any]]) -> tuple[list[TablePlan], li
     return table_plans(job.config.dedup, runs=_runs(job, markers), documents=each, directory=job.dedup)
 
 
-def _runs(job: Job, markers: list[dict[str, Any]]) -> RunPaths:
+def _runs(job: Job, markers: list[dict[str, Any]]) -> SortedRunPaths:
     """The runs of all map tasks, which have said so in `markers`."""
-    return RunPaths(job.maps, tuple(marker["runs"] for marker in markers))
+    return SortedRunPaths(job.maps, tuple(marker["runs"] for marker in markers))
 
 
 T = TypeVar("T", bound=Task)

@@ -23,7 +23,7 @@ from data_prep.task import plain_errors
 
 
 @dataclass(frozen=True)
-class Inspected:
+class InspectedJob:
     """A config that was held against the files it names; nothing has been written."""
 
     job: Job
@@ -36,7 +36,7 @@ class Inspected:
         return _cut(found, self.job.config)
 
 
-def inspect(config: CorpusConfig) -> Inspected:
+def inspect(config: CorpusConfig) -> InspectedJob:
     """Finds the inputs and refuses what cannot work.
 
     Raises:
@@ -49,10 +49,10 @@ def inspect(config: CorpusConfig) -> Inspected:
         check_tables(config, found)
         tokenizer, cleaning = tokenizer_identity(config), check_cleaning(config)
         listing = listing_fingerprint(found)
-    return Inspected(job, sources, identity_of(config, listing=listing, tokenizer=tokenizer, cleaning=cleaning))
+    return InspectedJob(job, sources, identity_of(config, listing=listing, tokenizer=tokenizer, cleaning=cleaning))
 
 
-def already_there(inspected: Inspected) -> bool:
+def already_there(inspected: InspectedJob) -> bool:
     """Whether there is nothing to do; a job directory left by a run that was killed after its commit is removed.
 
     Raises:
@@ -66,7 +66,7 @@ def already_there(inspected: Inspected) -> bool:
 
 
 @contextmanager
-def opened(inspected: Inspected, executor: Executor | None = None) -> Iterator[Plan]:
+def opened(inspected: InspectedJob, executor: Executor | None = None) -> Iterator[Plan]:
     """Holds the job directory alone, planned and with its tokenizer; gives the plan.
 
     Args:
@@ -107,7 +107,7 @@ def _here(executor: Executor | None) -> Iterator[Local]:
             yield own
 
 
-def _plan(inspected: Inspected) -> Plan:
+def _plan(inspected: InspectedJob) -> Plan:
     job, config = inspected.job, inspected.job.config
     try:
         with plain_errors("looking at the inputs"):

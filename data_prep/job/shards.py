@@ -13,7 +13,7 @@ from data_prep.dedup.components import drops_of
 from data_prep.formats.tokenfile import SPLITS
 from data_prep.tasks.gather import KEYS, Gather, Group
 from data_prep.tasks.reduce import Shard
-from data_prep.tasks.sorted_runs import Array, Run
+from data_prep.tasks.sorted_runs import Array, SortedRun
 from headrace.base.directory import write_json
 
 _FEW = 256
@@ -57,7 +57,7 @@ def dropped_counts(runs: Sequence[Path], drops: Path, *, shape: tuple[int, ...],
         return np.array(json.loads(cache.read_text()), np.int64)
     counts = np.zeros(shape, np.int64)
     for i, path in enumerate(runs):
-        gone = Run.open(path, whole=True).documents[np.load(drops_of(drops, i)) != 0]
+        gone = SortedRun.open(path, whole=True).documents[np.load(drops_of(drops, i)) != 0]
         for column, values in enumerate((1, gone["tokens"], gone["bytes"])):
             np.add.at(counts[:, :, column], (gone["source"], gone["split"]), values)
     with suppress(OSError):
@@ -69,7 +69,7 @@ def _filled(group: Group, bounds: list[int], gather: Gather) -> Array:
     """bool [ranges]: whether any document has its key in each range."""
     found = np.zeros(len(bounds) - 1, np.bool_)
     for i, path in enumerate(gather.runs):
-        run = Run.open(path, whole=True)
+        run = SortedRun.open(path, whole=True)
         if group not in run.groups:
             continue
         first, end = run.groups[group]

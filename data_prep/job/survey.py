@@ -11,11 +11,11 @@ from data_prep.clean.chain import build, versions
 from data_prep.config.corpus import CorpusConfig, Source
 from data_prep.formats.tokenfile import SPLITS
 from data_prep.hashing import HELDOUT, below, content_hashes
-from data_prep.sources.bad_records import BadCount
+from data_prep.sources.bad_records import BadRecordCount
 from data_prep.sources.bytesource import DamagedFileError
 from data_prep.sources.listing import ResolvedSource, resolve
 from data_prep.sources.read_unit import read_unit, wanted_of
-from data_prep.sources.records import DAMAGED_FILE, Bad, Batch
+from data_prep.sources.records import DAMAGED_FILE, BadRecord, TextBatch
 from data_prep.sources.units import Unit
 from data_prep.tokenizer.files import check_path, content_fingerprint
 from headrace.base.directory import sha256_of_file
@@ -47,12 +47,12 @@ def check_tables(config: CorpusConfig, resolved: Iterable[ResolvedSource]) -> No
         ConfigError: a column is missing. DataError: more damaged files than the config allows.
     """
     by_label = {source.label: (i, source) for i, source in enumerate(config.sources)}
-    damaged: list[Bad] = []
+    damaged: list[BadRecord] = []
     for source in resolved:
         i, given = by_label[source.label]
         if source.type in ("parquet", "datasets"):
             damaged += _damaged(source, given, at=f"sources.{i}")
-    BadCount(config).add_all(damaged)
+    BadRecordCount(config).add_all(damaged)
 
 
 def check_cleaning(config: CorpusConfig) -> dict[str, Any] | None:
@@ -94,11 +94,11 @@ def check_documents(units: Iterable[Unit], config: CorpusConfig) -> None:
     """
     sources = {source.label: source for source in config.sources}
     found: Counter[str] = Counter()
-    bad = BadCount(config)
+    bad = BadRecordCount(config)
     damaged: list[str] = []
     for unit in units:
         for record in read_unit(unit, wanted_of(sources[unit.source])):
-            if isinstance(record, Bad):
+            if isinstance(record, BadRecord):
                 bad.add(record)
                 bad.check()
                 if record.reason == DAMAGED_FILE:
@@ -134,7 +134,7 @@ def raise_empty(documents: dict[str, int], config: CorpusConfig, *, dropped: dic
             raise DataError(f"{why}\n  try: {better}")
 
 
-def _count(batch: Batch, found: Counter[str], config: CorpusConfig) -> bool:
+def _count(batch: TextBatch, found: Counter[str], config: CorpusConfig) -> bool:
     texts = [text for text in batch.texts if text]
     if texts:
         hashes = content_hashes(texts)[:, 0]
@@ -151,7 +151,7 @@ def _no_documents(unreadable: int, damaged: list[str]) -> DataError:
     return DataError("\n".join([f"{why}, and files of it are damaged:", *shown, "  try: mend or replace them"]))
 
 
-def _damaged(source: ResolvedSource, given: Source, *, at: str) -> list[Bad]:
+def _damaged(source: ResolvedSource, given: Source, *, at: str) -> list[BadRecord]:
     from data_prep.sources import hf, parquet  # noqa: PLC0415
 
     check = parquet.check if source.type == "parquet" else hf.check
@@ -160,5 +160,5 @@ def _damaged(source: ResolvedSource, given: Source, *, at: str) -> list[Bad]:
         try:
             check(file.path, at=at, wanted=wanted_of(given))
         except DamagedFileError as error:
-            damaged.append(Bad(source.label, file.name, "file", None, DAMAGED_FILE, str(error)))
+            damaged.append(BadRecord(source.label, file.name, "file", None, DAMAGED_FILE, str(error)))
     return damaged

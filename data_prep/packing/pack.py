@@ -24,7 +24,7 @@ from data_prep.packing.best_fit import best_fit
 from data_prep.task import Counts, Report
 from headrace.base.directory import Manifest, commit, fresh_staging, read_manifest
 from headrace.base.errors import ConfigError, DataError
-from headrace.base.lock import held
+from headrace.base.lock import lock_file
 
 LOOK_AHEAD = 1 << 16
 """Documents. Of web-like lengths it leaves 0.01 % of padding at T = 2048 and 8192, and a block takes a dozen MB."""
@@ -147,7 +147,7 @@ def _alone(final: Path) -> Iterator[None]:
         DataError: somebody else holds it.
     """
     path = final.parent / f".{final.name}.lock"
-    with held(path, doing=f"packing {final.parent} into {final.name}"):
+    with lock_file(path, doing=f"packing {final.parent} into {final.name}"):
         yield
         path.unlink(missing_ok=True)
 

@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from data_prep.config.corpus import CorpusConfig
-from data_prep.sources.records import DAMAGED_FILE, Bad
+from data_prep.sources.records import DAMAGED_FILE, BadRecord
 from headrace.base.errors import DataError
 
 _SHOWN = 5
 
 
-class BadCount:
+class BadRecordCount:
     """Counts unreadable records and files against the config's limits; keeps the first few for the message."""
 
     def __init__(self, config: CorpusConfig) -> None:
         self.records = 0
         self._files: set[tuple[str, str]] = set()
-        self._first_records: list[Bad] = []
-        self._first_files: list[Bad] = []
+        self._first_records: list[BadRecord] = []
+        self._first_files: list[BadRecord] = []
         self._config = config
 
-    def add(self, bad: Bad) -> None:
+    def add(self, bad: BadRecord) -> None:
         """Counts one more; a file is counted once, however often it turns up."""
         if bad.reason != DAMAGED_FILE:
             self.records += 1
@@ -39,13 +39,13 @@ class BadCount:
         self._check_one("files", len(self._files), self._config.max_bad_files, self._first_files)
         self._check_one("records", self.records, self._config.max_bad_records, self._first_records)
 
-    def add_all(self, listed: Iterable[Bad]) -> None:
+    def add_all(self, listed: Iterable[BadRecord]) -> None:
         """Counts all, then checks, so that the message has the full number."""
         for bad in listed:
             self.add(bad)
         self.check()
 
-    def _check_one(self, noun: str, found: int, limit: int, first: list[Bad]) -> None:
+    def _check_one(self, noun: str, found: int, limit: int, first: list[BadRecord]) -> None:
         if found <= limit:
             return
         lines = [f"  {bad.source}: {bad.place()}: {bad.reason} ({bad.detail})" for bad in first]

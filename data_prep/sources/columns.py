@@ -8,11 +8,11 @@ from typing import Any
 import pyarrow as pa
 
 from data_prep.sources.conversation import ConversationError, canonical
-from data_prep.sources.records import Bad, Batch, Wanted
+from data_prep.sources.records import BadRecord, TextBatch, WantedFields
 from headrace.base.errors import ConfigError
 
 
-def check_schema(schema: Any, *, path: str, at: str, wanted: Wanted) -> None:
+def check_schema(schema: Any, *, path: str, at: str, wanted: WantedFields) -> None:
     """Refuses a table without the columns that the config names.
 
     Raises:
@@ -35,24 +35,26 @@ def check_schema(schema: Any, *, path: str, at: str, wanted: Wanted) -> None:
         raise ConfigError(f"{at}.text_field", wanted.text, why=f"the column in {path} holds {kind}", remedy=remedy)
 
 
-def batches(batch: Any, *, first_row: int, source: str, file: str, wanted: Wanted) -> Iterator[Batch | Bad]:
+def batches(
+    batch: Any, *, first_row: int, source: str, file: str, wanted: WantedFields
+) -> Iterator[TextBatch | BadRecord]:
     """Yields the rows of a record batch, whose first row is row `first_row` of the file."""
     extra = {name: _cells(batch.column(name)) for name in wanted.extra if name in batch.schema.names}
     texts = _conversations(batch, wanted) if wanted.conversation else _cells(batch.column(wanted.text))
-    made = Batch()
+    made = TextBatch()
     for i, text in enumerate(texts):
         refused = _refused(text, i, extra, wanted)
         if refused is not None:
             if made.texts:
                 yield made
-                made = Batch()
-            yield Bad(source, file, "row", first_row + i, *refused)
+                made = TextBatch()
+            yield BadRecord(source, file, "row", first_row + i, *refused)
             continue
         if wanted.extra:
             made.fields.append({name: extra[name][i] if name in extra else None for name in wanted.extra})
         if made.add(text, first_row + i):
             yield made
-            made = Batch()
+            made = TextBatch()
     if made.texts:
         yield made
 
@@ -73,7 +75,7 @@ def _cell(cell: Any) -> Any:
         return error
 
 
-def _conversations(batch: Any, wanted: Wanted) -> list[Any]:
+def _conversations(batch: Any, wanted: WantedFields) -> list[Any]:
     """Conversations as lines of JSON, and the error of what is none."""
     tools = [None] * batch.num_rows if wanted.tools is None else _cells(batch.column(wanted.tools))
     return [_conversation(*cells) for cells in zip(_cells(batch.column(wanted.text)), tools, strict=True)]
@@ -89,7 +91,7 @@ def _conversation(messages: Any, tools: Any) -> Any:
         return error
 
 
-def _refused(text: Any, row: int, extra: dict[str, list[Any]], wanted: Wanted) -> tuple[str, str] | None:
+def _refused(text: Any, row: int, extra: dict[str, list[Any]], wanted: WantedFields) -> tuple[str, str] | None:
     """Reason and detail of a row that is not taken."""
     if isinstance(text, UnicodeDecodeError):
         return "not UTF-8", str(text)

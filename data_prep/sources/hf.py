@@ -9,10 +9,10 @@ import pyarrow as pa
 
 from data_prep.sources import columns
 from data_prep.sources.bytesource import DamagedFileError
-from data_prep.sources.records import Bad, Batch, Wanted
+from data_prep.sources.records import BadRecord, TextBatch, WantedFields
 
 
-def check(path: str, *, at: str, wanted: Wanted) -> None:
+def check(path: str, *, at: str, wanted: WantedFields) -> None:
     """Reads the schema and refuses a file without the columns.
 
     Raises:
@@ -21,7 +21,7 @@ def check(path: str, *, at: str, wanted: Wanted) -> None:
     columns.check_schema(_open(path).schema, path=path, at=at, wanted=wanted)
 
 
-def read(path: str, *, source: str, file: str, wanted: Wanted) -> Iterator[Batch | Bad]:
+def read(path: str, *, source: str, file: str, wanted: WantedFields) -> Iterator[TextBatch | BadRecord]:
     """Yields the rows of one Arrow stream file.
 
     Raises:

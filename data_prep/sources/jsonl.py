@@ -17,7 +17,7 @@ import orjson
 from data_prep.sources.bytesource import DECOMPRESSION_ERRORS, DamagedFileError, Digest
 from data_prep.sources.conversation import canonical, why_no_conversation
 from data_prep.sources.lines import blocks, count_lines
-from data_prep.sources.records import BATCH_DOCUMENTS, Bad, Batch, Wanted
+from data_prep.sources.records import BATCH_DOCUMENTS, BadRecord, TextBatch, WantedFields
 
 try:
     from data_prep.sources import _jsonl as extension
@@ -41,8 +41,8 @@ class _Refusal(NamedTuple):
 
 
 def read(
-    path: str, *, source: str, file: str, start: int, end: int | None, wanted: Wanted, digest: Digest
-) -> Iterator[Batch | Bad]:
+    path: str, *, source: str, file: str, start: int, end: int | None, wanted: WantedFields, digest: Digest
+) -> Iterator[TextBatch | BadRecord]:
     """Yields the records of the lines that start in bytes [start, end) of the decompressed file.
 
     Args:
@@ -55,22 +55,22 @@ def read(
     Raises:
         DamagedFileError: the compressed file ends too early; the records before the damage have been yielded.
     """
-    batch, lines = Batch(), 0
+    batch, lines = TextBatch(), 0
     lines_before = cache(count_lines)  # they are only counted for the sake of a report
     try:
         for offset, block in blocks(path, start, end, digest):
             columns, starts = _strings(block, wanted)
             for record in _records(block, offset, columns, starts, wanted):
-                if isinstance(record, Batch):
+                if isinstance(record, TextBatch):
                     batch = batch.joined(record)
                     if not batch.full:
                         continue
                 if batch.texts:
                     yield batch
-                    batch = Batch()
+                    batch = TextBatch()
                 if isinstance(record, _Refusal):
                     line = lines_before(path, start) + lines + record.line + 1
-                    yield Bad(source, file, "line", line, record.reason, record.detail)
+                    yield BadRecord(source, file, "line", line, record.reason, record.detail)
             lines += len(starts)
     except DECOMPRESSION_ERRORS as error:
         if batch.texts:
@@ -80,7 +80,7 @@ def read(
         yield batch
 
 
-def _strings(block: memoryview, wanted: Wanted) -> tuple[Columns, list[int]]:
+def _strings(block: memoryview, wanted: WantedFields) -> tuple[Columns, list[int]]:
     """What can be told quickly of a block's lines.
 
     Returns:
@@ -109,8 +109,8 @@ def _plain(keys: tuple[str, ...]) -> bool:
 
 
 def _records(
-    block: memoryview, offset: int, columns: Columns, starts: list[int], wanted: Wanted
-) -> Iterator[Batch | _Refusal]:
+    block: memoryview, offset: int, columns: Columns, starts: list[int], wanted: WantedFields
+) -> Iterator[TextBatch | _Refusal]:
     """The records of a block's lines, in order."""
     texts, *extra = columns
     found = [text for text in texts if text is not None]
@@ -118,13 +118,13 @@ def _records(
         fields: list[Mapping[str, Any]] = [
             dict(zip(wanted.extra, row, strict=True)) for row in zip(*extra, strict=True)
         ]
-        yield Batch(found, [offset + start for start in starts], fields, sum(map(len, found)))
+        yield TextBatch(found, [offset + start for start in starts], fields, sum(map(len, found)))
         return
-    batch = Batch()
+    batch = TextBatch()
     for i, (text, start, stop) in enumerate(zip(texts, starts, [*starts[1:], len(block)], strict=True)):
         if batch.full:
             yield batch
-            batch = Batch()
+            batch = TextBatch()
         if text is not None:
             if extra:
                 batch.fields.append(dict(zip(wanted.extra, (column[i] for column in extra), strict=True)))
@@ -134,14 +134,14 @@ def _records(
         record = _parsed(line if offset + start or line[:3] != _BOM else line[3:], wanted)
         if isinstance(record, tuple):
             yield batch
-            batch = Batch()
+            batch = TextBatch()
             yield _Refusal(i, *record)
         elif record:
             batch.take(record, wanted, offset + start)
     yield batch
 
 
-def _parsed(line: memoryview, wanted: Wanted) -> dict[str, Any] | tuple[str, str] | None:
+def _parsed(line: memoryview, wanted: WantedFields) -> dict[str, Any] | tuple[str, str] | None:
     """The object of a line; or the reason and the detail of its refusal; or None for a blank one."""
     try:
         record: dict[str, Any] = orjson.loads(line)
@@ -154,7 +154,7 @@ def _parsed(line: memoryview, wanted: Wanted) -> dict[str, Any] | tuple[str, str
     return _why(bytes(line), wanted)
 
 
-def _why(line: bytes, wanted: Wanted) -> tuple[str, str] | None:
+def _why(line: bytes, wanted: WantedFields) -> tuple[str, str] | None:
     """Reason and detail of a line that was refused; None for a blank one."""
     if not line.strip():
         return None
@@ -167,7 +167,7 @@ def _why(line: bytes, wanted: Wanted) -> tuple[str, str] | None:
     return _why_not_taken(record, wanted)
 
 
-def _why_not_taken(record: dict[str, Any], wanted: Wanted) -> tuple[str, str]:
+def _why_not_taken(record: dict[str, Any], wanted: WantedFields) -> tuple[str, str]:
     if wanted.text not in record:
         return "no text field", f"no '{wanted.text}' among: {', '.join(list(record)[:8]) or 'no keys'}"
     if wanted.conversation and (refused := why_no_conversation(record[wanted.text])):

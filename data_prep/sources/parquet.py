@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from data_prep.sources import columns, storage
 from data_prep.sources.bytesource import DamagedFileError
-from data_prep.sources.records import DAMAGED_FILE, Bad, Batch, Wanted
+from data_prep.sources.records import DAMAGED_FILE, BadRecord, TextBatch, WantedFields
 
 _ROWS = 1024
 
@@ -25,7 +25,7 @@ def row_group_bytes(path: str) -> list[int]:
     return [sum(g.column(c).total_compressed_size for c in range(g.num_columns)) for g in groups]
 
 
-def check(path: str, *, at: str, wanted: Wanted) -> None:
+def check(path: str, *, at: str, wanted: WantedFields) -> None:
     """Reads the footer and refuses a file without the columns.
 
     Raises:
@@ -35,12 +35,12 @@ def check(path: str, *, at: str, wanted: Wanted) -> None:
 
 
 def read(
-    path: str, *, source: str, file: str, first_group: int, end_group: int, wanted: Wanted
-) -> Iterator[Batch | Bad]:
+    path: str, *, source: str, file: str, first_group: int, end_group: int, wanted: WantedFields
+) -> Iterator[TextBatch | BadRecord]:
     """Yields the rows of row groups [first_group, end_group).
 
-    A row group that cannot be decoded from some page on ends with a `Bad` of the reason `DAMAGED_FILE`, and the next
-    one follows. Each is read by itself, so nothing depends on how the groups are cut into units.
+    A row group that cannot be decoded from some page on ends with a `BadRecord` of the reason `DAMAGED_FILE`, and the
+    next one follows. Each is read by itself, so nothing depends on how the groups are cut into units.
 
     Raises:
         DamagedFileError: no readable footer.
@@ -55,7 +55,7 @@ def read(
                 yield from columns.batches(batch, first_row=at, source=source, file=file, wanted=wanted)
                 at += batch.num_rows
         except DamagedFileError as error:
-            yield Bad(source, file, "row group", group, DAMAGED_FILE, str(error))
+            yield BadRecord(source, file, "row group", group, DAMAGED_FILE, str(error))
         row += table.metadata.row_group(group).num_rows
 
 

@@ -7,18 +7,18 @@ from collections.abc import Iterator, Sequence
 from data_prep.config.corpus import Source
 from data_prep.sources import jsonl, storage, text
 from data_prep.sources.bytesource import DamagedFileError, Digest
-from data_prep.sources.records import DAMAGED_FILE, Bad, Batch, Wanted
+from data_prep.sources.records import DAMAGED_FILE, BadRecord, TextBatch, WantedFields
 from data_prep.sources.units import Unit
 from headrace.base.errors import DataError
 
 
-def wanted_of(source: Source, others: Sequence[str] = ()) -> Wanted:
+def wanted_of(source: Source, others: Sequence[str] = ()) -> WantedFields:
     """What is read of the records of a source: its text, its id, and what the job asks for besides."""
     if source.messages_field is not None:
-        return Wanted(
+        return WantedFields(
             source.messages_field, source.id_field, tuple(others), conversation=True, tools=source.tools_field
         )
-    return Wanted(source.text_field, source.id_field, tuple(others))
+    return WantedFields(source.text_field, source.id_field, tuple(others))
 
 
 def digest_of(unit: Unit) -> Digest:
@@ -26,11 +26,11 @@ def digest_of(unit: Unit) -> Digest:
     return Digest(unit.path, start=unit.start, end=unit.end)
 
 
-def read_unit(unit: Unit, wanted: Wanted, digest: Digest | None = None) -> Iterator[Batch | Bad]:
+def read_unit(unit: Unit, wanted: WantedFields, digest: Digest | None = None) -> Iterator[TextBatch | BadRecord]:
     """Yields the documents of a unit, and what was not readable.
 
-    A damaged file, or row group of a parquet file, ends with a `Bad` of the reason `DAMAGED_FILE`; what was read before
-    the damage stands.
+    A damaged file, or row group of a parquet file, ends with a `BadRecord` of the reason `DAMAGED_FILE`; what was read
+    before the damage stands.
 
     Args:
         digest: of the unit; is shown the bytes that are read.
@@ -42,7 +42,7 @@ def read_unit(unit: Unit, wanted: Wanted, digest: Digest | None = None) -> Itera
     try:
         yield from _batches(unit, wanted, digest or digest_of(unit))
     except DamagedFileError as error:
-        yield Bad(unit.source, unit.file, "file", None, DAMAGED_FILE, str(error))
+        yield BadRecord(unit.source, unit.file, "file", None, DAMAGED_FILE, str(error))
     except (
         OSError,
         storage.StorageError,
@@ -52,7 +52,7 @@ def read_unit(unit: Unit, wanted: Wanted, digest: Digest | None = None) -> Itera
     _check_same(unit)
 
 
-def _batches(unit: Unit, wanted: Wanted, digest: Digest) -> Iterator[Batch | Bad]:
+def _batches(unit: Unit, wanted: WantedFields, digest: Digest) -> Iterator[TextBatch | BadRecord]:
     path, source, file = unit.path, unit.source, unit.file
     if unit.type == "text":
         return text.read(path, source=source, file=file, digest=digest)

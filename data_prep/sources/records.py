@@ -13,7 +13,7 @@ BATCH_DOCUMENTS = 4096
 
 
 @dataclass(slots=True)
-class Batch:
+class TextBatch:
     """Texts of one unit, in order.
 
     Attributes:
@@ -36,7 +36,7 @@ class Batch:
         self.characters += len(text)
         return self.full
 
-    def joined(self, other: Batch) -> Batch:
+    def joined(self, other: TextBatch) -> TextBatch:
         """With those of another batch behind them; both are used up."""
         if not self.texts:
             return other
@@ -51,7 +51,7 @@ class Batch:
         """Whether it is large enough to be handed on."""
         return self.characters >= BATCH_CHARACTERS or len(self.texts) >= BATCH_DOCUMENTS
 
-    def take(self, record: Mapping[str, Any], wanted: Wanted, at: int) -> bool:
+    def take(self, record: Mapping[str, Any], wanted: WantedFields, at: int) -> bool:
         """Adds a record's text and what else is wanted of it; tells whether the batch is full."""
         if wanted.extra:
             self.fields.append({name: record.get(name) for name in wanted.extra})
@@ -59,7 +59,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedFields:
     """What is read of a record.
 
     Attributes:
@@ -88,7 +88,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Bad:
+class BadRecord:
     """A record (or a whole file) that was not readable.
 
     at: the line (counted from 1), row or row group (from 0), or None for the whole file. unit: what `at` counts.
@@ -113,4 +113,4 @@ class Bad:
 
 
 DAMAGED_FILE = "damaged file"
-"""The reason of a `Bad` that stands for the rest of a file or of a row group: counted against `max_bad_files`."""
+"""The reason of a `BadRecord` that stands for the rest of a file or of a row group: counted against `max_bad_files`."""

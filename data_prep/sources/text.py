@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from data_prep.sources.bytesource import DECOMPRESSION_ERRORS, DamagedFileError, Digest, open_bytes
-from data_prep.sources.records import Bad, Batch
+from data_prep.sources.records import BadRecord, TextBatch
 
 
-def read(path: str, *, source: str, file: str, digest: Digest) -> Iterator[Batch | Bad]:
+def read(path: str, *, source: str, file: str, digest: Digest) -> Iterator[TextBatch | BadRecord]:
     """Yields the one document of a UTF-8 file, without a byte-order mark; line ends stay as they are.
 
     Raises:
@@ -23,8 +23,10 @@ def read(path: str, *, source: str, file: str, digest: Digest) -> Iterator[Batch
         text = raw.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        yield Bad(source, file, "line", line, "not UTF-8", f"byte {raw[error.start]:#04x} at offset {error.start}")
+        yield BadRecord(
+            source, file, "line", line, "not UTF-8", f"byte {raw[error.start]:#04x} at offset {error.start}"
+        )
         return
-    batch = Batch()
+    batch = TextBatch()
     batch.add(text, 0)
     yield batch

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.dedup.components import drops_of
-from data_prep.tasks.sorted_runs import DOCUMENT, Array, Run
+from data_prep.tasks.sorted_runs import DOCUMENT, Array, SortedRun
 
 KEYS = 1 << 64
 _LEAST_HELD, _MOST_HELD = 16 << 20, 64 << 20
@@ -75,7 +75,7 @@ class Gather:
         memory: Counter[Group] = Counter()
         runs: defaultdict[Group, list[int]] = defaultdict(list)
         for i, path in enumerate(self.runs):
-            run = Run.open(path)
+            run = SortedRun.open(path)
             for group in run.groups:
                 first, end = run.between(group, low, high)
                 if first < end:
@@ -107,9 +107,9 @@ class Gather:
 
     def _slices(self, group: Group, low: int, high: int, runs: Sequence[int], held: _Held) -> Iterator[_Slice]:
         """Of each run, what belongs to a range and is kept."""
-        found = list[tuple[int, Run, int]]()
+        found = list[tuple[int, SortedRun, int]]()
         for i in runs:
-            run = Run.open(self.runs[i])
+            run = SortedRun.open(self.runs[i])
             first, end = run.between(group, low, high)
             if first < end:  # copied: the map itself is not kept
                 found.append((i, replace(run, documents=np.array(run.documents[first:end])), first))
@@ -137,7 +137,7 @@ class _Held:
             self._ids = np.empty(tokens, self._ids.dtype)
             self._mask = np.empty(tokens if self._masked else 0, np.uint8)
 
-    def read(self, run: Run, documents: Array) -> tuple[Array, Array]:
+    def read(self, run: SortedRun, documents: Array) -> tuple[Array, Array]:
         """The ids of some documents of a run that follow one another, and their mask, as views."""
         first, self._used = self._used, self._used + int(documents["tokens"].sum())
         ids, mask = self._ids[first : self._used], self._mask[first : self._used]

@@ -16,11 +16,11 @@ import numpy as np
 from data_prep.clean.chain import Dropped
 from data_prep.config.corpus import CorpusConfig
 from data_prep.config.dedup import NearSection
-from data_prep.dedup.signatures import open_signer
+from data_prep.dedup.signatures import open_minhasher
 from data_prep.formats.tokenfile import SPLITS
 from data_prep.hashing import HELDOUT, U64, below, content_hashes, mix, utf8_size
 from data_prep.sources.conversation import ConversationError
-from data_prep.sources.records import Bad
+from data_prep.sources.records import BadRecord
 from data_prep.sources.units import Unit
 from data_prep.task import Counts, DirectoryTask, Report
 from data_prep.tasks.remove_lines import LineRemover
@@ -68,7 +68,7 @@ class _Mapper:
         self._encoder: Encoder = open_encoder(task.tokenizer, task.config.text_policy())
         frame = self._encoder.before, self._encoder.after
         self._runs = RunWriter(scratch, self._encoder.dtype, *frame, masked=task.config.has_conversations)
-        self._signer = open_signer(task.tokenizer.parent) if _near(task.config) is not None else None
+        self._signer = open_minhasher(task.tokenizer.parent) if _near(task.config) is not None else None
         self._lines = LineRemover(task.config, task.lines, index=task.index) if task.lines else None
         self._counts = np.zeros((len(task.config.sources), len(SPLITS), 3), np.int64)
         self._documents, self._batches = 0, 0
@@ -112,7 +112,7 @@ class _Mapper:
             except ConversationError as error:
                 unit = self._task.units[number]
                 where = place_of(unit, place)
-                self._stream.leave_out(Bad(unit.source, unit.file, *where, "not a conversation", str(error)))
+                self._stream.leave_out(BadRecord(unit.source, unit.file, *where, "not a conversation", str(error)))
         if not found:
             return
         offsets = np.cumsum([0, *(len(conversation.ids) for conversation in found)])

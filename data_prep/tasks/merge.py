@@ -16,7 +16,7 @@ import numpy as np
 
 from data_prep.task import Counts, DirectoryTask, Report
 from data_prep.tasks.gather import KEYS, Gather
-from data_prep.tasks.sorted_runs import RunPaths, RunStream, run_path, task_directory
+from data_prep.tasks.sorted_runs import RunStream, SortedRunPaths, run_path, task_directory
 
 MOST_RUNS = 1 << 12
 """From here on one more pass (0.5 GB/s) costs less than opening all runs (50 us) for each 64 MiB that are written."""
@@ -77,7 +77,7 @@ class Merges:
         """What holds the keys in [low, high) when all tasks have finished."""
         numbers = -(-len(self.gather.runs) // self.each)
         inside = [part for part in range(self.parts) if self._bounds(part)[0] < high and low < self._bounds(part)[1]]
-        merged = RunPaths(self.directory, (1,) * numbers * len(inside), first=inside[0] * numbers)
+        merged = SortedRunPaths(self.directory, (1,) * numbers * len(inside), first=inside[0] * numbers)
         return replace(self.gather, runs=merged, drops=None)
 
     def _bounds(self, part: int) -> tuple[int, int]:

@@ -234,7 +234,7 @@ class RunStream:
 
 
 @dataclass(frozen=True)
-class Run:
+class SortedRun:
     """An open run, memory-mapped. documents: `DOCUMENT` [n]; groups: {(split, source): (first, end)}."""
 
     path: Path
@@ -242,7 +242,7 @@ class Run:
     groups: dict[tuple[int, int], tuple[int, int]]
 
     @classmethod
-    def open(cls, path: Path, *, whole: bool = False) -> Run:
+    def open(cls, path: Path, *, whole: bool = False) -> SortedRun:
         """Maps a run.
 
         Args:
@@ -289,7 +289,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class RunPaths(Sequence[Path]):
+class SortedRunPaths(Sequence[Path]):
     """The runs of map tasks that follow one another. It pickles small, and so do slices: every later task has one.
 
     Args:
@@ -313,9 +313,9 @@ class RunPaths(Sequence[Path]):
     def __getitem__(self, i: int) -> Path: ...
 
     @overload
-    def __getitem__(self, i: slice) -> RunPaths: ...
+    def __getitem__(self, i: slice) -> SortedRunPaths: ...
 
-    def __getitem__(self, i: int | slice) -> Path | RunPaths:
+    def __getitem__(self, i: int | slice) -> Path | SortedRunPaths:
         if isinstance(i, slice):
             start, end, step = i.indices(len(self))
             assert step == 1
@@ -330,11 +330,11 @@ class RunPaths(Sequence[Path]):
         task = bisect_right(self._ends, i + self.skip)
         return task, i + self.skip - self._ends[task] + self.counts[task]
 
-    def _between(self, start: int, end: int) -> RunPaths:
+    def _between(self, start: int, end: int) -> SortedRunPaths:
         if start == end:
-            return RunPaths(self.directories, ())
+            return SortedRunPaths(self.directories, ())
         (task, run), (last, until) = self._place(start), self._place(end - 1)
-        return RunPaths(self.directories, (*self.counts[task:last], until + 1), self.first + task, run)
+        return SortedRunPaths(self.directories, (*self.counts[task:last], until + 1), self.first + task, run)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_ends"}

@@ -18,9 +18,9 @@ import numpy as np
 
 from data_prep.config.corpus import CorpusConfig, Source
 from data_prep.hashing import U64, document_keys, id_keys, unit_key
-from data_prep.sources.bad_records import BadCount
+from data_prep.sources.bad_records import BadRecordCount
 from data_prep.sources.read_unit import digest_of, read_unit, wanted_of
-from data_prep.sources.records import BATCH_CHARACTERS, Bad, Batch
+from data_prep.sources.records import BATCH_CHARACTERS, BadRecord, TextBatch
 from data_prep.sources.units import Unit
 from data_prep.task import Counts, Report
 from data_prep.tasks.cleaning import Cleaner
@@ -64,7 +64,7 @@ class _Pending:
     """(number of the unit, how many texts)."""
     characters: int = 0
 
-    def add(self, batch: Batch, keys: U64, unit: int) -> None:
+    def add(self, batch: TextBatch, keys: U64, unit: int) -> None:
         self.texts += batch.texts
         self.at.append(np.array(batch.at, np.int64))
         self.keys.append(keys)
@@ -93,7 +93,7 @@ class TextStream:
         self.skipped: Counter[str] = Counter()
         self.files: list[list[Any]] = []
         self.cleaner = Cleaner(config, directory)
-        self._bad = BadCount(config)
+        self._bad = BadRecordCount(config)
         self._bad_file: TextIO | None = None
         if directory is not None:
             self._bad_file = (directory / BAD_RECORDS).open("w", encoding="ascii")
@@ -118,7 +118,7 @@ class TextStream:
             digest = digest_of(unit)
             conversations = self.source_of(number).messages_field is not None
             for record in read_unit(unit, wanted_of(self.source_of(number), self.cleaner.fields), digest):
-                if isinstance(record, Bad):
+                if isinstance(record, BadRecord):
                     self.leave_out(record)
                 elif conversations:
                     at, unit_of = np.array(record.at, np.int64), np.full(len(record.at), number)
@@ -134,7 +134,7 @@ class TextStream:
             self._told = 0
         yield from self._cleaned(pending)
 
-    def leave_out(self, bad: Bad) -> None:
+    def leave_out(self, bad: BadRecord) -> None:
         """Lists an unreadable record and counts it.
 
         Raises:
@@ -165,7 +165,7 @@ class TextStream:
         if texts:
             yield batch.take(texts, kept)
 
-    def _keys(self, batch: Batch, unit: int) -> U64:
+    def _keys(self, batch: TextBatch, unit: int) -> U64:
         """The keys of the documents of a batch: from their ids where they have such, or else from their places."""
         source = self.source_of(unit)
         if source.id_field is not None:

@@ -15,7 +15,7 @@ from data_prep.config.corpus import CorpusConfig, Source
 from data_prep.hashing import HELDOUT, SAMPLE, U64, below, content_hashes, document_keys, unit_key
 from data_prep.sources.conversation import ConversationError, opened, plain
 from data_prep.sources.read_unit import read_unit, wanted_of
-from data_prep.sources.records import Batch
+from data_prep.sources.records import TextBatch
 from data_prep.sources.units import Unit
 from data_prep.tasks.cleaning import Cleaner
 
@@ -95,7 +95,7 @@ class _Reader:
                 if raw[i]:
                     yield texts[i], len(raw[i])
 
-    def _chosen(self, batch: Batch, piece: Unit, low: float, high: float) -> list[int]:
+    def _chosen(self, batch: TextBatch, piece: Unit, low: float, high: float) -> list[int]:
         seed = self._config.seed
         key: U64 = np.full(len(batch.at), unit_key(piece.source, piece.file, seed=seed), np.uint64)
         keys = document_keys(key, np.array(batch.at, np.int64))
@@ -103,7 +103,7 @@ class _Reader:
         chosen: list[int] = np.flatnonzero((until_high | (high >= 1)) & ~until_low).tolist()
         return chosen
 
-    def _cleaned(self, batch: Batch, chosen: list[int]) -> list[str]:
+    def _cleaned(self, batch: TextBatch, chosen: list[int]) -> list[str]:
         texts = [batch.texts[i] for i in chosen]
         fields = [batch.fields[i] for i in chosen] if batch.fields else []
         cleaned = self._cleaner.clean(texts, fields, lambda _i: ("", "", 0))
@@ -150,8 +150,8 @@ def _source_of(piece: Unit, config: CorpusConfig) -> Source:
     return next(source for source in config.sources if source.label == piece.source)
 
 
-def _batches(piece: Unit, source: Source, others: Sequence[str] = ()) -> Iterator[Batch]:
-    return (record for record in read_unit(piece, wanted_of(source, others)) if isinstance(record, Batch))
+def _batches(piece: Unit, source: Source, others: Sequence[str] = ()) -> Iterator[TextBatch]:
+    return (record for record in read_unit(piece, wanted_of(source, others)) if isinstance(record, TextBatch))
 
 
 def _draw(pieces: Sequence[Unit], wanted_bytes: int, seed: int) -> list[Unit]:

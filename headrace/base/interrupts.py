@@ -12,7 +12,7 @@ from types import FrameType
 
 
 @contextmanager
-def finished_first(what: str) -> Iterator[None]:
+def defer_interrupt(what: str) -> Iterator[None]:
     """Has Ctrl-C wait until a block is done, and then raises KeyboardInterrupt. A second Ctrl-C does not wait.
 
     torch's writer of checkpoints wraps an interrupt into an error of its own, or aborts the process. Without effect in

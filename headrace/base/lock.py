@@ -12,7 +12,7 @@ from headrace.base.errors import DataError
 
 
 @contextmanager
-def held(path: Path, *, doing: str, shared: bool = False) -> Iterator[int]:
+def lock_file(path: Path, *, doing: str, shared: bool = False) -> Iterator[int]:
     """Holds a lock file, which is made if need be; gives its descriptor.
 
     Args:

@@ -16,17 +16,17 @@ from typing import Any, Protocol
 
 from headrace.base.errors import TrainingError
 from pipeline.anomalies.replicas import check_replicas
-from pipeline.anomalies.spike_detector import Finding, Judge
+from pipeline.anomalies.spike_detector import Finding, SpikeDetector
 from pipeline.config.schema import AnomaliesSection
 from pipeline.data.loader import StepBatch
 from pipeline.data.skips import Skips
-from pipeline.engines.base import Engine, Outcome, StepResult
+from pipeline.engines.base import Engine, StepOutcome, StepResult
 
 ON_A_GPU = 1e-3
 """Relative difference that is no fault where additions have no fixed order. On a CPU there is none."""
 
 
-class Record(Protocol):
+class EventRecorder(Protocol):
     """Takes note of an event."""
 
     def __call__(self, step: int, **values: Any) -> None:
@@ -34,7 +34,7 @@ class Record(Protocol):
         ...
 
 
-class GoBack(Exception):  # noqa: N818  an order, not an error
+class Rollback(Exception):  # noqa: N818  an order, not an error
     """The run is to go back to its newest checkpoint and to pass over the data since then.
 
     Attributes:
@@ -77,7 +77,7 @@ class _Streak:
             self.count = 0
 
 
-class Steps:
+class GuardedStepper:
     """The steps of a run.
 
     Args:
@@ -98,11 +98,11 @@ class Steps:
         fp16: bool,
         samples: int,
         skips: Skips,
-        record: Record,
+        record: EventRecorder,
         may_go_back: Callable[[], bool],
     ) -> None:
         self._engine, self._section = engine, section
-        self._judge = Judge(window=section.window, deviations=section.deviations, scaled=fp16)
+        self._judge = SpikeDetector(window=section.window, deviations=section.deviations, scaled=fp16)
         self.skips, self._samples = skips, samples
         self._record, self._may_go_back = record, may_go_back
         self._streak = _Streak()
@@ -125,7 +125,7 @@ class Steps:
         result = self._engine.train_step(batch, lr=lr, allow=allow)
         if found[0] is not None:
             result = self._look_again(batch, lr, found[0], result)
-        if result.outcome is Outcome.APPLIED:
+        if result.outcome is StepOutcome.APPLIED:
             self._judge.take(result.loss, result.grad_norm)
             self._streak.good(batch.step)
         every = self._section.check_replicas
@@ -137,7 +137,7 @@ class Steps:
         """As plain JSON, for a checkpoint: a run that goes on from there decides as one that was not stopped."""
         return {**self._judge.state(), "streak": self._streak.count, "last_bad": self._streak.last}
 
-    def load(self, state: Mapping[str, Any], *, after: GoBack | None = None) -> None:
+    def load(self, state: Mapping[str, Any], *, after: Rollback | None = None) -> None:
         """Goes on from a state; from a checkpoint's, `after` an order to go back."""
         self._judge.load(state)
         self._streak = _Streak(state.get("streak", 0), state.get("last_bad", 0))
@@ -162,11 +162,11 @@ class Steps:
             same = self._alike(first.loss, result.loss) and self._alike(first.grad_norm, result.grad_norm)
             if not same:
                 again = {"loss_again": _plain(result.loss), "grad_norm_again": _plain(result.grad_norm)}
-                applied = "apply" if result.outcome is Outcome.APPLIED else action
+                applied = "apply" if result.outcome is StepOutcome.APPLIED else action
                 self._note(batch.step, "flaky", finding, first, action=applied, **again)
-                if result.outcome is Outcome.APPLIED:
+                if result.outcome is StepOutcome.APPLIED:
                     return result
-        if result.outcome is Outcome.APPLIED:
+        if result.outcome is StepOutcome.APPLIED:
             self._note(batch.step, finding.kind, finding, first, action="ignore", reproduced=same)
             return result
         return self._answer(batch.step, finding, first, action, same)
@@ -187,7 +187,7 @@ class Steps:
         if action == "rollback" and not given_up:
             if self._may_go_back():
                 row = self._row(step, finding, result, cause=finding.kind, reproduced=same)
-                raise GoBack(step, finding, streak=self._streak.count, skips=self.skips, row=row)
+                raise Rollback(step, finding, streak=self._streak.count, skips=self.skips, row=row)
             action = "skip"  # nothing to go back to
         stops = given_up or action == "stop"
         self._note(step, finding.kind, finding, result, action="stop" if stops else action, reproduced=same)

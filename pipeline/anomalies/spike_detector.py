@@ -52,7 +52,7 @@ class Finding:
         return f"the {name} is {self.value:.4g}, above {self.threshold:.4g} (median {self.median:.4g})"
 
 
-class Judge:
+class SpikeDetector:
     """The losses and gradient norms of the last steps that were applied. The same on every rank.
 
     Args:

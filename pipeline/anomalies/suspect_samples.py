@@ -14,11 +14,11 @@ from data_prep.tokenizer.fingerprint import TOKENIZER_JSON
 from headrace.base.directory import Manifest, read_manifest
 from headrace.base.errors import DataError, HeadraceError
 from headrace.base.section import parse
-from pipeline.config.batch import Batch
+from pipeline.config.batch import BatchSizes
 from pipeline.config.rules import ResolvedRun, resolve
 from pipeline.config.schema import Config
-from pipeline.data.blend import Blend, open_blend
-from pipeline.data.mixture import Extent
+from pipeline.data.mixing_weights import Extent
+from pipeline.data.mixture import DataMixture, open_mixture
 from pipeline.data.passages import passages
 from pipeline.data.skips import Skips, skips_of
 from pipeline.metrics.journal import read_rows
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the samples."""
-    looked = Looked.into(arguments.run)
+    looked = RunSamples.into(arguments.run)
     chosen = list(looked.of_steps(*arguments.step) if arguments.step else looked.numbered(*arguments.sample))
     if arguments.rank_order:
         chosen.sort(key=lambda sample: (sample.step or 0, sample.turn))
@@ -65,7 +65,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Looked:
+class RunSamples:
     """A run, opened for reading.
 
     Attributes:
@@ -76,12 +76,12 @@ class Looked:
     """
 
     run: ResolvedRun
-    blend: Blend
+    blend: DataMixture
     skips: Skips
     tokenizer: Tokenizer
 
     @classmethod
-    def into(cls, run_dir: Path) -> Looked:
+    def into(cls, run_dir: Path) -> RunSamples:
         """Opens a run.
 
         Raises:
@@ -92,7 +92,7 @@ class Looked:
         events = read_rows(run_dir, kind="event")
         worlds = [row["world_size"] for row in events if "world_size" in row]
         resolved = resolve(config, world_size=worlds[-1] if worlds else 1)
-        blend = open_blend(config.data, seed=config.run.seed, extent=Extent(resolved.steps, resolved.batch.samples))
+        blend = open_mixture(config.data, seed=config.run.seed, extent=Extent(resolved.steps, resolved.batch.samples))
         _check_same(blend, manifest)
         skips = skips_of(_newest_details(run_dir), events, step=math.inf)
         tokenizer = Tokenizer.from_file(str(blend.sources[0].tokenizer / TOKENIZER_JSON))
@@ -140,13 +140,13 @@ class Looked:
             yield self.tokenizer.decode(part.tokens.tolist(), skip_special_tokens=False)
 
 
-def _turn(batch: Batch, place: int) -> tuple[int, int]:
+def _turn(batch: BatchSizes, place: int) -> tuple[int, int]:
     """Who has the sample at a place of a step: see `StepLoader`."""
     micro, rest = divmod(place, batch.dp * batch.micro)
     return rest // batch.micro, micro
 
 
-def _check_same(blend: Blend, manifest: Manifest) -> None:
+def _check_same(blend: DataMixture, manifest: Manifest) -> None:
     for field, parent in blend.parents.items():
         was = manifest.parents.get(field, {}).get("fingerprint")
         if was != parent["fingerprint"]:

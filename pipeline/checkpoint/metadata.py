@@ -34,7 +34,7 @@ _UNREADABLE = (
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor of a checkpoint.
 
     Attributes:
@@ -72,18 +72,18 @@ def read_metadata(directory: Path) -> Metadata:
         raise CheckpointError(f"{directory} has no readable metadata: {error}") from None
 
 
-def contents(metadata: Metadata) -> list[Stored]:
+def contents(metadata: Metadata) -> list[StoredTensor]:
     """The tensors of a checkpoint, in the order they were written in."""
     entries: Mapping[str, Any] = metadata.state_dict_metadata
     return [_stored(key, entry) for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)]
 
 
-def _stored(key: str, entry: TensorStorageMetadata) -> Stored:
+def _stored(key: str, entry: TensorStorageMetadata) -> StoredTensor:
     pieces = tuple(Rectangle(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks)
-    return Stored(key, tuple(entry.size), entry.properties.dtype, pieces)
+    return StoredTensor(key, tuple(entry.size), entry.properties.dtype, pieces)
 
 
-def misfit(stored: Stored) -> str | None:
+def misfit(stored: StoredTensor) -> str | None:
     """What keeps the pieces from covering a tensor exactly once, in words; None when they do.
 
     Inside the tensor, no two of them overlapping, and as many elements as it has: then none is left out.

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from headrace.base.errors import CheckpointError
-from headrace.base.interrupts import finished_first
-from pipeline.checkpoint.plan import State, make_plan
+from headrace.base.interrupts import defer_interrupt
+from pipeline.checkpoint.plan import State, make_write_plan
 from pipeline.checkpoint.shards import LoadPlanner
 from pipeline.checkpoint.store import on_rank_zero, raise_together
 from pipeline.checkpoint.write import write_metadata, write_pieces
@@ -47,7 +47,7 @@ def write(state: State, directory: Path) -> None:
     Raises:
         CheckpointError: a rank could not write.
     """
-    plan = make_plan(state)
+    plan = make_write_plan(state)
     failed: str | None = None
     results: list[Any] = []
     try:
@@ -70,7 +70,7 @@ def read(state: State, directory: Path) -> None:
     """
     try:
         reader = dcp.FileSystemReader(directory)
-        with _quiet(), finished_first("reading the checkpoint"):
+        with _quiet(), defer_interrupt("reading the checkpoint"):
             dcp.load(dict(state), storage_reader=reader, planner=LoadPlanner(), no_dist=not dist.is_initialized())
     except (CheckpointException, RuntimeError, ValueError, OSError, EOFError, pickle.UnpicklingError) as error:
         raise CheckpointError(

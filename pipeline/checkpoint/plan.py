@@ -25,7 +25,7 @@ State = Mapping[str, NamedShard | Tensor]
 
 
 @dataclass(frozen=True)
-class Plan:
+class WritePlan:
     """What one rank writes.
 
     Attributes:
@@ -50,7 +50,7 @@ class Plan:
         return lambda item: planner.lookup_object(item.index).detach()
 
 
-def make_plan(state: State) -> Plan:
+def make_write_plan(state: State) -> WritePlan:
     """Deals the pieces of a state out among the ranks. Collective.
 
     Raises:
@@ -75,7 +75,7 @@ def make_plan(state: State) -> Plan:
         dist.scatter_object_list(got, outcome if rank == 0 else None)
     if isinstance(got[0], str):
         raise CheckpointError(f"the state of the ranks does not make a whole: {got[0]}")
-    return Plan(rank, got[0], _pieces(state), metadata)
+    return WritePlan(rank, got[0], _pieces(state), metadata)
 
 
 def _planner(state: State, *, coordinator: bool) -> SavePlanner:

@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from headrace.base.directory import staging_path
 from headrace.base.errors import CheckpointError, HeadraceError
-from pipeline.checkpoint.plan import Plan, State, make_plan
-from pipeline.checkpoint.store import About, Checkpoint, CheckpointStore, on_rank_zero
+from pipeline.checkpoint.plan import State, WritePlan, make_write_plan
+from pipeline.checkpoint.store import Checkpoint, CheckpointInfo, CheckpointStore, on_rank_zero
 from pipeline.checkpoint.write import Written, write_metadata, write_pieces
 
 _GLANCE_S = 1.0
@@ -59,8 +59,8 @@ class Saved:
 class _Flight:
     """A checkpoint that is being written."""
 
-    about: About
-    plan: Plan
+    about: CheckpointInfo
+    plan: WritePlan
     began: float
     job: Future[Any]
     waited_s: float = 0.0
@@ -81,7 +81,7 @@ class CheckpointWriter:
     ) -> None:
         self._store, self._background = store, background
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._plan: Plan | None = None
+        self._plan: WritePlan | None = None
         self._buffers: dict[Any, Tensor] = {}
         self._locked: set[Any] = set()
         self._flight: _Flight | None = None
@@ -98,7 +98,7 @@ class CheckpointWriter:
         """Whether this rank's thread is at work; while any rank's is, there is nothing to settle."""
         return self._flight is not None and not self._flight.job.done()
 
-    def begin(self, about: About, state: Callable[[], State]) -> None:
+    def begin(self, about: CheckpointInfo, state: Callable[[], State]) -> None:
         """Copies the state and starts to write it. Collective; nothing may be in flight.
 
         Args:
@@ -114,7 +114,7 @@ class CheckpointWriter:
         on_rank_zero(lambda: self._store.stage(about.step))
         if self._plan is None or not self._plan.fits(held):
             self._release()
-            self._plan = make_plan(held)
+            self._plan = make_write_plan(held)
         plan, folder = self._plan, staging_path(self._store.final(about.step))
         source = self._copied(plan, held) if self._background else plan.source(held)
         job = self._threads.submit(write_pieces, plan, source, folder)
@@ -154,7 +154,7 @@ class CheckpointWriter:
                 self._seen = written
                 self._alive()
 
-    def _copied(self, plan: Plan, held: State) -> Callable[[WriteItem], Tensor]:
+    def _copied(self, plan: WritePlan, held: State) -> Callable[[WriteItem], Tensor]:
         """Copies this rank's share into buffers that stay for the next time."""
         find, on_gpu = plan.source(held), False
         for item in plan.items.items:
@@ -228,7 +228,7 @@ def _bytes_of(folder: Path, rank: int) -> int:
     return total
 
 
-def save_now(store: CheckpointStore, about: About, state: Callable[[], State]) -> Checkpoint:
+def save_now(store: CheckpointStore, about: CheckpointInfo, state: Callable[[], State]) -> Checkpoint:
     """Writes a checkpoint and waits for it. Collective.
 
     Raises:

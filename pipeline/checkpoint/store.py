@@ -40,7 +40,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class About:
+class CheckpointInfo:
     """What a checkpoint's manifest says besides its files."""
 
     step: int
@@ -77,7 +77,7 @@ class CheckpointStore:
         """Deletes what was written for a step: a full disk gets its room back. On one rank."""
         shutil.rmtree(staging_path(self.final(step)), ignore_errors=True)
 
-    def commit(self, about: About, sha256: Mapping[str, str]) -> Checkpoint:
+    def commit(self, about: CheckpointInfo, sha256: Mapping[str, str]) -> Checkpoint:
         """Gives a written checkpoint its name, moves `latest` there, and deletes older ones. On one rank.
 
         Args:

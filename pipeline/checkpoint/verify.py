@@ -18,7 +18,7 @@ from pathlib import Path
 
 from headrace.base.directory import Manifest, sha256_of_file
 from headrace.base.errors import CheckpointError, DataError, HeadraceError
-from pipeline.checkpoint.metadata import Stored, contents, misfit, misplaced, read_metadata
+from pipeline.checkpoint.metadata import StoredTensor, contents, misfit, misplaced, read_metadata
 from pipeline.checkpoint.store import Checkpoint
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -102,7 +102,7 @@ def _wrong_tensors(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[Probl
     yield from _not_the_model(stored, manifest)
 
 
-def _not_the_model(stored: Sequence[Stored], manifest: Manifest) -> Iterator[Problem]:
+def _not_the_model(stored: Sequence[StoredTensor], manifest: Manifest) -> Iterator[Problem]:
     """Tensors that the manifest's model lacks, or has in another shape, or that are not there."""
     if "hf_config" not in manifest.details:  # of a loop of somebody's own: what it trains is not said
         return

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from pipeline.checkpoint.plan import Plan
+from pipeline.checkpoint.plan import WritePlan
 
 _PATIENCE_S = 10.0
 METADATA = ".metadata"
@@ -42,7 +42,7 @@ class Written:
     sha256: dict[str, str]
 
 
-def write_pieces(plan: Plan, source: Callable[[WriteItem], Tensor], directory: Path) -> Written:
+def write_pieces(plan: WritePlan, source: Callable[[WriteItem], Tensor], directory: Path) -> Written:
     """Writes and flushes a rank's pieces. Not collective; may run in any thread.
 
     Args:
@@ -78,7 +78,7 @@ def _wait_for(directory: Path) -> None:
         time.sleep(0.05)
 
 
-def write_metadata(plan: Plan, directory: Path, results: Sequence[list[WriteResult]]) -> None:
+def write_metadata(plan: WritePlan, directory: Path, results: Sequence[list[WriteResult]]) -> None:
     """Writes what tells a reader where everything lies; rank 0 does, when all have written."""
     assert plan.metadata is not None
     _writer(directory, FileSystem()).finish(plan.metadata, list(results))

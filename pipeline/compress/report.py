@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from headrace.base.directory import Manifest
-from pipeline.compress.rules import Plan
+from pipeline.compress.rules import QuantizationPlan
 from pipeline.evaluation.model_folder import ModelFolder
 from pipeline.metrics.units import show_bits_per_byte
 
@@ -25,7 +25,9 @@ _MEASURED = (
 )
 
 
-def details(plan: Plan, result: ModelFolder, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+def details(
+    plan: QuantizationPlan, result: ModelFolder, before: dict[str, Any], after: dict[str, Any]
+) -> dict[str, Any]:
     """The manifest's details: counts, sizes in bytes, and the held-out numbers before and after."""
     parameters, quantized = plan.source.parameters, sum(prod(shape) for shape in plan.layers.values())
     return {
@@ -75,11 +77,11 @@ def _measured(side: dict[str, Any]) -> dict[str, Any]:
     return {key: side[key] for key in _MEASURED}
 
 
-def _packed_bytes(plan: Plan, result: ModelFolder) -> int:
+def _packed_bytes(plan: QuantizationPlan, result: ModelFolder) -> int:
     """Bytes that stand for the quantized weights: integers and scales, and the two numbers that tell the shape."""
     return sum(info.bytes for name, info in result.tensors.items() if _is_packed(name, plan))
 
 
-def _is_packed(name: str, plan: Plan) -> bool:
+def _is_packed(name: str, plan: QuantizationPlan) -> bool:
     module, _, leaf = name.rpartition(".")
     return module in plan.layers and leaf != "bias"

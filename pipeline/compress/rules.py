@@ -20,7 +20,7 @@ _PATTERN = "re:"
 
 
 @dataclass(frozen=True)
-class Plan:
+class QuantizationPlan:
     """A config that will work, with what was found while checking it.
 
     Attributes:
@@ -41,7 +41,7 @@ class Plan:
         return Path(self.config.output)
 
 
-def prepare(config: QuantizeConfig) -> Plan:
+def prepare(config: QuantizeConfig) -> QuantizationPlan:
     """Checks a config against the model and the dataset it names.
 
     Raises:
@@ -59,7 +59,7 @@ def prepare(config: QuantizeConfig) -> Plan:
     layers = _layers(config, source)
     if config.group is not None:
         check_group_size(layers, config.group)
-    return Plan(config, source, open_heldout(config.data, source), layers)
+    return QuantizationPlan(config, source, open_heldout(config.data, source), layers)
 
 
 def linear_layers(source: ModelFolder) -> dict[str, tuple[int, int]]:

@@ -15,14 +15,14 @@ from rich.progress import track
 from headrace.base.directory import Manifest, commit, fresh_staging
 from pipeline.compress.measure import measure
 from pipeline.compress.report import details, table
-from pipeline.compress.rules import Plan
+from pipeline.compress.rules import QuantizationPlan
 from pipeline.compress.weights import check_modules, pack, save
 from pipeline.evaluation.loading import empty_model, load_model
 from pipeline.evaluation.model_folder import ModelFolder
 from pipeline.models.tokenizer_files import copy_tokenizer
 
 
-def quantize(plan: Plan) -> Manifest:
+def quantize(plan: QuantizationPlan) -> Manifest:
     """Writes the quantized model and prints what became of it.
 
     Raises:
@@ -47,7 +47,7 @@ def quantize(plan: Plan) -> Manifest:
     return manifest
 
 
-def _write(plan: Plan, staging: Path) -> None:
+def _write(plan: QuantizationPlan, staging: Path) -> None:
     """Fills `staging`: packed weights, config, and the files that go with them."""
     model = load_model(plan.source.path, dtype=torch.float32)
     dtype = getattr(torch, plan.config.dtype or plan.source.dtype)

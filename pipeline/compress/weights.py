@@ -24,12 +24,12 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from torch import nn
 
 from headrace.base.errors import ConfigError
-from pipeline.compress.rules import Plan
+from pipeline.compress.rules import QuantizationPlan
 
 Progress = Callable[[list[str]], Iterable[str]]
 
 
-def check_modules(model: nn.Module, plan: Plan) -> None:
+def check_modules(model: nn.Module, plan: QuantizationPlan) -> None:
     """Compares the layers that the file headers promised with the modules that are there.
 
     Raises:
@@ -43,7 +43,7 @@ def check_modules(model: nn.Module, plan: Plan) -> None:
             raise ConfigError("model", plan.config.model, why=why, remedy=f'add "{name}", or a "re:" pattern, to skip')
 
 
-def pack(model: nn.Module, plan: Plan, *, dtype: torch.dtype, progress: Progress = iter) -> ModelCompressor:
+def pack(model: nn.Module, plan: QuantizationPlan, *, dtype: torch.dtype, progress: Progress = iter) -> ModelCompressor:
     """Quantizes and packs the plan's layers in place, and casts all else to `dtype`.
 
     Args:
@@ -74,7 +74,7 @@ def save(model: Any, compressor: ModelCompressor, folder: Path) -> None:
     compressor.update_config(str(folder))
 
 
-def _arguments(plan: Plan) -> QuantizationArgs:
+def _arguments(plan: QuantizationPlan) -> QuantizationArgs:
     group = plan.config.group
     strategy = "channel" if group is None else "group"
     return QuantizationArgs(num_bits=plan.config.bits, type="int", strategy=strategy, group_size=group, symmetric=True)

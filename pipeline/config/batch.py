@@ -19,7 +19,7 @@ _PASS = 0.25
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchSizes:
     """How one optimizer step is cut up.
 
     Attributes:
@@ -61,7 +61,7 @@ class Batch:
         return f"{self.samples} samples per step = {cut}{filled}{gave_way}; {tokens}"
 
 
-def resolve_batch(config: Config, *, dp: int, elastic: bool = False, least: int = 1, rounds: int = 1) -> Batch:
+def resolve_batch(config: Config, *, dp: int, elastic: bool = False, least: int = 1, rounds: int = 1) -> BatchSizes:
     """Derives what the config leaves out.
 
     Args:
@@ -79,14 +79,14 @@ def resolve_batch(config: Config, *, dp: int, elastic: bool = False, least: int 
     if config.parallel.elastic:
         _says_what_stays(config)
     if not elastic or total is None or micro is None:  # without it nobody knows what fits into memory
-        return Batch(*cut_batch(total, micro, accumulation, dp=dp), dp, length)
+        return BatchSizes(*cut_batch(total, micro, accumulation, dp=dp), dp, length)
     cut = fill_batch(total, micro, dp=dp, least=least, rounds=rounds)
     given = {
         "train_micro_batch_size_per_gpu": (micro, cut[0]),
         "gradient_accumulation_steps": (accumulation, cut[1]),
     }
     gave_way = tuple(f"{key} {was}" for key, (was, now) in given.items() if was not in (None, now))
-    return Batch(total, *cut, dp, length, gave_way)
+    return BatchSizes(total, *cut, dp, length, gave_way)
 
 
 def _says_what_stays(config: Config) -> None:

@@ -7,7 +7,7 @@ from math import gcd
 from typing import Any
 
 from headrace.base.errors import ConfigError
-from pipeline.config.batch import Batch
+from pipeline.config.batch import BatchSizes
 from pipeline.config.schema import Config
 from pipeline.topology import Topology
 
@@ -156,7 +156,7 @@ def micro_batches_of(config: Config, topology: Topology) -> tuple[int, int]:
     return topology.pp, topology.pp if config.parallel.schedule in SEVERAL_PIECES else 1
 
 
-def check_schedule(config: Config, topology: Topology, batch: Batch) -> None:
+def check_schedule(config: Config, topology: Topology, batch: BatchSizes) -> None:
     """Checks that there are enough micro-batches to fill a pipeline, in the number its schedule needs.
 
     Raises:
@@ -184,7 +184,7 @@ def check_schedule(config: Config, topology: Topology, batch: Batch) -> None:
         raise _micro_batches(batch, pp, why=f"{parallel.schedule} keeps pp {pp} micro-batches under way")
 
 
-def _micro_batches(batch: Batch, pp: int, *, why: str) -> ConfigError:
+def _micro_batches(batch: BatchSizes, pp: int, *, why: str) -> ConfigError:
     each = batch.dp * batch.micro
     below, above = (n // pp * pp * each for n in (batch.accumulation, batch.accumulation + pp))
     near = f"{below} or {above}" if below else str(above)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from headrace.base.errors import ConfigError
-from pipeline.config.batch import Batch, resolve_batch
+from pipeline.config.batch import BatchSizes, resolve_batch
 from pipeline.config.data_rules import check_data
 from pipeline.config.deepspeed_keys import refuse_on_torch
 from pipeline.config.layout_rules import SEVERAL_PIECES, check_layout, check_schedule, micro_batches_of, topology_of
@@ -118,7 +118,7 @@ class ResolvedRun:
 
     config: Config
     topology: Topology
-    batch: Batch
+    batch: BatchSizes
     steps: int
     schedule: Schedule
     spare: int = 0
@@ -246,7 +246,7 @@ def _check_stages(config: Config, steps: int) -> None:
             raise ConfigError(f"data.schedule.{number}.after_step", stage.after_step, why=why, remedy=remedy)
 
 
-def _steps(config: Config, batch: Batch) -> int:
+def _steps(config: Config, batch: BatchSizes) -> int:
     run = config.run
     if (run.steps is None) == (run.tokens is None):
         why = "neither is given" if run.steps is None else "both are given"

@@ -17,11 +17,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pipeline.config.batch import Batch
-from pipeline.data.blend import Blend
+from pipeline.config.batch import BatchSizes
 from pipeline.data.dataset import TokenDataset, choose_windows
 from pipeline.data.documents import Borders
-from pipeline.data.order import Place
+from pipeline.data.mixture import DataMixture
+from pipeline.data.order import SampleLocation
 from pipeline.data.skips import NO_SKIPS, Skips
 
 IGNORE: Final = -100
@@ -108,8 +108,8 @@ class StepLoader:
 
     def __init__(  # noqa: PLR0913  a rank's place is four of them, and all but two have defaults
         self,
-        blend: Blend,
-        batch: Batch,
+        blend: DataMixture,
+        batch: BatchSizes,
         *,
         dp_rank: int,
         steps: tuple[int, int],
@@ -150,7 +150,7 @@ class StepLoader:
         """This rank's part of a step, at once and in this thread."""
         return self._gather(step, self._blend.order.place(self._rows(step)))
 
-    def _gather(self, step: int, place: Place) -> StepBatch:
+    def _gather(self, step: int, place: SampleLocation) -> StepBatch:
         batch, real = self._batch, self._samples_of_rows < self._batch.samples
         rows, fim = self._blend.rows(place), self._blend.fim
         targets, own = batch.tokens, None
@@ -168,7 +168,7 @@ class StepLoader:
         whole.labels[torch.from_numpy(~real)] = IGNORE
         return StepBatch(step, [self._own(micro) for micro in whole.split(batch.micro)], targets)
 
-    def _leave_out(self, batch: MicroBatch, place: Place, step: int) -> int:
+    def _leave_out(self, batch: MicroBatch, place: SampleLocation, step: int) -> int:
         """Takes the labels away that are not learnt; returns the targets of the whole step.
 
         To know these, every rank reads the masks of all samples: a byte per token.
@@ -188,7 +188,7 @@ class StepLoader:
         rows = np.minimum(self._samples_of_rows, self._batch.samples - 1)
         return np.asarray(self._first_sample(step) + rows, dtype=np.int64)
 
-    def _placed(self) -> Iterator[tuple[int, Place]]:
+    def _placed(self) -> Iterator[tuple[int, SampleLocation]]:
         """Every step with the places of its rows, found for many steps together, which is cheaper.
 
         The system is told of them in time, so that a slow file system reads them all at once and before they are
@@ -197,7 +197,7 @@ class StepLoader:
         most = min(_PLACED_ROWS, _PLACED_TOKENS // self._batch.sequence_length)
         told_of = self._batch.samples if self._blend.masked else self._samples_of_rows.size
         together = max(1, most // told_of)
-        ahead: tuple[range, Place] | None = None
+        ahead: tuple[range, SampleLocation] | None = None
         for first in range(self._first, self._last + 1, together):
             steps = range(first, min(first + together, self._last + 1))
             place = self._blend.order.place(np.concatenate([self._rows(step) for step in steps]))
@@ -241,10 +241,10 @@ class StepLoader:
             yield error
 
 
-def _by_step(steps: range, place: Place) -> Iterator[tuple[int, Place]]:
+def _by_step(steps: range, place: SampleLocation) -> Iterator[tuple[int, SampleLocation]]:
     sources, windows = (np.split(column, len(steps)) for column in (place.source, place.window))
     for step, source, window in zip(steps, sources, windows, strict=True):
-        yield step, Place(source, window)
+        yield step, SampleLocation(source, window)
 
 
 def make_batch(

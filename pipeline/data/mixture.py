@@ -1,154 +1,256 @@
-"""How much of each source a run draws: weights, budgets in epochs or tokens, stages, and limits on repetition."""
+"""The datasets of a run, opened and checked against each other, read in the order of law 1."""
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
-from headrace.base.errors import ConfigError
-from pipeline.config.schema import DataSection
-from pipeline.data.order import SampleOrder, Stage
+import numpy as np
+import numpy.typing as npt
 
-_SLACK: Final = 1e-3
-_FEW: Final = 2
-"""A limit that is met exactly must not fail for rounding: of a source so large a share more may be drawn, and so many
-samples. The order of 3,000 random blends of up to 40 sources was off by 2.2 samples at most."""
-_SMALL: Final = 1 / 65_536
-"""A smaller share that is not drawn once is taken for a mistake; of a larger one, the run may just be a short trial."""
+from headrace.base.directory import Manifest, read_manifest
+from headrace.base.errors import ConfigError, DataError
+from pipeline.config.schema import DataSection, SourceSection
+from pipeline.data import megatron
+from pipeline.data.dataset import TokenDataset, tokenizer_details
+from pipeline.data.documents import Borders, join
+from pipeline.data.files import OpenFiles
+from pipeline.data.fim import Fim, make_fim
+from pipeline.data.mixing_weights import Extent, make_order
+from pipeline.data.order import SampleLocation, SampleOrder
+from pipeline.data.packed import PackedDataset
 
 
-@dataclass(frozen=True)
-class Extent:
-    """How long a run is: `steps` of `per_step` samples each."""
+class DataMixture:
+    """The training samples of a run: global sample number -> T + 1 tokens.
 
-    steps: int
-    per_step: int
+    Args:
+        sources: opened datasets, in the config's order.
+        order: which window of which of them is sample i; or `weights`, the share of each, and the run's `seed`.
+        fim: what the loader does to samples besides; `read` gives them as they lie.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[TokenDataset],
+        *,
+        order: SampleOrder | None = None,
+        weights: Sequence[float] = (1.0,),
+        seed: int = 0,
+        fim: Fim | None = None,
+    ) -> None:
+        self.sources = list(sources)
+        self.order = order or SampleOrder([s.windows for s in sources], weights=weights, seed=seed)
+        self.sequence_length = sources[0].sequence_length
+        self.fim = fim
+
+    def read(self, samples: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """Gathers samples.
+
+        Args:
+            samples: int64 [n], global sample numbers from 0.
+
+        Returns:
+            int64 [n, T + 1].
+        """
+        return self.rows(self.order.place(samples)).astype(np.int64)
+
+    def rows(self, place: SampleLocation) -> npt.NDArray[Any]:
+        """The samples of some places, [n, T + 1], in the dtype of the files."""
+        present = np.unique(place.source)
+        if present.size == 1:
+            return self.sources[int(present[0])].rows(place.window)
+        parts = [(mine := place.source == number, self.sources[number].rows(place.window[mine])) for number in present]
+        width = self.sequence_length + 1
+        rows: npt.NDArray[Any] = np.empty(
+            (place.source.size, width), dtype=np.result_type(*(part.dtype for _, part in parts))
+        )
+        for mine, part in parts:
+            rows[mine] = part
+        return rows
 
     @property
-    def samples(self) -> int:
-        """Samples of the whole run."""
-        return self.steps * self.per_step
+    def masked(self) -> bool:
+        """Whether some tokens are not learnt: those of conversations that the assistant does not say."""
+        return any(source.masked for source in self.sources)
+
+    def learnt(self, place: SampleLocation) -> npt.NDArray[np.bool_]:
+        """For each token of the samples of some places whether the loss may be taken on it: bool [n, T + 1]."""
+        learnt = np.empty((place.source.size, self.sequence_length + 1), dtype=np.bool_)
+        for number in np.unique(place.source):
+            mine = place.source == number
+            learnt[mine] = self.sources[number].learnt(place.window[mine])
+        return learnt
+
+    def hint(self, place: SampleLocation) -> None:
+        """Has the system begin to read what lies at some places, without waiting for it."""
+        for number in np.unique(place.source):
+            self.sources[number].hint(place.window[place.source == number])
+
+    def borders(self, samples: npt.ArrayLike) -> Borders:
+        """Where documents begin within samples; see `TokenDataset.borders`. No token is read."""
+        place = self.order.place(samples)
+        parts = []
+        for number in np.unique(place.source):
+            mine = np.flatnonzero(place.source == number)
+            parts.append((mine, self.sources[number].borders(place.window[mine])))
+        return join(parts)
+
+    @property
+    def packed(self) -> bool:
+        """Whether samples are packed documents, and may end with padding."""
+        return any(isinstance(source, PackedDataset) for source in self.sources)
+
+    @property
+    def parents(self) -> dict[str, Any]:
+        """Path and fingerprint of every source, for manifests and for the check on resume."""
+        found = {}
+        for i, source in enumerate(self.sources):
+            found[f"data.sources.{i}"] = {"path": str(source.path), "fingerprint": source.manifest.fingerprint}
+            if isinstance(source, PackedDataset):
+                packed = {"path": str(source.packed), "fingerprint": source.packing.fingerprint}
+                found[f"data.sources.{i}.packing"] = packed
+        return found
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the training splits of all sources."""
+        return sum(s.tokens for s in self.sources)
 
 
-def make_order(data: DataSection, windows: Sequence[int], *, seed: int, extent: Extent | None) -> SampleOrder:
-    """The order of a run's samples.
+def open_mixture(data: DataSection, *, seed: int, extent: Extent | None = None) -> DataMixture:
+    """Opens every source's train split.
 
     Args:
         data: the config's section.
-        windows: of each source.
         seed: the run's.
-        extent: of the run; needed for stages, budgets and limits.
+        extent: how long the run is; needed where there are stages or budgets, and for limits to be checked.
 
     Raises:
-        ConfigError: budgets and the run's length do not fit each other, or a source would be seen too often or never.
-        DataError: see `SampleOrder`.
+        DataError: a source is missing, damaged or too short.
+        ConfigError: two sources were made with different tokenizers, or the shares do not fit the run.
     """
-    stages = [Stage(0, tuple(source.weight or 1.0 for source in data.sources))]
-    if data.schedule is not None:
-        assert extent is not None, "stages are counted in steps"
-        named = [(stage.after_step * extent.per_step, stage.weights) for stage in data.schedule]
-        stages = [Stage(start, tuple(weights[name] for name in data.names)) for start, weights in named]
-    elif any(source.epochs or source.tokens for source in data.sources):
-        assert extent is not None, "what share a budget is depends on the length of the run"
-        stages = [Stage(0, _shares(data, windows, extent))]
-    order = SampleOrder(windows, weights=stages[0].weights, seed=seed, later=stages[1:])
-    if extent is not None:
-        _check_drawn(data, order, stages, extent)
-        _check_limits(data, order, extent)
-    return order
+    files, manifests = OpenFiles(at_random=True), _Manifests()
+    opened = [_open(source, i, data, files=files, manifests=manifests) for i, source in enumerate(data.sources)]
+    for number, dataset in enumerate(opened):
+        _check_tokenizer(f"data.sources.{number}.path", dataset, like=opened[0])
+    if data.fim is not None and any(dataset.masked for dataset in opened):
+        why = "tokens of conversations carry a loss mask, which moving their middles would tear apart"
+        raise ConfigError("data.fim", why=why, remedy="remove the section, or train on them without it")
+    order = make_order(data, [dataset.windows for dataset in opened], seed=seed, extent=extent)
+    return DataMixture(opened, order=order, fim=_make_fim(data, opened[0], seed=seed))
 
 
-def _shares(data: DataSection, windows: Sequence[int], extent: Extent) -> tuple[float, ...]:
-    """Samples of each source: those of the budgets, and of the others what is left, by weight."""
-    budgets = [
-        source.epochs * size if source.epochs else source.tokens / data.sequence_length if source.tokens else None
-        for source, size in zip(data.sources, windows, strict=True)
-    ]
-    fixed = sum(budget for budget in budgets if budget is not None)
-    rest, weights = extent.samples - fixed, [source.weight or 1.0 for source in data.sources]
-    open_ = sum(weight for weight, budget in zip(weights, budgets, strict=True) if budget is None)
-    if rest < -extent.per_step or (rest > extent.per_step and not open_) or (open_ and rest <= 0):
-        wanted, length = round(fixed * data.sequence_length), extent.samples * data.sequence_length
-        why = f"the budgets of data.sources are {wanted:,} tokens, the run has {length:,}"
-        more = "" if open_ else ", or give one source a weight in place of its budget"
-        raise ConfigError("data.sources", why=why, remedy=f"run.tokens {wanted:,}{' or more' if open_ else ''}{more}")
-    return tuple(
-        budget if budget is not None else rest * weight / open_ for weight, budget in zip(weights, budgets, strict=True)
+def _make_fim(data: DataSection, dataset: TokenDataset, *, seed: int) -> Fim | None:
+    if data.fim is None:
+        return None
+    eos = tokenizer_details(dataset.manifest).get("eos_id")
+    return make_fim(data.fim, seed=seed, length=data.sequence_length, tokenizer=dataset.tokenizer, eos=eos)
+
+
+def open_heldout(data: DataSection, blend: DataMixture) -> list[TokenDataset]:
+    """Opens the held-out split of every source that has one, each once, in contiguous windows.
+
+    Raises:
+        DataError: one is damaged or too short.
+        ConfigError: none of the sources has one, or a `heldout` was made with another tokenizer.
+    """
+    found = {(str(dataset.path), dataset.source): dataset for dataset in _heldout(data, blend)}
+    if not found:
+        why = "none of the sources has held-out text, so nothing could be evaluated"
+        remedy = "name a tokens directory made with the same tokenizer"
+        raise ConfigError("data.sources.0.heldout", why=why, remedy=remedy)
+    return list(found.values())
+
+
+def _heldout(data: DataSection, blend: DataMixture) -> Iterator[TokenDataset]:
+    length = data.sequence_length
+    for number, (section, dataset) in enumerate(zip(data.sources, blend.sources, strict=True)):
+        splits = dataset.manifest.details["splits"]
+        if section.heldout is not None:
+            opened = _open_heldout(section.heldout, f"data.sources.{number}.heldout", length, of=dataset)
+            _check_tokenizer(f"data.sources.{number}.heldout", opened, like=blend.sources[0])
+            yield opened
+        elif section.source is None and not megatron.is_prefix(section.path):
+            yield TokenDataset.open(section.path, split="heldout", sequence_length=length, manifest=dataset.manifest)
+        elif "heldout" in splits:  # a small source may have not one window of it
+            about: dict[str, Any] = {"split": "heldout", "sequence_length": length, "source": section.source}
+            if TokenDataset(dataset.path, dataset.manifest, **about).windows:
+                yield TokenDataset.open(dataset.path, manifest=dataset.manifest, **about)
+
+
+class _Manifests(dict[str, Manifest]):
+    """Manifests of tokens directories, each read once however many of its sources are named."""
+
+    def __missing__(self, path: str) -> Manifest:
+        self[path] = read_manifest(path, kind="tokens")
+        return self[path]
+
+
+def _open(
+    section: SourceSection, number: int, data: DataSection, *, files: OpenFiles, manifests: _Manifests
+) -> TokenDataset:
+    field = f"data.sources.{number}"
+    if megatron.is_prefix(section.path):
+        return _open_prefix(section, field, data, files=files)
+    _refuse_suffix(section.path)
+    manifest = manifests[section.path]
+    if section.tokenizer is not None:
+        why = f"{section.path} has its own, with which it was made"
+        raise ConfigError(f"{field}.tokenizer", section.tokenizer, why=why, remedy="leave it out")
+    kind = PackedDataset if data.packing == "best_fit" else TokenDataset
+    return kind.open(
+        section.path,
+        split="train",
+        sequence_length=data.sequence_length,
+        source=section.source,
+        manifest=manifest,
+        files=files,
     )
 
 
-def _check_drawn(data: DataSection, order: SampleOrder, stages: Sequence[Stage], extent: Extent) -> None:
-    """Refuses a budget, and a small weight of a stage, of which not one sample is drawn."""
-    ends = [*(stage.start for stage in stages[1:]), extent.samples]
-    for number, (stage, end) in enumerate(zip(stages, ends, strict=True)):
-        drawn, total = order.drawn(end) - order.drawn(stage.start), sum(stage.weights)
-        for which, share in enumerate(stage.weights):
-            budget = data.sources[which].epochs or data.sources[which].tokens
-            if share > 0 and not drawn[which] and (budget or share < _SMALL * total):
-                raise _never_drawn(data, stage, number=number, which=which, samples=end - stage.start)
+def _open_prefix(section: SourceSection, field: str, data: DataSection, *, files: OpenFiles) -> TokenDataset:
+    if section.tokenizer is None:
+        why = f"{section.path}.idx does not say which tokenizer made it"
+        raise ConfigError(f"{field}.tokenizer", why=why, remedy="name its Hugging Face folder")
+    if section.source is not None:
+        why = f"{section.path}.idx knows no sources"
+        raise ConfigError(f"{field}.source", section.source, why=why, remedy="leave it out")
+    if data.packing != "contiguous":
+        why = f"{section.path} is not a tokens directory, which data_prep could have packed"
+        raise ConfigError("data.packing", data.packing, why=why, remedy="contiguous")
+    field = f"{field}.tokenizer"
+    return _prefix(section.path, field, data.sequence_length, tokenizer=Path(section.tokenizer), files=files)
 
 
-def _never_drawn(data: DataSection, stage: Stage, *, number: int, which: int, samples: int) -> ConfigError:
-    source, share, others = data.sources[which], stage.weights[which], sum(stage.weights) - stage.weights[which]
-    why = f"{data.names[which]} would not be drawn once in {samples:,} samples"
-    budget, field = source.epochs or source.tokens, f"data.sources.{which}"
-    if budget:
-        why += f": it is {share:.2g} of a sample of {data.sequence_length:,} tokens"
-        least = _rounded_up(budget * _FEW / share) if source.epochs else f"{math.ceil(budget * _FEW / share):,}"
-        remedy = f"{least} or more, or leave the source out"
-        return ConfigError(f"{field}.{'epochs' if source.epochs else 'tokens'}", budget, why=why, remedy=remedy)
-    why += f": its share is {share / (share + others):.2g}"
-    if any(s.epochs or s.tokens for s in data.sources):
-        return ConfigError(field, why=why, remedy="smaller budgets for others, a longer run, or leave the source out")
-    least = f"{_rounded_up(others * _FEW / max(1, samples - _FEW))} or more"
-    if data.schedule is not None:
-        field = f"data.schedule.{number}.weights.{data.names[which]}"
-        return ConfigError(field, share, why=why, remedy=f"{least}, or 0")
-    return ConfigError(f"{field}.weight", share, why=why, remedy=f"{least}, or leave the source out")
+def _open_heldout(path: str, field: str, length: int, *, of: TokenDataset) -> TokenDataset:
+    if megatron.is_prefix(path):
+        return _prefix(path, field, length, tokenizer=of.tokenizer, split="heldout")
+    _refuse_suffix(path)
+    return TokenDataset.open(path, split="heldout", sequence_length=length)
 
 
-def _check_limits(data: DataSection, order: SampleOrder, extent: Extent) -> None:
-    drawn = order.drawn(extent.samples)
-    for number, source in enumerate(data.sources):
-        if source.max_epochs is None:
-            continue
-        size = int(order.windows[number])
-        most = source.max_epochs * size * (1 + _SLACK) + _FEW
-        if drawn[number] > most:
-            seen = f"{drawn[number]:,} samples are drawn from its {size:,} in {extent.steps:,} steps"
-            why = f"{data.names[number]} would be seen {drawn[number] / size:.2f} times: {seen}"
-            remedy = _what_fits(data, order, extent, number=number, most=most)
-            raise ConfigError(f"data.sources.{number}.max_epochs", source.max_epochs, why=why, remedy=remedy)
+def _prefix(
+    path: str, field: str, length: int, *, tokenizer: Path, split: str = "train", files: OpenFiles | None = None
+) -> TokenDataset:
+    prefix = Path(path)
+    manifest = megatron.described(prefix, tokenizer=str(tokenizer), field=field, split=split)
+    about: dict[str, Any] = {"split": split, "sequence_length": length, "tokenizer": tokenizer, "files": files}
+    dataset = TokenDataset(prefix, manifest, folder=prefix.parent, **about)
+    dataset.refuse_short()
+    return dataset
 
 
-def _what_fits(data: DataSection, order: SampleOrder, extent: Extent, *, number: int, most: float) -> str:
-    def drawn(step: int) -> int:
-        return int(order.drawn(step * extent.per_step)[number])
-
-    source, fits = data.sources[number], []
-    budgets = any(s.epochs or s.tokens for s in data.sources)
-    steps = bisect_right(range(extent.steps + 1), most, key=drawn) - 1
-    # budgets are shared out anew over a run of another length, and every stage has to begin
-    if not budgets and steps > (data.schedule[-1].after_step if data.schedule else 0):
-        fits.append(f"run.steps {steps:,} or less")
-    others = sum(s.weight or 1.0 for i, s in enumerate(data.sources) if i != number)
-    if others and not data.schedule and not budgets and most < extent.samples:
-        weight = others * (most - 1) / (extent.samples - most + 1)
-        fits.append(f"data.sources.{number}.weight {_rounded_down(weight)} or less")
-    if data.schedule:
-        fits.append(f"a smaller weight of '{data.names[number]}' in data.schedule")
-    if source.epochs or source.tokens:
-        fits.append(f"a smaller budget than {'epochs' if source.epochs else 'tokens'} {source.epochs or source.tokens}")
-    seen = math.ceil(100 * drawn(extent.steps) / int(order.windows[number])) / 100
-    return ", or ".join([*fits, f"max_epochs {seen}"])
+def _refuse_suffix(path: str) -> None:
+    stem, dot, suffix = path.rpartition(".")
+    if dot and suffix in ("bin", "idx") and megatron.is_prefix(stem):
+        raise DataError(f"{path} is one file of a pair\n  try: {stem}")
 
 
-def _rounded_down(value: float) -> str:
-    return f"{value * (1 - 1e-3):.3g}"
-
-
-def _rounded_up(value: float) -> str:
-    return f"{value * (1 + 1e-2):.3g}"
+def _check_tokenizer(field: str, dataset: TokenDataset, *, like: TokenDataset) -> None:
+    own, first = (tokenizer_details(each.manifest)["fingerprint"] for each in (dataset, like))
+    if own != first:
+        why = f"its tokenizer is not that of {like.path}: the same id would mean different text"
+        remedy = f'make it with "tokenizer": {{"path": "{like.tokenizer}"}}'
+        raise ConfigError(field, str(dataset.path), why=why, remedy=remedy)

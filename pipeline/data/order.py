@@ -29,7 +29,7 @@ I64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Place:
+class SampleLocation:
     """Where samples come from: `source` int64 [n] (number in the blend) and `window` int64 [n] (number within it)."""
 
     source: I64
@@ -37,7 +37,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Stage:
+class MixtureStage:
     """From sample `start` on, `weights` hold: one for each source; a source with weight 0 is not drawn from."""
 
     start: int
@@ -59,7 +59,7 @@ class SampleOrder:
     """
 
     def __init__(
-        self, windows: Sequence[int], *, weights: Sequence[float], seed: int, later: Sequence[Stage] = ()
+        self, windows: Sequence[int], *, weights: Sequence[float], seed: int, later: Sequence[MixtureStage] = ()
     ) -> None:
         if min(windows) < 1:
             raise DataError(
@@ -67,7 +67,7 @@ class SampleOrder:
             )
         self.windows = np.asarray(windows, dtype=np.int64)
         self.seed = seed
-        stages = [Stage(0, tuple(weights)), *later]
+        stages = [MixtureStage(0, tuple(weights)), *later]
         self._starts = np.array([stage.start for stage in stages], dtype=np.int64)
         self._trees = [_tree(stage.weights) for stage in stages]
         # turns of each source before each stage
@@ -75,7 +75,7 @@ class SampleOrder:
         for number, length in enumerate(np.diff(self._starts).tolist()):
             self._before.append(self._before[-1] + self._turns(number, length))
 
-    def place(self, samples: npt.ArrayLike) -> Place:
+    def place(self, samples: npt.ArrayLike) -> SampleLocation:
         """The place of global samples.
 
         Args:
@@ -91,7 +91,7 @@ class SampleOrder:
         for s in np.unique(source):
             mine = source == s
             window[mine] = self._shuffled(int(s), turn[mine])
-        return Place(source, window)
+        return SampleLocation(source, window)
 
     def drawn(self, samples: int) -> I64:
         """How many of the first `samples` samples are each source's: int64 [sources]."""

@@ -34,7 +34,7 @@ def never(_loss: float, _grad_norm: float) -> bool:
     return False
 
 
-class Outcome(StrEnum):
+class StepOutcome(StrEnum):
     """What became of a step. But for the first, weights, moments and AdamW's counter are as they were before it."""
 
     APPLIED = "applied"
@@ -61,13 +61,13 @@ class StepResult:
     loss: float
     parts: dict[str, float]
     grad_norm: float
-    outcome: Outcome = Outcome.APPLIED
+    outcome: StepOutcome = StepOutcome.APPLIED
     loss_scale: float | None = None
 
     @property
     def skipped(self) -> bool:
         """The weights were left as they are."""
-        return self.outcome is not Outcome.APPLIED
+        return self.outcome is not StepOutcome.APPLIED
 
 
 @dataclass(frozen=True)
@@ -121,4 +121,4 @@ class Engine(Protocol):
         ...
 
 
-__all__ = ["Engine", "Gate", "Objective", "Outcome", "Replica", "StepResult", "Sums", "always", "never"]
+__all__ = ["Engine", "Gate", "Objective", "Replica", "StepOutcome", "StepResult", "Sums", "always", "never"]

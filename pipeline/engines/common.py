@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from headrace.base.errors import TrainingError
 from pipeline.config.deepspeed_schema import OptimizerParams
 from pipeline.config.schema import Config
-from pipeline.engines.base import Outcome, StepResult
+from pipeline.engines.base import StepOutcome, StepResult
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's state per parameter, as torch names it."""
@@ -72,7 +72,7 @@ def refuse_result(step: int, result: StepResult) -> StepResult:
     Raises:
         TrainingError: the step was not applied, because its loss or its gradient is not finite.
     """
-    if result.outcome is Outcome.NON_FINITE:
+    if result.outcome is StepOutcome.NON_FINITE:
         refuse_non_finite(step, "loss", result.loss)
         refuse_non_finite(step, "gradient norm", result.grad_norm)
     return result

@@ -18,7 +18,7 @@ from headrace.base.errors import TrainingError
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.shards import NamedShard
 from pipeline.config.deepspeed_schema import Fp16Section
-from pipeline.engines.base import Gate, Outcome, StepResult
+from pipeline.engines.base import Gate, StepOutcome, StepResult
 
 
 class LossScale:
@@ -39,22 +39,22 @@ class LossScale:
             self.value = section.loss_scale or 2.0**section.initial_scale_power
         self._left, self._good = section.hysteresis, 0
 
-    def outcome(self, loss: float, norm: float, allow: Gate) -> Outcome:
+    def outcome(self, loss: float, norm: float, allow: Gate) -> StepOutcome:
         """What is to become of a step whose gradient is complete; only `APPLIED` may reach the weights.
 
         A loss that is not finite is no overflow of fp16's scale: it comes from the forward pass, where nothing is
         scaled.
         """
         if not allow(loss, norm):
-            return Outcome.REFUSED
+            return StepOutcome.REFUSED
         if not math.isfinite(loss):
-            return Outcome.NON_FINITE
+            return StepOutcome.NON_FINITE
         if not math.isfinite(norm):
-            return Outcome.OVERFLOW if self.enabled else Outcome.NON_FINITE
-        return Outcome.APPLIED
+            return StepOutcome.OVERFLOW if self.enabled else StepOutcome.NON_FINITE
+        return StepOutcome.APPLIED
 
     def result(
-        self, step: int, means: Sequence[float], names: Sequence[str], norm: float, outcome: Outcome
+        self, step: int, means: Sequence[float], names: Sequence[str], norm: float, outcome: StepOutcome
     ) -> StepResult:
         """What a step did; takes note of how it went.
 
@@ -69,8 +69,8 @@ class LossScale:
             TrainingError: an overflow at the smallest scale.
         """
         used = self.value if self.enabled else None
-        if outcome in (Outcome.APPLIED, Outcome.OVERFLOW):
-            self.update(step, overflow=outcome is Outcome.OVERFLOW)
+        if outcome in (StepOutcome.APPLIED, StepOutcome.OVERFLOW):
+            self.update(step, overflow=outcome is StepOutcome.OVERFLOW)
         loss, *parts = means
         return StepResult(loss, dict(zip(names, parts, strict=True)), norm, outcome, loss_scale=used)
 

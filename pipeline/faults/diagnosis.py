@@ -20,7 +20,7 @@ Kind = Literal["died", "silent", "stuck", "failed", "lost"]
 
 
 @dataclass(frozen=True)
-class Record:
+class RankStatus:
     """What is known of a rank.
 
     Attributes:
@@ -72,7 +72,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Diagnosis:
     """What ended the run.
 
     Attributes:
@@ -87,9 +87,9 @@ class Verdict:
     seconds: float
 
 
-def judge(
-    records: Sequence[Record], now: float, *, silent_s: float, stuck_s: float, beat_s: float = 1.0
-) -> Verdict | None:
+def diagnose(
+    records: Sequence[RankStatus], now: float, *, silent_s: float, stuck_s: float, beat_s: float = 1.0
+) -> Diagnosis | None:
     """Looks at all ranks; None while nothing is wrong.
 
     Args:
@@ -117,23 +117,23 @@ def judge(
     )
 
 
-def _blame(kind: Kind, guilty: Sequence[Record], now: float) -> Verdict | None:
+def _blame(kind: Kind, guilty: Sequence[RankStatus], now: float) -> Diagnosis | None:
     if not guilty:
         return None
     ranks = tuple(sorted(record.rank for record in guilty))
-    return Verdict(kind, ranks, now - min(record.heard for record in guilty))
+    return Diagnosis(kind, ranks, now - min(record.heard for record in guilty))
 
 
-def _stuck(present: Sequence[Record], now: float, stuck_s: float) -> Verdict | None:
+def _stuck(present: Sequence[RankStatus], now: float, stuck_s: float) -> Diagnosis | None:
     if not present or any(debugged(record.stack) for record in present):
         return None
     still_s = now - max(record.moved for record in present)
     if still_s <= stuck_s:
         return None
-    return Verdict("stuck", tuple(sorted(record.rank for record in _behind(present))), still_s)
+    return Diagnosis("stuck", tuple(sorted(record.rank for record in _behind(present))), still_s)
 
 
-def _behind(present: Sequence[Record]) -> Sequence[Record]:
+def _behind(present: Sequence[RankStatus]) -> Sequence[RankStatus]:
     """Who has come the least far; among equals who does not wait for others; among those the few that differ."""
     first = min(record.places for record in present)
     behind = [record for record in present if record.places == first]

@@ -22,10 +22,10 @@ from typing import Any
 
 from headrace.base.cli import ERROR_FILE
 from headrace.base.processes import STOPPED, TRACED, machine, state_of
-from pipeline.faults.diagnosis import SETTLE_S, Record, Verdict, judge
+from pipeline.faults.diagnosis import SETTLE_S, Diagnosis, RankStatus, diagnose
 from pipeline.faults.heartbeat_messages import Lines, line
-from pipeline.faults.process_exit import put_down, to_put_down
-from pipeline.faults.report import claim, publish, told, within
+from pipeline.faults.process_exit import kill_ranks, ranks_to_kill
+from pipeline.faults.report import claim, describe_fault, publish, within
 from pipeline.faults.report import row as row_of
 from pipeline.faults.stack_dumps import parsed
 
@@ -62,11 +62,11 @@ class _Peer:
     """A connection; `record` is None until it has said who it is."""
 
     lines: Lines = field(default_factory=Lines)
-    record: Record | None = None
+    record: RankStatus | None = None
     dump: list[str] = field(default_factory=list)
 
 
-class Hub:
+class HeartbeatServer:
     """Listens to all ranks until they have gone.
 
     Args:
@@ -76,7 +76,7 @@ class Hub:
 
     def __init__(self, listener: socket.socket, orders: Orders) -> None:
         self._orders, self._peers = orders, dict[socket.socket, _Peer]()
-        self._parted: list[Record] = []
+        self._parted: list[RankStatus] = []
         self._listener, self._selector = listener, selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._alarmed = False
@@ -108,16 +108,16 @@ class Hub:
         return any(peer.record for peer in self._peers.values())
 
     @property
-    def records(self) -> dict[int, Record]:
+    def records(self) -> dict[int, RankStatus]:
         """Rank -> what is known of it."""
         known = [*self._parted, *(peer.record for peer in self._peers.values() if peer.record)]
         return {record.rank: record for record in known}
 
-    def _judge(self, now: float) -> Verdict | None:
+    def _judge(self, now: float) -> Diagnosis | None:
         self._alarmed = False
         orders, records = self._orders, list(self.records.values())
         limits = {"silent_s": orders.silent_s, "stuck_s": orders.stuck_s, "beat_s": orders.beat_s}
-        verdict = judge(records, now, **limits)
+        verdict = diagnose(records, now, **limits)
         if verdict and verdict.kind in ("silent", "stuck") and held([r for r in records if r.present]):
             self._forgive(now)
             return None
@@ -158,7 +158,7 @@ class Hub:
         if peer.record is None:
             if isinstance(message, str) or message.pop("token", None) != self._orders.token:
                 return False
-            peer.record = Record(**message, heard=now, moved=now)
+            peer.record = RankStatus(**message, heard=now, moved=now)
             with suppress(OSError):  # gone again already: that is seen when receiving
                 connection.send(line({"welcome": self._orders.token}))
         elif isinstance(message, str):
@@ -199,31 +199,31 @@ class Hub:
             print(text, file=sys.stderr, flush=True)
         return True
 
-    def _conclude(self, verdict: Verdict) -> None:
+    def _conclude(self, verdict: Diagnosis) -> None:
         """Tells the verdict: to people, to the ranks, to the run's directory; then waits until the ranks have gone."""
         records, size = self.records, self._orders.world_size
-        report = told(verdict, records, world_size=size)
+        report = describe_fault(verdict, records, world_size=size)
         if verdict.kind in _LOST:
             within(2.0, lambda: publish(report), otherwise=None)
-        doomed = to_put_down(verdict, records)
+        doomed = ranks_to_kill(verdict, records)
         self._send(line({"verdict": {"kind": verdict.kind, "ranks": verdict.ranks, "doomed": doomed}}))
-        put_down(doomed)
+        kill_ranks(doomed)
         claim(Path(self._orders.run_dir), row_of(verdict, records, world_size=size), token=self._orders.token)
         left = self._drain()
         if verdict.kind in _LOST:
-            put_down([(r.machine, r.pid, r.born) for r in left])
+            kill_ranks([(r.machine, r.pid, r.born) for r in left])
         elif ERROR_FILE not in os.environ and not all(_erred(record) for record in self.records.values()):
             # else each has said it itself; and who collects errors in files shows the one of the rank itself
             within(2.0, lambda: publish(report), otherwise=None)
 
-    def _drain(self) -> list[Record]:
+    def _drain(self) -> list[RankStatus]:
         deadline = time.monotonic() + _DRAIN_S + SETTLE_S
         while self._watches and time.monotonic() < deadline:
             self._receive(0.1)
         return [peer.record for peer in self._peers.values() if peer.record]
 
 
-def held(present: Sequence[Record]) -> bool:
+def held(present: Sequence[RankStatus]) -> bool:
     """Whether a person or a batch system holds the run: a debugger one of its ranks, or a signal all of them.
 
     Told only of ranks on this machine.
@@ -232,12 +232,12 @@ def held(present: Sequence[Record]) -> bool:
     return TRACED in states or set(states) == {STOPPED}
 
 
-def _erred(record: Record) -> bool:
+def _erred(record: RankStatus) -> bool:
     """Whether a rank has failed with an error of its own."""
     return record.failed is not None and not record.consequence
 
 
-def _updated(record: Record, message: dict[str, Any], now: float) -> Record:
+def _updated(record: RankStatus, message: dict[str, Any], now: float) -> RankStatus:
     """A record after a sign of life: what the message does not tell stays as it was."""
     changed: dict[str, Any] = {
         key: message[key] for key in ("step", "phase", "left", "failed", "consequence") if key in message
@@ -261,7 +261,7 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     listener = socket.socket(fileno=told_to.pop("listener"))
     listener.setblocking(False)
-    Hub(listener, Orders(**told_to)).run()
+    HeartbeatServer(listener, Orders(**told_to)).run()
     os._exit(0)  # without waiting for a thread whose file system does not answer
 
 

@@ -18,7 +18,7 @@ from headrace.base.errors import EXIT_FOLLOWED, EXIT_LOST
 from headrace.base.processes import machine, state_of
 from pipeline.faults.diagnosis import SETTLE_S
 from pipeline.faults.heartbeat_messages import Lines, line
-from pipeline.faults.process_exit import leave_now, put_down
+from pipeline.faults.process_exit import kill_ranks, leave_now
 from pipeline.faults.stack_dumps import stack_of
 from pipeline.launch.local import INSIST_S
 
@@ -26,7 +26,7 @@ _GOODBYE = line({"left": True})
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPosition:
     """Where a main thread is. See `Record` for the fields."""
 
     phase: str = "start-up"
@@ -34,12 +34,12 @@ class Place:
     places: int = 0
     ticks: int = 0
 
-    def next(self, phase: str, step: int | None) -> Place:
+    def next(self, phase: str, step: int | None) -> RankPosition:
         """Where it is after saying so: at a new place, or a bit further in the same one."""
         step = self.step if step is None else step
         if (phase, step) == (self.phase, self.step):
-            return Place(phase, step, self.places, self.ticks + 1)
-        return Place(phase, step, self.places + 1, self.ticks)
+            return RankPosition(phase, step, self.places, self.ticks + 1)
+        return RankPosition(phase, step, self.places + 1, self.ticks)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Monitor(threading.Thread):
         self,
         rank: int,
         *,
-        place: Callable[[], Place],
+        place: Callable[[], RankPosition],
         find: Callable[[], tuple[socket.socket, Lines] | None],
         lost: Callable[[float], None],
         beat_s: float,
@@ -233,7 +233,7 @@ class Monitor(threading.Thread):
 
     def _obey(self, kind: str, ranks: Sequence[int], doomed: Sequence[Sequence[object]]) -> None:
         """Ends this process, unless it is ending with an error of its own that is worth telling."""
-        put_down(doomed)
+        kill_ranks(doomed)
         if kind == "failed" and self._rank not in ranks:
             self._wait_for_own_error(SETTLE_S)
         if self._own == "cause" or (kind == "failed" and self._rank in ranks):

@@ -11,19 +11,19 @@ from contextlib import suppress
 from typing import NoReturn
 
 from headrace.base.processes import machine, state_of
-from pipeline.faults.diagnosis import Record, Verdict
+from pipeline.faults.diagnosis import Diagnosis, RankStatus
 
 Process = tuple[str, int, int]
 """Machine, pid, and when it began."""
 
 
-def to_put_down(verdict: Verdict, records: Mapping[int, Record]) -> list[Process]:
+def ranks_to_kill(verdict: Diagnosis, records: Mapping[int, RankStatus]) -> list[Process]:
     """Those to blame that cannot end themselves: they are stopped, or never get the interpreter's lock."""
     guilty = [records[rank] for rank in verdict.ranks if verdict.kind in ("silent", "stuck")]
     return [(r.machine, r.pid, r.born) for r in guilty if verdict.kind == "silent" or r.starved]
 
 
-def put_down(doomed: Iterable[Sequence[object]]) -> None:
+def kill_ranks(doomed: Iterable[Sequence[object]]) -> None:
     """Kills those of the processes that run on this machine. A pid that was given out again is left alone."""
     for where, pid, born in doomed:
         if where == machine() and isinstance(pid, int) and born and state_of(pid)[1] == born and pid != os.getpid():

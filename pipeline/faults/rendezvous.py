@@ -15,7 +15,7 @@ from typing import Any
 from pipeline.config.schema import WatchdogSection
 from pipeline.faults.heartbeat_messages import Lines, line, listen
 from pipeline.faults.monitor import Address
-from pipeline.launch import Launch, Meeting
+from pipeline.launch import Launch, Rendezvous
 from pipeline.launch.arrivals import ask
 
 _KEY = "watchdog"
@@ -27,7 +27,9 @@ _RANKS_PER_SECOND = 256
 """Signs of life that the hub takes in per second at most; with more ranks each sends fewer."""
 
 
-def start_hub(launch: Launch, meeting: Meeting | None, *, config: WatchdogSection, run_dir: Path) -> Address:
+def start_heartbeat_server(
+    launch: Launch, meeting: Rendezvous | None, *, config: WatchdogSection, run_dir: Path
+) -> Address:
     """Starts the hub beside rank 0, and tells the others where it is.
 
     The socket listens from here on, so nobody has to wait for the process.
@@ -43,14 +45,14 @@ def start_hub(launch: Launch, meeting: Meeting | None, *, config: WatchdogSectio
     try:
         with listen("localhost" if alone else host, launch.world_size) as listener:
             address = Address(
-                listener.getsockname()[1], secrets.token_hex(8), _addresses(host), beat_of(launch.world_size)
+                listener.getsockname()[1], secrets.token_hex(8), _addresses(host), heartbeat_interval(launch.world_size)
             )
             orders = {
                 "listener": listener.fileno(),
                 "token": address.token,
                 "world_size": launch.world_size,
                 "run_dir": str(run_dir.resolve()),
-                "silent_s": silent_of(config, launch.world_size),
+                "silent_s": heartbeat_timeout(config, launch.world_size),
                 "stuck_s": config.stuck,
                 "beat_s": address.beat_s,
             }
@@ -69,20 +71,20 @@ def start_hub(launch: Launch, meeting: Meeting | None, *, config: WatchdogSectio
     return address
 
 
-def find_hub(meeting: Meeting) -> Address | None:
+def find_heartbeat_server(meeting: Rendezvous) -> Address | None:
     """Where rank 0 says the hub is; None where there is none."""
     told = ask(lambda: meeting.store.get(_KEY).decode(), otherwise="", patience_s=_ARRIVAL_S)
     return Address.of(json.loads(told)) if told else None
 
 
-def beat_of(world_size: int) -> float:
+def heartbeat_interval(world_size: int) -> float:
     """Seconds between the signs of life of one rank."""
     return max(1.0, world_size / _RANKS_PER_SECOND)
 
 
-def silent_of(config: WatchdogSection, world_size: int) -> float:
+def heartbeat_timeout(config: WatchdogSection, world_size: int) -> float:
     """Seconds of silence after which the other end counts as lost: more than one sign of life may be late."""
-    return max(config.silent, 4 * beat_of(world_size))
+    return max(config.silent, 4 * heartbeat_interval(world_size))
 
 
 def connect(address: Address, hello: dict[str, Any], *, local: bool) -> tuple[socket.socket, Lines] | None:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from headrace.base.cli import ERROR_FILE
 from headrace.base.errors import EXIT_FOLLOWED, EXIT_LOST
 from headrace.base.processes import STOPPED, TRACED, machine, state_of
-from pipeline.faults.diagnosis import Record, Verdict
+from pipeline.faults.diagnosis import Diagnosis, RankStatus
 
 T = TypeVar("T")
 NAME = "faults.jsonl"
@@ -33,7 +33,7 @@ _STATES = {
 }
 
 
-def told(verdict: Verdict, records: Mapping[int, Record], *, world_size: int) -> str:
+def describe_fault(verdict: Diagnosis, records: Mapping[int, RankStatus], *, world_size: int) -> str:
     """The report, for a person.
 
     Args:
@@ -59,7 +59,7 @@ def told(verdict: Verdict, records: Mapping[int, Record], *, world_size: int) ->
     return "\n".join([*lines, f"  try: {_remedy(verdict, guilty[0])}"])
 
 
-def row(verdict: Verdict, records: Mapping[int, Record], *, world_size: int) -> dict[str, Any]:
+def row(verdict: Diagnosis, records: Mapping[int, RankStatus], *, world_size: int) -> dict[str, Any]:
     """The same for a program; `seconds` since the ranks were heard, or since anything moved."""
     guilty = [records[rank] for rank in verdict.ranks]
     known = [
@@ -137,7 +137,7 @@ def _append(path: Path, entry: Mapping[str, Any]) -> bool:
     return True
 
 
-def _headline(verdict: Verdict, guilty: Sequence[Record], world_size: int) -> str:
+def _headline(verdict: Diagnosis, guilty: Sequence[RankStatus], world_size: int) -> str:
     first = guilty[0]
     pid = f" (pid {first.pid})" if first.pid else ""
     who = f"rank {first.rank} of {world_size} on {first.host}{pid}"
@@ -156,7 +156,7 @@ def _headline(verdict: Verdict, guilty: Sequence[Record], world_size: int) -> st
             return f"{who} failed {place}: {first.failed}"
 
 
-def _why(verdict: Verdict, first: Record) -> str:
+def _why(verdict: Diagnosis, first: RankStatus) -> str:
     if verdict.kind == "died":
         return "its connection closed without a word, as after kill -9, a crash or the kernel's out-of-memory killer"
     if verdict.kind == "failed":
@@ -171,7 +171,7 @@ def _why(verdict: Verdict, first: Record) -> str:
     return _STATES.get(state, "it is stopped, or its host or the network to it is gone")
 
 
-def _remedy(verdict: Verdict, first: Record) -> str:
+def _remedy(verdict: Diagnosis, first: RankStatus) -> str:
     again = "start again: the run goes on from its newest checkpoint"
     match verdict.kind:
         case "died":
@@ -186,23 +186,23 @@ def _remedy(verdict: Verdict, first: Record) -> str:
             return f"mend what it says; {again}"
 
 
-def _stack(record: Record, when: str) -> list[str]:
+def _stack(record: RankStatus, when: str) -> list[str]:
     if not record.stack:
         return [f"  rank {record.rank} has told no stack yet"]
     shown = [f"    {call}" for call in record.stack]
     return [f"  where rank {record.rank} {when} (innermost call first):", *shown]
 
 
-def _places(records: Sequence[Record]) -> str:
+def _places(records: Sequence[RankStatus]) -> str:
     """Ranks by the place they are at: "ranks 0, 2-7 at step 17, in training"."""
-    found: dict[tuple[int, str], list[Record]] = {}
+    found: dict[tuple[int, str], list[RankStatus]] = {}
     for record in sorted(records, key=lambda record: record.rank):
         found.setdefault((record.step, record.phase), []).append(record)
     parts = [f"{_listed(group)} at step {step}, in {phase}" for (step, phase), group in found.items()]
     return "; ".join(parts[:8]) + ("; ..." if len(parts) > 8 else "")
 
 
-def _listed(records: Sequence[Record]) -> str:
+def _listed(records: Sequence[RankStatus]) -> str:
     """Numbers with ranges: "ranks 0, 2-7"."""
     return _numbers(record.rank for record in records)
 

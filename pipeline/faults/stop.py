@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from headrace.base.errors import EXIT_INTERRUPTED, EXIT_REQUEUE
-from pipeline.launch import Meeting
+from pipeline.launch import Rendezvous
 from pipeline.launch.arrivals import STOPPED
 
 _LEFT = "left"
@@ -95,7 +95,7 @@ class StopSignals:
                 os.write(2, f"{self.asked}: the step is finished and saved first{hint}\n".encode())
 
 
-def leave_in_order(code: int, meeting: Meeting | None, *, launcher: str) -> int:
+def leave_in_order(code: int, meeting: Rendezvous | None, *, launcher: str) -> int:
     """The exit code of this rank, when all stop together: rank 0 has `code` and goes last, the others have 0.
 
     To be called while the process group is open: the notes lie in its store. srun and deepspeed kill whoever is left

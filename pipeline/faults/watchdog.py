@@ -22,13 +22,19 @@ from typing import Self
 
 from headrace.base.errors import EXIT_INTERRUPTED, EXIT_LOST, HeadraceError
 from pipeline.config.schema import WatchdogSection
-from pipeline.faults.diagnosis import SETTLE_S, Record, Verdict
+from pipeline.faults.diagnosis import SETTLE_S, Diagnosis, RankStatus
 from pipeline.faults.heartbeat_messages import Lines
-from pipeline.faults.monitor import Address, Monitor, Place, hello
+from pipeline.faults.monitor import Address, Monitor, RankPosition, hello
 from pipeline.faults.process_exit import leave_now
-from pipeline.faults.rendezvous import beat_of, connect, find_hub, silent_of, start_hub
-from pipeline.faults.report import claim, publish, row, told
-from pipeline.launch import Launch, Meeting
+from pipeline.faults.rendezvous import (
+    connect,
+    find_heartbeat_server,
+    heartbeat_interval,
+    heartbeat_timeout,
+    start_heartbeat_server,
+)
+from pipeline.faults.report import claim, describe_fault, publish, row
+from pipeline.launch import Launch, Rendezvous
 from pipeline.launch.arrivals import ask
 from pipeline.launch.local import CONSEQUENCE
 from pipeline.launch.missing_ranks import arrive
@@ -41,12 +47,12 @@ class Watchdog:
     """What the main thread tells. As a context manager it tells of errors."""
 
     def __init__(self) -> None:
-        self._place, self._signs = Place(), 0
+        self._place, self._signs = RankPosition(), 0
         self._monitor: Monitor | None = None
         self._failed = False
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RankPosition:
         """Where the main thread is."""
         return replace(self._place, ticks=self._place.ticks + self._signs)
 
@@ -106,7 +112,9 @@ def follows(error: BaseException) -> bool:
 
 
 @contextmanager
-def watched(launch: Launch, meeting: Meeting | None, *, config: WatchdogSection, run_dir: Path) -> Iterator[Watchdog]:
+def watched(
+    launch: Launch, meeting: Rendezvous | None, *, config: WatchdogSection, run_dir: Path
+) -> Iterator[Watchdog]:
     """Watches over this rank until the block ends. Whatever fails in setting it up is a warning.
 
     Args:
@@ -126,7 +134,7 @@ def watched(launch: Launch, meeting: Meeting | None, *, config: WatchdogSection,
         watchdog.close()
 
 
-def _arrive(watchdog: Watchdog, meeting: Meeting) -> None:
+def _arrive(watchdog: Watchdog, meeting: Rendezvous) -> None:
     """Waits until every rank is watched, or cannot be: of one that stops before that the hub would know nothing."""
     began = time.monotonic()
     watchdog.wait_until_known(meeting.timeout_s)
@@ -134,17 +142,19 @@ def _arrive(watchdog: Watchdog, meeting: Meeting) -> None:
     arrive(meeting, "at the watchdog's start", within_s=max(left_s, _SKEW_S))
 
 
-def _begin(watchdog: Watchdog, launch: Launch, meeting: Meeting | None, config: WatchdogSection, run_dir: Path) -> None:
+def _begin(
+    watchdog: Watchdog, launch: Launch, meeting: Rendezvous | None, config: WatchdogSection, run_dir: Path
+) -> None:
     first, found = launch.rank == 0, list[Address]()
     try:
         if first:
-            found.append(start_hub(launch, meeting, config=config, run_dir=run_dir))
+            found.append(start_heartbeat_server(launch, meeting, config=config, run_dir=run_dir))
     except OSError as error:
         _warn(f"the watchdog could not be started ({error})")
         return
 
     def find() -> tuple[socket.socket, Lines] | None:
-        address = found[0] if first else find_hub(meeting) if meeting else None
+        address = found[0] if first else find_heartbeat_server(meeting) if meeting else None
         if address is None:
             return None
         found.append(address)
@@ -156,25 +166,25 @@ def _begin(watchdog: Watchdog, launch: Launch, meeting: Meeting | None, config: 
         elif meeting is not None and not _answers(meeting):
             _lose_rank_zero(meeting, watchdog.place, silence_s, token=found[-1].token, run_dir=run_dir)
 
-    beat_s, silent_s = beat_of(launch.world_size), silent_of(config, launch.world_size)
+    beat_s, silent_s = heartbeat_interval(launch.world_size), heartbeat_timeout(config, launch.world_size)
     watchdog.begin(
         Monitor(launch.rank, place=lambda: watchdog.place, find=find, lost=lost, beat_s=beat_s, silent_s=silent_s)
     )
 
 
-def _answers(meeting: Meeting) -> bool:
+def _answers(meeting: Rendezvous) -> bool:
     """Whether the store does, which lives in rank 0 or in torchrun, which looks after rank 0 itself."""
     return ask(lambda: meeting.store.check(["watchdog"]), otherwise=False)
 
 
-def _lose_rank_zero(meeting: Meeting, place: Place, silence_s: float, *, token: str, run_dir: Path) -> None:
+def _lose_rank_zero(meeting: Rendezvous, place: RankPosition, silence_s: float, *, token: str, run_dir: Path) -> None:
     """Rank 0's host is gone, and with it the hub: whoever is first to write it down tells it."""
     now = time.monotonic()
-    record = Record(0, meeting.first_host, 0, now - silence_s, now, step=place.step, phase=place.phase)
-    verdict = Verdict("silent" if silence_s else "died", (0,), silence_s)
+    record = RankStatus(0, meeting.first_host, 0, now - silence_s, now, step=place.step, phase=place.phase)
+    verdict = Diagnosis("silent" if silence_s else "died", (0,), silence_s)
     records, size = {0: record}, meeting.world_size
     if claim(run_dir, row(verdict, records, world_size=size), token=token):
-        publish(told(verdict, records, world_size=size))
+        publish(describe_fault(verdict, records, world_size=size))
     leave_now(EXIT_LOST)
 
 

@@ -20,7 +20,7 @@ _SHOWN = 8
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Where the ranks of a run leave notes for each other.
 
     Attributes:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from headrace.base.errors import ConfigError, TrainingError
 from pipeline.config.schema import LaunchSection
-from pipeline.launch.arrivals import OVER, STOPPED, Meeting, ask
+from pipeline.launch.arrivals import OVER, STOPPED, Rendezvous, ask
 from pipeline.launch.environment import Launch
 from pipeline.launch.missing_ranks import UnreachableError, deadline
 from pipeline.launch.store import SPARE_S, meet
@@ -31,7 +31,7 @@ def process_group(
     gpu: int | None,
     timeout_s: float = 1800.0,
     config: LaunchSection = DEFAULTS,
-) -> Iterator[Meeting]:
+) -> Iterator[Rendezvous]:
     """Opens the default process group, and closes it whatever happens inside.
 
     Without the close, a gloo process was seen to abort at exit in 55 of 80 runs.
@@ -68,7 +68,7 @@ def process_group(
         _close()
 
 
-def _connect(backend: str, meeting: Meeting, store: PrefixStore) -> None:
+def _connect(backend: str, meeting: Rendezvous, store: PrefixStore) -> None:
     import torch.distributed as dist  # noqa: PLC0415
 
     start, began = timedelta(seconds=meeting.timeout_s), time.monotonic()

@@ -19,7 +19,7 @@ from datetime import timedelta
 from headrace.base.cli import guarded, leave
 from headrace.base.errors import ConfigError, HeadraceError, LostError
 from headrace.base.processes import STOPPED, environment_of, siblings, state_of
-from pipeline.launch.arrivals import Meeting, ask
+from pipeline.launch.arrivals import Rendezvous, ask
 from pipeline.launch.environment import detect
 
 SETTLE_S = 3.0
@@ -30,7 +30,7 @@ class UnreachableError(LostError):
     """A rank does not answer. The process group cannot be closed any more, since its threads wait for that rank."""
 
 
-def arrive(meeting: Meeting, when: str, *, within_s: float | None = None) -> None:
+def arrive(meeting: Rendezvous, when: str, *, within_s: float | None = None) -> None:
     """Waits in the store until all ranks are here.
 
     Args:
@@ -55,7 +55,7 @@ def arrive(meeting: Meeting, when: str, *, within_s: float | None = None) -> Non
 
 
 @contextmanager
-def deadline(meeting: Meeting, when: str, *, passed: str | None = None, spare_s: float = 0.0) -> Iterator[None]:
+def deadline(meeting: Rendezvous, when: str, *, passed: str | None = None, spare_s: float = 0.0) -> Iterator[None]:
     """Ends this process when it is still in here after the meeting's timeout; a broken connection ends it before.
 
     Args:
@@ -99,7 +99,7 @@ def ends_after(seconds: float, error: Callable[[], HeadraceError]) -> Iterator[N
         watch.join()  # once it has begun to end this process, nothing else is to happen here
 
 
-def blamed(meeting: Meeting, passed: str, ranks: Iterable[int]) -> list[int]:
+def blamed(meeting: Rendezvous, passed: str, ranks: Iterable[int]) -> list[int]:
     """Gives up; finds who has neither left the note `passed` nor given up, once all who wait have given up."""
     asked = list(ranks)
     if not meeting.note(f"gave-up/{meeting.rank}"):
@@ -110,13 +110,13 @@ def blamed(meeting: Meeting, passed: str, ranks: Iterable[int]) -> list[int]:
     return silent
 
 
-def unheard(meeting: Meeting, passed: str, ranks: Iterable[int]) -> list[int]:
+def unheard(meeting: Rendezvous, passed: str, ranks: Iterable[int]) -> list[int]:
     """Who has neither left the note `passed` nor given up by now."""
     not_passed = meeting.missing(passed, ranks)
     return meeting.missing("gave-up", not_passed) if not_passed else []
 
 
-def silence(meeting: Meeting, silent: list[int], when: str, said: str, *, seconds: float) -> UnreachableError:
+def silence(meeting: Rendezvous, silent: list[int], when: str, said: str, *, seconds: float) -> UnreachableError:
     """The error that names the silent ranks; those among them that are stopped on this host are ended.
 
     Args:

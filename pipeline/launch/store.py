@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from headrace.base.errors import ConfigError, LostError
-from pipeline.launch.arrivals import Meeting, ask, listed
+from pipeline.launch.arrivals import Rendezvous, ask, listed
 from pipeline.launch.environment import Launch
 from pipeline.launch.missing_ranks import ends_after, kill_stopped
 
@@ -30,7 +30,7 @@ _ASKED = "headrace/asked"
 _POLL_S = 0.02
 
 
-def meet(launch: Launch, timeout_s: float) -> tuple[Meeting, PrefixStore]:
+def meet(launch: Launch, timeout_s: float) -> tuple[Rendezvous, PrefixStore]:
     """Opens the store, and waits in it until all ranks are there.
 
     A rank 0 that is stopped lets every question to its store wait for ever, and the store's own timeouts too: they ask
@@ -48,7 +48,7 @@ def meet(launch: Launch, timeout_s: float) -> tuple[Meeting, PrefixStore]:
         store = dist.PrefixStore(name, opened)
         # a connection of its own: torch may wait in the other one, and holds it then
         notes = dist.PrefixStore(f"{name}/notes", _another(opened))
-    meeting = Meeting(launch.rank, launch.world_size, notes, timeout_s)
+    meeting = Rendezvous(launch.rank, launch.world_size, notes, timeout_s)
     try:
         with ends_after(timeout_s + SPARE_S, lambda: _no_answer(launch, timeout_s)):
             notes.set(f"host/{launch.rank}", socket.gethostname())
@@ -142,7 +142,7 @@ def _no_answer(launch: Launch, timeout_s: float) -> LostError:
     )
 
 
-def _never_came(meeting: Meeting, launch: Launch) -> LostError:
+def _never_came(meeting: Rendezvous, launch: Launch) -> LostError:
     absent = meeting.missing("host", meeting.everyone)
     there = [rank for rank in meeting.everyone if rank not in absent]
     if 0 in there:

@@ -60,7 +60,7 @@ class OwnTime:
 
 
 @dataclass(frozen=True)
-class Report:
+class StragglerReport:
     """Own times of all ranks at one step.
 
     Attributes:
@@ -128,7 +128,7 @@ class Stragglers:
 
     def __init__(self, section: StragglersSection, *, peers: Sequence[Hashable], rank: int, gpu: bool) -> None:
         self._every = section.every if len(peers) > 1 else None
-        self._judge = Judge(peers, slower_by=section.slower_by)
+        self._judge = StragglerDetector(peers, slower_by=section.slower_by)
         self._rank, self._gpu = rank, gpu
         self._clock, self._hosts = CoreClock(), list[str]()
         self._forget()
@@ -169,7 +169,7 @@ class Stragglers:
             if not self._gpu:  # who waits for a GPU does so on a core
                 self._cores.append(self._clock.seconds() - started)
 
-    def report(self, step: int) -> Report | None:
+    def report(self, step: int) -> StragglerReport | None:
         """Gathers and judges, when it is time: collective then. None on ranks other than 0, and at other steps."""
         if self._every is None or step % self._every:
             return None
@@ -191,10 +191,10 @@ class Stragglers:
             return None
         times = [OwnTime(*each[2:].tolist()) for each in found]
         ratios, named = self._judge.hear([each.seconds for each in times])
-        return Report(times, ratios, named, self._hosts, cost, self._every if sparser else None)
+        return StragglerReport(times, ratios, named, self._hosts, cost, self._every if sparser else None)
 
 
-class Judge:
+class StragglerDetector:
     """Says who is slow, from one report to the next.
 
     Slow is who needs more than its peers in two reports in a row: by `slower_by`, and by twice what own times differ by

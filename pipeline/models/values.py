@@ -148,7 +148,7 @@ def _ignorable(found: set[str], shapes: Mapping[str, torch.Size]) -> set[str]:
     return rotary | tied
 
 
-class Reported:
+class ReportsProgress:
     """Values that are told of when they are asked for: making or reading those of a large model takes minutes.
 
     Args:

@@ -63,7 +63,7 @@ class LoopConfig(Section):
 
 
 @dataclass(frozen=True)
-class Share:
+class BatchShare:
     """How the samples of an update are shared out.
 
     Attributes:
@@ -116,7 +116,7 @@ def load_loop_config(source: str | Path | Mapping[str, Any] | None) -> LoopConfi
     return config
 
 
-def share(config: LoopConfig, *, loader_batch: int | None, ranks: int, rank: int) -> Share:
+def share(config: LoopConfig, *, loader_batch: int | None, ranks: int, rank: int) -> BatchShare:
     """Derives the batch arithmetic.
 
     Args:
@@ -136,7 +136,7 @@ def share(config: LoopConfig, *, loader_batch: int | None, ranks: int, rank: int
         why = f"the loader's batches have {loader_batch} samples: neither those of an update nor of a forward pass"
         remedy = f"give the loader batches of {whole} or {micro}, or change the key"
         raise ConfigError("train_batch_size", whole, why=why, remedy=remedy)
-    return Share(whole, micro, accumulation, ranks, rank)
+    return BatchShare(whole, micro, accumulation, ranks, rank)
 
 
 def _check(config: LoopConfig) -> None:

@@ -18,11 +18,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from headrace.base.errors import CheckpointError, ConfigError
 from pipeline.engines.common import refuse_non_finite
 from pipeline.engines.deepspeed import state as held
-from pipeline.engines.deepspeed.gated import ask_first
+from pipeline.engines.deepspeed.gated import with_update_gate
 from pipeline.engines.deepspeed.operators import set_up_deepspeed
 from pipeline.own_loop.batches import in_dtype
 from pipeline.own_loop.engine import LoopEngine, Parts, at_rate_zero
-from pipeline.own_loop.state import Piece
+from pipeline.own_loop.state import StateEntry
 
 _NEVER = 1 << 62
 
@@ -48,7 +48,7 @@ class DeepSpeedLoop(LoopEngine):
         statistics = _statistics(parts.model)
         self._finite = True
         if self._stage == 0:  # at the other stages DeepSpeed leaves out an update that is not finite by itself
-            ask_first(parts.optimizer, lambda: self._finite)
+            with_update_gate(parts.optimizer, lambda: self._finite)
         set_up_deepspeed()
         self._engine: Any
         with at_rate_zero(parts.optimizer):
@@ -93,11 +93,11 @@ class DeepSpeedLoop(LoopEngine):
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         return float(torch.nn.utils.get_total_norm(gradients))
 
-    def _pieces(self) -> list[Piece]:
+    def _pieces(self) -> list[StateEntry]:
         named = dict(self.module.named_parameters())
         base = self._parts.optimizer
         if self._stage == 0:
-            return [Piece(n, tuple(p.shape), 0, p, 0, p.numel(), base.state[p]) for n, p in named.items()]
+            return [StateEntry(n, tuple(p.shape), 0, p, 0, p.numel(), base.state[p]) for n, p in named.items()]
         frozen = [name for name, parameter in named.items() if not parameter.requires_grad]
         if frozen:
             raise CheckpointError(
@@ -105,9 +105,9 @@ class DeepSpeedLoop(LoopEngine):
                 f"  try: zero_optimization.stage 0 in fp32, or engine torch"
             )
         shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in named.items()}
-        flats, found = held.flat_tensors(self._engine.optimizer), held.stretches(self._engine.optimizer, named)
+        flats, found = held.flat_tensors(self._engine.optimizer), held.flat_slices(self._engine.optimizer, named)
         return [
-            Piece(s.name, shapes[s.name], s.start, flats[s.flat], s.at, s.length, base.state[flats[s.flat]])
+            StateEntry(s.name, shapes[s.name], s.start, flats[s.flat], s.at, s.length, base.state[flats[s.flat]])
             for s in found
         ]
 

@@ -22,14 +22,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from headrace.base.errors import TrainingError
-from headrace.base.interrupts import finished_first
+from headrace.base.interrupts import defer_interrupt
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.save import save_now
-from pipeline.checkpoint.store import About, CheckpointStore
+from pipeline.checkpoint.store import CheckpointInfo, CheckpointStore
 from pipeline.config.schedule import Schedule
 from pipeline.own_loop.batches import in_dtype
-from pipeline.own_loop.config import LoopConfig, Share
-from pipeline.own_loop.state import Piece, check_optimizer, entries, plain_numbers, prepare_to_read, take_scalars
+from pipeline.own_loop.config import BatchShare, LoopConfig
+from pipeline.own_loop.state import StateEntry, check_optimizer, entries, plain_numbers, prepare_to_read, take_scalars
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Parts:
     optimizer: torch.optim.Optimizer
     scheduler: Any
     schedule: Schedule | None
-    share: Share
+    share: BatchShare
     device: torch.device
 
 
@@ -161,8 +161,8 @@ class LoopEngine(ABC):
         }
 
         config = self._parts.config.model_dump(mode="json")
-        about = About(self.steps, config, parents={}, details=details)
-        with finished_first(f"the checkpoint of step {self.steps}"):
+        about = CheckpointInfo(self.steps, config, parents={}, details=details)
+        with defer_interrupt(f"the checkpoint of step {self.steps}"):
             return save_now(store, about, lambda: entries(self._pieces(), self.module)).path
 
     def load(self, directory: str | Path) -> int:
@@ -216,7 +216,7 @@ class LoopEngine(ABC):
     def _step(self, ends: bool) -> None: ...
 
     @abstractmethod
-    def _pieces(self) -> list[Piece]: ...
+    def _pieces(self) -> list[StateEntry]: ...
 
     @abstractmethod
     def _loaded(self) -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from headrace.base.errors import ConfigError, DataError
 from pipeline.own_loop.batches import moved, part_of, samples_in
-from pipeline.own_loop.config import Share
+from pipeline.own_loop.config import BatchShare
 
 _BLOCK = 256
 """Updates whose order is sent at one time."""
@@ -29,7 +29,9 @@ def batch_size_of(loader: Any) -> int | None:
     return None
 
 
-def share_out(loader: Iterable[Any], share: Share, *, device: torch.device, say: Callable[[str], None]) -> SharedLoader:
+def share_out(
+    loader: Iterable[Any], share: BatchShare, *, device: torch.device, say: Callable[[str], None]
+) -> SharedLoader:
     """The loader that gives this rank its micro-batches, on its device.
 
     Args:
@@ -59,7 +61,7 @@ class SharedLoader:
     """
 
     def __init__(
-        self, batches: Iterable[Any], share: Share | None, device: torch.device, say: Callable[[str], None]
+        self, batches: Iterable[Any], share: BatchShare | None, device: torch.device, say: Callable[[str], None]
     ) -> None:
         self._batches, self._share, self._device, self._say = batches, share, device, say
 
@@ -75,7 +77,7 @@ class SharedLoader:
         for batch in own:
             yield moved(batch, self._device)
 
-    def _cut(self, share: Share) -> Iterator[Any]:
+    def _cut(self, share: BatchShare) -> Iterator[Any]:
         update: list[Any] = []
         for batch in self._batches:
             size = samples_in(batch)
@@ -91,7 +93,7 @@ class SharedLoader:
         if update:
             self._left_out(len(update) * share.micro, share)
 
-    def _left_out(self, samples: int, share: Share) -> None:
+    def _left_out(self, samples: int, share: BatchShare) -> None:
         if samples == 0 or samples > share.total:
             wanted = f"{share.total} samples (an update)" + (f" or {share.micro}" if share.micro < share.total else "")
             raise DataError(f"a batch of the loader holds {samples} samples\n  try: batches of {wanted}")
@@ -101,7 +103,7 @@ class SharedLoader:
 class _Deal(Sampler[list[Any]]):
     """This rank's micro-batches of indices, in the order that rank 0's sampler draws."""
 
-    def __init__(self, sampler: Iterable[Any], share: Share, updates: int) -> None:
+    def __init__(self, sampler: Iterable[Any], share: BatchShare, updates: int) -> None:
         self._sampler, self._share, self._updates = sampler, share, updates
 
     def __len__(self) -> int:
@@ -128,7 +130,7 @@ def _from_rank_zero(block: list[Any], ranks: int) -> list[Any]:
     return drawn
 
 
-def _dealt(loader: DataLoader[Any], sampler: BatchSampler, share: Share) -> DataLoader[Any]:
+def _dealt(loader: DataLoader[Any], sampler: BatchSampler, share: BatchShare) -> DataLoader[Any]:
     samples = len(loader.sampler)  # type: ignore[arg-type]
     updates, over = divmod(samples, share.total)
     if updates == 0 or (over and not sampler.drop_last):

@@ -18,7 +18,7 @@ from headrace.base.errors import ConfigError
 from pipeline.config.schedule import schedule_of
 from pipeline.engines.build import pick_device
 from pipeline.engines.common import decay_groups, decayed_names
-from pipeline.launch import Launch, Meeting, detect, process_group
+from pipeline.launch import Launch, Rendezvous, detect, process_group
 from pipeline.own_loop.batchnorm import synchronise
 from pipeline.own_loop.config import LoopConfig, load_loop_config, share
 from pipeline.own_loop.engine import LoopEngine, Parts, PreparedOptimizer
@@ -95,7 +95,7 @@ def _join(config: LoopConfig, launch: Launch, device: torch.device) -> Mesh | No
     if launch.world_size == 1 and config.engine == "torch":
         return None
     stack = ExitStack()
-    meeting: Meeting = stack.enter_context(process_group(launch, gpu=device.index, config=config.launch))
+    meeting: Rendezvous = stack.enter_context(process_group(launch, gpu=device.index, config=config.launch))
     # left open, gloo was seen to abort at exit
     atexit.register(stack.close)
     if launch.world_size == 1:

@@ -25,7 +25,7 @@ _NUMBER, _BUFFER = "number.", "buffer/"
 
 
 @dataclass(frozen=True)
-class Piece:
+class StateEntry:
     """This rank's part of one parameter, and of what the optimizer keeps for it.
 
     Attributes:
@@ -52,7 +52,7 @@ class Piece:
         return NamedShard(self.shape, start=self.start, values=values)
 
 
-def entries(pieces: Sequence[Piece], model: nn.Module) -> dict[str, NamedShard | Tensor]:
+def entries(pieces: Sequence[StateEntry], model: nn.Module) -> dict[str, NamedShard | Tensor]:
     """What is written.
 
     Raises:
@@ -72,7 +72,7 @@ def entries(pieces: Sequence[Piece], model: nn.Module) -> dict[str, NamedShard |
 
 
 def prepare_to_read(
-    pieces: Sequence[Piece], model: nn.Module, directory: Path
+    pieces: Sequence[StateEntry], model: nn.Module, directory: Path
 ) -> tuple[dict[str, NamedShard | Tensor], dict[str, NamedShard | Tensor]]:
     """What is to be filled from a checkpoint: tensors, made where the optimizer does not have them yet, and numbers."""
     stored = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
@@ -95,7 +95,7 @@ def prepare_to_read(
     return tensors, numbers
 
 
-def take_scalars(pieces: Sequence[Piece], numbers: Mapping[str, Any]) -> None:
+def take_scalars(pieces: Sequence[StateEntry], numbers: Mapping[str, Any]) -> None:
     """Gives the optimizer the numbers that were read, as tensors on the CPU, as torch's optimizers keep them."""
     for piece in pieces:
         for key, value in numbers.items():
@@ -141,7 +141,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) or (isinstance(value, Tensor) and value.ndim == 0)
 
 
-def _check_elementwise(kind: str, value: Any, piece: Piece) -> None:
+def _check_elementwise(kind: str, value: Any, piece: StateEntry) -> None:
     if not isinstance(value, Tensor) or value.shape != piece.holder.shape:
         shown = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise CheckpointError(

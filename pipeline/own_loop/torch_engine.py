@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeline.engines.common import refuse_non_finite
 from pipeline.engines.loss_scale import LossScale
 from pipeline.own_loop.engine import LoopEngine, Parts
-from pipeline.own_loop.state import Piece
+from pipeline.own_loop.state import StateEntry
 from pipeline.parallel.mesh import Mesh
 
 
@@ -78,7 +78,7 @@ class TorchLoop(LoopEngine):
             refuse_non_finite(self.steps + 1, "gradient norm", self.grad_norm)
         self._scale.update(self.steps + 1, overflow=not finite)
 
-    def _pieces(self) -> list[Piece]:
+    def _pieces(self) -> list[StateEntry]:
         state = self._parts.optimizer.state
         return [_piece(name, p, state[p]) for name, p in self.module.named_parameters()]
 
@@ -134,13 +134,13 @@ def _norm(gradients: list[Tensor]) -> float:
     return float(square.sqrt())
 
 
-def _piece(name: str, parameter: nn.Parameter, state: dict[str, Any]) -> Piece:
+def _piece(name: str, parameter: nn.Parameter, state: dict[str, Any]) -> StateEntry:
     local, start = _local(parameter), 0
     if isinstance(parameter.data, DTensor):
         rows = -(-parameter.shape[0] // parameter.data.device_mesh.size())
         first = min(parameter.shape[0], rows * parameter.data.device_mesh.get_local_rank())
         start = first * math.prod(parameter.shape[1:])
-    return Piece(name, tuple(parameter.shape), start, parameter, 0, local.numel(), state)
+    return StateEntry(name, tuple(parameter.shape), start, parameter, 0, local.numel(), state)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -15,12 +15,12 @@ from pipeline.checkpoint.shards import Rectangle
 from pipeline.config.rules import ResolvedRun
 from pipeline.models.attention import NAME
 from pipeline.models.values import ParameterValues
+from pipeline.parallel.activation_checkpointing import apply_activation_checkpointing
 from pipeline.parallel.context import make_exchange
 from pipeline.parallel.costs import describe, forward_flops
-from pipeline.parallel.decoder import Decoder, Form, owners_of
+from pipeline.parallel.decoder import Decoder, DecoderLayout, owners_of
 from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.recompute import apply_recompute
-from pipeline.parallel.stages import Stage, cut_to_stage, split
+from pipeline.parallel.stages import StageLayers, cut_to_stage, split
 from pipeline.parallel.tensor import TensorParallel, apply_tensor_parallel
 
 
@@ -45,7 +45,7 @@ class Assembled:
         return self.tensor.boxes.get(name) if self.tensor else None
 
 
-def stages_of(run: ResolvedRun, model: nn.Module) -> list[Stage]:
+def stages_of(run: ResolvedRun, model: nn.Module) -> list[StageLayers]:
     """The stages of a model, over all pipeline ranks and pieces per rank; one when there is no pipeline.
 
     Raises:
@@ -53,7 +53,7 @@ def stages_of(run: ResolvedRun, model: nn.Module) -> list[Stage]:
     """
     count = run.topology.pp * run.stages_per_rank
     if count == 1:
-        return [Stage(0, 1, (0, model.config.num_hidden_layers), 0.0)]  # type: ignore[union-attr, arg-type]
+        return [StageLayers(0, 1, (0, model.config.num_hidden_layers), 0.0)]  # type: ignore[union-attr, arg-type]
     layers: int = model.config.num_hidden_layers  # type: ignore[union-attr, assignment]
     if layers < count:
         pieces = run.stages_per_rank
@@ -69,7 +69,7 @@ def stage_lines(run: ResolvedRun, model: nn.Module) -> list[str]:
     return describe(model, stages_of(run, model)) if run.topology.pp > 1 else []
 
 
-def assemble(run: ResolvedRun, model: nn.Module, mesh: Mesh | None, *, stage: Stage | None = None) -> Assembled:
+def assemble(run: ResolvedRun, model: nn.Module, mesh: Mesh | None, *, stage: StageLayers | None = None) -> Assembled:
     """Cuts a copy of a model down to what this rank computes.
 
     Args:
@@ -84,7 +84,7 @@ def assemble(run: ResolvedRun, model: nn.Module, mesh: Mesh | None, *, stage: St
     causal = copy.deepcopy(model)
     owners = owners_of(causal)
     shapes = {name: tuple(p.shape) for name, p in causal.named_parameters()}
-    apply_recompute(causal, run.config.memory)  # before the cut: every n-th layer is of the whole model
+    apply_activation_checkpointing(causal, run.config.memory)  # before the cut: every n-th layer is of the whole model
     if stage is not None and stage.count > 1:
         cut_to_stage(causal, stage)
     here = set(causal.modules())
@@ -94,7 +94,7 @@ def assemble(run: ResolvedRun, model: nn.Module, mesh: Mesh | None, *, stage: St
     group = mesh.group("tp") if mesh else None
     tensor = apply_tensor_parallel(causal, group, names=_names(owners_here)) if group else None
     cp_rank = mesh.place["cp"] if mesh else 0
-    form = Form(
+    form = DecoderLayout(
         first=stage is None or stage.first,
         last=stage is None or stage.last,
         tensor=tensor,
@@ -112,7 +112,7 @@ def _names(owners: dict[str, list[tuple[nn.Module, str]]]) -> dict[int, str]:
     return {id(getattr(*places[0])): name for name, places in owners.items()}
 
 
-class Cut:
+class ShardedValues:
     """Values of a model whose parameters are boxes of the whole ones.
 
     Args:

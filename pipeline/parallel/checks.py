@@ -10,10 +10,10 @@ from transformers import PretrainedConfig
 from headrace.base.errors import ConfigError
 from pipeline.config.layout_rules import check_heads
 from pipeline.config.rules import ResolvedRun
+from pipeline.parallel.activation_checkpointing import check_activation_checkpointing
+from pipeline.parallel.architecture_check import check_architecture
 from pipeline.parallel.assemble import stages_of
 from pipeline.parallel.costs import window_of
-from pipeline.parallel.faithful import check_faithful
-from pipeline.parallel.recompute import check_recompute
 from pipeline.parallel.tensor import check_plan
 
 _NOT_TRAINED = ("classifier_dropout", "summary_first_dropout", "seq_classif_dropout")
@@ -42,8 +42,8 @@ def check_layout(run: ResolvedRun, model: nn.Module) -> None:
         stages_of(run, model)
     if topology.cp > 1 and run.config.parallel.context == "ring":
         _check_ring(run, config)
-    check_recompute(model, run.config.memory)
-    check_faithful(run, config)
+    check_activation_checkpointing(model, run.config.memory)
+    check_architecture(run, config)
 
 
 def _refuse_router_loss(config: PretrainedConfig) -> None:

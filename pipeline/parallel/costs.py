@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from pipeline.parallel.stages import Stage, layer_list, placed_before_layers
+from pipeline.parallel.stages import StageLayers, layer_list, placed_before_layers
 
 
 def forward_flops(model: nn.Module, *, sequence_length: int) -> tuple[list[float], float]:
@@ -31,7 +31,7 @@ def forward_flops(model: nn.Module, *, sequence_length: int) -> tuple[list[float
     return flops, 2.0 * config.vocab_size * config.hidden_size
 
 
-def stage_parameters(model: nn.Module, stages: Sequence[Stage]) -> list[int]:
+def stage_parameters(model: nn.Module, stages: Sequence[StageLayers]) -> list[int]:
     """Parameters that every stage holds; a head tied to the embedding counts in the first stage and in the last."""
     layers, _ = layer_list(model)
     inside, before = (
@@ -51,7 +51,7 @@ def stage_parameters(model: nn.Module, stages: Sequence[Stage]) -> list[int]:
     return counts
 
 
-def describe(model: nn.Module, stages: Sequence[Stage]) -> list[str]:
+def describe(model: nn.Module, stages: Sequence[StageLayers]) -> list[str]:
     """One line per stage: its layers, its share of a forward pass, its parameters and their bytes in the model's dtype.
 
     Args:

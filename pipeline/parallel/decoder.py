@@ -41,7 +41,7 @@ class Scoring(Protocol):
 
 
 @dataclass(frozen=True)
-class Form:
+class DecoderLayout:
     """How a decoder computes; none of it changes what is learnt.
 
     Attributes:
@@ -74,7 +74,7 @@ class Decoder(nn.Module):
         owners: canonical Hugging Face name -> the (module, attribute) pairs that hold the parameter.
     """
 
-    def __init__(self, causal: nn.Module, form: Form, owners: dict[str, list[tuple[nn.Module, str]]]) -> None:
+    def __init__(self, causal: nn.Module, form: DecoderLayout, owners: dict[str, list[tuple[nn.Module, str]]]) -> None:
         super().__init__()
         self.causal, self.form = causal, form
         self._owners = owners

@@ -17,7 +17,7 @@ from headrace.base.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageLayers:
     """One piece of a model.
 
     Attributes:
@@ -43,7 +43,7 @@ class Stage:
         return self.index == self.count - 1
 
 
-def split(costs: Sequence[float], *, head: float, stages: int) -> list[Stage]:
+def split(costs: Sequence[float], *, head: float, stages: int) -> list[StageLayers]:
     """Cuts layers into consecutive pieces so that the most expensive piece costs as little as possible.
 
     Args:
@@ -82,7 +82,7 @@ def split(costs: Sequence[float], *, head: float, stages: int) -> list[Stage]:
     bounds.reverse()
     pairs = list(pairwise(bounds))
     return [
-        Stage(i, stages, pair, total[pair[1]] - total[pair[0]] + (head if i == stages - 1 else 0.0))
+        StageLayers(i, stages, pair, total[pair[1]] - total[pair[0]] + (head if i == stages - 1 else 0.0))
         for i, pair in enumerate(pairs)
     ]
 
@@ -130,7 +130,7 @@ class Absent(nn.Module):
         return hidden_states
 
 
-def cut_to_stage(model: nn.Module, stage: Stage) -> None:
+def cut_to_stage(model: nn.Module, stage: StageLayers) -> None:
     """Removes in place what other stages compute. Names of what stays do not change.
 
     Args:

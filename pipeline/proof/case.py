@@ -36,7 +36,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CaseResult:
     """What a case gave.
 
     Attributes:
@@ -76,15 +76,15 @@ def read_cases(path: Path) -> list[Case]:
     return [Case.from_json(fields) for fields in json.loads(path.read_text())]
 
 
-def write_outcome(outcome: Outcome) -> None:
+def write_outcome(outcome: CaseResult) -> None:
     """Writes an outcome into its directory."""
     fields = {**asdict(outcome), "directory": str(outcome.directory)}
     (outcome.directory / "outcome.json").write_text(json.dumps(fields))
 
 
-def read_outcome(directory: Path) -> Outcome:
+def read_outcome(directory: Path) -> CaseResult:
     """Reads what `write_outcome` wrote."""
     fields = json.loads((directory / "outcome.json").read_text())
     for name in ("losses", "norms", "again"):
         fields[name] = {int(step): value for step, value in fields[name].items()}
-    return Outcome(**{**fields, "directory": directory})
+    return CaseResult(**{**fields, "directory": directory})

@@ -21,8 +21,8 @@ from pipeline.config.rules import ResolvedRun, resolve
 from pipeline.config.schema import Config
 
 if TYPE_CHECKING:
-    from pipeline.proof.case import Case, Outcome
-    from pipeline.proof.judgement import Verdict
+    from pipeline.proof.case import Case, CaseResult
+    from pipeline.proof.judgement import ProofResult
     from pipeline.proof.small import Small
 
 PROVEN, REFUTED = 0, 1
@@ -86,7 +86,7 @@ def _fewest(config: Config) -> ResolvedRun:
     raise refused
 
 
-def _prove(small: Small, work: Path, *, steps: int) -> list[Verdict]:
+def _prove(small: Small, work: Path, *, steps: int) -> list[ProofResult]:
     from pipeline.proof.compare import RESUMED  # noqa: PLC0415
     from pipeline.proof.judgement import judge  # noqa: PLC0415
     from pipeline.proof.small import SEQUENCE, VOCABULARY  # noqa: PLC0415
@@ -114,5 +114,5 @@ def _prove(small: Small, work: Path, *, steps: int) -> list[Verdict]:
     return [replace(first, gaps=(*first.gaps, *others), failed=first.failed or resumed.failed), *verdicts[1:]]
 
 
-def _tell(case: Case, outcome: Outcome) -> None:
+def _tell(case: Case, outcome: CaseResult) -> None:
     print(f"  {case.name:<16} {case.processes:>2} processes {outcome.seconds:6.1f} s", flush=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint import named_state
-from pipeline.proof.case import Case, Outcome
+from pipeline.proof.case import Case, CaseResult
 from pipeline.proof.tolerance import Tolerance
 
 RESUMED = "loss, resumed"
@@ -48,7 +48,7 @@ class Gap:
         return self.difference / self.tolerance
 
 
-def first_gradient(case: Case, outcome: Outcome) -> dict[str, Tensor]:
+def first_gradient(case: Case, outcome: CaseResult) -> dict[str, Tensor]:
     """Every tensor of the first step's gradient, fp32, before clipping.
 
     AdamW's first moment after one step is (1 - beta1) times the gradient it was given; with beta1 0 it is the
@@ -80,7 +80,7 @@ def differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
     return gaps
 
 
-def compare(found: Outcome, expected: Outcome, gradient: Mapping[str, float], tolerance: Tolerance) -> list[Gap]:
+def compare(found: CaseResult, expected: CaseResult, gradient: Mapping[str, float], tolerance: Tolerance) -> list[Gap]:
     """The largest gap of every kind.
 
     Args:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from headrace.base.section import parse
 from pipeline.config.batch import resolve_batch
 from pipeline.config.schema import Config
-from pipeline.proof.case import Case, Outcome
+from pipeline.proof.case import Case, CaseResult
 from pipeline.proof.compare import Gap, compare, differences, first_gradient
 from pipeline.proof.tolerance import Tolerance, fp32, half
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ProofResult:
     """What was found of one layout in one precision.
 
     Attributes:
@@ -44,7 +44,9 @@ class Verdict:
         return sorted(rows, key=lambda row: -row[1])
 
 
-def judge(layout: tuple[Case, Outcome], reference: tuple[Case, Outcome], *, exact: tuple[Case, Outcome]) -> Verdict:
+def judge(
+    layout: tuple[Case, CaseResult], reference: tuple[Case, CaseResult], *, exact: tuple[Case, CaseResult]
+) -> ProofResult:
     """Compares a layout with the plain reference.
 
     Args:
@@ -56,7 +58,7 @@ def judge(layout: tuple[Case, Outcome], reference: tuple[Case, Outcome], *, exac
     precision = precision_of(case)
     for each in (exact[1], reference[1], outcome):
         if each.failed is not None:
-            return Verdict(precision, failed=each.failed)
+            return ProofResult(precision, failed=each.failed)
     expected = first_gradient(*reference)
     if precision == "fp32":
         tolerance = fp32(list(expected), tokens=tokens_of(case))
@@ -65,7 +67,7 @@ def judge(layout: tuple[Case, Outcome], reference: tuple[Case, Outcome], *, exac
         tolerance = half(precision, own_error, tokens=tokens_of(case))
     gradient = differences(first_gradient(case, outcome), expected)
     gaps = compare(outcome, reference[1], gradient, tolerance)
-    return Verdict(precision, tuple(gaps), gradient, tolerance)
+    return ProofResult(precision, tuple(gaps), gradient, tolerance)
 
 
 def precision_of(case: Case) -> str:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.proof.judgement import Verdict
+from pipeline.proof.judgement import ProofResult
 
 _MOST = 12
 """Tensors that are listed when gradients are wrong."""
 
 
-def show(verdicts: Sequence[Verdict], *, gradients: bool = False) -> None:
+def show(verdicts: Sequence[ProofResult], *, gradients: bool = False) -> None:
     """Prints what was compared, what was allowed, and where it was furthest off; then what is wrong."""
     console = Console(highlight=False)
     if not console.is_terminal:  # a log has no edge to wrap at
@@ -28,7 +28,7 @@ def show(verdicts: Sequence[Verdict], *, gradients: bool = False) -> None:
             console.print(_tensors(verdict, everything=gradients))
 
 
-def _overview(verdicts: Sequence[Verdict]) -> Table:
+def _overview(verdicts: Sequence[ProofResult]) -> Table:
     table = Table()
     for column in ("precision", "compared", "furthest off", "allowed", "at", ""):
         table.add_column(column, justify="right" if column in ("furthest off", "allowed") else "left")
@@ -39,7 +39,7 @@ def _overview(verdicts: Sequence[Verdict]) -> Table:
     return table
 
 
-def _tensors(verdict: Verdict, *, everything: bool) -> Table:
+def _tensors(verdict: ProofResult, *, everything: bool) -> Table:
     assert verdict.gradient is not None
     assert verdict.tolerance is not None
     beyond = verdict.beyond()

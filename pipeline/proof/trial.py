@@ -24,8 +24,8 @@ from pipeline.engines.build import build_engine
 from pipeline.engines.common import refuse_result
 from pipeline.engines.objective import CrossEntropy
 from pipeline.launch import Launch, process_group
-from pipeline.proof.case import Case, Outcome, write_outcome
-from pipeline.run.prepare import Prepared, prepare
+from pipeline.proof.case import Case, CaseResult, write_outcome
+from pipeline.run.prepare import PreparedRun, prepare
 
 
 def go(case: Case, own: Path, *, rank: int, port: int) -> None:
@@ -57,9 +57,9 @@ def _share(run: ResolvedRun, rank: int) -> dict[str, Any]:
     return {"dp_rank": place["dp"], "cp": run.topology.cp, "cp_rank": place["cp"], "mask_documents": masks}
 
 
-def _train(case: Case, own: Path, prepared: Prepared, engine: Engine, share: dict[str, Any]) -> Outcome:
+def _train(case: Case, own: Path, prepared: PreparedRun, engine: Engine, share: dict[str, Any]) -> CaseResult:
     run = prepared.run
-    outcome = Outcome(own, layout=run.layout)
+    outcome = CaseResult(own, layout=run.layout)
     for batch in _steps(prepared, share, first=1):
         result = refuse_result(batch.step, engine.train_step(batch, lr=run.schedule.lr(batch.step)))
         outcome.losses[batch.step], outcome.norms[batch.step] = result.loss, result.grad_norm
@@ -68,13 +68,13 @@ def _train(case: Case, own: Path, prepared: Prepared, engine: Engine, share: dic
     sums = engine.evaluate(_heldout(prepared, share))
     if case.again is not None:
         name, done = case.again
-        engine.load(Outcome(own.parent / name).state(done))
+        engine.load(CaseResult(own.parent / name).state(done))
         for batch in _steps(prepared, share, first=done + 1):
             outcome.again[batch.step] = engine.train_step(batch, lr=run.schedule.lr(batch.step)).loss
     return replace(outcome, heldout=sums.nats / sums.targets)
 
 
-def _steps(prepared: Prepared, share: dict[str, Any], *, first: int) -> StepLoader:
+def _steps(prepared: PreparedRun, share: dict[str, Any], *, first: int) -> StepLoader:
     run = prepared.run
     return StepLoader(prepared.blend, run.batch, **share, steps=(first, run.steps), prefetch=1)
 
@@ -84,7 +84,7 @@ def _save(engine: Engine, directory: Path) -> None:
     named_state.write(engine.state(), directory)
 
 
-def _heldout(prepared: Prepared, share: dict[str, Any]) -> Iterator[MicroBatch]:
+def _heldout(prepared: PreparedRun, share: dict[str, Any]) -> Iterator[MicroBatch]:
     batch = prepared.run.batch
     # as many samples in every layout, whatever the micro-batch
     return heldout_batches(prepared.heldout[0], batch_size=batch.micro, dp=batch.dp, samples=batch.samples, **share)

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.launch.group import free_port
-from pipeline.proof.case import Case, Outcome, read_cases, read_outcome, write_outcome
+from pipeline.proof.case import Case, CaseResult, read_cases, read_outcome, write_outcome
 
 TIMEOUT_S = 240.0
 """After which a case counts as hanging. The slowest in the tests takes about a tenth of it."""
@@ -32,8 +32,8 @@ def run_cases(
     directory: Path,
     *,
     timeout_s: float = TIMEOUT_S,
-    told: Callable[[Case, Outcome], None] | None = None,
-) -> dict[str, Outcome]:
+    told: Callable[[Case, CaseResult], None] | None = None,
+) -> dict[str, CaseResult]:
     """Runs cases one after another and returns what each gave, by name. Failures are outcomes, too.
 
     To be called in a process that has no threads and no process group.
@@ -46,7 +46,7 @@ def run_cases(
     """
     _on_cpu()
     _import_once(cases)
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, CaseResult] = {}
     for case in cases:
         source = outcomes.get(case.again[0]) if case.again else None
         if source is not None and source.failed is not None:  # a failure stays where it happened
@@ -108,7 +108,7 @@ _IMPORTS = {
 }
 
 
-def _run(case: Case, directory: Path, timeout_s: float) -> Outcome:
+def _run(case: Case, directory: Path, timeout_s: float) -> CaseResult:
     started = time.monotonic()
     own = directory / case.name
     own.mkdir(parents=True)
@@ -116,7 +116,7 @@ def _run(case: Case, directory: Path, timeout_s: float) -> Outcome:
     ranks = {_fork(case, own, rank=rank, port=port): rank for rank in range(case.processes)}
     cpu: list[float] = []
     failed = _wait(ranks, own, cpu, deadline=started + timeout_s)
-    outcome = read_outcome(own) if failed is None else Outcome(own, failed=failed)
+    outcome = read_outcome(own) if failed is None else CaseResult(own, failed=failed)
     outcome = replace(outcome, seconds=time.monotonic() - started, cpu_seconds=sum(cpu))
     write_outcome(outcome)
     return outcome

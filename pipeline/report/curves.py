@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.report.charts import Chart, Line
-from pipeline.report.runs import Run
+from pipeline.report.runs import RunRecord
 from pipeline.report.series import POINTS, smoothing_window
 
 COMPARABLE = 8.0
@@ -19,10 +19,10 @@ class Group:
     """Runs that share axes, each with its place on the page."""
 
     name: str
-    runs: tuple[tuple[int, Run], ...]
+    runs: tuple[tuple[int, RunRecord], ...]
 
 
-def groups(runs: Sequence[Run]) -> list[Group]:
+def groups(runs: Sequence[RunRecord]) -> list[Group]:
     """All runs on the same axes, or each on its own where the longest is over `COMPARABLE` times the shortest."""
     placed = tuple(enumerate(runs))
     lengths = [run.tokens for run in runs]
@@ -86,7 +86,7 @@ def _each(group: Group, texts: Sequence[str]) -> str:
     return ", ".join(f"{text} ({run.name})" for text, (_, run) in zip(texts, group.runs, strict=True))
 
 
-def _line(place: int, key: str, *, run: Run, marks: bool = False) -> Line:
+def _line(place: int, key: str, *, run: RunRecord, marks: bool = False) -> Line:
     held_out = {"marks": run.evaluated()} if marks else {}
     return Line(place, run.name, run.series("tokens"), run.series(key), **held_out)
 

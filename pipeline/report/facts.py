@@ -9,13 +9,13 @@ from typing import Any
 from headrace.base.directory import Manifest, read_manifest
 from headrace.base.errors import DataError
 from pipeline.evaluation.model_folder import ModelFolder
-from pipeline.report.runs import Run
+from pipeline.report.runs import RunRecord
 
 SHORT = 12
 """Characters of a fingerprint that are shown: as many as the error messages of other commands show."""
 
 
-def facts(run: Run, folders: Sequence[ModelFolder]) -> list[tuple[str, str]]:
+def facts(run: RunRecord, folders: Sequence[ModelFolder]) -> list[tuple[str, str]]:
     """The definition list of a run.
 
     Args:
@@ -39,14 +39,14 @@ def facts(run: Run, folders: Sequence[ModelFolder]) -> list[tuple[str, str]]:
     ]
 
 
-def _steps(run: Run) -> str:
+def _steps(run: RunRecord) -> str:
     done, wanted = run.steps[-1]["step"], run.manifest.details.get("steps", 0)
     if run.manifest.details.get("finished"):
         return f"{done:,}, finished"
     return f"{done:,} of {wanted:,}, not finished"
 
 
-def _parameters(run: Run, folders: Sequence[ModelFolder]) -> Iterator[tuple[str, str]]:
+def _parameters(run: RunRecord, folders: Sequence[ModelFolder]) -> Iterator[tuple[str, str]]:
     """An exported model names its checkpoint by fingerprint, which holds wherever either was moved."""
     own = {_checkpoint_fingerprint(path) for path in _checkpoints(run)} - {None}
     for folder in folders:
@@ -57,14 +57,14 @@ def _parameters(run: Run, folders: Sequence[ModelFolder]) -> Iterator[tuple[str,
                 return
 
 
-def _checkpoints(run: Run) -> list[Path]:
+def _checkpoints(run: RunRecord) -> list[Path]:
     names = (Path(row["path"]).name for row in run.events if row.get("event") == "checkpoint" and "path" in row)
     # the journal has the path as the run knew it; the directory may have moved, and old checkpoints are deleted
     found = (run.path / "checkpoints" / name for name in names)
     return [path for path in found if path.is_dir()]
 
 
-def _newest_checkpoint(run: Run) -> Path | None:
+def _newest_checkpoint(run: RunRecord) -> Path | None:
     return next(reversed(_checkpoints(run)), None)
 
 
@@ -80,7 +80,7 @@ def _checkpoint_manifest(path: Path) -> Manifest | None:
         return None  # deleted or damaged since: the report is of the run, which needs no checkpoint
 
 
-def _last_evaluation(run: Run) -> Iterator[tuple[str, str]]:
+def _last_evaluation(run: RunRecord) -> Iterator[tuple[str, str]]:
     if run.evaluations:
         last = run.evaluations[-1]
         per_byte = f", {last['bits_per_byte']:.4f} bits per byte" if "bits_per_byte" in last else ""
@@ -93,7 +93,7 @@ def _engine(config: dict[str, Any]) -> str:
     return f"{engine}{sharding}, {'bf16' if _at(config, 'bf16', 'enabled') else 'fp32'}"
 
 
-def _layout(run: Run, checkpoint: Path | None) -> str:
+def _layout(run: RunRecord, checkpoint: Path | None) -> str:
     manifest = _checkpoint_manifest(checkpoint) if checkpoint else None
     if manifest and "topology" in manifest.details:
         return str(manifest.details["topology"])

@@ -13,7 +13,7 @@ from headrace.base.errors import ConfigError, DataError
 from headrace.base.section import parse
 from pipeline.evaluation.data import FieldNames, HeldOutData, open_heldout
 from pipeline.evaluation.model_folder import ModelFolder
-from pipeline.report.runs import Run, read_run
+from pipeline.report.runs import RunRecord, read_run
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class Inputs:
     """
 
     out: Path
-    runs: tuple[Run, ...]
+    runs: tuple[RunRecord, ...]
     models: tuple[Model, ...]
     data: HeldOutData
     prompt: str | None

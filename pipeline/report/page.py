@@ -14,7 +14,7 @@ from pipeline.report.curves import Group, cut_remark, groups, loss_chart, remark
 from pipeline.report.facts import SHORT, facts
 from pipeline.report.inputs import Inputs
 from pipeline.report.models import COLUMNS, Measured, scope, where
-from pipeline.report.runs import Run
+from pipeline.report.runs import RunRecord
 
 _HERE = Path(__file__).parent
 
@@ -78,7 +78,7 @@ def _figure(chart: Chart, drawing: str, notes: Iterable[str] = ()) -> str:
     return f"<figure>\n<h3>{escape(chart.title)}</h3>\n{drawing}\n{note}</figure>"
 
 
-def _legend(place: int, run: Run) -> str:
+def _legend(place: int, run: RunRecord) -> str:
     return f"<li>{_swatch(place)}{escape(run.name)}</li>"
 
 
@@ -88,7 +88,7 @@ def _swatch(place: int) -> str:
     return f'<svg class="swatch" viewBox="0 0 28 8" aria-hidden="true"><path d="M0 4H28" style="{look}"/></svg>'
 
 
-def _run(place: int, run: Run, inputs: Inputs) -> str:
+def _run(place: int, run: RunRecord, inputs: Inputs) -> str:
     told = facts(run, [model.folder for model in inputs.models])
     return f"<article>\n<h3>{_swatch(place)}{escape(run.name)}</h3>\n{_definitions(told)}\n</article>"
 

@@ -18,7 +18,7 @@ Series = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecord:
     """One training run.
 
     Attributes:
@@ -67,7 +67,7 @@ class Run:
         return at, np.array([row["loss"] for row in rows], dtype=np.float64)
 
 
-def read_run(name: str, path: Path) -> Run:
+def read_run(name: str, path: Path) -> RunRecord:
     """Reads a run's directory.
 
     Raises:
@@ -83,7 +83,7 @@ def read_run(name: str, path: Path) -> Run:
     steps, evaluations, events = (_of_kind(rows, kind) for kind in ("step", "eval", "event"))
     if not steps:
         raise DataError(f"{path / NAME} has no finished step\n  try: again after the run's first step")
-    return Run(name, path, manifest, steps, evaluations, events)
+    return RunRecord(name, path, manifest, steps, evaluations, events)
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from headrace.base.errors import ConfigError
 
 
 @contextmanager
-def only_one(run_dir: Path) -> Iterator[None]:
+def exclusive_run(run_dir: Path) -> Iterator[None]:
     """Holds the run's directory against a second run. The lock goes with the process, however it ends."""
     run_dir.mkdir(parents=True, exist_ok=True)
     with (run_dir / ".lock").open("w") as file:

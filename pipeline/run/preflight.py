@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.base.errors import TrainingError
-from pipeline.launch import Meeting
+from pipeline.launch import Rendezvous
 from pipeline.launch.arrivals import listed
 from pipeline.launch.missing_ranks import SETTLE_S, arrive, blamed, deadline, silence, unheard
 from pipeline.parallel.mesh import Mesh
@@ -25,7 +25,7 @@ _ELEMENTS = 1 << 15
 _ALL = "all ranks"
 
 
-def preflight(meeting: Meeting, make_mesh: Callable[[], Mesh], *, device: torch.device) -> tuple[Mesh, str]:
+def preflight(meeting: Rendezvous, make_mesh: Callable[[], Mesh], *, device: torch.device) -> tuple[Mesh, str]:
     """Makes the process groups; then an all-reduce over every axis and over all ranks, each with a checked result.
 
     Args:
@@ -75,7 +75,7 @@ def _groups(mesh: Mesh) -> dict[str, dist.ProcessGroup | None]:
     return {"pp": mesh.group("pp"), data: mesh.group("data"), "cp": mesh.group("cp"), "tp": mesh.group("tp")}
 
 
-def _check(meeting: Meeting, axis: str, group: dist.ProcessGroup, device: torch.device) -> None:
+def _check(meeting: Rendezvous, axis: str, group: dist.ProcessGroup, device: torch.device) -> None:
     ranks = dist.get_process_group_ranks(group)
     values = torch.full((_ELEMENTS,), meeting.rank + 1, device=device)
     started = time.monotonic()

@@ -17,9 +17,9 @@ from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.curve import curve_fields
 from pipeline.config.rules import ResolvedRun
 from pipeline.config.schema import Config
-from pipeline.data.blend import Blend, open_blend, open_heldout
 from pipeline.data.dataset import TokenDataset, tokenizer_details
-from pipeline.data.mixture import Extent
+from pipeline.data.mixing_weights import Extent
+from pipeline.data.mixture import DataMixture, open_heldout, open_mixture
 from pipeline.engines.common import model_dtype
 from pipeline.evaluation.model_folder import ModelFolder
 from pipeline.models import attention
@@ -33,7 +33,7 @@ from pipeline.run.resume import check_run_dir
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRun:
     """A run whose data, model and directory have been looked at and found to fit.
 
     Attributes:
@@ -50,7 +50,7 @@ class Prepared:
     """
 
     run: ResolvedRun
-    blend: Blend
+    blend: DataMixture
     heldout: list[TokenDataset]
     model: nn.Module
     values: ParameterValues
@@ -66,14 +66,14 @@ class Prepared:
         return Path(self.run.config.run.dir)
 
 
-def prepare(run: ResolvedRun) -> Prepared:
+def prepare(run: ResolvedRun) -> PreparedRun:
     """Opens the data, builds the model on meta and compares both with what the run's directory holds.
 
     Raises:
         ConfigError, DataError, CheckpointError: see the modules that are called.
     """
     config = run.config
-    blend = open_blend(config.data, seed=config.run.seed, extent=Extent(run.steps, run.batch.samples))
+    blend = open_mixture(config.data, seed=config.run.seed, extent=Extent(run.steps, run.batch.samples))
     heldout = open_heldout(config.data, blend)
     tokenizer = tokenizer_details(blend.sources[0].manifest)
     hf_config = resolve_hf_config(config.model, tokenizer=tokenizer, sequence_length=config.data.sequence_length)
@@ -93,7 +93,7 @@ def prepare(run: ResolvedRun) -> Prepared:
     prints = {f"{field}.fingerprint": parent["fingerprint"] for field, parent in parents.items()}
     curve = {**curve_fields(run), "model.resolved": plain, **prints}
     check_run_dir(run, store, curve)
-    return Prepared(run, blend, heldout, model, values, plain, size, store, curve, parents)
+    return PreparedRun(run, blend, heldout, model, values, plain, size, store, curve, parents)
 
 
 def attention_of(run: ResolvedRun) -> str:

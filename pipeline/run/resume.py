@@ -17,7 +17,7 @@ from headrace.base.errors import CheckpointError, ConfigError, DataError
 from headrace.base.section import suggest
 from pipeline.checkpoint.store import Checkpoint, CheckpointStore, on_rank_zero
 from pipeline.config.rules import ResolvedRun
-from pipeline.launch import Meeting
+from pipeline.launch import Rendezvous
 from pipeline.launch.missing_ranks import deadline
 from pipeline.metrics.journal import NAME as JOURNAL
 
@@ -82,7 +82,7 @@ def refuse_other_curve(checkpoint: Checkpoint, curve: dict[str, Any], *, allowed
         )
 
 
-def check_shared(run_dir: Path, meeting: Meeting) -> None:
+def check_shared(run_dir: Path, meeting: Rendezvous) -> None:
     """Refuses a run directory that not all hosts see. Collective.
 
     Raises:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from headrace.base.directory import write_manifest
-from pipeline.anomalies.guarded_step import GoBack, Steps
+from pipeline.anomalies.guarded_step import GuardedStepper, Rollback
 from pipeline.checkpoint.save import CheckpointWriter
-from pipeline.checkpoint.store import About, Checkpoint, on_rank_zero
+from pipeline.checkpoint.store import Checkpoint, CheckpointInfo, on_rank_zero
 from pipeline.config.rules import ResolvedRun
 from pipeline.config.schema import Config
 from pipeline.data.dataset import tokenizer_details
@@ -30,20 +30,20 @@ from pipeline.faults.agreement import Agreement
 from pipeline.faults.progress import progress_by_reading
 from pipeline.faults.stop import Stop, StopSignals, leave_in_order
 from pipeline.faults.watchdog import Watchdog, watched
-from pipeline.launch import Launch, Meeting, detect, process_group, stand_by
+from pipeline.launch import Launch, Rendezvous, detect, process_group, stand_by
 from pipeline.metrics.console import TrainingDisplay
 from pipeline.metrics.journal import Journal, read_rows
 from pipeline.metrics.peak import peak_flops
 from pipeline.metrics.stragglers import Stragglers, peers_of
 from pipeline.metrics.wandb_sink import WandbSink
-from pipeline.models.values import Reported
+from pipeline.models.values import ReportsProgress
 from pipeline.parallel.assemble import stage_lines
 from pipeline.parallel.mesh import Mesh, mesh_of
-from pipeline.run.lock import only_one
+from pipeline.run.lock import exclusive_run
 from pipeline.run.preflight import preflight
-from pipeline.run.prepare import Prepared, prepare
+from pipeline.run.prepare import PreparedRun, prepare
 from pipeline.run.resume import changed_fields, check_shared, refuse_other_curve
-from pipeline.run.trainer import Progress, Sink, Training
+from pipeline.run.trainer import Progress, Sink, Trainer
 
 
 def train(run: ResolvedRun, make_objective: Callable[[torch.device], Objective], *, signals: StopSignals) -> int:
@@ -70,11 +70,11 @@ def train(run: ResolvedRun, make_objective: Callable[[torch.device], Objective],
     if run.config.engine == "deepspeed":
         check_machine(run.config)
     device = pick_device(launch)
-    meeting: Meeting | None = None
+    meeting: Rendezvous | None = None
     mesh: Mesh | None = None
     answered: str | None = None
     with ExitStack() as stack:
-        stack.enter_context(only_one(prepared.run_dir) if launch.rank == 0 else nullcontext())
+        stack.enter_context(exclusive_run(prepared.run_dir) if launch.rank == 0 else nullcontext())
         signals.take_interrupts()
         if not run.plain:
             meeting = stack.enter_context(process_group(launch, gpu=device.index, config=run.config.launch))
@@ -87,7 +87,7 @@ def train(run: ResolvedRun, make_objective: Callable[[torch.device], Objective],
             stop = Stop(agreement.highest(signals.asked)[0])
             if not stop:
                 objective = make_objective(device)
-                values = Reported(prepared.values, watchdog.alive)
+                values = ReportsProgress(prepared.values, watchdog.alive)
                 engine = build_engine(run, prepared.model, values, objective, device=device, mesh=mesh)
                 writer = _writer(prepared, watchdog)
                 session = _Session(prepared, engine, writer, launch, signals, agreement, watchdog)
@@ -111,7 +111,7 @@ class _Session:
         watchdog: is told where this rank is.
     """
 
-    prepared: Prepared
+    prepared: PreparedRun
     engine: Engine
     writer: CheckpointWriter
     launch: Launch
@@ -121,18 +121,18 @@ class _Session:
 
     def go(self, answered: str | None) -> Stop:
         """Loads, tells, trains; goes back to a checkpoint as often as it is ordered to."""
-        order: GoBack | None = None
+        order: Rollback | None = None
         with ExitStack() as whole:
             services = cache(lambda: _services(self.prepared, whole))
             while True:
                 try:
                     with ExitStack() as stack:
                         return self._train(answered, order, services, stack)
-                except GoBack as again:
+                except Rollback as again:
                     order, answered = again.with_traceback(None), None
 
     def _train(
-        self, answered: str | None, order: GoBack | None, services: Callable[[], list[Sink]], stack: ExitStack
+        self, answered: str | None, order: Rollback | None, services: Callable[[], list[Sink]], stack: ExitStack
     ) -> Stop:
         prepared, run, shown = self.prepared, self.prepared.run, self.launch.rank == 0
         voice = TrainingDisplay(first=0, total=run.steps, shown=shown)
@@ -164,7 +164,7 @@ class _Session:
         training = self._training(done, executed, sinks, display)
         try:
             stop = self._missed(training, done) or training.go()
-        except GoBack:
+        except Rollback:
             self.watchdog.at("going back")
             training.settle()
             raise
@@ -187,7 +187,7 @@ class _Session:
         for sink in sinks if fields else ():
             sink.write("event", checkpoint.step, event="changed", fields=[list(row) for row in fields])
 
-    def _missed(self, training: Training, done: int) -> Stop:
+    def _missed(self, training: Trainer, done: int) -> Stop:
         """Makes up for an evaluation that was cut short; finds out whether to begin at all."""
         stop = training.stop_asked()
         due = done > 0 and training.evaluation_due(done)
@@ -195,14 +195,14 @@ class _Session:
             return stop
         return training.evaluate(done)
 
-    def _executed(self, skips: Skips, sinks: list[Sink]) -> Steps:
+    def _executed(self, skips: Skips, sinks: list[Sink]) -> GuardedStepper:
         run = self.prepared.run
 
         def record(step: int, **values: Any) -> None:
             for sink in sinks:
                 sink.write("event", step, **values)
 
-        return Steps(
+        return GuardedStepper(
             self.engine,
             run.config.anomalies,
             fp16=run.config.fp16.enabled,
@@ -212,7 +212,7 @@ class _Session:
             may_go_back=lambda: on_rank_zero(lambda: bool(self.prepared.store.all())),
         )
 
-    def _training(self, done: int, executed: Steps, sinks: list[Sink], display: TrainingDisplay) -> Training:
+    def _training(self, done: int, executed: GuardedStepper, sinks: list[Sink], display: TrainingDisplay) -> Trainer:
         prepared, run = self.prepared, self.prepared.run
         place = run.topology.coordinates(self.launch.rank)
         share: dict[str, Any] = {
@@ -222,7 +222,7 @@ class _Session:
             "mask_documents": run.config.data.mask_documents,
         }
         ahead: dict[str, Any] = {"prefetch": run.config.data.prefetch, "pin": torch.cuda.is_available()}
-        return Training(
+        return Trainer(
             run=run,
             engine=self.engine,
             executed=executed,
@@ -257,7 +257,7 @@ class _Session:
         return Stragglers(run.config.stragglers, peers=peers, rank=self.launch.rank, gpu=torch.cuda.is_available())
 
 
-def _writer(prepared: Prepared, watchdog: Watchdog) -> CheckpointWriter:
+def _writer(prepared: PreparedRun, watchdog: Watchdog) -> CheckpointWriter:
     config = prepared.run.config
     # what lies on a disk is brought into host memory to be written: a second copy would be too much
     background = config.run.async_checkpoints and not on_nvme(config)
@@ -274,7 +274,7 @@ def _evaluated(run_dir: Path, step: int) -> bool:
     return any(row["step"] == step for row in read_rows(run_dir, kind="eval"))
 
 
-def _skips(prepared: Prepared, checkpoint: Checkpoint | None) -> Skips:
+def _skips(prepared: PreparedRun, checkpoint: Checkpoint | None) -> Skips:
     """What data this run passes over. Collective."""
     if checkpoint is None:
         return NO_SKIPS
@@ -282,7 +282,7 @@ def _skips(prepared: Prepared, checkpoint: Checkpoint | None) -> Skips:
     return on_rank_zero(lambda: skips_of(details, read_rows(prepared.run_dir, kind="event"), step=step))
 
 
-def _about(prepared: Prepared, step: int, executed: Steps) -> About:
+def _about(prepared: PreparedRun, step: int, executed: GuardedStepper) -> CheckpointInfo:
     """What a checkpoint's manifest says."""
     run = prepared.run
     details = {
@@ -296,10 +296,10 @@ def _about(prepared: Prepared, step: int, executed: Steps) -> About:
         "hf_config": prepared.hf_config,
         "tokenizer": tokenizer_details(prepared.blend.sources[0].manifest),
     }
-    return About(step, run.config.model_dump(mode="json"), prepared.parents, details)
+    return CheckpointInfo(step, run.config.model_dump(mode="json"), prepared.parents, details)
 
 
-def _tell_run(prepared: Prepared, step: int) -> None:
+def _tell_run(prepared: PreparedRun, step: int) -> None:
     """Writes the run's manifest: how far it has got."""
     run = prepared.run
     summary = {"step": step, "steps": run.steps, "finished": step == run.steps}
@@ -307,7 +307,7 @@ def _tell_run(prepared: Prepared, step: int) -> None:
     write_manifest(prepared.run_dir, kind="run", config=config, parents=prepared.parents, details=summary)
 
 
-def _tell_if_possible(prepared: Prepared, step: int, say: Callable[[str], None]) -> None:
+def _tell_if_possible(prepared: PreparedRun, step: int, say: Callable[[str], None]) -> None:
     """The same while training, which goes on when the disk is full; a start writes it anew."""
     try:
         _tell_run(prepared, step)
@@ -315,7 +315,9 @@ def _tell_if_possible(prepared: Prepared, step: int, say: Callable[[str], None])
         say(f"warning: the manifest of {prepared.run_dir} cannot be written: {error}")
 
 
-def _opening_lines(prepared: Prepared, engine: Engine, launch: Launch, checkpoint: Checkpoint | None) -> Iterator[str]:
+def _opening_lines(
+    prepared: PreparedRun, engine: Engine, launch: Launch, checkpoint: Checkpoint | None
+) -> Iterator[str]:
     run, size = prepared.run, prepared.size
     samples = run.steps * run.batch.samples
     epochs = max(prepared.blend.order.epochs(samples))
@@ -330,13 +332,13 @@ def _opening_lines(prepared: Prepared, engine: Engine, launch: Launch, checkpoin
         yield f"resuming after step {checkpoint.step} from {checkpoint.path}"
 
 
-def _journal(prepared: Prepared, stack: ExitStack, *, from_step: int) -> Sink:
+def _journal(prepared: PreparedRun, stack: ExitStack, *, from_step: int) -> Sink:
     journal = Journal(prepared.run_dir, from_step=from_step)
     stack.callback(journal.close)
     return journal
 
 
-def _services(prepared: Prepared, stack: ExitStack) -> list[Sink]:
+def _services(prepared: PreparedRun, stack: ExitStack) -> list[Sink]:
     """Where numbers go besides the journal."""
     if not prepared.run.config.wandb.enabled:
         return []
@@ -345,7 +347,7 @@ def _services(prepared: Prepared, stack: ExitStack) -> list[Sink]:
     return [wandb_sink]
 
 
-def _preflight(run: ResolvedRun, meeting: Meeting, device: torch.device) -> tuple[Mesh | None, str | None]:
+def _preflight(run: ResolvedRun, meeting: Rendezvous, device: torch.device) -> tuple[Mesh | None, str | None]:
     if meeting.world_size == 1:
         return None, None
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from headrace.base.errors import CheckpointError, TrainingError
-from pipeline.anomalies.guarded_step import Steps
+from pipeline.anomalies.guarded_step import GuardedStepper
 from pipeline.checkpoint.save import CheckpointWriter, Saved, saved_or_error
-from pipeline.checkpoint.store import About
+from pipeline.checkpoint.store import CheckpointInfo
 from pipeline.config.rules import ResolvedRun
 from pipeline.data.dataset import TokenDataset
 from pipeline.data.loader import MicroBatch, StepBatch
@@ -39,7 +39,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Training:
+class Trainer:
     """Everything one run of the loop needs.
 
     Attributes:
@@ -64,12 +64,12 @@ class Training:
 
     run: ResolvedRun
     engine: Engine
-    executed: Steps
+    executed: GuardedStepper
     steps: Iterable[StepBatch]
     heldout: Sequence[TokenDataset]
     heldout_batches: Callable[[TokenDataset], Iterator[MicroBatch]]
     writer: CheckpointWriter
-    about: Callable[[int], About]
+    about: Callable[[int], CheckpointInfo]
     on_saved: Callable[[int], None]
     signals: StopSignals
     agreement: Agreement
@@ -86,7 +86,7 @@ class Training:
 
         Raises:
             CheckpointError: the last checkpoint could not be written. One on the way is tried again at its next time.
-            TrainingError, GoBack: see `Steps.train`.
+            TrainingError, GoBack: see `GuardedStepper.train`.
         """
         save_every = self.run.config.run.checkpoint_every
         started = time.perf_counter()
@@ -244,7 +244,7 @@ class Training:
 class _Stopping:
     """Ends an evaluation between two batches, on all ranks at the same one."""
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: Trainer) -> None:
         self._training, self.stop = training, Stop.NO
 
     def watched(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:

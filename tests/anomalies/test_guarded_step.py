@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from headrace.base.errors import TrainingError
-from pipeline.anomalies.guarded_step import GoBack, Steps
+from pipeline.anomalies.guarded_step import GuardedStepper, Rollback
 from pipeline.config.schema import AnomaliesSection
 from pipeline.data.skips import NO_SKIPS
-from pipeline.engines.base import Outcome
+from pipeline.engines.base import StepOutcome
 from pipeline.engines.objective import CrossEntropy, Loss
 from pipeline.parallel.vocabulary import WHOLE, Vocabulary
 from tests.engines.compared import case
@@ -40,13 +40,13 @@ class Scaled(CrossEntropy):
 
 
 class Run:
-    """A small run of one process under `Steps`."""
+    """A small run of one process under `GuardedStepper`."""
 
     def __init__(self, factor: Factor, *, checkpoint: bool = True, keys: Any = None, **section: Any) -> None:
         self.run = resolved({**ALONE, **(keys or {})}, processes=1)
         self.objective, self.events = Scaled(factor), list[dict[str, Any]]()
         self.engine = make(self.run, self.objective)
-        self.steps = Steps(
+        self.steps = GuardedStepper(
             self.engine,
             AnomaliesSection(**section),
             fp16=self.run.config.fp16.enabled,
@@ -98,7 +98,7 @@ def alike(some: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
 
 def test_a_run_in_which_nothing_goes_wrong_has_no_events_and_no_second_execution() -> None:
     run = Run(well)
-    assert [result.outcome for result in run.to()] == [Outcome.APPLIED] * LAST
+    assert [result.outcome for result in run.to()] == [StepOutcome.APPLIED] * LAST
     assert not run.events
     assert set(run.objective.times.values()) == {1}
 
@@ -120,7 +120,7 @@ def test_what_a_repetition_does_not_show_again_is_a_flaky_device_and_leaves_no_t
 
 def test_a_spike_is_ignored_by_default_but_reported_with_its_samples() -> None:
     run = Run(spiked)
-    assert run.to()[BAD - 1].outcome is Outcome.APPLIED
+    assert run.to()[BAD - 1].outcome is StepOutcome.APPLIED
     (event,) = run.events
     assert (event["event"], event["action"], event["reproduced"]) == ("spike", "ignore", True)
     assert (event["first_sample"], event["last_sample"]) == ((BAD - 1) * 8, BAD * 8 - 1)
@@ -130,7 +130,7 @@ def test_a_spike_is_ignored_by_default_but_reported_with_its_samples() -> None:
 
 def test_a_spike_that_is_ignored_without_looking_again_is_executed_once() -> None:
     run = Run(spiked, recheck=False)
-    assert run.to()[BAD - 1].outcome is Outcome.APPLIED
+    assert run.to()[BAD - 1].outcome is StepOutcome.APPLIED
     assert run.objective.times[BAD] == 1
     assert run.events[0]["event"] == "spike"
     assert "reproduced" not in run.events[0]
@@ -140,7 +140,7 @@ def test_a_spike_that_is_ignored_without_looking_again_is_executed_once() -> Non
 def test_a_spike_that_is_skipped_is_as_if_the_step_had_not_been(recheck: bool) -> None:
     run, without = Run(spiked, spikes="skip", recheck=recheck), Run(well)
     results = run.to()
-    assert results[BAD - 1].outcome is Outcome.REFUSED
+    assert results[BAD - 1].outcome is StepOutcome.REFUSED
     expected = [*without.to(BAD - 1), *without.to(first=BAD + 1)]
     assert [r.loss for r in results if not r.skipped] == [r.loss for r in expected]
     assert alike(run.weights(), without.weights())
@@ -161,7 +161,7 @@ def test_a_loss_that_is_not_finite_stops_a_run_that_says_where_its_text_is() -> 
 
 def test_a_loss_that_is_not_finite_can_be_skipped() -> None:
     run = Run(nan, non_finite="skip")
-    assert run.to()[BAD - 1].outcome is Outcome.NON_FINITE
+    assert run.to()[BAD - 1].outcome is StepOutcome.NON_FINITE
     assert run.steps.state()["streak"] == 0  # a good step came after it
 
 
@@ -174,7 +174,7 @@ def test_a_run_gives_up_after_so_many_bad_steps_without_progress() -> None:
 
 def test_an_order_to_go_back_carries_what_the_event_says() -> None:
     run = Run(spiked, spikes="rollback")
-    with pytest.raises(GoBack) as order:
+    with pytest.raises(Rollback) as order:
         run.to()
     assert order.value.step == BAD
     assert order.value.event(NO_SKIPS)["cause"] == "spike"
@@ -184,7 +184,7 @@ def test_an_order_to_go_back_carries_what_the_event_says() -> None:
 
 def test_going_back_again_and_again_without_getting_past_is_given_up() -> None:
     run = Run(spiked, spikes="rollback", give_up_after=2)
-    with pytest.raises(GoBack) as order:
+    with pytest.raises(Rollback) as order:
         run.to()
     run.steps.load(run.steps.state(), after=order.value)
     with pytest.raises(TrainingError, match="2 bad steps without progress"):
@@ -193,7 +193,7 @@ def test_going_back_again_and_again_without_getting_past_is_given_up() -> None:
 
 def test_with_no_checkpoint_to_go_back_to_the_step_is_skipped() -> None:
     run = Run(spiked, checkpoint=False, spikes="rollback")
-    assert run.to()[BAD - 1].outcome is Outcome.REFUSED
+    assert run.to()[BAD - 1].outcome is StepOutcome.REFUSED
     assert run.events[0]["action"] == "skip"
 
 
@@ -208,7 +208,7 @@ def test_fp16_does_not_notice_that_a_step_was_executed_twice() -> None:
 def test_fp16_overflows_are_no_anomalies() -> None:
     keys = {"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}}
     run = Run(well, keys=keys)
-    assert Outcome.OVERFLOW in [result.outcome for result in run.to()]
+    assert StepOutcome.OVERFLOW in [result.outcome for result in run.to()]
     assert not run.events
 
 

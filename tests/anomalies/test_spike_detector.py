@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from pipeline.anomalies.spike_detector import Judge
+from pipeline.anomalies.spike_detector import SpikeDetector
 from pipeline.data.skips import NO_SKIPS, Skip, Skips, skips_of
 
 
@@ -21,8 +21,8 @@ def curve(steps: int, *, seed: int) -> list[tuple[float, float]]:
     return [(float(loss), float(norm)) for loss, norm in zip(losses, norms, strict=True)]
 
 
-def judge(**fields: int) -> Judge:
-    return Judge(**{"window": 128, "deviations": 10.0, **fields})  # type: ignore[arg-type]
+def judge(**fields: int) -> SpikeDetector:
+    return SpikeDetector(**{"window": 128, "deviations": 10.0, **fields})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from data_prep.formats.tokenfile import TokenFile, shard_prefix
-from pipeline.data.blend import Blend
 from pipeline.data.dataset import TokenDataset
+from pipeline.data.mixture import DataMixture
 from pipeline.data.passages import passages
 from tests import warm
 from tests.conftest import launch, tiny_config, write_config
@@ -65,7 +65,7 @@ def test_every_document_of_a_step_is_a_piece_of_the_corpus(work: Path) -> None:
 
 def test_the_tokens_of_the_passages_are_those_that_were_trained_on(tokens: Path) -> None:
     dataset = TokenDataset.open(tokens, split="train", sequence_length=300)
-    blend = Blend([dataset], weights=[1.0], seed=7)
+    blend = DataMixture([dataset], weights=[1.0], seed=7)
     for number in range(40):
         window = int(blend.order.place([number]).window[0])
         shard = int(dataset.locate([window])[0][0])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headrace.base.cli import guarded, leave
 from pipeline.arguments import resolved_run
-from pipeline.data.blend import open_blend
+from pipeline.data.mixture import open_mixture
 from pipeline.engines.objective import CrossEntropy, Loss
 from pipeline.faults.stop import StopSignals
 from pipeline.launch import detect
@@ -38,7 +38,7 @@ def main() -> int:
     """Entry point."""
     run = resolved_run("Train with a bad sample.")
     how, sample = os.environ["POISON"].split(":")
-    row = open_blend(run.config.data, seed=run.config.run.seed).read([int(sample)])[0]
+    row = open_mixture(run.config.data, seed=run.config.run.seed).read([int(sample)])[0]
     with StopSignals(tells=detect().rank == 0) as signals:
         return train(run, lambda _device: BadSample(torch.from_numpy(row[1:].copy()), float(how)), signals=signals)
 

@@ -12,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.base.errors import CheckpointError
-from pipeline.checkpoint.metadata import Stored, misfit, read_metadata
+from pipeline.checkpoint.metadata import StoredTensor, misfit, read_metadata
 from pipeline.checkpoint.shards import Rectangle, rectangles
 
 
-def stored(shape: tuple[int, ...], pieces: list[Rectangle]) -> Stored:
-    return Stored("weight/w", shape, torch.float32, tuple(pieces))
+def stored(shape: tuple[int, ...], pieces: list[Rectangle]) -> StoredTensor:
+    return StoredTensor("weight/w", shape, torch.float32, tuple(pieces))
 
 
 @st.composite
-def cut_up(draw: st.DrawFn) -> Stored:
+def cut_up(draw: st.DrawFn) -> StoredTensor:
     """A tensor that tensor parallelism cut along one dim, and ZeRO cut the parts in flat ranges."""
     shape = tuple(draw(st.lists(st.integers(1, 6), max_size=3)))
     boxes = [Rectangle((0,) * len(shape), shape)]
@@ -40,7 +40,7 @@ def cut_up(draw: st.DrawFn) -> Stored:
 
 
 @given(whole=cut_up(), data=st.data())
-def test_what_covers_a_tensor_once_is_whole_and_nothing_else_is(whole: Stored, data: st.DataObject) -> None:
+def test_what_covers_a_tensor_once_is_whole_and_nothing_else_is(whole: StoredTensor, data: st.DataObject) -> None:
     assert misfit(whole) is None
     chosen = data.draw(st.sampled_from(whole.pieces))
     gap = dataclasses.replace(whole, pieces=tuple(p for p in whole.pieces if p != chosen))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pipeline.proof.compare import RESUMED
-from pipeline.proof.judgement import Verdict
+from pipeline.proof.judgement import ProofResult
 from tests.parity.matrix import LAYOUT, NUMBERS, Values, is_legal, name_of
 from tests.parity.run import run, told
 
@@ -41,13 +41,13 @@ CHAIN = {
 
 
 @pytest.fixture(scope="module")
-def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verdict]:
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ProofResult]:
     """All of the chain, in one launch."""
     return run(list(CHAIN.values()), tmp_path_factory.mktemp("relayout"))
 
 
 @pytest.mark.parametrize("layout", CHAIN)
-def test_a_layout_goes_on_from_what_the_one_before_it_saved(verdicts: dict[str, Verdict], layout: str) -> None:
+def test_a_layout_goes_on_from_what_the_one_before_it_saved(verdicts: dict[str, ProofResult], layout: str) -> None:
     verdict = verdicts[name_of(CHAIN[layout])]
     assert verdict.holds, told(layout, verdict)
     assert RESUMED in {gap.what for gap in verdict.gaps}

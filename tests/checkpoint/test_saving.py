@@ -19,7 +19,7 @@ from headrace.base.directory import read_manifest, verify
 from pipeline.checkpoint import named_state, save
 from pipeline.checkpoint.save import CheckpointWriter, Saved
 from pipeline.checkpoint.shards import NamedShard
-from pipeline.checkpoint.store import About, CheckpointStore
+from pipeline.checkpoint.store import CheckpointInfo, CheckpointStore
 from tests.parallel.ranks import WORLD, Ranks
 
 ROWS = 64
@@ -34,8 +34,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     ranks.close()
 
 
-def about(step: int) -> About:
-    return About(step, {}, {}, {"step": step})
+def about(step: int) -> CheckpointInfo:
+    return CheckpointInfo(step, {}, {}, {"step": step})
 
 
 def whole_of(tensor: torch.Tensor) -> dict[str, Any]:

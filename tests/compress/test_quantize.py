@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from headrace.base.directory import Manifest, read_manifest, sha256_of_file, staging_path, verify
 from headrace.base.section import parse
 from pipeline.compress.config import QuantizeConfig
-from pipeline.compress.rules import Plan, prepare
+from pipeline.compress.rules import QuantizationPlan, prepare
 from pipeline.compress.weights import pack, save
 from pipeline.data.dataset import TokenDataset
 from pipeline.evaluation.loading import load_model
@@ -148,7 +148,7 @@ def test_the_table_shows_before_and_after(made: Made) -> None:
     assert f"{made.manifest.details['after']['perplexity']:.3f}" in made.stdout
 
 
-def packed_here(folder: Path, model: Path, tokens: Path, **fields: Any) -> Plan:
+def packed_here(folder: Path, model: Path, tokens: Path, **fields: Any) -> QuantizationPlan:
     """The part of `quantize` that writes weights, in this process: folder/small, and the plan it came from."""
     plan = prepare(parse(QuantizeConfig, json.loads(write_config(folder, model, tokens, **fields).read_text())))
     loaded = load_model(model, dtype=torch.float32)

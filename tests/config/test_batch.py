@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headrace.base.errors import ConfigError
 from headrace.base.section import parse
-from pipeline.config.batch import Batch, fill_batch, resolve_batch
+from pipeline.config.batch import BatchSizes, fill_batch, resolve_batch
 from pipeline.config.schema import Config
 
 MINIMAL = {
@@ -20,7 +20,7 @@ MINIMAL = {
 }
 
 
-def resolved(dp: int, **keys: Any) -> Batch:
+def resolved(dp: int, **keys: Any) -> BatchSizes:
     given_keys = {key: value for key, value in keys.items() if value is not None}
     return resolve_batch(parse(Config, {**MINIMAL, **given_keys}), dp=dp)
 
@@ -28,7 +28,7 @@ def resolved(dp: int, **keys: Any) -> Batch:
 @given(dp=st.integers(1, 64), micro=st.integers(1, 16), accumulation=st.integers(1, 16))
 def test_the_missing_number_follows_from_the_others(dp: int, micro: int, accumulation: int) -> None:
     total = dp * micro * accumulation
-    whole = Batch(total, micro, accumulation, dp, 16)
+    whole = BatchSizes(total, micro, accumulation, dp, 16)
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     for left_out in names:
         keys = dict(zip(names, (total, micro, accumulation), strict=True))
@@ -38,7 +38,7 @@ def test_the_missing_number_follows_from_the_others(dp: int, micro: int, accumul
 
 @given(dp=st.integers(1, 64), micro=st.integers(1, 8))
 def test_with_the_total_alone_nothing_is_accumulated(dp: int, micro: int) -> None:
-    assert resolved(dp, train_batch_size=dp * micro) == Batch(dp * micro, micro, 1, dp, 16)
+    assert resolved(dp, train_batch_size=dp * micro) == BatchSizes(dp * micro, micro, 1, dp, 16)
 
 
 def test_a_total_that_dp_does_not_divide_is_refused_with_the_nearest_two() -> None:
@@ -61,7 +61,7 @@ def test_no_numbers_at_all_are_refused() -> None:
         resolved(2)
 
 
-def elastic(dp: int, total: int, micro: int, **more: Any) -> Batch:
+def elastic(dp: int, total: int, micro: int, **more: Any) -> BatchSizes:
     keys = {"train_batch_size": total, "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": None}
     given_keys = {key: value for key, value in (keys | more).items() if value is not None}
     return resolve_batch(parse(Config, {**MINIMAL, **given_keys}), dp=dp, elastic=True)
@@ -91,7 +91,7 @@ def test_an_elastic_run_on_ranks_that_divide_its_batch_is_cut_as_any_other(
     dp: int, micro: int, accumulation: int
 ) -> None:
     total = dp * micro * accumulation
-    assert elastic(dp, total, micro) == Batch(total, micro, accumulation, dp, 16)
+    assert elastic(dp, total, micro) == BatchSizes(total, micro, accumulation, dp, 16)
 
 
 def test_a_smaller_micro_batch_comes_before_much_filling() -> None:
@@ -100,7 +100,7 @@ def test_a_smaller_micro_batch_comes_before_much_filling() -> None:
         " (train_micro_batch_size_per_gpu 2 gave way); x 16 tokens = 128 tokens per step"
     )
     # 17 passes of one row would have 47 fewer of 1134 rows, and take 14 passes more
-    assert elastic(63, 1024, 8) == Batch(1024, 6, 3, 63, 16, ("train_micro_batch_size_per_gpu 8",))
+    assert elastic(63, 1024, 8) == BatchSizes(1024, 6, 3, 63, 16, ("train_micro_batch_size_per_gpu 8",))
 
 
 def test_an_accumulation_for_other_ranks_gives_way_and_is_named() -> None:

@@ -13,11 +13,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from data_prep.formats.tokenfile import TokenFile, TokenFileWriter
-from pipeline.config.batch import Batch
+from pipeline.config.batch import BatchSizes
 from pipeline.config.schema import DataSection, SourceSection
-from pipeline.data.blend import Blend, open_blend
 from pipeline.data.documents import find_borders
 from pipeline.data.loader import IGNORE, StepLoader, heldout_batches
+from pipeline.data.mixture import DataMixture, open_mixture
 from tests.conftest import make_tokens
 
 T = 32
@@ -104,12 +104,12 @@ def test_borders_are_right_with_several_sequences_to_a_document_and_with_none(
         assert found == expected
 
 
-def blend_of(tokens: Path, seed: int = 5) -> Blend:
-    return open_blend(DataSection(sources=(SourceSection(path=str(tokens)),), sequence_length=T), seed=seed)
+def blend_of(tokens: Path, seed: int = 5) -> DataMixture:
+    return open_mixture(DataSection(sources=(SourceSection(path=str(tokens)),), sequence_length=T), seed=seed)
 
 
 def test_every_rank_knows_the_targets_of_the_step_and_counts_its_own(tokens: Path) -> None:
-    blend, batch, seen = blend_of(tokens), Batch(24, 2, 3, 4, T), 0
+    blend, batch, seen = blend_of(tokens), BatchSizes(24, 2, 3, 4, T), 0
     for step in range(1, 9):
         ranks = [
             StepLoader(blend, batch, dp_rank=r, steps=(1, 9), cp=2, cp_rank=c, mask_documents=True).gather(step)
@@ -126,7 +126,7 @@ def test_positions_begin_anew_and_no_label_crosses_a_border(tokens: Path) -> Non
     blend = blend_of(tokens)
     borders = 0
     for step in range(1, 30):
-        batch = StepLoader(blend, Batch(4, 4, 1, 1, T), dp_rank=0, steps=(1, 30), mask_documents=True).gather(step)
+        batch = StepLoader(blend, BatchSizes(4, 4, 1, 1, T), dp_rank=0, steps=(1, 30), mask_documents=True).gather(step)
         (micro,) = batch.micro_batches
         assert micro.positions is not None
         assert micro.documents is not None
@@ -140,7 +140,7 @@ def test_positions_begin_anew_and_no_label_crosses_a_border(tokens: Path) -> Non
 
 
 def test_without_masking_nothing_but_ids_and_labels_is_made(tokens: Path) -> None:
-    (micro,) = StepLoader(blend_of(tokens), Batch(2, 2, 1, 1, T), dp_rank=0, steps=(1, 1)).gather(1).micro_batches
+    (micro,) = StepLoader(blend_of(tokens), BatchSizes(2, 2, 1, 1, T), dp_rank=0, steps=(1, 1)).gather(1).micro_batches
     assert micro.positions is None
     assert micro.documents is None
 

@@ -14,10 +14,10 @@ import torch
 from data_prep.packing.pack import pack
 from headrace.base.errors import ConfigError
 from headrace.base.section import parse
-from pipeline.config.batch import Batch
+from pipeline.config.batch import BatchSizes
 from pipeline.config.schema import DataSection
-from pipeline.data.blend import Blend, open_blend
 from pipeline.data.loader import IGNORE, StepBatch, StepLoader
+from pipeline.data.mixture import DataMixture, open_mixture
 from tests.conftest import make_tokens
 
 T, SAMPLES = 64, 6
@@ -38,16 +38,16 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def opened(tokens: Path, *, packing: str = "contiguous", **fim: float | str) -> Blend:
+def opened(tokens: Path, *, packing: str = "contiguous", **fim: float | str) -> DataMixture:
     data = {"sources": [{"path": str(tokens)}], "sequence_length": T, "packing": packing, "fim": fim}
-    return open_blend(parse(DataSection, data), seed=5)
+    return open_mixture(parse(DataSection, data), seed=5)
 
 
-def gathered(blend: Blend, batch: Batch, *, rank: int = 0, step: int = 2, masked: bool = True) -> StepBatch:
+def gathered(blend: DataMixture, batch: BatchSizes, *, rank: int = 0, step: int = 2, masked: bool = True) -> StepBatch:
     return StepLoader(blend, batch, dp_rank=rank, steps=(1, 99), mask_documents=masked).gather(step)
 
 
-def taken_back(part: list[int], blend: Blend) -> tuple[str, list[int]]:
+def taken_back(part: list[int], blend: DataMixture) -> tuple[str, list[int]]:
     """How a part was changed, and what it was."""
     fim = blend.fim
     assert fim is not None
@@ -64,7 +64,7 @@ def taken_back(part: list[int], blend: Blend) -> tuple[str, list[int]]:
 def test_taken_back_every_document_holds_the_tokens_it_had(tokens: Path, packing: str) -> None:
     blend, kinds = opened(tokens, packing=packing, rate=0.6), []
     for step in range(1, 25):
-        (micro,) = gathered(blend, Batch(SAMPLES, SAMPLES, 1, 1, T), step=step).micro_batches
+        (micro,) = gathered(blend, BatchSizes(SAMPLES, SAMPLES, 1, 1, T), step=step).micro_batches
         samples = np.arange((step - 1) * SAMPLES, step * SAMPLES)
         rows, borders = blend.read(samples), blend.borders(samples)
         for i in range(SAMPLES):
@@ -136,10 +136,10 @@ def test_documents_that_begin_with_a_token_still_do_when_their_middle_was_moved(
 @pytest.mark.parametrize("masked", [True, False])
 def test_every_layout_does_the_same_and_knows_the_targets(tokens: Path, packing: str, masked: bool) -> None:
     blend = opened(tokens, packing=packing)
-    whole = gathered(blend, Batch(8, 8, 1, 1, T), masked=masked)
+    whole = gathered(blend, BatchSizes(8, 8, 1, 1, T), masked=masked)
     assert whole.targets == sum(int((m.labels != IGNORE).sum()) for m in whole.micro_batches)
     for dp, micro, accumulation in ((2, 2, 2), (8, 1, 1), (3, 1, 3)):
-        batch = Batch(8, micro, accumulation, dp, T)
+        batch = BatchSizes(8, micro, accumulation, dp, T)
         ranks = [gathered(blend, batch, rank=rank, masked=masked) for rank in range(dp)]
         assert {rank.targets for rank in ranks} == {whole.targets}
         for field in ("input_ids", "labels", "positions", "documents"):
@@ -151,7 +151,7 @@ def test_every_layout_does_the_same_and_knows_the_targets(tokens: Path, packing:
 
 def test_another_seed_moves_other_documents(tokens: Path) -> None:
     data = {"sources": [{"path": str(tokens)}], "sequence_length": T, "fim": {}}
-    one, two = (open_blend(parse(DataSection, data), seed=seed).fim for seed in (1, 2))
+    one, two = (open_mixture(parse(DataSection, data), seed=seed).fim for seed in (1, 2))
     assert one is not None
     assert two is not None
     samples = np.arange(50)

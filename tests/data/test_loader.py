@@ -11,19 +11,19 @@ import pytest
 import torch
 
 from headrace.base.errors import ConfigError, DataError
-from pipeline.config.batch import Batch
+from pipeline.config.batch import BatchSizes
 from pipeline.config.schema import DataSection, SourceSection
-from pipeline.data.blend import Blend, open_blend
 from pipeline.data.dataset import TokenDataset, choose_windows
 from pipeline.data.loader import IGNORE, StepBatch, StepLoader, heldout_batches
+from pipeline.data.mixture import DataMixture, open_mixture
 from tests.conftest import make_tokens
 
 T = 32
 
 
-def blend_of(*paths: Path) -> Blend:
+def blend_of(*paths: Path) -> DataMixture:
     section = DataSection(sources=tuple(SourceSection(path=str(p)) for p in paths), sequence_length=T)
-    return open_blend(section, seed=5)
+    return open_mixture(section, seed=5)
 
 
 def some(tensor: torch.Tensor | None) -> torch.Tensor:
@@ -31,9 +31,9 @@ def some(tensor: torch.Tensor | None) -> torch.Tensor:
     return tensor
 
 
-def step_of(blend: Blend, *, dp: int, micro: int, step: int) -> torch.Tensor:
+def step_of(blend: DataMixture, *, dp: int, micro: int, step: int) -> torch.Tensor:
     """All samples of a step in global order, put together from what each rank sees: int64 [samples, T + 1]."""
-    batch = Batch(24, micro, 24 // (dp * micro), dp, T)
+    batch = BatchSizes(24, micro, 24 // (dp * micro), dp, T)
     ranks = [StepLoader(blend, batch, dp_rank=r, steps=(step, step)).gather(step).micro_batches for r in range(dp)]
     rows = [torch.cat([m.input_ids, m.labels[:, -1:]], 1) for per_micro in zip(*ranks, strict=True) for m in per_micro]
     return torch.cat(rows)
@@ -47,7 +47,7 @@ def test_a_step_holds_the_same_samples_in_every_layout(tokens: Path) -> None:
 
 
 def test_a_loader_that_starts_late_goes_on_where_the_other_was(tokens: Path) -> None:
-    blend, batch = blend_of(tokens), Batch(4, 2, 2, 1, T)
+    blend, batch = blend_of(tokens), BatchSizes(4, 2, 2, 1, T)
     whole = list(StepLoader(blend, batch, dp_rank=0, steps=(1, 9)))
     late = list(StepLoader(blend, batch, dp_rank=0, steps=(6, 9)))
     assert [s.step for s in late] == [6, 7, 8, 9]
@@ -56,7 +56,7 @@ def test_a_loader_that_starts_late_goes_on_where_the_other_was(tokens: Path) -> 
 
 
 def test_labels_are_the_next_tokens(tokens: Path) -> None:
-    micro = StepLoader(blend_of(tokens), Batch(2, 2, 1, 1, T), dp_rank=0, steps=(1, 1)).gather(1).micro_batches[0]
+    micro = StepLoader(blend_of(tokens), BatchSizes(2, 2, 1, 1, T), dp_rank=0, steps=(1, 1)).gather(1).micro_batches[0]
     assert torch.equal(micro.input_ids[:, 1:], micro.labels[:, :-1])
     assert micro.input_ids.shape == micro.labels.shape == (2, T)
 
@@ -65,7 +65,7 @@ def test_an_error_in_the_gathering_thread_reaches_the_loop(tokens: Path) -> None
     blend = blend_of(tokens)
     blend.sources[0].rows = None  # type: ignore[method-assign, assignment]
     with pytest.raises(TypeError):
-        next(iter(StepLoader(blend, Batch(2, 2, 1, 1, T), dp_rank=0, steps=(1, 3))))
+        next(iter(StepLoader(blend, BatchSizes(2, 2, 1, 1, T), dp_rank=0, steps=(1, 3))))
 
 
 def test_windows_cover_a_split_in_order_and_share_one_token(tokens: Path) -> None:
@@ -118,7 +118,7 @@ def test_datasets_of_different_tokenizers_are_not_blended(tokens: Path, tmp_path
 
 
 def test_the_pieces_of_a_sequence_put_together_are_the_sequence(tokens: Path) -> None:
-    blend, batch = blend_of(tokens), Batch(8, 2, 2, 2, T)
+    blend, batch = blend_of(tokens), BatchSizes(8, 2, 2, 2, T)
     for masked in (False, True):
         make = partial(StepLoader, blend, batch, dp_rank=1, steps=(1, 9), mask_documents=masked)
         whole = make().gather(4)
@@ -147,9 +147,9 @@ def test_heldout_pieces_put_together_are_the_split(tokens: Path) -> None:
 def test_ranks_that_do_not_divide_a_step_see_each_of_its_samples_once_and_filling(
     tokens: Path, dp: int, micro: int, accumulation: int, masked: bool
 ) -> None:
-    blend, whole, cut = blend_of(tokens), Batch(8, 8, 1, 1, T), Batch(8, micro, accumulation, dp, T)
+    blend, whole, cut = blend_of(tokens), BatchSizes(8, 8, 1, 1, T), BatchSizes(8, micro, accumulation, dp, T)
 
-    def gathered(batch: Batch, rank: int) -> StepBatch:
+    def gathered(batch: BatchSizes, rank: int) -> StepBatch:
         return StepLoader(blend, batch, dp_rank=rank, steps=(3, 3), mask_documents=masked).gather(3)
 
     expected, ranks = gathered(whole, 0), [gathered(cut, rank) for rank in range(dp)]

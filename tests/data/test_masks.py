@@ -15,12 +15,12 @@ from data_prep.config.corpus import TokenizerSection
 from data_prep.formats.maskfile import MASK, open_mask
 from data_prep.tokenizer.train import train
 from headrace.base.errors import ConfigError, DataError
-from pipeline.config.batch import Batch
+from pipeline.config.batch import BatchSizes
 from pipeline.config.schema import DataSection
 from pipeline.data import dataset as dataset_module
-from pipeline.data.blend import Blend, open_blend
 from pipeline.data.dataset import TokenDataset
 from pipeline.data.loader import IGNORE, StepLoader, heldout_batches
+from pipeline.data.mixture import DataMixture, open_mixture
 
 T = 32
 TEMPLATE = (
@@ -57,8 +57,8 @@ def talks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return work / "tokens"
 
 
-def blend_of(talks: Path, **fields: object) -> Blend:
-    return open_blend(DataSection(sources=[{"path": str(talks)}], sequence_length=T, **fields), seed=3)
+def blend_of(talks: Path, **fields: object) -> DataMixture:
+    return open_mixture(DataSection(sources=[{"path": str(talks)}], sequence_length=T, **fields), seed=3)
 
 
 @pytest.mark.parametrize("packing", ["contiguous", "best_fit"])
@@ -68,7 +68,7 @@ def test_all_ranks_together_learn_what_is_marked_and_know_how_much_that_is(
     talks: Path, packing: str, mask_documents: bool, dp: int, cp: int
 ) -> None:
     blend = blend_of(talks, packing=packing)
-    batch = Batch(samples=6, micro=6 // dp, accumulation=1, dp=dp, sequence_length=T)
+    batch = BatchSizes(samples=6, micro=6 // dp, accumulation=1, dp=dp, sequence_length=T)
     found, promised = 0, set()
     for dp_rank in range(dp):
         for cp_rank in range(cp):
@@ -87,7 +87,7 @@ def test_what_is_learnt_is_what_the_assistant_says(talks: Path) -> None:
 
     tokenizer = Tokenizer.from_file(str(talks / "tokenizer" / "tokenizer.json"))
     blend = blend_of(talks)
-    batch = Batch(samples=4, micro=4, accumulation=1, dp=1, sequence_length=T)
+    batch = BatchSizes(samples=4, micro=4, accumulation=1, dp=1, sequence_length=T)
     for step in StepLoader(blend, batch, dp_rank=0, steps=(1, 4)):
         for micro in step.micro_batches:
             labels = micro.labels.numpy()
@@ -120,7 +120,7 @@ def test_the_masks_of_all_samples_of_a_step_are_hinted_on_every_rank(
     (dataset,) = blend.sources
     hinted: list[tuple[int, int]] = []
     monkeypatch.setattr(dataset_module, "will_need", lambda address, size: hinted.append((address, size)))
-    batch = Batch(samples=6, micro=1, accumulation=1, dp=6, sequence_length=T)
+    batch = BatchSizes(samples=6, micro=1, accumulation=1, dp=6, sequence_length=T)
     for step in StepLoader(blend, batch, dp_rank=1, steps=(1, 4), prefetch=1):
         spans = dataset.spans(blend.order.place(np.arange(6) + 6 * (step.step - 1)).window)
         for shard, start, length in zip(spans.shard, spans.start, spans.length, strict=True):

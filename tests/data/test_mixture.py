@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 from headrace.base.errors import ConfigError, DataError
 from headrace.base.section import parse
-from pipeline.config.batch import Batch
+from pipeline.config.batch import BatchSizes
 from pipeline.config.curve import curve_fields
 from pipeline.config.data_rules import check_data
 from pipeline.config.load import load_config
 from pipeline.config.rules import resolve
 from pipeline.config.schema import DataSection
-from pipeline.data.blend import Blend, open_blend, open_heldout
 from pipeline.data.loader import StepLoader
-from pipeline.data.mixture import Extent, make_order
-from pipeline.data.order import SampleOrder, Stage
+from pipeline.data.mixing_weights import Extent, make_order
+from pipeline.data.mixture import DataMixture, open_heldout, open_mixture
+from pipeline.data.order import MixtureStage, SampleOrder
 from tests.conftest import make_tokens, text_folders, tiny_config, write_config
 
 T = 32
@@ -39,10 +39,10 @@ def section(*sources: dict[str, Any], **fields: Any) -> DataSection:
     return parse(DataSection, {"sources": list(sources), "sequence_length": T, **fields}, at="data")
 
 
-def opened(*sources: dict[str, Any], steps: int = 100, per_step: int = 8, **fields: Any) -> Blend:
+def opened(*sources: dict[str, Any], steps: int = 100, per_step: int = 8, **fields: Any) -> DataMixture:
     data = section(*sources, **fields)
     check_data(data)
-    return open_blend(data, seed=5, extent=Extent(steps, per_step))
+    return open_mixture(data, seed=5, extent=Extent(steps, per_step))
 
 
 def test_a_named_source_is_its_shards_and_no_others(two: Path) -> None:
@@ -58,7 +58,7 @@ def test_a_named_source_is_its_shards_and_no_others(two: Path) -> None:
 
 def test_held_out_text_is_that_of_the_named_sources(two: Path) -> None:
     data = section({"path": str(two), "source": "json"}, {"path": str(two), "source": "email"})
-    blend = open_blend(data, seed=5)
+    blend = open_mixture(data, seed=5)
     held = open_heldout(data, blend)
     assert sum(h.tokens for h in held) <= blend.sources[0].manifest.details["splits"]["heldout"]["tokens"]
     assert {h.source for h in held} <= {"json", "email"}
@@ -213,7 +213,7 @@ def test_a_schedule_is_seen_alike_in_every_layout_and_after_a_restart(two: Path)
     for step in (3, 4, 5, 6):
         expected = blend.read(np.arange((step - 1) * 8, step * 8))[:, :-1]
         for dp, micro in ((1, 8), (2, 2), (4, 1), (8, 1)):
-            batch = Batch(8, micro, 8 // (dp * micro), dp, T)
+            batch = BatchSizes(8, micro, 8 // (dp * micro), dp, T)
             late = [next(iter(StepLoader(blend, batch, dp_rank=r, steps=(step, 9)))) for r in range(dp)]
             parts = [m.input_ids for each in zip(*(s.micro_batches for s in late), strict=True) for m in each]
             assert np.array_equal(np.concatenate(parts), expected), (step, dp, micro)
@@ -228,7 +228,7 @@ def test_stages_go_on_counting_so_that_an_epoch_sees_every_window_once(
     cuts: list[int], weights: list[tuple[int, int, int]]
 ) -> None:
     windows = [700, 3000, 50]
-    later = [Stage(start, weights[i + 1]) for i, start in enumerate(sorted(cuts))]
+    later = [MixtureStage(start, weights[i + 1]) for i, start in enumerate(sorted(cuts))]
     order = SampleOrder(windows, weights=weights[0], seed=1, later=later)
     start = max(0, cuts[0] - 4000)
     whole = order.place(np.arange(start, start + 8000))

@@ -18,12 +18,12 @@ from data_prep.formats.tokenfile import TokenFile
 from headrace.base.directory import Manifest, read_manifest
 from headrace.base.errors import ConfigError, DataError
 from headrace.base.section import parse
-from pipeline.config.batch import Batch
+from pipeline.config.batch import BatchSizes
 from pipeline.config.schema import DataSection
-from pipeline.data.blend import Blend, open_blend, open_heldout
 from pipeline.data.dataset import TokenDataset
 from pipeline.data.files import OpenFiles
 from pipeline.data.loader import StepLoader
+from pipeline.data.mixture import DataMixture, open_heldout, open_mixture
 from tests.conftest import ROOT
 from tests.data.sparse import write_sparse
 
@@ -31,8 +31,8 @@ T = 32
 SHARDS = 300
 
 
-def opened(*sources: dict[str, object], **fields: object) -> Blend:
-    return open_blend(parse(DataSection, {"sources": list(sources), "sequence_length": T, **fields}), seed=5)
+def opened(*sources: dict[str, object], **fields: object) -> DataMixture:
+    return open_mixture(parse(DataSection, {"sources": list(sources), "sequence_length": T, **fields}), seed=5)
 
 
 def descriptors() -> int:
@@ -155,7 +155,7 @@ def test_hints_change_nothing_and_reach_over_all_sources(tokens: Path) -> None:
 
 @pytest.mark.parametrize("steps", [(1, 3), (5, 2500)])
 def test_places_found_ahead_are_those_of_each_step(tokens: Path, steps: tuple[int, int]) -> None:
-    loader = StepLoader(opened({"path": str(tokens)}), Batch(4, 2, 2, 1, T), dp_rank=0, steps=steps)
+    loader = StepLoader(opened({"path": str(tokens)}), BatchSizes(4, 2, 2, 1, T), dp_rank=0, steps=steps)
     for number, step in enumerate(loader):
         assert step.step == steps[0] + number
         if number % 331 == 0 or step.step == steps[1]:
@@ -205,7 +205,7 @@ def test_a_prefix_and_a_tokens_directory_are_blended(tokens: Path, tmp_path: Pat
     megatron(tmp_path / "web")
     data = {"sources": [{"path": str(tmp_path / "web"), "tokenizer": str(tokens / "tokenizer")}, {"path": str(tokens)}]}
     section = parse(DataSection, {**data, "sequence_length": T})
-    blend = open_blend(section, seed=5)
+    blend = open_mixture(section, seed=5)
     rows, place = blend.read(np.arange(50)), blend.order.place(np.arange(50))
     for row, source, window in zip(rows, place.source, place.window, strict=True):
         assert np.array_equal(row, blend.sources[source].read([window])[0])
@@ -238,11 +238,11 @@ def test_what_a_prefix_does_not_say_is_asked_for(tokens: Path, tmp_path: Path) -
         opened({"path": f"{prefix}.bin", "tokenizer": tokenizer})
     data = parse(DataSection, {"sources": [{"path": prefix, "tokenizer": tokenizer}], "sequence_length": T})
     with pytest.raises(ConfigError, match=r"data\.sources\.0\.heldout"):
-        open_heldout(data, open_blend(data, seed=5))
+        open_heldout(data, open_mixture(data, seed=5))
     held = parse(
         DataSection, {**data.model_dump(), "sources": [{**data.sources[0].model_dump(), "heldout": str(tokens)}]}
     )
-    assert len(open_heldout(held, open_blend(held, seed=5))) == 1
+    assert len(open_heldout(held, open_mixture(held, seed=5))) == 1
 
 
 def test_a_tokenizer_that_is_too_small_for_the_ids_is_refused(tokens: Path, tmp_path: Path) -> None:

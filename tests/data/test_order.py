@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.base.errors import DataError
-from pipeline.data.order import SampleOrder, Stage
+from pipeline.data.order import MixtureStage, SampleOrder
 
 FAR = 10**9
 """A sample deep in a run: 2e12 tokens in samples of 2,048."""
@@ -101,7 +101,7 @@ def test_the_order_of_a_seed_never_changes() -> None:
 
 def test_the_order_of_a_seed_with_stages_never_changes() -> None:
     order = SampleOrder(
-        [1000, 50], weights=[3.0, 1.0], seed=42, later=[Stage(4, (1.0, 3.0)), Stage(70_000, (1.0, 0.0))]
+        [1000, 50], weights=[3.0, 1.0], seed=42, later=[MixtureStage(4, (1.0, 3.0)), MixtureStage(70_000, (1.0, 0.0))]
     )
     place = order.place([*range(8), 69_999, 70_000, 10**12])
     assert place.source.tolist() == [0, 0, 1, 0, 1, 0, 1, 1, 1, 0, 0]

@@ -25,11 +25,11 @@ from data_prep.packing.pack import pack
 from headrace.base.directory import read_manifest, verify
 from headrace.base.errors import ConfigError, DataError
 from headrace.base.section import parse
-from pipeline.config.batch import Batch
+from pipeline.config.batch import BatchSizes
 from pipeline.config.schema import DataSection
-from pipeline.data.blend import Blend, open_blend
 from pipeline.data.documents import find_borders
 from pipeline.data.loader import IGNORE, StepBatch, StepLoader
+from pipeline.data.mixture import DataMixture, open_mixture
 from pipeline.data.packed import PackedDataset
 from pipeline.data.passages import passages
 from tests.conftest import make_tokens
@@ -61,9 +61,9 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def opened(tokens: Path, **fields: object) -> Blend:
+def opened(tokens: Path, **fields: object) -> DataMixture:
     raw = {"sources": [{"path": str(tokens)}], "sequence_length": T, "packing": "best_fit", **fields}
-    return open_blend(parse(DataSection, raw), seed=5)
+    return open_mixture(parse(DataSection, raw), seed=5)
 
 
 def plain_best_fit(lengths: list[int], size: int) -> list[int]:
@@ -154,7 +154,7 @@ def test_the_manifest_counts_what_there_is(tokens: Path) -> None:
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_labels_are_the_next_tokens_of_the_same_document_and_padding_has_none(tokens: Path, masked: bool) -> None:
-    blend, batch, padded = opened(tokens), Batch(6, 2, 3, 1, T), 0
+    blend, batch, padded = opened(tokens), BatchSizes(6, 2, 3, 1, T), 0
     for step in range(1, 30):
         whole = StepLoader(blend, batch, dp_rank=0, steps=(1, 30), mask_documents=masked).gather(step)
         assert whole.targets == sum(int((m.labels != IGNORE).sum()) for m in whole.micro_batches)
@@ -175,7 +175,9 @@ def test_labels_are_the_next_tokens_of_the_same_document_and_padding_has_none(to
 def test_masks_are_those_of_documents_apart(tokens: Path) -> None:
     blend, apart = opened(tokens), 0
     for step in range(1, 12):
-        gathered = StepLoader(blend, Batch(8, 8, 1, 1, T), dp_rank=0, steps=(1, 12), mask_documents=True).gather(step)
+        gathered = StepLoader(blend, BatchSizes(8, 8, 1, 1, T), dp_rank=0, steps=(1, 12), mask_documents=True).gather(
+            step
+        )
         (micro,) = gathered.micro_batches
         assert micro.positions is not None
         assert micro.documents is not None
@@ -199,12 +201,12 @@ def test_masks_are_those_of_documents_apart(tokens: Path) -> None:
 def test_every_layout_sees_the_same_packed_samples(tokens: Path, masked: bool) -> None:
     blend = opened(tokens)
 
-    def gathered(batch: Batch, rank: int, **piece: int) -> StepBatch:
+    def gathered(batch: BatchSizes, rank: int, **piece: int) -> StepBatch:
         return StepLoader(blend, batch, dp_rank=rank, steps=(2, 2), mask_documents=masked, **piece).gather(2)
 
-    whole = gathered(Batch(8, 8, 1, 1, T), 0)
+    whole = gathered(BatchSizes(8, 8, 1, 1, T), 0)
     for dp, micro, accumulation in ((2, 2, 2), (8, 1, 1), (3, 1, 3)):
-        ranks = [gathered(Batch(8, micro, accumulation, dp, T), rank) for rank in range(dp)]
+        ranks = [gathered(BatchSizes(8, micro, accumulation, dp, T), rank) for rank in range(dp)]
         assert {rank.targets for rank in ranks} == {whole.targets}
         for field in ("input_ids", "labels", "positions", "documents"):
             expected = getattr(whole.micro_batches[0], field)
@@ -212,7 +214,7 @@ def test_every_layout_sees_the_same_packed_samples(tokens: Path, masked: bool) -
             parts = [part for each in of_all for part in each]
             if expected is not None:
                 assert torch.equal(torch.cat(parts)[:8], expected), (dp, field)
-    halves = [gathered(Batch(8, 8, 1, 1, T), 0, cp=2, cp_rank=rank).micro_batches[0] for rank in range(2)]
+    halves = [gathered(BatchSizes(8, 8, 1, 1, T), 0, cp=2, cp_rank=rank).micro_batches[0] for rank in range(2)]
     for field in ("input_ids", "labels"):
         joined = torch.cat([getattr(half, field) for half in halves], 1)
         assert torch.equal(joined, getattr(whole.micro_batches[0], field))

@@ -12,7 +12,7 @@ from headrace.base.directory import read_manifest
 from headrace.base.errors import DataError
 from headrace.base.section import parse
 from pipeline.config.schema import DataSection
-from pipeline.data.blend import open_blend, open_heldout
+from pipeline.data.mixture import open_heldout, open_mixture
 from pipeline.data.text_bytes import text_bytes
 from tests.conftest import make_tokens
 
@@ -40,7 +40,7 @@ def test_another_prefix_may_be_what_a_prefix_is_evaluated_on(made: Path) -> None
     source = {"path": str(made / "train/shard-00000"), "tokenizer": str(made / "tokenizer")}
     data = {"sources": [source | {"heldout": str(made / "heldout/shard-00000")}], "sequence_length": 16}
     section = parse(DataSection, data)
-    (held,) = open_heldout(section, open_blend(section, seed=1))
+    (held,) = open_heldout(section, open_mixture(section, seed=1))
     entry = read_manifest(made, kind="tokens").details["splits"]["heldout"]
     assert (held.tokens, held.bytes) == (entry["tokens"], entry["bytes"])
 
@@ -56,7 +56,7 @@ def test_an_id_that_the_tokenizer_lacks_is_named_wherever_it_lies(made: Path, tm
     data = {"sources": [source | {"heldout": str(tmp_path / "web")}], "sequence_length": 16}
     section = parse(DataSection, data)
     with pytest.raises(DataError) as refused:
-        open_heldout(section, open_blend(section, seed=1))
+        open_heldout(section, open_mixture(section, seed=1))
     known = read_manifest(made, kind="tokens").details["tokenizer"]["vocab_size"]
     assert f"web.bin holds the id {wrong} as token 123,456" in str(refused.value)
     assert f"{made / 'tokenizer'} has {known} ids\n  try: " in str(refused.value)

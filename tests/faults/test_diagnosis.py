@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.schema import WatchdogSection
-from pipeline.faults.diagnosis import SETTLE_S, Record, Verdict, judge
+from pipeline.faults.diagnosis import SETTLE_S, Diagnosis, RankStatus, diagnose
 from pipeline.faults.heartbeat_messages import Lines, line
-from pipeline.faults.rendezvous import beat_of, silent_of
-from pipeline.faults.report import claim, read_faults, row, told
+from pipeline.faults.rendezvous import heartbeat_interval, heartbeat_timeout
+from pipeline.faults.report import claim, describe_fault, read_faults, row
 from pipeline.faults.stack_dumps import debugged, parsed, waits
 
 NOW = 1000.0
 WAITS = ("torch/distributed/distributed_c10d.py:3252 in all_reduce", "pipeline/run/trainer.py:88 in go")
 WORKS = ("pipeline/data/loader.py:40 in read", "pipeline/run/trainer.py:80 in go")
-TRAINING = Record(0, "node01", 100, heard=NOW, moved=NOW, places=9, step=17, phase="training", stack=WAITS)
+TRAINING = RankStatus(0, "node01", 100, heard=NOW, moved=NOW, places=9, step=17, phase="training", stack=WAITS)
 
 
-def ranks(*changes: dict[str, object]) -> list[Record]:
+def ranks(*changes: dict[str, object]) -> list[RankStatus]:
     """Records of ranks 0, 1, ... that differ from a rank in training as said."""
     return [
         replace(TRAINING, rank=rank, pid=100 + rank, **change)  # type: ignore[arg-type]
@@ -28,8 +28,8 @@ def ranks(*changes: dict[str, object]) -> list[Record]:
     ]
 
 
-def verdict(records: list[Record], now: float = NOW) -> Verdict | None:
-    return judge(records, now, silent_s=60.0, stuck_s=1500.0)
+def verdict(records: list[RankStatus], now: float = NOW) -> Diagnosis | None:
+    return diagnose(records, now, silent_s=60.0, stuck_s=1500.0)
 
 
 def test_nothing_is_wrong_while_all_are_heard_and_somebody_moves() -> None:
@@ -38,14 +38,14 @@ def test_nothing_is_wrong_while_all_are_heard_and_somebody_moves() -> None:
 
 def test_a_connection_that_closes_without_goodbye_is_a_death() -> None:
     assert verdict(ranks({}, {"gone": True, "left": True}, {})) is None
-    assert verdict(ranks({}, {"gone": True, "heard": NOW - 0.5}, {})) == Verdict("died", (1,), 0.5)
+    assert verdict(ranks({}, {"gone": True, "heard": NOW - 0.5}, {})) == Diagnosis("died", (1,), 0.5)
 
 
 def test_all_ranks_of_a_host_that_is_gone_are_named_together() -> None:
     away = {"host": "node02", "heard": NOW - 61.0}
     found = verdict(ranks({}, {}, away, away, away))
-    assert found == Verdict("silent", (2, 3, 4), 61.0)
-    text = told(found, {record.rank: record for record in ranks({}, {}, away, away, away)}, world_size=5)
+    assert found == Diagnosis("silent", (2, 3, 4), 61.0)
+    text = describe_fault(found, {record.rank: record for record in ranks({}, {}, away, away, away)}, world_size=5)
     assert "rank 2 of 5 on node02 (pid 102) has been silent for 61.0 s" in text
     assert "the same of ranks 3-4" in text
     assert "the others: ranks 0-1 at step 17, in training" in text
@@ -55,8 +55,8 @@ def test_an_error_is_the_cause_and_closed_connections_its_consequence() -> None:
     consequence = {"failed": "RuntimeError: Connection closed by peer", "consequence": True, "failed_at": NOW - 0.1}
     cause = {"failed": "ValueError: boom", "failed_at": NOW}
     assert verdict(ranks(consequence, consequence)) is None  # the cause may still be told
-    assert verdict(ranks(consequence, cause)) == Verdict("failed", (1,), 0.0)
-    assert verdict(ranks(consequence, {"gone": True})) == Verdict("died", (1,), 0.0)
+    assert verdict(ranks(consequence, cause)) == Diagnosis("failed", (1,), 0.0)
+    assert verdict(ranks(consequence, {"gone": True})) == Diagnosis("died", (1,), 0.0)
 
 
 def test_where_ranks_lost_each_other_and_none_is_the_cause_the_link_is() -> None:
@@ -64,7 +64,7 @@ def test_where_ranks_lost_each_other_and_none_is_the_cause_the_link_is() -> None
     found = verdict(records, NOW + SETTLE_S + 0.1)
     assert found is not None
     assert (found.kind, found.ranks) == ("lost", (0,))
-    text = told(found, {record.rank: record for record in records}, world_size=4)
+    text = describe_fault(found, {record.rank: record for record in records}, world_size=4)
     assert "rank 0 of 4 on node01 (pid 100) lost its link to another rank" in text
     assert "never heard, so look at them first: ranks 2-3" in text
 
@@ -74,7 +74,7 @@ def test_where_ranks_lost_each_other_and_none_is_the_cause_the_link_is() -> None
 )
 def test_a_host_without_power_is_named_and_not_whom_nccl_ended_for_it(seen: dict[str, object]) -> None:
     # 60 s of silence are borne; a call may keep the interpreter's lock, and with it all signs of life but every 30 s
-    assert verdict(ranks(seen, {}, {"heard": NOW - 33.0})) == Verdict("silent", (2,), 33.0)
+    assert verdict(ranks(seen, {}, {"heard": NOW - 33.0})) == Diagnosis("silent", (2,), 33.0)
     found = verdict(ranks(seen, {}, {"heard": NOW - 31.0}))
     assert found is not None
     assert found.ranks == (0,)
@@ -82,25 +82,25 @@ def test_a_host_without_power_is_named_and_not_whom_nccl_ended_for_it(seen: dict
 
 def test_with_many_ranks_silence_is_longer_than_several_beats() -> None:
     limits = WatchdogSection(silent=60.0)
-    assert silent_of(limits, 8) == 60.0
-    assert silent_of(limits, 7680) == 4 * beat_of(7680) == 120.0
+    assert heartbeat_timeout(limits, 8) == 60.0
+    assert heartbeat_timeout(limits, 7680) == 4 * heartbeat_interval(7680) == 120.0
 
 
 def test_of_ranks_that_all_stand_still_the_one_that_is_behind_is_named() -> None:
     still = {"moved": NOW - 1600.0}
-    assert verdict(ranks(still, still | {"places": 8, "phase": "reading data"}, still)) == Verdict(
+    assert verdict(ranks(still, still | {"places": 8, "phase": "reading data"}, still)) == Diagnosis(
         "stuck", (1,), 1600.0
     )
 
 
 def test_of_ranks_at_the_same_place_the_one_that_does_not_wait_for_others_is_named() -> None:
     still = {"moved": NOW - 1600.0}
-    assert verdict(ranks(still, still, still | {"stack": WORKS})) == Verdict("stuck", (2,), 1600.0)
+    assert verdict(ranks(still, still, still | {"stack": WORKS})) == Diagnosis("stuck", (2,), 1600.0)
 
 
 def test_where_nobody_differs_all_are_named() -> None:
     still = {"moved": NOW - 1600.0}
-    assert verdict(ranks(still, still)) == Verdict("stuck", (0, 1), 1600.0)
+    assert verdict(ranks(still, still)) == Diagnosis("stuck", (0, 1), 1600.0)
 
 
 def test_a_person_in_a_debugger_may_take_any_time() -> None:
@@ -137,7 +137,7 @@ def test_messages_survive_any_cut_and_other_text_between_them() -> None:
 
 def test_of_many_who_report_a_fault_one_is_first_and_its_row_says_all(tmp_path: Path) -> None:
     records = {record.rank: record for record in ranks({}, {"gone": True, "heard": NOW - 0.5})}
-    entry = row(Verdict("died", (1,), 0.5), records, world_size=2)
+    entry = row(Diagnosis("died", (1,), 0.5), records, world_size=2)
     assert [claim(tmp_path, entry, token="a"), claim(tmp_path, entry, token="a")] == [True, False]
     assert claim(tmp_path, entry, token="of another start")
     first, _ = read_faults(tmp_path)

@@ -10,8 +10,8 @@ import pytest
 
 from pipeline.config.schema import WatchdogSection
 from pipeline.faults.heartbeat_messages import Lines, line
-from pipeline.faults.monitor import Address, Monitor, Place, hello
-from pipeline.faults.rendezvous import connect, start_hub
+from pipeline.faults.monitor import Address, Monitor, RankPosition, hello
+from pipeline.faults.rendezvous import connect, start_heartbeat_server
 from pipeline.faults.report import read_faults
 from pipeline.launch import detect
 
@@ -19,7 +19,7 @@ from pipeline.launch import detect
 @pytest.fixture
 def address(tmp_path: Path) -> Address:
     """Of a hub for one rank."""
-    return start_hub(detect({}), None, config=WatchdogSection(silent=30.0), run_dir=tmp_path)
+    return start_heartbeat_server(detect({}), None, config=WatchdogSection(silent=30.0), run_dir=tmp_path)
 
 
 def closes(connection: socket.socket) -> bool:
@@ -78,7 +78,7 @@ def test_a_rank_that_leaves_before_it_has_found_the_hub_is_not_dead(
         time.sleep(seconds)
         return found
 
-    monitor = Monitor(0, place=Place, find=find, lost=lambda _seconds: None, beat_s=1.0, silent_s=30.0)
+    monitor = Monitor(0, place=RankPosition, find=find, lost=lambda _seconds: None, beat_s=1.0, silent_s=30.0)
     monitor.start()
     monitor.close()
     assert refuses(address)

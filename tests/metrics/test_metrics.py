@@ -140,7 +140,7 @@ def test_the_iterable_feeds_a_loop_of_ones_own(tokens: Path) -> None:
 import torch
 from pipeline.config.batch import Batch
 from pipeline.config.schema import DataSection, SourceSection
-from pipeline.data.blend import open_blend
+from pipeline.data.mixture import open_blend
 from pipeline.data.loader import StepLoader
 blend = open_blend(DataSection(sources=(SourceSection(path={str(tokens)!r}),), sequence_length=16), seed=1)
 model = torch.nn.Sequential(torch.nn.Embedding(512, 8), torch.nn.Linear(8, 512))

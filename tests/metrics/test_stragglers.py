@@ -16,18 +16,18 @@ import torch
 
 from pipeline.metrics.journal import read_rows
 from pipeline.metrics.own_time import CoreClock, Span, host_seconds, kernel_seconds, profiled
-from pipeline.metrics.stragglers import Judge, peers_of
+from pipeline.metrics.stragglers import StragglerDetector, peers_of
 from pipeline.topology import Topology
 from tests import warm
 from tests.conftest import entry_point, launch, losses, tiny_config, write_config
 
 
-def said(judge: Judge, *reports: list[float]) -> list[list[int]]:
+def said(judge: StragglerDetector, *reports: list[float]) -> list[list[int]]:
     return [judge.hear(seconds)[1] for seconds in reports]
 
 
 def test_a_rank_is_named_once_when_it_is_slower_than_its_peers_in_two_reports_in_a_row() -> None:
-    judge = Judge([0] * 4, slower_by=0.1)
+    judge = StragglerDetector([0] * 4, slower_by=0.1)
     quiet, slow = [1.0, 1.01, 1.02, 1.0], [1.0, 1.01, 1.2, 1.0]
     assert said(judge, quiet, quiet, slow, quiet, slow, slow, slow, quiet, slow, slow) == [
         *([[]] * 5),
@@ -39,7 +39,7 @@ def test_a_rank_is_named_once_when_it_is_slower_than_its_peers_in_two_reports_in
 
 def test_ranks_are_compared_with_those_of_their_own_pipeline_stage() -> None:
     peers = peers_of(Topology(pp=2, dp=3), ring=False)
-    judge = Judge(peers, slower_by=0.1)
+    judge = StragglerDetector(peers, slower_by=0.1)
     stages = [1.0, 1.0, 1.0, 3.0, 3.0, 3.6]
     assert said(judge, stages, stages, stages) == [[], [], [5]]
     assert judge.hear(stages)[0] == pytest.approx([1, 1, 1, 1, 1, 1.2])
@@ -48,24 +48,24 @@ def test_ranks_are_compared_with_those_of_their_own_pipeline_stage() -> None:
 def test_in_a_ring_later_pieces_of_a_sequence_have_other_peers_and_two_peers_can_be_compared() -> None:
     topology = Topology(dp=2, cp=2)
     assert len(set(peers_of(topology, ring=False))) == 1
-    judge = Judge(peers_of(topology, ring=True), slower_by=0.1)
+    judge = StragglerDetector(peers_of(topology, ring=True), slower_by=0.1)
     uneven = [1.0, 2.0, 1.0, 2.5]
     assert said(judge, uneven, uneven, uneven) == [[], [], [3]]
 
 
 def test_a_rank_without_peers_and_times_that_were_not_measured_name_nobody() -> None:
-    judge = Judge([0, 1], slower_by=0.1)
+    judge = StragglerDetector([0, 1], slower_by=0.1)
     assert said(judge, *[[1.0, 9.0]] * 4) == [[]] * 4
-    assert said(Judge([0, 0], slower_by=0.1), *[[0.0, 0.0]] * 4) == [[]] * 4
+    assert said(StragglerDetector([0, 0], slower_by=0.1), *[[0.0, 0.0]] * 4) == [[]] * 4
 
 
 def test_where_every_report_differs_by_a_fifth_nobody_is_named_for_less() -> None:
-    random, judge = Random(0), Judge([0, 0], slower_by=0.1)
+    random, judge = Random(0), StragglerDetector([0, 0], slower_by=0.1)
     noise = [[random.lognormvariate(0.0, 0.13) for _ in range(2)] for _ in range(200)]  # as seen on two shared cores
     named = sum(len(ranks) for ranks in said(judge, *noise))
     assert named <= 4  # 2 standard deviations, twice in a row: 0.05 % of 200, and as much again while little is known
     slow = [[a, 2 * b] for a, b in noise[:6]]
-    assert [1] in said(Judge([0, 0], slower_by=0.1), *slow)
+    assert [1] in said(StragglerDetector([0, 0], slower_by=0.1), *slow)
 
 
 def test_the_host_waits_where_a_message_is_under_way_and_no_operator_runs() -> None:

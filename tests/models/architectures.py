@@ -13,7 +13,7 @@ from pipeline.models.attention import NAME
 from pipeline.models.materialise import materialise
 from pipeline.models.meta import build_meta
 from pipeline.models.values import InitByName
-from pipeline.parallel.decoder import Decoder, Form, owners_of
+from pipeline.parallel.decoder import Decoder, DecoderLayout, owners_of
 
 V, T = 96, 24
 
@@ -94,7 +94,7 @@ def enlarged(name: str, value: torch.Tensor, *, spread: float = 5.0) -> torch.Te
 def plain_decoder(name: str, *, attention: str = NAME, chunk: int | None = None, **fields: Any) -> Decoder:
     """A whole tiny model on one process, with weights."""
     model = real(meta_of(name, attention=attention, **fields))
-    form = Form(own_attention=attention == NAME, chunk=chunk)
+    form = DecoderLayout(own_attention=attention == NAME, chunk=chunk)
     return Decoder(model, form, owners_of(model))
 
 

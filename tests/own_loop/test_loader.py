@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from headrace.base.errors import ConfigError, DataError
-from pipeline.own_loop.config import Share, load_loop_config, share
+from pipeline.own_loop.config import BatchShare, load_loop_config, share
 from pipeline.own_loop.loader import batch_size_of, share_out
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 def seen_by(loader: Any, *, total: int, micro: int, ranks: int) -> list[list[Tensor]]:
     """What every rank is given, by ranks that are asked one after the other, on a loader that has a fixed order."""
     accumulation = total // micro // ranks
-    shares = [Share(total, micro, accumulation, ranks, rank) for rank in range(ranks)]
+    shares = [BatchShare(total, micro, accumulation, ranks, rank) for rank in range(ranks)]
     return [list(share_out(loader, each, device=CPU, say=lambda _: None)) for each in shares]
 
 
@@ -40,7 +40,7 @@ def test_iterables_are_shared_out_whole_and_in_order(total: int, micro: int, ran
 
 def test_a_dataloader_is_shared_out_whole_and_in_order() -> None:
     loader = DataLoader(torch.arange(24), batch_size=8)  # type: ignore[arg-type]
-    one = Share(8, 4, 2, 1, 0)
+    one = BatchShare(8, 4, 2, 1, 0)
     shared = share_out(loader, one, device=CPU, say=lambda _: None)
     assert len(shared) == 6
     assert torch.cat(list(shared)).tolist() == list(range(24))
@@ -52,7 +52,7 @@ def test_a_shuffled_dataloader_draws_the_order_of_the_plain_one() -> None:
         return DataLoader(torch.arange(24), batch_size=8, shuffle=True)  # type: ignore[arg-type]
 
     plain = torch.cat(list(loader())).tolist()
-    shared = share_out(loader(), Share(8, 2, 4, 1, 0), device=CPU, say=lambda _: None)
+    shared = share_out(loader(), BatchShare(8, 2, 4, 1, 0), device=CPU, say=lambda _: None)
     assert torch.cat(list(shared)).tolist() == plain
     again = torch.cat(list(shared)).tolist()
     assert again != plain
@@ -62,34 +62,34 @@ def test_a_shuffled_dataloader_draws_the_order_of_the_plain_one() -> None:
 def test_samples_that_make_no_update_are_refused_or_left_out_but_never_doubled() -> None:
     samples: Any = torch.arange(21)
     with pytest.raises(ConfigError, match="21 samples are 2 updates of 8 and 5 samples over"):
-        share_out(DataLoader(samples, batch_size=8), Share(8, 4, 1, 2, 0), device=CPU, say=print)
+        share_out(DataLoader(samples, batch_size=8), BatchShare(8, 4, 1, 2, 0), device=CPU, say=print)
     dropping = DataLoader(samples, batch_size=8, drop_last=True)
-    shared = share_out(dropping, Share(8, 8, 1, 1, 0), device=CPU, say=print)
+    shared = share_out(dropping, BatchShare(8, 8, 1, 1, 0), device=CPU, say=print)
     assert torch.cat(list(shared)).tolist() == list(range(16))
     with pytest.raises(ConfigError, match="use at most 21"):
-        share_out(DataLoader(samples, batch_size=32), Share(32, 32, 1, 1, 0), device=CPU, say=print)
+        share_out(DataLoader(samples, batch_size=32), BatchShare(32, 32, 1, 1, 0), device=CPU, say=print)
 
 
 def test_what_an_iterable_leaves_out_is_said() -> None:
     told: list[str] = []
     batches = list(torch.arange(21).split(8))
-    shared = share_out(batches, Share(8, 8, 1, 1, 0), device=CPU, say=told.append)
+    shared = share_out(batches, BatchShare(8, 8, 1, 1, 0), device=CPU, say=told.append)
     assert torch.cat(list(shared)).tolist() == list(range(16))
     assert "5 samples at the end" in told[0]
     told.clear()
-    shared = share_out(list(torch.arange(20).split(4)), Share(8, 4, 1, 2, 0), device=CPU, say=told.append)
+    shared = share_out(list(torch.arange(20).split(4)), BatchShare(8, 4, 1, 2, 0), device=CPU, say=told.append)
     assert len(list(shared)) == 2
     assert "4 samples at the end" in told[0]
 
 
 def test_a_batch_that_is_too_large_is_refused() -> None:
     with pytest.raises(DataError, match=r"8 samples \(an update\) or 4"):
-        list(share_out([torch.arange(9)], Share(8, 4, 1, 2, 0), device=CPU, say=print))
+        list(share_out([torch.arange(9)], BatchShare(8, 4, 1, 2, 0), device=CPU, say=print))
 
 
 def test_structures_of_tensors_are_cut_sample_by_sample() -> None:
     batch = {"ids": torch.arange(8), "pair": (torch.arange(16).view(8, 2), [torch.arange(8.0)]), "name": "x"}
-    (part,) = share_out([batch], Share(8, 4, 1, 2, 1), device=CPU, say=print)
+    (part,) = share_out([batch], BatchShare(8, 4, 1, 2, 1), device=CPU, say=print)
     assert part["ids"].tolist() == [4, 5, 6, 7]
     assert part["pair"][0].shape == (4, 2)
     assert part["pair"][1][0].tolist() == [4.0, 5.0, 6.0, 7.0]
@@ -107,7 +107,7 @@ def test_an_iterable_dataset_is_shared_out_by_batches() -> None:
 
 def test_without_batch_keys_an_update_is_a_batch_of_the_loader() -> None:
     config = load_loop_config({"engine": "torch"})
-    assert share(config, loader_batch=16, ranks=4, rank=1) == Share(16, 4, 1, 4, 1)
+    assert share(config, loader_batch=16, ranks=4, rank=1) == BatchShare(16, 4, 1, 4, 1)
     with pytest.raises(ConfigError, match="not divisible by dp 3"):
         share(config, loader_batch=16, ranks=3, rank=0)
 

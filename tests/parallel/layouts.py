@@ -14,7 +14,7 @@ from pipeline.data.loader import MicroBatch
 from pipeline.engines.objective import CrossEntropy
 from pipeline.models.materialise import fill_buffers
 from pipeline.models.values import InitByName
-from pipeline.parallel.assemble import Assembled, Cut, assemble
+from pipeline.parallel.assemble import Assembled, ShardedValues, assemble
 from pipeline.parallel.mesh import Mesh
 from tests.models.architectures import V, batch_of, enlarged, gradients, meta_of, plain_decoder
 
@@ -78,7 +78,7 @@ def in_layout(
 
 def fill(assembled: Assembled, model: nn.Module) -> None:
     """Gives a part of the model its share of the weights that `whole` has."""
-    values, device = Cut(Enlarged(InitByName(model, seed=3)), assembled), torch.device("cpu")
+    values, device = ShardedValues(Enlarged(InitByName(model, seed=3)), assembled), torch.device("cpu")
     fill_buffers(assembled.decoder.causal, device)
     for name in assembled.decoder.named():
         assembled.decoder.put(name, nn.Parameter(values.value(name)))

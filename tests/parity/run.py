@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from pipeline.proof.case import Case, Outcome, read_outcome, write_cases
-from pipeline.proof.judgement import Verdict, judge
+from pipeline.proof.case import Case, CaseResult, read_outcome, write_cases
+from pipeline.proof.judgement import ProofResult, judge
 from pipeline.proof.tokens import write_tokens
 from tests import warm
 from tests.parity.matrix import SAVED, SEQUENCE, VOCABULARY, Values, case_of, reference_of
@@ -33,7 +33,7 @@ def cases_of(cells: Iterable[Values], tokens: str) -> tuple[list[Case], dict[str
     return [*references.values(), *cases], against
 
 
-def run(cells: list[Values], work: Path) -> dict[str, Verdict]:
+def run(cells: list[Values], work: Path) -> dict[str, ProofResult]:
     """Runs cells in one launch; the verdicts by the cells' names."""
     tokens = write_tokens(work / "tokens", vocab_size=VOCABULARY, tokens=12_000, longest=2 * SEQUENCE)
     cases, against = cases_of(cells, str(tokens))
@@ -41,7 +41,7 @@ def run(cells: list[Values], work: Path) -> dict[str, Verdict]:
     return {name: judge(known[name], known[a], exact=known[b]) for name, (a, b) in against.items()}
 
 
-def launch(cases: list[Case], work: Path) -> dict[str, tuple[Case, Outcome]]:
+def launch(cases: list[Case], work: Path) -> dict[str, tuple[Case, CaseResult]]:
     """Runs cases in one launch; every case and what it gave, by name."""
     write_cases(cases, work / "cases.json")
     done = warm.run("-m", "pipeline.proof.worker", work / "cases.json", work, merged=True, timeout_s=86_400)
@@ -49,7 +49,7 @@ def launch(cases: list[Case], work: Path) -> dict[str, tuple[Case, Outcome]]:
     return {case.name: (case, read_outcome(work / case.name)) for case in cases}
 
 
-def told(name: str, verdict: Verdict) -> str:
+def told(name: str, verdict: ProofResult) -> str:
     """A verdict in words, for a test that fails."""
     if verdict.failed is not None:
         return f"{name}: {verdict.failed}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.proof.judgement import Verdict
+from pipeline.proof.judgement import ProofResult
 from tests.parity.choice import full, groups, is_runnable, legal_pairs, pairs_of, precision_pairs, read_pairs
 from tests.parity.matrix import LAYOUT, NUMBERS, Values, is_legal, name_of
 from tests.parity.run import run, told
@@ -17,7 +17,7 @@ CELLS = {name_of(values): values for values in read_pairs()}
 
 
 @pytest.fixture(scope="session")
-def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verdict]:
+def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, ProofResult]:
     """All cells of this session, run in one launch: what is not selected is not run."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
     names = [item.callspec.params["name"] for item in items if item.function is test_a_cell_follows_the_reference]
@@ -25,7 +25,7 @@ def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_a_cell_follows_the_reference(verdicts: dict[str, Verdict], name: str) -> None:
+def test_a_cell_follows_the_reference(verdicts: dict[str, ProofResult], name: str) -> None:
     assert verdicts[name].holds, told(name, verdicts[name])
 
 

@@ -9,7 +9,7 @@ import pytest
 from pipeline.config.load import load_config
 from pipeline.config.rules import resolve
 from pipeline.proof.case import Case
-from pipeline.proof.judgement import Verdict, judge
+from pipeline.proof.judgement import ProofResult, judge
 from pipeline.proof.small import SEQUENCE, VOCABULARY, Small, make_small
 from pipeline.proof.tokens import write_tokens
 from tests.config.test_layouts import shipped
@@ -24,7 +24,7 @@ def small(name: str, processes: int, work: Path) -> Small:
 
 
 @pytest.fixture(scope="module")
-def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verdict]:
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ProofResult]:
     """All shipped configs in one launch."""
     work = tmp_path_factory.mktemp("shipped")
     tokens = write_tokens(work / "tokens", vocab_size=VOCABULARY, tokens=4_000, longest=2 * SEQUENCE)
@@ -46,7 +46,7 @@ def precision_of(name: str, found: dict[str, object]) -> str:
 
 
 @pytest.mark.parametrize("name", shipped())
-def test_a_shipped_config_made_small_follows_the_reference(verdicts: dict[str, Verdict], name: str) -> None:
+def test_a_shipped_config_made_small_follows_the_reference(verdicts: dict[str, ProofResult], name: str) -> None:
     assert verdicts[name].holds, told(name, verdicts[name])
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.proof.case import Case, Outcome
+from pipeline.proof.case import Case, CaseResult
 from pipeline.proof.compare import differences, first_gradient
 from pipeline.proof.judgement import judge
 from pipeline.proof.tokens import write_tokens
@@ -45,7 +45,7 @@ def test_an_illegal_layout_is_refused_before_anything_runs(tmp_path: Path) -> No
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Case, Outcome]]:
+def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Case, CaseResult]]:
     """One plain process four times: as it is, with beta1 0 and no clipping, from another seed, and one that fails."""
     work = tmp_path_factory.mktemp("two")
     tokens = write_tokens(work / "tokens", vocab_size=VOCABULARY, tokens=12_000, longest=2 * SEQUENCE)
@@ -61,7 +61,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Case, Outco
 
 
 def test_with_adams_betas_zero_and_no_clipping_the_optimizers_state_is_the_gradient(
-    two: dict[str, tuple[Case, Outcome]],
+    two: dict[str, tuple[Case, CaseResult]],
 ) -> None:
     # what is read back from any betas and clipping is that gradient: up to some roundings
     assert max(differences(first_gradient(*two["plain"]), first_gradient(*two["bare"])).values()) < 1e-6
@@ -69,7 +69,7 @@ def test_with_adams_betas_zero_and_no_clipping_the_optimizers_state_is_the_gradi
     assert sum(norms) ** 0.5 == pytest.approx(two["bare"][1].norms[1], rel=1e-6)
 
 
-def test_another_run_is_refuted_tensor_by_tensor(two: dict[str, tuple[Case, Outcome]]) -> None:
+def test_another_run_is_refuted_tensor_by_tensor(two: dict[str, tuple[Case, CaseResult]]) -> None:
     verdict = judge(two["seeded"], two["plain"], exact=two["plain"])
     assert not verdict.holds
     assert {gap.what for gap in verdict.gaps if not gap.holds} >= {"loss", "gradient", "gradient norm"}
@@ -77,7 +77,7 @@ def test_another_run_is_refuted_tensor_by_tensor(two: dict[str, tuple[Case, Outc
     assert judge(two["plain"], two["plain"], exact=two["plain"]).holds
 
 
-def test_a_rank_that_fails_says_why(two: dict[str, tuple[Case, Outcome]]) -> None:
+def test_a_rank_that_fails_says_why(two: dict[str, tuple[Case, CaseResult]]) -> None:
     verdict = judge(two["failing"], two["plain"], exact=two["plain"])
     assert not verdict.holds
     assert "hidden_act" in str(verdict.failed) or "none" in str(verdict.failed)

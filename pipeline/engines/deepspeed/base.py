@@ -18,11 +18,11 @@ from pipeline.checkpoint.shards import NamedShard
 from pipeline.checkpoint.store import raise_together
 from pipeline.config.rules import ResolvedRun
 from pipeline.data.loader import StepBatch
-from pipeline.engines.base import Gate, Objective, Outcome, Replica, StepResult, Sums, always
+from pipeline.engines.base import Gate, Objective, Replica, StepOutcome, StepResult, Sums, always
 from pipeline.engines.common import MOMENTS
 from pipeline.engines.deepspeed.operators import set_up_deepspeed
 from pipeline.engines.deepspeed.replicated import Replicated
-from pipeline.engines.deepspeed.state import Held, hold, replicas, take_up
+from pipeline.engines.deepspeed.state import LocalState, collect_local_state, replicas, restore_local_state
 from pipeline.engines.loss_scale import LossScale
 from pipeline.parallel.assemble import Assembled
 from pipeline.parallel.mesh import Mesh
@@ -44,7 +44,7 @@ class DeepSpeedBase:
     """The ranks that hold a parameter with this one, being the two ends of a pipeline."""
     _loss: float
     _allow: Gate
-    _outcome: Outcome | None
+    _outcome: StepOutcome | None
     """Of the step under way; None until it is decided."""
 
     def __init__(self, run: ResolvedRun, objective: Objective, *, device: torch.device, mesh: Mesh | None) -> None:
@@ -55,7 +55,7 @@ class DeepSpeedBase:
         self._objective, self._device = objective, device
         self._scale = LossScale(run.config.fp16)
         self._mesh, self._ends = mesh, None
-        self._loss, self._allow, self._outcome = math.nan, always, Outcome.APPLIED
+        self._loss, self._allow, self._outcome = math.nan, always, StepOutcome.APPLIED
         place = run.topology.coordinates(self.rank)
         # every tp rank of the last stage has the same loss; one of them counts
         self._brings_sums = place["tp"] == 0 and place["pp"] == run.topology.pp - 1
@@ -74,7 +74,7 @@ class DeepSpeedBase:
         held = self._held()
         named_state.read(held.named, directory)
         self._scale.take_up(held.named)
-        take_up(self._engine.optimizer, held)
+        restore_local_state(self._engine.optimizer, held)
 
     def _state_of_all(self) -> dict[str, NamedShard | Tensor]:
         """The named state, once all ranks have it: a disk may fail on one of them, and writing is collective."""
@@ -90,8 +90,8 @@ class DeepSpeedBase:
     def _named_state(self) -> dict[str, NamedShard | Tensor]:
         return self._held().named
 
-    def _held(self) -> Held:
-        held = hold(self._engine.optimizer, self._assembled)
+    def _held(self) -> LocalState:
+        held = collect_local_state(self._engine.optimizer, self._assembled)
         held.named.update(self._scale.named())
         return held
 
@@ -134,7 +134,7 @@ class DeepSpeedBase:
         """
         if self._outcome is None:
             self._outcome = self._scale.outcome(self._loss, self._norm(), self._allow)
-        return self._outcome is Outcome.APPLIED
+        return self._outcome is StepOutcome.APPLIED
 
     def _norm(self) -> float:
         """Of the gradient. When DeepSpeed left an update out for it, it says None, infinity or -1."""

@@ -19,7 +19,7 @@ import torch
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 
 
-def ask_first(optimizer: Opt, permits: Callable[[], bool]) -> Opt:
+def with_update_gate(optimizer: Opt, permits: Callable[[], bool]) -> Opt:
     """Has an optimizer update only where that is permitted.
 
     It stays of its own class: DeepSpeed knows the optimizers it trusts by their exact type.

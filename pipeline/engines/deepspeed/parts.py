@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from pipeline.config.rules import ResolvedRun
 from pipeline.engines.common import decay_groups, make_adamw
-from pipeline.engines.deepspeed.gated import ask_first
+from pipeline.engines.deepspeed.gated import with_update_gate
 from pipeline.engines.deepspeed.replicated import Counted, Replicated
 from pipeline.models.materialise import materialise
 from pipeline.models.values import ParameterValues
-from pipeline.parallel.assemble import Assembled, Cut, assemble
+from pipeline.parallel.assemble import Assembled, ShardedValues, assemble
 from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.stages import Stage
+from pipeline.parallel.stages import StageLayers
 
 
 def make_part(
@@ -29,7 +29,7 @@ def make_part(
     mesh: Mesh | None,
     *,
     device: torch.device,
-    stage: Stage | None = None,
+    stage: StageLayers | None = None,
     place: Callable[[nn.Parameter], None] | None = None,
 ) -> Assembled:
     """Builds and fills what this rank computes. No rank holds more than its part and one parameter.
@@ -46,7 +46,7 @@ def make_part(
     assembled = assemble(run, model, mesh, stage=stage)
     # a head that is tied, alone on its stage, is called otherwise than the embedding it is a copy of
     names = {id(parameter): name for name, parameter in assembled.decoder.named().items()}
-    materialise(assembled.decoder.causal, Cut(values, assembled), device=device, place=place, names=names)
+    materialise(assembled.decoder.causal, ShardedValues(values, assembled), device=device, place=place, names=names)
     if assembled.tensor is not None:
         named = assembled.decoder.named()
         for name in assembled.tensor.boxes:
@@ -77,7 +77,7 @@ def make_optimizer(
     if run.config.zero_optimization.stage > 0:
         sum_partial_gradients(assembled)
         groups = decay_groups(named, decayed, weight_decay=params.weight_decay)
-        return ask_first(make_adamw(groups, params), permits)
+        return with_update_gate(make_adamw(groups, params), permits)
     cut = assembled.tensor.boxes.keys() if assembled.tensor else set()
     second = assembled.shared if not assembled.decoder.form.first else frozenset()
     names = frozenset(name for name in named if (counts_whole or name in cut) and name not in second)

@@ -69,7 +69,7 @@ class DeepSpeedPipeline(DeepSpeedBase):
         place = mesh.place
         stage = stages_of(run, model)[place["pp"]]
         self._assembled = make_part(run, model, values, self._mesh, device=device, stage=stage)
-        self._turns = _Turns(self._assembled.decoder, len(objective.parts), device)
+        self._turns = _StageModule(self._assembled.decoder, len(objective.parts), device)
         self._ends = ends_group(run.topology) if is_tied(model) else None
         module = _Stages(run.topology, self._turns, self._assembled, number=place["pp"], ends=self._ends)
         optimizer = make_optimizer(
@@ -129,7 +129,7 @@ class _WithoutStep(TrainSchedule):  # type: ignore[misc]
             yield [command for command in commands if not isinstance(command, OptimizerStep)]
 
 
-class _Turns(nn.Module):
+class _StageModule(nn.Module):
     """One stage, fed with one step's micro-batches in the order of their forward passes.
 
     Args:
@@ -180,7 +180,7 @@ class _Stages(PipelineModule):  # type: ignore[misc]
     def __init__(
         self,
         topology: Topology,
-        own: _Turns,
+        own: _StageModule,
         assembled: Assembled,
         *,
         number: int,

@@ -31,7 +31,7 @@ _WEIGHT = "weight"
 
 
 @dataclass(frozen=True)
-class Stretch:
+class FlatSlice:
     """This rank's part of a parameter.
 
     Attributes:
@@ -50,7 +50,7 @@ class Stretch:
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalState:
     """This rank's state, to be written from or read into.
 
     Attributes:
@@ -62,7 +62,7 @@ class Held:
     copies: dict[int, dict[str, Tensor]]
 
 
-def hold(zero: Any, assembled: Assembled) -> Held:
+def collect_local_state(zero: Any, assembled: Assembled) -> LocalState:
     """This rank's state. What lies on a disk is brought into host memory.
 
     Args:
@@ -72,7 +72,7 @@ def hold(zero: Any, assembled: Assembled) -> Held:
     flats = [_contents(zero, number) for number in range(len(flat_tensors(zero)))]
     copies = {number: flats[number] for number in range(len(flats)) if is_swapped(zero, number)}
     named: dict[str, NamedShard | Tensor] = {}
-    for s in stretches(zero, assembled.decoder.named()):
+    for s in flat_slices(zero, assembled.decoder.named()):
         shape, box = assembled.shapes[s.name], assembled.box(s.name)
         for kind in (_WEIGHT, *MOMENTS):
             key = named_state.weight_key(s.name) if kind == _WEIGHT else named_state.moment_key(kind, s.name)
@@ -80,11 +80,11 @@ def hold(zero: Any, assembled: Assembled) -> Held:
             named[key] = NamedShard(shape, start=s.start, values=values, box=box)
     state = _adamw(zero).state.get(flat_tensors(zero)[-1], {})
     step = state["step"].detach().to("cpu", copy=True) if "step" in state else torch.zeros((), dtype=torch.float32)
-    return Held({**named, named_state.OPTIMIZER_STEP: step}, copies)
+    return LocalState({**named, named_state.OPTIMIZER_STEP: step}, copies)
 
 
 @torch.no_grad()
-def take_up(zero: Any, held: Held) -> None:
+def restore_local_state(zero: Any, held: LocalState) -> None:
     """Goes on from a state that was read: disk, step counters and the model's own weights. Collective."""
     step = held.named[named_state.OPTIMIZER_STEP]
     assert isinstance(step, Tensor)
@@ -181,7 +181,7 @@ def flat_tensors(zero: Any) -> list[Tensor]:
     return flats
 
 
-def stretches(zero: Any, named: dict[str, nn.Parameter]) -> Iterator[Stretch]:
+def flat_slices(zero: Any, named: dict[str, nn.Parameter]) -> Iterator[FlatSlice]:
     """This rank's part of every parameter.
 
     Args:
@@ -190,23 +190,23 @@ def stretches(zero: Any, named: dict[str, nn.Parameter]) -> Iterator[Stretch]:
     """
     for number, (name, parameter) in enumerate(named.items()):
         if isinstance(zero, Replicated):
-            yield Stretch(name, 0, number, 0, parameter.numel())
+            yield FlatSlice(name, 0, number, 0, parameter.numel())
         else:
             yield (_stretch_stage3 if _is_stage3(zero) else _stretch_stage12)(zero, name, parameter)
 
 
-def _stretch_stage12(_zero: Any, name: str, parameter: nn.Parameter) -> Stretch:
+def _stretch_stage12(_zero: Any, name: str, parameter: nn.Parameter) -> FlatSlice:
     mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
     if mapping is None:
-        return Stretch(name, 0, 0, 0, 0)
+        return FlatSlice(name, 0, 0, 0, 0)
     inside, outside = mapping.lp_fragment_address, mapping.hp_fragment_address
-    return Stretch(name, inside.start, mapping.param_group_index, outside.start, inside.numel)
+    return FlatSlice(name, inside.start, mapping.param_group_index, outside.start, inside.numel)
 
 
-def _stretch_stage3(zero: Any, name: str, parameter: nn.Parameter) -> Stretch:
+def _stretch_stage3(zero: Any, name: str, parameter: nn.Parameter) -> FlatSlice:
     group, at, padded = zero.grad_position[zero.get_param_id(parameter)]
     start = zero._get_param_partition_rank(parameter) * padded
     numel: int = parameter.ds_numel  # type: ignore[attr-defined]
     # the last rank's part may reach past the end of the parameter, by the padding that makes all parts equal
     length = max(0, min(padded, numel - start))
-    return Stretch(name, min(start, numel), group, at, length)
+    return FlatSlice(name, min(start, numel), group, at, length)

@@ -15,19 +15,19 @@ from pipeline.checkpoint.plan import State
 from pipeline.checkpoint.shards import NamedShard
 from pipeline.config.rules import ResolvedRun
 from pipeline.data.loader import IGNORE, MicroBatch, StepBatch
-from pipeline.engines.base import Gate, Objective, Outcome, Replica, StepResult, Sums, always
+from pipeline.engines.base import Gate, Objective, Replica, StepOutcome, StepResult, Sums, always
 from pipeline.engines.common import decay_groups, decayed_names, make_adamw, model_dtype
 from pipeline.engines.loss_scale import LossScale
 from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.torch_native import gradients
 from pipeline.engines.torch_native.passes import Accumulation, Passes
-from pipeline.engines.torch_native.pipeline import Piece, Pipeline
+from pipeline.engines.torch_native.pipeline import Pipeline, StageModule
 from pipeline.engines.torch_native.sharding import Part, reshard, shard
 from pipeline.engines.torch_native.state import named_shards, replicas, set_step
 from pipeline.models.values import ParameterValues
 from pipeline.parallel.assemble import assemble, stages_of
 from pipeline.parallel.mesh import Mesh, ends_group
-from pipeline.parallel.stages import Stage, is_tied
+from pipeline.parallel.stages import StageLayers, is_tied
 
 
 class TorchParallel:
@@ -73,19 +73,19 @@ class TorchParallel:
         self._optimizer = make_adamw(groups, params)
 
     def _make(
-        self, run: ResolvedRun, model: nn.Module, values: ParameterValues, stage: Stage
+        self, run: ResolvedRun, model: nn.Module, values: ParameterValues, stage: StageLayers
     ) -> tuple[nn.Module, list[Part]]:
         degree = run.config.zero_optimization.stage
         assembled = assemble(run, model, self._mesh, stage=stage)
         decoder = assembled.decoder
-        root = decoder if stage.count == 1 else Piece(decoder, stage)
+        root = decoder if stage.count == 1 else StageModule(decoder, stage)
         sharding: dict[str, Any] = {"stage": degree, "dtype": model_dtype(run.config), "device": self._device}
         # torch's schedules hold back FSDP2 until the last micro-batch where they see it: not so for stage 3
         called = decoder if degree == 3 else root
         return root, shard(assembled, values, self._mesh, root=called, **sharding)
 
     def _make_passes(self, run: ResolvedRun, model: nn.Module) -> Passes:
-        pieces = [root for root in self._roots if isinstance(root, Piece)]
+        pieces = [root for root in self._roots if isinstance(root, StageModule)]
         if not pieces:
             return Accumulation(self._roots[0], stage=run.config.zero_optimization.stage, device=self._device)
         width: int = model.config.hidden_size  # type: ignore[union-attr, assignment]
@@ -99,7 +99,7 @@ class TorchParallel:
         gradients.complete(self._parts, self._mesh, self._shared)
         norm = gradients.norm(self._parts, self._device) / self._scale.value
         outcome = self._scale.outcome(means[0], norm, allow)
-        if outcome is Outcome.APPLIED:
+        if outcome is StepOutcome.APPLIED:
             self._update(norm, lr)
         for part in self._parts:
             part.detach()
@@ -163,6 +163,6 @@ class TorchParallel:
             root.train(mode)
 
 
-def _own_stages(run: ResolvedRun, model: nn.Module, mesh: Mesh) -> list[Stage]:
+def _own_stages(run: ResolvedRun, model: nn.Module, mesh: Mesh) -> list[StageLayers]:
     """The pieces of the model that this rank holds."""
     return [stage for stage in stages_of(run, model) if stage.index % run.topology.pp == mesh.place["pp"]]

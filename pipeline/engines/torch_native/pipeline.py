@@ -36,7 +36,7 @@ from pipeline.engines.common import model_dtype
 from pipeline.engines.torch_native.passes import zeros
 from pipeline.parallel.decoder import Decoder
 from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.stages import Stage
+from pipeline.parallel.stages import StageLayers
 
 _SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -46,7 +46,7 @@ _SCHEDULES: dict[str, Any] = {
 }
 
 
-class Piece(nn.Module):
+class StageModule(nn.Module):
     """One stage of the model, as torch's schedules see it: a tensor goes in, a tensor comes out.
 
     Every schedule sends the micro-batches forward through a stage in their order, so that counting says which it is.
@@ -56,7 +56,7 @@ class Piece(nn.Module):
         stage: which.
     """
 
-    def __init__(self, decoder: Decoder, stage: Stage) -> None:
+    def __init__(self, decoder: Decoder, stage: StageLayers) -> None:
         super().__init__()
         self.decoder, self.stage = decoder, stage
 
@@ -87,7 +87,7 @@ class Pipeline:
     """
 
     def __init__(
-        self, run: ResolvedRun, pieces: Sequence[Piece], mesh: Mesh, *, width: int, device: torch.device
+        self, run: ResolvedRun, pieces: Sequence[StageModule], mesh: Mesh, *, width: int, device: torch.device
     ) -> None:
         group = mesh.group("pp")
         assert group is not None
@@ -127,7 +127,7 @@ class Pipeline:
                 dist.send(output, dst=self._neighbour(stage.index + 1), group=self._group)
         return sums
 
-    def _receive(self, batch: MicroBatch, stage: Stage) -> Tensor:
+    def _receive(self, batch: MicroBatch, stage: StageLayers) -> Tensor:
         hidden = self._hidden(batch.input_ids, self._device)
         dist.recv(hidden, src=self._neighbour(stage.index - 1), group=self._group)
         return hidden
@@ -140,7 +140,7 @@ class Pipeline:
         samples, positions = ids.shape
         return torch.empty(samples, positions // self._tp, self._width, dtype=self._dtype, device=device)
 
-    def _stage(self, piece: Piece, ids: Tensor) -> PipelineStage:
+    def _stage(self, piece: StageModule, ids: Tensor) -> PipelineStage:
         stage, hidden = piece.stage, self._hidden(ids, "meta").requires_grad_()
         return PipelineStage(
             piece,

@@ -13,7 +13,7 @@ from pipeline.checkpoint.plan import State
 from pipeline.checkpoint.shards import NamedShard
 from pipeline.config.rules import ResolvedRun
 from pipeline.data.loader import IGNORE, MicroBatch, StepBatch
-from pipeline.engines.base import Gate, Objective, Outcome, Replica, StepResult, Sums, always
+from pipeline.engines.base import Gate, Objective, Replica, StepOutcome, StepResult, Sums, always
 from pipeline.engines.common import (
     MOMENTS,
     decay_groups,
@@ -71,7 +71,7 @@ class TorchReference:
         means: list[float] = (sums.double() / step.targets).tolist()
         norm = self._gradient_norm() / self._scale.value
         outcome = self._scale.outcome(means[0], norm, allow)
-        if outcome is Outcome.APPLIED:
+        if outcome is StepOutcome.APPLIED:
             self._update(norm, lr)
         self._optimizer.zero_grad(set_to_none=True)
         return self._scale.result(step.step, means, self._objective.parts, norm, outcome)

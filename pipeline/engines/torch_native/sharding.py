@@ -28,7 +28,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from pipeline.checkpoint.shards import NamedShard, Rectangle
 from pipeline.models.materialise import fill_buffers
 from pipeline.models.values import ParameterValues
-from pipeline.parallel.assemble import Assembled, Cut
+from pipeline.parallel.assemble import Assembled, ShardedValues
 from pipeline.parallel.mesh import Mesh
 
 
@@ -127,7 +127,7 @@ def reshard(root: nn.Module) -> None:
 
 @torch.no_grad()
 def _materialise(assembled: Assembled, values: ParameterValues, device: torch.device) -> None:
-    decoder, cut = assembled.decoder, Cut(values, assembled)
+    decoder, cut = assembled.decoder, ShardedValues(values, assembled)
     on_meta: dict[str, Any] = dict(decoder.named())
     for name, old in on_meta.items():
         local = _rows(cut.value(name), old).to(device, copy=True)

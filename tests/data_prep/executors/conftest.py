@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from data_prep.executors.task_claims import RUNNING, Beat, beats
+from data_prep.executors.task_claims import RUNNING, TaskHeartbeat, read_heartbeats
 
 COMMAND = [sys.executable, "-m", "data_prep"]
 TASKS = 12
@@ -31,11 +31,11 @@ class Job:
     directory: Path
     config: list[str]
 
-    def caught(self, wanted: Callable[[Beat], bool] = lambda _: True) -> psutil.Process:
+    def caught(self, wanted: Callable[[TaskHeartbeat], bool] = lambda _: True) -> psutil.Process:
         """Stops the worker of a map task that has begun and not finished; returns it."""
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline and self.process.poll() is None:
-            for beat in (b for run in self.root.glob(f"{RUNNING}/*") for b in beats(run) if wanted(b)):
+            for beat in (b for run in self.root.glob(f"{RUNNING}/*") for b in read_heartbeats(run) if wanted(b)):
                 worker = _stopped(beat.pid)
                 number = int(beat.task.split()[-1])
                 if worker is not None and list((self.root / "map").glob(f".{number:05d}.*.partial")):

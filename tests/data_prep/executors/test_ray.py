@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from data_prep.executors.on_ray import SETTINGS
-from data_prep.executors.task_claims import Beat
+from data_prep.executors.task_claims import TaskHeartbeat
 from tests.data_prep.executors.conftest import Corpus, kill_tree, tree
 
 pytest.importorskip("ray", reason='needs Ray: pip install "headrace[ray]"')
@@ -109,5 +109,5 @@ def test_an_error_of_a_task_is_one_message_and_no_stack_trace(
     assert "ray" not in printed.split("error: ")[1]
 
 
-def _below(node: psutil.Process, beat: Beat) -> bool:
+def _below(node: psutil.Process, beat: TaskHeartbeat) -> bool:
     return any(beat.pid == child.pid for child in node.children(recursive=True))

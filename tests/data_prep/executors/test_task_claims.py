@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from data_prep.executors.base import attempt
-from data_prep.executors.task_claims import Assignment, Board, Outcome, beats, work
+from data_prep.executors.task_claims import Assignment, TaskClaims, TaskOutcome, read_heartbeats, work
 from data_prep.task import Counts, Report
 from tests.data_prep.executors.conftest import Corpus
 
@@ -42,7 +42,7 @@ class Counting:
         return {"steps": self.steps}
 
 
-def in_another_process(assignment: Assignment) -> Outcome:
+def in_another_process(assignment: Assignment) -> TaskOutcome:
     with mp.get_context("spawn").Pool(1) as pool:
         return pool.apply(work, (assignment,))
 
@@ -79,10 +79,10 @@ def test_a_task_stops_when_another_attempt_at_it_has_finished(tmp_path: Path) ->
 
 def test_what_an_attempt_counted_that_was_lost_is_not_counted_again(tmp_path: Path) -> None:
     reported: list[Counts] = []
-    with Board(tmp_path, [Counting(3)]) as board:
+    with TaskClaims(tmp_path, [Counting(3)]) as board:
         (assignment,) = board.assignments()
         in_another_process(replace(assignment, task=Counting(1)))  # this far it came before its machine went
-        (beat,) = beats(assignment.run)
+        (beat,) = read_heartbeats(assignment.run)
         assert (beat.task, beat.host) == ("map task 0", socket.gethostname())
         board.poll(reported.append)
         outcome = in_another_process(assignment)
@@ -93,7 +93,7 @@ def test_what_an_attempt_counted_that_was_lost_is_not_counted_again(tmp_path: Pa
 
 
 def test_a_worker_that_does_not_see_the_job_says_which_machine_and_which_directory(tmp_path: Path) -> None:
-    with Board(tmp_path, [Counting(1)]) as board:
+    with TaskClaims(tmp_path, [Counting(1)]) as board:
         (assignment,) = board.assignments()
         outcome = in_another_process(replace(assignment, run=tmp_path / "elsewhere", coordinator="login-1"))
     assert outcome.kind == "error"
@@ -102,10 +102,10 @@ def test_a_worker_that_does_not_see_the_job_says_which_machine_and_which_directo
 
 def test_a_task_whose_coordinator_has_gone_stops(tmp_path: Path) -> None:
     with mp.get_context("spawn").Pool(1) as pool:
-        with Board(tmp_path, [Counting(10**9)]) as board:
+        with TaskClaims(tmp_path, [Counting(10**9)]) as board:
             (assignment,) = board.assignments()
             attempt = pool.apply_async(work, (assignment,))
-            while not beats(assignment.run):
+            while not read_heartbeats(assignment.run):
                 time.sleep(0.01)
         assert attempt.get(timeout=30).value == "map task 0 was given up by its coordinator"
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from data_prep.sources import jsonl
 from data_prep.sources.bytesource import Digest
-from data_prep.sources.records import Bad, Wanted
+from data_prep.sources.records import BadRecord, WantedFields
 
 extension = pytest.importorskip("data_prep.sources._jsonl", reason="it was not compiled here")
 
@@ -152,7 +152,12 @@ def test_it_says_how_many_keys_it_can_read(keys: tuple[str, ...], required: int)
         extension.strings(memoryview(b"{}"), keys, required)
 
 
-AWKWARD = [Wanted("text", others=("text",)), Wanted("a\\n"), Wanted("\ud800"), Wanted("text", others=("a\\n", "url"))]
+AWKWARD = [
+    WantedFields("text", others=("text",)),
+    WantedFields("a\\n"),
+    WantedFields("\ud800"),
+    WantedFields("text", others=("a\\n", "url")),
+]
 LINES = st.lists(
     st.one_of(
         OBJECTS.map(lambda value: json.dumps(value).encode()),
@@ -183,7 +188,9 @@ def test_records_are_the_same_with_and_without_it(
     content = mark + b"\n".join(lines) + end
     cut = data.draw(st.integers(0, len(content)))
     wanted = data.draw(
-        st.sampled_from([Wanted("text"), Wanted("text", id="id"), Wanted("text", others=("id", "url")), *AWKWARD])
+        st.sampled_from(
+            [WantedFields("text"), WantedFields("text", id="id"), WantedFields("text", others=("id", "url")), *AWKWARD]
+        )
     )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "x.jsonl"
@@ -195,12 +202,12 @@ def test_records_are_the_same_with_and_without_it(
             assert with_it == without == [*_read(path, 0, None, wanted)]
 
 
-def _read(path: Path, start: int, end: int | None, wanted: Wanted) -> list[object]:
-    """Every document as (place, text, other fields), and every `Bad`, in order."""
+def _read(path: Path, start: int, end: int | None, wanted: WantedFields) -> list[object]:
+    """Every document as (place, text, other fields), and every `BadRecord`, in order."""
     found: list[object] = []
     digest = Digest(str(path), start=0, end=0)
     for record in jsonl.read(str(path), source="s", file="f", start=start, end=end, wanted=wanted, digest=digest):
-        if isinstance(record, Bad):
+        if isinstance(record, BadRecord):
             found.append(record)
         else:
             fields = record.fields or [{}] * len(record.texts)

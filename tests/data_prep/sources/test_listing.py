@@ -17,7 +17,7 @@ from data_prep.__main__ import main
 from data_prep.config.corpus import Source
 from data_prep.sources.listing import ResolvedSource, resolve
 from data_prep.sources.read_unit import read_unit, wanted_of
-from data_prep.sources.records import Batch
+from data_prep.sources.records import TextBatch
 from data_prep.sources.units import units
 from headrace.base.errors import ConfigError, DataError
 
@@ -153,7 +153,7 @@ def test_what_a_storage_raises_is_told_with_the_url_and_what_to_do(
     source = Source(path=f"failing://b/a.{suffix}")
     (unit,) = units([resolve(source, at="sources.0")], task_bytes=1 << 20)
     if suffix != "jsonl.gz":
-        assert any(isinstance(record, Batch) for record in read_unit(unit, wanted_of(source)))
+        assert any(isinstance(record, TextBatch) for record in read_unit(unit, wanted_of(source)))
     monkeypatch.setattr(Failing, "fails", fails)
     with pytest.raises(
         DataError, match=rf"failing:///b/a\.{suffix} .*TokenExpiredError: ask for a new one\n  try: .*credentials"

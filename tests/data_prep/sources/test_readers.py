@@ -21,7 +21,7 @@ from data_prep.config.corpus import Source
 from data_prep.sources import bytesource, parquet
 from data_prep.sources.listing import resolve
 from data_prep.sources.read_unit import digest_of, read_unit, wanted_of
-from data_prep.sources.records import Bad, Batch
+from data_prep.sources.records import BadRecord, TextBatch
 from data_prep.sources.units import Unit, group, units
 from headrace.base.errors import ConfigError, DataError
 
@@ -35,19 +35,19 @@ class Document(NamedTuple):
     text: str
 
 
-def read(source: Source, task_bytes: int = 1 << 20) -> tuple[list[Document], list[Bad]]:
+def read(source: Source, task_bytes: int = 1 << 20) -> tuple[list[Document], list[BadRecord]]:
     documents: list[Document] = []
-    bad: list[Bad] = []
+    bad: list[BadRecord] = []
     for unit in planned(source, task_bytes):
         for record in read_unit(unit, wanted_of(source)):
-            if isinstance(record, Batch):
+            if isinstance(record, TextBatch):
                 documents += spread(unit, record, source.id_field)
             else:
                 bad.append(record)
     return documents, bad
 
 
-def spread(unit: Unit, batch: Batch, id_field: str | None) -> list[Document]:
+def spread(unit: Unit, batch: TextBatch, id_field: str | None) -> list[Document]:
     if id_field:
         names = [f"{unit.source}/{fields[id_field]}" for fields in batch.fields]
     else:
@@ -257,8 +257,8 @@ def test_a_record_that_is_not_utf8_in_any_column_is_left_out_alone(work: Path, w
         source = Source(path="a.parquet", messages_field="messages", tools_field="tools")
     (unit,) = planned(source)
     records = list(read_unit(unit, wanted_of(source, ["url"])))
-    assert [(r.at, r.reason) for r in records if isinstance(r, Bad)] == [(1, "not UTF-8")]
-    assert [at for r in records if isinstance(r, Batch) for at in r.at] == [0, 2]
+    assert [(r.at, r.reason) for r in records if isinstance(r, BadRecord)] == [(1, "not UTF-8")]
+    assert [at for r in records if isinstance(r, TextBatch) for at in r.at] == [0, 2]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from data_prep.job import phases
 from data_prep.job.directory import Job
 from data_prep.tasks import gather as gathering
 from data_prep.tasks import merge
-from data_prep.tasks.sorted_runs import Run, RunPaths
+from data_prep.tasks.sorted_runs import SortedRun, SortedRunPaths
 
 Tree = dict[str, bytes]
 FEW = "import sys; from data_prep.dedup import merge_tasks, table; from data_prep.tasks import gather, merge"
@@ -122,14 +122,14 @@ def test_runs_are_opened_far_less_often(
     monkeypatch.setattr(gathering, "_MOST_HELD", 1000)
     config = load(Path(mixed_config), [])
     opened = 0
-    really = Run.open
+    really = SortedRun.open
 
-    def counting(path: Path, *, whole: bool = False) -> Run:
+    def counting(path: Path, *, whole: bool = False) -> SortedRun:
         nonlocal opened
         opened += not whole
         return really(path, whole=whole)
 
-    monkeypatch.setattr(Run, "open", staticmethod(counting))
+    monkeypatch.setattr(SortedRun, "open", staticmethod(counting))
 
     def opens(*lists: Callable[[Job], Any]) -> int:
         nonlocal opened
@@ -179,7 +179,7 @@ def test_a_merge_holds_no_more_of_a_source_that_its_runs_are_full_of(
 
 
 def test_the_paths_of_all_runs_are_those_of_the_tasks_in_order() -> None:
-    paths = RunPaths(Path("map"), (2, 0, 1, 3))
+    paths = SortedRunPaths(Path("map"), (2, 0, 1, 3))
     listed = ["00000/run-000", "00000/run-001", "00002/run-000", *(f"00003/run-00{i}" for i in range(3))]
     assert [path.relative_to("map").as_posix() for path in paths] == listed
     assert len(paths) == 6
@@ -188,4 +188,4 @@ def test_the_paths_of_all_runs_are_those_of_the_tasks_in_order() -> None:
             part = pickle.loads(pickle.dumps(paths[start:end]))
             assert list(part) == list(paths)[start:end]
             assert list(part[1:3]) == list(paths)[start:end][1:3]
-    assert list(RunPaths(Path("map"), ())) == []
+    assert list(SortedRunPaths(Path("map"), ())) == []

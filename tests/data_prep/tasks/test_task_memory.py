@@ -16,7 +16,7 @@ from data_prep.sources.listing import resolve
 from data_prep.sources.units import units
 from data_prep.tasks import sorted_runs
 from data_prep.tasks.remove_lines import HashLinesTask
-from data_prep.tasks.sorted_runs import DOCUMENT, Facts, Run, RunWriter, runs_of
+from data_prep.tasks.sorted_runs import DOCUMENT, Facts, RunWriter, SortedRun, runs_of
 from data_prep.tokenizer.engines import Tokens
 
 BANDS, BATCH, BATCHES = 14, 100, 30
@@ -90,10 +90,10 @@ def test_a_run_is_cut_by_all_that_its_documents_take(tmp_path: Path, monkeypatch
     assert len(whole) == 1
     assert len(many) > 4
     bytes_each = DOCUMENT.itemsize + 8 * (2 + BANDS)
-    assert all(len(Run.open(run).documents) * bytes_each <= 400_000 for run in many)
+    assert all(len(SortedRun.open(run).documents) * bytes_each <= 400_000 for run in many)
     rows = []
     for paths in (whole, many):
-        opened = [Run.open(path) for path in paths]
+        opened = [SortedRun.open(path) for path in paths]
         documents = np.concatenate([run.documents for run in opened])
         ids = np.concatenate([np.fromfile(path / "tokens.bin", np.uint16).reshape(-1, 2)[:, 0] for path in paths])
         order = np.argsort(documents["key"])

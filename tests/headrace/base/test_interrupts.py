@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from headrace.base.interrupts import finished_first
+from headrace.base.interrupts import defer_interrupt
 
 
 def interrupt() -> None:
@@ -19,8 +19,8 @@ def test_the_block_is_finished_and_then_the_interrupt_comes(capsys: pytest.Captu
     done = []
 
     def work() -> None:
-        with finished_first("the work"):
-            with finished_first("a part of it"):
+        with defer_interrupt("the work"):
+            with defer_interrupt("a part of it"):
                 interrupt()
                 done.append("inner")
             done.append("outer")
@@ -36,7 +36,7 @@ def test_a_second_one_does_not_wait() -> None:
     done = []
 
     def work() -> None:
-        with finished_first("the work"):
+        with defer_interrupt("the work"):
             interrupt()
             interrupt()
             done.append("all")
@@ -48,7 +48,7 @@ def test_a_second_one_does_not_wait() -> None:
 
 def test_an_error_in_the_block_is_not_hidden() -> None:
     def work() -> None:
-        with finished_first("the work"):
+        with defer_interrupt("the work"):
             interrupt()
             raise ValueError("the disk")
 
@@ -61,7 +61,7 @@ def test_a_program_that_handles_interrupts_itself_and_other_threads_are_let_be()
     heard: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _frame: heard.append(number))
     try:
-        with finished_first("the work"):
+        with defer_interrupt("the work"):
             interrupt()
     finally:
         signal.signal(signal.SIGINT, before)
@@ -69,7 +69,7 @@ def test_a_program_that_handles_interrupts_itself_and_other_threads_are_let_be()
     ended = []
 
     def elsewhere() -> None:
-        with finished_first("the work"):
+        with defer_interrupt("the work"):
             ended.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=elsewhere)

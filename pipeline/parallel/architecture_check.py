@@ -25,7 +25,7 @@ from pipeline.models.hf_config import one_line
 from pipeline.models.materialise import materialise
 from pipeline.models.meta import build_meta
 from pipeline.models.shrink import shrink
-from pipeline.parallel.decoder import Decoder, Form, owners_of
+from pipeline.parallel.decoder import Decoder, DecoderLayout, owners_of
 from pipeline.parallel.stages import cut_to_stage, split
 from pipeline.parallel.tensor import check_plan
 from pipeline.parallel.vocabulary import WHOLE, Vocabulary
@@ -40,7 +40,7 @@ _BORDER = 6
 _DENSE = "use ZeRO or FSDP2 (parallel.tp 1, parallel.pp 1) without loss.chunk"
 
 
-def check_faithful(run: ResolvedRun, config: PretrainedConfig) -> None:
+def check_architecture(run: ResolvedRun, config: PretrainedConfig) -> None:
     """Tries what the layout and features of a run need.
 
     Args:
@@ -58,7 +58,7 @@ def check_faithful(run: ResolvedRun, config: PretrainedConfig) -> None:
     own = given == "sdpa" and not run.plain
     if not (own or pieces or masks):
         return
-    trial, plain = _Trial(shrink(config, divide=1, layers=2, vocab_size=_V), given), Form(own_attention=own)
+    trial, plain = _Trial(shrink(config, divide=1, layers=2, vocab_size=_V), given), DecoderLayout(own_attention=own)
     if own:
         remedy = "use model.attn_implementation eager" + (" and parallel.cp 1" if topology.cp > 1 else "")
         trial.compare("model.attn_implementation", given, "our attention", remedy, lambda: trial.logits(plain))
@@ -156,13 +156,13 @@ class _Trial:
             why = f"{what} gives other logits than transformers' own forward pass of a tiny {kind}"
             raise ConfigError(field, value, why=why, remedy=remedy)
 
-    def logits(self, form: Form) -> Tensor:
+    def logits(self, form: DecoderLayout) -> Tensor:
         """By the decoder, in a form."""
         model = self._real(NAME if form.own_attention else self._theirs)
         return self._decoded(model, form, MicroBatch(self._ids, self._ids))
 
     @torch.no_grad()
-    def staged_logits(self, form: Form) -> Tensor:
+    def staged_logits(self, form: DecoderLayout) -> Tensor:
         """By two stages."""
         layers = self._config.num_hidden_layers
         passed, caught = self._ids, _Caught()
@@ -174,7 +174,7 @@ class _Trial:
             passed = Decoder(model, cut, owners)(passed, MicroBatch(self._ids, self._ids), caught)[0]
         return caught.logits
 
-    def crosses_documents(self, form: Form) -> bool:
+    def crosses_documents(self, form: DecoderLayout) -> bool:
         """Logits of the second of two packed documents are not those of that document alone."""
         model = self._real(NAME if form.own_attention else self._theirs)
         at = torch.arange(_T).unsqueeze(0)
@@ -201,7 +201,7 @@ class _Trial:
         return logits
 
     @torch.no_grad()
-    def _decoded(self, model: nn.Module, form: Form, batch: MicroBatch) -> Tensor:
+    def _decoded(self, model: nn.Module, form: DecoderLayout, batch: MicroBatch) -> Tensor:
         caught = _Caught()
         Decoder(model, form, owners_of(model))(batch.input_ids, batch, caught)
         return caught.logits

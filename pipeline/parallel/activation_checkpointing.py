@@ -28,7 +28,7 @@ _KEPT = {
 """Operators whose results selective recomputation keeps: they cost the most time per byte kept."""
 
 
-def check_recompute(model: nn.Module, memory: MemorySection) -> None:
+def check_activation_checkpointing(model: nn.Module, memory: MemorySection) -> None:
     """Refuses recomputation in a model whose layers do not have the switch.
 
     Raises:
@@ -40,11 +40,11 @@ def check_recompute(model: nn.Module, memory: MemorySection) -> None:
         raise ConfigError("memory.recompute", memory.recompute, why=why, remedy="use none")
 
 
-def apply_recompute(model: nn.Module, memory: MemorySection) -> None:
+def apply_activation_checkpointing(model: nn.Module, memory: MemorySection) -> None:
     """Switches recomputation on in every n-th decoder layer of a model.
 
     Raises:
-        ConfigError: as `check_recompute`.
+        ConfigError: as `check_activation_checkpointing`.
     """
     if memory.recompute == "none":
         return

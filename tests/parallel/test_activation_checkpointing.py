@@ -7,7 +7,7 @@ import torch
 
 from pipeline.config.schema import MemorySection
 from pipeline.engines.objective import CrossEntropy
-from pipeline.parallel.recompute import apply_recompute
+from pipeline.parallel.activation_checkpointing import apply_activation_checkpointing
 from tests.models.architectures import assert_same, batch_of, gradients, plain_decoder
 from tests.parallel.sizes import Sizes
 
@@ -25,7 +25,7 @@ KEPT = ("mm", "_scaled_dot_product_flash_attention_for_cpu")
 def passes(name: str, memory: MemorySection) -> tuple[int, dict[str, torch.Tensor], int]:
     """Bytes kept after the forward pass, gradients, and matrix products and attentions of the backward pass."""
     decoder, batch = plain_decoder(name), batch_of(borders=((4, 9), (12,)))
-    apply_recompute(decoder.causal, memory)
+    apply_activation_checkpointing(decoder.causal, memory)
     decoder.train()
     with Sizes() as seen:
         total = decoder(batch.input_ids, batch, CrossEntropy())[0]
