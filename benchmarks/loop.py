@@ -46,11 +46,15 @@ from pipeline.engines.build import build_engine, pick_device
 from pipeline.engines.objective import CrossEntropy
 from pipeline.faults.agreement import Agreement
 from pipeline.faults.stop import StopSignals
+from pipeline.faults.watchdog import Watchdog
 from pipeline.launch import detect, process_group
 from pipeline.metrics.console import TrainingDisplay
 from pipeline.metrics.journal import Journal
+from pipeline.metrics.sinks import Sinks
 from pipeline.metrics.stragglers import Stragglers
 from pipeline.models.hf_config import resolve_hf_config
+from pipeline.run.batches import RankBatches
+from pipeline.run.manifest import RunManifest
 from pipeline.run.prepare import PreparedRun, prepare
 from pipeline.run.trainer import Progress, Trainer
 
@@ -265,44 +269,38 @@ def ours(prepared: PreparedRun, turns: Turns) -> None:
     run, device = prepared.run, pick_device(detect())
     engine = build_engine(run, prepared.model, prepared.values, CrossEntropy(), device=device)
     prepared.run_dir.mkdir(parents=True)
-    journal = Journal(prepared.run_dir, from_step=0)
-
-    def record(step: int, **values: Any) -> None:
-        journal.write("event", step, **values)
-
+    sinks = Sinks([Journal(prepared.run_dir, from_step=0)])
     given: dict[str, Any] = {"samples": run.batch.samples, "skips": NO_SKIPS}
     Trainer(
         run=run,
         engine=engine,
-        executed=GuardedStepper(
-            engine, run.config.anomalies, fp16=False, record=record, may_go_back=lambda: False, **given
+        stepper=GuardedStepper(
+            engine, run.config.anomalies, fp16=False, record=sinks.event, may_go_back=no_checkpoint, **given
         ),
         steps=turns.steps(iter(loader(prepared))),
-        heldout=[],
-        heldout_batches=lambda _dataset: iter(()),
+        heldout=RankBatches(prepared, 0),
         writer=CheckpointWriter(prepared.store),
-        about=no_save,
-        on_saved=no_save,
+        manifest=RunManifest(prepared, 0),
         signals=StopSignals(tells=False),
         agreement=Agreement(device),
-        at=lambda _phase, _step: None,
-        sinks=[journal],
+        watchdog=Watchdog(),
+        sinks=sinks,
         display=TrainingDisplay(first=0, total=run.steps, shown=False),
+        stragglers=Stragglers(run.config.stragglers, peers=[0], rank=0, gpu=device.type == "cuda"),
         flops_per_token=prepared.size.flops_per_token,
         peak_flops=None,
-        stragglers=Stragglers(run.config.stragglers, peers=[0], rank=0, gpu=device.type == "cuda"),
         progress=Progress(0),
-    ).go()
+    ).train()
 
 
-def no_save(_step: int) -> Any:
-    """The run's last step is never reached."""
-    raise AssertionError("no checkpoint is due")
+def no_checkpoint() -> bool:
+    """The run's last step is never reached, and no checkpoint is due."""
+    return False
 
 
 def loader(prepared: PreparedRun) -> StepLoader:
     """All batches."""
-    return StepLoader(prepared.blend, prepared.run.batch, dp_rank=0, steps=(1, MANY))
+    return StepLoader(prepared.mixture, prepared.run.batch, dp_rank=0, steps=(1, MANY))
 
 
 def hf_trainer(prepared: PreparedRun, turns: Turns) -> None:
@@ -333,7 +331,7 @@ def hf_trainer(prepared: PreparedRun, turns: Turns) -> None:
         disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),
     )
-    data = Windows(prepared.blend.sources[0])
+    data = Windows(prepared.mixture.sources[0])
     Trainer(model=model, args=arguments, train_dataset=data, callbacks=[InTurns()]).train()
 
 

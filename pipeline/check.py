@@ -78,13 +78,13 @@ def _print_prepared(prepared: PreparedRun) -> None:
     from pipeline.parallel.assemble import stage_lines  # noqa: PLC0415  imports torch
 
     run, size = prepared.run, prepared.size
-    epochs = prepared.blend.order.epochs(run.steps * run.batch.samples)
+    epochs = prepared.mixture.order.epochs(run.steps * run.batch.samples)
     _line("model", f"{prepared.hf_config['model_type']}, {size.parameters:,} parameters ({size.embedding:,} embedding)")
     if size.flops_per_token is not None:
         _line("compute", f"{size.flops_per_token / 1e6:,.1f} MFLOP per token, forward and backward")
     for line in stage_lines(run, prepared.model):
         _line(*line.split(": ", 1))
-    for source, seen in zip(prepared.blend.sources, epochs, strict=True):
+    for source, seen in zip(prepared.mixture.sources, epochs, strict=True):
         _line("data", f"{source.summary}, {seen:.2f} epochs")
     for source in prepared.heldout:
         _line("held-out", source.summary)

@@ -163,3 +163,18 @@ class ReportsProgress:
         """See `ParameterValues.value`."""
         self._report()
         return self._values.value(name)
+
+
+class Zeros:
+    """Zeros, for parameters that a checkpoint is about to overwrite: nothing is drawn or read.
+
+    Args:
+        shapes: the full shape of every parameter.
+    """
+
+    def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
+        self._shapes = shapes
+
+    def value(self, name: str) -> Tensor:
+        """Zeros of the parameter's full shape, fp32 on the CPU."""
+        return torch.zeros(self._shapes[name], dtype=torch.float32)

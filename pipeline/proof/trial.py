@@ -76,7 +76,7 @@ def _train(case: Case, own: Path, prepared: PreparedRun, engine: Engine, share: 
 
 def _steps(prepared: PreparedRun, share: dict[str, Any], *, first: int) -> StepLoader:
     run = prepared.run
-    return StepLoader(prepared.blend, run.batch, **share, steps=(first, run.steps), prefetch=1)
+    return StepLoader(prepared.mixture, run.batch, **share, steps=(first, run.steps), prefetch=1)
 
 
 def _save(engine: Engine, directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""Before the model is built: every rank talks to every rank it will talk to, and one that does not answer is named.
+"""The pre-flight check: all-reduces over every process group before the model is built; names a rank that is missing.
 
 Without this a host with a broken network card shows as a hang in the first step, and after half an hour as a timeout
 on every other host.
@@ -25,39 +25,39 @@ _ELEMENTS = 1 << 15
 _ALL = "all ranks"
 
 
-def preflight(meeting: Rendezvous, make_mesh: Callable[[], Mesh], *, device: torch.device) -> tuple[Mesh, str]:
+def preflight(rendezvous: Rendezvous, make_mesh: Callable[[], Mesh], *, device: torch.device) -> tuple[Mesh, str]:
     """Makes the process groups; then an all-reduce over every axis and over all ranks, each with a checked result.
 
     Args:
-        meeting: from `process_group`.
-        make_mesh: makes the groups of this rank.
+        rendezvous: from `process_group`, of more than one rank.
+        make_mesh: makes the process groups of this rank.
         device: of this rank.
 
     Returns:
-        The mesh, and one line for a person: which axes answered, and how fast.
+        The mesh, and one line for people: the size of each axis, and how long an all-reduce takes.
 
     Raises:
-        UnreachableError: a rank did not answer within the meeting's timeout; names it and its host.
-        TrainingError: the ranks of an axis answer, but their sum is wrong.
+        UnreachableError: a rank did not take part within `launch.timeout`; the message names it and its host.
+        TrainingError: an all-reduce over an axis gives a wrong sum.
     """
-    arrive(meeting, "before process groups were made")
-    with deadline(meeting, "while process groups were made"):
+    arrive(rendezvous, "before process groups were made")
+    with deadline(rendezvous, "while process groups were made"):
         mesh = make_mesh()
-    arrive(meeting, "before the first all-reduce")
+    arrive(rendezvous, "before the first all-reduce")
     world = dist.group.WORLD
     assert world is not None
     used = {axis: group for axis, group in _groups(mesh).items() if group is not None}
-    # the first all-reduce of a group makes its connections, which is not what the figure is to say
+    # the first all-reduce of a group opens its connections, and is not part of the time that is printed
     for axis, group in [*used.items(), (_ALL, world)]:
         # nccl connects inside the call, before its own timeout counts
         watched = device.type == "cuda"
         where = f"in the all-reduce over {axis}"
-        with deadline(meeting, where, passed=f"passed/{axis}", spare_s=SETTLE_S) if watched else nullcontext():
-            _check(meeting, axis, group, device)
-    with deadline(meeting, "in the all-reduces that are timed"):
+        with deadline(rendezvous, where, passed=f"passed/{axis}", spare_s=SETTLE_S) if watched else nullcontext():
+            _check(rendezvous, axis, group, device)
+    with deadline(rendezvous, "in the all-reduces that are timed"):
         milliseconds = _timed([*used.values(), world], device)
     axes = "".join(f"{axis} {group.size()}, " for axis, group in used.items())
-    return mesh, f"preflight: {axes}all {meeting.world_size} ranks answer ({milliseconds:.1f} ms)"
+    return mesh, f"preflight: {axes}all {rendezvous.world_size} ranks answer ({milliseconds:.1f} ms)"
 
 
 def _timed(groups: Iterable[dist.ProcessGroup], device: torch.device) -> float:
@@ -75,32 +75,32 @@ def _groups(mesh: Mesh) -> dict[str, dist.ProcessGroup | None]:
     return {"pp": mesh.group("pp"), data: mesh.group("data"), "cp": mesh.group("cp"), "tp": mesh.group("tp")}
 
 
-def _check(meeting: Rendezvous, axis: str, group: dist.ProcessGroup, device: torch.device) -> None:
+def _check(rendezvous: Rendezvous, axis: str, group: dist.ProcessGroup, device: torch.device) -> None:
     ranks = dist.get_process_group_ranks(group)
-    values = torch.full((_ELEMENTS,), meeting.rank + 1, device=device)
+    values = torch.full((_ELEMENTS,), rendezvous.rank + 1, device=device)
     started = time.monotonic()
     try:
-        _all_reduce(values, group, meeting.timeout_s)
+        _all_reduce(values, group, rendezvous.timeout_s)
     except RuntimeError as error:
-        said, seconds = _reason(error), time.monotonic() - started
+        reason, seconds = _reason(error), time.monotonic() - started
         where = f"in the all-reduce over {axis} ({listed(ranks)})"
-        silent = blamed(meeting, f"passed/{axis}", ranks)
-        # all of this group have given up: they wait for a rank of another one
-        silent = silent or unheard(meeting, f"passed/{_ALL}", meeting.everyone)
-        raise silence(meeting, silent, where, said, seconds=seconds) from None
+        missing = blamed(rendezvous, f"passed/{axis}", ranks)
+        # every rank of this group has given up: they wait for a rank of another group
+        missing = missing or unheard(rendezvous, f"passed/{_ALL}", rendezvous.everyone)
+        raise silence(rendezvous, missing, where, reason, seconds=seconds) from None
     expected = sum(ranks) + len(ranks)
     wrong = values[values != expected]
     if len(wrong):
         raise TrainingError(
             f"the all-reduce over {axis} ({listed(ranks)}) is wrong: {len(wrong)} of {_ELEMENTS} sums, such as"
             f" {int(wrong[0])} where {expected} is right\n"
-            f"  try: {meeting.where(ranks)}: look for hardware that corrupts data, and for ranks of another run"
+            f"  try: {rendezvous.where(ranks)}: look for hardware that corrupts data, and for ranks of another run"
         )
-    meeting.note(f"passed/{axis}/{meeting.rank}")
+    rendezvous.note(f"passed/{axis}/{rendezvous.rank}")
 
 
 def _reason(error: RuntimeError) -> str:
-    """gloo says it in the first line, nccl in the last."""
+    """The line of a backend's error that names the cause: the first of gloo's, the last of NCCL's."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
     return lines[-1] if "NCCL" in lines[0] else lines[0]
 
@@ -109,7 +109,7 @@ def _all_reduce(values: torch.Tensor, group: dist.ProcessGroup, timeout_s: float
     timeout = timedelta(seconds=timeout_s)
     options = dist.AllreduceOptions()
     if values.device.type == "cpu":
-        # gloo's own deadline, so that its thread ends too; nccl's would end the process before it can tell anything
+        # gloo's own deadline, so that its thread ends too; NCCL's would end the process before it can report anything
         options.timeout = timeout
     group.allreduce([values], options).wait(timeout)
     if values.device.type == "cuda":

@@ -38,7 +38,7 @@ class PreparedRun:
 
     Attributes:
         run: the resolved config.
-        blend: training samples.
+        mixture: training samples.
         heldout: the held-out split of every source.
         model: on meta.
         values: its parameters' first values.
@@ -50,7 +50,7 @@ class PreparedRun:
     """
 
     run: ResolvedRun
-    blend: DataMixture
+    mixture: DataMixture
     heldout: list[TokenDataset]
     model: nn.Module
     values: ParameterValues
@@ -73,9 +73,9 @@ def prepare(run: ResolvedRun) -> PreparedRun:
         ConfigError, DataError, CheckpointError: see the modules that are called.
     """
     config = run.config
-    blend = open_mixture(config.data, seed=config.run.seed, extent=Extent(run.steps, run.batch.samples))
-    heldout = open_heldout(config.data, blend)
-    tokenizer = tokenizer_details(blend.sources[0].manifest)
+    mixture = open_mixture(config.data, seed=config.run.seed, extent=Extent(run.steps, run.batch.samples))
+    heldout = open_heldout(config.data, mixture)
+    tokenizer = tokenizer_details(mixture.sources[0].manifest)
     hf_config = resolve_hf_config(config.model, tokenizer=tokenizer, sequence_length=config.data.sequence_length)
     for field, folder in named_folders(config).items():
         check_tokenizer(field, folder, tokenizer)
@@ -89,11 +89,11 @@ def prepare(run: ResolvedRun) -> PreparedRun:
     section = config.run
     store = CheckpointStore(Path(section.dir), keep=section.keep_checkpoints, keep_every=section.keep_every)
     plain = described(hf_config)
-    parents = {**blend.parents, **folder_parents(config)}
+    parents = {**mixture.parents, **folder_parents(config)}
     prints = {f"{field}.fingerprint": parent["fingerprint"] for field, parent in parents.items()}
     curve = {**curve_fields(run), "model.resolved": plain, **prints}
     check_run_dir(run, store, curve)
-    return PreparedRun(run, blend, heldout, model, values, plain, size, store, curve, parents)
+    return PreparedRun(run, mixture, heldout, model, values, plain, size, store, curve, parents)
 
 
 def attention_of(run: ResolvedRun) -> str:

@@ -67,7 +67,7 @@ def expected(work: Path) -> dict[int, float]:
     made = prepare(run)
     engine = build_engine(run, made.model, made.values, CrossEntropy(), device=torch.device("cpu"))
     engine.load(work / f"run/checkpoints/step-{CHECKPOINT:08d}")
-    loader = StepLoader(made.blend, run.batch, dp_rank=0, steps=(CHECKPOINT + 1, run.steps), skips=SKIPPED)
+    loader = StepLoader(made.mixture, run.batch, dp_rank=0, steps=(CHECKPOINT + 1, run.steps), skips=SKIPPED)
     return {batch.step: engine.train_step(batch, lr=run.schedule.lr(batch.step)).loss for batch in loader}
 
 

@@ -138,14 +138,14 @@ os._exit(0)
 def test_the_iterable_feeds_a_loop_of_ones_own(tokens: Path) -> None:
     code = f"""
 import torch
-from pipeline.config.batch import Batch
+from pipeline.config.batch import BatchSizes
 from pipeline.config.schema import DataSection, SourceSection
-from pipeline.data.mixture import open_blend
+from pipeline.data.mixture import open_mixture
 from pipeline.data.loader import StepLoader
-blend = open_blend(DataSection(sources=(SourceSection(path={str(tokens)!r}),), sequence_length=16), seed=1)
+blend = open_mixture(DataSection(sources=(SourceSection(path={str(tokens)!r}),), sequence_length=16), seed=1)
 model = torch.nn.Sequential(torch.nn.Embedding(512, 8), torch.nn.Linear(8, 512))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in StepLoader(blend, Batch(4, 2, 2, 1, 16), dp_rank=0, steps=(1, 3)):
+for step in StepLoader(blend, BatchSizes(4, 2, 2, 1, 16), dp_rank=0, steps=(1, 3)):
     for micro in step.micro_batches:
         torch.nn.functional.cross_entropy(model(micro.input_ids).flatten(0, 1), micro.labels.flatten()).backward()
     optimizer.step()

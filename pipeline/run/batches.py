@@ -1,0 +1,63 @@
+"""The batches of one rank: those of the training steps, and those of the held-out evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pipeline.data.dataset import TokenDataset
+from pipeline.data.loader import MicroBatch, StepLoader, heldout_batches
+from pipeline.data.skips import Skips
+from pipeline.run.prepare import PreparedRun
+
+
+@dataclass(frozen=True)
+class RankBatches:
+    """Reads this rank's part of every global batch, and of every held-out batch.
+
+    Attributes:
+        prepared: the run.
+        rank: of this process.
+    """
+
+    prepared: PreparedRun
+    rank: int
+
+    @property
+    def heldout(self) -> list[TokenDataset]:
+        """The held-out split of every source."""
+        return self.prepared.heldout
+
+    def training(self, *, first_step: int, skips: Skips) -> StepLoader:
+        """The batches from `first_step` to the last step of the run, without the data that `skips` leaves out."""
+        run = self.prepared.run
+        return StepLoader(
+            self.prepared.mixture,
+            run.batch,
+            **self._position(),
+            steps=(first_step, run.steps),
+            skips=skips,
+            prefetch=run.config.data.prefetch,
+            pin=torch.cuda.is_available(),
+        )
+
+    def evaluation(self, dataset: TokenDataset) -> Iterator[MicroBatch]:
+        """The held-out batches of a split: `evaluation.samples` windows spread over it, or all of it."""
+        run = self.prepared.run
+        samples = run.config.evaluation.samples
+        return heldout_batches(
+            dataset, batch_size=run.batch.micro, dp=run.topology.dp, **self._position(), samples=samples
+        )
+
+    def _position(self) -> dict[str, Any]:
+        run = self.prepared.run
+        coordinates = run.topology.coordinates(self.rank)
+        return {
+            "dp_rank": coordinates["dp"],
+            "cp": run.topology.cp,
+            "cp_rank": coordinates["cp"],
+            "mask_documents": run.config.data.mask_documents,
+        }

@@ -1,0 +1,66 @@
+"""The manifests that training writes: that of the run's directory, and what a checkpoint's manifest says of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headrace.base.directory import write_manifest
+from pipeline.anomalies.guarded_step import GuardedStepper
+from pipeline.checkpoint.store import CheckpointInfo
+from pipeline.data.dataset import tokenizer_details
+from pipeline.run.prepare import PreparedRun
+
+
+@dataclass(frozen=True)
+class RunManifest:
+    """Writes the manifest of a run's directory and describes its checkpoints.
+
+    Attributes:
+        prepared: the run.
+        rank: of this process; only rank 0 writes.
+    """
+
+    prepared: PreparedRun
+    rank: int
+
+    def write(self, step: int) -> None:
+        """Records how many steps are saved, the resolved config and the parents. On every rank; rank 0 writes.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        if self.rank != 0:
+            return
+        prepared, run = self.prepared, self.prepared.run
+        details = {"step": step, "steps": run.steps, "finished": step == run.steps}
+        config = run.config.model_dump(mode="json")
+        write_manifest(prepared.run_dir, kind="run", config=config, parents=prepared.parents, details=details)
+
+    def write_if_possible(self, step: int, warn: Callable[[str], None]) -> None:
+        """As `write`, but a full disk only makes a warning: training goes on, and the next start writes it again."""
+        try:
+            self.write(step)
+        except OSError as error:
+            warn(f"warning: the manifest of {self.prepared.run_dir} cannot be written: {error}")
+
+    def checkpoint(self, step: int, stepper: GuardedStepper) -> CheckpointInfo:
+        """What the manifest of the checkpoint of `step` records besides its files.
+
+        Args:
+            step: the last step the checkpoint holds.
+            stepper: its skipped data and anomaly statistics are part of the state.
+        """
+        prepared, run = self.prepared, self.prepared.run
+        details = {
+            "step": step,
+            "samples": stepper.skips.data_step(step) * run.batch.samples,
+            "skips": stepper.skips.plain(),
+            "anomalies": stepper.state(),
+            "topology": str(run.topology),
+            "engine": run.config.engine,
+            "curve": prepared.curve,
+            "hf_config": prepared.hf_config,
+            "tokenizer": tokenizer_details(prepared.mixture.sources[0].manifest),
+        }
+        return CheckpointInfo(step, run.config.model_dump(mode="json"), prepared.parents, details)

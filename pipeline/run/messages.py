@@ -1,0 +1,49 @@
+"""What a run prints about itself: when it starts, resumes, changes and stops."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+
+from pipeline.checkpoint.store import Checkpoint
+from pipeline.engines.base import Engine
+from pipeline.faults.stop import Stop
+from pipeline.launch import Launch
+from pipeline.parallel.assemble import stage_lines
+from pipeline.run.prepare import PreparedRun
+
+
+def opening_lines(
+    prepared: PreparedRun, engine: Engine, launch: Launch, checkpoint: Checkpoint | None
+) -> Iterator[str]:
+    """Devices and layout, model and batch sizes, pipeline stages, length in steps, tokens and epochs, where it resumes."""
+    run, size = prepared.run, prepared.size
+    samples = run.steps * run.batch.samples
+    epochs = max(prepared.mixture.order.epochs(samples))
+    yield f"{launch} on {engine.device_name}; {run.layout}"
+    yield f"{size.parameters:,} parameters, {run.precision}; {run.batch}"
+    yield from stage_lines(run, prepared.model)
+    yield (
+        f"{run.steps:,} steps = {run.steps * run.batch.tokens:,} tokens,"
+        f" {epochs:.2f} epochs of {prepared.mixture.tokens:,}"
+    )
+    if checkpoint is not None:
+        yield f"resuming after step {checkpoint.step} from {checkpoint.path}"
+
+
+def closing_line(prepared: PreparedRun, stop: Stop, *, step: int) -> str:
+    """Whether the run has finished, or which signal stopped it and what to do."""
+    if stop:
+        return f"stopped by {stop} after step {step}: start it again to go on"
+    return f"finished: {prepared.run.steps} steps, in {prepared.run_dir}"
+
+
+def quiet_libraries(launch: Launch) -> None:
+    """Silences what libraries log on every rank; their errors, and rank 0's warnings, are still shown."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # torch 2.13 deprecates collectives that DeepSpeed 0.19 calls at every step
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    for name in ("DeepSpeed", "deepspeed", "torch.distributed"):
+        logging.getLogger(name).setLevel(logging.WARNING if launch.rank == 0 else logging.ERROR)
