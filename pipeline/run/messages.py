@@ -18,7 +18,7 @@ from pipeline.run.prepare import PreparedRun
 def opening_lines(
     prepared: PreparedRun, engine: Engine, launch: Launch, checkpoint: Checkpoint | None
 ) -> Iterator[str]:
-    """Devices and layout, model and batch sizes, pipeline stages, length in steps, tokens and epochs, where it resumes."""
+    """Devices, layout, model, batch sizes, pipeline stages, length in steps, tokens and epochs, where it resumes."""
     run, size = prepared.run, prepared.size
     samples = run.steps * run.batch.samples
     epochs = max(prepared.mixture.order.epochs(samples))
