@@ -45,14 +45,19 @@ LAYOUTS: list[tuple[str, int, str, dict[str, Any]]] = [
     ("DDP, dp 2", 2, "torch", {"zero_optimization": {"stage": 0}}),
     ("FSDP2 as ZeRO-2, dp 2", 2, "torch", {"zero_optimization": {"stage": 2}}),
     ("FSDP2, dp 2", 2, "torch", {"zero_optimization": {"stage": 3}}),
-    ("HSDP, 2 copies of 2 shards", 4, "torch", {"zero_optimization": {"stage": 3}, "parallel": {"shard": 2}}),
+    (
+        "HSDP, 2 copies of 2 shards",
+        4,
+        "torch",
+        {"zero_optimization": {"stage": 3}, "parallel": {"hybrid_shard_size": 2}},
+    ),
     ("FSDP2, tp 2 x dp 2", 4, "torch", {"zero_optimization": {"stage": 3}, "parallel": {"tp": 2}}),
     ("FSDP2, ulysses 2 x dp 2", 4, "torch", {"zero_optimization": {"stage": 3}, "parallel": {"cp": 2}}),
     (
         "FSDP2, ring 2 x dp 2",
         4,
         "torch",
-        {"zero_optimization": {"stage": 3}, "parallel": {"cp": 2, "context": "ring"}},
+        {"zero_optimization": {"stage": 3}, "parallel": {"cp": 2, "cp_method": "ring"}},
     ),
     ("FSDP2, pp 2 (1f1b) x dp 2", 4, "torch", {"zero_optimization": {"stage": 3}, "parallel": {"pp": 2}}),
     (
@@ -69,7 +74,7 @@ LAYOUTS: list[tuple[str, int, str, dict[str, Any]]] = [
         {
             "zero_optimization": {"stage": 3},
             "parallel": {"pp": 2, "cp": 2, "tp": 2, "schedule": "interleaved_1f1b"},
-            "memory": {"recompute": "full"},
+            "memory": {"activation_checkpointing": "full"},
             "loss": {"chunk": 24},
         },
     ),

@@ -64,9 +64,9 @@ def _print_rules(run: ResolvedRun) -> None:
     _line("layout", run.layout)
     _line("processes", str(run.topology.world_size) + (f", and {run.spare} spare" if run.spare else ""))
     _line("precision", run.precision)
-    if config.memory.recompute != "none":
-        which = "every layer" if config.memory.every == 1 else f"one layer in {config.memory.every}"
-        _line("recomputed", f"{config.memory.recompute}, {which}")
+    if config.memory.activation_checkpointing != "none":
+        which = "every layer" if config.memory.every_n_layers == 1 else f"one layer in {config.memory.every_n_layers}"
+        _line("recomputed", f"{config.memory.activation_checkpointing}, {which}")
     _line("batch", str(batch))
     _line("steps", f"{run.steps:,} = {run.steps * batch.samples:,} samples = {run.steps * batch.tokens:,} tokens")
     rates = ", ".join(f"{run.schedule.lr(step):.2e} at step {step:,}" for step in _marks(run))

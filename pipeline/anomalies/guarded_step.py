@@ -183,7 +183,7 @@ class GuardedStepper:
 
     def _answer(self, step: int, finding: Finding, result: StepResult, action: str, same: bool | None) -> StepResult:
         self._streak.bad(step)
-        given_up = self._streak.count >= self._section.give_up_after
+        given_up = self._streak.count >= self._section.max_bad_steps
         if action == "rollback" and not given_up:
             if self._may_go_back():
                 row = self._row(step, finding, result, cause=finding.kind, reproduced=same)

@@ -26,6 +26,7 @@ from headrace.base.errors import CheckpointError, DataError
 from pipeline.checkpoint.read_weights import FromCheckpoint
 from pipeline.checkpoint.store import Checkpoint, damage_of
 from pipeline.checkpoint.trained_model import attention_of, trained_config, trained_model
+from pipeline.config.renamed_keys import upgrade_keys
 from pipeline.data.permutation import permute
 from pipeline.models.materialise import materialise
 from pipeline.models.meta import parameter_shapes
@@ -89,7 +90,7 @@ def export(
             "largest_logit_difference": _gate(model, values, staging, dtype, attention_of(manifest)),
         }
         parents = {"checkpoint": {"path": str(checkpoint.path), "fingerprint": manifest.fingerprint}}
-        told: dict[str, Any] = {"config": manifest.config, "parents": parents, "details": details}
+        told: dict[str, Any] = {"config": upgrade_keys(manifest.config), "parents": parents, "details": details}
         return commit(staging, out, kind="model", **told, replace=replace)
 
 

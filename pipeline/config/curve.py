@@ -47,7 +47,7 @@ def _blend(run: ResolvedRun) -> dict[str, Any]:
     labels = [source.source for source in data.sources]
     budgets = [{"epochs": source.epochs, "tokens": source.tokens} for source in data.sources]
     budgeted = any(value is not None for budget in budgets for value in budget.values())
-    stages = [[stage.after_step, [stage.weights.get(n) for n in data.names]] for stage in data.schedule or ()]
+    stages = [[stage.after_step, [stage.weights.get(n) for n in data.names]] for stage in data.curriculum or ()]
     return {
         # without a weight and a budget it is 1
         "weights": [source.weight or (None if source.epochs or source.tokens else 1.0) for source in data.sources],

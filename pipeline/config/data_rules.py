@@ -21,20 +21,20 @@ def check_data(data: DataSection) -> None:
         if len(given) > 1:
             why = f"{' and '.join(given)} each say how much is drawn from it"
             raise ConfigError(f"{field}.{given[1]}", getattr(source, given[1]), why=why, remedy=f"keep {given[0]}")
-        if given and data.schedule:
-            why = "data.schedule says how much is drawn from it"
+        if given and data.curriculum:
+            why = "data.curriculum says how much is drawn from it"
             raise ConfigError(f"{field}.{given[0]}", getattr(source, given[0]), why=why, remedy="leave it out")
-    if data.schedule:
+    if data.curriculum:
         _check_names(data)
-        for number, stage in enumerate(data.schedule):
-            before = data.schedule[number - 1] if number else None
-            _check_stage(stage, before, field=f"data.schedule.{number}", names=data.names)
+        for number, stage in enumerate(data.curriculum):
+            before = data.curriculum[number - 1] if number else None
+            _check_stage(stage, before, field=f"data.curriculum.{number}", names=data.names)
 
 
 def _check_names(data: DataSection) -> None:
     for number, name in enumerate(data.names):
         if name in data.names[:number]:
-            why = f"source {data.names.index(name)} is called so, too, and data.schedule could mean either"
+            why = f"source {data.names.index(name)} is called so, too, and data.curriculum could mean either"
             raise ConfigError(f"data.sources.{number}.name", name, why=why, remedy="give each a name of its own")
 
 

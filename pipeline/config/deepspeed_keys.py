@@ -17,7 +17,7 @@ _OURS = "remove it: headrace does this itself"
 _GONE = "remove it: DeepSpeed 0.19 no longer has it"
 
 REFUSED: dict[str, str] = {
-    "activation_checkpointing": "use memory.recompute",
+    "activation_checkpointing": "use memory.activation_checkpointing",
     "amp": "use bf16",
     "autotuning": _LATER,
     "checkpoint": _OURS,

@@ -43,7 +43,8 @@ def topology_of(config: Config, *, world_size: int, elastic: bool = False) -> To
     model_ranks = sizes["pp"] * sizes["tp"] * sizes["cp"]
     if elastic and config.launch.backend != "mpi":  # mpirun's world cannot be cut
         # data ranks come by the number that hybrid sharding deals parameters to
-        together = parallel.shard // gcd(parallel.shard, sizes["cp"]) if parallel.shard else 1
+        shard = parallel.hybrid_shard_size
+        together = shard // gcd(shard, sizes["cp"]) if shard else 1
         if dp := world_size // (model_ranks * together) * together:
             return Topology(dp=dp, **sizes)
     if world_size % model_ranks:
@@ -63,7 +64,7 @@ def check_layout(config: Config, topology: Topology) -> None:
     """
     _check_sequence(config, topology)
     if config.model.config is not None:
-        check_heads(config.model.config, topology, context=config.parallel.context)
+        check_heads(config.model.config, topology, context=config.parallel.cp_method)
     _check_attention(config, topology)
     _check_shard(config, topology)
     _check_offload(config)
@@ -88,7 +89,7 @@ def check_heads(model: Mapping[str, Any], topology: Topology, *, context: str) -
     if heads and (heads // tp) % by_heads:
         near = max(n for n in range(1, cp) if (heads // tp) % n == 0)
         why = f"ulysses deals out {heads // tp} heads ({heads} / tp {tp}), and {cp} ranks do not divide them"
-        raise ConfigError("parallel.cp", cp, why=why, remedy=f"use {near}, or parallel.context ring")
+        raise ConfigError("parallel.cp", cp, why=why, remedy=f"use {near}, or parallel.cp_method ring")
 
 
 def _deal(field: str, ranks: int, count: int | None, name: str) -> None:
@@ -109,9 +110,9 @@ def _check_sequence(config: Config, topology: Topology) -> None:
 
 
 def _check_attention(config: Config, topology: Topology) -> None:
-    if topology.cp > 1 and config.parallel.context == "ring" and config.data.mask_documents:
+    if topology.cp > 1 and config.parallel.cp_method == "ring" and config.data.mask_documents:
         why = "ring attention knows no mask but the causal one, and there is data.mask_documents"
-        raise ConfigError("parallel.context", "ring", why=why, remedy="use ulysses")
+        raise ConfigError("parallel.cp_method", "ring", why=why, remedy="use ulysses")
     given = config.model.attn_implementation
     if given == "sdpa":
         return
@@ -126,12 +127,13 @@ def _check_attention(config: Config, topology: Topology) -> None:
 
 
 def _check_shard(config: Config, topology: Topology) -> None:
-    shard, data = config.parallel.shard, topology.dp * topology.cp
+    shard, data = config.parallel.hybrid_shard_size, topology.dp * topology.cp
     if shard is not None and data % shard:
         fits = [n for n in range(1, data + 1) if data % n == 0]
         near = min(fits, key=lambda n: abs(n - shard))
         why = f"it does not divide the {data} data ranks (dp {topology.dp} x cp {topology.cp})"
-        raise ConfigError("parallel.shard", shard, why=why, remedy=f"use {near}, or leave it out to shard over all")
+        remedy = f"use {near}, or leave it out to shard over all"
+        raise ConfigError("parallel.hybrid_shard_size", shard, why=why, remedy=remedy)
 
 
 def _check_offload(config: Config) -> None:
@@ -163,10 +165,10 @@ def check_schedule(config: Config, topology: Topology, batch: BatchSizes) -> Non
         ConfigError: names the nearest batch sizes that work.
     """
     parallel, pp = config.parallel, topology.pp
-    pieces = parallel.stages_per_rank
+    pieces = parallel.virtual_stages
     if pieces is not None and pieces > 1 and pp == 1:
         why = "there is no pipeline: parallel.pp is 1"
-        raise ConfigError("parallel.stages_per_rank", pieces, why=why, remedy="remove it, or set parallel.pp")
+        raise ConfigError("parallel.virtual_stages", pieces, why=why, remedy="remove it, or set parallel.pp")
     if pp == 1:
         return
     several = parallel.schedule in SEVERAL_PIECES
@@ -174,10 +176,11 @@ def check_schedule(config: Config, topology: Topology, batch: BatchSizes) -> Non
     if pieces is not None and several != (pieces > 1):
         why = f"{parallel.schedule} runs {'several pieces' if several else 'one piece'} of the model per rank"
         remedy = "use 2" if several else "remove it, or use parallel.schedule interleaved_1f1b"
-        raise ConfigError("parallel.stages_per_rank", pieces, why=why, remedy=remedy)
-    if parallel.schedule == "zero_bubble" and config.memory.recompute == "selective":
+        raise ConfigError("parallel.virtual_stages", pieces, why=why, remedy=remedy)
+    if parallel.schedule == "zero_bubble" and config.memory.activation_checkpointing == "selective":
         why = "zero_bubble runs a layer's backward pass in two parts, and torch recomputes selectively only once"
-        raise ConfigError("memory.recompute", "selective", why=why, remedy="use full, or schedule interleaved_1f1b")
+        remedy = "use full, or schedule interleaved_1f1b"
+        raise ConfigError("memory.activation_checkpointing", "selective", why=why, remedy=remedy)
     if batch.accumulation % rounds:
         raise _micro_batches(batch, pp, why=f"{parallel.schedule} takes micro-batches in rounds of pp {pp}")
     if batch.accumulation < least:

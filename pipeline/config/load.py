@@ -8,6 +8,7 @@ from pathlib import Path
 from headrace.base import configfile
 from headrace.base.section import parse
 from pipeline.config.deepspeed_keys import refuse_by_name, without_auto
+from pipeline.config.renamed_keys import refuse_renamed
 from pipeline.config.schema import Config
 
 
@@ -19,8 +20,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         overrides: `--set` texts, applied last.
 
     Raises:
-        ConfigError: the file cannot be read, or it holds a key or value that cannot run.
+        ConfigError: the file cannot be read, or it holds a key or value that cannot run, or a key under its old name.
     """
-    raw = without_auto(configfile.load(path, overrides))
+    raw = configfile.load(path, overrides)
+    refuse_renamed(raw)
+    raw = without_auto(raw)
     refuse_by_name(raw)
     return parse(Config, raw)

@@ -61,11 +61,16 @@ FEATURES: dict[str, Feature] = {
     "cp": Feature("context parallelism", "parallel.cp", "parallel.cp 1", lambda _c, t: t.cp if t.cp > 1 else None),
     "ring": Feature(
         "ring attention",
-        "parallel.context",
-        "parallel.context ulysses",
-        lambda c, t: "ring" if t.cp > 1 and c.parallel.context == "ring" else None,
+        "parallel.cp_method",
+        "parallel.cp_method ulysses",
+        lambda c, t: "ring" if t.cp > 1 and c.parallel.cp_method == "ring" else None,
     ),
-    "shard": Feature("hybrid sharding", "parallel.shard", "no parallel.shard", lambda c, _t: c.parallel.shard),
+    "shard": Feature(
+        "hybrid sharding",
+        "parallel.hybrid_shard_size",
+        "no parallel.hybrid_shard_size",
+        lambda c, _t: c.parallel.hybrid_shard_size,
+    ),
     "offload_optimizer": _offload("offload_optimizer"),
     "offload_param": _offload("offload_param"),
     "fp16": Feature("fp16", "fp16.enabled", "bf16.enabled true", lambda c, _t: c.fp16.enabled or None),
@@ -129,11 +134,11 @@ class ResolvedRun:
         return self.config.engine == "torch" and self.topology.world_size == 1
 
     @property
-    def stages_per_rank(self) -> int:
+    def virtual_stages(self) -> int:
         """Pieces of the model that one pipeline rank holds."""
         if self.topology.pp == 1:
             return 1
-        return self.config.parallel.stages_per_rank or (2 if self.config.parallel.schedule in SEVERAL_PIECES else 1)
+        return self.config.parallel.virtual_stages or (2 if self.config.parallel.schedule in SEVERAL_PIECES else 1)
 
     @property
     def layout(self) -> str:
@@ -147,7 +152,7 @@ class ResolvedRun:
         meshed = ("parallel.pp", "parallel.tp", "parallel.cp")
         others = [f"{f.what} {value}" for f, value in given if f.field not in (*meshed, "parallel.schedule")]
         if self.topology.pp > 1:
-            pieces = f", {self.stages_per_rank} pieces per rank" if self.stages_per_rank > 1 else ""
+            pieces = f", {self.virtual_stages} pieces per rank" if self.virtual_stages > 1 else ""
             others.insert(0, config.parallel.schedule + pieces)
         if self.spare:
             others.append(f"{self.spare} spare process{'es' if self.spare > 1 else ''}")
@@ -239,11 +244,11 @@ def _nearest(engine: str, stage: int, asked: Collection[str]) -> str:
 
 
 def _check_stages(config: Config, steps: int) -> None:
-    for number, stage in enumerate(config.data.schedule or ()):
+    for number, stage in enumerate(config.data.curriculum or ()):
         if stage.after_step >= steps:
             why = f"the run has {steps:,} steps: the stage would never begin"
             remedy = f"a number below {steps}, run.steps {stage.after_step + 1} or more, or leave the stage out"
-            raise ConfigError(f"data.schedule.{number}.after_step", stage.after_step, why=why, remedy=remedy)
+            raise ConfigError(f"data.curriculum.{number}.after_step", stage.after_step, why=why, remedy=remedy)
 
 
 def _steps(config: Config, batch: BatchSizes) -> int:

@@ -48,7 +48,7 @@ class SourceSection(Section):
 
     path: str = Field(description="a tokens directory made by data_prep, or PREFIX of Megatron's PREFIX.bin and .idx")
     source: str | None = Field(None, description="only this source of the tokens directory; all of it when absent")
-    name: str | None = Field(None, description="what data.schedule calls it; default: 'source', or else 'path'")
+    name: str | None = Field(None, description="what data.curriculum calls it; default: 'source', or else 'path'")
     weight: PositiveFloat | None = Field(
         None, description="share of the samples drawn from it, relative to the other sources; 1 when absent"
     )
@@ -99,7 +99,7 @@ class DataSection(Section):
         min_length=1, description='a list such as [{"path": "out/demo/tokens", "weight": 1.0}]', strict=False
     )
     sequence_length: Count = Field(description="tokens per sample (T)")
-    schedule: tuple[StageSection, ...] | None = Field(
+    curriculum: tuple[StageSection, ...] | None = Field(
         None,
         min_length=1,
         description='weights by step: [{"after_step": 0, "weights": {"web": 1, "code": 1}}, ...]',
@@ -133,10 +133,10 @@ class LossSection(Section):
 class MemorySection(Section):
     """What is recomputed in the backward pass instead of kept. Changes no result."""
 
-    recompute: Literal["none", "full", "selective"] = Field(
+    activation_checkpointing: Literal["none", "full", "selective"] = Field(
         "none", description="full: whole decoder layers; selective: all of a layer but its matrix products"
     )
-    every: Count = Field(1, description="recompute every n-th decoder layer only")
+    every_n_layers: Count = Field(1, description="recompute every n-th decoder layer only")
 
 
 class ParallelSection(Section):
@@ -145,16 +145,16 @@ class ParallelSection(Section):
     pp: Count | None = Field(None, description="pipeline stages (DeepSpeed's pipeline.stages)")
     tp: Count | None = Field(None, description="ranks that share every layer (DeepSpeed's tensor_parallel.autotp_size)")
     cp: Count | None = Field(None, description="ranks that share every sequence (DeepSpeed's sequence_parallel_size)")
-    shard: Count | None = Field(
+    hybrid_shard_size: Count | None = Field(
         None, description="hybrid sharding: data ranks that share a parameter; the others hold copies. All when absent"
     )
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] = Field(
         "1f1b", description="order of a pipeline's forward and backward passes: gpipe, 1f1b, interleaved_1f1b, ..."
     )
-    stages_per_rank: Count | None = Field(
+    virtual_stages: Count | None = Field(
         None, description="pieces of the model per pipeline rank (interleaved_1f1b: 2)"
     )
-    context: Literal["ulysses", "ring"] = Field(
+    cp_method: Literal["ulysses", "ring"] = Field(
         "ulysses", description="how cp ranks exchange attention: ulysses (all-to-all over heads) or ring"
     )
     elastic: bool = Field(
@@ -205,10 +205,10 @@ class WatchdogSection(Section):
     """When a rank counts as lost. One that dies is known at once."""
 
     enabled: bool = Field(True, description="false: nobody watches; a rank that dies or hangs is torch's affair")
-    silent: PositiveFloat = Field(
+    heartbeat_timeout: PositiveFloat = Field(
         60.0, description="seconds without a sign of life, after which a rank is stopped or its host is gone"
     )
-    stuck: PositiveFloat = Field(
+    hang_timeout: PositiveFloat = Field(
         1500.0, description="seconds without progress of any rank, after which the run hangs; below torch's own 1800"
     )
 
@@ -228,7 +228,7 @@ class StragglersSection(Section):
     every: Count | None = Field(
         100, description="steps between reports; one of them is profiled. null: no reports are made"
     )
-    slower_by: PositiveFloat = Field(
+    threshold: PositiveFloat = Field(
         0.1, description="a rank is named when its own work takes so much longer than its peers' median, e.g. 0.1"
     )
 
@@ -252,7 +252,7 @@ class AnomaliesSection(Section):
     recheck: bool = Field(
         True, description="execute a suspicious step once more, to tell a device that fails from data that does"
     )
-    give_up_after: Count = Field(5, description="bad steps without progress between them after which the run stops")
+    max_bad_steps: Count = Field(5, description="bad steps without progress between them after which the run stops")
     check_replicas: Count | None = Field(
         None, description="steps between checks that ranks with the same weights have the same bits; never when absent"
     )

@@ -47,9 +47,9 @@ def make_order(data: DataSection, windows: Sequence[int], *, seed: int, extent: 
         DataError: see `SampleOrder`.
     """
     stages = [MixtureStage(0, tuple(source.weight or 1.0 for source in data.sources))]
-    if data.schedule is not None:
+    if data.curriculum is not None:
         assert extent is not None, "stages are counted in steps"
-        named = [(stage.after_step * extent.per_step, stage.weights) for stage in data.schedule]
+        named = [(stage.after_step * extent.per_step, stage.weights) for stage in data.curriculum]
         stages = [MixtureStage(start, tuple(weights[name] for name in data.names)) for start, weights in named]
     elif any(source.epochs or source.tokens for source in data.sources):
         assert extent is not None, "what share a budget is depends on the length of the run"
@@ -104,8 +104,8 @@ def _never_drawn(data: DataSection, stage: MixtureStage, *, number: int, which: 
     if any(s.epochs or s.tokens for s in data.sources):
         return ConfigError(field, why=why, remedy="smaller budgets for others, a longer run, or leave the source out")
     least = f"{_rounded_up(others * _FEW / max(1, samples - _FEW))} or more"
-    if data.schedule is not None:
-        field = f"data.schedule.{number}.weights.{data.names[which]}"
+    if data.curriculum is not None:
+        field = f"data.curriculum.{number}.weights.{data.names[which]}"
         return ConfigError(field, share, why=why, remedy=f"{least}, or 0")
     return ConfigError(f"{field}.weight", share, why=why, remedy=f"{least}, or leave the source out")
 
@@ -132,14 +132,14 @@ def _what_fits(data: DataSection, order: SampleOrder, extent: Extent, *, number:
     budgets = any(s.epochs or s.tokens for s in data.sources)
     steps = bisect_right(range(extent.steps + 1), most, key=drawn) - 1
     # budgets are shared out anew over a run of another length, and every stage has to begin
-    if not budgets and steps > (data.schedule[-1].after_step if data.schedule else 0):
+    if not budgets and steps > (data.curriculum[-1].after_step if data.curriculum else 0):
         fits.append(f"run.steps {steps:,} or less")
     others = sum(s.weight or 1.0 for i, s in enumerate(data.sources) if i != number)
-    if others and not data.schedule and not budgets and most < extent.samples:
+    if others and not data.curriculum and not budgets and most < extent.samples:
         weight = others * (most - 1) / (extent.samples - most + 1)
         fits.append(f"data.sources.{number}.weight {_rounded_down(weight)} or less")
-    if data.schedule:
-        fits.append(f"a smaller weight of '{data.names[number]}' in data.schedule")
+    if data.curriculum:
+        fits.append(f"a smaller weight of '{data.names[number]}' in data.curriculum")
     if source.epochs or source.tokens:
         fits.append(f"a smaller budget than {'epochs' if source.epochs else 'tokens'} {source.epochs or source.tokens}")
     seen = math.ceil(100 * drawn(extent.steps) / int(order.windows[number])) / 100

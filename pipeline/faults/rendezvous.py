@@ -53,7 +53,7 @@ def start_heartbeat_server(
                 "world_size": launch.world_size,
                 "run_dir": str(run_dir.resolve()),
                 "silent_s": heartbeat_timeout(config, launch.world_size),
-                "stuck_s": config.stuck,
+                "stuck_s": config.hang_timeout,
                 "beat_s": address.beat_s,
             }
             # -P: nothing of the working directory is imported
@@ -84,7 +84,7 @@ def heartbeat_interval(world_size: int) -> float:
 
 def heartbeat_timeout(config: WatchdogSection, world_size: int) -> float:
     """Seconds of silence after which the other end counts as lost: more than one sign of life may be late."""
-    return max(config.silent, 4 * heartbeat_interval(world_size))
+    return max(config.heartbeat_timeout, 4 * heartbeat_interval(world_size))
 
 
 def connect(address: Address, hello: dict[str, Any], *, local: bool) -> tuple[socket.socket, Lines] | None:

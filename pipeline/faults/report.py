@@ -177,11 +177,11 @@ def _remedy(verdict: Diagnosis, first: RankStatus) -> str:
         case "died":
             return f"look for 'Out of memory' or a crash in `dmesg` on {first.host}; {again}"
         case "silent":
-            return f"look at {first.host}; {again}. Raise watchdog.silent if this was no fault"
+            return f"look at {first.host}; {again}. Raise watchdog.heartbeat_timeout if this was no fault"
         case "lost":
             return f"{again}. If it happens again, look at the network between the hosts, and at {first.host}'s cards"
         case "stuck":
-            return f"{again}. Raise watchdog.stuck if this phase may take so long"
+            return f"{again}. Raise watchdog.hang_timeout if this phase may take so long"
         case _:
             return f"mend what it says; {again}"
 

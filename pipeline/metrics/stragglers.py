@@ -128,7 +128,7 @@ class Stragglers:
 
     def __init__(self, section: StragglersSection, *, peers: Sequence[Hashable], rank: int, gpu: bool) -> None:
         self._every = section.every if len(peers) > 1 else None
-        self._judge = StragglerDetector(peers, slower_by=section.slower_by)
+        self._judge = StragglerDetector(peers, threshold=section.threshold)
         self._rank, self._gpu = rank, gpu
         self._clock, self._hosts = CoreClock(), list[str]()
         self._forget()
@@ -197,19 +197,19 @@ class Stragglers:
 class StragglerDetector:
     """Says who is slow, from one report to the next.
 
-    Slow is who needs more than its peers in two reports in a row: by `slower_by`, and by twice what own times differ by
+    Slow is who needs more than its peers in two reports in a row: by `threshold`, and by twice what own times differ by
     between reports (the median of their absolute logarithmic differences, times 1.4826 as for a normal distribution:
     Rousseeuw and Croux 1993, Alternatives to the Median Absolute Deviation). On cores that are shared with others a
     step of milliseconds may take a fifth longer than the one before, and a rank has to be slower than that.
 
     Args:
         peers: for every rank, what it shares with those who do the same work.
-        slower_by: 0.1 is 10 %.
+        threshold: 0.1 is 10 %.
     """
 
-    def __init__(self, peers: Sequence[Hashable], *, slower_by: float) -> None:
+    def __init__(self, peers: Sequence[Hashable], *, threshold: float) -> None:
         self._peers = peers
-        self._slower_by = slower_by
+        self._threshold = threshold
         self._heard: deque[Sequence[float]] = deque(maxlen=_REMEMBERED)
         self._slow: set[int] = set()
         self._named: set[int] = set()
@@ -226,7 +226,7 @@ class StragglerDetector:
         """
         self._heard.append(seconds)
         ratios = self._ratios(seconds)
-        bound = 1 + max(self._slower_by, 2 * self._spread())
+        bound = 1 + max(self._threshold, 2 * self._spread())
         slow = {rank for rank, ratio in enumerate(ratios) if ratio > bound}
         found = slow & self._slow if len(self._heard) >= _HEARD else set()
         new = sorted(found - self._named)

@@ -34,10 +34,11 @@ def check_activation_checkpointing(model: nn.Module, memory: MemorySection) -> N
     Raises:
         ConfigError: it is asked for and not offered.
     """
-    if memory.recompute != "none" and not _layers(model):
+    if memory.activation_checkpointing != "none" and not _layers(model):
         kind = model.config.model_type  # type: ignore[union-attr]
         why = f"the layers of {kind} do not offer it in transformers"
-        raise ConfigError("memory.recompute", memory.recompute, why=why, remedy="use none")
+        given = memory.activation_checkpointing
+        raise ConfigError("memory.activation_checkpointing", given, why=why, remedy="use none")
 
 
 def apply_activation_checkpointing(model: nn.Module, memory: MemorySection) -> None:
@@ -46,13 +47,13 @@ def apply_activation_checkpointing(model: nn.Module, memory: MemorySection) -> N
     Raises:
         ConfigError: as `check_activation_checkpointing`.
     """
-    if memory.recompute == "none":
+    if memory.activation_checkpointing == "none":
         return
     run: Any = partial(checkpoint, use_reentrant=False)
-    if memory.recompute == "selective":
+    if memory.activation_checkpointing == "selective":
         run = partial(run, context_fn=partial(create_selective_checkpoint_contexts, _policy))
     for number, layer in enumerate(_layers(model)):
-        if number % memory.every == 0:
+        if number % memory.every_n_layers == 0:
             layer.gradient_checkpointing = True
             layer._gradient_checkpointing_func = run
 

@@ -51,14 +51,14 @@ def stages_of(run: ResolvedRun, model: nn.Module) -> list[StageLayers]:
     Raises:
         ConfigError: see `split` and `layer_list`.
     """
-    count = run.topology.pp * run.stages_per_rank
+    count = run.topology.pp * run.virtual_stages
     if count == 1:
         return [StageLayers(0, 1, (0, model.config.num_hidden_layers), 0.0)]  # type: ignore[union-attr, arg-type]
     layers: int = model.config.num_hidden_layers  # type: ignore[union-attr, assignment]
     if layers < count:
-        pieces = run.stages_per_rank
+        pieces = run.virtual_stages
         why = f"{run.topology.pp} ranks x {pieces} pieces are {count}, and the model has {layers} decoder layers"
-        fits = f"use parallel.pp {max(1, layers // pieces)}" + (", or fewer stages_per_rank" if pieces > 1 else "")
+        fits = f"use parallel.pp {max(1, layers // pieces)}" + (", or fewer virtual_stages" if pieces > 1 else "")
         raise ConfigError("parallel.pp", run.topology.pp, why=why, remedy=fits)
     flops, head = forward_flops(model, sequence_length=run.batch.sequence_length)
     return split(flops, head=head, stages=count)
@@ -98,7 +98,7 @@ def assemble(run: ResolvedRun, model: nn.Module, mesh: Mesh | None, *, stage: St
         first=stage is None or stage.first,
         last=stage is None or stage.last,
         tensor=tensor,
-        exchange=make_exchange(run.config.parallel.context, mesh) if mesh else None,
+        exchange=make_exchange(run.config.parallel.cp_method, mesh) if mesh else None,
         offset=cp_rank * run.batch.sequence_length // run.topology.cp,
         pieces=run.topology.cp if mesh else 1,
         chunk=run.config.loss.chunk,

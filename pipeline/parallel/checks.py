@@ -35,12 +35,12 @@ def check_layout(run: ResolvedRun, model: nn.Module) -> None:
     _refuse_router_loss(config)
     if not run.plain:
         _refuse_dropout(run, config)
-    check_heads(config.to_dict(), topology, context=run.config.parallel.context)
+    check_heads(config.to_dict(), topology, context=run.config.parallel.cp_method)
     if topology.tp > 1:
         check_plan(model, tp=topology.tp)
     if topology.pp > 1:
         stages_of(run, model)
-    if topology.cp > 1 and run.config.parallel.context == "ring":
+    if topology.cp > 1 and run.config.parallel.cp_method == "ring":
         _check_ring(run, config)
     check_activation_checkpointing(model, run.config.memory)
     check_architecture(run, config)
@@ -73,4 +73,4 @@ def _check_ring(run: ResolvedRun, config: Any) -> None:
     smallest = min((window for window in windows if window is not None), default=length)
     if smallest < length:
         why = f"ring attention knows no mask but the causal one, and there is a sliding window of {smallest} positions"
-        raise ConfigError("parallel.context", "ring", why=why, remedy="use ulysses")
+        raise ConfigError("parallel.cp_method", "ring", why=why, remedy="use ulysses")

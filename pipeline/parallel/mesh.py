@@ -68,7 +68,7 @@ def mesh_of(run: ResolvedRun, device_type: str) -> Mesh | None:
     if run.topology.world_size == 1:
         return None
     whole = run.config.engine == "torch" and run.config.zero_optimization.stage == 0
-    return Mesh(run.topology, device_type=device_type, shard=1 if whole else run.config.parallel.shard)
+    return Mesh(run.topology, device_type=device_type, shard=1 if whole else run.config.parallel.hybrid_shard_size)
 
 
 def ends_group(topology: Topology) -> dist.ProcessGroup | None:

@@ -75,7 +75,7 @@ def _fewest(config: Config) -> ResolvedRun:
     derived = []
     if config.train_batch_size and all(keys):
         derived = [max(1, config.train_batch_size // ((keys[0] or 1) * (keys[1] or 1)))]
-    shard = [2 * config.parallel.shard] if config.parallel.shard else []
+    shard = [2 * config.parallel.hybrid_shard_size] if config.parallel.hybrid_shard_size else []
     refused: ConfigError | None = None
     for dp in [*derived, *shard, 2, 4, 8, 1]:
         try:

@@ -112,13 +112,13 @@ def make_small(run: ResolvedRun, *, steps: int, work: Path) -> Small:
     hf_config = resolve_hf_config(
         config.model, tokenizer={"vocab_size": 1}, sequence_length=config.data.sequence_length
     )
-    check_heads(hf_config.to_dict(), run.topology, context=config.parallel.context)
+    check_heads(hf_config.to_dict(), run.topology, context=config.parallel.cp_method)
     topology, shard = _small_mesh(run)
     model = shrink(
         hf_config,
         divide=topology.tp * topology.cp,
         # one more than there are pieces, so that they are unequal
-        layers=topology.pp * run.stages_per_rank + 1,
+        layers=topology.pp * run.virtual_stages + 1,
         vocab_size=VOCABULARY,
     )
     attention = config.model.attn_implementation
@@ -136,7 +136,7 @@ def make_small(run: ResolvedRun, *, steps: int, work: Path) -> Small:
         "model": {"config": {**fields, "model_type": model.model_type}, "attn_implementation": attention},
         "data": {"sequence_length": SEQUENCE, "mask_documents": config.data.mask_documents},
         "loss": _small_loss(run, topology),
-        "memory": {**raw["memory"], "every": min(config.memory.every, 2)},
+        "memory": {**raw["memory"], "every_n_layers": min(config.memory.every_n_layers, 2)},
         "parallel": _small_parallel(run, topology, shard),
         "train_micro_batch_size_per_gpu": min(run.batch.micro, 2),
         "gradient_accumulation_steps": _small_accumulation(run, topology),
@@ -162,9 +162,9 @@ def _fp16_on_cpu() -> bool:
 
 
 def _small_mesh(run: ResolvedRun) -> tuple[Topology, int | None]:
-    """The smallest mesh that keeps every axis, and the small `parallel.shard`."""
+    """The smallest mesh that keeps every axis, and the small `parallel.hybrid_shard_size`."""
     pp, dp, cp, tp = (min(size, 2) for size in run.topology.sizes)
-    shard, data = run.config.parallel.shard, run.topology.dp * run.topology.cp
+    shard, data = run.config.parallel.hybrid_shard_size, run.topology.dp * run.topology.cp
     if shard is None:
         return Topology(pp=pp, dp=dp, cp=cp, tp=tp), None
     if 1 < shard < data:  # two copies of two shards
@@ -175,10 +175,10 @@ def _small_mesh(run: ResolvedRun) -> tuple[Topology, int | None]:
 def _small_parallel(run: ResolvedRun, topology: Topology, shard: int | None) -> dict[str, Any]:
     given = run.config.parallel
     made: dict[str, Any] = {"pp": topology.pp, "tp": topology.tp, "cp": topology.cp}
-    made |= {"schedule": given.schedule, "context": given.context}
-    if run.stages_per_rank > 1:
-        made["stages_per_rank"] = run.stages_per_rank
-    return made if shard is None else {**made, "shard": shard}
+    made |= {"schedule": given.schedule, "cp_method": given.cp_method}
+    if run.virtual_stages > 1:
+        made["virtual_stages"] = run.virtual_stages
+    return made if shard is None else {**made, "hybrid_shard_size": shard}
 
 
 def _small_loss(run: ResolvedRun, topology: Topology) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from headrace.base.directory import MANIFEST, Manifest, read_manifest
 from headrace.base.errors import DataError
+from pipeline.config.renamed_keys import upgrade_keys
 from pipeline.metrics.journal import NAME, read_rows
 
 Series = npt.NDArray[np.float64]
@@ -24,7 +25,7 @@ class RunRecord:
     Attributes:
         name: on the page.
         path: its directory.
-        manifest: of kind `run`.
+        manifest: of kind `run`; its config under the keys of this version.
         steps: journal rows of finished steps, at least one.
         evaluations: journal rows of held-out evaluations.
         events: the other rows: started, resumed, checkpoint.
@@ -83,6 +84,7 @@ def read_run(name: str, path: Path) -> RunRecord:
     steps, evaluations, events = (_of_kind(rows, kind) for kind in ("step", "eval", "event"))
     if not steps:
         raise DataError(f"{path / NAME} has no finished step\n  try: again after the run's first step")
+    manifest = replace(manifest, config=upgrade_keys(manifest.config))
     return RunRecord(name, path, manifest, steps, evaluations, events)
 
 

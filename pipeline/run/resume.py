@@ -16,6 +16,7 @@ from headrace.base.directory import MANIFEST, Manifest, read_manifest
 from headrace.base.errors import CheckpointError, ConfigError, DataError
 from headrace.base.section import suggest
 from pipeline.checkpoint.store import Checkpoint, CheckpointStore, on_rank_zero
+from pipeline.config.renamed_keys import upgrade_keys
 from pipeline.config.rules import ResolvedRun
 from pipeline.launch import Rendezvous
 from pipeline.launch.missing_ranks import deadline
@@ -60,7 +61,7 @@ def refuse_other_curve(checkpoint: Checkpoint, curve: dict[str, Any], *, allowed
         CheckpointError: a field differs.
         ConfigError: there is no such field, or it cannot be allowed.
     """
-    was = checkpoint.manifest.details["curve"]
+    was, curve = upgrade_keys(checkpoint.manifest.details["curve"]), upgrade_keys(curve)
     known = {*_paths(was), *_paths(curve)}
     for name in allowed:
         if name not in known and not _off(name, was, curve):
@@ -80,6 +81,11 @@ def refuse_other_curve(checkpoint: Checkpoint, curve: dict[str, Any], *, allowed
             f"{checkpoint.path} belongs to another run; it would not go on as if nothing had happened:\n{listed}\n"
             f"  try: choose another run.dir, put the fields back, or, if it is meant, run.allow_change: [{names}]"
         )
+
+
+def changes_since(checkpoint: Checkpoint, curve: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """The fields that differ from the checkpoint's, under the names they have today: (dotted path, before, now)."""
+    return changed_fields(upgrade_keys(checkpoint.manifest.details["curve"]), upgrade_keys(curve))
 
 
 def check_shared(run_dir: Path, meeting: Rendezvous) -> None:

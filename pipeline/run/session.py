@@ -41,7 +41,7 @@ from pipeline.run.manifest import RunManifest
 from pipeline.run.messages import closing_line, opening_lines, quiet_libraries
 from pipeline.run.preflight import preflight
 from pipeline.run.prepare import PreparedRun, prepare
-from pipeline.run.resume import changed_fields, check_shared, refuse_other_curve
+from pipeline.run.resume import changes_since, check_shared, refuse_other_curve
 from pipeline.run.trainer import Progress, Trainer
 
 
@@ -257,7 +257,7 @@ class Session:
             sinks.event(0, event="started", world_size=self.launch.world_size)
             return
         sinks.event(checkpoint.step, event="resumed", world_size=self.launch.world_size)
-        fields = changed_fields(checkpoint.manifest.details["curve"], self.prepared.curve)
+        fields = changes_since(checkpoint, self.prepared.curve)
         for field, before, now in fields:  # what `run.allow_change` allows leaves a trace
             display.say(f"changed since the checkpoint: {field}, was {before!r}, now {now!r}")
         if fields:
@@ -295,7 +295,7 @@ class Session:
 
     def _stragglers(self) -> Stragglers:
         run = self.prepared.run
-        peers = peers_of(run.topology, ring=run.config.parallel.context == "ring")
+        peers = peers_of(run.topology, ring=run.config.parallel.cp_method == "ring")
         return Stragglers(run.config.stragglers, peers=peers, rank=self.launch.rank, gpu=torch.cuda.is_available())
 
 

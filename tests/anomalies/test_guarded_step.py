@@ -166,7 +166,7 @@ def test_a_loss_that_is_not_finite_can_be_skipped() -> None:
 
 
 def test_a_run_gives_up_after_so_many_bad_steps_without_progress() -> None:
-    run = Run(lambda step, _: float("nan") if step >= BAD else 1.0, non_finite="skip", give_up_after=3)
+    run = Run(lambda step, _: float("nan") if step >= BAD else 1.0, non_finite="skip", max_bad_steps=3)
     with pytest.raises(TrainingError, match=f"step {BAD + 2}: .*3 bad steps without progress"):
         run.to()
     assert [event["action"] for event in run.events] == ["skip", "skip", "stop"]
@@ -183,7 +183,7 @@ def test_an_order_to_go_back_carries_what_the_event_says() -> None:
 
 
 def test_going_back_again_and_again_without_getting_past_is_given_up() -> None:
-    run = Run(spiked, spikes="rollback", give_up_after=2)
+    run = Run(spiked, spikes="rollback", max_bad_steps=2)
     with pytest.raises(Rollback) as order:
         run.to()
     run.steps.load(run.steps.state(), after=order.value)

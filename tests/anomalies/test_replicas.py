@@ -24,7 +24,7 @@ ON_TWO = {
     "ZeRO-1, tied ends": case(1, engine="deepspeed", micro=2, parallel={"pp": 2}, rank=0, name=EMBEDDING),
 }
 ON_FOUR = {
-    "torch, hybrid sharding": case(3, engine="torch", micro=2, parallel={"shard": 2}, rank=3, name=NORM),
+    "torch, hybrid sharding": case(3, engine="torch", micro=2, parallel={"hybrid_shard_size": 2}, rank=3, name=NORM),
     "ZeRO-2 on four": case(2, engine="deepspeed", micro=2, rank=2, name=EMBEDDING),
 }
 HOLD_NO_COPIES = {"torch, tensor parallel", "ZeRO-3, tensor parallel", "torch, tied ends", "ZeRO-1, tied ends"}

@@ -77,7 +77,7 @@ def test_the_curve_does_not_depend_on_layout_and_does_on_what_shapes_it(tmp_path
     base = curve_fields(resolved(tmp_path))
     same = [
         "train_micro_batch_size_per_gpu=1",
-        "memory.recompute=full",
+        "memory.activation_checkpointing=full",
         "loss.chunk=8",
         "zero_optimization.stage=1",
         "engine=torch",

@@ -187,7 +187,7 @@ def test_a_stage_that_would_never_begin_is_refused(tmp_path: Path) -> None:
     def run(*sets: str) -> None:
         config = tiny_config(tmp_path / "t", tmp_path / "r", engine="torch", zero_optimization={"stage": 0})
         config["data"]["sources"] = [{"path": "t", "source": "json"}, {"path": "t", "source": "email"}]
-        config["data"]["schedule"] = stages((0, 1, 1), (20, 1, 2))
+        config["data"]["curriculum"] = stages((0, 1, 1), (20, 1, 2))
         resolve(load_config(write_config(tmp_path / "c.json", config), sets), world_size=1)
 
     with pytest.raises(ConfigError, match=r"schedule\.1\.after_step = 20\n.*the run has 20 steps.*\n.*run\.steps 21"):

@@ -50,7 +50,7 @@ ON_TWO = {
 ON_FOUR = {
     "tp 2, stage 0": parallel(0, tp=2),
     "tp 2, stage 1, clipped, 20 steps": parallel(1, tp=2, more={"gradient_clipping": 0.1, "steps": 20}),
-    "tp 2, stage 2, recomputed": parallel(2, tp=2, more={"memory": {"recompute": "full"}}),
+    "tp 2, stage 2, recomputed": parallel(2, tp=2, more={"memory": {"activation_checkpointing": "full"}}),
     "tp 2, stage 3, untied": parallel(3, tp=2, zero=SMALL, more={"model": {"tie_word_embeddings": False}}),
     "tp 2, stage 2, optimizer on the cpu": parallel(2, tp=2, zero={"offload_optimizer": ON_THE_CPU}),
     "cp 2, stage 3": parallel(3, cp=2, zero=SMALL),
@@ -58,7 +58,7 @@ ON_FOUR = {
     "pp 4, stage 0": parallel(0, pp=4),
     "pp 2 x tp 2, stage 1, clipped": parallel(1, pp=2, tp=2, more={"gradient_clipping": 0.1}),
     "pp 2 x cp 2, stage 1, untied, recomputed": parallel(
-        1, pp=2, cp=2, more={"model": {"tie_word_embeddings": False}, "memory": {"recompute": "full"}}
+        1, pp=2, cp=2, more={"model": {"tie_word_embeddings": False}, "memory": {"activation_checkpointing": "full"}}
     ),
     "experts, stage 3": case(
         3,

@@ -22,8 +22,10 @@ ON_TWO = {
     "sharded weights, gathered per step, on 2": case(2),
     "sharded weights, gathered per layer, on 2, 20 steps": case(3, steps=20),
     "clipped gradients": case(3, gradient_clipping=0.1),
-    "all recomputed": case(3, memory={"recompute": "full"}),
-    "some recomputed, chunked z-loss": case(2, memory={"recompute": "selective"}, loss={"chunk": 8, "z_loss": 1e-3}),
+    "all recomputed": case(3, memory={"activation_checkpointing": "full"}),
+    "some recomputed, chunked z-loss": case(
+        2, memory={"activation_checkpointing": "selective"}, loss={"chunk": 8, "z_loss": 1e-3}
+    ),
     "tensor parallel on 2": parallel(3, tp=2),
     "context parallel on 2": parallel(3, cp=2),
     "gpipe": parallel(0, pp=2, schedule="gpipe"),
@@ -37,7 +39,7 @@ ON_TWO = {
 }
 
 ON_FOUR = {
-    "hybrid sharding 2 x 2": parallel(3, shard=2),
+    "hybrid sharding 2 x 2": parallel(3, hybrid_shard_size=2),
     "dp 2 x tp 2": parallel(3, tp=2),
     "cp 2 x tp 2, whole weights": parallel(0, cp=2, tp=2),
     "pp 2 x dp 2": parallel(3, pp=2),
@@ -48,7 +50,7 @@ ON_FOUR = {
     },
     "pp 2 x cp 2, interleaved, recomputed": {
         **parallel(3, pp=2, cp=2, schedule="interleaved_1f1b"),
-        "memory": {"recompute": "full"},
+        "memory": {"activation_checkpointing": "full"},
     },
     "experts": case(
         3,

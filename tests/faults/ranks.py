@@ -27,7 +27,7 @@ from pipeline.launch import Launch, detect, process_group
 from pipeline.launch.group import free_port
 
 RANKS = 4
-LIMITS = {"stuck": {"stuck": 3.0}, "starved": {"stuck": 6.0}, "slow": {"stuck": 60.0}}
+LIMITS = {"stuck": {"hang_timeout": 3.0}, "starved": {"hang_timeout": 6.0}, "slow": {"hang_timeout": 60.0}}
 SILENT_S = 3.0
 STEPS = 6
 
@@ -96,7 +96,7 @@ FAULTS: dict[str, Callable[[], None]] = {
 
 def train(launch: Launch, how: str, bad: int) -> None:
     """Steps of one all-reduce each."""
-    limits = WatchdogSection(**{"silent": SILENT_S, "stuck": 60.0, **LIMITS.get(how, {})})
+    limits = WatchdogSection(**{"heartbeat_timeout": SILENT_S, "hang_timeout": 60.0, **LIMITS.get(how, {})})
     with process_group(launch, gpu=None, config=LaunchSection(timeout=60)) as meeting:
         dist.barrier()
         with watched(launch, meeting, config=limits, run_dir=Path.cwd()) as watchdog, watchdog:

@@ -81,7 +81,7 @@ def test_a_host_without_power_is_named_and_not_whom_nccl_ended_for_it(seen: dict
 
 
 def test_with_many_ranks_silence_is_longer_than_several_beats() -> None:
-    limits = WatchdogSection(silent=60.0)
+    limits = WatchdogSection(heartbeat_timeout=60.0)
     assert heartbeat_timeout(limits, 8) == 60.0
     assert heartbeat_timeout(limits, 7680) == 4 * heartbeat_interval(7680) == 120.0
 

@@ -19,7 +19,7 @@ from pipeline.launch import detect
 @pytest.fixture
 def address(tmp_path: Path) -> Address:
     """Of a hub for one rank."""
-    return start_heartbeat_server(detect({}), None, config=WatchdogSection(silent=30.0), run_dir=tmp_path)
+    return start_heartbeat_server(detect({}), None, config=WatchdogSection(heartbeat_timeout=30.0), run_dir=tmp_path)
 
 
 def closes(connection: socket.socket) -> bool:

@@ -37,7 +37,7 @@ def config(tokens: Path, tmp_path: Path) -> Path:
     fields = tiny_config(tokens, tmp_path / "run", engine="torch", zero_optimization={"stage": 2})
     fields["run"] |= {"steps": 1_000_000, "checkpoint_every": 4}
     fields["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}
-    fields["watchdog"] = {"silent": SILENT_S}
+    fields["watchdog"] = {"heartbeat_timeout": SILENT_S}
     return write_config(tmp_path / "c.json", fields)
 
 

@@ -27,7 +27,7 @@ def said(judge: StragglerDetector, *reports: list[float]) -> list[list[int]]:
 
 
 def test_a_rank_is_named_once_when_it_is_slower_than_its_peers_in_two_reports_in_a_row() -> None:
-    judge = StragglerDetector([0] * 4, slower_by=0.1)
+    judge = StragglerDetector([0] * 4, threshold=0.1)
     quiet, slow = [1.0, 1.01, 1.02, 1.0], [1.0, 1.01, 1.2, 1.0]
     assert said(judge, quiet, quiet, slow, quiet, slow, slow, slow, quiet, slow, slow) == [
         *([[]] * 5),
@@ -39,7 +39,7 @@ def test_a_rank_is_named_once_when_it_is_slower_than_its_peers_in_two_reports_in
 
 def test_ranks_are_compared_with_those_of_their_own_pipeline_stage() -> None:
     peers = peers_of(Topology(pp=2, dp=3), ring=False)
-    judge = StragglerDetector(peers, slower_by=0.1)
+    judge = StragglerDetector(peers, threshold=0.1)
     stages = [1.0, 1.0, 1.0, 3.0, 3.0, 3.6]
     assert said(judge, stages, stages, stages) == [[], [], [5]]
     assert judge.hear(stages)[0] == pytest.approx([1, 1, 1, 1, 1, 1.2])
@@ -48,24 +48,24 @@ def test_ranks_are_compared_with_those_of_their_own_pipeline_stage() -> None:
 def test_in_a_ring_later_pieces_of_a_sequence_have_other_peers_and_two_peers_can_be_compared() -> None:
     topology = Topology(dp=2, cp=2)
     assert len(set(peers_of(topology, ring=False))) == 1
-    judge = StragglerDetector(peers_of(topology, ring=True), slower_by=0.1)
+    judge = StragglerDetector(peers_of(topology, ring=True), threshold=0.1)
     uneven = [1.0, 2.0, 1.0, 2.5]
     assert said(judge, uneven, uneven, uneven) == [[], [], [3]]
 
 
 def test_a_rank_without_peers_and_times_that_were_not_measured_name_nobody() -> None:
-    judge = StragglerDetector([0, 1], slower_by=0.1)
+    judge = StragglerDetector([0, 1], threshold=0.1)
     assert said(judge, *[[1.0, 9.0]] * 4) == [[]] * 4
-    assert said(StragglerDetector([0, 0], slower_by=0.1), *[[0.0, 0.0]] * 4) == [[]] * 4
+    assert said(StragglerDetector([0, 0], threshold=0.1), *[[0.0, 0.0]] * 4) == [[]] * 4
 
 
 def test_where_every_report_differs_by_a_fifth_nobody_is_named_for_less() -> None:
-    random, judge = Random(0), StragglerDetector([0, 0], slower_by=0.1)
+    random, judge = Random(0), StragglerDetector([0, 0], threshold=0.1)
     noise = [[random.lognormvariate(0.0, 0.13) for _ in range(2)] for _ in range(200)]  # as seen on two shared cores
     named = sum(len(ranks) for ranks in said(judge, *noise))
     assert named <= 4  # 2 standard deviations, twice in a row: 0.05 % of 200, and as much again while little is known
     slow = [[a, 2 * b] for a, b in noise[:6]]
-    assert [1] in said(StragglerDetector([0, 0], slower_by=0.1), *slow)
+    assert [1] in said(StragglerDetector([0, 0], threshold=0.1), *slow)
 
 
 def test_the_host_waits_where_a_message_is_under_way_and_no_operator_runs() -> None:
@@ -141,11 +141,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 """Where ranks wait for each other in every layer."""
 
 
-def trained(tokens: Path, work: Path, layout: str, *, slow: int, slower_by: float) -> tuple[list[dict[str, Any]], str]:
+def trained(tokens: Path, work: Path, layout: str, *, slow: int, threshold: float) -> tuple[list[dict[str, Any]], str]:
     """The reports of a short run on two ranks, one of which may be slowed, and what was said."""
     run: dict[str, Any] = {"dir": str(work / "run"), "steps": 20, "seed": 7}
     config = tiny_config(
-        tokens, work / "run", run=run, stragglers={"every": 2, "slower_by": slower_by}, **LAYOUTS[layout]
+        tokens, work / "run", run=run, stragglers={"every": 2, "threshold": threshold}, **LAYOUTS[layout]
     )
     words = entry_point("train.py", write_config(work / "c.json", config))
     done = warm.run("-c", SLOWED, slow, *words, cwd=work, processes=2, merged=True)
@@ -159,7 +159,7 @@ def trained(tokens: Path, work: Path, layout: str, *, slow: int, slower_by: floa
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_rank_that_is_really_slow_is_named_wherever_ranks_wait(tokens: Path, tmp_path: Path, layout: str) -> None:
-    reports, said = trained(tokens, tmp_path, layout, slow=1, slower_by=0.3)
+    reports, said = trained(tokens, tmp_path, layout, slow=1, threshold=0.3)
     host = socket.gethostname()
     assert re.search(rf"rank 1 on {host} needs \d\.\d\d times the median's time for its own work", said)
     # it is the slowest in most reports, though in a step of milliseconds it may happen not to be stopped
@@ -198,7 +198,7 @@ def test_reports_whose_profile_takes_long_come_half_as_often() -> None:
 
 def test_where_nobody_is_slow_nobody_is_named(tokens: Path, tmp_path: Path) -> None:
     # twice as slow: other tests share the machine and slow ranks down: 1.6 in two reports in a row was seen
-    reports, said = trained(tokens, tmp_path, "deepspeed-3", slow=2, slower_by=1.0)
+    reports, said = trained(tokens, tmp_path, "deepspeed-3", slow=2, threshold=1.0)
     assert "the median's time" not in said
     slowest = reports[-1]["slowest"][0]
     assert slowest["seconds"] == reports[-1]["seconds"]["max"]

@@ -13,9 +13,9 @@ from tests.parallel.sizes import Sizes
 
 MODES = {
     "none": MemorySection(),
-    "full": MemorySection(recompute="full"),
-    "selective": MemorySection(recompute="selective"),
-    "every second": MemorySection(recompute="full", every=2),
+    "full": MemorySection(activation_checkpointing="full"),
+    "selective": MemorySection(activation_checkpointing="selective"),
+    "every second": MemorySection(activation_checkpointing="full", every_n_layers=2),
 }
 
 

@@ -21,7 +21,7 @@ TP2: dict[str, Any] = {"parallel": {"tp": 2}}
 CP2: dict[str, Any] = {"parallel": {"cp": 2}}
 CHUNK: dict[str, Any] = {"loss": {"chunk": 8}}
 MASKED: dict[str, Any] = {"data": {"sources": [{"path": "n"}], "sequence_length": T, "mask_documents": True}}
-RECOMPUTE: dict[str, Any] = {"memory": {"recompute": "full"}}
+RECOMPUTE: dict[str, Any] = {"memory": {"activation_checkpointing": "full"}}
 
 SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 48}
 _SCALED = {"logits_scaling": 8.0, "embedding_multiplier": 12.0}
@@ -77,7 +77,7 @@ def test_layers_that_mix_positions_without_attention_cannot_keep_documents_or_pi
 
 
 def test_ring_attention_refuses_windows_and_documents() -> None:
-    ring = {"parallel": {"cp": 2, "context": "ring"}}
+    ring = {"parallel": {"cp": 2, "cp_method": "ring"}}
     with pytest.raises(ConfigError, match=r"(?s)a sliding window of 7 positions.*use ulysses"):
         check_layout(resolved(world_size=2, **ring), meta_of("mistral"))
     with pytest.raises(ConfigError, match=r"(?s)data.mask_documents.*use ulysses"):

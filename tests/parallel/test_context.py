@@ -35,18 +35,18 @@ def test_ulysses_and_tensor_parallelism_together_are_the_whole_model(ranks: Rank
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("name", ["llama", "llama_one_kv_head", "qwen3"])
 def test_ring_attention_is_the_whole_sequence(ranks: Ranks, name: str, cp: int) -> None:
-    compare(ranks, name, {"parallel": {"cp": cp, "context": "ring"}})
+    compare(ranks, name, {"parallel": {"cp": cp, "cp_method": "ring"}})
 
 
 def test_ring_attention_takes_more_ranks_than_heads(ranks: Ranks) -> None:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    compare(ranks, "llama", {"parallel": {"cp": 4, "context": "ring"}}, None, **heads)
+    compare(ranks, "llama", {"parallel": {"cp": 4, "cp_method": "ring"}}, None, **heads)
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize("context", ["ring", "ulysses"])
 def test_shared_sequences_may_be_recomputed(ranks: Ranks, context: str, mode: str) -> None:
-    compare(ranks, "llama", {"parallel": {"cp": 4, "context": context}, "memory": {"recompute": mode}})
+    compare(ranks, "llama", {"parallel": {"cp": 4, "cp_method": context}, "memory": {"activation_checkpointing": mode}})
 
 
 @pytest.mark.parametrize("causal", [True, False])

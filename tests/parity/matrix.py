@@ -61,9 +61,9 @@ def config_of(values: Values, tokens: str) -> tuple[dict[str, Any], int]:
     if pp:
         parallel["schedule"] = schedule
     if cp:
-        parallel["context"] = context
+        parallel["cp_method"] = context
     if values["extra"] == "shard":
-        parallel["shard"] = 2
+        parallel["hybrid_shard_size"] = 2
     loss = {"z_loss": values["z_loss"]} | ({"chunk": values["chunk"]} if values["chunk"] else {})
     config = {
         "engine": engine,
@@ -74,7 +74,7 @@ def config_of(values: Values, tokens: str) -> tuple[dict[str, Any], int]:
             "mask_documents": values["mask"],
         },
         "loss": loss,
-        "memory": {"recompute": values["recompute"]},
+        "memory": {"activation_checkpointing": values["recompute"]},
         "parallel": parallel,
         "train_batch_size": SAMPLES,
         "gradient_accumulation_steps": values["accumulation"],

@@ -59,10 +59,10 @@ def test_made_small_a_config_keeps_its_layout(tmp_path: Path) -> None:
         "tp": 2,
         "cp": 1,
         "schedule": "interleaved_1f1b",
-        "context": "ulysses",
-        "stages_per_rank": 2,
+        "cp_method": "ulysses",
+        "virtual_stages": 2,
     }
-    assert made.config["memory"]["recompute"] == "selective"
+    assert made.config["memory"]["activation_checkpointing"] == "selective"
     assert made.config["gradient_accumulation_steps"] > 1
     assert 0 < made.config["loss"]["chunk"] < SEQUENCE
     assert made.config["model"]["config"]["num_hidden_layers"] < 10

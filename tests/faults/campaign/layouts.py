@@ -57,7 +57,7 @@ def config_of(layout: Layout, tokens: Path, run_dir: Path) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "run": {"dir": str(run_dir), **steps},
         "evaluation": {"samples": 64, "every": EVALUATE_EVERY},
-        "watchdog": {"silent": SILENT_S, "stuck": 60.0},
+        "watchdog": {"heartbeat_timeout": SILENT_S, "hang_timeout": 60.0},
         "launch": {"timeout": MEETING_S},
         "stragglers": {"every": 25},
         **layout.fields,

@@ -65,7 +65,8 @@ def markdown_of(outcomes: Sequence[Outcome], *, command: str, seed: int, minutes
         f" torch {torch.__version__}, DeepSpeed {deepspeed.__version__}, gloo.",
         "",
         f"Runs of {STEPS} steps, a checkpoint begun every {SAVE_EVERY} (asynchronous, the newest {KEEP} stay), an"
-        f" evaluation every {EVALUATE_EVERY}; `watchdog.silent` is {SILENT_S:g} s. What came to its end began anew.",
+        f" evaluation every {EVALUATE_EVERY}; `watchdog.heartbeat_timeout` is {SILENT_S:g} s."
+        " What came to its end began anew.",
         "",
         *_markdown(HEAD, rows_of(outcomes)),
         "",
