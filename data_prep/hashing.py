@@ -16,7 +16,7 @@ import xxhash
 U64 = npt.NDArray[np.uint64]
 
 HELDOUT, SAMPLE = 1, 2
-"""Purposes of `below`."""
+"""Purposes of `select_fraction`."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FULL = 1 << 64
@@ -68,7 +68,7 @@ def id_keys(source: str, ids: Sequence[object], *, seed: int) -> U64:
     return np.fromiter(map(digest, names), np.uint64, len(ids))
 
 
-def below(hashes: U64, *, share: float, seed: int, purpose: int) -> npt.NDArray[np.bool_]:
+def select_fraction(hashes: U64, *, share: float, seed: int, purpose: int) -> npt.NDArray[np.bool_]:
     """Draws a share of what has been hashed: true for those whose number, made of hash, seed and purpose, is below it.
 
     Args:

@@ -100,7 +100,7 @@ class DirectoryTask:
         """See `Task.run`."""
         if (done := read_marker(self.directory)) is not None:
             return done
-        with plain_errors(self.name), whole_or_absent(self.directory) as scratch:
+        with os_errors_as_data_errors(self.name), atomic_directory(self.directory) as scratch:
             done = self._work(scratch, report)
             # ASCII: a file's name need not be UTF-8
             (scratch / MARKER).write_text(json.dumps(done), encoding="ascii")
@@ -117,7 +117,7 @@ def scratch_path(final: Path) -> Path:
 
 
 @contextmanager
-def whole_or_absent(final: Path) -> Iterator[Path]:
+def atomic_directory(final: Path) -> Iterator[Path]:
     """Gives a scratch directory that becomes `final` when the block ends well, and is removed when it does not.
 
     When `final` has appeared meanwhile, a twin of this task was faster, with the same bytes: its result stays.
@@ -139,7 +139,7 @@ def whole_or_absent(final: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def plain_errors(doing: str) -> Iterator[None]:
+def os_errors_as_data_errors(doing: str) -> Iterator[None]:
     """Turns what the operating system refuses into a `DataError` that says what to do."""
     try:
         yield

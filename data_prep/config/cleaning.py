@@ -1,6 +1,7 @@
-"""The config of the cleaning chain: one section per step, chosen by its "step".
+"""Config schema of the cleaning chain: one pydantic section per cleaning step, selected by its key "step".
 
-Thresholds default to the papers'; null switches a rule off. `Steps` is the type of the config's field `clean`.
+The default thresholds are those of the papers; null switches a rule off. `CleaningSteps` is the type of the config
+field `clean`.
 """
 
 from __future__ import annotations
@@ -13,44 +14,55 @@ from pydantic import BeforeValidator, Field, ValidationInfo
 from headrace.base.errors import ConfigError
 from headrace.base.section import Count, Index, Section, parse, suggest
 
-Share = Annotated[float, Field(ge=0, le=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 
 WordKind = Literal["whitespace", "punctuation", "spacy"]
 
-_WORDS = '"whitespace", "punctuation" (marks stand apart, as in FineWeb) or "spacy" (the same by spaCy)'
+_WORD_KINDS = (
+    '"punctuation" (punctuation marks are words of their own, as in FineWeb), "whitespace" (split at whitespace, as in '
+    'Dolma and RedPajama) or "spacy" (spaCy\'s English tokenizer, as in datatrove)'
+)
 
 
 class StepSection(Section):
-    """Base of the steps."""
+    """Base class of the cleaning steps' sections."""
 
     step: str
 
     def files(self) -> list[str]:
-        """Files that the step reads: what is in them belongs to the identity of the job."""
+        """Paths of the files that the step reads. Their contents are part of the job's identity."""
         return []
 
     def packages(self) -> list[str]:
-        """Packages, as pip calls them, whose version may change what the step does."""
+        """Names on PyPI of the packages whose version can change what the step does."""
         return []
 
 
 class UnicodeSection(StepSection):
-    """Unicode normalisation and repair of mojibake, by ftfy."""
+    """Unicode normalization and repair of mojibake (text decoded with the wrong encoding), by ftfy."""
 
-    step: Literal["unicode"] = Field("unicode", description='"unicode"')
+    step: Literal["unicode"] = Field("unicode", description='name of the step: "unicode"')
     normalization: Literal["NFC", "NFD", "NFKC", "NFKD"] | None = Field(
-        "NFC", description='Unicode normal form: "NFC", "NFD", "NFKC", "NFKD" or null'
+        "NFC", description='Unicode normalization form: "NFC", "NFD", "NFKC" or "NFKD"; null does not normalize'
     )
-    mojibake: bool = Field(True, description="repair text that was decoded with the wrong encoding")
+    mojibake: bool = Field(
+        True, description="true repairs text that was decoded with the wrong encoding, e.g. 'Ã©' becomes 'é'"
+    )
     html_entities: bool | Literal["auto"] = Field(
-        "auto", description='replace &amp; and the like; "auto": in lines before the first "<" of the text'
+        "auto",
+        description='whether to replace HTML entities such as &amp; by their characters: true, false, or "auto" (only '
+        'in the lines before the first "<" of the text)',
     )
-    control_characters: bool = Field(True, description="remove control characters, terminal escapes, lone surrogates")
-    line_breaks: bool = Field(False, description="make every kind of line break a line feed")
-    ligatures: bool = Field(False, description="replace Latin ligatures such as ﬁ by letters")
-    width: bool = Field(False, description="replace half- and full-width characters by ordinary ones")
-    quotes: bool = Field(False, description="replace curly quotes by straight ones")
+    control_characters: bool = Field(
+        True, description="true removes control characters, terminal escape sequences and lone surrogates"
+    )
+    line_breaks: bool = Field(
+        False, description="true replaces every kind of line break (CR LF, CR, U+2028, U+2029, U+0085) by a line feed"
+    )
+    ligatures: bool = Field(False, description="true replaces Latin ligatures by letters, e.g. ﬁ by fi")
+    width: bool = Field(False, description="true replaces half-width and full-width characters by ordinary ones")
+    quotes: bool = Field(False, description="true replaces curly quotation marks by straight ones")
 
     def packages(self) -> list[str]:
         """See `StepSection.packages`."""
@@ -58,12 +70,16 @@ class UnicodeSection(StepSection):
 
 
 class LanguageSection(StepSection):
-    """Keeps texts in given languages, as told by CLD2, whose model is part of its package."""
+    """Language filter: keeps texts in the given languages, as identified by CLD2 (its model is in its package)."""
 
-    step: Literal["language"] = Field("language", description='"language"')
-    keep: list[str] = Field(min_length=1, description='languages to keep, by ISO 639 code as CLD2 has it, e.g. ["en"]')
-    min_share: Share = Field(0.65, description="share of the text that must be in these languages")
-    characters: Count = Field(4000, description="look at so many characters, from the middle of the text")
+    step: Literal["language"] = Field("language", description='name of the step: "language"')
+    keep: list[str] = Field(min_length=1, description='languages to keep, as CLD2\'s ISO 639 codes, e.g. ["en", "de"]')
+    min_share: Fraction = Field(
+        0.65, description="smallest fraction of the text in the kept languages together, 0 to 1, e.g. 0.65"
+    )
+    characters: Count = Field(
+        4000, description="CLD2 sees at most this many characters, from the middle of the text, e.g. 4000"
+    )
 
     def packages(self) -> list[str]:
         """See `StepSection.packages`."""
@@ -71,7 +87,9 @@ class LanguageSection(StepSection):
 
 
 class _WordsSection(StepSection):
-    words: WordKind = Field("punctuation", description=f"what a word is: {_WORDS}")
+    words: WordKind = Field(
+        "punctuation", description=f"definition of a word, which decides what the thresholds mean: {_WORD_KINDS}"
+    )
 
     def packages(self) -> list[str]:
         """See `StepSection.packages`."""
@@ -79,73 +97,123 @@ class _WordsSection(StepSection):
 
 
 class GopherRepetitionSection(_WordsSection):
-    """Drops repetitive texts: Rae et al. 2021 (arXiv 2112.11446), table A1."""
+    """Gopher repetition filter: drops repetitive texts (Rae et al. 2021, arXiv 2112.11446, table A1)."""
 
-    step: Literal["gopher_repetition"] = Field("gopher_repetition", description='"gopher_repetition"')
-    duplicate_lines: Share | None = Field(0.30, description="largest share of lines that occurred before")
-    duplicate_paragraphs: Share | None = Field(0.30, description="largest share of paragraphs that occurred before")
-    duplicate_line_characters: Share | None = Field(0.20, description="largest share of characters in such lines")
-    duplicate_paragraph_characters: Share | None = Field(
-        0.20, description="largest share of characters in such paragraphs"
+    step: Literal["gopher_repetition"] = Field("gopher_repetition", description='name of the step: "gopher_repetition"')
+    duplicate_lines: Fraction | None = Field(
+        0.30, description="largest fraction of lines that repeat an earlier line, 0 to 1; null: no limit"
     )
-    top_2gram: Share | None = Field(0.20, description="largest share of characters in the most frequent 2-gram")
-    top_3gram: Share | None = Field(0.18, description="largest share of characters in the most frequent 3-gram")
-    top_4gram: Share | None = Field(0.16, description="largest share of characters in the most frequent 4-gram")
-    duplicate_5grams: Share | None = Field(0.15, description="largest share of characters in repeated 5-grams")
-    duplicate_6grams: Share | None = Field(0.14, description="largest share of characters in repeated 6-grams")
-    duplicate_7grams: Share | None = Field(0.13, description="largest share of characters in repeated 7-grams")
-    duplicate_8grams: Share | None = Field(0.12, description="largest share of characters in repeated 8-grams")
-    duplicate_9grams: Share | None = Field(0.11, description="largest share of characters in repeated 9-grams")
-    duplicate_10grams: Share | None = Field(0.10, description="largest share of characters in repeated 10-grams")
+    duplicate_paragraphs: Fraction | None = Field(
+        0.30, description="largest fraction of paragraphs that repeat an earlier paragraph, 0 to 1; null: no limit"
+    )
+    duplicate_line_characters: Fraction | None = Field(
+        0.20, description="largest fraction of the text's characters in repeated lines, 0 to 1; null: no limit"
+    )
+    duplicate_paragraph_characters: Fraction | None = Field(
+        0.20, description="largest fraction of the text's characters in repeated paragraphs, 0 to 1; null: no limit"
+    )
+    top_2gram: Fraction | None = Field(
+        0.20, description="largest fraction of characters in occurrences of the most frequent 2-gram; null: no limit"
+    )
+    top_3gram: Fraction | None = Field(
+        0.18, description="largest fraction of characters in occurrences of the most frequent 3-gram; null: no limit"
+    )
+    top_4gram: Fraction | None = Field(
+        0.16, description="largest fraction of characters in occurrences of the most frequent 4-gram; null: no limit"
+    )
+    duplicate_5grams: Fraction | None = Field(
+        0.15, description="largest fraction of characters in 5-grams that repeat an earlier one; null: no limit"
+    )
+    duplicate_6grams: Fraction | None = Field(
+        0.14, description="largest fraction of characters in 6-grams that repeat an earlier one; null: no limit"
+    )
+    duplicate_7grams: Fraction | None = Field(
+        0.13, description="largest fraction of characters in 7-grams that repeat an earlier one; null: no limit"
+    )
+    duplicate_8grams: Fraction | None = Field(
+        0.12, description="largest fraction of characters in 8-grams that repeat an earlier one; null: no limit"
+    )
+    duplicate_9grams: Fraction | None = Field(
+        0.11, description="largest fraction of characters in 9-grams that repeat an earlier one; null: no limit"
+    )
+    duplicate_10grams: Fraction | None = Field(
+        0.10, description="largest fraction of characters in 10-grams that repeat an earlier one; null: no limit"
+    )
 
 
 class GopherQualitySection(_WordsSection):
-    """Drops what does not look like prose: Rae et al. 2021 (arXiv 2112.11446), appendix A1.1."""
+    """Gopher quality filter: drops texts that do not look like prose (Rae et al. 2021, arXiv 2112.11446, app. A1.1)."""
 
-    step: Literal["gopher_quality"] = Field("gopher_quality", description='"gopher_quality"')
-    min_words: Index | None = Field(50, description="fewest words, signs not counted")
-    max_words: Index | None = Field(100_000, description="most words, signs not counted")
-    min_word_length: Positive | None = Field(3, description="smallest mean length of a word, in characters")
-    max_word_length: Positive | None = Field(10, description="largest mean length of a word, in characters")
-    max_hashes: float | None = Field(0.1, ge=0, description="most # signs per word")
-    max_ellipses: float | None = Field(0.1, ge=0, description="most ellipses per word")
-    max_bullet_lines: Share | None = Field(0.9, description="largest share of lines that start with a bullet")
-    max_ellipsis_lines: Share | None = Field(0.3, description="largest share of lines that end with an ellipsis")
-    min_letter_words: Share | None = Field(0.8, description="smallest share of words with a letter in them")
-    min_stop_words: Index | None = Field(2, description="so many different stop words must occur")
+    step: Literal["gopher_quality"] = Field("gopher_quality", description='name of the step: "gopher_quality"')
+    min_words: Index | None = Field(
+        50, description="fewest words in a text, not counting punctuation and symbols; null: no limit"
+    )
+    max_words: Index | None = Field(
+        100_000, description="most words in a text, not counting punctuation and symbols; null: no limit"
+    )
+    min_word_length: Positive | None = Field(3, description="smallest mean word length, in characters; null: no limit")
+    max_word_length: Positive | None = Field(10, description="largest mean word length, in characters; null: no limit")
+    max_hashes: float | None = Field(0.1, ge=0, description="most # characters per word, e.g. 0.1; null: no limit")
+    max_ellipses: float | None = Field(
+        0.1, ge=0, description="most ellipses (... or …) per word, e.g. 0.1; null: no limit"
+    )
+    max_bullet_lines: Fraction | None = Field(
+        0.9, description="largest fraction of lines that start with a bullet (• or -), 0 to 1; null: no limit"
+    )
+    max_ellipsis_lines: Fraction | None = Field(
+        0.3, description="largest fraction of lines that end with an ellipsis (... or …), 0 to 1; null: no limit"
+    )
+    min_letter_words: Fraction | None = Field(
+        0.8, description="smallest fraction of words that contain a letter, 0 to 1; null: no limit"
+    )
+    min_stop_words: Index | None = Field(
+        2, description="fewest different words of 'stop_words' that must occur in the text; null: no limit"
+    )
     stop_words: list[str] = Field(
-        ["the", "be", "to", "of", "and", "that", "have", "with"], description="the stop words, case matters"
+        ["the", "be", "to", "of", "and", "that", "have", "with"],
+        description='stop words for min_stop_words, case-sensitive; the default is English, e.g. ["der", "die", "und"]',
     )
 
 
 class C4Section(StepSection):
-    """Drops lines and texts by the rules of C4: Raffel et al. 2020 (arXiv 1910.10683), section 2.2."""
+    """C4 filter: removes lines and drops texts by the rules of C4 (Raffel et al. 2020, arXiv 1910.10683, sec. 2.2)."""
 
-    step: Literal["c4"] = Field("c4", description='"c4"')
-    terminal_punctuation: bool = Field(True, description="keep only lines that end in . ! ? or a quotation mark")
-    min_sentences: Index | None = Field(5, description="fewest sentences in the lines that are left")
-    min_words_per_line: Index = Field(3, description="fewest words of a line, else the line goes")
-    max_word_length: Count | None = Field(1000, description="longest word of a line, else the line goes")
-    citations: bool = Field(True, description="remove [1], [edit] and [citation needed]")
-    lorem_ipsum: bool = Field(True, description="drop texts with 'lorem ipsum'")
-    javascript: bool = Field(True, description="remove lines that speak of JavaScript")
-    curly_brackets: bool = Field(True, description="drop texts with a {")
-    policies: bool = Field(True, description="remove lines about cookies, terms of use and privacy policies")
+    step: Literal["c4"] = Field("c4", description='name of the step: "c4"')
+    terminal_punctuation: bool = Field(
+        True, description="true keeps only lines that end in . ! ? or a quotation mark, and not in ..."
+    )
+    min_sentences: Index | None = Field(
+        5, description="fewest sentences in the lines that remain, else the text is dropped; null: no limit"
+    )
+    min_words_per_line: Index = Field(3, description="fewest words in a line, else the line is removed; 0: no limit")
+    max_word_length: Count | None = Field(
+        1000, description="longest word in a line, in characters, else the line is removed; null: no limit"
+    )
+    citations: bool = Field(True, description="true removes [1], [edit] and [citation needed] from lines")
+    lorem_ipsum: bool = Field(True, description="true drops texts that contain 'lorem ipsum'")
+    javascript: bool = Field(True, description="true removes lines that contain 'javascript', in any case")
+    curly_brackets: bool = Field(True, description="true drops texts that contain a {; set false for code")
+    policies: bool = Field(
+        True, description="true removes lines about cookies, terms of use and privacy policies (in English)"
+    )
 
 
 class FineWebQualitySection(_WordsSection):
-    """Drops lists and page furniture: Penedo et al. 2024 (arXiv 2406.17557), section 3.6, and FineWeb's code."""
+    """FineWeb quality filter: drops lists and navigation text (Penedo et al. 2024, arXiv 2406.17557, section 3.6)."""
 
-    step: Literal["fineweb_quality"] = Field("fineweb_quality", description='"fineweb_quality"')
-    min_ended_lines: Share | None = Field(
-        0.12, description="smallest share of lines that end in a full stop or the like"
+    step: Literal["fineweb_quality"] = Field("fineweb_quality", description='name of the step: "fineweb_quality"')
+    min_ended_lines: Fraction | None = Field(
+        0.12,
+        description="smallest fraction of lines that end in sentence-final punctuation of any script; null: no limit",
     )
-    max_short_lines: Share | None = Field(0.67, description="largest share of short lines")
-    short_line: Count = Field(30, description="a line of at most so many characters is short")
-    max_duplicate_characters: Share | None = Field(
-        0.01, description="largest share of characters in lines that occurred before"
+    max_short_lines: Fraction | None = Field(
+        0.67, description="largest fraction of short lines (see 'short_line'), 0 to 1; null: no limit"
     )
-    max_line_feeds: float | None = Field(0.3, ge=0, description="most line feeds per word")
+    short_line: Count = Field(30, description="a line of at most this many characters is short, e.g. 30")
+    max_duplicate_characters: Fraction | None = Field(
+        0.01, description="largest fraction of characters in lines that repeat an earlier line; null: no limit"
+    )
+    max_line_feeds: float | None = Field(0.3, ge=0, description="most line feeds per word, e.g. 0.3; null: no limit")
 
     def packages(self) -> list[str]:
         """See `StepSection.packages`."""
@@ -153,23 +221,36 @@ class FineWebQualitySection(_WordsSection):
 
 
 class PIISection(StepSection):
-    """Masks email addresses and public IP addresses."""
+    """PII masking: replaces email addresses and public IP addresses by fixed strings."""
 
-    step: Literal["pii"] = Field("pii", description='"pii"')
-    email: str | None = Field("email@example.com", description="what stands for an email address; null leaves them")
-    ip: str | None = Field("192.0.2.1", description="what stands for a public IPv4 address; null leaves them")
-    ipv6: str | None = Field("2001:db8::1", description="what stands for a public IPv6 address; null leaves them")
+    step: Literal["pii"] = Field("pii", description='name of the step: "pii"')
+    email: str | None = Field(
+        "email@example.com", description="replacement for email addresses; null leaves them in the text"
+    )
+    ip: str | None = Field(
+        "192.0.2.1", description="replacement for public IPv4 addresses; null leaves them in the text"
+    )
+    ipv6: str | None = Field(
+        "2001:db8::1", description="replacement for public IPv6 addresses; null leaves them in the text"
+    )
 
 
 class UrlBlocklistSection(StepSection):
-    """Drops texts by where they come from."""
+    """URL blocklist: drops texts by the domain, the URL, or words in the URL of their record."""
 
-    step: Literal["url_blocklist"] = Field("url_blocklist", description='"url_blocklist"')
-    field: str = Field("url", min_length=1, description="the field of the record that holds the URL")
-    domains: list[str] = Field([], description="files with one domain per line; its subdomains are meant too")
-    urls: list[str] = Field([], description="files with one URL per line")
-    words: list[str] = Field([], description="files with one word per line that may not stand in a URL")
-    missing: Literal["keep", "drop"] = Field("keep", description='what to do without a URL: "keep" or "drop"')
+    step: Literal["url_blocklist"] = Field("url_blocklist", description='name of the step: "url_blocklist"')
+    field: str = Field("url", min_length=1, description='field of the record that holds the URL, e.g. "url"')
+    domains: list[str] = Field(
+        [],
+        description='paths of files with one blocked domain per line, e.g. ["domains.txt"]; subdomains are blocked too',
+    )
+    urls: list[str] = Field(
+        [], description="paths of files with one blocked URL per line; scheme, fragment and final slash do not matter"
+    )
+    words: list[str] = Field([], description="paths of files with one word per line that must not occur in a URL")
+    missing: Literal["keep", "drop"] = Field(
+        "keep", description='what to do with a record without a URL: "keep" or "drop"'
+    )
 
     def files(self) -> list[str]:
         """See `StepSection.files`."""
@@ -177,12 +258,15 @@ class UrlBlocklistSection(StepSection):
 
 
 class WordBlocklistSection(StepSection):
-    """Drops texts with words or phrases of a list."""
+    """Word blocklist: drops texts that contain a word or phrase of a list, in any case."""
 
-    step: Literal["word_blocklist"] = Field("word_blocklist", description='"word_blocklist"')
-    words: list[str] = Field(min_length=1, description="files with one word or phrase per line")
+    step: Literal["word_blocklist"] = Field("word_blocklist", description='name of the step: "word_blocklist"')
+    words: list[str] = Field(
+        min_length=1, description='paths of files with one blocked word or phrase per line, e.g. ["words.txt"]'
+    )
     match: Literal["words", "substrings"] = Field(
-        "words", description='"words", or "substrings" for languages without blanks'
+        "words",
+        description='"words" matches whole words; "substrings" matches anywhere, for languages written without spaces',
     )
 
     def files(self) -> list[str]:
@@ -191,14 +275,23 @@ class WordBlocklistSection(StepSection):
 
 
 class DecontaminateSection(StepSection):
-    """Drops texts that share a run of words with evaluation data: Brown et al. 2020 (arXiv 2005.14165), appendix C."""
+    """Decontamination: drops texts that share an n-gram of words with evaluation data.
 
-    step: Literal["decontaminate"] = Field("decontaminate", description='"decontaminate"')
-    evaluations: list[str] = Field(min_length=1, description="files of evaluation data: .jsonl, or any other as text")
-    fields: list[str] | None = Field(
-        None, description="fields of the jsonl records that count; default: every string in them"
+    Source: Brown et al. 2020 (arXiv 2005.14165), appendix C.
+    """
+
+    step: Literal["decontaminate"] = Field("decontaminate", description='name of the step: "decontaminate"')
+    evaluations: list[str] = Field(
+        min_length=1,
+        description='paths of the evaluation data, e.g. ["mmlu.jsonl"]; .jsonl and .ndjson are read by record, any '
+        "other file as one text, .gz is decompressed",
     )
-    ngram: Count = Field(13, description="words in a run")
+    fields: list[str] | None = Field(
+        None, description='fields of the evaluation records to compare, e.g. ["question"]; null: every string in them'
+    )
+    ngram: Count = Field(
+        13, description="words in an n-gram that must not be shared, ignoring case and punctuation, e.g. 13 as in GPT-3"
+    )
 
     def files(self) -> list[str]:
         """See `StepSection.files`."""
@@ -206,13 +299,19 @@ class DecontaminateSection(StepSection):
 
 
 class DatatroveSection(StepSection):
-    """Any filter of datatrove."""
+    """A filter of datatrove, by class name."""
 
-    step: Literal["datatrove"] = Field("datatrove", description='"datatrove"')
-    filter: str = Field(min_length=1, description='the filter\'s class, e.g. "GopherQualityFilter"')
-    args: dict[str, Any] = Field({}, description="arguments of the class")
+    step: Literal["datatrove"] = Field("datatrove", description='name of the step: "datatrove"')
+    filter: str = Field(min_length=1, description='class name of the datatrove filter, e.g. "GopherQualityFilter"')
+    args: dict[str, Any] = Field(
+        {}, description='keyword arguments of the filter class, e.g. {"min_doc_words": 30}; default: its own defaults'
+    )
     metadata: list[str] = Field([], description='fields of the record that the filter reads, e.g. ["url"]')
-    reads: list[str] = Field([], description="files that the filter reads, so that a change of them is noticed")
+    reads: list[str] = Field(
+        [],
+        description="paths of files that the filter reads; their contents become part of the job's identity, so that a "
+        "change is detected",
+    )
 
     def files(self) -> list[str]:
         """See `StepSection.files`."""
@@ -239,11 +338,11 @@ SECTIONS: dict[str, type[StepSection]] = {
         DatatroveSection,
     )
 }
-"""The sections by the name of their step."""
+"""The section classes by the name of their step."""
 
 
 def _parse_each(raw: object, info: ValidationInfo) -> object:
-    """Sections of the list, each by its own class, so that an error names the step's own keys."""
+    """Parses each item of the list with the class of its step, so that an error names the step's own keys."""
     if not isinstance(raw, list):
         return raw
     return [_parse_one(item, at=f"{info.field_name or 'clean'}.{i}") for i, item in enumerate(raw)]
@@ -260,7 +359,7 @@ def _parse_one(raw: object, *, at: str) -> object:
     return parse(SECTIONS[name], raw, at=at)
 
 
-Step = Annotated[
+CleaningStep = Annotated[
     UnicodeSection
     | LanguageSection
     | GopherRepetitionSection
@@ -275,15 +374,19 @@ Step = Annotated[
     Field(discriminator="step"),
 ]
 
-Steps = Annotated[list[Step], BeforeValidator(_parse_each)]
-"""Type of the field `clean`; its errors name the step and the nearest key."""
+CleaningSteps = Annotated[list[CleaningStep], BeforeValidator(_parse_each)]
+"""Type of the config field `clean`. Its validation errors name the step and the nearest key."""
 
 
 def parse_steps(raw: Sequence[dict[str, Any]], *, at: str = "clean") -> list[StepSection]:
-    """Sections of parsed JSON, outside of a whole config.
+    """Validates cleaning steps that are not part of a whole config.
+
+    Args:
+        raw: parsed JSON, one object per step.
+        at: dotted config path of the list, for error messages.
 
     Raises:
-        ConfigError: an unknown step or key, a value out of range.
+        ConfigError: an unknown step or key, or a value out of range.
     """
     sections = [_parse_one(item, at=f"{at}.{i}") for i, item in enumerate(raw)]
     assert all(isinstance(section, StepSection) for section in sections)

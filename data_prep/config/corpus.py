@@ -1,7 +1,7 @@
-"""The config of one data-prep job: what is read, how it is tokenised, how it is cut into shards.
+"""Config schema of a data-prep job: data sources, tokenizer, cleaning, deduplication, held-out split, token shards.
 
-`load` reads the file; everything else in this package takes the frozen `CorpusConfig`. Paths are relative to the
-working directory.
+`load` reads the config file; the rest of the package takes the frozen `CorpusConfig`. Paths are relative to the working
+directory.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from data_prep.config.cleaning import Steps
+from data_prep.config.cleaning import CleaningSteps
 from data_prep.config.dedup import DedupSection
 from data_prep.config.text_policy import TextPolicy
 from headrace.base import configfile
@@ -22,172 +22,258 @@ EngineChoice = Literal["auto", "fastokens", "gigatoken", "tokenizers"]
 TrainedKind = Literal["bpe", "sentencepiece-unigram", "sentencepiece-bpe"]
 
 TOKENIZER_PARENT = "tokenizer"
-"""Name of the given tokenizer among the parents in the manifest; no source may carry it."""
+"""Key of a given tokenizer among the manifest's parents; no source may have this name."""
 
 
 class Source(Section):
-    """One named part of the corpus."""
+    """One named data source of the corpus: files, or a dataset that `datasets.load_dataset` downloads."""
 
-    name: str | None = Field(None, min_length=1, description="a name for reports; default: the path as it is written")
+    name: str | None = Field(
+        None,
+        min_length=1,
+        description='name of the source in reports, document ids and the manifest, e.g. "web"; default: its first path '
+        "as written",
+    )
     type: SourceType | None = Field(
-        None, description='"text", "jsonl", "parquet" or "datasets"; inferred from the file names when omitted'
+        None, description='file format: "text", "jsonl", "parquet" or "datasets"; null infers it from the file names'
     )
-    path: str | list[str] | None = Field(None, description="a file, a directory or a glob, or a list of them")
+    path: str | list[str] | None = Field(
+        None,
+        description='file, directory, glob or fsspec URL, or a list of them, e.g. "corpus/*.jsonl.zst" or '
+        '"s3://bucket/web/**/*.parquet"',
+    )
     include: list[str] | None = Field(
-        None, description='globs of file names or relative paths to read in a directory, e.g. ["*.md", "src/*.py"]'
+        None,
+        description='globs of file names or relative paths to read in a directory, e.g. ["*.md", "src/*.py"]; null: '
+        "the usual suffixes of the type",
     )
-    exclude: list[str] = Field([], description="globs of file names or relative paths to leave out")
-    text_field: str = Field("text", min_length=1, description="the field or column that holds the text")
+    exclude: list[str] = Field(
+        [], description='globs of file names or relative paths to leave out, e.g. ["drafts/*", "*.min.js"]'
+    )
+    text_field: str = Field(
+        "text",
+        min_length=1,
+        description='field (jsonl) or column (parquet, datasets) that holds the text, e.g. "content"',
+    )
     messages_field: str | None = Field(
-        None, min_length=1, description='for conversations: the field that holds the messages, e.g. "messages"'
+        None,
+        min_length=1,
+        description='field or column with the list of chat messages, e.g. "messages"; set it for a source of '
+        "conversations",
     )
-    tools_field: str | None = Field(None, description="for conversations: the field of the tools the template lists")
+    tools_field: str | None = Field(
+        None, description='for conversations: field with the tools that the chat template lists, e.g. "tools"'
+    )
     learn: Literal["assistant", "everything"] = Field(
-        "assistant", description='of conversations: what the loss is taken on, "assistant" or "everything"'
+        "assistant",
+        description='for conversations: tokens in the loss mask, "assistant" (its turns only) or "everything" (all '
+        "tokens)",
     )
-    id_field: str | None = Field(None, description="field or column of an id; without one, a record's place is its id")
-    split: str | None = Field(None, description='for "datasets": the split to read, e.g. "train"')
+    id_field: str | None = Field(
+        None,
+        description='field or column of a document id that every record has, e.g. "id"; null: file and position are '
+        "the id",
+    )
+    split: str | None = Field(None, description='for "datasets": split to read, e.g. "train"')
     builder: str | None = Field(
-        None, description='for "datasets": a builder or hub name for datasets.load_dataset, instead of a path'
+        None,
+        description='for "datasets", instead of a path: name for datasets.load_dataset, e.g. "HuggingFaceFW/fineweb"',
     )
-    kwargs: dict[str, Any] = Field({}, description='further arguments of datasets.load_dataset, e.g. {"name": "en"}')
+    kwargs: dict[str, Any] = Field(
+        {}, description='further keyword arguments of datasets.load_dataset, e.g. {"name": "sample-10BT"}'
+    )
 
     @model_validator(mode="after")
-    def _place(self) -> Source:
+    def _check_fields(self) -> Source:
         if (self.path is None) == (self.builder is None):
-            raise ValueError("a source has either a path or a builder")
+            raise ValueError("a source needs either a path or a builder, and not both")
         if self.builder is not None and (self.type != "datasets" or self.split is None):
-            raise ValueError('a builder needs "type": "datasets" and a "split"')
+            raise ValueError('a source with a builder needs "type": "datasets" and a "split"')
         if self.kwargs and self.builder is None:
-            raise ValueError("kwargs are the builder's, and there is no builder")
+            raise ValueError("kwargs are arguments of the builder, and the source has no builder")
         if not self.paths and self.builder is None:
-            raise ValueError("the list of paths is empty")
+            raise ValueError("the list of paths is empty: give at least one path")
         if self.messages_field is None and (self.tools_field is not None or self.learn != "assistant"):
-            raise ValueError("tools_field and learn are for conversations, and there is no messages_field")
+            raise ValueError("tools_field and learn apply to conversations only, and the source has no messages_field")
         if self.messages_field is not None and self.type == "text":
-            raise ValueError("a text file is no conversation: messages_field needs jsonl, parquet or datasets")
+            raise ValueError("messages_field needs records: the type must be jsonl, parquet or datasets, not text")
         if self.label == TOKENIZER_PARENT:
-            raise ValueError(f"the name '{TOKENIZER_PARENT}' is taken by the tokenizer in the manifest")
+            raise ValueError(f"the name '{TOKENIZER_PARENT}' is reserved for the tokenizer in the manifest")
         return self
 
     @property
     def paths(self) -> list[str]:
-        """The paths as given; empty for a builder."""
+        """The paths as written in the config; empty for a builder."""
         return [self.path] if isinstance(self.path, str) else list(self.path or [])
 
     @property
     def label(self) -> str:
-        """The name by which reports and document ids call this source."""
+        """Name of the source in reports, document ids and the manifest."""
         return self.name or (self.paths[0] if self.paths else str(self.builder))
 
 
 class TokenizerSection(Section):
-    """A tokenizer to train (`train`) or to take (`path`)."""
+    """The tokenizer: either trained on a sample of the corpus (`train`) or an existing one (`path`)."""
 
     train: TrainedKind | None = Field(
-        None, description='"bpe" (byte-level), "sentencepiece-unigram" or "sentencepiece-bpe"'
+        None, description='kind to train: "bpe" (byte-level), "sentencepiece-unigram" or "sentencepiece-bpe"'
     )
-    path: str | None = Field(None, description="a Hugging Face tokenizer folder, or a sentencepiece .model file")
+    path: str | None = Field(
+        None, description="existing tokenizer to use: a Hugging Face tokenizer folder or a sentencepiece .model file"
+    )
     engine: EngineChoice = Field(
         "auto",
-        description='what turns text into ids: "auto" takes the fastest that is proven to give the ids of "tokenizers"',
+        description='tokenization library: "auto" takes the fastest installed one that was verified to give the ids of '
+        '"tokenizers"; "fastokens", "gigatoken" and "tokenizers" name one. The token ids are the same',
     )
     vocab_size: int = Field(
-        32_000, ge=300, le=2_000_000, description="tokens to train, special ones included; at least 300"
+        32_000,
+        ge=300,
+        le=2_000_000,
+        description="vocabulary size to train, in tokens, special tokens included, e.g. 32000; at least 300",
     )
     sample_bytes: int = Field(
-        64 << 20, ge=1, description="bytes of training text to learn from, chosen by a hash of the document"
+        64 << 20,
+        ge=1,
+        description="bytes of text that the tokenizer is trained on, sampled by document hash from the train split, "
+        "e.g. 67108864 (64 MiB)",
     )
-    eos_token: str = Field("<|endoftext|>", min_length=1, description="the end-of-document token")
+    eos_token: str = Field(
+        "<|endoftext|>", min_length=1, description='end-of-document token of a trained tokenizer, e.g. "</s>"'
+    )
     chat_template: str | None = Field(
-        None, description="a file with a chat template; default: the one that the given tokenizer has, if any"
+        None, description="path of a Jinja chat template file; null: the one of the given tokenizer, if it has one"
     )
-    special_tokens: list[str] = Field([], description="further special tokens, e.g. for a chat template")
+    special_tokens: list[str] = Field(
+        [],
+        description='further special tokens of a trained tokenizer, e.g. ["<|im_start|>", "<|im_end|>"] for a chat '
+        "template",
+    )
 
     @model_validator(mode="after")
-    def _one_way(self) -> TokenizerSection:
+    def _check_origin(self) -> TokenizerSection:
         if (self.train is None) == (self.path is None):
-            raise ValueError('give either {"train": kind} or {"path": folder or .model file}')
+            raise ValueError('give either {"train": kind} or {"path": folder or .model file}, and not both')
         if self.path is not None and (extras := self.model_fields_set - {"path", "engine", "chat_template"}):
             extra = ", ".join(sorted(extras))
-            raise ValueError(f"a given tokenizer is taken as it is; {extra} would have no effect")
+            raise ValueError(f"an existing tokenizer is used as it is: {extra} would have no effect, remove it")
         if len({self.eos_token, *self.special_tokens}) != 1 + len(self.special_tokens) or "" in self.special_tokens:
-            raise ValueError("special tokens must differ from each other and must not be empty")
+            raise ValueError("special tokens (eos_token included) must be different from each other and not empty")
         return self
 
 
 class CorpusConfig(Section):
-    """A whole data-prep job."""
+    """Config of a data-prep job."""
 
-    output: str = Field(min_length=1, description="the tokens directory to make")
-    sources: list[Source] = Field(min_length=1, description="what to read, in this order")
-    tokenizer: TokenizerSection = Field(description='{"train": "bpe", "vocab_size": 8192} or {"path": "folder"}')
-    clean: Steps = Field([], description='cleaning steps in order, e.g. [{"step": "unicode"}, {"step": "c4"}]')
-    dedup: DedupSection | None = Field(None, description='null, or e.g. {"exact": true, "near": {}}')
+    output: str = Field(min_length=1, description='path of the tokens directory to write, e.g. "out/tokens"')
+    sources: list[Source] = Field(
+        min_length=1, description='data sources, in input order, e.g. [{"name": "web", "path": "web/*.jsonl.zst"}]'
+    )
+    tokenizer: TokenizerSection = Field(
+        description='tokenizer to train or to use, e.g. {"train": "bpe", "vocab_size": 8192} or {"path": "folder"}'
+    )
+    clean: CleaningSteps = Field(
+        [], description='cleaning steps, in the order they are applied, e.g. [{"step": "unicode"}, {"step": "c4"}]'
+    )
+    dedup: DedupSection | None = Field(
+        None, description='deduplication of documents: null for none, or e.g. {"exact": true, "near": {}}'
+    )
     list_dropped: Literal["no", "reasons", "texts"] = Field(
-        "no", description='whether dropped.jsonl lists what was dropped: "no", "reasons", or with its "texts"'
+        "no",
+        description='whether to list dropped documents in dropped.jsonl: "no", "reasons" (place and reason) or "texts" '
+        "(their texts too)",
     )
     heldout_fraction: float = Field(
-        0.01, gt=0, lt=1, description="share of documents kept out of training, between 0 and 1"
+        0.01,
+        gt=0,
+        lt=1,
+        description="fraction of the documents in the held-out split, between 0 and 1 (exclusive), e.g. 0.01",
     )
-    seed: int = Field(0, ge=0, lt=1 << 63, description="chooses the held-out documents and the tokenizer's sample")
-    task_bytes: int = Field(32 << 20, ge=1, description="bytes of input per map task: what a crash can lose")
-    shard_tokens: int = Field(1 << 26, ge=1, description="tokens per output shard, about")
-    append_eos: bool = Field(True, description="end every document with the end-of-document token")
-    prepend_bos: bool = Field(False, description="begin every document with the beginning-of-sequence token")
+    seed: int = Field(
+        0,
+        ge=0,
+        lt=1 << 63,
+        description="random seed of the held-out split, the document order and the tokenizer's training sample, e.g. 0",
+    )
+    task_bytes: int = Field(
+        32 << 20,
+        ge=1,
+        description="input bytes per map task, as stored, e.g. 33554432 (32 MiB); a crash loses at most the running "
+        "tasks",
+    )
+    shard_tokens: int = Field(
+        1 << 26, ge=1, description="approximate number of tokens per output shard, e.g. 67108864 (2^26)"
+    )
+    append_eos: bool = Field(True, description="true ends every document with the end-of-document (EOS) token")
+    prepend_bos: bool = Field(
+        False, description="true begins every document with the beginning-of-sequence (BOS) token, if there is one"
+    )
     parse_special_tokens: bool = Field(
-        False, description='whether a literal "<|endoftext|>" in a document becomes the token; else it is text'
+        False,
+        description='whether a literal special token in a document, e.g. "<|endoftext|>", becomes that token; false: '
+        "it is tokenized as plain text",
     )
-    max_bad_records: int = Field(0, ge=0, description="records that may be skipped as unreadable before the job fails")
-    max_bad_files: int = Field(0, ge=0, description="files that may be damaged before the job fails")
+    max_bad_records: int = Field(
+        0, ge=0, description="unreadable records that may be skipped in the whole job before it fails, e.g. 100"
+    )
+    max_bad_files: int = Field(
+        0, ge=0, description="damaged files that may be skipped in the whole job before it fails, e.g. 2"
+    )
 
     @model_validator(mode="after")
-    def _distinct(self) -> CorpusConfig:
+    def _check_names(self) -> CorpusConfig:
         labels = [s.label for s in self.sources]
         twice = sorted({label for label in labels if labels.count(label) > 1})
         if twice:
-            raise ValueError(f"two sources are called '{twice[0]}': give one of them another \"name\"")
+            raise ValueError(f"two sources have the name '{twice[0]}': give one of them another \"name\"")
         return self
 
     @model_validator(mode="after")
-    def _whole_conversations(self) -> CorpusConfig:
+    def _check_conversations(self) -> CorpusConfig:
         lines = self.dedup is not None and self.dedup.lines is not None
         if self.has_conversations and (self.clean or lines):
             label = next(source.label for source in self.sources if source.messages_field is not None)
             which = "clean" if self.clean else "dedup.lines"
             raise ValueError(
-                f"{which} works on texts, and '{label}' holds conversations, which would pass it by: "
-                "prepare them in a job of their own, and blend the two at training"
+                f"{which} applies to plain texts only, and source '{label}' holds conversations: "
+                "prepare them in a separate job, and mix the two outputs in training"
             )
         return self
 
     def identity(self) -> dict[str, Any]:
-        """The config as the manifest records it: all but `output`, so that a directory may be moved or renamed."""
+        """The config as the manifest records it: without `output`, so that the directory may be moved or renamed."""
         return self.model_dump(exclude={"output"})
 
     @property
     def has_conversations(self) -> bool:
-        """Whether tokens come with a loss mask."""
+        """Whether a source holds conversations; the token files then have loss masks."""
         return any(source.messages_field is not None for source in self.sources)
 
     def text_policy(self) -> TextPolicy:
-        """How texts become ids."""
-        return TextPolicy(bos=self.prepend_bos, eos=self.append_eos, special=self.parse_special_tokens)
+        """The policy for BOS, EOS and special tokens."""
+        return TextPolicy(
+            prepend_bos=self.prepend_bos, append_eos=self.append_eos, parse_special_tokens=self.parse_special_tokens
+        )
 
 
-def differing(new: dict[str, Any], old: dict[str, Any]) -> list[str]:
-    """Which keys of two `CorpusConfig.identity` differ in a way that makes other bytes, as `config.KEY`.
+def changed_fields(new: dict[str, Any], old: dict[str, Any]) -> list[str]:
+    """Keys that differ between two `CorpusConfig.identity` and change the output bytes, as `config.KEY`, sorted.
 
-    The limits on unreadable input decide whether there is an output, not what is in it: they may be raised on the way.
+    `max_bad_records` and `max_bad_files` are ignored: they decide whether there is an output, not its contents, and may
+    be changed when a job is resumed.
     """
     keys = (new.keys() | old.keys()) - {"max_bad_records", "max_bad_files"}
     return sorted(f"config.{key}" for key in keys if new.get(key) != old.get(key))
 
 
 def load(path: str, overrides: Sequence[str] = ()) -> CorpusConfig:
-    """Reads a config file with its `extends` and `--set` overrides.
+    """Reads a config file, resolving `extends` and applying `--set` overrides.
+
+    Args:
+        path: the JSON config file.
+        overrides: "key=value" strings, e.g. "tokenizer.vocab_size=8192".
 
     Raises:
-        ConfigError: anything in it that cannot be run.
+        ConfigError: an unknown or missing key, or an invalid value.
     """
     return parse(CorpusConfig, configfile.load(path, overrides))

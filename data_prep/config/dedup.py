@@ -1,4 +1,4 @@
-"""The config of deduplication: `dedup` in a corpus config."""
+"""Config schema of deduplication (exact, near and line): the section `dedup` of a corpus config."""
 
 from __future__ import annotations
 
@@ -10,33 +10,55 @@ from headrace.base.section import Count, Index, Section
 
 
 class NearSection(Section):
-    """Near-duplicates by MinHash: two documents of similarity s are found with probability 1 - (1 - s^rows)^bands."""
+    """Near-duplicate detection by MinHash signatures and LSH bands.
+
+    Two documents of Jaccard similarity s are found with probability 1 - (1 - s^rows)^bands.
+    """
 
     ngram: Annotated[int, Field(gt=0, le=64)] = Field(
-        default=5, description="how many tokens in a row are compared as one, e.g. 5"
+        default=5, description="tokens in an n-gram; documents are compared as sets of n-grams, e.g. 5"
     )
-    bands: Annotated[int, Field(gt=0, le=256)] = Field(default=14, description="groups of hashes, e.g. 14")
-    rows: Annotated[int, Field(gt=0, le=64)] = Field(default=8, description="hashes in a group, e.g. 8")
+    bands: Annotated[int, Field(gt=0, le=256)] = Field(
+        default=14,
+        description="LSH bands of a signature, e.g. 14; more bands find less similar pairs and take more disk",
+    )
+    rows: Annotated[int, Field(gt=0, le=64)] = Field(
+        default=8,
+        description="MinHash values in an LSH band, e.g. 8; more rows demand a higher similarity. 14 bands of 8 rows "
+        "find half of the pairs of Jaccard similarity 0.71 and 92 % of those of 0.8",
+    )
 
     @property
     def slots(self) -> int:
-        """Hashes per document."""
+        """Slots of a MinHash signature (minima per document): bands * rows."""
         return self.bands * self.rows
 
 
 class LinesSection(Section):
-    """Lines (or paragraphs) that come again all over the corpus: only their first copies stay."""
+    """Line deduplication: of lines (or paragraphs) that are repeated anywhere in the corpus only the first stay."""
 
     unit: Literal["line", "paragraph"] = Field(
-        default="line", description="'line', or 'paragraph': what stands between blank lines"
+        default="line", description='what is compared: "line", or "paragraph" (text between blank lines)'
     )
-    copies: Count = Field(default=1, description="how many copies stay, those first in the input")
-    min_bytes: Index = Field(default=30, description="shorter ones always stay, in bytes of UTF-8, e.g. 30")
+    copies: Count = Field(
+        default=1, description="occurrences of a repeated line that are kept, the first ones in input order, e.g. 1"
+    )
+    min_bytes: Index = Field(
+        default=30, description="lines shorter than this are always kept, in bytes of UTF-8, e.g. 30"
+    )
 
 
 class DedupSection(Section):
-    """What counts as a copy. The copy that comes first in the input stays, the others are dropped."""
+    """Deduplication. Of duplicate documents the first in input order is kept, the others are dropped."""
 
-    exact: bool = Field(default=True, description="true drops documents with equal texts")
-    near: NearSection | None = Field(default=None, description='null, or e.g. {"ngram": 5, "bands": 14, "rows": 8}')
-    lines: LinesSection | None = Field(default=None, description='null, or e.g. {"unit": "line", "copies": 1}')
+    exact: bool = Field(default=True, description="true drops documents whose (cleaned) text equals an earlier one's")
+    near: NearSection | None = Field(
+        default=None,
+        description='near-duplicate removal by MinHash: null for none, {} for the defaults, or e.g. {"ngram": 5, '
+        '"bands": 14, "rows": 8}',
+    )
+    lines: LinesSection | None = Field(
+        default=None,
+        description='removal of lines repeated across the corpus: null for none, or e.g. {"unit": "line", "copies": '
+        "1}; reads the corpus twice; not for code",
+    )

@@ -1,11 +1,11 @@
-"""How texts become ids."""
+"""Policy for BOS, EOS and special tokens when texts are tokenized."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 ENGINE_FILE = "engine.json"
-"""Beside a tokenizer folder: which engine was proven to give its ids, and why others were not taken."""
+"""File beside a tokenizer folder: the tokenization engine that was verified to give its ids, and why not another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,10 +13,11 @@ class TextPolicy:
     """How texts become ids.
 
     Attributes:
-        bos, eos: whether every document begins with the one and ends with the other.
-        special: whether a special token that is spelt out in a text becomes the token.
+        prepend_bos: whether every document begins with the BOS (beginning-of-sequence) token.
+        append_eos: whether every document ends with the EOS (end-of-document) token.
+        parse_special_tokens: whether the literal text of a special token in a document becomes that token.
     """
 
-    bos: bool
-    eos: bool
-    special: bool
+    prepend_bos: bool
+    append_eos: bool
+    parse_special_tokens: bool

@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any
 
 from data_prep.executors.base import attempt, raise_failed
-from data_prep.task import Counts, Report, Task, plain_errors
+from data_prep.task import Counts, Report, Task, os_errors_as_data_errors
 from headrace.base.errors import DataError, HeadraceError
 
 _EVERY_S = 1.0
@@ -125,7 +125,7 @@ class TaskClaims:
         parent = self.root.absolute() / RUNNING
         self._run = parent / uuid.uuid4().hex[:12]
         self._polled, self._began = 0.0, time.monotonic()
-        with plain_errors(f"making {parent}"):
+        with os_errors_as_data_errors(f"making {parent}"):
             shutil.rmtree(parent, ignore_errors=True)  # of coordinators that were killed: their workers stop
             self._run.mkdir(parents=True)
         return self

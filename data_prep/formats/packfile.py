@@ -28,7 +28,7 @@ from headrace.base.errors import DataError
 
 I64 = npt.NDArray[np.int64]
 
-KIND, SUFFIX = "packing", ".bins"
+PACKING_KIND, PACK_SUFFIX = "packing", ".bins"
 _MAGIC = b"HRBINS\x00\x00"
 _HEADER = struct.Struct("<8sQQQQ")
 
@@ -96,7 +96,7 @@ def document_bounds(file: TokenFile, first: int, end: int) -> I64:
     return bounds
 
 
-def cut(bounds: I64, *, length: int) -> tuple[I64, I64]:
+def cut_documents(bounds: I64, *, length: int) -> tuple[I64, I64]:
     """Documents as pieces of at most length + 1 tokens; those of one token or none have no target, and none.
 
     Args:

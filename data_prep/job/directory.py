@@ -26,7 +26,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.config.corpus import CorpusConfig, Source, differing
+from data_prep.config.corpus import CorpusConfig, Source, changed_fields
 from data_prep.sources.units import Unit
 from data_prep.task import SCRATCH
 from data_prep.tasks.make_tokenizer import TokenizerTask, folder_of
@@ -141,7 +141,7 @@ class Job:
             DataError: with what differs. Keys of `identity` that are missing in it are not compared.
         """
         found = sorted(key for key in identity if key != "config" and identity[key] != saved.get(key))
-        found += differing(identity["config"], saved["config"])
+        found += changed_fields(identity["config"], saved["config"])
         if found:
             raise DataError(
                 f"{self.root} holds a half-done job of another making; these differ: {', '.join(found)}\n"

@@ -12,7 +12,7 @@ from typing import Any
 
 import xxhash
 
-from data_prep.config.corpus import TOKENIZER_PARENT, CorpusConfig, differing
+from data_prep.config.corpus import TOKENIZER_PARENT, CorpusConfig, changed_fields
 from data_prep.formats.tokenfile import SPLITS
 from data_prep.job.directory import Job
 from data_prep.job.dropped_duplicates import COPIES, count_duplicates
@@ -103,7 +103,7 @@ def is_finished(job: Job, identity: dict[str, Any]) -> bool:
     found = [] if inputs == identity["inputs"] else ["inputs"]
     found += [] if tokenizer == identity["tokenizer"] else ["tokenizer"]
     found += [] if manifest.details.get("cleaning") == identity["cleaning"] else ["cleaning"]
-    found += differing(identity["config"], manifest.config)
+    found += changed_fields(identity["config"], manifest.config)
     if found:
         raise DataError(
             f"{job.output} exists, and was made differently: {', '.join(found)}\n  try: remove it, or another output"

@@ -28,7 +28,7 @@ from data_prep.job.finish import checked_markers, counted, finish
 from data_prep.job.progress import Display
 from data_prep.job.shards import dropped_counts, plan_shards
 from data_prep.job.survey import check_cleaning, raise_empty, tokenizer_identity
-from data_prep.task import Counts, Task, plain_errors, read_marker
+from data_prep.task import Counts, Task, os_errors_as_data_errors, read_marker
 from data_prep.tasks.gather import KEYS, Gather, memory_of
 from data_prep.tasks.map import MapTask, counts_of
 from data_prep.tasks.merge import Merges, MergeTask, plan_merges
@@ -74,7 +74,7 @@ def run_phase(job: Job, phase: Phase, executor: Executor, *, share: tuple[int, i
     Returns:
         how many tasks that are, and what was counted.
     """
-    with plain_errors(phase.name):
+    with os_errors_as_data_errors(phase.name):
         tasks = phase.tasks(job)[share[0] :: share[1]]
         todo = [task for task in tasks if not task.finished]
     if len(todo) < len(tasks):
@@ -111,7 +111,7 @@ def complete(job: Job, *, tokenizer: str | None) -> Manifest:
     """
     markers = checked_markers(job)
     tasks = _finished(reduce_tasks(job), "reduce")
-    with plain_errors("finishing"):
+    with os_errors_as_data_errors("finishing"):
         results = [(task.shard.split, task.run(_unheard)) for task in tasks]
         list_duplicates(job, _runs(job, markers))
         return finish(job, markers=markers, results=results, tokenizer=tokenizer)
@@ -134,7 +134,7 @@ def prepared(config: CorpusConfig) -> Job:
     saved = job.saved_identity()
     if saved is None or read_marker(job.tokenizer) is None:
         raise DataError(f"{job.root} holds no prepared job\n  try: python -m data_prep prepare --config FILE")
-    with plain_errors("looking at the lists and the tokenizer"):
+    with os_errors_as_data_errors("looking at the lists and the tokenizer"):
         tokenizer, cleaning = tokenizer_identity(config), check_cleaning(config)
     job.check_same(identity_of(config, listing=saved["inputs"], tokenizer=tokenizer, cleaning=cleaning), saved)
     return job

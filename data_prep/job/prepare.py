@@ -19,7 +19,7 @@ from data_prep.job.survey import check_cleaning, check_documents, check_tables, 
 from data_prep.sources import saved
 from data_prep.sources.listing import ResolvedSource, listing_fingerprint, resolve
 from data_prep.sources.units import Plan, group, units
-from data_prep.task import plain_errors
+from data_prep.task import os_errors_as_data_errors
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def inspect(config: CorpusConfig) -> InspectedJob:
         ConfigError, DataError: see `survey`.
     """
     job = Job(config)
-    with plain_errors("looking at the inputs"):
+    with os_errors_as_data_errors("looking at the inputs"):
         sources = resolve_all(config, without=[job.output, job.root])
         found = [source for source in sources if source is not None]
         check_tables(config, found)
@@ -76,7 +76,7 @@ def opened(inspected: InspectedJob, executor: Executor | None = None) -> Iterato
         DataError: another process holds it, or it belongs to another config or other inputs.
     """
     job = inspected.job
-    with plain_errors(f"making {job.root}"):
+    with os_errors_as_data_errors(f"making {job.root}"):
         job.root.mkdir(parents=True, exist_ok=True)
     with job.locked():
         saved = job.saved_identity()
@@ -110,7 +110,7 @@ def _here(executor: Executor | None) -> Iterator[Local]:
 def _plan(inspected: InspectedJob) -> Plan:
     job, config = inspected.job, inspected.job.config
     try:
-        with plain_errors("looking at the inputs"):
+        with os_errors_as_data_errors("looking at the inputs"):
             found = [source or _build(job, i) for i, source in enumerate(inspected.sources)]
             check_tables(config, found)
             plan = _cut(found, config)
@@ -119,7 +119,7 @@ def _plan(inspected: InspectedJob) -> Plan:
         if not (job.root / "datasets").exists():
             shutil.rmtree(job.root)
         raise
-    with plain_errors("writing the plan"):
+    with os_errors_as_data_errors("writing the plan"):
         job.save_plan(plan, inspected.identity)
     return plan
 

@@ -10,7 +10,7 @@ from typing import Any
 from data_prep.clean.chain import build, versions
 from data_prep.config.corpus import CorpusConfig, Source
 from data_prep.formats.tokenfile import SPLITS
-from data_prep.hashing import HELDOUT, below, content_hashes
+from data_prep.hashing import HELDOUT, content_hashes, select_fraction
 from data_prep.sources.bad_records import BadRecordCount
 from data_prep.sources.bytesource import DamagedFileError
 from data_prep.sources.listing import ResolvedSource, resolve
@@ -138,7 +138,7 @@ def _count(batch: TextBatch, found: Counter[str], config: CorpusConfig) -> bool:
     texts = [text for text in batch.texts if text]
     if texts:
         hashes = content_hashes(texts)[:, 0]
-        heldout = below(hashes, share=config.heldout_fraction, seed=config.seed, purpose=HELDOUT)
+        heldout = select_fraction(hashes, fraction=config.heldout_fraction, seed=config.seed, purpose=HELDOUT)
         found += Counter({"heldout": int(heldout.sum()), "train": int((~heldout).sum())})
     return all(found[split] for split in SPLITS)
 

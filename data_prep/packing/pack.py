@@ -18,7 +18,15 @@ import numpy as np
 
 from data_prep.executors.base import default_workers
 from data_prep.executors.local import Local
-from data_prep.formats.packfile import I64, KIND, SUFFIX, cut, document_bounds, packing_name, write_pack
+from data_prep.formats.packfile import (
+    I64,
+    PACK_SUFFIX,
+    PACKING_KIND,
+    cut_documents,
+    document_bounds,
+    packing_name,
+    write_pack,
+)
 from data_prep.formats.tokenfile import TokenFile
 from data_prep.packing.best_fit import best_fit
 from data_prep.task import Counts, Report
@@ -78,12 +86,12 @@ def pack(directory: Path, *, length: int, look_ahead: int = LOOK_AHEAD, workers:
         names = [shard["name"] for shard in tokens.details["splits"][PACKED]["shards"]]
         tasks = [PackTask(directory / PACKED / name, staging / PACKED / name, length, look_ahead) for name in names]
         done = _run(tasks, workers=workers)
-        sha256 = {f"{PACKED}/{task.target.name}{SUFFIX}": done[task].pop("sha256") for task in tasks}
+        sha256 = {f"{PACKED}/{task.target.name}{PACK_SUFFIX}": done[task].pop("sha256") for task in tasks}
         entries = [{"name": name} | done[task] for name, task in zip(names, tasks, strict=True)]
         sums = {key: sum(entry[key] for entry in entries) for key in ("bins", "pieces", "targets", "padding")}
         details = {**config, "splits": {PACKED: {**sums, "shards": entries}}}
         made: dict[str, Any] = {"config": config, "parents": parents, "details": details}
-        return commit(staging, final, kind=KIND, **made, known_sha256=sha256)
+        return commit(staging, final, kind=PACKING_KIND, **made, known_sha256=sha256)
 
 
 @dataclass(frozen=True)
@@ -119,7 +127,7 @@ class PackTask:
         first_piece = np.zeros(bins + 1, dtype=np.int64)
         np.cumsum(_joined([counts for counts, _, _ in blocks]), out=first_piece[1:])
         starts, lengths = _joined([b[1] for b in blocks]), _joined([b[2] for b in blocks])
-        path = Path(f"{self.target}{SUFFIX}")
+        path = Path(f"{self.target}{PACK_SUFFIX}")
         sha256 = write_pack(path, length=self.length, first_piece=first_piece, starts=starts, lengths=lengths)
         targets, padding = int(lengths.sum()) - pieces, bins * (self.length + 1) - int(lengths.sum())
         return {"bins": bins, "pieces": pieces, "targets": targets, "padding": padding, "sha256": sha256}
@@ -130,7 +138,7 @@ class PackTask:
         for first in range(0, file.documents, self.look_ahead):
             end = min(first + self.look_ahead, file.documents)
             bounds = document_bounds(file, first, end)
-            starts, lengths = cut(bounds, length=self.length)
+            starts, lengths = cut_documents(bounds, length=self.length)
             number = best_fit(lengths, size=self.length + 1)
             order = np.argsort(number, kind="stable")
             yield np.bincount(number), starts[order], lengths[order]
@@ -164,7 +172,7 @@ def _unheard(_counts: Counts) -> None:
 
 
 def _same(final: Path, config: dict[str, Any], parents: dict[str, Any]) -> Manifest:
-    manifest = read_manifest(final, kind=KIND)
+    manifest = read_manifest(final, kind=PACKING_KIND)
     if (manifest.config, manifest.parents) != (config, parents):
         raise DataError(f"{final} exists, and was made of other tokens or otherwise\n  try: remove it, and pack again")
     return manifest

@@ -18,7 +18,7 @@ from data_prep.config.corpus import CorpusConfig
 from data_prep.config.dedup import NearSection
 from data_prep.dedup.signatures import open_minhasher
 from data_prep.formats.tokenfile import SPLITS
-from data_prep.hashing import HELDOUT, U64, below, content_hashes, mix, utf8_size
+from data_prep.hashing import HELDOUT, U64, content_hashes, mix, select_fraction, utf8_size
 from data_prep.sources.conversation import ConversationError
 from data_prep.sources.records import BadRecord
 from data_prep.sources.units import Unit
@@ -173,7 +173,9 @@ class _Mapper:
 
     def _facts(self, batch: Texts) -> Facts:
         hashes = content_hashes(batch.texts)
-        heldout = below(hashes[:, 0], share=self._config.heldout_fraction, seed=self._config.seed, purpose=HELDOUT)
+        heldout = select_fraction(
+            hashes[:, 0], fraction=self._config.heldout_fraction, seed=self._config.seed, purpose=HELDOUT
+        )
         first = self._task.index * _MOST_DOCUMENTS + self._documents
         self._documents += len(batch.texts)
         dedup = self._config.dedup

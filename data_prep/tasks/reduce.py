@@ -16,7 +16,7 @@ import numpy as np
 
 from data_prep.formats.maskfile import MASK, MaskWriter
 from data_prep.formats.tokenfile import SPLITS, TokenFileWriter, shard_name, with_suffix
-from data_prep.task import Counts, Report, plain_errors, scratch_path
+from data_prep.task import Counts, Report, os_errors_as_data_errors, scratch_path
 from data_prep.tasks.gather import Content, Gather
 from data_prep.tasks.sorted_runs import Array
 from headrace.base.directory import write_json
@@ -73,7 +73,7 @@ class ReduceTask:
         if self.marker.is_file():
             done: dict[str, Any] = json.loads(self.marker.read_text())
             return done
-        with plain_errors(self.name):
+        with os_errors_as_data_errors(self.name):
             final = self.out / self.shard.split / shard_name(self.shard.index)
             scratch = scratch_path(self.marker)
             try:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from data_prep.config.corpus import CorpusConfig, Source
-from data_prep.hashing import HELDOUT, SAMPLE, U64, below, content_hashes, document_keys, unit_key
+from data_prep.hashing import HELDOUT, SAMPLE, U64, content_hashes, document_keys, select_fraction, unit_key
 from data_prep.sources.conversation import ConversationError, opened, plain
 from data_prep.sources.read_unit import read_unit, wanted_of
 from data_prep.sources.records import TextBatch
@@ -99,7 +99,9 @@ class _Reader:
         seed = self._config.seed
         key: U64 = np.full(len(batch.at), unit_key(piece.source, piece.file, seed=seed), np.uint64)
         keys = document_keys(key, np.array(batch.at, np.int64))
-        until_high, until_low = (below(keys, share=share, seed=seed, purpose=SAMPLE) for share in (high, low))
+        until_high, until_low = (
+            select_fraction(keys, fraction=share, seed=seed, purpose=SAMPLE) for share in (high, low)
+        )
         chosen: list[int] = np.flatnonzero((until_high | (high >= 1)) & ~until_low).tolist()
         return chosen
 
@@ -123,7 +125,7 @@ class _Reader:
 
     def _heldout(self, texts: list[str]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         hashes = content_hashes(texts)[:, 0]
-        return below(hashes, share=self._config.heldout_fraction, seed=self._config.seed, purpose=HELDOUT)
+        return select_fraction(hashes, fraction=self._config.heldout_fraction, seed=self._config.seed, purpose=HELDOUT)
 
 
 def _renderer(config: CorpusConfig) -> Callable[[str], str]:

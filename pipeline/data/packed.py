@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.formats.packfile import KIND, SUFFIX, PackFile, packing_name
+from data_prep.formats.packfile import PACK_SUFFIX, PACKING_KIND, PackFile, packing_name
 from headrace.base.directory import Manifest, check_sizes, read_manifest
 from headrace.base.errors import DataError
 from pipeline.data.dataset import Spans, TokenDataset, check_part
@@ -53,7 +53,7 @@ class PackedDataset(TokenDataset):
         how = f"python -m data_prep pack {path} --length {sequence_length}"
         if not packed.is_dir():
             raise DataError(f"{path} is not packed for samples of {sequence_length} tokens\n  try: {how}")
-        packing = read_manifest(packed, kind=KIND)
+        packing = read_manifest(packed, kind=PACKING_KIND)
         if packing.parents["tokens"]["fingerprint"] != manifest.fingerprint:
             raise DataError(f"{packed} was made of other tokens than {path} holds\n  try: remove it, and {how}")
         if split not in packing.details["splits"]:
@@ -109,7 +109,7 @@ class PackedDataset(TokenDataset):
 
     def _pack(self, shard: int) -> PackFile:
         if shard not in self._packs:
-            path = self.packed / self.split / f"{self._names[shard]}{SUFFIX}"
+            path = self.packed / self.split / f"{self._names[shard]}{PACK_SUFFIX}"
             pack = PackFile.open(path)
             if (pack.length, pack.bins) != (self.sequence_length, self._shards()[shard]["bins"]):
                 raise DataError(f"{path} is not what its manifest says\n  try: remove {self.packed}, and pack again")

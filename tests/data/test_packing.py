@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.formats.packfile import PackFile, cut
+from data_prep.formats.packfile import PackFile, cut_documents
 from data_prep.formats.tokenfile import TokenFile
 from data_prep.packing import pack as packing
 from data_prep.packing.best_fit import best_fit
@@ -93,7 +93,7 @@ def test_the_bins_are_those_of_placing_one_piece_after_the_other(size: int, data
 @settings(max_examples=100, deadline=None)
 def test_cut_documents_have_every_target_exactly_once(lengths: list[int], length: int) -> None:
     bounds = np.concatenate([[7], 7 + np.cumsum(lengths, dtype=np.int64)])
-    starts, sizes = cut(bounds, length=length)
+    starts, sizes = cut_documents(bounds, length=length)
     targets = [at for start, size in zip(starts, sizes, strict=True) for at in range(start + 1, start + size)]
     expected = [at for a, b in pairwise(bounds.tolist()) for at in range(a + 1, b)]
     assert targets == expected

@@ -43,7 +43,7 @@ def bad_sources() -> list[tuple[dict[str, Any], str]]:
         ({"path": "cut.parquet"}, "max_bad_files"),
         ({"path": "cut.jsonl.gz"}, "max_bad_files"),
         ({"name": "no path"}, "either a path or a builder"),
-        ({"path": "texts", "name": "tokenizer"}, "taken by the tokenizer"),
+        ({"path": "texts", "name": "tokenizer"}, "reserved for the tokenizer"),
     ]
 
 
@@ -162,7 +162,7 @@ def test_conversations_that_cleaning_would_pass_by_are_refused(work: Path, write
     sources = [{"path": "talk.jsonl", "messages_field": "messages"}]
     for fields, which in (({"clean": [{"step": "pii"}]}, "clean"), ({"dedup": {"lines": {}}}, "dedup.lines")):
         error = cli("--config", write_config(sources=sources, **fields), code=2).stderr
-        assert f"{which} works on texts, and 'talk.jsonl' holds conversations" in error
+        assert f"{which} applies to plain texts only, and source 'talk.jsonl' holds conversations" in error
 
 
 @pytest.mark.usefixtures("texts")

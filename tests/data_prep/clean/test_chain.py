@@ -14,7 +14,7 @@ from pydantic import Field
 from data_prep.clean import chain, words
 from data_prep.clean.chain import Dropped, Kept, build
 from data_prep.clean.ngrams import NGrams
-from data_prep.config.cleaning import SECTIONS, Steps, StepSection, parse_steps
+from data_prep.config.cleaning import SECTIONS, CleaningSteps, StepSection, parse_steps
 from headrace.base.errors import ConfigError
 from headrace.base.section import Section, parse
 
@@ -22,7 +22,7 @@ from headrace.base.section import Section, parse
 class Config(Section):
     """A config with the chain in it, as a job has it."""
 
-    clean: Steps = Field([], description="the steps")
+    clean: CleaningSteps = Field([], description="the steps")
 
 
 def test_steps_run_in_order_and_the_first_drop_ends_it(prose: str) -> None:

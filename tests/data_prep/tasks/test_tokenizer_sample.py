@@ -14,7 +14,7 @@ import pytest
 
 from data_prep.chat.encoder import ChatEncoder
 from data_prep.config.corpus import CorpusConfig, TokenizerSection
-from data_prep.hashing import HELDOUT, below, content_hashes
+from data_prep.hashing import HELDOUT, content_hashes, select_fraction
 from data_prep.sources.conversation import canonical
 from data_prep.sources.listing import resolve
 from data_prep.sources.units import Unit, units
@@ -44,7 +44,9 @@ def cut(config: CorpusConfig, task_bytes: int) -> list[Unit]:
 
 def is_heldout(texts: list[str], config: CorpusConfig) -> list[bool]:
     hashes = content_hashes([text.encode() for text in texts])[:, 0]
-    held: list[bool] = below(hashes, share=config.heldout_fraction, seed=config.seed, purpose=HELDOUT).tolist()
+    held: list[bool] = select_fraction(
+        hashes, fraction=config.heldout_fraction, seed=config.seed, purpose=HELDOUT
+    ).tolist()
     return held
 
 

@@ -180,7 +180,7 @@ def test_a_models_own_normalisation_is_kept(rule: str, model_type: str, work: Pa
     assert ids(work / "taken", "  ﬁne   wheel ") == processor.encode("  ﬁne   wheel ")
     entry = describe(work / "taken", kind="given")
     assert (entry["eos_id"], entry["bos_id"]) == (processor.eos_id(), processor.bos_id())
-    check_usable(work / "taken", TextPolicy(bos=False, eos=True, special=False))
+    check_usable(work / "taken", TextPolicy(prepend_bos=False, append_eos=True, parse_special_tokens=False))
 
 
 def test_a_given_folder_ends_up_as_autotokenizer_sees_it(folder: Path, tmp_path: Path) -> None:
@@ -193,9 +193,9 @@ def test_a_given_folder_ends_up_as_autotokenizer_sees_it(folder: Path, tmp_path:
 def test_a_tokenizer_without_an_end_is_refused_when_ends_are_appended(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "a")
     (tmp_path / "a" / "tokenizer_config.json").write_text("{}")
-    check_usable(tmp_path / "a", TextPolicy(bos=False, eos=False, special=False))
+    check_usable(tmp_path / "a", TextPolicy(prepend_bos=False, append_eos=False, parse_special_tokens=False))
     with pytest.raises(DataError, match="no end-of-document token"):
-        check_usable(tmp_path / "a", TextPolicy(bos=False, eos=True, special=False))
+        check_usable(tmp_path / "a", TextPolicy(prepend_bos=False, append_eos=True, parse_special_tokens=False))
 
 
 def test_a_tokenizer_whose_special_tokens_can_be_typed_is_refused(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_a_tokenizer_whose_special_tokens_can_be_typed_is_refused(tmp_path: Path
     content["model"]["vocab"][1][1] = 0.0  # the best of all scores for the piece <|endoftext|>, as others convert it
     path.write_text(json.dumps(content))
     with pytest.raises(DataError, match="special id 1"):
-        check_usable(folder, TextPolicy(bos=False, eos=True, special=False))
+        check_usable(folder, TextPolicy(prepend_bos=False, append_eos=True, parse_special_tokens=False))
 
 
 def test_documents_begin_with_the_beginning_and_spelt_out_tokens_are_read_when_the_config_asks_for_it(
