@@ -1,8 +1,9 @@
-"""`Task`: the seam between the work and who schedules it.
+"""`Task` protocol: the interface between units of work and the executors that schedule them.
 
-A task is a small frozen value that pickles. `run` does all its work, leaves its result on disk under one rename, and
-gives the same bytes whoever runs it, how often, and beside whom; running one that is done only reads its marker. So an
-executor needs no knowledge of tasks, and may run one twice.
+A task is a small frozen value that pickles. `run` is idempotent and deterministic: it writes the result under a
+temporary name, publishes it by one rename, and writes the same bytes on any worker, at any attempt, beside any other
+tasks. Running a finished task only reads its completion marker. So an executor needs no knowledge of what tasks do, and
+may run one twice (retry, speculative execution).
 """
 
 from __future__ import annotations
@@ -24,9 +25,13 @@ from headrace.base.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Work done since the last report.
+    """Work done since the last progress report.
 
-    input_bytes: as stored; text_bytes: UTF-8 of the documents; dropped: documents left out, by reason.
+    Attributes:
+        input_bytes: bytes of input read, as stored (compressed).
+        text_bytes: bytes of UTF-8 of the documents.
+        documents, tokens: numbers of each.
+        dropped: numbers of documents dropped, by reason.
     """
 
     input_bytes: int = 0
@@ -46,34 +51,41 @@ class Counts:
 
 
 MARKER = "done.json"
-"""In the directory of a finished task: what it said."""
+"""Completion marker in the directory of a finished task: the JSON object that `run` returned."""
 SCRATCH = ".*.partial*"
-"""What a killed task may leave behind, as a glob."""
+"""Glob of the scratch paths that a killed task may leave behind."""
 
 Report = Callable[[Counts], None]
+"""Progress callback of a task; it takes the work done since the previous call."""
 
 
 class Task(Protocol):
-    """One piece of a job."""
+    """One unit of work of a job, run by an executor's worker."""
 
     @property
     def name(self) -> str:
-        """What messages call it, e.g. `map 3`."""
+        """Name of the task in messages, e.g. `map task 3`."""
 
     @property
     def finished(self) -> bool:
-        """Whether its result is there."""
+        """Whether the completion marker exists."""
 
     def run(self, report: Report) -> dict[str, Any]:
-        """Does the work unless it is done already; returns what the marker says.
+        """Does the work unless the task has finished already.
+
+        Args:
+            report: progress callback.
+
+        Returns:
+            the contents of the completion marker.
 
         Raises:
-            DataError: the input is not usable, or there is no room for the output.
+            DataError: the input is not usable, or the output cannot be written (e.g. the disk is full).
         """
 
 
 def read_marker(directory: Path) -> dict[str, Any] | None:
-    """What a finished task said, or None when it has not finished."""
+    """The completion marker of a finished task, or None when the task has not finished."""
     try:
         done: dict[str, Any] = json.loads((directory / MARKER).read_text())
     except FileNotFoundError:
@@ -82,13 +94,13 @@ def read_marker(directory: Path) -> dict[str, Any] | None:
 
 
 class DirectoryTask:
-    """A task whose result is a directory: what all of them have in common. To be derived from by frozen dataclasses."""
+    """Base class of tasks whose result is a directory. Subclasses are frozen dataclasses that define `_work`."""
 
     directory: Path
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """See `Task.name`."""
         raise NotImplementedError
 
     @property
@@ -102,25 +114,26 @@ class DirectoryTask:
             return done
         with os_errors_as_data_errors(self.name), atomic_directory(self.directory) as scratch:
             done = self._work(scratch, report)
-            # ASCII: a file's name need not be UTF-8
+            # ASCII: file names in it need not be valid UTF-8
             (scratch / MARKER).write_text(json.dumps(done), encoding="ascii")
         return done
 
     def _work(self, scratch: Path, report: Report) -> dict[str, Any]:
-        """Writes the result into `scratch`; returns what the marker is to say."""
+        """Writes the result into `scratch`; returns the contents of the completion marker."""
         raise NotImplementedError
 
 
 def scratch_path(final: Path) -> Path:
-    """A name beside `final` that no other process, on any machine, writes to; `SCRATCH` matches all of them."""
+    """A unique temporary name beside `final`, which no process on any machine shares; `SCRATCH` matches it."""
     return final.with_name(f".{final.name}.{uuid.uuid4().hex[:12]}.partial")
 
 
 @contextmanager
 def atomic_directory(final: Path) -> Iterator[Path]:
-    """Gives a scratch directory that becomes `final` when the block ends well, and is removed when it does not.
+    """Yields a scratch directory that is renamed to `final` if the block succeeds, and removed if it raises.
 
-    When `final` has appeared meanwhile, a twin of this task was faster, with the same bytes: its result stays.
+    If `final` exists by then, another attempt of this task (speculative execution) was faster and wrote the same bytes:
+    its result stays.
     """
     scratch = scratch_path(final)
     scratch.mkdir(parents=True)
@@ -140,7 +153,11 @@ def atomic_directory(final: Path) -> Iterator[Path]:
 
 @contextmanager
 def os_errors_as_data_errors(doing: str) -> Iterator[None]:
-    """Turns what the operating system refuses into a `DataError` that says what to do."""
+    """Converts an `OSError` into a `DataError` that says what to do.
+
+    Args:
+        doing: what was being done, as the message's subject, e.g. `map task 3`.
+    """
     try:
         yield
     except OSError as error:

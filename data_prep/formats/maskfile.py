@@ -1,6 +1,6 @@
-"""Loss masks: `PREFIX.mask` beside `PREFIX.bin`, one byte for each token, 1 where it is learnt and 0 where it is not.
+"""Loss mask files: `PREFIX.mask` beside `PREFIX.bin`, one byte per token, 1 if it counts in the loss, else 0.
 
-Only tokens directories with conversations have them. Other readers of Megatron's files do not look at them.
+Only tokens directories with conversations have them. Other readers of Megatron's format ignore them.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from data_prep.formats.memory_map import map_file
 from headrace.base.errors import DataError
 
 MASK = ".mask"
-_PIECE_BYTES = 4 << 20
+_WRITE_BYTES = 4 << 20
 
 
 class MaskWriter:
-    """Writes a mask, document by document. SHA-256 is taken on the way."""
+    """Writes a loss mask file, document by document, and computes its SHA-256 while writing."""
 
     def __init__(self, prefix: Path) -> None:
-        """Creates PREFIX.mask, replacing one that is there."""
+        """Creates PREFIX.mask; an existing file is replaced."""
         self._digest = hashlib.sha256()
         self._file: BinaryIO = mask_path(prefix).open("wb")
 
     def append(self, pieces: Sequence[memoryview]) -> None:
-        """Appends documents whose masks lie apart from one another."""
-        start, held = 0, 0
+        """Appends documents, given the bytes of each one's mask."""
+        start, buffered = 0, 0
         for i, piece in enumerate(pieces):
-            held += len(piece)
-            if held >= _PIECE_BYTES or i == len(pieces) - 1:
+            buffered += len(piece)
+            if buffered >= _WRITE_BYTES or i == len(pieces) - 1:
                 data = b"".join(pieces[start : i + 1])
                 self._file.write(data)
                 self._digest.update(data)
-                start, held = i + 1, 0
+                start, buffered = i + 1, 0
 
     def close(self) -> dict[str, str]:
-        """Flushes the file to disk; returns its SHA-256 by suffix."""
+        """Flushes the file to disk and closes it; returns {suffix: SHA-256}."""
         if not self._file.closed:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -55,27 +55,33 @@ class MaskWriter:
         self._file.close()
 
 
-def open_mask(prefix: Path, *, tokens: int, at_random: bool = False) -> npt.NDArray[Any] | None:
-    """The mask of a token file, memory-mapped: uint8 [tokens]; None where it has none.
+def open_mask(prefix: Path, *, tokens: int, random_access: bool = False) -> npt.NDArray[Any] | None:
+    """Memory-maps the loss mask of a token file.
 
     Args:
         prefix: of the token file.
-        tokens: how many it holds.
-        at_random: see `map_file`.
+        tokens: number of tokens in it.
+        random_access: see `map_file`.
+
+    Returns:
+        uint8 [tokens], or None if the token file has no mask.
 
     Raises:
-        DataError: it is not as long as the token file.
+        DataError: the mask does not have one byte per token.
     """
     path = mask_path(prefix)
     try:
-        mask = map_file(path, at_random=at_random)
+        mask = map_file(path, random_access=random_access)
     except FileNotFoundError:
         return None
     if mask.size != tokens:
-        raise DataError(f"{path} has {mask.size} bytes for {tokens} tokens\n  try: make the tokens again")
+        raise DataError(
+            f"{path} has {mask.size} bytes for {tokens} tokens: a loss mask has one byte per token\n"
+            "  try: run data prep again"
+        )
     return mask
 
 
 def mask_path(prefix: Path) -> Path:
-    """PREFIX.mask."""
+    """Path of the loss mask file of a token file: PREFIX.mask."""
     return prefix.with_name(prefix.name + MASK)

@@ -1,7 +1,7 @@
-"""Files mapped into memory without a file descriptor for each, and hints on what of them will be read.
+"""Read-only memory maps that keep no file descriptor open, and read-ahead hints (madvise).
 
-Python's `mmap` keeps a descriptor open per map, and a process commonly may have 1,024: ten thousand shards need the
-system call itself. Maps are read-only and shared; an array made from one keeps it, and the last one gone unmaps it.
+Python's `mmap` keeps a descriptor open per map, and a process may usually have 1,024: ten thousand shards need the
+system call itself. Maps are shared; an array made from a map keeps it alive, and the map is removed with the last array.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class MemoryMap:
-    """The bytes of one file; `np.asarray` of it copies nothing."""
+    """The memory-mapped bytes of one file. `np.asarray` makes an array of it without a copy."""
 
     def __init__(self, path: Path) -> None:
         """Maps a file.
 
         Raises:
-            OSError: it is not there, or there are too many maps (vm.max_map_count).
+            OSError: the file does not exist, or the process has too many maps (vm.max_map_count).
         """
         self.address: int | None = None
         handle = os.open(path, os.O_RDONLY)
         try:
             self.size = os.fstat(handle).st_size
             if self.size:
-                found = _libc.mmap(None, self.size, mmap.PROT_READ, mmap.MAP_SHARED, handle, 0)
-                if found == _FAILED:
+                address = _libc.mmap(None, self.size, mmap.PROT_READ, mmap.MAP_SHARED, handle, 0)
+                if address == _FAILED:
                     error = ctypes.get_errno()
-                    raise OSError(error, f"cannot be mapped: {os.strerror(error)}", str(path))
-                self.address = found
+                    raise OSError(error, f"memory map failed: {os.strerror(error)}", str(path))
+                self.address = address
         finally:
             os.close(handle)
 
@@ -54,29 +54,37 @@ class MemoryMap:
             _libc.munmap(self.address, self.size)
 
 
-def map_file(path: Path, *, at_random: bool = False) -> npt.NDArray[np.uint8]:
-    """uint8 [bytes of the file], read-only; see `MemoryMap` for what it raises.
+def map_file(path: Path, *, random_access: bool = False) -> npt.NDArray[np.uint8]:
+    """Memory-maps a file.
 
     Args:
         path: of the file.
-        at_random: it is read in small pieces from anywhere: the system then reads no more than is asked for. Left to
-            itself it reads a device's read_ahead_kb around each: 128 KiB as a rule, 8 MiB on some machines.
+        random_access: disables read-ahead (MADV_RANDOM), for small reads at random offsets. With read-ahead, the kernel
+            reads the device's read_ahead_kb around each of them: usually 128 KiB, 8 MiB on some machines.
+
+    Returns:
+        uint8 [bytes of the file], read-only.
+
+    Raises:
+        OSError: as `MemoryMap`.
     """
     mapping = MemoryMap(path)
     if not mapping.size:
         return np.empty(0, dtype=np.uint8)
-    if at_random:
+    if random_access:
         _libc.madvise(mapping.address, mapping.size, mmap.MADV_RANDOM)
     return np.asarray(mapping)
 
 
 def will_need(address: int, size: int) -> None:
-    """Has the kernel begin to read a piece of a mapped file, without waiting. It may pass over it; nothing fails.
+    """Hints that part of a mapped file will be read soon (MADV_WILLNEED): the kernel starts to prefetch it.
+
+    Returns without waiting. The kernel may ignore the hint, and errors are ignored.
 
     Args:
         address: of the first byte, within a map.
         size: bytes.
     """
-    over = address % mmap.PAGESIZE
+    offset = address % mmap.PAGESIZE
     if size:
-        _libc.madvise(address - over, size + over, mmap.MADV_WILLNEED)
+        _libc.madvise(address - offset, size + offset, mmap.MADV_WILLNEED)

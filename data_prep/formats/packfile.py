@@ -1,4 +1,4 @@
-"""Pack files: which pieces of documents make up each training sample of a shard.
+"""Pack files (sequence packing): which document pieces make up each training sample of a shard.
 
 `SHARD.bins`, beside the shard's name in `TOKENS/packed-LENGTH/SPLIT`, all little-endian:
 
@@ -6,9 +6,9 @@
     int64[B + 1] the first piece of each bin, ending with P,
     int64[P] the first token of each piece within the shard's .bin, int32[P] its length in tokens
 
-A bin is a sample of T inputs and T targets: T + 1 tokens or fewer, what is missing is padding at the end. A document of
-n tokens that fits is one piece. A longer one is cut into pieces of T + 1 that share a token with the next: the last
-target of one is the first input of the other. So every token of a document but its first is a target exactly once.
+A bin is a sample of T inputs and T targets: at most T + 1 tokens, with padding at the end for the rest. A document that
+fits is one piece. A longer one is cut into pieces of T + 1 tokens that overlap by one token: the last target of a piece
+is the first input of the next. So every token of a document except its first is a target exactly once.
 """
 
 from __future__ import annotations
@@ -34,13 +34,20 @@ _HEADER = struct.Struct("<8sQQQQ")
 
 
 def packing_name(length: int) -> str:
-    """The directory within a tokens directory that holds its packing for samples of `length` tokens."""
+    """Name of the directory within a tokens directory that holds its packing into samples of `length` tokens."""
     return f"packed-{length}"
 
 
 @dataclass(frozen=True)
 class PackFile:
-    """An open pack file, memory-mapped: length T; first_piece int64 [B + 1]; starts int64 [P]; lengths int32 [P]."""
+    """An open pack file, memory-mapped.
+
+    Attributes:
+        length: T, tokens per sample.
+        first_piece: int64 [B + 1], index of each bin's first piece, ending with P.
+        starts: int64 [P], first token of each piece within the shard's .bin.
+        lengths: int32 [P], tokens in each piece.
+    """
 
     length: int
     first_piece: I64
@@ -49,10 +56,11 @@ class PackFile:
 
     @classmethod
     def open(cls, path: Path) -> PackFile:
-        """Maps a pack file.
+        """Memory-maps a pack file.
 
         Raises:
-            DataError: it is missing, no pack file, or of another size than its header says.
+            DataError: the file is missing, is not a pack file, has an unknown version, or its size contradicts its
+                header.
         """
         try:
             raw = map_file(path)
@@ -65,18 +73,18 @@ class PackFile:
         lengths_at = starts_at + 8 * pieces
         if version != 1 or raw.size != lengths_at + 4 * pieces:
             found = f"version {version}, {bins} bins, {pieces} pieces, {raw.size} bytes"
-            raise DataError(f"{path}: {found}: damaged, or of a version that is not known\n  try: pack again")
+            raise DataError(f"{path}: {found}: damaged, or of an unknown version\n  try: pack the tokens again")
         first, starts = raw[_HEADER.size : starts_at].view("<i8"), raw[starts_at:lengths_at].view("<i8")
         return cls(length, first, starts, raw[lengths_at:].view("<i4"))
 
     @property
     def bins(self) -> int:
-        """How many samples it makes."""
+        """Number of samples."""
         return self.first_piece.size - 1
 
 
 def write_pack(path: Path, *, length: int, first_piece: I64, starts: I64, lengths: I64) -> str:
-    """Writes a pack file; the arrays are those of `PackFile`. Returns its SHA-256, taken on the way."""
+    """Writes a pack file; the arrays are those of `PackFile`. Returns the SHA-256 of the file, in hexadecimal."""
     header = _HEADER.pack(_MAGIC, 1, length, first_piece.size - 1, starts.size)
     arrays, digest = ((first_piece, "<i8"), (starts, "<i8"), (lengths, "<i4")), hashlib.sha256()
     with path.open("wb") as file:
@@ -87,7 +95,7 @@ def write_pack(path: Path, *, length: int, first_piece: I64, starts: I64, length
 
 
 def document_bounds(file: TokenFile, first: int, end: int) -> I64:
-    """Where documents first..end-1 begin, in tokens, and where the last of them ends: int64 [end - first + 1]."""
+    """Token offsets at which documents first..end-1 begin, and at which the last ends: int64 [end - first + 1]."""
     sequence = np.asarray(file.document_index[first : end + 1], dtype=np.int64)
     offsets: npt.NDArray[Any] = file.byte_offsets
     bounds = np.full(sequence.size, file.tokens.size, dtype=np.int64)
@@ -97,14 +105,14 @@ def document_bounds(file: TokenFile, first: int, end: int) -> I64:
 
 
 def cut_documents(bounds: I64, *, length: int) -> tuple[I64, I64]:
-    """Documents as pieces of at most length + 1 tokens; those of one token or none have no target, and none.
+    """Cuts documents into pieces of at most T + 1 tokens. Documents of less than two tokens give no piece (no target).
 
     Args:
-        bounds: int64 [documents + 1], as `document_bounds` has it.
-        length: T.
+        bounds: int64 [documents + 1], from `document_bounds`.
+        length: T, tokens per sample.
 
     Returns:
-        starts, lengths: int64 [pieces], in the order of the documents.
+        starts, lengths: int64 [pieces] each, in document order.
     """
     tokens = np.diff(bounds)
     pieces = np.maximum(0, -(-(tokens - 1) // length))

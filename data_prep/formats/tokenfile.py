@@ -1,4 +1,4 @@
-"""Token files: the one format that data_prep writes and pipeline reads.
+"""Token files: the memory-mapped format (Megatron's indexed dataset) that data_prep writes and pipeline reads.
 
 A token file is a pair in Megatron's layout (megatron/core/datasets/indexed_dataset.py), all little-endian:
 
@@ -6,9 +6,10 @@ A token file is a pair in Megatron's layout (megatron/core/datasets/indexed_data
     PREFIX.idx   9 bytes magic, uint64 version, uint8 dtype code, uint64 S, uint64 D,
                  int32[S] sequence lengths in tokens, int64[S] byte offsets into the .bin,
                  int64[D] the sequence at which each document starts, ending with S (D = documents + 1),
-                 and, in some files of Megatron's, int8[S] modes, which are not read
+                 and, in some files that Megatron wrote, int8[S] modes, which are ignored
 
-A tokens directory holds them as `SPLIT/shard-00000` and counts up. Opening costs the same however large the file is.
+A tokens directory holds them as `SPLIT/shard-00000`, `SPLIT/shard-00001`, ... Opening takes constant time, whatever
+the file's size.
 """
 
 from __future__ import annotations
@@ -38,40 +39,41 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 _CODES = {np.dtype(kind): code for code, kind in _DTYPES.items()}
-_UINT16_BELOW = 65_500  # Megatron's own switch; readers trust the dtype byte, so any limit up to 65,536 would be read
-_COPY_BYTES = 4 << 20
-_SETTLE_BYTES = 16 << 20
-_LONGEST = np.iinfo(np.int32).max
+_UINT16_BELOW = 65_500  # Megatron's threshold; readers go by the dtype code, so any threshold up to 65,536 is readable
+_WRITE_BYTES = 4 << 20
+_FLUSH_BYTES = 16 << 20
+_MAX_DOCUMENT_TOKENS = np.iinfo(np.int32).max
 
 
 def dtype_for(vocab_size: int) -> np.dtype[Any]:
-    """The dtype of the ids of a vocabulary, as Megatron chooses it: uint16 below 65,500 entries, else int32."""
+    """The dtype of token ids, by Megatron's rule: uint16 if the vocabulary has less than 65,500 entries, else int32."""
     return np.dtype("<u2") if vocab_size < _UINT16_BELOW else np.dtype("<i4")
 
 
 def shard_name(i: int) -> str:
-    """The name of shard `i` of a split."""
+    """Name of shard `i` of a split."""
     return f"shard-{i:05d}"
 
 
 def shard_prefix(tokens_dir: Path, split: str, i: int) -> Path:
-    """Where shard `i` of a split lies, without `.bin` or `.idx`."""
+    """Path of shard `i` of a split, without `.bin` or `.idx`."""
     return tokens_dir / split / shard_name(i)
 
 
 def with_suffix(prefix: Path, suffix: str) -> Path:
-    """`prefix` plus `.bin` or `.idx`; dots in the name of the prefix stay."""
+    """`prefix` plus `.bin` or `.idx`; unlike `Path.with_suffix`, it keeps dots in the name of the prefix."""
     return prefix.with_name(prefix.name + suffix)
 
 
 def open_split(tokens_dir: str | Path, *, split: str) -> tuple[list[Path], dict[str, Any]]:
-    """The shards of a split, from the manifest: their prefixes in order, and the split's counts.
+    """Reads the shards of a split from the manifest.
 
     Returns:
-        prefixes, and {"documents", "tokens", "bytes", "shards": [...]} as the manifest's `details` have it.
+        the shards' path prefixes in order, and the split's counts as in the manifest's `details`: {"documents",
+        "tokens", "bytes", "shards": [...]}.
 
     Raises:
-        DataError: no tokens directory, or it has no such split.
+        DataError: the path is not a tokens directory, or it has no such split.
     """
     manifest = read_manifest(tokens_dir, kind="tokens")
     splits = manifest.details.get("splits", {})
@@ -82,9 +84,14 @@ def open_split(tokens_dir: str | Path, *, split: str) -> tuple[list[Path], dict[
 
 @dataclass(frozen=True)
 class TokenFile:
-    """An open token file, memory-mapped read-only; nothing is read until it is looked at.
+    """An open token file, memory-mapped read-only; data is read from disk on access.
 
-    tokens: [all tokens], `dtype`; sequence_lengths: int32[S]; byte_offsets: int64[S]; document_index: int64[D].
+    Attributes:
+        prefix: path without `.bin` or `.idx`.
+        tokens: [all tokens], of `dtype`.
+        sequence_lengths: int32[S], tokens in each sequence.
+        byte_offsets: int64[S], where each sequence begins in the .bin.
+        document_index: int64[D], the sequence at which each document starts, ending with S.
     """
 
     prefix: Path
@@ -94,54 +101,55 @@ class TokenFile:
     document_index: Array
 
     @classmethod
-    def open(cls, prefix: str | Path, *, at_random: bool = False) -> TokenFile:
-        """Maps PREFIX.bin and PREFIX.idx.
+    def open(cls, prefix: str | Path, *, random_access: bool = False) -> TokenFile:
+        """Memory-maps PREFIX.bin and PREFIX.idx.
 
         Args:
-            prefix: of the pair.
-            at_random: see `map_file`.
+            prefix: path of the pair, without suffix.
+            random_access: see `map_file`.
 
         Raises:
-            DataError: a file is missing, is no token file, is of an unknown version or dtype, is shorter or longer
-                than its counts say, or the two do not belong together.
+            DataError: a file is missing, is not a token file, has an unknown version or dtype, its size contradicts its
+                counts, or the two files do not belong together.
         """
         prefix = Path(prefix)
         index, data = with_suffix(prefix, ".idx"), with_suffix(prefix, ".bin")
-        raw = _map(index, at_random=at_random)
+        raw = _map(index, random_access=random_access)
         dtype, sequences, entries = _parse_header(raw, index)
-        lengths, offsets, documents = _cut_index(raw, index, sequences, entries)
-        tokens = _map(data, at_random=at_random)
+        lengths, offsets, documents = _split_index(raw, index, sequences, entries)
+        tokens = _map(data, random_access=random_access)
         _check_data(data, tokens.size, _expected_bytes(lengths, offsets, dtype), dtype)
         if documents[-1] != sequences:
-            raise DataError(f"{index}: its documents end at sequence {documents[-1]}, but it has {sequences} sequences")
+            raise DataError(
+                f"{index}: the documents end at sequence {documents[-1]}, but there are {sequences} sequences"
+            )
         return cls(prefix, tokens.view(dtype), lengths, offsets, documents)
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The dtype of the ids."""
+        """The dtype of the token ids."""
         return self.tokens.dtype
 
     @property
     def documents(self) -> int:
-        """How many documents it holds."""
+        """Number of documents."""
         return len(self.document_index) - 1
 
     def close(self) -> None:
-        """Unmaps the files. Slices that were taken stay valid until they are dropped too."""
+        """Releases the memory maps. Existing slices stay valid; the maps are removed with the last of them."""
         for field in ("tokens", "sequence_lengths", "byte_offsets", "document_index"):
             object.__setattr__(self, field, np.empty(0, getattr(self, field).dtype))
 
 
 class TokenFileWriter:
-    """Writes one token file, document by document, one sequence each.
+    """Writes one token file, document by document, each as one sequence.
 
-    The index is written by `close`, so a file that was not closed does not open. SHA-256 sums are taken on the way.
-    Memory: 4 bytes per document, 20 while closing; and of the page cache no more than `_SETTLE_BYTES`, however large
-    the file is.
+    `close` writes the index, so a file that was not closed cannot be opened. SHA-256 sums are computed while writing.
+    Memory: 4 bytes per document, 20 while closing; at most `_FLUSH_BYTES` of page cache, whatever the file's size.
     """
 
     def __init__(self, prefix: str | Path, *, dtype: npt.DTypeLike) -> None:
-        """Creates PREFIX.bin, replacing one that is there."""
+        """Creates PREFIX.bin; an existing file is replaced."""
         self.prefix, self.dtype = Path(prefix), np.dtype(dtype).newbyteorder("<")
         self.tokens = 0
         self._code = _CODES[self.dtype]
@@ -149,35 +157,35 @@ class TokenFileWriter:
         self._starts: list[Array] = []
         self._sequences = 0
         self._digest = hashlib.sha256()
-        self._written, self._settled = 0, 0
+        self._written, self._flushed = 0, 0
         self._file: BinaryIO = with_suffix(self.prefix, ".bin").open("wb")
 
     def append(self, tokens: Array, lengths: npt.ArrayLike | None = None) -> None:
         """Appends documents.
 
         Args:
-            tokens: [sum of lengths], ids of one document or of several back to back; cast to the file's dtype.
+            tokens: [sum of lengths], ids of one document or of several, concatenated; cast to the file's dtype.
             lengths: tokens of each document; default: one document.
         """
         sizes = np.asarray([len(tokens)] if lengths is None else lengths, dtype=np.int64)
         assert sizes.sum() == len(tokens)
         self._write(np.ascontiguousarray(tokens, dtype=self.dtype).data.cast("B"))
-        self._note(sizes, np.arange(len(sizes), dtype=np.int64))
+        self._add_documents(sizes, np.arange(len(sizes), dtype=np.int64))
 
     def append_pieces(self, pieces: Sequence[memoryview], lengths: Array) -> None:
-        """Appends documents whose ids lie apart from one another.
+        """Appends documents from separate buffers.
 
         Args:
             pieces: bytes of the ids of each document, in the file's dtype.
-            lengths: tokens of each.
+            lengths: tokens of each document.
         """
-        start, held = 0, 0
+        start, buffered = 0, 0
         for i, piece in enumerate(pieces):
-            held += len(piece)
-            if held >= _COPY_BYTES or i == len(pieces) - 1:
+            buffered += len(piece)
+            if buffered >= _WRITE_BYTES or i == len(pieces) - 1:
                 self._write(memoryview(b"".join(pieces[start : i + 1])))
-                start, held = i + 1, 0
-        self._note(lengths.astype(np.int64), np.arange(len(lengths), dtype=np.int64))
+                start, buffered = i + 1, 0
+        self._add_documents(lengths.astype(np.int64), np.arange(len(lengths), dtype=np.int64))
 
     def close(self) -> dict[str, str]:
         """Writes the index and flushes both files to disk.
@@ -185,7 +193,7 @@ class TokenFileWriter:
         Returns:
             the SHA-256 of each file, by suffix (`.bin`, `.idx`).
         """
-        _finish(self._file)
+        _sync_and_close(self._file)
         lengths = _joined(self._lengths, np.dtype("<i4"))
         offsets = np.zeros(len(lengths), dtype="<i8")
         np.cumsum(lengths[:-1], out=offsets[1:])
@@ -213,59 +221,64 @@ class TokenFileWriter:
         self._file.write(data)
         self._digest.update(data)
         self._written += len(data)
-        if self._written - self._settled >= _SETTLE_BYTES:
-            self._settle()
+        if self._written - self._flushed >= _FLUSH_BYTES:
+            self._flush()
 
-    def _settle(self) -> None:
-        """Has what was written go to disk and leave the page cache, whose pages then serve for what follows.
+    def _flush(self) -> None:
+        """Writes buffered data to disk and drops it from the page cache, so that its pages can be reused.
 
-        A job that writes more than fits into memory pushes everything else out otherwise, and on a machine whose host
-        takes free memory back each new page costs more than the disk.
+        Otherwise a job that writes more than fits into memory evicts everything else, and on a virtual machine whose
+        host reclaims free memory each new page costs more than the disk write.
         """
         self._file.flush()
         os.fsync(self._file.fileno())
         if hasattr(os, "posix_fadvise"):  # not on macOS
-            piece = self._settled, self._written - self._settled
-            with suppress(OSError):  # it is a hint
-                os.posix_fadvise(self._file.fileno(), *piece, os.POSIX_FADV_DONTNEED)
-        self._settled = self._written
+            offset, size = self._flushed, self._written - self._flushed
+            with suppress(OSError):  # only a hint
+                os.posix_fadvise(self._file.fileno(), offset, size, os.POSIX_FADV_DONTNEED)
+        self._flushed = self._written
 
-    def _note(self, lengths: Array, starts: Array) -> None:
-        if len(lengths) and lengths.max() > _LONGEST:
-            raise DataError(f"a document of {lengths.max()} tokens: the format ends at {_LONGEST}\n  try: split it")
+    def _add_documents(self, lengths: Array, starts: Array) -> None:
+        if len(lengths) and lengths.max() > _MAX_DOCUMENT_TOKENS:
+            raise DataError(
+                f"a document has {lengths.max()} tokens: the format allows at most {_MAX_DOCUMENT_TOKENS}\n"
+                "  try: split the document"
+            )
         self._lengths.append(lengths.astype("<i4"))
         self._starts.append(starts + self._sequences)
         self._sequences += len(lengths)
         self.tokens += int(lengths.sum())
 
 
-def _map(path: Path, *, at_random: bool) -> Array:
+def _map(path: Path, *, random_access: bool) -> Array:
     try:
-        return map_file(path, at_random=at_random)
+        return map_file(path, random_access=random_access)
     except FileNotFoundError:
-        raise DataError(f"{path} is missing\n  try: make the token file again; it is a pair of .bin and .idx") from None
+        raise DataError(
+            f"{path} is missing\n  try: write the token file again; it is a pair of .bin and .idx"
+        ) from None
 
 
 def _parse_header(mapped: Array, path: Path) -> tuple[np.dtype[Any], int, int]:
     raw = bytes(mapped[: _HEADER.size])
     if raw[: len(_MAGIC)] != _MAGIC:
-        raise DataError(f"{path} starts with {raw[:9]!r}, not {_MAGIC!r}: not the index of a token file")
+        raise DataError(f"{path} starts with {raw[:9]!r}, not {_MAGIC!r}: it is not the index of a token file")
     if len(raw) < _HEADER.size:
-        raise DataError(f"{path} has {len(raw)} bytes, its header alone has {_HEADER.size}: truncated")
+        raise DataError(f"{path} has {len(raw)} bytes, but a header has {_HEADER.size}: truncated")
     _, version, code, sequences, entries = _HEADER.unpack(raw)
     if version != 1 or code not in _DTYPES or entries < 1:
         known = ", ".join(map(str, _DTYPES))
         found = f"version {version}, dtype code {code}, {entries} document entries"
-        raise DataError(f"{path}: {found}; readable are version 1, codes {known}, at least 1 entry")
+        raise DataError(f"{path}: {found}; supported are version 1, dtype codes {known}, at least 1 entry")
     return np.dtype(_DTYPES[code]).newbyteorder("<"), sequences, entries
 
 
-def _cut_index(raw: Array, path: Path, sequences: int, entries: int) -> tuple[Array, Array, Array]:
+def _split_index(raw: Array, path: Path, sequences: int, entries: int) -> tuple[Array, Array, Array]:
     expected = _HEADER.size + 12 * sequences + 8 * entries
     if raw.size not in (expected, expected + sequences):
         raise DataError(
             f"{path} has {raw.size} bytes, but {sequences} sequences and {entries - 1} documents need {expected}: "
-            "truncated or damaged\n  try: make the token file again"
+            "truncated or damaged\n  try: write the token file again"
         )
     offsets_at, documents_at = _HEADER.size + 4 * sequences, _HEADER.size + 12 * sequences
     lengths, offsets = raw[_HEADER.size : offsets_at], raw[offsets_at:documents_at]
@@ -278,10 +291,10 @@ def _expected_bytes(lengths: Array, offsets: Array, dtype: np.dtype[Any]) -> int
 
 def _check_data(path: Path, found: int, expected: int, dtype: np.dtype[Any]) -> None:
     if found != expected:
-        state = "truncated" if found < expected else "longer than it should be"
+        state = "truncated" if found < expected else "longer than expected"
         raise DataError(
-            f"{path} has {found} bytes, its index says {expected} ({expected // dtype.itemsize} tokens of "
-            f"{dtype.itemsize} bytes): {state}\n  try: make the token file again"
+            f"{path} has {found} bytes, but its index implies {expected} ({expected // dtype.itemsize} tokens of "
+            f"{dtype.itemsize} bytes): {state}\n  try: write the token file again"
         )
 
 
@@ -289,7 +302,7 @@ def _joined(parts: list[Array], dtype: np.dtype[Any]) -> Array:
     return np.concatenate([np.empty(0, dtype), *parts]).astype(dtype, copy=False)
 
 
-def _finish(file: BinaryIO) -> None:
+def _sync_and_close(file: BinaryIO) -> None:
     if not file.closed:
         file.flush()
         os.fsync(file.fileno())

@@ -254,7 +254,7 @@ class SortedRun:
         """
         try:
             said = json.loads((path / _RUN).read_text())
-            documents = map_file(path / _DOCUMENTS, at_random=not whole).view(DOCUMENT)
+            documents = map_file(path / _DOCUMENTS, random_access=not whole).view(DOCUMENT)
             if len(documents) != said["documents"]:
                 raise ValueError(f"{_DOCUMENTS} holds {len(documents)} documents, and {said['documents']} were written")
         except (OSError, ValueError) as error:

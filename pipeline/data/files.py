@@ -41,11 +41,11 @@ class OpenFiles:
 
     Args:
         most: files, and as many masks.
-        at_random: see `map_file`; whoever reads should hint before.
+        random_access: see `map_file`; whoever reads should hint before.
     """
 
-    def __init__(self, *, most: int = MOST, at_random: bool = False) -> None:
-        self._most, self._at_random = most, at_random
+    def __init__(self, *, most: int = MOST, random_access: bool = False) -> None:
+        self._most, self._at_random = most, random_access
         self._open: dict[str, Opened] = {}
         self._masks: dict[str, OpenedMask] = {}
 
@@ -60,7 +60,7 @@ class OpenFiles:
         """
         found = self._open.get(prefix)
         if found is None:
-            file = TokenFile.open(Path(prefix), at_random=self._at_random)
+            file = TokenFile.open(Path(prefix), random_access=self._at_random)
             if file.tokens.size != tokens:
                 why = f"{prefix} has {file.tokens.size} tokens, its manifest says {tokens}"
                 raise DataError(f"{why}\n  try: make the dataset again")
@@ -76,7 +76,7 @@ class OpenFiles:
         """
         found = self._masks.get(prefix)
         if found is None:
-            learnt = open_mask(Path(prefix), tokens=tokens, at_random=self._at_random)
+            learnt = open_mask(Path(prefix), tokens=tokens, random_access=self._at_random)
             if learnt is None:
                 remedy = "make the tokens again; the masks lie beside the shards"
                 raise DataError(f"{prefix}{MASK} is missing\n  try: {remedy}")

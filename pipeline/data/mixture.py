@@ -131,7 +131,7 @@ def open_mixture(data: DataSection, *, seed: int, extent: Extent | None = None) 
         DataError: a source is missing, damaged or too short.
         ConfigError: two sources were made with different tokenizers, or the shares do not fit the run.
     """
-    files, manifests = OpenFiles(at_random=True), _Manifests()
+    files, manifests = OpenFiles(random_access=True), _Manifests()
     opened = [_open(source, i, data, files=files, manifests=manifests) for i, source in enumerate(data.sources)]
     for number, dataset in enumerate(opened):
         _check_tokenizer(f"data.sources.{number}.path", dataset, like=opened[0])

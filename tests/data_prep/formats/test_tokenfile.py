@@ -1,4 +1,4 @@
-"""Token files are Megatron's, byte for byte, and a damaged one is refused by name and numbers."""
+"""Token files: Megatron's format byte for byte; a damaged file is refused with its name and sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DOCUMENTS = st.lists(st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=20
 
 
 def parse(prefix: Path) -> tuple[int, Documents, list[int]]:
-    """Reads a token file by the published layout and nothing of ours: dtype code, sequences, document index."""
+    """Reads a token file by the published layout, without the code under test: dtype code, sequences, document index."""
     raw = Path(f"{prefix}.idx").read_bytes()
     data = Path(f"{prefix}.bin").read_bytes()
     assert raw[:9] == b"MMIDIDX\x00\x00"
@@ -47,7 +47,7 @@ def write(prefix: Path, documents: Documents, dtype: str = "uint16") -> Path:
 @pytest.mark.parametrize(("dtype", "code"), [("uint16", 8), ("int32", 4)])
 @given(documents=DOCUMENTS)
 @settings(max_examples=30, deadline=None)
-def test_what_is_written_is_what_the_specification_says(
+def test_written_files_follow_the_published_layout(
     documents: Documents, dtype: str, code: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     prefix = write(tmp_path_factory.mktemp("t") / "a.b", documents, dtype)
@@ -56,7 +56,9 @@ def test_what_is_written_is_what_the_specification_says(
 
 @given(documents=DOCUMENTS)
 @settings(max_examples=30, deadline=None)
-def test_a_file_reads_back_as_it_was_written(documents: Documents, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_token_file_reads_back_as_it_was_written(
+    documents: Documents, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     file = TokenFile.open(write(tmp_path_factory.mktemp("t") / "a", documents))
     assert file.documents == len(documents)
     assert file.tokens.tolist() == [i for document in documents for i in document]
@@ -66,7 +68,7 @@ def test_a_file_reads_back_as_it_was_written(documents: Documents, tmp_path_fact
     assert len(file.tokens) == 0
 
 
-def test_many_documents_in_one_append_are_as_many_appends_of_one(tmp_path: Path) -> None:
+def test_one_append_of_many_documents_equals_many_appends_of_one(tmp_path: Path) -> None:
     write(tmp_path / "one", [[1, 2], [3], [4, 5, 6]])
     with TokenFileWriter(tmp_path / "all", dtype="uint16") as writer:
         writer.append(np.array([1, 2, 3, 4, 5, 6]), [2, 1, 3])
@@ -76,7 +78,7 @@ def test_many_documents_in_one_append_are_as_many_appends_of_one(tmp_path: Path)
 
 @given(documents=DOCUMENTS, order=st.randoms())
 @settings(max_examples=30, deadline=None)
-def test_pieces_from_anywhere_are_written_as_the_documents_they_are(
+def test_documents_from_separate_buffers_are_written_like_contiguous_ones(
     documents: Documents, order: random.Random, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     root = tmp_path_factory.mktemp("t")
@@ -117,7 +119,7 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
             path.write_bytes(whole[:size])
             with pytest.raises(DataError, match=path.name.replace(".", r"\.")):
                 TokenFile.open(prefix)
-        path.write_bytes(whole + b"xxx")  # 3: no multiple of an item, and not the 2 bytes of modes
+        path.write_bytes(whole + b"xxx")  # 3 bytes: not a multiple of an item's size, and not the 2 bytes of modes
         with pytest.raises(DataError, match="bytes"):
             TokenFile.open(prefix)
         path.unlink()
@@ -127,19 +129,19 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("at", "raw", "says"),
+    ("at", "raw", "message"),
     [(0, b"PK", "not the index"), (9, b"\x02", "version 2"), (17, b"\x63", "dtype code 99"), (17, b"\x04", "bytes")],
 )
-def test_a_foreign_index_is_refused(tmp_path: Path, at: int, raw: bytes, says: str) -> None:
+def test_an_index_of_another_format_or_version_is_refused(tmp_path: Path, at: int, raw: bytes, message: str) -> None:
     prefix = write(tmp_path / "a", [[1, 2, 3], [4]])
     index = bytearray((tmp_path / "a.idx").read_bytes())
     index[at : at + len(raw)] = raw
     (tmp_path / "a.idx").write_bytes(index)
-    with pytest.raises(DataError, match=says):
+    with pytest.raises(DataError, match=message):
         TokenFile.open(prefix)
 
 
-def test_a_writer_that_was_not_closed_leaves_nothing_that_opens(tmp_path: Path) -> None:
+def test_a_writer_that_failed_leaves_no_file_that_opens(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), TokenFileWriter(tmp_path / "a", dtype="uint16") as writer:  # noqa: PT012
         writer.append(np.array([1, 2]))
         raise RuntimeError
