@@ -113,16 +113,46 @@ def test_a_missing_tensor_is_refused_not_drawn_at_random(copied: Path, tokens: P
         command.run(arguments(copied, "--data", tokens))
 
 
-def test_greedy_completion_is_printed_after_the_prompt(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def completion(*given: object) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     complete.add_arguments(parser)
-    given = [str(model), "--prompt", "The mill at race 7", "--tokens", "12"]
-    assert complete.run(parser.parse_args(given)) == 0
-    first = capsys.readouterr().out
+    return parser.parse_args([*map(str, given)])
+
+
+def completed(capsys: pytest.CaptureFixture[str], *given: object) -> str:
+    assert complete.run(completion(*given)) == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture
+def chatty(copied: Path) -> Path:
+    said = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    answered = "{% if add_generation_prompt %}The mill{% endif %}"
+    (copied / "chat_template.jinja").write_text(said + answered)
+    return copied
+
+
+def test_a_completion_follows_the_prompt_and_is_the_same_each_time(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = (model, "--prompt", "The mill at race 7", "--tokens", 12)
+    first = completed(capsys, *given)
     assert first.startswith("The mill at race 7")
     assert len(first.strip()) > len("The mill at race 7")
-    complete.run(parser.parse_args(given))
-    assert capsys.readouterr().out == first
+    assert completed(capsys, *given) == first
+
+
+def test_the_command_samples_unless_it_is_told_not_to(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = (model, "--prompt", "The mill", "--tokens", 24, "--temperature", 1.5, "--top-p", 1)
+    drawn = {completed(capsys, *given, "--seed", seed) for seed in (0, 1, 2, 2**32 - 1)}
+    assert len(drawn) == 4
+    greedy = completed(capsys, *given[:5], "--greedy")
+    assert greedy not in drawn
+    assert completed(capsys, *given[:5], "--temperature", 0, "--seed", 5) == greedy
+    # the likeliest token alone has so much of the probability
+    assert completed(capsys, *given[:5], "--top-p", 1e-6) == greedy
+    expected = complete.complete(model, "The mill", tokens=24, temperature=0.8, top_p=0.95, seed=0)
+    assert completed(capsys, *given[:5]) == expected + "\n"
 
 
 def test_sampling_depends_on_the_seed_alone(model: Path) -> None:
@@ -132,9 +162,44 @@ def test_sampling_depends_on_the_seed_alone(model: Path) -> None:
     assert first == again != other
 
 
-@pytest.mark.parametrize(("flag", "value"), [("--tokens", "0"), ("--temperature", "-1"), ("--prompt", "")])
-def test_nonsense_is_refused_by_name(model: Path, flag: str, value: str) -> None:
-    parser = argparse.ArgumentParser()
-    complete.add_arguments(parser)
+def test_a_chat_goes_through_the_template_and_shows_the_answer_alone(
+    chatty: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = completed(capsys, chatty, "--prompt", "How many wheels?", "--tokens", 12, "--chat", "--greedy")
+    plain = "<user>How many wheels?The mill"
+    whole = completed(capsys, chatty, "--prompt", plain, "--tokens", 12, "--greedy")
+    assert answer.strip()
+    assert whole == plain + answer
+
+
+def test_a_chat_without_a_template_is_refused(model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--chat\n.*has no chat template.*\n.*leave --chat out"):
+        complete.run(completion(model, "--prompt", "How many wheels?", "--chat"))
+
+
+def test_a_template_that_refuses_the_message_is_told(chatty: Path) -> None:
+    (chatty / "chat_template.jinja").write_text("{{ raise_exception('a system message comes first') }}")
+    with pytest.raises(ConfigError, match=r"--chat\n.*a system message comes first"):
+        complete.run(completion(chatty, "--prompt", "How many wheels?", "--chat"))
+
+
+@pytest.mark.parametrize(
+    ("flag", "given"),
+    [
+        ("--tokens", ["--tokens", 0]),
+        ("--temperature", ["--temperature", -1]),
+        ("--temperature", ["--temperature", "nan"]),
+        ("--temperature", ["--temperature", "inf"]),
+        ("--temperature", ["--temperature", 0.5, "--greedy"]),
+        ("--top-p", ["--top-p", 0]),
+        ("--top-p", ["--top-p", 1.5]),
+        ("--top-p", ["--top-p", 0.5, "--greedy"]),
+        ("--top-p", ["--top-p", 0.5, "--temperature", 0]),
+        ("--seed", ["--seed", -1]),
+        ("--seed", ["--seed", 2**32]),
+        ("--prompt", ["--prompt", ""]),
+    ],
+)
+def test_nonsense_is_refused_by_name(model: Path, flag: str, given: list[object]) -> None:
     with pytest.raises(ConfigError, match=flag):
-        complete.run(parser.parse_args([str(model), "--prompt", "The", flag, value]))
+        complete.run(completion(model, "--prompt", "The", *given))
