@@ -45,23 +45,24 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser(first: list[str]) -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    if first and first[0] in _COMMANDS:
+    if first and first[0] in COMMANDS:
         parser = argparse.ArgumentParser(prog="python -m data_prep", formatter_class=raw)
         subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-        for name, (run, words) in _COMMANDS.items():
+        for name, (run, words) in COMMANDS.items():
             sub = subparsers.add_parser(name, help=words, description=words)
             if name == first[0]:  # the others' need imports of their own
-                _arguments(sub, name)
+                add_arguments(sub, name)
             sub.set_defaults(run=run)
         return parser
     words = "Turns a corpus into a tokens directory: reads, splits, tokenises, shards, checksums."
     parser = argparse.ArgumentParser(prog="python -m data_prep", description=words, epilog=_EPILOG, formatter_class=raw)
-    _arguments(parser, "all")
-    parser.set_defaults(run=_all)
+    add_arguments(parser, "all")
+    parser.set_defaults(run=run_all)
     return parser
 
 
-def _arguments(parser: argparse.ArgumentParser, name: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    """Declares the options of a command of `COMMANDS`, or of the whole job (`all`)."""
     if name == "pack":
         from data_prep.packing import pack  # noqa: PLC0415
 
@@ -86,7 +87,8 @@ def _arguments(parser: argparse.ArgumentParser, name: str) -> None:
         parser.add_argument("--address", metavar="URL", help="of a Ray cluster (HOST:6379, auto) or a Spark master")
 
 
-def _all(args: argparse.Namespace) -> None:
+def run_all(args: argparse.Namespace) -> None:
+    """Runs the whole job, or resumes it."""
     if args.executor == "slurm":
         return _submit(args)
     if args.executor == "local":
@@ -209,7 +211,7 @@ def _pack(args: argparse.Namespace) -> None:
     pack.run(args)
 
 
-_COMMANDS = {
+COMMANDS = {
     "plan": (_plan, "what would be done: tasks, bytes, an estimate of the time"),
     "status": (_status, "how far a job is; from any terminal, whoever runs it"),
     "prepare": (_prepare, "check the input, plan the map tasks, make the tokenizer"),
@@ -219,6 +221,7 @@ _COMMANDS = {
     "pack": (_pack, "pack whole documents into samples of so many tokens"),
     "verify": (_verify, "compare all checksums of a tokens directory"),
 }
+"""Command -> (function, help text)."""
 
 
 def _config(args: argparse.Namespace) -> CorpusConfig:

@@ -1,4 +1,4 @@
-"""`python -m pipeline COMMAND`: everything that is not a long job. `--help` lists the commands."""
+"""`python -m pipeline COMMAND`: what `headrace COMMAND` does, without its extras. `--help` lists the commands."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 
-from headrace.base.cli import guarded
+from headrace.base.cli import guarded, leave
 
 COMMANDS = {
+    "train": ("pipeline.train", "train a language model, or resume from the newest checkpoint of run.dir"),
+    "distill": ("pipeline.distill", "train a student to follow a frozen teacher"),
+    "quantize": ("pipeline.quantize", "write a finished model with its linear weights in 8 or 4 bits"),
     "check": ("pipeline.check", "print the resolved run of a config, or the one thing that is wrong with it"),
     "prove": ("pipeline.proof.command", "show that a config's layout, made small, learns what one process does"),
     "checkpoint": ("pipeline.checkpoint.command_checkpoint", "list, verify or export the checkpoints of a run"),
@@ -19,6 +22,7 @@ COMMANDS = {
     "complete": ("pipeline.evaluation.complete", "let a model go on from a prompt"),
     "report": ("pipeline.report.command", "a self-contained HTML page of runs and models"),
 }
+"""Command -> (module with `add_arguments` and `run`, help text)."""
 
 
 def main() -> int:
@@ -39,4 +43,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    leave(guarded(main))

@@ -18,23 +18,32 @@ from pipeline.launch import detect, supervise
 from pipeline.metrics.journal import NAME as JOURNAL
 
 
-def resolved_run(description: str) -> ResolvedRun:
-    """Parses the command line, and resolves its config for the number of processes that were started.
-
-    With `--nproc N` this process only starts the N that train, and ends with them.
-
-    Raises:
-        ConfigError: the config cannot run.
-    """
+def parse_arguments(description: str) -> argparse.Namespace:
+    """Parses the command line of an entry point."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    add_arguments(parser)
+    return parser.parse_args()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of an entry point that trains."""
     add_config_arguments(parser)
     text = "start N processes on this machine, one per GPU (as torchrun --standalone --nproc-per-node N does)"
     parser.add_argument("--nproc", type=int, metavar="N", help=text)
     # the deepspeed launcher appends it; the place of a process is read from the environment instead
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
+
+
+def resolve_run(arguments: argparse.Namespace) -> ResolvedRun:
+    """Resolves the config for the number of processes that were started.
+
+    With `--nproc N` this process only starts the N processes that train, and exits with their exit code.
+
+    Raises:
+        ConfigError: the config cannot run.
+    """
     # torch's C++ warnings print a page of stack for what is told in a sentence here; to be set before it is imported
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    arguments = parser.parse_args()
     config, launch = load_config(arguments.config, arguments.overrides), detect()
     begun = has_begun(config)
     if arguments.nproc is None:

@@ -17,11 +17,20 @@ from pipeline.compress.rules import prepare
 
 
 def main() -> int:
-    """Refuses or runs the config; torch is imported only once it is known to be right."""
+    """Entry point."""
     parser = argparse.ArgumentParser(prog="quantize.py", description=__doc__.splitlines()[0])
+    add_arguments(parser)
+    return run(parser.parse_args())
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
     add_config_arguments(parser)
-    args = parser.parse_args()
-    plan = prepare(parse(QuantizeConfig, load(args.config, args.overrides)))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Refuses or runs the config; torch is imported only once it is known to be right."""
+    plan = prepare(parse(QuantizeConfig, load(arguments.config, arguments.overrides)))
 
     from pipeline.compress.run import quantize  # noqa: PLC0415  (brings in torch)
 

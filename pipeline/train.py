@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
+
 from headrace.base.cli import guarded, leave
 from headrace.base.errors import ConfigError
-from pipeline.arguments import resolved_run
+from pipeline.arguments import add_arguments, parse_arguments, resolve_run
 from pipeline.faults.stop import StopSignals
 from pipeline.launch import detect
+
+__all__ = ["add_arguments", "main", "run"]
 
 
 def main() -> int:
     """Entry point."""
-    run = resolved_run("Train a language model. Goes on from the newest checkpoint of run.dir by itself.")
-    if run.config.distill is not None:
+    return run(parse_arguments("Train a language model. Goes on from the newest checkpoint of run.dir by itself."))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Trains; returns the exit code."""
+    resolved = resolve_run(arguments)
+    if resolved.config.distill is not None:
         remedy = "start pipeline/distill.py with this config, or remove the section"
         raise ConfigError("distill", why="train.py has no teacher", remedy=remedy)
     # torch takes seconds to import, and a refusal should not wait for it
@@ -20,7 +29,7 @@ def main() -> int:
         from pipeline.engines.objective import CrossEntropy  # noqa: PLC0415
         from pipeline.run.session import train  # noqa: PLC0415
 
-        return train(run, lambda _device: CrossEntropy(z_loss=run.config.loss.z_loss), signals=signals)
+        return train(resolved, lambda _device: CrossEntropy(z_loss=resolved.config.loss.z_loss), signals=signals)
 
 
 if __name__ == "__main__":

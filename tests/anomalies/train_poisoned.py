@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.base.cli import guarded, leave
-from pipeline.arguments import resolved_run
+from pipeline.arguments import parse_arguments, resolve_run
 from pipeline.data.mixture import open_mixture
 from pipeline.engines.objective import CrossEntropy, Loss
 from pipeline.faults.stop import StopSignals
@@ -36,7 +36,7 @@ class BadSample(CrossEntropy):
 
 def main() -> int:
     """Entry point."""
-    run = resolved_run("Train with a bad sample.")
+    run = resolve_run(parse_arguments("Train with a bad sample."))
     how, sample = os.environ["POISON"].split(":")
     row = open_mixture(run.config.data, seed=run.config.run.seed).read([int(sample)])[0]
     with StopSignals(tells=detect().rank == 0) as signals:

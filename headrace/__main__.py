@@ -1,0 +1,6 @@
+"""`python -m headrace VERB`: the command `headrace`, where it is not on PATH."""
+
+from headrace.commands.app import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""stub"""
+
+
+def complete_override(kind):
+    return lambda incomplete: []
