@@ -94,7 +94,7 @@ def run_all(args: argparse.Namespace) -> None:
     if args.executor == "local":
         from data_prep.executors import local  # noqa: PLC0415
 
-        local.warm_up()  # before this process has imported the rest: both import at the same time
+        local.start_fork_server()  # before this process has imported the rest: both import at the same time
     from data_prep.executors import choose  # noqa: PLC0415
     from data_prep.job import phases, prepare  # noqa: PLC0415
 
@@ -102,7 +102,7 @@ def run_all(args: argparse.Namespace) -> None:
     options = {"root": inspected.job.root, "workers": _given_workers(args), "address": args.address}
     if prepare.already_there(inspected):
         return _say_there(inspected.job.output)
-    with choose.executor(args.executor, **options) as executor, prepare.opened(inspected, executor) as plan:
+    with choose.open_executor(args.executor, **options) as executor, prepare.opened(inspected, executor) as plan:
         _say_plan(plan)
         displays = phases.run_phases(inspected.job, executor)
         manifest = phases.complete(inspected.job, tokenizer=inspected.identity["tokenizer"])
@@ -157,7 +157,7 @@ def _prepare(args: argparse.Namespace) -> None:
 
 
 def _phase(args: argparse.Namespace) -> None:
-    from data_prep.executors.local import Local  # noqa: PLC0415
+    from data_prep.executors.local import LocalExecutor  # noqa: PLC0415
     from data_prep.job import phases  # noqa: PLC0415
 
     if not 0 <= args.task < args.of:
@@ -166,7 +166,7 @@ def _phase(args: argparse.Namespace) -> None:
     config = _config(args)
     if _is_there(config):
         return _say_there(Path(config.output))
-    with Local(_given_workers(args) or 1) as executor:
+    with LocalExecutor(_given_workers(args) or 1) as executor:
         count, display = phases.run_share(config, args.phase, executor, share=(args.task, args.of))
     print(f"share {args.task} of {args.of}: {count} {args.phase} tasks finished")
     return _say_rate(display)

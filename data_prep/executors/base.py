@@ -1,7 +1,7 @@
-"""`Executor`: who schedules the tasks of a phase. Tasks are values that pickle, and know nothing of it.
+"""`Executor`: the protocol that schedules the tasks of a phase. Tasks are picklable values.
 
-A task may be run twice, by anybody, at the same time: the result is the same and is put in place by one rename. So an
-executor may start a second copy of a slow task, and start one again whose machine has gone.
+A task may be run twice, by any worker, at the same time: the result is the same and is put in place by one rename. So
+an executor may run a second attempt at a slow task (speculative execution), and retry a task whose machine is lost.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any, Protocol
 from data_prep.task import Counts, Report, Task
 from headrace.base.errors import ConfigError, DataError, HeadraceError
 
-_REACH_S = 5.0
-_LOOK_S = 1.0
+_CONNECT_TIMEOUT_S = 5.0
+_FINISHED_CHECK_INTERVAL_S = 1.0
 
 
 class Executor(Protocol):
-    """Runs tasks somewhere. Every machine it uses sees the same files under the same paths."""
+    """Runs tasks on one or more machines, all of which must see the same files under the same paths."""
 
     def run(self, tasks: Sequence[Task], *, report: Report) -> Iterator[tuple[Task, dict[str, Any]]]:
         """Runs all of the tasks and yields (task, result) as they finish, in any order.
@@ -31,55 +31,64 @@ class Executor(Protocol):
             report: called in this process with the work done since the last call.
 
         Raises:
-            DataError: the first error of a task that running it again would not mend. Tasks that had finished stay so.
+            DataError: the first task error that a retry would not fix. The results of finished tasks are kept.
         """
 
 
 def default_workers() -> int:
-    """The cores this process may use."""
+    """Number of CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def reach(option: str, places: Sequence[str], *, remedy: str) -> None:
-    """Finds that one of some HOST:PORT answers: engines try for minutes, and say so in stack traces.
+def check_reachable(option: str, addresses: Sequence[str], *, remedy: str) -> None:
+    """Checks that one of some HOST:PORT accepts a connection.
+
+    The engines themselves retry for minutes and then fail with a stack trace.
+
+    Args:
+        option: the command line option to name in the error.
 
     Raises:
-        ConfigError: none does; names the command line's option.
+        ConfigError: no address accepts a connection.
     """
     reasons = []
-    for place in places:
-        host, _, port = place.rpartition(":")
+    for address in addresses:
+        host, _, port = address.rpartition(":")
         try:
-            socket.create_connection((host, int(port)), timeout=_REACH_S).close()
+            socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
         except (OSError, ValueError, OverflowError) as error:
-            reasons.append(f"{place}: {error}")
+            reasons.append(f"{address}: {error}")
         else:
             return
-    raise ConfigError(option, ",".join(places), why=f"nothing answers there ({'; '.join(reasons)})", remedy=remedy)
+    why = f"cannot connect to it ({'; '.join(reasons)})"
+    raise ConfigError(option, ",".join(addresses), why=why, remedy=remedy)
 
 
-class _OvertakenError(Exception):
-    """Somebody else has finished the task."""
+class _AlreadyFinishedError(Exception):
+    """Another attempt has finished the task."""
 
 
-def attempt(task: Task, report: Report) -> tuple[str, Any]:
-    """Runs a task in a worker: ("done", result), ("error", message for the user) or ("bug", traceback).
+def attempt_task(task: Task, report: Report) -> tuple[str, Any]:
+    """Runs a task in a worker.
 
-    It stops when another attempt at the task has finished, and gives what that one said.
+    The attempt stops when another attempt at the same task has finished, and returns the result of that one.
+
+    Returns:
+        ("done", result), ("error", message for the user) or ("bug", traceback).
     """
-    looked = time.monotonic()
+    checked = time.monotonic()
 
-    def report_unless_overtaken(counts: Counts) -> None:
-        nonlocal looked
+    def report_unless_finished(counts: Counts) -> None:
+        nonlocal checked
         report(counts)
-        if time.monotonic() - looked >= _LOOK_S:
-            looked = time.monotonic()
+        if time.monotonic() - checked >= _FINISHED_CHECK_INTERVAL_S:
+            checked = time.monotonic()
             if task.finished:
-                raise _OvertakenError
+                raise _AlreadyFinishedError
 
     try:
-        with suppress(_OvertakenError):
-            return "done", task.run(report_unless_overtaken)
+        with suppress(_AlreadyFinishedError):
+            return "done", task.run(report_unless_finished)
         return "done", task.run(report)
     except HeadraceError as error:
         return "error", str(error)
@@ -87,8 +96,8 @@ def attempt(task: Task, report: Report) -> tuple[str, Any]:
         return "bug", traceback.format_exc()
 
 
-def raise_failed(name: str, kind: str, value: str) -> None:
-    """Raises what `attempt` of the task of that name has returned, unless it is done."""
+def raise_if_failed(name: str, kind: str, value: str) -> None:
+    """Raises the error that `attempt_task` returned for the task of that name, if it returned one."""
     if kind == "error":
         raise DataError(value)
     if kind == "bug":

@@ -1,8 +1,8 @@
 """The executor for one machine: tasks in worker processes.
 
-Workers are forked from a server process that has imported the map task and done nothing else: they start in
-milliseconds and share no thread and no lock with the coordinator. They end with it, however it ends: each watches it
-from a thread. Results come in the order of completion, which must not and does not matter.
+Workers are forked from a fork server that has imported the map task and done nothing else: they start in milliseconds
+and share no thread and no lock with the coordinator. They end with the coordinator, even if it is killed: a thread in
+each worker waits for its exit. Results come in the order of completion, on which the output does not depend.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from multiprocessing.context import ForkServerProcess
 from types import TracebackType
 from typing import Any, cast
 
-from data_prep.executors.base import attempt, raise_failed
+from data_prep.executors.base import attempt_task, raise_if_failed
 from data_prep.task import Counts, Report, Task
 from headrace.base.errors import DataError
 
@@ -30,21 +30,21 @@ _PRELOADED = [
     *("data_prep.executors.local", "data_prep.tasks.map", "fastokens"),
     *("data_prep.tokenizer.given", "data_prep.tasks.tokenizer_sample"),
 ]
-_TOLD_EVERY_S = 0.1
+_REPORT_INTERVAL_S = 0.1
 
 
 @dataclass
 class _Worker:
-    """A process that runs tasks, one after the other."""
+    """A process that runs one task at a time."""
 
     connection: Connection
     process: ForkServerProcess
 
 
-class Local:
-    """Worker processes on this machine, started when they are first needed and kept until the `with` block ends.
+class LocalExecutor:
+    """Worker processes on this machine, started when they are first needed and reused until the `with` block ends.
 
-    What a task has loaded, a tokenizer before all, is there for the next one. Memory of a worker that is kept is what
+    What a task has loaded, above all a tokenizer, stays loaded for the next one. An idle worker keeps the memory that
     its largest task needed.
     """
 
@@ -52,15 +52,15 @@ class Local:
         self.workers = workers
         self._idle: list[_Worker] = []
 
-    def __enter__(self) -> Local:
+    def __enter__(self) -> LocalExecutor:
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        _end(self._idle)
+        _kill(self._idle)
         self._idle = []
 
     def run(self, tasks: Sequence[Task], *, report: Report) -> Iterator[tuple[Task, dict[str, Any]]]:
-        """See `Executor.run`. A worker that is killed is an error: what killed it would kill the next one, too."""
+        """See `Executor.run`. A killed worker is an error without a retry: its cause would kill the next one, too."""
         busy: dict[Connection, tuple[_Worker, Task]] = {}
         waiting = list(reversed(tasks))
         try:
@@ -75,15 +75,15 @@ class Local:
                     if kind == "counts":
                         report(value)
                         continue
-                    raise_failed(task.name, kind, value)
+                    raise_if_failed(task.name, kind, value)
                     del busy[worker.connection]
                     self._idle.append(worker)
                     yield task, value
         finally:
-            _end([worker for worker, _ in busy.values()])
+            _kill([worker for worker, _ in busy.values()])
 
 
-def _end(workers: Sequence[_Worker]) -> None:
+def _kill(workers: Sequence[_Worker]) -> None:
     for worker in workers:
         worker.process.kill()
     for worker in workers:
@@ -91,14 +91,14 @@ def _end(workers: Sequence[_Worker]) -> None:
         worker.connection.close()
 
 
-def warm_up() -> None:
-    """Starts the server that workers are forked from: it imports while this process still looks at the inputs."""
+def start_fork_server() -> None:
+    """Starts the fork server of the workers: its imports overlap with this process's check of the inputs."""
     mp.get_context("forkserver").set_forkserver_preload(_PRELOADED)
     forkserver.ensure_running()
 
 
 def _start() -> _Worker:
-    warm_up()
+    start_fork_server()
     context = mp.get_context("forkserver")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -108,7 +108,7 @@ def _start() -> _Worker:
 
 
 def _send(worker: _Worker, task: Task) -> None:
-    with suppress(BrokenPipeError, ConnectionResetError):  # an idle worker was killed: receiving will say so
+    with suppress(BrokenPipeError, ConnectionResetError):  # an idle worker was killed: `_receive` raises
         worker.connection.send(task)
 
 
@@ -118,30 +118,30 @@ def _receive(worker: _Worker, task: Task) -> tuple[str, Any]:
     except (EOFError, ConnectionResetError):
         worker.process.join()
         code = worker.process.exitcode or 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with code {code}"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         hint = "fewer --workers if memory ran out; run again to resume"
         raise DataError(f"the worker of {task.name} {how}\n  try: {hint}") from None
     return message
 
 
 def _serve(connection: Connection) -> None:
-    """A worker's life: tasks in, counts and results out."""
-    gc.freeze()  # what was imported stays, and need not be looked through again and again
+    """The main loop of a worker: receives tasks, sends counts and results."""
+    gc.freeze()  # imported modules stay, so the garbage collector need not scan them
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the coordinator ends the workers
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     while True:
         try:
             task: Task = connection.recv()
         except EOFError:
             return
-        counts = _Bundle(connection)
-        outcome = attempt(task, counts.add)
+        counts = _CountsSender(connection)
+        outcome = attempt_task(task, counts.add)
         counts.send()
         connection.send(outcome)
 
 
-class _Bundle:
-    """Counts of a task on their way to the coordinator, which is not woken for each batch."""
+class _CountsSender:
+    """Sends a task's counts to the coordinator, added up over `_REPORT_INTERVAL_S`: not a message for each batch."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -149,7 +149,7 @@ class _Bundle:
 
     def add(self, counts: Counts) -> None:
         self._counts = self._counts + counts
-        if time.monotonic() - self._sent >= _TOLD_EVERY_S:
+        if time.monotonic() - self._sent >= _REPORT_INTERVAL_S:
             self.send()
 
     def send(self) -> None:
@@ -157,7 +157,7 @@ class _Bundle:
         self._counts, self._sent = Counts(), time.monotonic()
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
     parent = mp.parent_process()
     assert parent is not None
     wait([parent.sentinel])

@@ -1,4 +1,4 @@
-"""The executor on a Ray cluster: one that is there, or one started here. Each task asks for one CPU."""
+"""The executor on a Ray cluster: an existing one, or one started on this machine. Each task requests one CPU."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data_prep.executors.base import default_workers, reach
-from data_prep.executors.task_claims import Assignment, TaskClaims, TaskOutcome, lost, work
+from data_prep.executors.base import check_reachable, default_workers
+from data_prep.executors.task_claims import Assignment, TaskClaims, TaskOutcome, execute_assignment, lost_task_error
 from data_prep.task import Report, Task
 from headrace.base.errors import ConfigError
 
 SETTINGS = {
-    # Without them a machine that goes without a word is noticed after 300 s, with them after about 10. Those of health
-    # checks are read by the head: `ray start --head` of a cluster that is not ours needs them, too.
+    # By default Ray detects a lost machine after 300 s, with these settings after about 10. The head node reads those
+    # of the health checks: `ray start --head` of an existing cluster needs them, too.
     "RAY_grpc_client_keepalive_time_ms": "5000",
     "RAY_grpc_client_keepalive_timeout_ms": "5000",
     "RAY_health_check_period_ms": "1000",
@@ -29,23 +29,24 @@ SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 _RETRIES = 4
-_STORE_BYTES = 80_000_000  # of a cluster started here; results are small, and Ray takes no less than 75 MB
-_SLOW = 3.0
+_STORE_BYTES = 80_000_000  # of a cluster started here; results are small, and Ray accepts no less than 75 MB
+_SLOW_FACTOR = 3.0
+"""Times the median duration: a task that takes longer gets a speculative second attempt."""
 _POLL_S = 0.5
 _STOP_S = 10.0
 
 
 @contextmanager
-def on_ray(root: Path, *, workers: int | None, address: str | None) -> Iterator[Ray]:
-    """Gives an executor on a Ray cluster.
+def open_ray(root: Path, *, workers: int | None, address: str | None) -> Iterator[RayExecutor]:
+    """Yields an executor on a Ray cluster.
 
     Args:
         root: the job directory.
-        workers: how many tasks at once; None: as many as the cluster has CPUs, or this process where one is started.
-        address: of a cluster, as `ray.init` takes it; None: RAY_ADDRESS, or else one is started here.
+        workers: concurrent tasks; None: the number of CPUs of the cluster, or of this process if one is started.
+        address: of a cluster, as `ray.init` takes it; None: RAY_ADDRESS, or else a cluster is started here.
 
     Raises:
-        ConfigError: Ray is not installed, or there is no such cluster.
+        ConfigError: Ray is not installed, or the cluster cannot be reached.
     """
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -56,14 +57,15 @@ def on_ray(root: Path, *, workers: int | None, address: str | None) -> Iterator[
         raise ConfigError("--executor", "ray", why=why, remedy=remedy) from None
     _connect(ray, workers, address or os.environ.get("RAY_ADDRESS"))
     try:
-        yield Ray(root, workers)
+        yield RayExecutor(root, workers)
     finally:
         ray.shutdown()
 
 
 def _connect(ray: Any, workers: int | None, address: str | None) -> None:
     if address and re.fullmatch(r"[^/]+:\d+", address):
-        reach("--address", [address], remedy="HOST:PORT as `ray start --head` has said it (6379 is its default)")
+        remedy = "HOST:PORT as `ray start --head` printed it (the default port is 6379)"
+        check_reachable("--address", [address], remedy=remedy)
     try:
         if address in (None, "local"):
             cores = {"num_cpus": workers or default_workers(), "object_store_memory": _STORE_BYTES}
@@ -71,67 +73,78 @@ def _connect(ray: Any, workers: int | None, address: str | None) -> None:
         else:
             ray.init(address, logging_level="error", log_to_driver=False)
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        where = "--address" if address else "--executor"
+        option = "--address" if address else "--executor"
         remedy = "`ray status` on this machine has to work; --address HOST:6379, auto, or none to start Ray here"
-        raise ConfigError(where, address or "ray", why=_first_line(error), remedy=remedy) from None
+        raise ConfigError(option, address or "ray", why=_first_line(error), remedy=remedy) from None
 
 
 @dataclass(frozen=True)
-class Ray:
-    """Tasks on the cluster that this process is connected to. slow_s: see `_Flight.copy_slow`."""
+class RayExecutor:
+    """Runs tasks on the cluster that this process is connected to.
+
+    Attributes:
+        slow_s: seconds before a task may get a speculative second attempt, see `_Scheduler.speculate`.
+    """
 
     root: Path
     workers: int | None
     slow_s: float = 10.0
 
     def run(self, tasks: Sequence[Task], *, report: Report) -> Iterator[tuple[Task, dict[str, Any]]]:
-        """See `Executor.run`. A task whose worker or machine goes is started again, up to four times."""
+        """See `Executor.run`. A task whose worker or machine is lost is retried, up to four times."""
         if not tasks:
             return
-        with TaskClaims(self.root, tasks) as board:
-            flight = _Flight(deque(board.assignments()), workers=self.workers, slow_s=self.slow_s)
-            while flight.going:
-                flight.fill()
-                for index, outcome in flight.landed():
-                    yield board.finished(index, outcome, report)
-                board.poll(report)
-                flight.copy_slow()
-        flight.wait_for_copies()
+        with TaskClaims(self.root, tasks) as claims:
+            scheduler = _Scheduler(deque(claims.assignments()), workers=self.workers, slow_s=self.slow_s)
+            while scheduler.unfinished:
+                scheduler.start_tasks()
+                for index, outcome in scheduler.wait_for_finished():
+                    yield claims.finish(index, outcome, report)
+                claims.poll(report)
+                scheduler.speculate()
+        scheduler.wait_for_slower_attempts()
 
 
 @dataclass
-class _Flight:
-    """Which tasks wait, run and have run. Ray's references stand for attempts; a task may have two."""
+class _Scheduler:
+    """Tracks waiting, running and finished tasks, and speculative attempts.
+
+    Attributes:
+        running: Ray's object reference of each attempt -> (assignment, start time); a task may have two attempts.
+        done: indices of finished tasks.
+        speculated: indices of tasks that got a second attempt.
+        seconds: durations of finished tasks.
+    """
 
     waiting: deque[Assignment]
     workers: int | None
     slow_s: float
     running: dict[Any, tuple[Assignment, float]] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
-    copied: set[int] = field(default_factory=set)
+    speculated: set[int] = field(default_factory=set)
     seconds: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         import ray  # noqa: PLC0415
 
         self._ray, self._total = ray, len(self.waiting)
-        # SPREAD: the default fills one machine before it takes the next, and these tasks share its disk and network
+        # SPREAD: the default fills one machine before it uses the next, and these tasks share its disk and network
         options = {"num_cpus": 1, "max_retries": _RETRIES, "scheduling_strategy": "SPREAD"}
-        self._work = ray.remote(**options)(work)
+        self._execute = ray.remote(**options)(execute_assignment)
 
     @property
-    def going(self) -> bool:
-        """Whether a task has not finished."""
+    def unfinished(self) -> bool:
+        """Whether any task has not finished."""
         return len(self.done) < self._total
 
-    def fill(self) -> None:
-        """Hands out tasks: as many as may run, or enough that no CPU of a growing cluster is without."""
+    def start_tasks(self) -> None:
+        """Submits tasks: up to `workers`, or else enough to keep every CPU of a growing cluster busy."""
         limit = self.workers or 2 * int(self._ray.cluster_resources().get("CPU", 1)) + 1
         while self.waiting and len(self.running) < limit:
             self._start(self.waiting.popleft())
 
-    def landed(self) -> list[tuple[int, TaskOutcome]]:
-        """What has finished since the last call; waits a moment for it."""
+    def wait_for_finished(self) -> list[tuple[int, TaskOutcome]]:
+        """Index and outcome of tasks that have finished since the last call; waits up to `_POLL_S`."""
         ready, _ = self._ray.wait(list(self.running), num_returns=len(self.running), timeout=_POLL_S)
         found = []
         for reference in ready:
@@ -144,33 +157,36 @@ class _Flight:
             found.append((assignment.index, outcome))
         return found
 
-    def copy_slow(self) -> None:
-        """Starts a second copy of tasks that take three times the usual, once none waits. The first to end counts."""
+    def speculate(self) -> None:
+        """Starts a second attempt of stragglers: tasks that take over three times the median, once none waits.
+
+        The first attempt to finish counts.
+        """
         if self.waiting or not self.seconds:
             return
-        slow = max(self.slow_s, _SLOW * statistics.median(self.seconds))
+        slow = max(self.slow_s, _SLOW_FACTOR * statistics.median(self.seconds))
         for assignment, began in list(self.running.values()):
-            if assignment.index not in self.copied | self.done and time.monotonic() - began > slow:
-                self.copied.add(assignment.index)
+            if assignment.index not in self.speculated | self.done and time.monotonic() - began > slow:
+                self.speculated.add(assignment.index)
                 self._start(assignment)
 
-    def wait_for_copies(self) -> None:
-        """Waits for copies that were slower; without a board they stop at their next report.
+    def wait_for_slower_attempts(self) -> None:
+        """Waits up to `_STOP_S` for the slower attempts; without the claims directory they stop at their next report.
 
-        `ray.cancel` is not used: where the task ends at the same time, it aborts this process ("Check failed: Tried to
+        `ray.cancel` is not used: if the task ends at the same time, it aborts this process ("Check failed: Tried to
         complete task that was not pending", Ray 2.60; its issue 54260).
         """
         if self.running:
             self._ray.wait(list(self.running), num_returns=len(self.running), timeout=_STOP_S)
 
     def _start(self, assignment: Assignment) -> None:
-        self.running[self._work.remote(assignment)] = assignment, time.monotonic()
+        self.running[self._execute.remote(assignment)] = assignment, time.monotonic()
 
     def _get(self, reference: Any, assignment: Assignment) -> TaskOutcome:
         try:
             outcome: TaskOutcome = self._ray.get(reference)
         except self._ray.exceptions.RayError as error:
-            raise lost(assignment.task.name, _first_line(error)) from None
+            raise lost_task_error(assignment.task.name, _first_line(error)) from None
         return outcome
 
 

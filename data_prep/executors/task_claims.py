@@ -1,11 +1,11 @@
-"""What executors on several machines share: a directory of the job in which workers say how far they are.
+"""Task claims: a directory in the job in which the workers of several machines write heartbeats and failures.
 
-    .NAME.job/running/RUN/00007.json       how far task 7 is, rewritten every second
-    .NAME.job/running/RUN/00007.failed     why it cannot be done
+    .NAME.job/running/RUN/00007.json       heartbeat and progress of task 7, rewritten every second
+    .NAME.job/running/RUN/00007.failed     the error of task 7
 
-The engine carries tasks out and results back; this carries what engines have no way for while a task runs, and looks
-the same under each of them. A worker that does not find `RUN` is on a machine that does not see the job, or its
-coordinator has gone on without it: it does nothing, or stops.
+The engine (Ray, Spark) transports tasks and results; this directory adds the progress reports that engines have no
+channel for while a task runs, and is the same under each of them. If `RUN` does not exist, the worker is on a machine
+that does not see the job, or its coordinator has ended: it does not start, or stops.
 """
 
 from __future__ import annotations
@@ -24,18 +24,24 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from data_prep.executors.base import attempt, raise_failed
-from data_prep.task import Counts, Report, Task, os_errors_as_data_errors
+from data_prep.executors.base import attempt_task, raise_if_failed
+from data_prep.task import Counts, Report, Task, plain_errors
 from headrace.base.errors import DataError, HeadraceError
 
-_EVERY_S = 1.0
-_PATIENCE_S = 60.0
+_HEARTBEAT_INTERVAL_S = 1.0
+_NO_START_WARNING_S = 60.0
 RUNNING = "running"
 
 
 @dataclass(frozen=True)
 class TaskOutcome:
-    """What came of a task. kind, value: see `attempt`; seconds: it took on the worker."""
+    """Outcome of one attempt at a task.
+
+    Attributes:
+        kind, value: see `attempt_task`.
+        counts: all the work it reported.
+        seconds: its duration on the worker.
+    """
 
     kind: str
     value: Any
@@ -45,42 +51,48 @@ class TaskOutcome:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Task number `index` of a run, as it travels to a worker. cwd: what its relative paths start from."""
+    """Task number `index` of a run, as it is sent to a worker.
+
+    Attributes:
+        cwd: the directory that the task's relative paths start from.
+        run_directory: `.NAME.job/running/RUN`.
+        coordinator: host name of the process that runs the job.
+    """
 
     index: int
     task: Task
     cwd: Path
-    run: Path
+    run_directory: Path
     coordinator: str
 
-    def work(self) -> TaskOutcome:
-        """Runs the task and tells the coordinator how far it is. For the worker; it changes its working directory."""
+    def execute(self) -> TaskOutcome:
+        """Runs the task in a worker and writes heartbeats for the coordinator. Changes the working directory."""
         began = time.monotonic()
-        if not self.cwd.is_dir() or not self.run.is_dir():
-            return TaskOutcome("error", self._unseen(), Counts(), 0.0)
+        if not self.cwd.is_dir() or not self.run_directory.is_dir():
+            return TaskOutcome("error", self._not_visible(), Counts(), 0.0)
         os.chdir(self.cwd)
-        beat = _HeartbeatWriter(self)
-        kind, value = attempt(self.task, beat.add)
-        beat.write(ended=True)
+        heartbeat = _HeartbeatWriter(self)
+        kind, value = attempt_task(self.task, heartbeat.add)
+        heartbeat.write(ended=True)
         if kind != "done":
-            _put(self.run, f"{self.index:05d}.failed", json.dumps([kind, value]))
-        return TaskOutcome(kind, value, beat.counts, time.monotonic() - began)
+            _write_atomically(self.run_directory, f"{self.index:05d}.failed", json.dumps([kind, value]))
+        return TaskOutcome(kind, value, heartbeat.counts, time.monotonic() - began)
 
-    def _unseen(self) -> str:
-        absent = self.cwd if not self.cwd.is_dir() else self.run
+    def _not_visible(self) -> str:
+        absent = self.cwd if not self.cwd.is_dir() else self.run_directory
         return (
             f"{socket.gethostname()} does not see {absent} of {self.coordinator}, which runs the job\n"
             "  try: put the config's paths on a file system that all machines mount under the same path"
         )
 
 
-def work(assignment: Assignment) -> TaskOutcome:
-    """`Assignment.work`, as a function that pickles by its name."""
-    return assignment.work()
+def execute_assignment(assignment: Assignment) -> TaskOutcome:
+    """`Assignment.execute`, as a module-level function that pickles by its name."""
+    return assignment.execute()
 
 
 class _HeartbeatWriter:
-    """A task's counts so far, on disk once a second and at its start."""
+    """Writes a task's counts so far: at its start, once a second, and at its end."""
 
     def __init__(self, assignment: Assignment) -> None:
         self.counts = Counts()
@@ -89,20 +101,20 @@ class _HeartbeatWriter:
 
     def add(self, counts: Counts) -> None:
         self.counts = self.counts + counts
-        if time.monotonic() - self._written >= _EVERY_S and not self.write():
-            raise HeadraceError(f"{self._assignment.task.name} was given up by its coordinator")
+        if time.monotonic() - self._written >= _HEARTBEAT_INTERVAL_S and not self.write():
+            raise HeadraceError(f"{self._assignment.task.name} was abandoned: its coordinator has ended")
 
     def write(self, *, ended: bool = False) -> bool:
-        """Returns whether there is still somebody to read it."""
+        """Returns whether the run directory still exists."""
         self._written = time.monotonic()
-        who = {"task": self._assignment.task.name, "host": socket.gethostname(), "pid": os.getpid(), "ended": ended}
+        process = {"task": self._assignment.task.name, "host": socket.gethostname(), "pid": os.getpid(), "ended": ended}
         counts = {f.name: getattr(self.counts, f.name) for f in fields(Counts)}
-        text = json.dumps(who | {"counts": counts})
-        return _put(self._assignment.run, f"{self._assignment.index:05d}.json", text)
+        text = json.dumps(process | {"counts": counts})
+        return _write_atomically(self._assignment.run_directory, f"{self._assignment.index:05d}.json", text)
 
 
-def _put(directory: Path, name: str, text: str) -> bool:
-    """Writes a file whole; returns whether the directory is there. Reports are not worth failing for."""
+def _write_atomically(directory: Path, name: str, text: str) -> bool:
+    """Writes a file by a rename; returns whether the directory exists. A failed write does not fail the task."""
     scratch = directory / f".{name}.{uuid.uuid4().hex[:12]}"
     try:
         scratch.write_text(text)
@@ -114,87 +126,90 @@ def _put(directory: Path, name: str, text: str) -> bool:
 
 @dataclass
 class TaskClaims:
-    """The coordinator's side, for one phase; use it as a context manager. root: the job directory."""
+    """The coordinator's side of the directory, for one phase; a context manager that makes and removes it.
+
+    Args:
+        root: the job directory.
+    """
 
     root: Path
     tasks: Sequence[Task]
-    _seen: dict[int, Counts] = field(default_factory=dict)
-    """By task, the most that any attempt at it has counted: what is lost and done again is not counted again."""
+    _reported: dict[int, Counts] = field(default_factory=dict)
+    """By task, the maximum that any attempt has counted: work that is lost and redone is not counted twice."""
 
     def __enter__(self) -> TaskClaims:
         parent = self.root.absolute() / RUNNING
-        self._run = parent / uuid.uuid4().hex[:12]
+        self._run_directory = parent / uuid.uuid4().hex[:12]
         self._polled, self._began = 0.0, time.monotonic()
-        with os_errors_as_data_errors(f"making {parent}"):
-            shutil.rmtree(parent, ignore_errors=True)  # of coordinators that were killed: their workers stop
-            self._run.mkdir(parents=True)
+        with plain_errors(f"making {parent}"):
+            shutil.rmtree(parent, ignore_errors=True)  # left by killed coordinators: their workers stop
+            self._run_directory.mkdir(parents=True)
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        shutil.rmtree(self._run.parent, ignore_errors=True)
+        shutil.rmtree(self._run_directory.parent, ignore_errors=True)
 
     def assignments(self) -> list[Assignment]:
-        """The tasks, as they travel."""
-        here = Path.cwd()
-        host = socket.gethostname()
-        return [Assignment(i, task, here, self._run, host) for i, task in enumerate(self.tasks)]
+        """One for each task."""
+        cwd, host = Path.cwd(), socket.gethostname()
+        return [Assignment(i, task, cwd, self._run_directory, host) for i, task in enumerate(self.tasks)]
 
     def poll(self, report: Report) -> None:
-        """Reports what running tasks have done since the last call; looks at most once a second.
+        """Reports what running tasks have done since the last call; reads the heartbeats at most once a second.
 
         Raises:
-            DataError: a task cannot be done.
+            DataError: a task has failed.
         """
-        if time.monotonic() - self._polled < _EVERY_S:
+        if time.monotonic() - self._polled < _HEARTBEAT_INTERVAL_S:
             return
         self._polled = time.monotonic()
-        for path in self._run.glob("[0-9]*.failed"):
+        for path in self._run_directory.glob("[0-9]*.failed"):
             task = self.tasks[int(path.stem)]
-            if not task.finished:  # or else another attempt at it went well
-                raise_failed(task.name, *json.loads(path.read_text()))
-        for beat in read_heartbeats(self._run):
-            self._count(beat.index, beat.counts, report)
-            if beat.ended:  # so that there are never more to read than tasks that run
-                (self._run / f"{beat.index:05d}.json").unlink(missing_ok=True)
-        self._say_when_nothing_starts()
+            if not task.finished:  # otherwise another attempt at it has succeeded
+                raise_if_failed(task.name, *json.loads(path.read_text()))
+        for heartbeat in read_heartbeats(self._run_directory):
+            self._report_increase(heartbeat.index, heartbeat.counts, report)
+            if heartbeat.ended:  # so that the number of files stays that of running tasks
+                (self._run_directory / f"{heartbeat.index:05d}.json").unlink(missing_ok=True)
+        self._warn_if_nothing_starts()
 
-    def finished(self, index: int, outcome: TaskOutcome, report: Report) -> tuple[Task, dict[str, Any]]:
-        """Reports what is left to report of a task; returns it and its result.
+    def finish(self, index: int, outcome: TaskOutcome, report: Report) -> tuple[Task, dict[str, Any]]:
+        """Reports the work of a task that was not reported yet; returns the task and its result.
 
         Raises:
-            DataError: it cannot be done.
+            DataError: the task has failed.
         """
-        raise_failed(self.tasks[index].name, outcome.kind, outcome.value)
-        self._count(index, outcome.counts, report)
+        raise_if_failed(self.tasks[index].name, outcome.kind, outcome.value)
+        self._report_increase(index, outcome.counts, report)
         return self.tasks[index], outcome.value
 
-    def _count(self, index: int, counts: Counts, report: Report) -> None:
-        before = self._seen.get(index, Counts())
-        more = _beyond(counts, before)
-        self._seen[index] = before + more
-        if more != Counts():
-            report(more)
+    def _report_increase(self, index: int, counts: Counts, report: Report) -> None:
+        before = self._reported.get(index, Counts())
+        increase = _increase(counts, before)
+        self._reported[index] = before + increase
+        if increase != Counts():
+            report(increase)
 
-    def _say_when_nothing_starts(self) -> None:
-        if self._seen or time.monotonic() - self._began < _PATIENCE_S:
+    def _warn_if_nothing_starts(self) -> None:
+        if self._reported or time.monotonic() - self._began < _NO_START_WARNING_S:
             return
         self._began = time.monotonic()
-        why = f"no task has started for {_PATIENCE_S:.0f} s: the cluster may be busy, or its free machines too small"
+        why = f"no task has started for {_NO_START_WARNING_S:.0f} s: the cluster may be busy, or its machines too small"
         print(f"waiting: {why}", file=sys.stderr, flush=True)
 
 
-def _beyond(now: Counts, before: Counts) -> Counts:
-    """What `now` has more than `before`, and nothing where it has less."""
-    more: dict[str, Any] = {}
+def _increase(now: Counts, before: Counts) -> Counts:
+    """`now - before` for each count, and 0 where that is negative."""
+    increase: dict[str, Any] = {}
     for name in (f.name for f in fields(Counts)):
         left, right = getattr(now, name), getattr(before, name)
-        more[name] = left - right if isinstance(left, Counter) else max(0, left - right)
-    return Counts(**more)
+        increase[name] = left - right if isinstance(left, Counter) else max(0, left - right)
+    return Counts(**increase)
 
 
 @dataclass(frozen=True)
 class TaskHeartbeat:
-    """How far a task was when its worker last said."""
+    """The last heartbeat of a task: which process runs it, and what it has counted."""
 
     index: int
     task: str
@@ -204,22 +219,25 @@ class TaskHeartbeat:
     counts: Counts
 
 
-def read_heartbeats(run: Path) -> list[TaskHeartbeat]:
-    """What the workers of a run have said, by task; `run` is a directory in `.NAME.job/running`."""
+def read_heartbeats(run_directory: Path) -> list[TaskHeartbeat]:
+    """The heartbeats of all tasks of a run, by task.
+
+    Args:
+        run_directory: a directory in `.NAME.job/running`.
+    """
     found = []
-    for path in sorted(run.glob("[0-9]*.json")):
+    for path in sorted(run_directory.glob("[0-9]*.json")):
         try:
-            said = json.loads(path.read_text())
+            values = json.loads(path.read_text())
         except (OSError, ValueError):
-            continue  # replaced in this moment, on a file system that cannot do it whole
-        counts = said.pop("counts")
-        found.append(
-            TaskHeartbeat(int(path.stem), counts=Counts(**(counts | {"dropped": Counter(counts["dropped"])})), **said)
-        )
+            continue  # being replaced, on a file system whose renames are not atomic
+        counts = values.pop("counts")
+        counts = Counts(**(counts | {"dropped": Counter(counts["dropped"])}))
+        found.append(TaskHeartbeat(int(path.stem), counts=counts, **values))
     return found
 
 
-def lost(name: str, why: str) -> DataError:
-    """The error of a task that has not come back from any of the workers that were given it."""
+def lost_task_error(name: str, why: str) -> DataError:
+    """The error for a task of which every attempt lost its worker."""
     remedy = "if memory ran out, give each task more of it (smaller task_bytes, shard_tokens); run again to resume"
     return DataError(f"{name} did not come back from its workers: {why}\n  try: {remedy}")

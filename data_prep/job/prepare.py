@@ -11,7 +11,7 @@ from typing import Any
 
 from data_prep.config.corpus import CorpusConfig
 from data_prep.executors.base import Executor
-from data_prep.executors.local import Local
+from data_prep.executors.local import LocalExecutor
 from data_prep.job.directory import Job, identity_of
 from data_prep.job.finish import is_finished
 from data_prep.job.progress import Display
@@ -98,12 +98,12 @@ def opened(inspected: InspectedJob, executor: Executor | None = None) -> Iterato
 
 
 @contextmanager
-def _here(executor: Executor | None) -> Iterator[Local]:
+def _here(executor: Executor | None) -> Iterator[LocalExecutor]:
     """A local executor: the given one, or one of our own."""
-    if isinstance(executor, Local):
+    if isinstance(executor, LocalExecutor):
         yield executor
     else:
-        with Local(1) as own:
+        with LocalExecutor(1) as own:
             yield own
 
 

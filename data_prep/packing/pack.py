@@ -17,16 +17,8 @@ from typing import Any
 import numpy as np
 
 from data_prep.executors.base import default_workers
-from data_prep.executors.local import Local
-from data_prep.formats.packfile import (
-    I64,
-    PACK_SUFFIX,
-    PACKING_KIND,
-    cut_documents,
-    document_bounds,
-    packing_name,
-    write_pack,
-)
+from data_prep.executors.local import LocalExecutor
+from data_prep.formats.packfile import I64, KIND, SUFFIX, cut, document_bounds, packing_name, write_pack
 from data_prep.formats.tokenfile import TokenFile
 from data_prep.packing.best_fit import best_fit
 from data_prep.task import Counts, Report
@@ -163,7 +155,7 @@ def _alone(final: Path) -> Iterator[None]:
 def _run(tasks: list[PackTask], *, workers: int) -> dict[Any, dict[str, Any]]:
     if workers == 1:  # a small dataset is packed before a worker has started
         return {task: task.run(_unheard) for task in tasks}
-    with Local(workers) as executor:
+    with LocalExecutor(workers) as executor:
         return dict(executor.run(tasks, report=_unheard))
 
 

@@ -1,4 +1,4 @@
-"""A corpus whose map tasks take long enough to be caught at work, and the means to catch them."""
+"""A corpus whose map tasks run long enough to suspend a worker in the middle of one, and helpers that do so."""
 
 from __future__ import annotations
 
@@ -24,39 +24,46 @@ TASKS = 12
 
 @dataclass(frozen=True)
 class Job:
-    """A command that works on a corpus, the job directory that it works in, and where and with which config."""
+    """A running command.
+
+    Attributes:
+        root: its job directory.
+        directory: its working directory.
+        config: the arguments that name its config.
+    """
 
     process: subprocess.Popen[str]
     root: Path
     directory: Path
     config: list[str]
 
-    def caught(self, wanted: Callable[[TaskHeartbeat], bool] = lambda _: True) -> psutil.Process:
-        """Stops the worker of a map task that has begun and not finished; returns it."""
+    def suspend_worker(self, wanted: Callable[[TaskHeartbeat], bool] = lambda _: True) -> psutil.Process:
+        """Suspends the worker of a map task that has begun and not finished; returns it."""
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline and self.process.poll() is None:
-            for beat in (b for run in self.root.glob(f"{RUNNING}/*") for b in read_heartbeats(run) if wanted(b)):
-                worker = _stopped(beat.pid)
-                number = int(beat.task.split()[-1])
+            heartbeats = (h for run in self.root.glob(f"{RUNNING}/*") for h in read_heartbeats(run))
+            for heartbeat in filter(wanted, heartbeats):
+                worker = _suspend(heartbeat.pid)
+                number = int(heartbeat.task.split()[-1])
                 if worker is not None and list((self.root / "map").glob(f".{number:05d}.*.partial")):
                     return worker
                 if worker is not None:
                     worker.resume()
             time.sleep(0.01)
-        raise AssertionError("no worker was caught")
+        raise AssertionError("no worker could be suspended in the middle of a task")
 
     def status(self) -> str:
-        """What `status` says of it, from another process."""
+        """The output of `python -m data_prep status`, run in another process."""
         command = [*COMMAND, "status", *self.config]
         return subprocess.run(command, cwd=self.directory, capture_output=True, text=True, check=True).stdout
 
-    def end(self, *, timeout_s: float = 150) -> tuple[int, str]:
-        """Waits for the command; returns its exit code and what it printed."""
+    def wait(self, *, timeout_s: float = 150) -> tuple[int, str]:
+        """Waits for the command to end; returns its exit code and what it printed."""
         printed, _ = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, printed
 
 
-def _stopped(pid: int) -> psutil.Process | None:
+def _suspend(pid: int) -> psutil.Process | None:
     try:
         worker = psutil.Process(pid)
         worker.suspend()
@@ -66,7 +73,7 @@ def _stopped(pid: int) -> psutil.Process | None:
 
 
 def kill_tree(process: psutil.Process) -> None:
-    """SIGKILL for a process and all below it; what has gone already is left out."""
+    """Sends SIGKILL to a process and all its descendants that still exist."""
     with suppress(psutil.NoSuchProcess):
         for each in [process, *process.children(recursive=True)]:
             with suppress(psutil.NoSuchProcess):
@@ -75,7 +82,7 @@ def kill_tree(process: psutil.Process) -> None:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A config over real source code, and what one local worker makes of it."""
+    """A config over real source code, and the output of one local worker for it."""
 
     directory: Path
     config: Path
@@ -97,7 +104,7 @@ class Corpus:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """About 4 MB of Python's own library, in `TASKS` tasks of the engine that is slow."""
+    """About 4 MB of Python's standard library, in `TASKS` map tasks with the slower tokenizer engine."""
     directory = tmp_path_factory.mktemp("executors")
     texts = [path.read_text(errors="replace") for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
     lines = [json.dumps({"text": text}) for text in texts]
@@ -112,13 +119,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     }
     (directory / "corpus.json").write_text(json.dumps(config))
     empty = Corpus(directory, directory / "corpus.json", {})
-    code, printed = empty.start(directory / "expected", "--workers", "1").end()
+    code, printed = empty.start(directory / "expected", "--workers", "1").wait()
     assert code == 0, printed
     return Corpus(directory, empty.config, tree(directory / "expected"))
 
 
 def tree(root: Path) -> dict[str, bytes]:
-    """Every file below `root`, by relative path; of the manifest all but what it says of the code that made it."""
+    """Every file below `root`, by relative path; the manifest without the version of the code and its checksum."""
     found = {p.relative_to(root).as_posix(): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
     manifest = json.loads(found["manifest.json"])
     del manifest["code"], manifest["checksum"]

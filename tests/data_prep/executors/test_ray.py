@@ -1,4 +1,4 @@
-"""Ray, with a cluster of two nodes: each a raylet with workers of its own. What is killed is killed by SIGKILL."""
+"""The Ray executor on a cluster of two nodes, each a raylet with its own workers. Processes are killed by SIGKILL."""
 
 from __future__ import annotations
 
@@ -50,27 +50,27 @@ def cluster() -> Iterator[RayCluster]:
             running.shutdown()
 
 
-def test_a_node_that_is_killed_in_the_middle_changes_no_byte_and_loses_nothing(
+def test_a_node_killed_in_the_middle_of_a_task_does_not_change_the_output(
     corpus: Corpus, cluster: RayCluster, tmp_path: Path
 ) -> None:
     node = cluster.add_node()
     job = corpus.start(tmp_path / "tokens", "--executor", "ray", "--address", cluster.address)
-    job.caught(lambda beat: _below(node, beat))
+    job.suspend_worker(lambda heartbeat: _runs_on(node, heartbeat))
     assert re.search(rf"map: \d+ of \d+ tasks finished\n(.*\n)*  \S+:{job.process.pid} map \d+% ", job.status())
     kill_tree(node)
-    code, printed = job.end()
+    code, printed = job.wait()
     assert code == 0, printed
     assert tree(tmp_path / "tokens") == corpus.expected
     assert [path.name for path in tmp_path.iterdir()] == ["tokens"]
 
 
-def test_a_worker_that_hangs_is_overtaken_by_a_second_copy_of_its_task(
+def test_a_task_whose_worker_hangs_is_finished_by_speculative_execution(
     corpus: Corpus, cluster: RayCluster, tmp_path: Path
 ) -> None:
     node = cluster.add_node()
     job = corpus.start(tmp_path / "tokens", "--executor", "ray", "--address", cluster.address)
-    hanging = job.caught(lambda beat: _below(node, beat))
-    code, printed = job.end()
+    hanging = job.suspend_worker(lambda heartbeat: _runs_on(node, heartbeat))
+    code, printed = job.wait()
     assert code == 0, printed
     assert tree(tmp_path / "tokens") == corpus.expected
     hanging.wait(timeout=30)  # Ray ends it with the job
@@ -78,30 +78,30 @@ def test_a_worker_that_hangs_is_overtaken_by_a_second_copy_of_its_task(
     kill_tree(node)
 
 
-def test_a_task_whose_worker_is_killed_each_time_ends_the_job_with_a_message(
+def test_a_task_whose_worker_is_killed_in_every_attempt_ends_the_job_with_a_message(
     corpus: Corpus, cluster: RayCluster, tmp_path: Path
 ) -> None:
-    """As when memory runs out: another attempt would end like the last."""
+    """As when memory runs out: every retry would fail in the same way."""
     job = corpus.start(tmp_path / "tokens", "--executor", "ray", "--address", cluster.address)
     attempts = set()
     while job.process.poll() is None:
         with suppress(psutil.NoSuchProcess, AssertionError):
-            worker = job.caught(lambda beat: beat.task == "map task 3" and beat.pid not in attempts)
+            worker = job.suspend_worker(lambda h: h.task == "map task 3" and h.pid not in attempts)
             worker.kill()
             attempts.add(worker.pid)
-    code, printed = job.end()
+    code, printed = job.wait()
     assert code == 2, printed
     assert len(attempts) == 5
     assert "error: map task 3 did not come back from its workers" in printed
 
 
-def test_an_error_of_a_task_is_one_message_and_no_stack_trace(
+def test_a_task_error_is_printed_as_one_message_without_a_stack_trace(
     corpus: Corpus, cluster: RayCluster, tmp_path: Path
 ) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_bytes((corpus.directory / "library.jsonl").read_bytes() + b"no json\n")
     options = ["--executor", "ray", "--address", cluster.address, "--set", f"sources.0.path={bad}"]
-    code, printed = corpus.start(tmp_path / "tokens", *options).end()
+    code, printed = corpus.start(tmp_path / "tokens", *options).wait()
     assert code == 2
     assert printed.count("error: ") == 1
     assert "bad.jsonl" in printed
@@ -109,5 +109,5 @@ def test_an_error_of_a_task_is_one_message_and_no_stack_trace(
     assert "ray" not in printed.split("error: ")[1]
 
 
-def _below(node: psutil.Process, beat: TaskHeartbeat) -> bool:
-    return any(beat.pid == child.pid for child in node.children(recursive=True))
+def _runs_on(node: psutil.Process, heartbeat: TaskHeartbeat) -> bool:
+    return any(heartbeat.pid == child.pid for child in node.children(recursive=True))

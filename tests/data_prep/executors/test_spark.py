@@ -1,4 +1,4 @@
-"""Spark, with a standalone cluster of two workers. What is killed is killed by SIGKILL."""
+"""The Spark executor on a standalone cluster of two workers. Processes are killed by SIGKILL."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pyspark = pytest.importorskip("pyspark", reason='needs Spark: pip install "headr
 pytestmark = pytest.mark.skipif(shutil.which("java") is None, reason="needs Java 17 (Debian: openjdk-17-jre-headless)")
 
 HERE = "127.0.0.1"
-# quick to start, small, and deaf to what the machine's user has set
+# quick to start, small, and independent of the user's Spark settings
 ENV = {
     "SPARK_LOCAL_IP": HERE,
     "SPARK_DAEMON_MEMORY": "256m",
@@ -54,7 +54,7 @@ def standalone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standalone]
     master = _daemon(directory, "master")
     processes = [master]
     try:
-        address = _said(directory / "master.log", r"Starting Spark master at (spark://\S+)")
+        address = _wait_for_line(directory / "master.log", r"Starting Spark master at (spark://\S+)")
         size = ("--cores", "1", "--memory", "512m")
         processes += [_daemon(directory, "worker", *size, address) for _ in range(2)]
         yield Standalone(address, processes[1:])
@@ -63,7 +63,7 @@ def standalone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standalone]
             kill_tree(process)
 
 
-def _said(log: Path, pattern: str) -> str:
+def _wait_for_line(log: Path, pattern: str) -> str:
     deadline = time.monotonic() + 60
     while not (found := re.search(pattern, log.read_text())):
         assert time.monotonic() < deadline, log.read_text()
@@ -71,26 +71,26 @@ def _said(log: Path, pattern: str) -> str:
     return found[1]
 
 
-def test_a_worker_that_is_killed_in_the_middle_changes_no_byte_and_loses_nothing(
+def test_a_worker_killed_in_the_middle_of_a_task_does_not_change_the_output(
     corpus: Corpus, standalone: Standalone, tmp_path: Path
 ) -> None:
     options = ["--executor", "spark", "--address", standalone.master]
     job = corpus.start(tmp_path / "tokens", *options, env=ENV | {"PYSPARK_SUBMIT_ARGS": SETTINGS})
-    caught = job.caught()
+    suspended = job.suspend_worker()
     assert re.search(rf"map: \d+ of \d+ tasks finished\n(.*\n)*  \S+:{job.process.pid} map \d+% ", job.status())
-    (machine,) = (worker for worker in standalone.workers if caught in worker.children(recursive=True))
+    (machine,) = (worker for worker in standalone.workers if suspended in worker.children(recursive=True))
     kill_tree(machine)
-    code, printed = job.end()
+    code, printed = job.wait()
     assert code == 0, printed
     assert tree(tmp_path / "tokens") == corpus.expected
     assert [path.name for path in tmp_path.iterdir()] == ["tokens"]
 
 
-def test_an_error_of_a_task_is_one_message_and_no_stack_trace(corpus: Corpus, tmp_path: Path) -> None:
+def test_a_task_error_is_printed_as_one_message_without_a_stack_trace(corpus: Corpus, tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_bytes((corpus.directory / "library.jsonl").read_bytes() + b"no json\n")
     options = ["--executor", "spark", "--workers", "2", "--set", f"sources.0.path={bad}"]
-    code, printed = corpus.start(tmp_path / "tokens", *options, env=ENV).end()
+    code, printed = corpus.start(tmp_path / "tokens", *options, env=ENV).wait()
     assert code == 2
     assert printed.count("error: ") == 1
     assert "bad.jsonl" in printed
