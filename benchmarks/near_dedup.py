@@ -1,10 +1,10 @@
-"""Near-duplicates: what is found, what is dropped by mistake, and what it costs, beside the peers.
+"""Near-duplicate detection: recall, precision and CPU time, compared with other libraries.
 
     python -m benchmarks.near_dedup CORPUS.jsonl TOKENIZER.json [--megabytes 40] [--plants 2000] [--peers PYTHON]
 
-Takes real documents, plants edited copies of some of them (words replaced, left out or added, lines in another order,
-text cut off, another text before or after), and has every contestant look for copies with 14 bands of 8 hashes. Truth
-is the exact Jaccard similarity of 5-grams of words, without case and punctuation, which is what datatrove compares.
+Adds edited duplicates of some real documents (words replaced, left out or added, lines in another order, text cut off,
+another text before or after) and runs every implementation with 14 bands of 8 hashes. The ground truth is the exact
+Jaccard similarity of 5-grams of words, without case and punctuation, which is what datatrove compares.
 
 - recall: the share of planted pairs of which one was dropped, by similarity;
 - precision: the share of dropped documents that have a similarity of 0.5 or more with some document of their component;
@@ -37,7 +37,7 @@ import xxhash
 from data_prep import hashing
 from data_prep.config.dedup import DedupSection, NearSection
 from data_prep.dedup import components, document_tasks, minhash, words
-from data_prep.dedup.pairs import PAIRS
+from data_prep.dedup.table import PAIRS
 
 SHARDS = 4
 PEERS = ("datatrove", "datatrove_whitespace", "datasketch", "rensa", "rensa_tokens")
@@ -48,7 +48,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Corpus:
-    """`texts` in input order; `plants`: (original, copy, kind of edit), numbers of texts."""
+    """`texts` in input order; `plants`: (index of the original, index of its edited duplicate, kind of edit)."""
 
     texts: list[str]
     plants: list[tuple[int, int, str]]
@@ -60,7 +60,10 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Found:
-    """labels: int64[documents], equal where connected; dropped: bool[documents]; seconds of CPU time by stage."""
+    """Result of one implementation.
+
+    labels: int64[documents], equal where connected; dropped: bool[documents]; seconds of CPU time by stage.
+    """
 
     labels: Array
     dropped: Array
@@ -68,20 +71,20 @@ class Found:
 
 
 def main() -> None:
-    """Prints the tables in Markdown."""
+    """Runs the benchmark and prints the tables in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("corpus", type=Path)
     parser.add_argument("tokenizer")
     parser.add_argument("--megabytes", type=float, default=40)
     parser.add_argument("--plants", type=int, default=2000)
-    parser.add_argument("--peers", help="a Python that has the peers")
-    parser.add_argument("--only", default=",".join(PEERS), help="which peers, by comma")
+    parser.add_argument("--peers", help="an interpreter with the other libraries")
+    parser.add_argument("--only", default=",".join(PEERS), help="which of them, separated by commas")
     arguments = parser.parse_args()
     corpus = make_corpus(arguments.corpus, arguments.megabytes, arguments.plants)
     found: dict[str, Found] = {}
     with tempfile.TemporaryDirectory() as work:
         ids, offsets = tokenise(corpus.texts, arguments.tokenizer)
-        classes = words.tokenizer_classes(Path(arguments.tokenizer))
+        classes = words.tokenizer_token_classes(Path(arguments.tokenizer))
         for ngram, of in ((5, "words"), (4, "words"), (6, "words"), (5, "tokens"), (8, "tokens")):
             section, table = NearSection(ngram=ngram), classes if of == "words" else None
             name = f"ours, {ngram}-grams of {of}" + ", the default" * (section == NearSection() and table is not None)
@@ -97,7 +100,7 @@ def main() -> None:
 
 
 def make_corpus(path: Path, megabytes: float, plants: int) -> Corpus:
-    """Documents of a corpus of {"text"} lines, and edited copies after them."""
+    """Documents of a corpus of {"text"} lines, followed by the edited duplicates."""
     rng, texts, size = random.Random(0), [], 0
     with path.open(encoding="utf-8") as file:
         for line in file:
@@ -157,13 +160,13 @@ EDITS: dict[str, Callable[[str, str, float, random.Random], str]] = {
 
 
 class Grams:
-    """Exact similarity of documents, by sets of 5-grams of words."""
+    """Exact Jaccard similarity of documents, from sets of 5-grams of words."""
 
     def __init__(self, texts: list[str]) -> None:
         self._texts, self._sets = texts, dict[int, Array]()
 
     def similarity(self, one: int, other: int) -> float:
-        """Jaccard: of the n-grams that any of the two has, the share that both have."""
+        """Jaccard similarity: the n-grams that both have, over those that any of the two has."""
         a, b = self._set(one), self._set(other)
         both = len(np.intersect1d(a, b, assume_unique=True))
         return both / max(1, len(a) + len(b) - both)
@@ -185,39 +188,39 @@ def tokenise(texts: list[str], tokenizer: str) -> tuple[Array, Array]:
 
 
 def batches(offsets: Array) -> list[tuple[int, int]]:
-    """Documents [first, end) of 256k tokens, as a map task has them."""
+    """Documents [first, end) of batches of 256k tokens, as in a map task."""
     cuts = np.flatnonzero(np.diff(offsets[:-1] // (1 << 18))) + 1
     return list(pairwise([0, *cuts.tolist(), len(offsets) - 1]))
 
 
-def in_batches(sign: Callable[[Array, Array], Array], ids: Array, offsets: Array) -> Array:
-    """What `sign` makes of each batch, as one."""
+def in_batches(compute: Callable[[Array, Array], Array], ids: Array, offsets: Array) -> Array:
+    """The results of `compute` for all batches, concatenated."""
     return np.concatenate(
-        [sign(ids[offsets[a] : offsets[b]], offsets[a : b + 1] - offsets[a]) for a, b in batches(offsets)]
+        [compute(ids[offsets[a] : offsets[b]], offsets[a : b + 1] - offsets[a]) for a, b in batches(offsets)]
     )
 
 
 def ours(ids: Array, offsets: Array, section: NearSection, work: Path, *, classes: Array | None) -> Found:
-    """Signatures and all tasks, with a run per shard; a pair of documents is connected where a task says so."""
+    """Signatures and all tasks of this project, with a run per shard."""
 
-    def sign(ids: Array, offsets: Array) -> Array:
+    def compute_bands(ids: Array, offsets: Array) -> Array:
         if classes is not None:
-            ids, offsets = words.compared(ids, offsets, classes=classes, ngram=section.ngram)
-        return minhash.bands(ids, offsets, section=section)
+            ids, offsets = words.comparable_tokens(ids, offsets, classes=classes, ngram=section.ngram)
+        return minhash.band_hashes(ids, offsets, section=section)
 
     started = time.process_time()
-    bands = in_batches(sign, ids, offsets)
-    signed = time.process_time()
+    bands = in_batches(compute_bands, ids, offsets)
+    computed = time.process_time()
     dropped, labels = run_tasks(bands, work)
-    return Found(labels, dropped, {"signatures": signed - started, "tasks": time.process_time() - signed})
+    return Found(labels, dropped, {"signatures": computed - started, "tasks": time.process_time() - computed})
 
 
 def run_tasks(bands: Array, work: Path) -> tuple[Array, Array]:
-    """dropped and labels; shard n has the documents n, n + SHARDS, ..."""
+    """Runs all deduplication tasks; returns dropped and labels. Shard n has the documents n, n + SHARDS, ..."""
     count, runs = len(bands), [work / f"run{n}" for n in range(SHARDS)]
     for n, run in enumerate(runs):
         run.mkdir(parents=True)
-        document_tasks.write_run(run, rank=np.arange(n, count, SHARDS), bands=bands[n::SHARDS])
+        document_tasks.write_dedup_tables(run, rank=np.arange(n, count, SHARDS), bands=bands[n::SHARDS])
     section = DedupSection(exact=False, near=NearSection(bands=bands.shape[1]))
     each = np.full(SHARDS, -(-count // SHARDS))
     near = document_tasks.pairs_tasks(document_tasks.table_plans(section, runs=runs, documents=each, directory=work)[1])
@@ -227,21 +230,21 @@ def run_tasks(bands: Array, work: Path) -> tuple[Array, Array]:
     made.run(lambda _: None)
     dropped, labels = np.zeros(count, dtype=bool), np.arange(count)
     for n in range(SHARDS):
-        dropped[n::SHARDS] = np.load(components.drops_of(made.directory, n)) != components.KEEP
+        dropped[n::SHARDS] = np.load(components.drops_path(made.directory, n)) != components.KEEP
     for task in near:
         pairs = np.fromfile(task.directory / PAIRS, dtype="<i8").reshape(-1, 2)
         numbers = (pairs & 0xFFFFFFFF) * SHARDS + (pairs >> 32)
-        components.unite(labels, numbers[:, 0], numbers[:, 1])
-    return dropped, components.roots(labels, np.arange(count))
+        components.union_pairs(labels, numbers[:, 0], numbers[:, 1])
+    return dropped, components.find_roots(labels, np.arange(count))
 
 
 def hash_per_slot(ids: Array, offsets: Array, section: NearSection) -> Found:
-    """MinHash as it is usually done, in numpy: every window through a multiply-shift hash per slot."""
+    """The usual MinHash, in numpy: every window through a multiply-shift hash per slot."""
     rng = np.random.default_rng(0)
     odd = rng.integers(0, 1 << 31, size=section.slots, dtype=np.uint32) * np.uint32(2) + np.uint32(1)
     add = rng.integers(0, 1 << 32, size=section.slots, dtype=np.uint32)
 
-    def sign(ids: Array, offsets: Array) -> Array:
+    def compute_bands(ids: Array, offsets: Array) -> Array:
         hashes = minhash.window_hashes(ids + np.uint64(1), ngram=section.ngram)
         upper = (hashes >> np.uint64(32)).astype(np.uint32)
         starts = np.minimum(offsets[:-1], len(upper) - 1)
@@ -250,7 +253,7 @@ def hash_per_slot(ids: Array, offsets: Array, section: NearSection) -> Found:
         return hashing.mix((rows * np.uint64(minhash.BASE) ** np.arange(section.rows, dtype=np.uint64)).sum(axis=2))
 
     started = time.process_time()
-    bands = in_batches(sign, ids, offsets)
+    bands = in_batches(compute_bands, ids, offsets)
     took = time.process_time() - started
     with tempfile.TemporaryDirectory() as work:
         dropped, labels = run_tasks(bands, Path(work))
@@ -258,7 +261,7 @@ def hash_per_slot(ids: Array, offsets: Array, section: NearSection) -> Found:
 
 
 def write_shards(texts: list[str], ids: Array, offsets: Array, work: Path) -> None:
-    """The peers' input: shards of texts, and hashes of windows of 5 tokens."""
+    """Writes the input of the other libraries: shards of texts, and hashes of windows of 5 tokens."""
     (work / "shards").mkdir()
     for n in range(SHARDS):
         with (work / "shards" / f"{n:05d}.jsonl").open("w", encoding="utf-8") as file:
@@ -269,7 +272,7 @@ def write_shards(texts: list[str], ids: Array, offsets: Array, work: Path) -> No
 
 
 def peer(python: str, name: str, work: Path) -> Found:
-    """Runs a peer; what it says of the shards' documents, in the corpus's order."""
+    """Runs another library; returns its result in the order of the corpus."""
     subprocess.run(
         [python, Path(__file__).with_name("near_dedup_peers.py"), name, work],
         check=True,
@@ -285,7 +288,7 @@ def peer(python: str, name: str, work: Path) -> Found:
 
 
 def report_recall(corpus: Corpus, grams: Grams, found: dict[str, Found]) -> None:
-    """Recall by similarity, and by kind of edit from 0.7 up, where 14 x 8 begins to find most."""
+    """Recall by similarity, and by kind of edit from 0.7 up, where 14 bands of 8 rows begin to find most pairs."""
     truth = np.array([grams.similarity(a, b) for a, b, _ in corpus.plants])
     hits = {name: np.array([f.dropped[a] or f.dropped[b] for a, b, _ in corpus.plants]) for name, f in found.items()}
     theory = 1 - (1 - truth**8) ** 14
@@ -297,7 +300,7 @@ def report_recall(corpus: Corpus, grams: Grams, found: dict[str, Found]) -> None
 
 
 def print_table(title: str, columns: dict[str, Array], rows: dict[str, Array]) -> None:
-    """One row for each of `rows`, the mean over each column's choice."""
+    """One row for each of `rows`: the mean of its values over the selection of each column."""
     print(f"\n| {title} | " + " | ".join(f"{name} ({int(chosen.sum())})" for name, chosen in columns.items()) + " |")
     print("|---" * (len(columns) + 1) + "|")
     for name, values in rows.items():
@@ -307,17 +310,17 @@ def print_table(title: str, columns: dict[str, Array], rows: dict[str, Array]) -
 def report_cost(corpus: Corpus, grams: Grams, found: dict[str, Found], *, tokens: int) -> None:
     """Precision and speed."""
     print(f"\n{len(corpus.texts)} documents, {corpus.megabytes:.1f} MB, {tokens / 1e6:.1f}M tokens\n")
-    print("| contestant | dropped | precision | signatures, MB/s | all of it, MB/s | CPU seconds |")
+    print("| implementation | dropped | precision | signatures, MB/s | total, MB/s | CPU seconds |")
     print("|---|---|---|---|---|---|")
     for name, f in found.items():
-        whole = "" if len(f.seconds) == 1 else f"{corpus.megabytes / sum(f.seconds.values()):.1f}"
-        speed = f"{corpus.megabytes / f.seconds['signatures']:.1f} | {whole}"
+        total = "" if len(f.seconds) == 1 else f"{corpus.megabytes / sum(f.seconds.values()):.1f}"
+        speed = f"{corpus.megabytes / f.seconds['signatures']:.1f} | {total}"
         seconds = ", ".join(f"{stage} {took:.2f}" for stage, took in f.seconds.items())
         print(f"| {name} | {f.dropped.sum()} | {precision(f, grams):.4f} | {speed} | {seconds} |")
 
 
 def precision(found: Found, grams: Grams) -> float:
-    """Of the dropped documents, the share that is similar to another of its component."""
+    """The share of dropped documents that are similar to another document of their component."""
     members = defaultdict(list)
     for number, label in enumerate(found.labels.tolist()):
         members[label].append(number)

@@ -1,4 +1,4 @@
-"""The peers of `near_dedup.py`, in a Python of their own: datatrove's four MinHash stages, datasketch, and rensa.
+"""Near-duplicate detection of datatrove, datasketch and rensa, for `near_dedup.py`, run by their own interpreter.
 
     PYTHON benchmarks/near_dedup_peers.py NAME DIRECTORY
 
@@ -23,19 +23,19 @@ Found = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], dict[str, float]]
 
 
 def main() -> None:
-    """Runs one peer."""
+    """Runs one implementation."""
     name, directory = sys.argv[1], Path(sys.argv[2])
     labels, dropped, seconds = PEERS[name](directory)
     np.savez(directory / f"{name}.npz", labels=labels, dropped=dropped, **seconds)
 
 
 def datatrove(directory: Path) -> Found:
-    """Its stages as its example has them, one task per shard, one worker, its English word tokenizer."""
+    """The four MinHash stages of datatrove's example, one task per shard, one worker, its English word tokenizer."""
     return _datatrove(directory, "eng", work=directory / "datatrove")
 
 
 def datatrove_whitespace(directory: Path) -> Found:
-    """The same with words cut at blanks, which is not its default and faster."""
+    """The same with words split at white space, which is faster and not its default."""
     from datatrove.utils.word_tokenizers import WordTokenizer  # type: ignore[import-not-found]  # noqa: PLC0415
 
     class Whitespace(WordTokenizer):
@@ -52,29 +52,29 @@ def datatrove_whitespace(directory: Path) -> Found:
 
 
 def datasketch(directory: Path) -> Found:
-    """MinHash of word n-grams, 112 permutations; the bands by hand, for the same groups as ours."""
+    """MinHash of word n-grams, 112 permutations; the bands are grouped as in this project."""
     from datasketch import MinHash  # type: ignore[import-not-found]  # noqa: PLC0415
 
-    def sign(texts: list[str]) -> np.ndarray[Any, Any]:
+    def compute_signatures(texts: list[str]) -> np.ndarray[Any, Any]:
         grams = [[" ".join(gram).encode() for gram in _grams(text)] for text in texts]
         return np.stack([m.digest() for m in MinHash.generator(grams, num_perm=BANDS * ROWS)]).astype(np.uint32)
 
-    return _by_minima(directory, sign)
+    return _by_minima(directory, compute_signatures)
 
 
 def rensa(directory: Path) -> Found:
-    """RMinHash of word n-grams, hashed by it as well."""
+    """RMinHash of word n-grams, including their hashing."""
     from rensa import RMinHash  # type: ignore[import-not-found]  # noqa: PLC0415
 
-    def sign(texts: list[str]) -> np.ndarray[Any, Any]:
+    def compute_signatures(texts: list[str]) -> np.ndarray[Any, Any]:
         grams = [[" ".join(gram) for gram in _grams(text)] for text in texts]
         return np.array(RMinHash.digest_matrix_from_token_sets(grams, BANDS * ROWS, 42).to_rows(), dtype=np.uint32)
 
-    return _by_minima(directory, sign)
+    return _by_minima(directory, compute_signatures)
 
 
 def rensa_tokens(directory: Path) -> Found:
-    """RMinHash of hashes of token n-grams that were made before (`windows.npz`): its flat digest alone."""
+    """RMinHash of precomputed hashes of token n-grams (`windows.npz`): only its flat digest is timed."""
     from rensa import RMinHash  # type: ignore[import-not-found]  # noqa: PLC0415
 
     made = np.load(directory / "windows.npz")
@@ -122,7 +122,7 @@ def _datatrove(directory: Path, words: Any, *, work: Path) -> Found:
 
 
 def _read_clusters(folder: Path, counts: list[int]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """labels and dropped, from the files of its third stage."""
+    """labels and dropped, from the files of datatrove's third stage."""
     starts = np.cumsum([0, *counts])
     labels, dropped = -1 - np.arange(starts[-1]), np.zeros(starts[-1], dtype=bool)
     for path in folder.iterdir():
@@ -135,16 +135,16 @@ def _read_clusters(folder: Path, counts: list[int]) -> tuple[np.ndarray[Any, Any
     return labels, dropped
 
 
-def _by_minima(directory: Path, sign: Callable[[list[str]], np.ndarray[Any, Any]]) -> Found:
+def _by_minima(directory: Path, compute: Callable[[list[str]], np.ndarray[Any, Any]]) -> Found:
     texts = [text for shard in sorted((directory / "shards").glob("*.jsonl")) for text in _texts(shard)]
     started = time.process_time()
-    minima = np.concatenate([sign(texts[i : i + 256]) for i in range(0, len(texts), 256)])
+    minima = np.concatenate([compute(texts[i : i + 256]) for i in range(0, len(texts), 256)])
     took = time.process_time() - started
     return *_connect(minima), {"signatures": took}
 
 
 def _connect(minima: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """labels and dropped of documents with equal bands; the smallest number stays."""
+    """labels and dropped for documents with equal bands; the smallest number of a component is kept."""
     labels = np.arange(len(minima))
     groups = [_first_of_group(minima[:, ROWS * b : ROWS * (b + 1)]) for b in range(BANDS)]
     while True:

@@ -1,8 +1,8 @@
-"""Connected components: from pairs of copies to what is dropped.
+"""Connected components of the candidate pairs: decides which exact and near duplicates are dropped.
 
-Documents that are connected by pairs, over any number of steps, are copies of one another; the one of the smallest rank
-stays. It is the only task of deduplication whose memory grows with the input: 60 MB, and 22 bytes for each
-document that has a pair.
+Documents connected by pairs, over any number of steps, are duplicates of each other; the one of the smallest rank is
+kept. This is the only deduplication task whose memory grows with the input: 60 MB, and 22 bytes for each document that
+is in a pair.
 """
 
 from __future__ import annotations
@@ -17,19 +17,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.dedup.document_tasks import RANK
-from data_prep.dedup.pairs import PAIRS
-from data_prep.dedup.table import Numbers, distinct, of_run, run_and_index
+from data_prep.dedup.table import PAIRS, Numbers, run_and_index, run_slice, sorted_unique
 from data_prep.task import Counts, DirectoryTask, Report
 
-KEEP, EXACT_COPY, NEAR_COPY = 0, 1, 2
+KEEP, EXACT_DUPLICATE, NEAR_DUPLICATE = 0, 1, 2
 _CHUNK = 1 << 18  # pairs at a time: 4 MiB
 
 
 @dataclass(frozen=True)
 class ComponentsTask(DirectoryTask):
-    """Writes which documents are dropped, and why: for each run `drops_of(directory, run)`, uint8[documents], with
-    `KEEP`, `EXACT_COPY` or `NEAR_COPY`. `exact` and `near` are directories with pairs; `runs` is what they number.
-    The marker counts `exact` and `near` copies."""
+    """Computes the connected components of all pairs and writes the decision for each document.
+
+    For each run it writes `drops_path(directory, run)`, uint8[documents], with `KEEP`, `EXACT_DUPLICATE` or
+    `NEAR_DUPLICATE`. The marker counts the `exact` and `near` duplicates.
+
+    Args:
+        exact, near: directories with pairs of exact and of near duplicates.
+        runs: the runs' directories, in the order that numbers the documents of the pairs.
+    """
 
     exact: tuple[Path, ...]
     near: tuple[Path, ...]
@@ -38,56 +43,57 @@ class ComponentsTask(DirectoryTask):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """See `Task.name`."""
         return "dedup components"
 
     def _work(self, scratch: Path, report: Report) -> dict[str, Any]:
-        numbers, reasons = self._decide()
+        numbers, reasons = self._find_duplicates()
         for run, directory in enumerate(self.runs):
-            here = of_run(numbers, run)
+            of_run = run_slice(numbers, run)
             drops = np.full(len(np.load(directory / RANK, mmap_mode="r")), KEEP, dtype=np.uint8)
-            drops[run_and_index(numbers[here])[1]] = reasons[here]
-            np.save(drops_of(scratch, run), drops)
-        counted = np.bincount(reasons, minlength=3).tolist()
-        done = {"exact": counted[EXACT_COPY], "near": counted[NEAR_COPY]}
+            drops[run_and_index(numbers[of_run])[1]] = reasons[of_run]
+            np.save(drops_path(scratch, run), drops)
+        counts = np.bincount(reasons, minlength=3).tolist()
+        done = {"exact": counts[EXACT_DUPLICATE], "near": counts[NEAR_DUPLICATE]}
         report(Counts(dropped=Counter({f"{kind} copy": count for kind, count in done.items()})))
         return done
 
-    def _decide(self) -> tuple[Numbers, NDArray[np.uint8]]:
-        numbers = _numbers([*self.exact, *self.near])
-        place = _places(_ranks_of(numbers, self.runs))
+    def _find_duplicates(self) -> tuple[Numbers, NDArray[np.uint8]]:
+        """The numbers of all documents in a pair, ascending, and the decision for each."""
+        numbers = _paired_numbers([*self.exact, *self.near])
+        position = _positions(_ranks_of(numbers, self.runs))
         parents = np.arange(len(numbers))
         for directory in self.exact:
-            _unite_all(directory, parents, numbers, place)
-        reasons = np.where(_is_root(parents), KEEP, EXACT_COPY).astype(np.uint8)
+            _union_all(directory, parents, numbers, position)
+        reasons = np.where(_is_root(parents), KEEP, EXACT_DUPLICATE).astype(np.uint8)
         for directory in self.near:
-            _unite_all(directory, parents, numbers, place)
-        reasons[~_is_root(parents) & (reasons == KEEP)] = NEAR_COPY
-        return numbers, reasons[place]
+            _union_all(directory, parents, numbers, position)
+        reasons[~_is_root(parents) & (reasons == KEEP)] = NEAR_DUPLICATE
+        return numbers, reasons[position]
 
 
-def drops_of(directory: Path, run: int) -> Path:
-    """Where a finished `ComponentsTask` has what it says of a run's documents."""
+def drops_path(directory: Path, run: int) -> Path:
+    """The file in which a finished `ComponentsTask` has the decisions for the documents of a run."""
     return directory / f"run-{run:06d}.npy"
 
 
-def unite(parents: NDArray[np.int64], first: NDArray[np.int64], second: NDArray[np.int64]) -> None:
-    """Connects items `first[i]` and `second[i]`, for all i, in place.
+def union_pairs(parents: NDArray[np.int64], first: NDArray[np.int64], second: NDArray[np.int64]) -> None:
+    """Union-find: unites the trees of items `first[i]` and `second[i]`, for all i, in place.
 
     `parents`, int64[items], is a forest in which no item has a parent greater than itself, so the root of a tree is
-    its smallest item. Every round hangs each greater root of a pair below the smallest that it is paired with: what
-    has to be joined at least halves.
+    its smallest item. Every round attaches each greater root of a pair to the smallest root that it is paired with:
+    the number of trees left to unite at least halves.
     """
     while len(first):
-        first, second = roots(parents, first), roots(parents, second)
+        first, second = find_roots(parents, first), find_roots(parents, second)
         apart = first != second
         low, high = np.minimum(first, second)[apart], np.maximum(first, second)[apart]
         np.minimum.at(parents, high, low)
         first, second = low, high
 
 
-def roots(parents: NDArray[np.int64], items: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The root of each item's tree; the items are hung directly below them."""
+def find_roots(parents: NDArray[np.int64], items: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The root of each item's tree; the items are attached directly to it (path compression)."""
     found = parents[items]
     while True:
         above = parents[found]
@@ -97,53 +103,53 @@ def roots(parents: NDArray[np.int64], items: NDArray[np.int64]) -> NDArray[np.in
         found = above
 
 
-def _pairs(directory: Path) -> Iterator[NDArray[np.int64]]:
-    """Yields int64[pairs, 2]."""
+def _read_pairs(directory: Path) -> Iterator[NDArray[np.int64]]:
+    """Yields int64[pairs, 2], up to `_CHUNK` pairs at a time."""
     with (directory / PAIRS).open("rb") as file:
         while len(pairs := np.fromfile(file, dtype="<i8", count=2 * _CHUNK)):
             yield pairs.astype(np.int64, copy=False).reshape(-1, 2)
 
 
-def _numbers(directories: Sequence[Path]) -> Numbers:
-    """The numbers in any pair, ascending, each once. What is new is gathered until it is as much as there is."""
-    known, fresh, held = np.empty(0, dtype=np.int64), [np.empty(0, dtype=np.int64)], 0
+def _paired_numbers(directories: Sequence[Path]) -> Numbers:
+    """The numbers in any pair, ascending, each once. New ones are merged once they are a quarter of the known ones."""
+    known, fresh, pending = np.empty(0, dtype=np.int64), [np.empty(0, dtype=np.int64)], 0
     for directory in directories:
-        for pairs in _pairs(directory):
-            fresh.append(distinct(pairs.reshape(-1)))
-            held += len(fresh[-1])
-            if held > len(known) // 4:
-                known, fresh, held = distinct(np.concatenate([known, *fresh])), [], 0
-    return distinct(np.concatenate([known, *fresh]))
+        for pairs in _read_pairs(directory):
+            fresh.append(sorted_unique(pairs.reshape(-1)))
+            pending += len(fresh[-1])
+            if pending > len(known) // 4:
+                known, fresh, pending = sorted_unique(np.concatenate([known, *fresh])), [], 0
+    return sorted_unique(np.concatenate([known, *fresh]))
 
 
 def _ranks_of(numbers: Numbers, runs: Sequence[Path]) -> NDArray[np.int64]:
     found = np.empty(len(numbers), dtype=np.int64)
     for run, directory in enumerate(runs):
-        here = of_run(numbers, run)
-        if here.start < here.stop:
-            found[here] = np.load(directory / RANK, mmap_mode="r")[run_and_index(numbers[here])[1]]
+        of_run = run_slice(numbers, run)
+        if of_run.start < of_run.stop:
+            found[of_run] = np.load(directory / RANK, mmap_mode="r")[run_and_index(numbers[of_run])[1]]
     return found
 
 
-def _places(ranks: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The place of each in the order of ranks."""
+def _positions(ranks: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The position of each rank in ascending order."""
     order = np.argsort(ranks, kind="stable")
     ranks.sort()
     assert (ranks[1:] > ranks[:-1]).all(), "two documents of one rank"
     del ranks
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order))
-    return place
+    position = np.empty_like(order)
+    position[order] = np.arange(len(order))
+    return position
 
 
-def _unite_all(directory: Path, parents: NDArray[np.int64], numbers: Numbers, place: NDArray[np.int64]) -> None:
-    for pairs in _pairs(directory):
-        ends = place[_find(numbers, pairs.reshape(-1))].reshape(-1, 2)
-        unite(parents, ends[:, 0], ends[:, 1])
+def _union_all(directory: Path, parents: NDArray[np.int64], numbers: Numbers, position: NDArray[np.int64]) -> None:
+    for pairs in _read_pairs(directory):
+        ends = position[_index_of(numbers, pairs.reshape(-1))].reshape(-1, 2)
+        union_pairs(parents, ends[:, 0], ends[:, 1])
 
 
-def _find(numbers: Numbers, wanted: Numbers) -> NDArray[np.intp]:
-    """Where each is in ascending numbers. In order they are found ten times as fast."""
+def _index_of(numbers: Numbers, wanted: Numbers) -> NDArray[np.intp]:
+    """The index of each wanted number in ascending numbers. Searching in ascending order is ten times as fast."""
     order = np.argsort(wanted)
     found = np.empty_like(order)
     found[order] = np.searchsorted(numbers, wanted[order])

@@ -1,10 +1,10 @@
-"""What a run of the job keeps of its documents for deduplication, and how pairs of copies are found in it.
+"""Document deduplication: the tables that each sorted run writes, and the tasks that find candidate pairs in them.
 
     exact.*.npy  a `table` of the texts' 128-bit hashes: one row, of two words
-    near.*.npy   a `table` of the band hashes: a row per band
-    rank.npy     int64[documents]: of copies, the one of the smallest rank in the whole job stays
+    near.*.npy   a `table` of the LSH band hashes: a row per band
+    rank.npy     int64[documents]: of duplicates, the one of the smallest rank in the whole job is kept
 
-A pairs task takes one row and one range of hashes over all runs and writes the pairs of documents with equal hashes.
+A pairs task reads one row and one range of hashes of all runs and writes the pairs of documents with equal hashes.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ import numpy as np
 
 from data_prep.config.dedup import DedupSection
 from data_prep.dedup.merge_tasks import TablePlan, Tables
-from data_prep.dedup.pairs import PAIRS, write_pairs
-from data_prep.dedup.table import Hashes, Numbers, Range, write_table
+from data_prep.dedup.table import PAIRS, Hashes, Numbers, Range, write_pairs, write_table
 from data_prep.task import Counts, DirectoryTask, Report
 
 EXACT, NEAR, RANK = "exact", "near", "rank.npy"
 
 
-def write_run(directory: Path, *, rank: Numbers, hashes: Hashes | None = None, bands: Hashes | None = None) -> None:
-    """Writes a run's part of deduplication into its directory.
+def write_dedup_tables(
+    directory: Path, *, rank: Numbers, hashes: Hashes | None = None, bands: Hashes | None = None
+) -> None:
+    """Writes a run's ranks and tables for deduplication into its directory.
 
     Args:
-        directory: where the run is being written.
-        rank: int64[documents], in the order of the run's documents, as all that follows.
-        hashes: uint64[documents, 2], 128 bits of each text; None without exact deduplication.
-        bands: uint64[documents, bands], see `minhash.bands`; None without near deduplication.
+        directory: the directory of the run.
+        rank: int64[documents], in the order of the run's documents, as the following.
+        hashes: uint64[documents, 2], the 128-bit hash of each text; None without exact deduplication.
+        bands: uint64[documents, bands], see `minhash.band_hashes`; None without near deduplication.
     """
     np.save(directory / RANK, rank)
     if hashes is not None:
@@ -45,7 +46,7 @@ def write_run(directory: Path, *, rank: Numbers, hashes: Hashes | None = None, b
 class PairsTask(DirectoryTask):
     """Finds the documents that share a hash of `row` within a range, in all tables; writes `directory/pairs.bin`.
 
-    Its memory is that of a range (see `table.MEMORY`) and of one table's piece of it.
+    Memory: a range of all tables (see `table.MEMORY`), and one table's slice of it.
     """
 
     tables: Tables
@@ -55,12 +56,12 @@ class PairsTask(DirectoryTask):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """See `Task.name`."""
         return f"dedup task {self.directory.name}"
 
     def _work(self, scratch: Path, report: Report) -> dict[str, Any]:
         with (scratch / PAIRS).open("wb") as file:
-            found, _ = write_pairs(self.tables.pieces(row=self.row, within=self.within), file)
+            found, _ = write_pairs(self.tables.slices(row=self.row, within=self.within), file)
         report(Counts())
         return {"pairs": found}
 
@@ -68,12 +69,15 @@ class PairsTask(DirectoryTask):
 def table_plans(
     section: DedupSection, *, runs: Sequence[Path], documents: Numbers, directory: Path
 ) -> tuple[list[TablePlan], list[TablePlan]]:
-    """How the tables for exact and for near duplicates in `runs` are read.
+    """The plans that read the tables of exact and of near duplicates.
 
     Args:
         runs: the runs' directories; their order numbers them, and does not change what is dropped.
-        documents: int64[runs], about how many each has.
-        directory: for the tasks' own ones.
+        documents: int64[runs], approximate documents of each.
+        directory: the tasks write subdirectories of it.
+
+    Returns:
+        (plans of exact, plans of near duplicates); each has one plan, or none if the section turns it off.
     """
     rest = documents, runs, directory
     exact = [TablePlan(EXACT, 1, *rest)] if section.exact else []
@@ -82,7 +86,7 @@ def table_plans(
 
 
 def pairs_tasks(plans: Sequence[TablePlan]) -> list[PairsTask]:
-    """The tasks that find the copies in some tables, which are there, in subdirectories of the plans' directories."""
+    """The tasks that find the pairs in tables that exist, in subdirectories of the plans' directories."""
     return [
         PairsTask(tables, row, within, plan.directory / f"{plan.name}-{row:03d}-{within.part:05d}")
         for plan, tables, ranges in [(plan, plan.tables, plan.ranges()) for plan in plans]
@@ -91,6 +95,6 @@ def pairs_tasks(plans: Sequence[TablePlan]) -> list[PairsTask]:
     ]
 
 
-def pairs_of(plan: TablePlan) -> list[Path]:
-    """The directories that have the pairs of a plan's tables when all its tasks have finished."""
+def pairs_directories(plan: TablePlan) -> list[Path]:
+    """The directories that contain the pairs of a plan's tables when all its tasks have finished."""
     return [task.directory for task in (*plan.tasks(), *pairs_tasks([plan]))]

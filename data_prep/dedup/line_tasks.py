@@ -1,7 +1,7 @@
-"""The pre-pass of line deduplication: runs of line hashes -> ranges of hashes -> which lines each run drops.
+"""The pre-pass of line deduplication: tables of line hashes -> ranges of hashes -> the lines that each run drops.
 
-A map task's lines are counted through, in the order of its documents; run number and line number together are the order
-of the input. Everything is a `table`, and memory is that of a range.
+The lines of a map task are numbered in the order of its documents (its "run" of lines); run number and line number
+together are the order of the input. All data are `table`s, and memory is that of a range.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ from numpy.typing import NDArray
 
 from data_prep.config.dedup import LinesSection
 from data_prep.dedup.lines import EXEMPT
-from data_prep.dedup.table import Numbers, Range, join_slices, of_run, ranges, read_slice, run_and_index
+from data_prep.dedup.table import Numbers, Range, join_slices, ranges, read_slice, run_and_index, run_slice
 from data_prep.task import Counts, DirectoryTask, Report
 
 _TABLE, _WITHIN, _ACROSS = "lines", "within.bin", "across.bin"
-_HELD = 1 << 20  # lines in memory at once, of 50 bytes or so
+_BLOCK_LINES = 1 << 20  # lines in memory at once, of about 50 bytes each
 
 
-def write_lines(directory: Path, hashes: Iterable[NDArray[np.uint64]]) -> int:
-    """Writes the lines of a map task's documents; returns how many can be compared.
-
-    Memory is that of `_HELD` lines, however many there are.
+def write_line_hashes(directory: Path, hashes: Iterable[NDArray[np.uint64]]) -> int:
+    """Writes the table of the lines of a map task's documents by an external sort, in the memory of `_BLOCK_LINES`.
 
     Args:
-        hashes: `line_hashes` of one document after the other, of several at once.
+        hashes: `line_hashes` of the documents, in order; each array has those of one or more documents.
+
+    Returns:
+        how many lines are compared, that is, are not `EXEMPT`.
     """
     scratch = directory / "sorted"
     scratch.mkdir()
     total, parts = 0, list[Path]()
-    for first, held in _held(hashes):
+    for first, lines in _blocks(hashes):
         parts.append(scratch / f"{len(parts):05d}")
-        total += _write_part(parts[-1], held, first)
+        total += _write_part(parts[-1], lines, first)
     if len(parts) == 1:
         for file in parts[0].iterdir():
             file.rename(directory / file.name)
@@ -48,21 +49,21 @@ def write_lines(directory: Path, hashes: Iterable[NDArray[np.uint64]]) -> int:
     return total
 
 
-def _held(hashes: Iterable[NDArray[np.uint64]]) -> Iterator[tuple[int, NDArray[np.uint64]]]:
-    """The same by about `_HELD` lines, each time with the number of the first."""
-    first, held, count = 0, list[NDArray[np.uint64]](), 0
+def _blocks(hashes: Iterable[NDArray[np.uint64]]) -> Iterator[tuple[int, NDArray[np.uint64]]]:
+    """The same hashes in blocks of about `_BLOCK_LINES`, each with the number of its first line."""
+    first, block, count = 0, list[NDArray[np.uint64]](), 0
     for some in hashes:
-        held.append(some)
+        block.append(some)
         count += len(some)
-        if count >= _HELD:
-            yield first, np.concatenate(held)
-            first, held, count = first + count, [], 0
-    if held:
-        yield first, np.concatenate(held)
+        if count >= _BLOCK_LINES:
+            yield first, np.concatenate(block)
+            first, block, count = first + count, [], 0
+    if block:
+        yield first, np.concatenate(block)
 
 
 def _write_part(directory: Path, lines: NDArray[np.uint64], first: int) -> int:
-    """Writes the table of some neighbouring lines, of which `first` is the first; returns how many can be compared."""
+    """Writes the table of consecutive lines, starting at number `first`; returns how many are compared."""
     assert first + len(lines) <= 1 << 32
     items = np.flatnonzero(lines != EXEMPT)
     items = items[np.argsort(lines[items], kind="stable")]
@@ -73,22 +74,22 @@ def _write_part(directory: Path, lines: NDArray[np.uint64], first: int) -> int:
 
 
 def _merge(parts: Sequence[Path], directory: Path, total: int) -> None:
-    """Makes one table of those of neighbouring parts, a range of hashes at a time."""
-    cuts = max(1, -(-total // _HELD))
+    """Merges the tables of consecutive parts into one, a range of hashes at a time."""
+    cuts = max(1, -(-total // _BLOCK_LINES))
     with (
         _open_array(directory / f"{_TABLE}.hashes.npy", np.dtype("<u8"), (1, 1, total)) as hashes,
         _open_array(directory / f"{_TABLE}.items.npy", np.dtype("<u4"), (1, total)) as items,
     ):
         for cut in range(cuts if parts else 0):
             within = Range(cut, cuts)
-            piece = join_slices([read_slice(0, part, _TABLE, row=0, within=within) for part in parts])
-            hashes.write(piece.hashes.astype("<u8", copy=False).tobytes())
-            items.write(piece.numbers.astype("<u4").tobytes())
+            merged = join_slices([read_slice(0, part, _TABLE, row=0, within=within) for part in parts])
+            hashes.write(merged.hashes.astype("<u8", copy=False).tobytes())
+            items.write(merged.numbers.astype("<u4").tobytes())
 
 
 @contextmanager
 def _open_array(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Iterator[BinaryIO]:
-    """A file for `np.load`, for the elements to be written to in order."""
+    """Opens an .npy file of this shape to which the elements are to be written in order."""
     with path.open("wb") as file:
         header = {"descr": dtype.str, "fortran_order": False, "shape": shape}
         np.lib.format.write_array_header_1_0(file, header)
@@ -96,21 +97,21 @@ def _open_array(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Ite
 
 
 @dataclass(frozen=True)
-class LinesTask(DirectoryTask):
-    """Finds the lines in a range of hashes that come after `copies` equal ones, over all runs in their order.
+class RepeatedLinesTask(DirectoryTask):
+    """Finds the lines in a range of hashes that follow `kept_occurrences` equal lines, over all runs in order.
 
-    Writes their numbers, int64 little-endian, ascending: to `directory/within.bin` those with so many equal ones before
-    them in their own run, which may be most of a corpus and are not kept in memory, and to `across.bin` the rest.
+    Writes their numbers, int64 little-endian, ascending: to `directory/within.bin` those that follow so many equal
+    lines of their own run, which may be most of a corpus and are not kept in memory, and to `across.bin` the rest.
     """
 
-    copies: int
+    kept_occurrences: int
     within: Range
     runs: tuple[Path, ...]
     directory: Path
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """See `Task.name`."""
         return f"dedup task {self.directory.name}"
 
     def _work(self, scratch: Path, report: Report) -> dict[str, Any]:
@@ -122,35 +123,43 @@ class LinesTask(DirectoryTask):
     def _find(self, within: BinaryIO, across: BinaryIO) -> int:
         found, kept = 0, []
         for number, directory in enumerate(self.runs):
-            piece = read_slice(number, directory, _TABLE, row=0, within=self.within)
-            over = piece.repeats(back=self.copies)
-            found += _write(within, piece.numbers[over])
-            kept.append(piece.take(~over))  # at most `copies` of a run, so a line that is everywhere stays small
-        whole = join_slices(kept)
-        return found + _write(across, whole.numbers[whole.repeats(back=self.copies)])
+            lines = read_slice(number, directory, _TABLE, row=0, within=self.within)
+            repeated = lines.repeats(back=self.kept_occurrences)
+            found += _write(within, lines.numbers[repeated])
+            kept.append(lines.take(~repeated))  # at most `kept_occurrences` of each hash and run: memory stays small
+        merged = join_slices(kept)
+        return found + _write(across, merged.numbers[merged.repeats(back=self.kept_occurrences)])
 
 
-def lines_tasks(section: LinesSection, *, runs: Sequence[Path], lines: int, directory: Path) -> list[LinesTask]:
-    """The tasks for `lines` lines that can be compared, in `runs`, whose order is that of the input."""
+def repeated_lines_tasks(
+    section: LinesSection, *, runs: Sequence[Path], lines: int, directory: Path
+) -> list[RepeatedLinesTask]:
+    """The tasks that find repeated lines.
+
+    Args:
+        runs: the directories of `write_line_hashes`, in the order of the input.
+        lines: how many lines of all runs are compared.
+        directory: the tasks write subdirectories of it.
+    """
     return [
-        LinesTask(section.copies, within, tuple(runs), directory / f"lines-{within.part:05d}")
+        RepeatedLinesTask(section.copies, within, tuple(runs), directory / f"lines-{within.part:05d}")
         for within in ranges(lines)
     ]
 
 
 class DroppedLines:
-    """What one run drops, handed out document by document in the order in which its lines were hashed."""
+    """The lines that one run drops, read document by document in the order in which its lines were hashed."""
 
     def __init__(self, tasks: Sequence[Path], *, run: int) -> None:
-        """`tasks`: the directories of all `LinesTask`s, finished."""
+        """`tasks`: the directories of all `RepeatedLinesTask`s, finished."""
         files = [directory / name for directory in tasks for name in (_WITHIN, _ACROSS)]
-        self._lines = np.sort(np.concatenate([_of_run(file, run) for file in files]))
-        self._line = 0
+        self._lines = np.sort(np.concatenate([_lines_of_run(file, run) for file in files]))
+        self._next_line = 0
 
-    def take(self, lines: int) -> NDArray[np.bool_]:
-        """bool[lines]: which of the next document's lines are dropped."""
-        start, self._line = self._line, self._line + lines
-        first, end = np.searchsorted(self._lines, [start, self._line])
+    def next_document(self, lines: int) -> NDArray[np.bool_]:
+        """bool[lines]: which lines of the next document are dropped."""
+        start, self._next_line = self._next_line, self._next_line + lines
+        first, end = np.searchsorted(self._lines, [start, self._next_line])
         dropped = np.zeros(lines, dtype=bool)
         dropped[self._lines[first:end] - start] = True
         return dropped
@@ -161,8 +170,8 @@ def _write(file: BinaryIO, numbers: Numbers) -> int:
     return len(numbers)
 
 
-def _of_run(file: Path, run: int) -> Numbers:
+def _lines_of_run(file: Path, run: int) -> Numbers:
     if not file.stat().st_size:  # an empty file cannot be mapped
         return np.empty(0, dtype=np.int64)
     numbers = np.memmap(file, dtype="<i8", mode="r")
-    return run_and_index(numbers[of_run(numbers, run)])[1]
+    return run_and_index(numbers[run_slice(numbers, run)])[1]

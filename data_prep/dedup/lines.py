@@ -1,13 +1,13 @@
-"""Lines and paragraphs that many documents have in common: menus, licences, "all rights reserved".
+"""Line deduplication: hashes of lines or paragraphs, and their removal (menus, licences, "all rights reserved").
 
-C4 keeps one copy of every three-sentence span (Raffel et al. 2020, section 2.2), CCNet one of every paragraph
-(Wenzek et al. 2020, section 3.1). Here it is lines or paragraphs, compared as CCNet does: without regard to case,
-digits and blanks at the ends.
+C4 keeps one occurrence of every three-sentence span (Raffel et al. 2020, section 2.2), CCNet one of every paragraph
+(Wenzek et al. 2020, section 3.1). Here lines or paragraphs are compared, normalised as in CCNet: case, digits and
+white space at the ends are ignored.
 """
 
 from __future__ import annotations
 
-from itertools import chain, compress
+from itertools import compress
 
 import numpy as np
 import xxhash
@@ -17,15 +17,18 @@ from data_prep.config.dedup import LinesSection
 
 EXEMPT = 0
 """The hash of a line that is too short to be compared."""
-_SAME = bytes.maketrans(b"123456789\t\r", b"000000000  ")  # digits are one digit, blanks one blank
+_NORMALISE = bytes.maketrans(b"123456789\t\r", b"000000000  ")  # every digit is 0; tab and CR are a space
 
 
 def line_hashes(text: str, *, section: LinesSection) -> NDArray[np.uint64]:
-    """uint64[lines]: XXH3 of each line or paragraph of a text, normalised; `EXEMPT` where it has less
-    than `section.min_bytes` of UTF-8 then."""
-    plain = text.lower().encode("utf-8", "surrogatepass").translate(_SAME)
+    """XXH3-64 of each normalised line or paragraph of a text.
+
+    Returns:
+        uint64[lines]; `EXEMPT` for a line of less than `section.min_bytes` of UTF-8 when normalised.
+    """
+    plain = text.lower().encode("utf-8", "surrogatepass").translate(_NORMALISE)
     digest, shortest = xxhash.xxh3_64_intdigest, max(section.min_bytes, 1)
-    stripped = map(bytes.strip, plain.split(_between(section).encode()))
+    stripped = map(bytes.strip, plain.split(_separator(section).encode()))
     return np.fromiter(
         (digest(line) if len(line) >= shortest else EXEMPT for line in stripped),
         dtype=np.uint64,
@@ -33,15 +36,15 @@ def line_hashes(text: str, *, section: LinesSection) -> NDArray[np.uint64]:
 
 
 def remove_lines(text: str, dropped: NDArray[np.bool_], *, section: LinesSection) -> str:
-    """The text without those lines or paragraphs for which `dropped`, bool[lines], is true."""
+    """The text without the lines or paragraphs for which `dropped`, bool[lines], is true."""
     if not dropped.any():
         return text
-    between = _between(section)
-    lines = text.split(between)
+    separator = _separator(section)
+    lines = text.split(separator)
     assert len(lines) == len(dropped)
-    return between.join(compress(lines, chain((~dropped).tolist())))
+    return separator.join(compress(lines, (~dropped).tolist()))
 
 
-def _between(section: LinesSection) -> str:
+def _separator(section: LinesSection) -> str:
     """What ends a line or a paragraph. A paragraph ends at an empty line."""
     return "\n" if section.unit == "line" else "\n\n"

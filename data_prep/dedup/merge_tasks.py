@@ -1,8 +1,8 @@
-"""Tables of many runs, put together before copies are looked for in them. Only in jobs of very many runs.
+"""Merges the hash tables of groups of runs before pairs are searched in them. Only in jobs of very many runs.
 
-A pairs task has one range of the hashes, of every run. With R runs of N documents each there are about R x N ranges
-(times the bytes of an item, over `MEMORY`), so R x R small pieces are read: the square of the corpus. Put together in
-groups of about sqrt(R), it is R x sqrt(R). That costs one more pass over the hashes.
+A pairs task reads one range of the hashes of every run. With R runs of N documents each there are about R x N ranges
+(times the bytes of an item, over `MEMORY`), so R x R small slices are read: the square of the corpus. With the tables
+of groups of about sqrt(R) runs merged it is R x sqrt(R), at the cost of one more pass over the hashes.
 """
 
 from __future__ import annotations
@@ -15,42 +15,42 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from data_prep.dedup.pairs import PAIRS, write_pairs
-from data_prep.dedup.table import Numbers, Range, TableSlice, ranges, read_slice
+from data_prep.dedup.table import PAIRS, Numbers, Range, TableSlice, ranges, read_slice, write_pairs
 from data_prep.task import Counts, DirectoryTask, Report
 
 MOST_RUNS = 1 << 10
-"""From here on there are some ranges, and one more pass costs less than opening each run's table (0.9 ms) for each."""
+"""With more runs, a further pass costs less than opening each run's table (0.9 ms) for each range."""
 _HASHES, _NUMBERS = "hashes.npy", "numbers.npy"
 
 
 class Tables(Protocol):
     """All tables of one kind in a job."""
 
-    def pieces(self, *, row: int, within: Range) -> Iterator[TableSlice]:
-        """Yields what they have in a range of a row, by ascending run."""
+    def slices(self, *, row: int, within: Range) -> Iterator[TableSlice]:
+        """Yields their items in a range of a row, by ascending run."""
 
 
 @dataclass(frozen=True)
 class RunTables:
-    """The tables called `name` that runs have. first: the number of the first of the runs in the job."""
+    """The tables called `name` of some runs. first: the number of the first of the runs in the job."""
 
     name: str
     runs: Sequence[Path]
     first: int = 0
 
-    def pieces(self, *, row: int, within: Range) -> Iterator[TableSlice]:
-        """See `Tables.pieces`: one piece for each run."""
+    def slices(self, *, row: int, within: Range) -> Iterator[TableSlice]:
+        """See `Tables.slices`: one slice for each run."""
         for number, directory in enumerate(self.runs, self.first):
             yield read_slice(number, directory, self.name, row=row, within=within)
 
 
 @dataclass(frozen=True)
-class TableTask(DirectoryTask):
-    """Puts together what some runs have in a range of a row: `hashes.npy`, uint64[words, items], ascending, each once,
-    and `numbers.npy`, int64[items], whose they are first. Who else has them is in `pairs.bin`.
+class MergeTablesTask(DirectoryTask):
+    """Merges the tables of some runs in a range of a row.
 
-    Its memory is that of a range (see `table.MEMORY`).
+    Writes `hashes.npy`, uint64[words, items], ascending, each hash once; `numbers.npy`, int64[items], the first item
+    with each hash; and `pairs.bin`, the pairs of that item with all others of the same hash. Memory: a range of the
+    tables (see `table.MEMORY`).
     """
 
     tables: RunTables
@@ -60,44 +60,44 @@ class TableTask(DirectoryTask):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """See `Task.name`."""
         return f"table task {self.directory.name}"
 
     def _work(self, scratch: Path, report: Report) -> dict[str, Any]:
         with (scratch / PAIRS).open("wb") as file:
-            found, piece = write_pairs(self.tables.pieces(row=self.row, within=self.within), file)
-        np.save(scratch / _HASHES, piece.hashes)
-        np.save(scratch / _NUMBERS, piece.numbers)
+            found, merged = write_pairs(self.tables.slices(row=self.row, within=self.within), file)
+        np.save(scratch / _HASHES, merged.hashes)
+        np.save(scratch / _NUMBERS, merged.numbers)
         report(Counts())
-        return {"items": len(piece.numbers), "pairs": found}
+        return {"items": len(merged.numbers), "pairs": found}
 
 
 @dataclass(frozen=True)
 class MergedTables:
-    """Tables that were put together by `groups` groups of `each` runs and by `parts` ranges."""
+    """Tables merged by groups of `runs_per_group` runs and by `parts` ranges."""
 
     tables: RunTables
-    each: int
+    runs_per_group: int
     parts: int
     directory: Path
 
     @property
     def groups(self) -> int:
-        """How many groups the runs make."""
-        return -(-len(self.tables.runs) // self.each)
+        """Number of groups of runs."""
+        return -(-len(self.tables.runs) // self.runs_per_group)
 
-    def tasks(self, rows: int) -> list[TableTask]:
-        """Those that put them together."""
+    def tasks(self, rows: int) -> list[MergeTablesTask]:
+        """The tasks that merge them."""
         groups = [self._group(group) for group in range(self.groups)]
         return [
-            TableTask(tables, row, Range(part, self.parts), self._path(row, part, group))
+            MergeTablesTask(tables, row, Range(part, self.parts), self._path(row, part, group))
             for row in range(rows)
             for part in range(self.parts)
             for group, tables in enumerate(groups)
         ]
 
-    def pieces(self, *, row: int, within: Range) -> Iterator[TableSlice]:
-        """See `Tables.pieces`: one piece for each group. `within` lies in one of the `parts`."""
+    def slices(self, *, row: int, within: Range) -> Iterator[TableSlice]:
+        """See `Tables.slices`: one slice for each group. `within` must lie in one of the `parts`."""
         part = within.part * self.parts // within.parts
         for group in range(self.groups):
             directory = self._path(row, part, group)
@@ -107,8 +107,8 @@ class MergedTables:
             yield TableSlice(np.array(hashes[:, cut]), np.array(numbers[cut]))
 
     def _group(self, group: int) -> RunTables:
-        first = group * self.each
-        return RunTables(self.tables.name, self.tables.runs[first : first + self.each], first)
+        first = group * self.runs_per_group
+        return RunTables(self.tables.name, self.tables.runs[first : first + self.runs_per_group], first)
 
     def _path(self, row: int, part: int, group: int) -> Path:
         return self.directory / f"{self.tables.name}-table-{row:03d}-{part:05d}-{group:05d}"
@@ -116,11 +116,11 @@ class MergedTables:
 
 @dataclass(frozen=True)
 class TablePlan:
-    """How the tables of a kind are read.
+    """How the tables of a kind are read: as the runs wrote them, or merged.
 
     Args:
-        items: int64[runs], about how many each has in a row.
-        directory: for the tasks' own ones.
+        items: int64[runs], approximate items of each in a row.
+        directory: the tasks write subdirectories of it.
     """
 
     name: str
@@ -131,21 +131,21 @@ class TablePlan:
 
     @property
     def tables(self) -> RunTables | MergedTables:
-        """The runs' own where runs are few, or else merged ones."""
+        """Those of the runs up to `MOST_RUNS` runs, or else merged ones."""
         own, runs = RunTables(self.name, self.runs), len(self.runs)
         if runs <= MOST_RUNS:
             return own
-        each = math.isqrt(runs - 1) + 1
-        largest = int(np.add.reduceat(self.items, np.arange(0, runs, each)).max())
-        return MergedTables(own, each, len(ranges(largest)), self.directory)
+        runs_per_group = math.isqrt(runs - 1) + 1
+        largest = int(np.add.reduceat(self.items, np.arange(0, runs, runs_per_group)).max())
+        return MergedTables(own, runs_per_group, len(ranges(largest)), self.directory)
 
-    def tasks(self) -> list[TableTask]:
-        """What has to be done before the tables can be read."""
+    def tasks(self) -> list[MergeTablesTask]:
+        """The tasks that have to finish before the tables can be read."""
         tables = self.tables
         return tables.tasks(self.rows) if isinstance(tables, MergedTables) else []
 
     def ranges(self) -> list[Range]:
-        """Those that fit into the memory of a task; none lies in two parts of merged tables."""
+        """Ranges that fit into the memory of a task; none spans two parts of merged tables."""
         tables, parts = self.tables, len(ranges(int(self.items.sum())))
         if isinstance(tables, MergedTables):
             parts = -(-parts // tables.parts) * tables.parts

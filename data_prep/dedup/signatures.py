@@ -1,4 +1,4 @@
-"""MinHash signatures of a map task's documents, from their token ids: the text is not looked at again."""
+"""MinHash band hashes of a map task's documents, computed from their token ids instead of their text."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _CLASSES = "classes.npy"
 
 @dataclass(frozen=True)
 class MinHasher:
-    """classes: uint32 [vocabulary], which tokens count as the same word."""
+    """Computes band hashes. classes: uint32 [vocabulary], the token classes, see `words.token_classes`."""
 
     classes: np.ndarray[Any, Any]
 
     def bands(self, tokens: Tokens, *, section: NearSection | None) -> U64:
-        """uint64 [documents, bands]; see `dedup.minhash.bands`."""
+        """uint64 [documents, bands]; see `dedup.minhash.band_hashes`."""
         assert section is not None
-        compared = words.compared(tokens.ids, tokens.offsets, classes=self.classes, ngram=section.ngram)
-        return minhash.bands(*compared, section=section)
+        comparable = words.comparable_tokens(tokens.ids, tokens.offsets, classes=self.classes, ngram=section.ngram)
+        return minhash.band_hashes(*comparable, section=section)
 
 
 @cache
 def open_minhasher(directory: Path) -> MinHasher:
-    """What `write_classes` has left; kept for the next task of the same process."""
+    """Reads the classes of `write_token_classes`; cached for the next task of the same process."""
     return MinHasher(np.load(directory / _CLASSES))
 
 
-def write_classes(directory: Path, folder: Path) -> None:
-    """Writes the classes of a tokenizer folder's tokens."""
-    np.save(directory / _CLASSES, words.tokenizer_classes(folder / TOKENIZER_JSON))
+def write_token_classes(directory: Path, folder: Path) -> None:
+    """Writes the token classes of a tokenizer folder."""
+    np.save(directory / _CLASSES, words.tokenizer_token_classes(folder / TOKENIZER_JSON))

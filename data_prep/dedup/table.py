@@ -1,16 +1,16 @@
-"""Tables of hashes: what tasks that look for equal hashes read, a range of hashes at a time.
+"""Sorted hash tables, and the pairs of items with equal hashes in them, a range of hashes at a time.
 
-A run of the job (the documents of one map task, or its lines) writes a table with one row per kind of hash: the hashes
-in ascending order, and whose they are. A range of hashes is then one contiguous piece of every run, so the tasks of a
+A run of the job (documents, or the lines of one map task) writes a table with one row per kind of hash: the hashes in
+ascending order, and the item of each. A range of hashes is then one contiguous slice of every run, so the tasks of a
 phase together read everything once, whatever their number. An item of the whole job has a number: run * 2^32 + index.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +20,11 @@ Numbers = NDArray[np.int64]
 Word = TypeVar("Word", np.uint64, np.int64)
 
 MEMORY = 256 << 20
-"""Bytes a task may take for its range of hashes. Equal hashes are one range: of each run they leave one item."""
-_ITEM_BYTES = 80  # of such a task; 58 were seen, with 128-bit hashes
+"""Bytes of memory of a task for its range of hashes. Equal hashes are in one range: each run keeps one item of them."""
+PAIRS = "pairs.bin"
+"""int64 little-endian, the numbers of two items for each pair."""
+_PAIR_BYTES = 16
+_ITEM_BYTES = 80  # of such a task; 58 were measured, with 128-bit hashes
 _RUN_BITS = 32
 _SPACE = 1 << 64
 
@@ -34,7 +37,7 @@ class Range:
     parts: int
 
     def cut(self, words: Hashes) -> slice:
-        """Where the range lies in ascending first words, uint64[items]."""
+        """The slice of ascending first words, uint64[items], that is in the range."""
         start, end = (-(-_SPACE * part // self.parts) for part in (self.part, self.part + 1))
         first = np.searchsorted(words, np.uint64(start))
         return slice(int(first), len(words) if end == _SPACE else int(np.searchsorted(words, np.uint64(end))))
@@ -42,9 +45,11 @@ class Range:
 
 @dataclass(frozen=True)
 class TableSlice:
-    """Hashes in ascending order and whose they are; of equal ones the smaller number first.
+    """Hashes in ascending order and the numbers of their items; of equal hashes the smaller number comes first.
 
-    `hashes`: uint64[words, items]; `numbers`: int64[items].
+    Attributes:
+        hashes: uint64[words, items].
+        numbers: int64[items].
     """
 
     hashes: Hashes
@@ -55,7 +60,7 @@ class TableSlice:
         return TableSlice(self.hashes[:, chosen], self.numbers[chosen])
 
     def repeats(self, *, back: int = 1) -> NDArray[np.bool_]:
-        """bool[items]: whether the item `back` places before has the same hash, so at least so many have it before."""
+        """bool[items]: whether the item `back` positions before, and so at least `back` items, have the same hash."""
         same = np.ones(len(self.numbers), dtype=bool)
         same[:back] = False
         for word in self.hashes:
@@ -66,7 +71,7 @@ class TableSlice:
 def write_table(directory: Path, name: str, hashes: Hashes) -> None:
     """Writes a table of uint64[rows, words, items], the items in the run's order.
 
-    `NAME.hashes.npy` is the same with each row ascending; `NAME.items.npy`, uint32[rows, items], says whose they are.
+    `NAME.hashes.npy` has the same hashes with each row sorted; `NAME.items.npy`, uint32[rows, items], their items.
     """
     rows, _, count = hashes.shape
     assert count < 1 << _RUN_BITS
@@ -80,24 +85,52 @@ def write_table(directory: Path, name: str, hashes: Hashes) -> None:
 
 
 def read_slice(run: int, directory: Path, name: str, *, row: int, within: Range) -> TableSlice:
-    """What run number `run` has in a range of hashes."""
+    """The items of run number `run` in a range of hashes."""
     hashes = np.load(directory / f"{name}.hashes.npy", mmap_mode="r")[row]
     cut = within.cut(hashes[0])
     items = np.load(directory / f"{name}.items.npy", mmap_mode="r")[row, cut]
     return TableSlice(np.array(hashes[:, cut]), items.astype(np.int64) + (run << _RUN_BITS))
 
 
-def join_slices(pieces: Sequence[TableSlice]) -> TableSlice:
-    """Pieces of several runs, by ascending run, as one."""
-    hashes = np.concatenate([piece.hashes for piece in pieces], axis=1)
+def join_slices(slices: Sequence[TableSlice]) -> TableSlice:
+    """Merges the slices of several runs, given by ascending run, into one."""
+    hashes = np.concatenate([part.hashes for part in slices], axis=1)
     order = np.lexsort(hashes[::-1])
     for word in hashes:
         word[:] = word[order]
-    return TableSlice(hashes, np.concatenate([piece.numbers for piece in pieces])[order])
+    return TableSlice(hashes, np.concatenate([part.numbers for part in slices])[order])
 
 
-def distinct(values: NDArray[Word]) -> NDArray[Word]:
-    """`np.unique`, by sorting: of 300,000 numbers in 3 ms, where numpy 2.4's own, by hashing, takes 160."""
+def write_pairs(slices: Iterable[TableSlice], file: BinaryIO) -> tuple[int, TableSlice]:
+    """Writes pairs of items with equal hashes: as many as it takes to connect all items that share a hash.
+
+    A hash that a slice repeats many times takes the memory of one item.
+
+    Args:
+        slices: of one range, by ascending run.
+
+    Returns:
+        number of pairs, and the first item of each hash.
+    """
+    start = file.tell()
+    joined = join_slices([_write_repeats(part, file) for part in slices])  # the slices themselves are freed by now
+    first = _write_repeats(joined, file)
+    return (file.tell() - start) // _PAIR_BYTES, first
+
+
+def _write_repeats(part: TableSlice, file: BinaryIO) -> TableSlice:
+    """Writes (first, other) for all others of each group of equal hashes; returns the first ones."""
+    repeats = part.repeats()
+    if not repeats.any():
+        return part
+    first = part.take(~repeats)
+    numbers: Numbers = first.numbers[np.cumsum(~repeats)[repeats] - 1]
+    file.write(np.stack([numbers, part.numbers[repeats]], axis=1).astype("<i8").tobytes())
+    return first
+
+
+def sorted_unique(values: NDArray[Word]) -> NDArray[Word]:
+    """`np.unique` by sorting: 3 ms for 300,000 numbers; that of numpy 2.4, by hashing, takes 160 ms."""
     ordered = np.sort(values)
     first = np.ones(len(ordered), dtype=bool)
     first[1:] = ordered[1:] != ordered[:-1]
@@ -105,17 +138,17 @@ def distinct(values: NDArray[Word]) -> NDArray[Word]:
 
 
 def ranges(items: int) -> list[Range]:
-    """As many ranges as it takes for a job of so many items to stay within `MEMORY` per task."""
+    """Splits the hashes into so many ranges that a job of `items` items stays within `MEMORY` per task."""
     parts = max(1, -(-items * _ITEM_BYTES // MEMORY))
     return [Range(part, parts) for part in range(parts)]
 
 
 def run_and_index(numbers: Numbers) -> tuple[Numbers, Numbers]:
-    """Of each item, the run and its index within."""
+    """The run of each item, and its index within the run."""
     return numbers >> _RUN_BITS, numbers & ((1 << _RUN_BITS) - 1)
 
 
-def of_run(numbers: Numbers, run: int, *, first: int = 0, end: int = 1 << _RUN_BITS) -> slice:
-    """Where items [first, end) of a run lie in ascending numbers."""
+def run_slice(numbers: Numbers, run: int, *, first: int = 0, end: int = 1 << _RUN_BITS) -> slice:
+    """The slice of ascending numbers that has items [first, end) of a run."""
     bounds = np.searchsorted(numbers, [(run << _RUN_BITS) + first, (run << _RUN_BITS) + end])
     return slice(int(bounds[0]), int(bounds[1]))

@@ -1,8 +1,8 @@
-"""What near-deduplication compares of a text: its words, without case, blanks and punctuation.
+"""Text normalisation for near-duplicate detection: only words count, without case, white space and punctuation.
 
-Texts are compared as tokens, so this is done to the vocabulary, once: every token belongs to a class, the same for
-tokens that say the same (`The`, ` the`), and tokens that say nothing (`);`, blanks) have none. A batch of token ids is
-then a batch of classes by one look-up, and reformatted or reindented copies are seen as what they are.
+Texts are compared as tokens, so the vocabulary is normalised, once: tokens that differ in case and white space only
+(`The`, ` the`) have the same class, and tokens without letters or digits (`);`, blanks) are ignored. One look-up then
+turns a batch of token ids into classes, and reformatted or reindented duplicates are found.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from data_prep.dedup.minhash import Ids, Offsets
 
-NOTHING = np.uint32(0xFFFFFFFF)
+IGNORED = np.uint32(0xFFFFFFFF)
 """The class of tokens that are not compared."""
 
 
-def tokenizer_classes(file: Path) -> NDArray[np.uint32]:
-    """`token_classes` of a Hugging Face tokenizer.json; its special tokens say nothing. 0.2 s for 32,000 tokens."""
-    from tokenizers import Tokenizer  # noqa: PLC0415 - one task of a job needs it, and all read what it has made
+def tokenizer_token_classes(file: Path) -> NDArray[np.uint32]:
+    """`token_classes` of a Hugging Face tokenizer.json; its special tokens are ignored. 0.2 s for 32,000 tokens."""
+    from tokenizers import Tokenizer  # noqa: PLC0415 - only one task of a job needs it; the others read its result
 
     tokenizer = Tokenizer.from_file(str(file))
     last = max(tokenizer.get_vocab(with_added_tokens=True).values())
@@ -31,38 +31,41 @@ def tokenizer_classes(file: Path) -> NDArray[np.uint32]:
 
 
 def token_classes(tokens: Sequence[str], *, special: Iterable[int] = ()) -> NDArray[np.uint32]:
-    """uint32[vocabulary]: of each token the smallest id that says the same, or `NOTHING`.
+    """The class of each token: the smallest id with the same letters and digits, in lower case.
 
     Args:
-        tokens: what each id is decoded to on its own. A part of a character (U+FFFD once decoded) is its own class.
-        special: ids that no text has, such as the end of a document: they say nothing.
+        tokens: each id decoded on its own. A part of a character (U+FFFD when decoded) is its own class.
+        special: ids that occur in no text, such as the end of a document: they are ignored.
+
+    Returns:
+        uint32[vocabulary]; `IGNORED` for tokens without letters or digits.
     """
     classes = np.arange(len(tokens), dtype=np.uint32)
     first: dict[str, int] = {}
     for number, token in enumerate(tokens):
         if "\ufffd" not in token:
-            said = "".join(filter(str.isalnum, token)).lower()
-            classes[number] = first.setdefault(said, number) if said else NOTHING
-    classes[list(special)] = NOTHING
+            word = "".join(filter(str.isalnum, token)).lower()
+            classes[number] = first.setdefault(word, number) if word else IGNORED
+    classes[list(special)] = IGNORED
     return classes
 
 
-def compared(ids: Ids, offsets: Offsets, *, classes: NDArray[np.uint32], ngram: int) -> tuple[Ids, Offsets]:
-    """A batch's token ids and offsets as `minhash.bands` takes them, in classes and without what says nothing.
+def comparable_tokens(ids: Ids, offsets: Offsets, *, classes: NDArray[np.uint32], ngram: int) -> tuple[Ids, Offsets]:
+    """Replaces the token ids of a batch by their classes and removes ignored tokens, for `minhash.band_hashes`.
 
-    A document of which fewer than `ngram` tokens are left is compared as it is: short tables of signs and numbers, or
-    nothing but punctuation, would otherwise be copies of each other.
+    A document with fewer than `ngram` tokens left is compared unchanged: short tables of signs and numbers, or
+    punctuation alone, would otherwise be duplicates of each other.
 
     Args:
         ids: uint32[n].
         offsets: int64[docs + 1].
         classes: uint32[vocabulary], of `token_classes`.
-        ngram: the section's.
+        ngram: tokens per n-gram.
     """
     of_ids = classes[ids]
-    kept = of_ids != NOTHING
+    kept = of_ids != IGNORED
     counts = np.diff(np.concatenate([[0], np.cumsum(kept)])[offsets])
     for document in np.flatnonzero(counts < ngram):
-        here = slice(offsets[document], offsets[document + 1])
-        of_ids[here], kept[here], counts[document] = ids[here], True, here.stop - here.start
+        tokens = slice(offsets[document], offsets[document + 1])
+        of_ids[tokens], kept[tokens], counts[document] = ids[tokens], True, tokens.stop - tokens.start
     return of_ids[kept], np.concatenate([[0], np.cumsum(counts)])

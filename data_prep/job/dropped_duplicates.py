@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.dedup.components import EXACT_COPY, NEAR_COPY, drops_of
+from data_prep.dedup.components import EXACT_DUPLICATE, NEAR_DUPLICATE, drops_path
 from data_prep.job.directory import Job
 from data_prep.task import read_marker
 from data_prep.tasks.sorted_runs import SortedRun
 
 COPIES = "copies.jsonl"
 """In the job directory: the rows of dropped.jsonl for copies."""
-_REASONS = {EXACT_COPY: "exact copy", NEAR_COPY: "near copy"}
+_REASONS = {EXACT_DUPLICATE: "exact copy", NEAR_DUPLICATE: "near copy"}
 
 
 def count_duplicates(job: Job) -> dict[str, int]:
@@ -35,7 +35,7 @@ def list_duplicates(job: Job, runs: Sequence[Path]) -> None:
     plan = job.load_plan()
     with (job.root / COPIES).open("w", encoding="ascii") as file:
         for i, path in enumerate(runs):
-            drops = np.load(drops_of(job.copies, i))
+            drops = np.load(drops_path(job.copies, i))
             documents = SortedRun.open(path, whole=True).documents
             units = plan[int(path.parent.name)]
             gone = np.flatnonzero(drops)

@@ -15,11 +15,11 @@ import numpy as np
 
 from data_prep.config.corpus import CorpusConfig
 from data_prep.dedup.components import ComponentsTask
-from data_prep.dedup.document_tasks import PairsTask, pairs_of, table_plans
+from data_prep.dedup.document_tasks import PairsTask, pairs_directories, table_plans
 from data_prep.dedup.document_tasks import pairs_tasks as dedup_pairs_tasks
-from data_prep.dedup.line_tasks import LinesTask
-from data_prep.dedup.line_tasks import lines_tasks as dedup_lines_tasks
-from data_prep.dedup.merge_tasks import TablePlan, TableTask
+from data_prep.dedup.line_tasks import RepeatedLinesTask
+from data_prep.dedup.line_tasks import repeated_lines_tasks as dedup_repeated_lines_tasks
+from data_prep.dedup.merge_tasks import MergeTablesTask, TablePlan
 from data_prep.executors.base import Executor
 from data_prep.formats.tokenfile import SPLITS, dtype_for
 from data_prep.job.directory import Job, identity_of
@@ -53,7 +53,10 @@ def phases_of(config: CorpusConfig) -> list[Phase]:
     dedup = config.dedup
     phases = [Phase("map", "read, clean and tokenise", map_tasks)]
     if dedup is not None and dedup.lines is not None:
-        lines = [Phase("lines", "hash lines", hash_lines_tasks), Phase("repeated", "find repeated lines", lines_tasks)]
+        lines = [
+            Phase("lines", "hash lines", hash_lines_tasks),
+            Phase("repeated", "find repeated lines", repeated_lines_tasks),
+        ]
         phases = [*lines, *phases]
     if dedup is not None and (dedup.exact or dedup.near is not None):
         tables = Phase("tables", "put hashes together, where there are very many runs", tables_tasks)
@@ -146,24 +149,24 @@ def hash_lines_tasks(job: Job) -> list[HashLinesTask]:
     return [HashLinesTask(i, units, job.config, job.lines_directory(i)) for i, units in enumerate(plan)]
 
 
-def lines_tasks(job: Job) -> list[LinesTask]:
+def repeated_lines_tasks(job: Job) -> list[RepeatedLinesTask]:
     """One for each range of hashes of lines."""
     hashed = _finished(hash_lines_tasks(job), "lines")
     lines = sum(task.run(_unheard)["lines"] for task in hashed)
-    return dedup_lines_tasks(
+    return dedup_repeated_lines_tasks(
         lines_of(job.config), runs=[task.directory for task in hashed], lines=lines, directory=job.dedup
     )
 
 
 def map_tasks(job: Job) -> list[MapTask]:
     """One for each entry of the plan."""
-    found: Sequence[LinesTask] = []
+    found: Sequence[RepeatedLinesTask] = []
     if job.config.dedup is not None and job.config.dedup.lines is not None:
-        found = _finished(lines_tasks(job), "repeated")
+        found = _finished(repeated_lines_tasks(job), "repeated")
     return job.map_tasks(job.load_plan(), [task.directory for task in found])
 
 
-def tables_tasks(job: Job) -> list[TableTask]:
+def tables_tasks(job: Job) -> list[MergeTablesTask]:
     """For each group of runs, and ranges of each band and of the texts' own hashes; none where runs are few."""
     exact, near = _plans(job, checked_markers(job))
     return [task for plan in (*exact, *near) for task in plan.tasks()]
@@ -235,7 +238,7 @@ def _gather(job: Job) -> tuple[Gather, Array, Array]:
 def _copies(job: Job, markers: list[dict[str, Any]]) -> ComponentsTask:
     plans = _plans(job, markers)
     _finished(_pairs(plans), "pairs")
-    exact, near = (tuple(directory for plan in of_kind for directory in pairs_of(plan)) for of_kind in plans)
+    exact, near = (tuple(directory for plan in of_kind for directory in pairs_directories(plan)) for of_kind in plans)
     return ComponentsTask(exact, near, _runs(job, markers), job.copies)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.dedup.components import drops_of
+from data_prep.dedup.components import drops_path
 from data_prep.formats.tokenfile import SPLITS
 from data_prep.tasks.gather import KEYS, Gather, Group
 from data_prep.tasks.reduce import Shard
@@ -57,7 +57,7 @@ def dropped_counts(runs: Sequence[Path], drops: Path, *, shape: tuple[int, ...],
         return np.array(json.loads(cache.read_text()), np.int64)
     counts = np.zeros(shape, np.int64)
     for i, path in enumerate(runs):
-        gone = SortedRun.open(path, whole=True).documents[np.load(drops_of(drops, i)) != 0]
+        gone = SortedRun.open(path, whole=True).documents[np.load(drops_path(drops, i)) != 0]
         for column, values in enumerate((1, gone["tokens"], gone["bytes"])):
             np.add.at(counts[:, :, column], (gone["source"], gone["split"]), values)
     with suppress(OSError):
@@ -75,7 +75,7 @@ def _filled(group: Group, bounds: list[int], gather: Gather) -> Array:
         first, end = run.groups[group]
         keys = run.documents["key"][first:end]
         if gather.drops is not None:
-            keys = keys[np.load(drops_of(gather.drops, i), mmap_mode="r")[first:end] == 0]
+            keys = keys[np.load(drops_path(gather.drops, i), mmap_mode="r")[first:end] == 0]
         cuts = np.searchsorted(keys, np.array(bounds[1:-1], np.uint64))
         found |= np.diff(np.concatenate([[0], cuts, [len(keys)]])) > 0
     return found

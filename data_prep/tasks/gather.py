@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.dedup.components import drops_of
+from data_prep.dedup.components import drops_path
 from data_prep.tasks.sorted_runs import DOCUMENT, Array, SortedRun
 
 KEYS = 1 << 64
@@ -119,7 +119,7 @@ class Gather:
             ids, mask = held.read(run, documents)
             documents["start"] -= documents["start"][0]
             if self.drops is not None:
-                drops = np.load(drops_of(self.drops, self.first + i), mmap_mode="r")
+                drops = np.load(drops_path(self.drops, self.first + i), mmap_mode="r")
                 documents = documents[drops[first : first + len(documents)] == 0]
             yield _Slice(documents, ids, mask)
 

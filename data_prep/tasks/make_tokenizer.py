@@ -9,7 +9,7 @@ from typing import Any
 
 from data_prep.config.corpus import CorpusConfig
 from data_prep.config.text_policy import ENGINE_FILE
-from data_prep.dedup.signatures import write_classes
+from data_prep.dedup.signatures import write_token_classes
 from data_prep.sources.conversation import TEMPLATE_FILE
 from data_prep.sources.units import Unit
 from data_prep.task import Counts, DirectoryTask, Report
@@ -49,7 +49,7 @@ class TokenizerTask(DirectoryTask):
         if section.chat_template is not None:
             shutil.copyfile(section.chat_template, folder / TEMPLATE_FILE)
         if self.config.dedup is not None and self.config.dedup.near is not None:
-            write_classes(scratch, folder)
+            write_token_classes(scratch, folder)
         policy = self.config.text_policy()
         if self.config.has_conversations:
             from data_prep.chat import encoder  # noqa: PLC0415 - brings jinja2 along

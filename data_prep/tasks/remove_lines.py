@@ -10,7 +10,7 @@ import numpy as np
 
 from data_prep.config.corpus import CorpusConfig
 from data_prep.config.dedup import LinesSection
-from data_prep.dedup.line_tasks import DroppedLines, write_lines
+from data_prep.dedup.line_tasks import DroppedLines, write_line_hashes
 from data_prep.dedup.lines import line_hashes, remove_lines
 from data_prep.sources.units import Unit
 from data_prep.task import DirectoryTask, Report
@@ -41,7 +41,7 @@ class HashLinesTask(DirectoryTask):
         with TextStream(self.units, self.config, report, directory=None) as stream:
             batches = (batch.texts for batch in stream.batches() if not batch.conversations)
             hashes = (np.concatenate([line_hashes(text, section=section) for text in texts]) for texts in batches)
-            return {"lines": write_lines(scratch, hashes)}
+            return {"lines": write_line_hashes(scratch, hashes)}
 
 
 class LineRemover:
@@ -54,7 +54,7 @@ class LineRemover:
 
     def remove(self, text: str) -> tuple[str, str | None]:
         """What is left of a text, and what was taken out, if anything was."""
-        dropped = self._dropped.take(len(line_hashes(text, section=self._section)))
+        dropped = self._dropped.next_document(len(line_hashes(text, section=self._section)))
         if not dropped.any():
             return text, None
         return remove_lines(text, dropped, section=self._section), remove_lines(text, ~dropped, section=self._section)

@@ -5,7 +5,7 @@
     RUN/mask.bin      a byte for each token, 1 where it is learnt; only in jobs with conversations
     RUN/run.json      how many documents, and their groups: [split, source, first document, end]
 
-and, for dedup, what `dedup.documents.write_run` writes.
+and, for dedup, what `dedup.documents.write_dedup_tables` writes.
 
 A run holds what fits into `RUN_BYTES` of memory, ids and all that is known of documents together; a task writes as many
 as it needs. Where they are cut changes no shard.
@@ -26,7 +26,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.dedup.document_tasks import write_run
+from data_prep.dedup.document_tasks import write_dedup_tables
 from data_prep.formats.memory_map import map_file
 from data_prep.hashing import U64
 from data_prep.tokenizer.engines import Tokens
@@ -363,7 +363,7 @@ def _write_documents(run: Path, tokens: Array, facts: Facts) -> None:
     with (run / _DOCUMENTS).open("wb") as file:  # tofile says nothing of a full disk but how much it wrote
         file.write(documents.view(np.uint8).data)
     if facts.hashes is not None or facts.bands is not None:
-        write_run(run, rank=facts.rank, hashes=facts.hashes, bands=facts.bands)
+        write_dedup_tables(run, rank=facts.rank, hashes=facts.hashes, bands=facts.bands)
     write_json(run / _RUN, {"documents": len(documents), "groups": _groups(documents)})
 
 

@@ -1,4 +1,4 @@
-"""Real texts: the pages and the source of this project, cut into documents."""
+"""Real texts as test documents: the pages and the source files of this project."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Batch:
 
 @cache
 def real_texts() -> list[str]:
-    """Some hundred documents of 200 to 30,000 characters, no two alike."""
+    """Some hundred distinct documents of 200 to 30,000 characters."""
     files = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("headrace/*.py"), *ROOT.glob("pipeline/**/*.py")])
     return [text for text in (file.read_text(encoding="utf-8") for file in files) if len(text) > 200]
 
@@ -43,7 +43,7 @@ def texts() -> list[str]:
 
 @pytest.fixture
 def tokenise() -> Callable[[list[str]], Batch]:
-    """Words, signs and blanks as tokens, numbered as they come."""
+    """A tokenizer of words, signs and white space; ids are numbered by first occurrence."""
     numbers: dict[str, int] = {}
 
     def of(texts: list[str]) -> Batch:
@@ -59,11 +59,11 @@ def batch_of(documents: list[list[int]]) -> Batch:
     return Batch(np.array(flat, dtype=np.uint32), np.cumsum([0, *map(len, documents)], dtype=np.int64))
 
 
-def spread(values: list[int]) -> Hashes:
-    """uint64: a hash for each value, equal for equal ones."""
+def hashes_of(values: list[int]) -> Hashes:
+    """uint64: the `hash_of` each value."""
     return np.array([hash_of(value) for value in values], dtype=np.uint64)
 
 
 def hash_of(value: int) -> int:
-    """A 64-bit number far from those of its neighbours."""
+    """A 64-bit hash: consecutive values are far apart."""
     return value * 0x9E3779B97F4A7C15 % (1 << 64)

@@ -1,4 +1,4 @@
-"""Lines that come again: the first copies stay, in the order of the input."""
+"""Line deduplication: the first occurrences of a line are kept, in the order of the input."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from hypothesis import strategies as st
 
 from data_prep.config.dedup import LinesSection
 from data_prep.dedup import table
-from data_prep.dedup.line_tasks import DroppedLines, lines_tasks, write_lines
+from data_prep.dedup.line_tasks import DroppedLines, repeated_lines_tasks, write_line_hashes
 from data_prep.dedup.lines import EXEMPT, line_hashes, remove_lines
 from data_prep.task import Counts
-from tests.data_prep.dedup.conftest import real_texts, spread
+from tests.data_prep.dedup.conftest import hashes_of, real_texts
 
 MENU = "Home | Products | About us | Contact | Log in"
 WORDS = st.lists(st.sampled_from(["", "short", MENU, MENU.upper(), "Chapter 1: of lines and their copies"]), max_size=8)
 
 
-def test_only_the_first_copy_of_a_line_stays(tmp_path: Path) -> None:
+def test_only_the_first_occurrence_of_a_line_is_kept(tmp_path: Path) -> None:
     texts = [f"{MENU}\nThe first page.\n", f"The second page.\n{MENU}", f"{MENU}\n{MENU}\nThe third page."]
     kept = deduplicated(tmp_path, [texts[:1], texts[1:]], LinesSection())
     assert kept == [texts[0], "The second page.", "The third page."]
 
 
-def test_case_digits_and_blanks_at_the_ends_make_no_other_line() -> None:
+def test_case_digits_and_white_space_at_the_ends_are_ignored() -> None:
     one, other = (
         "Copyright 1998 Example Limited, all rights reserved",
         "\tCOPYRIGHT 2026 example limited, all rights reserved \r",
@@ -39,13 +39,13 @@ def test_case_digits_and_blanks_at_the_ends_make_no_other_line() -> None:
     assert len(set(line_hashes(f"{one}\n{one}.", section=LinesSection()).tolist())) == 2
 
 
-def test_short_lines_always_stay(tmp_path: Path) -> None:
+def test_short_lines_are_never_dropped(tmp_path: Path) -> None:
     section = LinesSection(min_bytes=10)
     assert line_hashes("}\n\n    return x\nreturn None, 0", section=section).tolist()[:2] == [EXEMPT, EXEMPT]
     assert deduplicated(tmp_path, [["}\n\n}\n0123456\n0123456"]], section) == ["}\n\n}\n0123456\n0123456"]
 
 
-def test_paragraphs_are_what_stands_between_empty_lines(tmp_path: Path) -> None:
+def test_paragraphs_are_separated_by_empty_lines(tmp_path: Path) -> None:
     texts = [f"One.\n\n{MENU}\nmore of it\n\nTwo.", f"{MENU}\nmore of it\n\n{MENU}\n\n{MENU}\nmore of it"]
     assert deduplicated(tmp_path, [texts], LinesSection(unit="paragraph")) == [texts[0], MENU]
 
@@ -57,24 +57,24 @@ def test_paragraphs_are_what_stands_between_empty_lines(tmp_path: Path) -> None:
     parts=st.integers(1, 4),
     copies=st.integers(1, 3),
 )
-def test_what_stays_is_the_first_copies_however_the_job_is_cut(
+def test_the_first_occurrences_are_kept_for_any_split_into_runs_and_ranges(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], cuts: list[int], parts: int, copies: int
 ) -> None:
     section = LinesSection(copies=copies)
     bounds = [0, *sorted(cuts), 12]
     runs = [texts[a:b] for a, b in pairwise(bounds)]
     kept = deduplicated(tmp_path_factory.mktemp("job"), runs, section, parts=parts)
-    assert kept == one_after_the_other(texts, section)
+    assert kept == deduplicated_sequentially(texts, section)
 
 
-def test_real_texts_lose_the_lines_they_share_and_nothing_else(tmp_path: Path) -> None:
+def test_real_texts_lose_only_the_lines_they_share(tmp_path: Path) -> None:
     texts, section = real_texts(), LinesSection()
     kept = deduplicated(tmp_path, [texts[n * 40 : n * 40 + 40] for n in range(len(texts) // 40 + 1)], section, parts=3)
-    assert kept == one_after_the_other(texts, section)
+    assert kept == deduplicated_sequentially(texts, section)
     assert 0 < sum(map(len, texts)) - sum(map(len, kept)) < 0.3 * sum(map(len, texts))
 
 
-def test_every_line_of_a_text_has_a_hash_and_an_untouched_text_stays_as_it_is() -> None:
+def test_every_line_has_a_hash_and_removing_no_line_changes_nothing() -> None:
     odd = ["", "\n", "\n\n\n", "a\r\nb", "\u2028line\x85\x0c", "İ" * 40 + "\n\ud800", *real_texts()]
     for text in odd:
         for unit in ("line", "paragraph"):
@@ -85,13 +85,15 @@ def test_every_line_of_a_text_has_a_hash_and_an_untouched_text_stays_as_it_is() 
 
 
 @pytest.mark.parametrize("same", [False, True], ids=["all different", "all the same"])
-def test_a_task_stays_within_its_memory(tmp_path: Path, same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repeated_lines_task_stays_within_its_memory_limit(
+    tmp_path: Path, same: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     count, paths = 8_000, [tmp_path / f"run{n}" for n in range(25)]
     for n, path in enumerate(paths):
         path.mkdir()
-        write_lines(path, [spread([1 if same else 1 + n * count + i for i in range(count)])])
+        write_line_hashes(path, [hashes_of([1 if same else 1 + n * count + i for i in range(count)])])
     monkeypatch.setattr(table, "MEMORY", 2 << 20)
-    tasks = lines_tasks(LinesSection(), runs=paths, lines=count * len(paths), directory=tmp_path)
+    tasks = repeated_lines_tasks(LinesSection(), runs=paths, lines=count * len(paths), directory=tmp_path)
     assert len(tasks) == 8
     tracemalloc.start()
     dropped = sum(task.run(ignore)["lines"] for task in tasks)
@@ -106,23 +108,26 @@ def deduplicated(work: Path, runs: list[list[str]], section: LinesSection, *, pa
     hashes = [[line_hashes(text, section=section) for text in run] for run in runs]
     paths = [work / f"run{n}" for n in range(len(runs))]
     lines = 0
-    for path, of_run in zip(paths, hashes, strict=True):
+    for path, hashes_of_run in zip(paths, hashes, strict=True):
         path.mkdir()
-        lines += write_lines(path, of_run)
+        lines += write_line_hashes(path, hashes_of_run)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(table, "MEMORY", max(1, -(-lines * 80 // parts)))
-        tasks = lines_tasks(section, runs=paths, lines=lines, directory=work)
+        tasks = repeated_lines_tasks(section, runs=paths, lines=lines, directory=work)
     for task in random.Random(0).sample(tasks, len(tasks)):
         task.run(ignore)
     kept = []
-    for number, (run, of_run) in enumerate(zip(runs, hashes, strict=True)):
+    for number, (run, hashes_of_run) in enumerate(zip(runs, hashes, strict=True)):
         dropped = DroppedLines([task.directory for task in tasks], run=number)
-        kept += [remove_lines(t, dropped.take(len(h)), section=section) for t, h in zip(run, of_run, strict=True)]
+        kept += [
+            remove_lines(t, dropped.next_document(len(h)), section=section)
+            for t, h in zip(run, hashes_of_run, strict=True)
+        ]
     return kept
 
 
-def one_after_the_other(texts: list[str], section: LinesSection) -> list[str]:
-    """The same by definition."""
+def deduplicated_sequentially(texts: list[str], section: LinesSection) -> list[str]:
+    """The texts by definition: lines are counted in one pass over the input."""
     seen: Counter[int] = Counter()
     kept = []
     for text in texts:

@@ -1,4 +1,4 @@
-"""Signatures estimate the Jaccard similarity, and depend on nothing but the document's tokens."""
+"""MinHash signatures estimate the Jaccard similarity, and depend only on the document's tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SECTION = NearSection()
 Tokenise = Callable[[list[str]], Batch]
 
 
-def test_window_hashes_are_the_formula_of_their_docstring() -> None:
+def test_window_hashes_follow_the_formula_of_their_docstring() -> None:
     ids = np.random.default_rng(0).integers(0, 1 << 32, 40, dtype=np.uint64)
     for ngram in (1, 2, 3, 5, 7, 8, 13):
         base = [
@@ -39,13 +39,13 @@ def test_equal_minima_estimate_the_jaccard_similarity(texts: list[str], tokenise
     found = (minima[::2] == minima[1::2]).mean(axis=1)
     truth = np.array([jaccard(batch.document(n), batch.document(n + 1)) for n in range(0, 2 * len(pairs), 2)])
     deviation = np.sqrt(truth * (1 - truth) / SECTION.slots)  # of one pair
-    # documents of one project share n-grams, so their errors go together: a quarter of a pair's, not 1 / sqrt(pairs)
+    # documents of one project share n-grams, so errors are correlated: a quarter of a pair's, not 1 / sqrt(pairs)
     assert abs((found - truth).mean()) < deviation.mean() / 4
     assert (abs(found - truth) < 5 * deviation + 1e-9).all()
     assert 0.6 < np.sqrt(((found - truth) ** 2).mean() / (deviation**2).mean()) < 1.2
 
 
-def test_short_documents_are_estimated_as_well_as_long_ones() -> None:
+def test_the_estimate_is_as_good_for_short_documents() -> None:
     rng = np.random.default_rng(1)
     for tokens in (12, 40, 150):
         firsts = rng.integers(0, 5000, (500, tokens))
@@ -60,7 +60,7 @@ def test_short_documents_are_estimated_as_well_as_long_ones() -> None:
 
 @settings(deadline=None, max_examples=20)
 @given(cuts=st.lists(st.integers(0, 60), max_size=5), ngram=st.sampled_from([3, 5, 8]))
-def test_bands_depend_on_the_document_alone(cuts: list[int], ngram: int) -> None:
+def test_band_hashes_depend_only_on_the_document(cuts: list[int], ngram: int) -> None:
     documents = [[len(word) for word in text.split()] for text in real_texts()[:60]]
     section = NearSection(ngram=ngram, bands=4, rows=3)
     whole = bands(documents, section)
@@ -70,35 +70,35 @@ def test_bands_depend_on_the_document_alone(cuts: list[int], ngram: int) -> None
 
 
 @pytest.mark.parametrize("block", [16, 100, 4096])
-def test_bands_do_not_depend_on_the_size_of_blocks(
+def test_band_hashes_do_not_depend_on_the_block_size(
     texts: list[str], tokenise: Tokenise, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = tokenise([texts[0][:40], *texts[1:12], texts[0][:10], ""])
-    expected = minhash.bands(batch.ids, batch.offsets, section=SECTION)
+    expected = minhash.band_hashes(batch.ids, batch.offsets, section=SECTION)
     monkeypatch.setattr(minhash, "_BLOCK", block)
-    np.testing.assert_array_equal(minhash.bands(batch.ids, batch.offsets, section=SECTION), expected)
+    np.testing.assert_array_equal(minhash.band_hashes(batch.ids, batch.offsets, section=SECTION), expected)
 
 
-def test_a_document_shorter_than_a_window_shares_bands_with_its_equals_only() -> None:
+def test_a_document_shorter_than_a_window_shares_bands_only_with_equal_documents() -> None:
     documents = [[1, 2], [1, 2], [1, 2, 0], [0, 1, 2], [1], [], [1, 2, 3, 4, 5], [1, 2, 3, 4]]
     found = bands(documents, SECTION)
     np.testing.assert_array_equal(found[0], found[1])
     assert len(np.unique(found)) == (len(documents) - 1) * SECTION.bands
 
 
-def test_repetition_changes_nothing() -> None:
+def test_repeated_n_grams_do_not_change_the_band_hashes() -> None:
     once, often = [7] * SECTION.ngram, [7] * 50_000
     found = bands([once, often, [3, 4] * 4, [3, 4] * 9_000], SECTION)
     np.testing.assert_array_equal(found[0], found[1])
     np.testing.assert_array_equal(found[2], found[3])
 
 
-def test_no_documents_have_no_bands() -> None:
+def test_an_empty_batch_has_no_band_hashes() -> None:
     assert bands([], SECTION).shape == (0, SECTION.bands)
 
 
-def test_bands_are_those_of_the_version_before() -> None:
-    """Bands are on disk: another formula would find no copies between a job's old and new runs."""
+def test_band_hashes_equal_those_of_earlier_versions() -> None:
+    """Band hashes are on disk: another formula would find no duplicates between a job's old and new runs."""
     found = bands([list(range(1000)), [5, 4, 3, 2, 1, 0]], SECTION)
     assert found[0, :2].tolist() == GOLDEN_LONG
     assert found[1, :2].tolist() == GOLDEN_SHORT
@@ -111,7 +111,7 @@ GOLDEN_SHORT = [3258556891566624908, 4340110328800411867]
 def bands(documents: list[list[int]], section: NearSection) -> np.ndarray:
     """uint64[documents, bands]."""
     batch = batch_of(documents)
-    return minhash.bands(batch.ids, batch.offsets, section=section)
+    return minhash.band_hashes(batch.ids, batch.offsets, section=section)
 
 
 def jaccard(one: np.ndarray, other: np.ndarray) -> float:

@@ -1,4 +1,4 @@
-"""What is compared of a text: its words."""
+"""Text normalisation for near-duplicate detection: token classes."""
 
 from __future__ import annotations
 
@@ -16,45 +16,47 @@ from tests.data_prep.dedup.conftest import Batch, batch_of
 TOKENS = ["the", " The", "THE", ");", "\n    ", "ß", "\ufffd", "\ufffd", "12", " 12,", "<|endoftext|>", "é", "É"]
 
 
-def test_tokens_that_say_the_same_are_one_class() -> None:
+def test_tokens_that_differ_in_case_and_blanks_only_have_one_class() -> None:
     classes = words.token_classes(TOKENS, special=[10])
-    nothing = int(words.NOTHING)
-    assert classes.tolist() == [0, 0, 0, nothing, nothing, 5, 6, 7, 8, 8, nothing, 11, 11]
+    ignored = int(words.IGNORED)
+    assert classes.tolist() == [0, 0, 0, ignored, ignored, 5, 6, 7, 8, 8, ignored, 11, 11]
 
 
-def test_a_tokenizer_gives_its_classes(texts: list[str], tmp_path: Path) -> None:
+def test_the_classes_of_a_trained_tokenizer(texts: list[str], tmp_path: Path) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=2000, special_tokens=["<end>"], initial_alphabet=alphabet)
     tokenizer.train_from_iterator([*texts, "The end. the end"], trainer)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    classes = words.tokenizer_classes(tmp_path / "tokenizer.json")
+    classes = words.tokenizer_token_classes(tmp_path / "tokenizer.json")
     ids = tokenizer.encode("the the The").ids
     assert len(classes) == tokenizer.get_vocab_size()
     assert len(set(ids)) == 3
     assert len(set(classes[ids].tolist())) == 1
-    for nothing in ("<end>", "\n", ");"):
-        assert (classes[tokenizer.encode(nothing).ids] == words.NOTHING).all()
-    for byte in tokenizer.encode("\U0001f600").ids:  # bytes of a character say what they are
+    for ignored in ("<end>", "\n", ");"):
+        assert (classes[tokenizer.encode(ignored).ids] == words.IGNORED).all()
+    for byte in tokenizer.encode("\U0001f600").ids:  # bytes of a character are their own classes
         assert classes[byte] == byte
 
 
-def test_a_document_of_signs_alone_is_compared_as_it_is() -> None:
+def test_a_document_with_too_few_words_is_compared_unchanged() -> None:
     classes = words.token_classes(TOKENS, special=[10])
     batch = batch_of([[3, 4, 3], [4, 4], [1, 3, 2, 9, 4, 5], [0, 0, 8, 5, 3, 3, 3]])
-    ids, offsets = words.compared(batch.ids, batch.offsets, classes=classes, ngram=4)
+    ids, offsets = words.comparable_tokens(batch.ids, batch.offsets, classes=classes, ngram=4)
     assert ids.tolist() == [3, 4, 3, 4, 4, 0, 0, 8, 5, 0, 0, 8, 5]
     assert offsets.tolist() == [0, 3, 5, 9, 13]
 
 
-def test_reindented_code_in_other_quotes_is_a_copy(texts: list[str], tokenise: Callable[[list[str]], Batch]) -> None:
+def test_reindented_code_with_other_quotes_has_the_same_band_hashes(
+    texts: list[str], tokenise: Callable[[list[str]], Batch]
+) -> None:
     tabs = [re.sub("^ +", lambda m: "\t" * (len(m[0]) // 4), text, flags=re.MULTILINE) for text in texts]
-    copies = [text.replace('"', "'").upper() for text in tabs]
-    batch = tokenise(texts + copies)
-    spoken = re.findall(r"\w+|\s+|.", "".join(texts + copies))
-    classes = words.token_classes(list(dict.fromkeys(spoken)))
+    edited = [text.replace('"', "'").upper() for text in tabs]
+    batch = tokenise(texts + edited)
+    all_tokens = re.findall(r"\w+|\s+|.", "".join(texts + edited))
+    classes = words.token_classes(list(dict.fromkeys(all_tokens)))
     section = NearSection()
-    ids, offsets = words.compared(batch.ids, batch.offsets, classes=classes, ngram=section.ngram)
-    found = minhash.bands(ids, offsets, section=section)
+    ids, offsets = words.comparable_tokens(batch.ids, batch.offsets, classes=classes, ngram=section.ngram)
+    found = minhash.band_hashes(ids, offsets, section=section)
     np.testing.assert_array_equal(found[: len(texts)], found[len(texts) :])

@@ -10,7 +10,7 @@ import pytest
 
 from data_prep.config.corpus import CorpusConfig
 from data_prep.dedup import line_tasks
-from data_prep.dedup.line_tasks import write_lines
+from data_prep.dedup.line_tasks import write_line_hashes
 from data_prep.dedup.lines import EXEMPT
 from data_prep.sources.listing import resolve
 from data_prep.sources.units import units
@@ -34,7 +34,7 @@ def test_the_table_of_lines_is_that_of_all_lines_sorted_at_once(
     lines[rng.random(1000) < 0.1] = EXEMPT
     compared = np.flatnonzero(lines != EXEMPT)
     order = np.argsort(lines[compared], kind="stable")
-    assert write_lines(tmp_path, iter(np.split(lines, range(0, 1000, 37)))) == len(compared)
+    assert write_line_hashes(tmp_path, iter(np.split(lines, range(0, 1000, 37)))) == len(compared)
     hashes, items = np.load(tmp_path / "lines.hashes.npy"), np.load(tmp_path / "lines.items.npy")
     assert (hashes.dtype, items.dtype) == (np.uint64, np.uint32)
     assert (hashes == lines[compared][order][None, None]).all()
@@ -43,7 +43,7 @@ def test_the_table_of_lines_is_that_of_all_lines_sorted_at_once(
 
 
 def test_a_task_without_lines_writes_an_empty_table(tmp_path: Path) -> None:
-    assert write_lines(tmp_path, []) == 0
+    assert write_line_hashes(tmp_path, []) == 0
     assert np.load(tmp_path / "lines.hashes.npy").shape == (1, 1, 0)
     assert np.load(tmp_path / "lines.items.npy").shape == (1, 0)
 
