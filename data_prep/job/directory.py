@@ -29,7 +29,7 @@ from typing import Any
 from data_prep.config.corpus import CorpusConfig, Source, changed_fields
 from data_prep.sources.units import Unit
 from data_prep.task import SCRATCH
-from data_prep.tasks.make_tokenizer import TokenizerTask, folder_of
+from data_prep.tasks.make_tokenizer import TokenizerTask, tokenizer_folder
 from data_prep.tasks.map import MapTask
 from data_prep.tasks.sorted_runs import task_directory
 from headrace import __version__
@@ -110,7 +110,7 @@ class Job:
 
     def map_tasks(self, plan: list[list[Unit]], lines: list[Path]) -> list[MapTask]:
         """All map tasks, in order; `lines`: directories of the tasks that have found lines to drop."""
-        folder = folder_of(self.tokenizer)
+        folder = tokenizer_folder(self.tokenizer)
         return [MapTask(i, units, self.config, folder, self.map_directory(i), lines) for i, units in enumerate(plan)]
 
     def save_plan(self, plan: list[list[Unit]], identity: dict[str, Any]) -> None:

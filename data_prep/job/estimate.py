@@ -11,7 +11,7 @@ from pathlib import Path
 from data_prep.config.corpus import CorpusConfig
 from data_prep.sources.units import Plan, Unit
 from data_prep.task import Counts
-from data_prep.tasks.make_tokenizer import TokenizerTask, folder_of
+from data_prep.tasks.make_tokenizer import TokenizerTask, tokenizer_folder
 from data_prep.tasks.map import MapTask
 from headrace.base.errors import HeadraceError
 
@@ -59,7 +59,7 @@ def estimate(config: CorpusConfig, plan: Plan) -> Estimate | None:
         work = Path(directory)
         sketch = _sketch(config)
         TokenizerTask(warm_up, sketch, work / "tokenizer").run(lambda _counts: None)
-        folder = folder_of(work / "tokenizer")
+        folder = tokenizer_folder(work / "tokenizer")
         MapTask(0, warm_up, sketch, folder, work / "warm-up").run(lambda _counts: None)
         began = time.perf_counter()
         MapTask(1, timed, sketch, folder, work / "timed").run(count)

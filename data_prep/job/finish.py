@@ -21,9 +21,9 @@ from data_prep.sources.bad_records import BadRecordCount
 from data_prep.sources.records import BadRecord
 from data_prep.task import read_marker
 from data_prep.tasks.cleaning import DROPPED_TEXTS
-from data_prep.tasks.make_tokenizer import folder_of
-from data_prep.tasks.map import counts_of
-from data_prep.tasks.sorted_runs import runs_of
+from data_prep.tasks.make_tokenizer import tokenizer_folder
+from data_prep.tasks.map import sum_counts
+from data_prep.tasks.sorted_runs import list_runs
 from data_prep.tasks.texts import BAD_RECORDS
 from headrace.base.directory import Manifest, commit, read_manifest
 from headrace.base.errors import DataError
@@ -49,11 +49,11 @@ def checked_markers(job: Job) -> list[dict[str, Any]]:
     markers = [done for done in found if done is not None]
     for i, done in enumerate(markers):
         directory = job.map_directory(i)
-        if (runs := len(runs_of(directory))) != done["runs"]:
+        if (runs := len(list_runs(directory))) != done["runs"]:
             why = f"{directory} holds {runs} runs, and {done['runs']} were written"
             raise DataError(f"{why}\n  try: remove it and run again")
     BadRecordCount(job.config).add_all(_bad_records(job, tasks))
-    documents = counts_of(markers)[:, :, 0].sum(axis=0).tolist()
+    documents = sum_counts(markers)[:, :, 0].sum(axis=0).tolist()
     raise_empty(dict(zip(SPLITS, documents, strict=True)), job.config, dropped=counted(markers, "dropped"))
     return markers
 
@@ -71,7 +71,7 @@ def finish(
     known = {f"{s}/{e['name']}{suffix}": sha for s in SPLITS for e in shards[s] for suffix, sha in e["sha256"].items()}
     files = _write_sources(job.out / SOURCES, markers)
     _write_skipped(job, len(markers))
-    _copy_tokenizer(folder_of(job.tokenizer), job.out / "tokenizer")
+    _copy_tokenizer(tokenizer_folder(job.tokenizer), job.out / "tokenizer")
     _remove_others(job.out, set(known))
     _write_dropped(job, len(markers))
     details = {

@@ -28,12 +28,12 @@ from data_prep.job.finish import checked_markers, counted, finish
 from data_prep.job.progress import Display
 from data_prep.job.shards import dropped_counts, plan_shards
 from data_prep.job.survey import check_cleaning, raise_empty, tokenizer_identity
-from data_prep.task import Counts, Task, os_errors_as_data_errors, read_marker
-from data_prep.tasks.gather import KEYS, Gather, memory_of
-from data_prep.tasks.map import MapTask, counts_of
-from data_prep.tasks.merge import Merges, MergeTask, plan_merges
+from data_prep.task import Counts, Task, plain_errors, read_marker
+from data_prep.tasks.map import MapTask, sum_counts
+from data_prep.tasks.merge import MergePlan, MergeTask, plan_merges
 from data_prep.tasks.reduce import ReduceTask
-from data_prep.tasks.remove_lines import HashLinesTask, lines_of
+from data_prep.tasks.remove_lines import HashLinesTask, lines_section
+from data_prep.tasks.runs_reader import KEYS, RunsReader, memory_bytes
 from data_prep.tasks.sorted_runs import Array, SortedRunPaths
 from headrace.base.directory import Manifest
 from headrace.base.errors import ConfigError, DataError
@@ -154,7 +154,7 @@ def repeated_lines_tasks(job: Job) -> list[RepeatedLinesTask]:
     hashed = _finished(hash_lines_tasks(job), "lines")
     lines = sum(task.run(_unheard)["lines"] for task in hashed)
     return dedup_repeated_lines_tasks(
-        lines_of(job.config), runs=[task.directory for task in hashed], lines=lines, directory=job.dedup
+        lines_section(job.config), runs=[task.directory for task in hashed], lines=lines, directory=job.dedup
     )
 
 
@@ -184,23 +184,23 @@ def copies_tasks(job: Job) -> list[ComponentsTask]:
 
 def merge_tasks(job: Job) -> list[MergeTask]:
     """For each group of runs and range of keys; none where runs are few."""
-    gather, kept, _ = _gather(job)
-    merges = _merges(job, gather, kept)
+    reader, kept, _ = _gather(job)
+    merges = _merges(job, reader, kept)
     return merges.tasks() if merges is not None else []
 
 
 def reduce_tasks(job: Job) -> list[ReduceTask]:
     """One for each shard."""
-    gather, kept, memory = _gather(job)
-    merges = _merges(job, gather, kept)
+    reader, kept, memory = _gather(job)
+    merges = _merges(job, reader, kept)
     if merges is not None:
         _finished(merges.tasks(), "merge")
-        gather = merges.merged(0, KEYS)
-    shards = plan_shards(kept, memory, gather, shard_tokens=job.config.shard_tokens)
+        reader = merges.merged_reader(0, KEYS)
+    shards = plan_shards(kept, memory, reader, shard_tokens=job.config.shard_tokens)
     return [
         ReduceTask(
             shard,
-            gather if merges is None else merges.merged(shard.low, shard.high),
+            reader if merges is None else merges.merged_reader(shard.low, shard.high),
             job.out,
             job.reduce_marker(shard.split, shard.index),
         )
@@ -208,11 +208,11 @@ def reduce_tasks(job: Job) -> list[ReduceTask]:
     ]
 
 
-def _merges(job: Job, gather: Gather, kept: Array) -> Merges | None:
-    return plan_merges(gather, int(kept[:, :, 1].sum()), directory=job.merges)
+def _merges(job: Job, reader: RunsReader, kept: Array) -> MergePlan | None:
+    return plan_merges(reader, int(kept[:, :, 1].sum()), directory=job.merges)
 
 
-def _gather(job: Job) -> tuple[Gather, Array, Array]:
+def _gather(job: Job) -> tuple[RunsReader, Array, Array]:
     """All runs of the job, and what is dropped of them.
 
     Returns:
@@ -223,7 +223,7 @@ def _gather(job: Job) -> tuple[Gather, Array, Array]:
     described = read_marker(job.tokenizer)
     assert described is not None
     runs, drops = _runs(job, markers), None
-    read = kept = counts_of(markers)
+    read = kept = sum_counts(markers)
     if job.config.dedup is not None and (job.config.dedup.exact or job.config.dedup.near is not None):
         (copies,) = _finished([_copies(job, markers)], "copies")
         drops = copies.directory
@@ -231,8 +231,8 @@ def _gather(job: Job) -> tuple[Gather, Array, Array]:
         dropped = counted(markers, "dropped") | count_duplicates(job)
         raise_empty(dict(zip(SPLITS, kept[:, :, 0].sum(axis=0).tolist(), strict=True)), job.config, dropped=dropped)
     dtype, masked = dtype_for(described["vocab_size"]).str, job.config.has_conversations
-    memory = memory_of(read[:, :, 1], read[:, :, 0], dtype=dtype, masked=masked)
-    return Gather(runs, 0, drops, dtype, masked), kept, np.asarray(memory)
+    memory = memory_bytes(read[:, :, 1], read[:, :, 0], dtype=dtype, masked=masked)
+    return RunsReader(runs, 0, drops, dtype, masked), kept, np.asarray(memory)
 
 
 def _copies(job: Job, markers: list[dict[str, Any]]) -> ComponentsTask:

@@ -11,8 +11,8 @@ import numpy as np
 
 from data_prep.dedup.components import drops_path
 from data_prep.formats.tokenfile import SPLITS
-from data_prep.tasks.gather import KEYS, Gather, Group
 from data_prep.tasks.reduce import Shard
+from data_prep.tasks.runs_reader import KEYS, Group, RunsReader
 from data_prep.tasks.sorted_runs import Array, SortedRun
 from headrace.base.directory import write_json
 
@@ -20,13 +20,13 @@ _FEW = 256
 """Documents per shard below which a shard may come out empty: then they are counted."""
 
 
-def plan_shards(kept: Array, memory: Array, gather: Gather, *, shard_tokens: int) -> list[Shard]:
+def plan_shards(kept: Array, memory: Array, reader: RunsReader, *, shard_tokens: int) -> list[Shard]:
     """The shards of all splits, numbered within each.
 
     Args:
         kept: int64 [sources, splits, 2 or more], how many documents and tokens are kept.
-        memory: int64 [sources, splits], what all that is read takes in memory, see `memory_of`.
-        gather: all of the job; only looked at where documents are few.
+        memory: int64 [sources, splits], what all that is read takes in memory, see `memory_bytes`.
+        reader: all of the job; only looked at where documents are few.
         shard_tokens: about how many each holds.
     """
     shards: list[Shard] = []
@@ -39,7 +39,7 @@ def plan_shards(kept: Array, memory: Array, gather: Gather, *, shard_tokens: int
             pieces = min(max(1, -(-total // shard_tokens)), documents)
             bounds = [KEYS * i // pieces for i in range(pieces + 1)]
             few = documents < _FEW * pieces
-            filled = _filled((number, source), bounds, gather) if few else np.ones(pieces, np.bool_)
+            filled = _filled((number, source), bounds, reader) if few else np.ones(pieces, np.bool_)
             about = total // pieces, int(memory[source, number]) // pieces
             for i in np.flatnonzero(filled).tolist():
                 shards.append(Shard(split, index, source, bounds[i], bounds[i + 1], *about))
@@ -65,17 +65,17 @@ def dropped_counts(runs: Sequence[Path], drops: Path, *, shape: tuple[int, ...],
     return counts
 
 
-def _filled(group: Group, bounds: list[int], gather: Gather) -> Array:
+def _filled(group: Group, bounds: list[int], reader: RunsReader) -> Array:
     """bool [ranges]: whether any document has its key in each range."""
     found = np.zeros(len(bounds) - 1, np.bool_)
-    for i, path in enumerate(gather.runs):
+    for i, path in enumerate(reader.runs):
         run = SortedRun.open(path, whole=True)
         if group not in run.groups:
             continue
         first, end = run.groups[group]
         keys = run.documents["key"][first:end]
-        if gather.drops is not None:
-            keys = keys[np.load(drops_path(gather.drops, i), mmap_mode="r")[first:end] == 0]
+        if reader.drops is not None:
+            keys = keys[np.load(drops_path(reader.drops, i), mmap_mode="r")[first:end] == 0]
         cuts = np.searchsorted(keys, np.array(bounds[1:-1], np.uint64))
         found |= np.diff(np.concatenate([[0], cuts, [len(keys)]])) > 0
     return found

@@ -1,4 +1,4 @@
-"""Cleaning within a map task: the chain of the config, what it drops, and the list of that if it is asked for."""
+"""Cleaning within a map task: applies the configured chain, counts what it drops, and lists it on request."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from data_prep.config.corpus import CorpusConfig
 
 DROPPED_TEXTS = "dropped.jsonl"
 
-Place = Callable[[int], tuple[str, str, int]]
+Location = Callable[[int], tuple[str, str, int]]
 """Source, file and position of the i-th text of a batch."""
 
 
 class Cleaner:
-    """Applies the chain of a config.
+    """Applies the cleaning chain of a config.
 
     Attributes:
-        fields: of the records, the further ones that it reads.
-        dropped: texts left out, by "step: reason".
+        fields: names of the further record fields that it reads.
+        dropped: number of dropped texts, by "step: reason".
     """
 
     def __init__(self, config: CorpusConfig, directory: Path | None) -> None:
-        """`directory`: where the list goes; None makes none."""
+        """`directory`: where the list of dropped texts is written; None writes none."""
         self._chain: Chain | None = build(config.clean) if config.clean else None
         self._list: TextIO | None = None
         if config.list_dropped != "no" and directory is not None:
@@ -38,47 +38,50 @@ class Cleaner:
 
     @property
     def edits(self) -> dict[str, int]:
-        """Texts changed, by step."""
+        """Number of edited texts, by step."""
         return dict(self._edits) | (dict(self._chain.edits) if self._chain is not None else {})
 
     def clean(
-        self, texts: Sequence[str], fields: Sequence[Mapping[str, Any]], place: Place
+        self, texts: Sequence[str], fields: Sequence[Mapping[str, Any]], location: Location
     ) -> tuple[list[str], list[int]] | None:
-        """What is left of a batch: the texts, and which of the given ones they are; None without any steps.
+        """Cleans a batch.
 
         Args:
-            fields: of each text's record; empty where none are read.
-            place: where a text is from, for the list.
+            fields: the fields of each text's record; empty if none are read.
+            location: the location of a text, for the list.
+
+        Returns:
+            the cleaned texts that are kept, and the index of each in `texts`; None without any steps.
         """
         if self._chain is None:
             return None
-        left: list[str] = []
+        cleaned: list[str] = []
         kept: list[int] = []
         for i, text in enumerate(texts):
             outcome = self._chain.clean(text, fields[i] if fields else {})
             if isinstance(outcome, Dropped):
-                self.drop(outcome, text, place(i))
+                self.drop(outcome, text, location(i))
             else:
-                left.append(outcome.text)
+                cleaned.append(outcome.text)
                 kept.append(i)
-        return left, kept
+        return cleaned, kept
 
-    def drop(self, why: Dropped, text: str, place: tuple[str, str, int]) -> None:
-        """Counts and lists a text that is left out."""
+    def drop(self, why: Dropped, text: str, location: tuple[str, str, int]) -> None:
+        """Counts and lists a dropped text."""
         self.dropped[f"{why.step}: {why.reason}"] += 1
-        self._note(why, text, *place)
+        self._list_row(why, text, *location)
 
-    def edit(self, why: Dropped, removed: str, place: tuple[str, str, int]) -> None:
-        """Counts a text of which something was left out, and lists that."""
+    def edit(self, why: Dropped, removed: str, location: tuple[str, str, int]) -> None:
+        """Counts an edited text, and lists the part that was removed from it."""
         self._edits[why.step] += 1
-        self._note(why, removed, *place)
+        self._list_row(why, removed, *location)
 
     def close(self) -> None:
-        """Ends the list."""
+        """Closes the list."""
         if self._list is not None:
             self._list.close()
 
-    def _note(self, outcome: Dropped, text: str, source: str, file: str, at: int) -> None:
+    def _list_row(self, outcome: Dropped, text: str, source: str, file: str, at: int) -> None:
         if self._list is None:
             return
         row: dict[str, Any] = {"source": source, "file": file, "at": at, "step": outcome.step, "reason": outcome.reason}

@@ -1,4 +1,4 @@
-"""The tokenizer, before the map tasks: trained on a sample, or taken from a given folder or file."""
+"""The tokenizer task, before the map tasks: trains a tokenizer on a sample, or copies the given one."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _FOLDER = "tokenizer"
 
 @dataclass(frozen=True)
 class TokenizerTask(DirectoryTask):
-    """Makes `directory/tokenizer`, the Hugging Face folder.
+    """Makes `directory/tokenizer`, a Hugging Face tokenizer folder.
 
-    Beside it, the marker is its manifest entry, and `engine.json` says which engine was proven to give its ids.
+    The marker beside it is its manifest entry; `engine.json` names the engine that was verified to give its ids.
     """
 
     units: list[Unit]
@@ -31,11 +31,11 @@ class TokenizerTask(DirectoryTask):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """See `Task.name`."""
         return "tokenizer"
 
     def _work(self, scratch: Path, report: Report) -> dict[str, Any]:
-        # here and not above: no other task needs them
+        # not at the top of the module: no other task needs them
         from data_prep.tasks import tokenizer_sample  # noqa: PLC0415
         from data_prep.tokenizer import given, load, proof, train  # noqa: PLC0415
 
@@ -56,13 +56,13 @@ class TokenizerTask(DirectoryTask):
 
             encoder.open_chat_encoder(folder, special=policy.special)  # refuses a template that does not compile
         load.check_usable(folder, policy)
-        texts = tokenizer_sample.first_texts(self.units, self.config)
+        texts = tokenizer_sample.proof_texts(self.units, self.config)
         choice = proof.choose(section.engine, folder, special=policy.special, sample=texts)
         write_json(scratch / ENGINE_FILE, {"engine": choice.engine, "refused": list(choice.refused)})
         report(Counts())
         return load.describe(folder, kind=section.train or "given")
 
 
-def folder_of(directory: Path) -> Path:
+def tokenizer_folder(directory: Path) -> Path:
     """The Hugging Face folder within the task's directory."""
     return directory / _FOLDER

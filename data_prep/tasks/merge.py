@@ -1,8 +1,8 @@
-"""Merge: one run out of many, of a range of keys. Only in jobs of very many runs.
+"""The merge task: merges a range of keys of many sorted runs into one run. Only in jobs of very many runs.
 
-A shard is gathered out of every run that there is. With R runs, and tokens of N times the memory of a reduce task, that
-is R x N small reads: the square of the corpus. Merged in groups of about sqrt(R), all is read in 2 x sqrt(R) x N
-pieces; that costs one more pass over the tokens.
+A shard is read from every run. With R runs, and tokens of N times the memory of a reduce task, that is R x N small
+reads: the square of the corpus. With runs merged in groups of about sqrt(R) it is 2 x sqrt(R) x N reads, at the cost of
+one more pass over the tokens.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from typing import Any
 import numpy as np
 
 from data_prep.task import Counts, DirectoryTask, Report
-from data_prep.tasks.gather import KEYS, Gather
+from data_prep.tasks.runs_reader import KEYS, RunsReader
 from data_prep.tasks.sorted_runs import RunStream, SortedRunPaths, run_path, task_directory
 
 MOST_RUNS = 1 << 12
-"""From here on one more pass (0.5 GB/s) costs less than opening all runs (50 us) for each 64 MiB that are written."""
+"""With more runs, one more pass (0.5 GB/s) costs less than opening all runs (50 us each) for each 64 MiB written."""
 _MERGED_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class MergeTask(DirectoryTask):
-    """Merges some runs into `directory/run-000`: documents with keys in [low, high), but for those that are dropped.
+    """Merges some runs into `directory/run-000`: documents with keys in [low, high), except those that are dropped.
 
     Args:
-        gather: what is merged.
-        tokens: about how many they are.
+        reader: of the runs that are merged.
+        tokens: approximate number.
     """
 
-    gather: Gather
+    reader: RunsReader
     low: int
     high: int
     tokens: int
@@ -40,62 +40,67 @@ class MergeTask(DirectoryTask):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """See `Task.name`."""
         return f"merge task {self.directory.name}"
 
     def _work(self, scratch: Path, report: Report) -> dict[str, Any]:
-        with RunStream(run_path(scratch, 0), masked=self.gather.masked) as stream:
-            for group, content in self.gather.contents(self.low, self.high).items():
-                for part in self.gather.ranges(group, self.low, self.high, content):
+        with RunStream(run_path(scratch, 0), masked=self.reader.masked) as stream:
+            for group, content in self.reader.contents(self.low, self.high).items():
+                for part in self.reader.ranges(group, self.low, self.high, content):
                     stream.add(part.documents, part.ids, part.mask)
                     report(Counts(tokens=int(part.documents["tokens"].sum()), documents=len(part.documents)))
         return {"runs": 1}
 
 
 @dataclass(frozen=True)
-class Merges:
-    """How the runs of a job are merged: `parts` ranges of keys of each `each` runs. tokens: of the job, about."""
+class MergePlan:
+    """How the runs of a job are merged: by groups of `runs_per_group` runs and by `parts` ranges of keys.
 
-    gather: Gather
-    each: int
+    Attributes:
+        tokens: of the whole job, approximate.
+    """
+
+    reader: RunsReader
+    runs_per_group: int
     parts: int
     tokens: int
     directory: Path
 
     def tasks(self) -> list[MergeTask]:
-        """All of them."""
-        firsts = range(0, len(self.gather.runs), self.each)
-        groups = [replace(self.gather, runs=self.gather.runs[i : i + self.each], first=i) for i in firsts]
-        share = self.tokens // (len(groups) * self.parts)
+        """One for each group of runs and range of keys."""
+        size = self.runs_per_group
+        firsts = range(0, len(self.reader.runs), size)
+        groups = [replace(self.reader, runs=self.reader.runs[i : i + size], first=i) for i in firsts]
+        tokens = self.tokens // (len(groups) * self.parts)
         return [
-            MergeTask(group, *self._bounds(part), share, task_directory(self.directory, part * len(groups) + number))
+            MergeTask(group, *self._bounds(part), tokens, task_directory(self.directory, part * len(groups) + number))
             for part in range(self.parts)
             for number, group in enumerate(groups)
         ]
 
-    def merged(self, low: int, high: int) -> Gather:
-        """What holds the keys in [low, high) when all tasks have finished."""
-        numbers = -(-len(self.gather.runs) // self.each)
-        inside = [part for part in range(self.parts) if self._bounds(part)[0] < high and low < self._bounds(part)[1]]
-        merged = SortedRunPaths(self.directory, (1,) * numbers * len(inside), first=inside[0] * numbers)
-        return replace(self.gather, runs=merged, drops=None)
+    def merged_reader(self, low: int, high: int) -> RunsReader:
+        """A reader of the merged runs with keys in [low, high), for when all tasks have finished."""
+        groups = -(-len(self.reader.runs) // self.runs_per_group)
+        parts = [part for part in range(self.parts) if self._bounds(part)[0] < high and low < self._bounds(part)[1]]
+        merged = SortedRunPaths(self.directory, (1,) * groups * len(parts), first=parts[0] * groups)
+        return replace(self.reader, runs=merged, drops=None)
 
     def _bounds(self, part: int) -> tuple[int, int]:
         return KEYS * part // self.parts, KEYS * (part + 1) // self.parts
 
 
-def plan_merges(gather: Gather, tokens: int, *, directory: Path) -> Merges | None:
-    """How the runs of a job are merged; None where they are few.
+def plan_merges(reader: RunsReader, tokens: int, *, directory: Path) -> MergePlan | None:
+    """Plans the merge of the runs of a job; None up to `MOST_RUNS` runs.
 
     Args:
-        gather: all runs of the job.
-        tokens: how many are kept, in all.
-        directory: for the tasks' own ones.
+        reader: of all runs of the job.
+        tokens: total number that is kept.
+        directory: the tasks write subdirectories of it.
     """
-    runs = len(gather.runs)
+    runs = len(reader.runs)
     if runs <= MOST_RUNS:
         return None
-    each = math.isqrt(runs - 1) + 1
-    size = tokens * np.dtype(gather.dtype).itemsize
-    parts = max(1, round(size / (-(-runs // each) * _MERGED_BYTES)))
-    return Merges(gather, each, parts, tokens, directory)
+    runs_per_group = math.isqrt(runs - 1) + 1
+    size = tokens * np.dtype(reader.dtype).itemsize
+    parts = max(1, round(size / (-(-runs // runs_per_group) * _MERGED_BYTES)))
+    return MergePlan(reader, runs_per_group, parts, tokens, directory)

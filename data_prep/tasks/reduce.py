@@ -1,7 +1,7 @@
-"""Reduce: one shard, from the slices that runs have of it.
+"""The reduce task: writes one shard of the token files, merged from its slices of all sorted runs.
 
-A shard is a range of keys of one source in one split. Keys are hashes, so shards of a source are of about equal size
-and each is a random sample of it. Memory: see `Gather`.
+A shard is a range of keys of one source in one split. Keys are hashes, so the shards of a source are of about equal
+size and each is a random sample of it. Memory: see `RunsReader`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 
 from data_prep.formats.maskfile import MASK, MaskWriter
 from data_prep.formats.tokenfile import SPLITS, TokenFileWriter, shard_name, with_suffix
-from data_prep.task import Counts, Report, os_errors_as_data_errors, scratch_path
-from data_prep.tasks.gather import Content, Gather
+from data_prep.task import Counts, Report, plain_errors, scratch_path
+from data_prep.tasks.runs_reader import GroupContent, RunsReader
 from data_prep.tasks.sorted_runs import Array
 from headrace.base.directory import write_json
 
@@ -28,7 +28,7 @@ _LENGTH_BINS = 32
 class Shard:
     """Shard `index` of a split: the documents of source number `source` with keys in [low, high).
 
-    tokens: about how many. memory: about what they take while they are gathered, see `memory_of`.
+    tokens: approximate number. memory: approximate bytes while the shard is merged, see `memory_bytes`.
     """
 
     split: str
@@ -42,25 +42,25 @@ class Shard:
 
 @dataclass(frozen=True)
 class ReduceTask:
-    """Writes a shard to `out/SPLIT/`, then its `marker`.
+    """Writes a shard to `out/SPLIT/`, with a loss mask as `.mask` if the job has one, then its `marker`.
 
     Args:
-        gather: what may hold something of the shard. A loss mask of tokens lies beside them as `.mask`.
+        reader: of the runs that may contain documents of the shard.
     """
 
     shard: Shard
-    gather: Gather
+    reader: RunsReader
     out: Path
     marker: Path
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """See `Task.name`."""
         return f"reduce task {self.shard.split}/{shard_name(self.shard.index)}"
 
     @property
     def tokens(self) -> int:
-        """About how many."""
+        """Approximate number of tokens of the shard."""
         return self.shard.tokens
 
     @property
@@ -89,14 +89,14 @@ class ReduceTask:
     def _write(self, scratch: Path, report: Report) -> dict[str, Any]:
         text_bytes, lengths = 0, np.zeros(_LENGTH_BINS, np.int64)
         with ExitStack() as stack:
-            writer = stack.enter_context(TokenFileWriter(scratch, dtype=self.gather.dtype))
-            mask = stack.enter_context(MaskWriter(scratch)) if self.gather.masked else None
+            writer = stack.enter_context(TokenFileWriter(scratch, dtype=self.reader.dtype))
+            mask = stack.enter_context(MaskWriter(scratch)) if self.reader.masked else None
             shard = self.shard
             group, content = (
                 (SPLITS.index(shard.split), shard.source),
-                Content(shard.memory, range(len(self.gather.runs))),
+                GroupContent(shard.memory, range(len(self.reader.runs))),
             )
-            for part in self.gather.ranges(group, shard.low, shard.high, content):
+            for part in self.reader.ranges(group, shard.low, shard.high, content):
                 documents = part.documents
                 writer.append_pieces(part.ids, documents["tokens"])
                 if mask is not None:
@@ -111,5 +111,5 @@ class ReduceTask:
 
 
 def _length_bin(tokens: Array) -> Array:
-    """The bin of a length: k for 2^k up to 2^(k + 1) - 1 tokens."""
+    """The histogram bin of a length: k for 2^k up to 2^(k + 1) - 1 tokens."""
     return np.frexp(tokens.astype(np.float64))[1] - 1

@@ -1,4 +1,4 @@
-"""The pre-pass of line dedup: a map task's texts, read and cleaned, as hashes of their lines."""
+"""Line deduplication: the pre-pass that hashes the lines of cleaned texts, and the removal of repeated lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from data_prep.tasks.texts import TextStream
 
 @dataclass(frozen=True)
 class HashLinesTask(DirectoryTask):
-    """Hashes the lines of map task `index`'s documents into `directory`."""
+    """Writes the hashes of the lines of map task `index`'s documents to `directory`."""
 
     index: int
     units: list[Unit]
@@ -28,16 +28,16 @@ class HashLinesTask(DirectoryTask):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """See `Task.name`."""
         return f"lines task {self.index}"
 
     @property
     def input_bytes(self) -> int:
-        """Of its units, as stored."""
+        """Size of its units as stored (compressed)."""
         return sum(unit.end - unit.start for unit in self.units)
 
     def _work(self, scratch: Path, report: Report) -> dict[str, Any]:
-        section = lines_of(self.config)
+        section = lines_section(self.config)
         with TextStream(self.units, self.config, report, directory=None) as stream:
             batches = (batch.texts for batch in stream.batches() if not batch.conversations)
             hashes = (np.concatenate([line_hashes(text, section=section) for text in texts]) for texts in batches)
@@ -45,23 +45,23 @@ class HashLinesTask(DirectoryTask):
 
 
 class LineRemover:
-    """Takes the lines out of a map task's texts that are copies; to be shown all of them, in order."""
+    """Removes repeated lines from a map task's texts. Must be called for all of its texts, in order."""
 
     def __init__(self, config: CorpusConfig, tasks: list[Path], *, index: int) -> None:
-        """`tasks`: directories of the finished tasks that have found them. `index`: of the map task."""
-        self._section = lines_of(config)
+        """`tasks`: directories of the finished tasks that found repeated lines. `index`: of the map task."""
+        self._section = lines_section(config)
         self._dropped = DroppedLines(tasks, run=index)
 
     def remove(self, text: str) -> tuple[str, str | None]:
-        """What is left of a text, and what was taken out, if anything was."""
+        """The remaining text, and the removed lines or None."""
         dropped = self._dropped.next_document(len(line_hashes(text, section=self._section)))
         if not dropped.any():
             return text, None
         return remove_lines(text, dropped, section=self._section), remove_lines(text, ~dropped, section=self._section)
 
 
-def lines_of(config: CorpusConfig) -> LinesSection:
-    """The section of line dedup, which is on."""
+def lines_section(config: CorpusConfig) -> LinesSection:
+    """The config section of line deduplication, which must be enabled."""
     assert config.dedup is not None
     assert config.dedup.lines is not None
     return config.dedup.lines

@@ -1,7 +1,6 @@
-"""The texts of a task's units: read, checked against the limits, cleaned, in batches, in the order of the input.
+"""Reads the texts of a task's units: checked against the bad-record limits, cleaned, in batches, in input order.
 
-Two tasks go over the same texts, one that hashes their lines and one that tokenises them: they see the same ones in the
-same order.
+Both the task that hashes lines and the map task use it, so they see the same texts in the same order.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ BAD_RECORDS = "bad.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
+class DocumentBatch:
     """A batch of documents.
 
     Attributes:
-        texts: the texts; of conversations, their lines of JSON.
-        at: int64 [n], the place of each in its file.
-        key: uint64 [n], from which its place in the order of its source is made.
+        texts: the texts; for conversations, their JSON lines.
+        at: int64 [n], the position of each in its file.
+        key: uint64 [n], from which its sort key within its source is made.
         unit: int64 [n], the number of its unit in the task.
-        conversations: whether they are conversations, which are all of one unit and have not been cleaned.
+        conversations: whether they are conversations; those are of a single unit and not cleaned.
     """
 
     texts: list[str]
@@ -47,21 +46,21 @@ class Texts:
     unit: Array
     conversations: bool = False
 
-    def take(self, texts: list[str], which: Sequence[int]) -> Texts:
-        """Some of them, with other texts."""
-        return Texts(texts, self.at[which], self.key[which], self.unit[which], self.conversations)
+    def take(self, texts: list[str], which: Sequence[int]) -> DocumentBatch:
+        """Selects documents by index and replaces their texts."""
+        return DocumentBatch(texts, self.at[which], self.key[which], self.unit[which], self.conversations)
 
 
 @dataclass
 class _Pending:
-    """Texts that have been read and wait for enough company; of several units where those are small."""
+    """Texts that are collected until a batch is full; of several units if those are small."""
 
     texts: list[str] = field(default_factory=list)
     at: list[Array] = field(default_factory=list)
     keys: list[U64] = field(default_factory=list)
     fields: list[Mapping[str, Any]] = field(default_factory=list)
     units: list[tuple[int, int]] = field(default_factory=list)
-    """(number of the unit, how many texts)."""
+    """(number of the unit, number of texts)."""
     characters: int = 0
 
     def add(self, batch: TextBatch, keys: U64, unit: int) -> None:
@@ -77,12 +76,12 @@ class TextStream:
     """Reads the units of a task.
 
     Args:
-        directory: where what is left out is listed; None lists nothing.
+        directory: where skipped records and dropped texts are listed; None lists nothing.
 
     Attributes:
-        skipped: records left out, by reason.
+        skipped: number of skipped records, by reason.
         files: [source, file, bytes, part, parts, XXH3-128] of each unit that has been read.
-        cleaner: what cleaning has done.
+        cleaner: the cleaning chain, with its counts.
     """
 
     def __init__(self, units: Sequence[Unit], config: CorpusConfig, report: Report, *, directory: Path | None) -> None:
@@ -97,7 +96,7 @@ class TextStream:
         self._bad_file: TextIO | None = None
         if directory is not None:
             self._bad_file = (directory / BAD_RECORDS).open("w", encoding="ascii")
-        self._told = 0
+        self._reported_bytes = 0
 
     def __enter__(self) -> TextStream:
         return self
@@ -111,18 +110,18 @@ class TextStream:
         """The source of a unit."""
         return self._config.sources[self._source_of[unit]]
 
-    def batches(self) -> Iterator[Texts]:
-        """All texts that are kept."""
+    def batches(self) -> Iterator[DocumentBatch]:
+        """Yields all texts that are kept."""
         pending = _Pending()
         for number, unit in enumerate(self._units):
             digest = digest_of(unit)
             conversations = self.source_of(number).messages_field is not None
             for record in read_unit(unit, wanted_of(self.source_of(number), self.cleaner.fields), digest):
                 if isinstance(record, BadRecord):
-                    self.leave_out(record)
+                    self.skip_record(record)
                 elif conversations:
                     at, unit_of = np.array(record.at, np.int64), np.full(len(record.at), number)
-                    yield Texts(record.texts, at, self._keys(record, number), unit_of, conversations=True)
+                    yield DocumentBatch(record.texts, at, self._keys(record, number), unit_of, conversations=True)
                 else:
                     pending.add(record, self._keys(record, number), number)
                 if pending.characters >= BATCH_CHARACTERS:
@@ -131,14 +130,14 @@ class TextStream:
                 self._report_input(digest.passed)
             self.files.append([unit.source, unit.file, unit.file_bytes, unit.part, unit.parts, digest.finish()])
             self._report_input(unit.end - unit.start)
-            self._told = 0
+            self._reported_bytes = 0
         yield from self._cleaned(pending)
 
-    def leave_out(self, bad: BadRecord) -> None:
+    def skip_record(self, bad: BadRecord) -> None:
         """Lists an unreadable record and counts it.
 
         Raises:
-            DataError: these are more than the config allows.
+            DataError: there are more of them than the config allows.
         """
         if self._bad_file is not None:
             self._bad_file.write(json.dumps(bad.listing()) + "\n")
@@ -146,17 +145,17 @@ class TextStream:
         self._bad.add(bad)
         self._bad.check()
 
-    def _cleaned(self, pending: _Pending) -> Iterator[Texts]:
+    def _cleaned(self, pending: _Pending) -> Iterator[DocumentBatch]:
         if not pending.texts:
             return
         unit = np.repeat(*np.array(pending.units, np.int64).T)
-        batch = Texts(pending.texts, np.concatenate(pending.at), np.concatenate(pending.keys), unit)
+        batch = DocumentBatch(pending.texts, np.concatenate(pending.at), np.concatenate(pending.keys), unit)
         before = Counter(self.cleaner.dropped)
 
-        def place(i: int) -> tuple[str, str, int]:
+        def location(i: int) -> tuple[str, str, int]:
             return self._units[unit[i]].source, self._units[unit[i]].file, int(batch.at[i])
 
-        cleaned = self.cleaner.clean(pending.texts, pending.fields, place)
+        cleaned = self.cleaner.clean(pending.texts, pending.fields, location)
         if cleaned is None:
             yield batch
             return
@@ -166,7 +165,8 @@ class TextStream:
             yield batch.take(texts, kept)
 
     def _keys(self, batch: TextBatch, unit: int) -> U64:
-        """The keys of the documents of a batch: from their ids where they have such, or else from their places."""
+        """The keys of the documents of a batch: from their ids if the source has an `id_field`, or else from their
+        positions in the file."""
         source = self.source_of(unit)
         if source.id_field is not None:
             ids = [fields[source.id_field] for fields in batch.fields]
@@ -175,7 +175,7 @@ class TextStream:
         return document_keys(np.full(len(at), self._unit_keys[unit], np.uint64), at)
 
     def _report_input(self, passed: int) -> None:
-        """Reports what has been read of a unit since the last time."""
-        if passed > self._told:
-            self._report(Counts(input_bytes=passed - self._told))
-            self._told = passed
+        """Reports the bytes of a unit that have been read since the last report."""
+        if passed > self._reported_bytes:
+            self._report(Counts(input_bytes=passed - self._reported_bytes))
+            self._reported_bytes = passed

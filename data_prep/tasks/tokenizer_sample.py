@@ -1,6 +1,7 @@
-"""The text a tokenizer learns from: train documents as they are cleaned, chosen by a hash, streamed.
+"""The training sample of a tokenizer: cleaned documents of the train split, selected by a hash, streamed.
 
-What is drawn does not depend on the plan: neither the pieces that are read nor the documents that are taken from them.
+The sample does not depend on how the corpus is split into tasks: neither the pieces of files that are read nor the
+documents selected from them do.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from data_prep.sources.units import Unit
 from data_prep.tasks.cleaning import Cleaner
 
 _SPREAD = 8
-"""Of a large corpus, pieces of this many times the sample are read: the sample then holds text from many places at the
-cost of reading 8 bytes for each that is kept."""
+"""Of a large corpus, pieces of this many times the size of the sample are read: the sample then has text from many
+places, at the cost of reading 8 bytes for each that is used."""
 _PIECE_BYTES = 8 << 20
 _ENOUGH = 7 / 8
-"""Of the sample. While there is less, since documents were dropped or held out, the pieces are read again for more."""
+"""Of the sample. While it is smaller, since documents were dropped or held out, the pieces are read again for more."""
 _PROOF_CHARACTERS = 1 << 17
 _LONGEST_IN_PROOF = 1 << 14
 
@@ -32,16 +33,16 @@ _LONGEST_IN_PROOF = 1 << 14
 def sample_texts(units: Sequence[Unit], config: CorpusConfig) -> Iterator[str]:
     """Yields about `tokenizer.sample_bytes` of train texts: a pure function of the corpus and the config.
 
-    Pieces of the corpus are drawn by the hash of their place, documents by that of theirs, until the sample is full.
-    Texts are cleaned, and their split is told from what the map tasks hash, but for what dedup of lines takes later.
-    Unreadable records are passed over; the map tasks report them.
+    Pieces of the corpus and documents are selected by the hash of their positions until the sample is full. Texts are
+    cleaned, and their split is computed as in the map tasks, but before repeated lines are removed. Unreadable records
+    are skipped; the map tasks report them.
 
     Raises:
         DataError: there are conversations, and no chat template to render them with.
     """
     wanted = left = config.tokenizer.sample_bytes
-    pieces = _draw(_pieces(units), wanted * _SPREAD, config.seed)
-    reader = _Reader(config)
+    pieces = _select_pieces(_split_into_pieces(units), wanted * _SPREAD, config.seed)
+    reader = _SampleReader(config)
     low, high = 0.0, min(1.0, wanted / max(1, sum(piece.end - piece.start for piece in pieces)))
     while low < 1 and left > (1 - _ENOUGH) * wanted:
         for piece in pieces:
@@ -53,14 +54,14 @@ def sample_texts(units: Sequence[Unit], config: CorpusConfig) -> Iterator[str]:
         low, high = high, min(1.0, 2 * high)
 
 
-def first_texts(units: Sequence[Unit], config: CorpusConfig) -> list[str]:
-    """The beginnings of some texts of a few files, to prove an engine on: about 130,000 characters."""
+def proof_texts(units: Sequence[Unit], config: CorpusConfig) -> list[str]:
+    """The beginnings of some texts of a few files, to verify a tokenizer engine on: about 130,000 characters."""
     texts, left = list[str](), _PROOF_CHARACTERS
-    for piece in _draw(_pieces(units), 1 << 62, config.seed):
+    for piece in _select_pieces(_split_into_pieces(units), 1 << 62, config.seed):
         for beginning in _beginnings(piece, _source_of(piece, config)):
             texts.append(beginning)
             left -= len(beginning)
-            if left <= _PROOF_CHARACTERS // 2:  # the rest from the next piece
+            if left <= _PROOF_CHARACTERS // 2:  # the other half from the next piece
                 break
         if left <= 0:
             break
@@ -73,8 +74,8 @@ def _beginnings(piece: Unit, source: Source) -> Iterator[str]:
             yield (plain(text) if source.messages_field is not None else text)[:_LONGEST_IN_PROOF]
 
 
-class _Reader:
-    """Reads train documents, as the map tasks will tokenise them."""
+class _SampleReader:
+    """Reads train documents as the map tasks will tokenise them."""
 
     def __init__(self, config: CorpusConfig) -> None:
         self._config = config
@@ -82,10 +83,10 @@ class _Reader:
         self._render = _renderer(config) if config.has_conversations else None
 
     def train_texts(self, piece: Unit, low: float, high: float) -> Iterator[tuple[str, int]]:
-        """The texts, with their sizes in bytes, whose number is in [low, high)."""
+        """Yields texts and their sizes in bytes, for documents whose hash, scaled to [0, 1), is in [low, high)."""
         source = _source_of(piece, self._config)
         for batch in _batches(piece, source, self._cleaner.fields):
-            chosen = self._chosen(batch, piece, low, high)
+            chosen = self._select(batch, piece, low, high)
             if source.messages_field is not None:
                 texts, hashed = self._conversations([batch.texts[i] for i in chosen])
             else:
@@ -95,7 +96,7 @@ class _Reader:
                 if raw[i]:
                     yield texts[i], len(raw[i])
 
-    def _chosen(self, batch: TextBatch, piece: Unit, low: float, high: float) -> list[int]:
+    def _select(self, batch: TextBatch, piece: Unit, low: float, high: float) -> list[int]:
         seed = self._config.seed
         key: U64 = np.full(len(batch.at), unit_key(piece.source, piece.file, seed=seed), np.uint64)
         keys = document_keys(key, np.array(batch.at, np.int64))
@@ -112,16 +113,16 @@ class _Reader:
         return texts if cleaned is None else cleaned[0]
 
     def _conversations(self, lines: list[str]) -> tuple[list[str], list[str]]:
-        """What is said in those that the template takes, and all that it writes: their split is told from that."""
+        """The contents of those that the template can render, and the rendered texts, which decide on the split."""
         assert self._render is not None
-        said, rendered = list[str](), list[str]()
+        contents, rendered = list[str](), list[str]()
         for line in lines:
             try:
                 rendered.append(self._render(line))
             except ConversationError:
                 continue
-            said.append(plain(line))
-        return said, rendered
+            contents.append(plain(line))
+        return contents, rendered
 
     def _heldout(self, texts: list[str]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         hashes = content_hashes(texts)[:, 0]
@@ -129,7 +130,7 @@ class _Reader:
 
 
 def _renderer(config: CorpusConfig) -> Callable[[str], str]:
-    """Renders conversations as the map tasks will: the template's file and its tokens are known before the training."""
+    """A function that renders conversations as the map tasks do; needs only the template and the special tokens."""
     from data_prep.chat import encoder  # noqa: PLC0415 - brings jinja2 along
 
     section = config.tokenizer
@@ -156,26 +157,26 @@ def _batches(piece: Unit, source: Source, others: Sequence[str] = ()) -> Iterato
     return (record for record in read_unit(piece, wanted_of(source, others)) if isinstance(record, TextBatch))
 
 
-def _draw(pieces: Sequence[Unit], wanted_bytes: int, seed: int) -> list[Unit]:
-    drawn: list[Unit] = []
+def _select_pieces(pieces: Sequence[Unit], wanted_bytes: int, seed: int) -> list[Unit]:
+    selected: list[Unit] = []
     for piece in sorted(pieces, key=lambda p: unit_key(p.source, f"{p.file}#{p.part}", seed=seed)):
         if wanted_bytes <= 0:
             break
-        drawn.append(piece)
+        selected.append(piece)
         wanted_bytes -= piece.end - piece.start
-    return drawn
+    return selected
 
 
-def _pieces(units: Sequence[Unit]) -> list[Unit]:
-    """The same parts of the same files, cut at multiples of `_PIECE_BYTES` and not where the plan does."""
+def _split_into_pieces(units: Sequence[Unit]) -> list[Unit]:
+    """The same parts of the same files, split at multiples of `_PIECE_BYTES` instead of where the plan does."""
     files: dict[tuple[str, str], list[Unit]] = {}
     for unit in units:
         files.setdefault((unit.source, unit.file), []).append(unit)
-    return [piece for of_file in files.values() for piece in _cut(of_file[0], of_file[-1])]
+    return [piece for of_file in files.values() for piece in _split_file(of_file[0], of_file[-1])]
 
 
-def _cut(first: Unit, last: Unit) -> Iterator[Unit]:
-    """Pieces of a file from the begin of one unit to the end of another."""
+def _split_file(first: Unit, last: Unit) -> Iterator[Unit]:
+    """Pieces of a file from the beginning of one unit to the end of another."""
     whole = replace(first, end=last.end, end_group=last.end_group)
     if first.type == "jsonl" and not first.path.endswith((".gz", ".zst")):
         parts = max(1, -(-first.file_bytes // _PIECE_BYTES))
@@ -184,13 +185,13 @@ def _cut(first: Unit, last: Unit) -> Iterator[Unit]:
             start, end = max(whole.start, part * _PIECE_BYTES), min(whole.end, (part + 1) * _PIECE_BYTES)
             yield replace(whole, start=start, end=end, part=part, parts=parts)
     elif last.end_group:
-        yield from _cut_groups(whole)
+        yield from _split_row_groups(whole)
     else:
         yield whole
 
 
-def _cut_groups(whole: Unit) -> Iterator[Unit]:
-    """Row groups, as many at once as hold about `_PIECE_BYTES` if all are of one size."""
+def _split_row_groups(whole: Unit) -> Iterator[Unit]:
+    """Pieces of row groups, of about `_PIECE_BYTES` each if all row groups are of one size."""
     groups = whole.end_group - whole.first_group
     size = whole.end - whole.start
     step = max(1, groups * _PIECE_BYTES // max(1, size))

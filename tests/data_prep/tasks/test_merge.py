@@ -1,4 +1,4 @@
-"""Merging runs before they are reduced, as very large jobs do: the shards are those of a job that does not."""
+"""Merge tasks, as in very large jobs: the shards are the same as without them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ import pytest
 from data_prep.config.corpus import load
 from data_prep.job import phases
 from data_prep.job.directory import Job
-from data_prep.tasks import gather as gathering
-from data_prep.tasks import merge
+from data_prep.tasks import merge, runs_reader
 from data_prep.tasks.sorted_runs import SortedRun, SortedRunPaths
 
 Tree = dict[str, bytes]
-FEW = "import sys; from data_prep.dedup import merge_tasks, table; from data_prep.tasks import gather, merge"
-SMALL = "merge_tasks.MOST_RUNS = merge.MOST_RUNS = 4; merge._MERGED_BYTES = 4000; table.MEMORY = 8000; "
-SMALL += "gather._LEAST_HELD = gather._MOST_HELD = 2000; from data_prep.__main__ import main"
+IMPORTS = "import sys; from data_prep.dedup import merge_tasks, table; from data_prep.tasks import runs_reader, merge"
+SMALL_LIMITS = "merge_tasks.MOST_RUNS = merge.MOST_RUNS = 4; merge._MERGED_BYTES = 4000; table.MEMORY = 8000; "
+SMALL_LIMITS += (
+    "runs_reader._MIN_BUFFER_BYTES = runs_reader._MAX_BUFFER_BYTES = 2000; from data_prep.__main__ import main"
+)
 
 
-def merging(work: Path, *arguments: str, code: int = 0) -> str:
-    """Runs a command in which a job of more than 4 runs is a large one, and memory is small."""
-    program = f"{FEW}; {SMALL}; sys.exit(main(sys.argv[1:]))"
+def run_with_small_limits(work: Path, *arguments: str, code: int = 0) -> str:
+    """Runs a command in which runs are merged from 5 runs on, and the memory limits are small."""
+    program = f"{IMPORTS}; {SMALL_LIMITS}; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments], cwd=work, capture_output=True, text=True, check=False
     )
@@ -36,18 +37,20 @@ def merging(work: Path, *arguments: str, code: int = 0) -> str:
 
 
 def run_all(work: Path, config: str, *, shares: int = 1, of_dedup: Sequence[str] = ()) -> None:
-    """All phases by hand, so that the processes that plan them know what is large.
+    """Runs all phases one by one, so that the limits also hold in the processes that plan them.
 
-    of_dedup: what the dedup directory has to hold several of in the end.
+    of_dedup: names of which the dedup directory must have several in the end.
     """
-    merging(work, "prepare", "--config", config)
+    run_with_small_limits(work, "prepare", "--config", config)
     for phase in phases.phases_of(load(work / config, [])):
         for share in range(shares):
-            merging(work, "phase", phase.name, "--config", config, "--task", str(share), "--of", str(shares))
+            run_with_small_limits(
+                work, "phase", phase.name, "--config", config, "--task", str(share), "--of", str(shares)
+            )
     assert len(list((work / ".tokens.job/merge").glob("[0-9]*"))) > 3
     for name in of_dedup:
         assert len(list((work / ".tokens.job/dedup").glob(f"{name}-*"))) > 3
-    merging(work, "finish", "--config", config)
+    run_with_small_limits(work, "finish", "--config", config)
 
 
 def shards(tokens: Path, bytes_of: Callable[[Path], Tree]) -> Tree:
@@ -61,7 +64,7 @@ def test_merged_runs_give_the_same_shards(
     assert bytes_of(work / "tokens") == bytes_of(finished_work / "tokens")
 
 
-def test_what_dedup_drops_and_what_masks_say_is_the_same(
+def test_merged_runs_give_the_same_duplicates_and_loss_masks(
     work: Path, write_config: Any, cli: Any, bytes_of: Callable[[Path], Tree]
 ) -> None:
     talk = [
@@ -89,15 +92,15 @@ def test_what_dedup_drops_and_what_masks_say_is_the_same(
     assert made["dropped.jsonl"].count(b"\n") > 50
 
 
-def test_a_reduce_before_the_merge_is_refused_and_a_merge_that_was_killed_is_done_again(
+def test_a_reduce_before_the_merge_is_an_error_and_a_killed_merge_is_retried(
     mixed_config: str, finished_work: Path, work: Path, bytes_of: Callable[[Path], Tree]
 ) -> None:
-    merging(work, "prepare", "--config", mixed_config)
-    merging(work, "phase", "map", "--config", mixed_config, "--task", "0", "--of", "1")
-    assert "merge tasks have not finished" in merging(
+    run_with_small_limits(work, "prepare", "--config", mixed_config)
+    run_with_small_limits(work, "phase", "map", "--config", mixed_config, "--task", "0", "--of", "1")
+    assert "merge tasks have not finished" in run_with_small_limits(
         work, "phase", "reduce", "--config", mixed_config, "--task", "0", "--of", "1", code=2
     )
-    kill = f"import os, signal; {FEW}; {SMALL}; from data_prep import task"
+    kill = f"import os, signal; {IMPORTS}; {SMALL_LIMITS}; from data_prep import task"
     kill += "; sync = task.sync; task.sync = lambda path: (sync(path), os.kill(os.getpid(), signal.SIGKILL))"
     run = "phases.merge_tasks(phases.prepared(load(Path(sys.argv[1]), [])))[1].run(lambda counts: None)"
     kill += (
@@ -106,28 +109,28 @@ def test_a_reduce_before_the_merge_is_refused_and_a_merge_that_was_killed_is_don
     killed = subprocess.run([sys.executable, "-c", kill, mixed_config], cwd=work, check=False)
     assert killed.returncode == -9
     assert list((work / ".tokens.job/merge").glob(".*.partial"))
-    merging(work, "phase", "merge", "--config", mixed_config, "--task", "0", "--of", "1")
-    merging(work, "phase", "reduce", "--config", mixed_config, "--task", "0", "--of", "1")
-    merging(work, "finish", "--config", mixed_config)
+    run_with_small_limits(work, "phase", "merge", "--config", mixed_config, "--task", "0", "--of", "1")
+    run_with_small_limits(work, "phase", "reduce", "--config", mixed_config, "--task", "0", "--of", "1")
+    run_with_small_limits(work, "finish", "--config", mixed_config)
     assert bytes_of(work / "tokens") == bytes_of(finished_work / "tokens")
 
 
-def test_runs_are_opened_far_less_often(
+def test_merging_reduces_the_number_of_opened_runs(
     mixed_config: str, work: Path, cli: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cli("prepare", "--config", mixed_config)
     cli("phase", "map", "--config", mixed_config, "--task", "0", "--of", "1")
     monkeypatch.chdir(work)
-    monkeypatch.setattr(gathering, "_LEAST_HELD", 1000)
-    monkeypatch.setattr(gathering, "_MOST_HELD", 1000)
+    monkeypatch.setattr(runs_reader, "_MIN_BUFFER_BYTES", 1000)
+    monkeypatch.setattr(runs_reader, "_MAX_BUFFER_BYTES", 1000)
     config = load(Path(mixed_config), [])
     opened = 0
-    really = SortedRun.open
+    original = SortedRun.open
 
     def counting(path: Path, *, whole: bool = False) -> SortedRun:
         nonlocal opened
         opened += not whole
-        return really(path, whole=whole)
+        return original(path, whole=whole)
 
     monkeypatch.setattr(SortedRun, "open", staticmethod(counting))
 
@@ -147,10 +150,10 @@ def test_runs_are_opened_far_less_often(
     assert merged < 0.6 * plain
 
 
-def test_a_merge_holds_no_more_of_a_source_that_its_runs_are_full_of(
+def test_the_memory_of_a_merge_is_limited_even_if_its_runs_are_mostly_of_one_source(
     work: Path, write_config: Any, cli: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs lie in the order of the input: those of one task are of one or two sources of many."""
+    """Runs are in the order of the input: those of one task are of one or two of many sources."""
     names = [f"{chr(ord('a') + i)}.jsonl" for i in range(8)]
     for name in names:
         (work / name).write_text("".join(json.dumps({"text": f"{name} {i} " * 40}) + "\n" for i in range(40)))
@@ -158,19 +161,19 @@ def test_a_merge_holds_no_more_of_a_source_that_its_runs_are_full_of(
     cli("prepare", "--config", config)
     cli("phase", "map", "--config", config, "--task", "0", "--of", "1")
     monkeypatch.chdir(work)
-    monkeypatch.setattr(gathering, "_LEAST_HELD", 20_000)
-    monkeypatch.setattr(gathering, "_MOST_HELD", 20_000)
+    monkeypatch.setattr(runs_reader, "_MIN_BUFFER_BYTES", 20_000)
+    monkeypatch.setattr(runs_reader, "_MAX_BUFFER_BYTES", 20_000)
     monkeypatch.setattr(merge, "MOST_RUNS", 4)
     most = 0
-    really = gathering.Gather.ranges
+    original = runs_reader.RunsReader.ranges
 
     def measured(self: Any, *given: Any) -> Any:
         nonlocal most
-        for part in really(self, *given):
-            most = max(most, sum(map(len, part.ids)) + gathering._DOCUMENT_BYTES * len(part.ids))
+        for part in original(self, *given):
+            most = max(most, sum(map(len, part.ids)) + runs_reader._DOCUMENT_BYTES * len(part.ids))
             yield part
 
-    monkeypatch.setattr(gathering.Gather, "ranges", measured)
+    monkeypatch.setattr(runs_reader.RunsReader, "ranges", measured)
     job = Job(load(Path(config), []))
     for phase in (phases.merge_tasks, phases.reduce_tasks):
         for task in phase(job):
@@ -178,7 +181,7 @@ def test_a_merge_holds_no_more_of_a_source_that_its_runs_are_full_of(
     assert 0 < most < 2 * 20_000
 
 
-def test_the_paths_of_all_runs_are_those_of_the_tasks_in_order() -> None:
+def test_run_paths_are_a_sequence_in_task_order_that_can_be_sliced_and_pickled() -> None:
     paths = SortedRunPaths(Path("map"), (2, 0, 1, 3))
     listed = ["00000/run-000", "00000/run-001", "00002/run-000", *(f"00003/run-00{i}" for i in range(3))]
     assert [path.relative_to("map").as_posix() for path in paths] == listed

@@ -1,4 +1,4 @@
-"""The memory of a task does not grow with its number of documents, and how it is bounded shows in no byte."""
+"""The memory of a task does not grow with its number of documents, and the limits do not change the output."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from data_prep.sources.listing import resolve
 from data_prep.sources.units import units
 from data_prep.tasks import sorted_runs
 from data_prep.tasks.remove_lines import HashLinesTask
-from data_prep.tasks.sorted_runs import DOCUMENT, Facts, RunWriter, SortedRun, runs_of
+from data_prep.tasks.sorted_runs import DOCUMENT, DocumentMetadata, RunWriter, SortedRun, list_runs
 from data_prep.tokenizer.engines import Tokens
 
 BANDS, BATCH, BATCHES = 14, 100, 30
 LINES = 200_000
 
 
-@pytest.mark.parametrize("held", [1, 64, 300, 1 << 20])
-def test_the_table_of_lines_is_that_of_all_lines_sorted_at_once(
-    held: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("block_lines", [1, 64, 300, 1 << 20])
+def test_the_table_of_lines_does_not_depend_on_the_block_size(
+    block_lines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(line_tasks, "_HELD", held)
+    monkeypatch.setattr(line_tasks, "_BLOCK_LINES", block_lines)
     rng = np.random.default_rng(1)
-    few = rng.integers(0, 1 << 64, 40, np.uint64)  # each comes often
+    few = rng.integers(0, 1 << 64, 40, np.uint64)  # each is repeated many times
     lines = np.where(rng.random(1000) < 0.5, rng.choice(few, 1000), rng.integers(0, 1 << 64, 1000, np.uint64))
     lines[rng.random(1000) < 0.1] = EXEMPT
     compared = np.flatnonzero(lines != EXEMPT)
@@ -48,8 +48,10 @@ def test_a_task_without_lines_writes_an_empty_table(tmp_path: Path) -> None:
     assert np.load(tmp_path / "lines.items.npy").shape == (1, 0)
 
 
-def test_a_task_that_hashes_lines_keeps_none_of_its_documents(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line_tasks, "_HELD", 4096)
+def test_the_memory_of_a_task_that_hashes_lines_does_not_grow_with_its_documents(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(line_tasks, "_BLOCK_LINES", 4096)
     (work / "a.jsonl").write_text("".join(f'{{"text": "{i:<200}"}}\n' for i in range(LINES)))
     config = CorpusConfig.model_validate(
         {
@@ -69,24 +71,28 @@ def test_a_task_that_hashes_lines_keeps_none_of_its_documents(work: Path, monkey
     assert peak < 12 << 20, peak
 
 
-def written(directory: Path) -> list[Path]:
-    """Runs of 3,000 documents of one token, with hashes and bands."""
+def write_runs(directory: Path) -> list[Path]:
+    """Writes runs of 3,000 documents of one token, with hashes and band hashes; returns their paths."""
     directory.mkdir()
     writer = RunWriter(directory, np.dtype(np.uint16), after=[0])
     rng = np.random.default_rng(2)
     for batch in range(BATCHES):
         rank, none = np.arange(batch * BATCH, (batch + 1) * BATCH), np.zeros(BATCH, np.int64)
         hashes, bands = (rng.integers(0, 1 << 64, (BATCH, n), np.uint64) for n in (2, BANDS))
-        facts = Facts(hashes[:, 0], rank, none + 1, none, none, rank, none, hashes, bands)
-        writer.add(Tokens((rank + 1).astype(np.uint32), np.arange(BATCH + 1)), facts)
+        metadata = DocumentMetadata(hashes[:, 0], rank, none + 1, none, none, rank, none, hashes, bands)
+        writer.add(Tokens((rank + 1).astype(np.uint32), np.arange(BATCH + 1)), metadata)
     writer.flush()
-    return runs_of(directory)
+    return list_runs(directory)
 
 
-def test_a_run_is_cut_by_all_that_its_documents_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = written(tmp_path / "one")
-    monkeypatch.setattr(sorted_runs, "RUN_BYTES", 400_000)  # 3,000 documents are 6,000 bytes of ids, and much else
-    many = written(tmp_path / "many")
+def test_the_size_of_a_run_is_limited_by_ids_and_metadata_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = write_runs(tmp_path / "one")
+    monkeypatch.setattr(
+        sorted_runs, "RUN_BYTES", 400_000
+    )  # 3,000 documents have 6,000 bytes of ids, and far more metadata
+    many = write_runs(tmp_path / "many")
     assert len(whole) == 1
     assert len(many) > 4
     bytes_each = DOCUMENT.itemsize + 8 * (2 + BANDS)

@@ -1,4 +1,4 @@
-"""What a tokenizer learns from: train documents as the map tasks have them, drawn without regard to the plan."""
+"""The training sample of a tokenizer: cleaned train documents, whatever the size of the map tasks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from data_prep.sources.conversation import canonical
 from data_prep.sources.listing import resolve
 from data_prep.sources.units import Unit, units
 from data_prep.tasks import tokenizer_sample
-from data_prep.tasks.tokenizer_sample import first_texts, sample_texts
+from data_prep.tasks.tokenizer_sample import proof_texts, sample_texts
 from data_prep.tokenizer import files
 from data_prep.tokenizer.train import train
 from headrace.base.directory import read_manifest
@@ -32,22 +32,20 @@ def sentence(i: int) -> str:
     return f"Document {i} of the mill: la rivière n° {i * i} turns the wheel {i % 7 * 'and the stones '}.\n"
 
 
-def configured(**fields: Any) -> CorpusConfig:
+def make_config(**fields: Any) -> CorpusConfig:
     given = {"output": "o", "tokenizer": {"train": "bpe", "vocab_size": 300}, "heldout_fraction": 0.3}
     return CorpusConfig.model_validate(given | fields)
 
 
-def cut(config: CorpusConfig, task_bytes: int) -> list[Unit]:
+def plan_units(config: CorpusConfig, task_bytes: int) -> list[Unit]:
     found = [resolve(source, at="sources") for source in config.sources]
     return list(units(found, task_bytes=task_bytes))
 
 
 def is_heldout(texts: list[str], config: CorpusConfig) -> list[bool]:
     hashes = content_hashes([text.encode() for text in texts])[:, 0]
-    held: list[bool] = select_fraction(
-        hashes, fraction=config.heldout_fraction, seed=config.seed, purpose=HELDOUT
-    ).tolist()
-    return held
+    heldout: list[bool] = below(hashes, share=config.heldout_fraction, seed=config.seed, purpose=HELDOUT).tolist()
+    return heldout
 
 
 @pytest.fixture
@@ -59,40 +57,40 @@ def corpus(work: Path) -> list[dict[str, str]]:
     return [{"path": "a.jsonl", "name": "a"}, {"path": "b.parquet", "name": "b"}]
 
 
-@pytest.mark.parametrize("piece_bytes", [1500, 8 << 20])  # small ones: many are drawn, and not all
-def test_the_sample_is_the_same_list_for_any_task_bytes(
+@pytest.mark.parametrize("piece_bytes", [1500, 8 << 20])  # small: many of them are selected, and not all
+def test_the_sample_does_not_depend_on_task_bytes(
     piece_bytes: int, corpus: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer_sample, "_PIECE_BYTES", piece_bytes)
     section = {"train": "bpe", "vocab_size": 300, "sample_bytes": 2000}
-    config = configured(sources=corpus, tokenizer=section)
-    samples = [list(sample_texts(cut(config, size), config)) for size in (700, 9_000, 1 << 25)]
+    config = make_config(sources=corpus, tokenizer=section)
+    samples = [list(sample_texts(plan_units(config, size), config)) for size in (700, 9_000, 1 << 25)]
     assert samples[0] == samples[1] == samples[2]
     assert 1700 < sum(len(text.encode()) for text in samples[0]) < 2300
-    proofs = [first_texts(cut(config, size), config) for size in (700, 9_000, 1 << 25)]
+    proofs = [proof_texts(plan_units(config, size), config) for size in (700, 9_000, 1 << 25)]
     assert proofs[0] == proofs[1] == proofs[2]
 
 
-def test_pieces_hold_every_document_once(corpus: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_contain_every_document_once(corpus: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer_sample, "_PIECE_BYTES", 1500)
-    config = configured(sources=corpus, tokenizer={"train": "bpe", "vocab_size": 300, "sample_bytes": 1 << 20})
+    config = make_config(sources=corpus, tokenizer={"train": "bpe", "vocab_size": 300, "sample_bytes": 1 << 20})
     expected = [sentence(i) for i in range(700)]
-    train_texts = [text for text, held in zip(expected, is_heldout(expected, config), strict=True) if not held]
-    assert sorted(sample_texts(cut(config, 5000), config)) == sorted(train_texts)
+    train_texts = [text for text, heldout in zip(expected, is_heldout(expected, config), strict=True) if not heldout]
+    assert sorted(sample_texts(plan_units(config, 5000), config)) == sorted(train_texts)
 
 
-def test_a_sketch_of_a_file_stays_within_what_it_was_given(
+def test_the_sample_of_a_part_of_a_file_stays_within_that_part(
     corpus: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An estimate of the time hands over the beginning of a file."""
+    """As for an estimate of the time, which is given the beginning of a file."""
     monkeypatch.setattr(tokenizer_sample, "_PIECE_BYTES", 1500)
-    config = configured(sources=corpus[:1])
-    whole = cut(config, 1 << 25)[0]
+    config = make_config(sources=corpus[:1])
+    whole = plan_units(config, 1 << 25)[0]
     begin = "".join(sample_texts([replace(whole, end=4000, parts=2)], config))
     assert 1000 < len(begin.encode()) < 4000
 
 
-def test_task_bytes_change_neither_the_tokenizer_nor_a_shard(
+def test_task_bytes_change_neither_the_tokenizer_nor_the_shards(
     corpus: list[dict[str, str]],
     work: Path,
     cli: Any,
@@ -104,12 +102,12 @@ def test_task_bytes_change_neither_the_tokenizer_nor_a_shard(
     found = []
     for size in (2000, 9000, 100_000):
         cli("--config", config, "--set", f"output=t{size}", "--set", f"task_bytes={size}")
-        print_ = read_manifest(work / f"t{size}", kind="tokens").details["tokenizer"]["fingerprint"]
-        found.append((print_, {k: v for k, v in bytes_of(work / f"t{size}").items() if "shard" in k}))
+        fingerprint = read_manifest(work / f"t{size}", kind="tokens").details["tokenizer"]["fingerprint"]
+        found.append((fingerprint, {k: v for k, v in bytes_of(work / f"t{size}").items() if "shard" in k}))
     assert found[0] == found[1] == found[2]
 
 
-def test_the_sample_is_cleaned_and_held_out_is_told_from_what_is_left(work: Path) -> None:
+def test_the_sample_is_cleaned_and_the_split_is_computed_from_the_cleaned_text(work: Path) -> None:
     texts = [f"Write to miller{i}@example.org about mill {i}." for i in range(300)] + ["forbidden word"] * 40
     (work / "a.jsonl").write_text(
         "".join(json.dumps({"text": t, "url": f"http://{i}.org"}) + "\n" for i, t in enumerate(texts))
@@ -121,24 +119,24 @@ def test_the_sample_is_cleaned_and_held_out_is_told_from_what_is_left(work: Path
         {"step": "pii"},
         {"step": "url_blocklist", "domains": ["domains.txt"]},
     ]
-    config = configured(sources=[{"path": "a.jsonl"}], clean=steps)
-    found = list(sample_texts(cut(config, 1 << 20), config))
+    config = make_config(sources=[{"path": "a.jsonl"}], clean=steps)
+    found = list(sample_texts(plan_units(config, 1 << 20), config))
     assert found
     assert not any("forbidden" in text or "miller" in text or text.endswith("mill 7.") for text in found)
     assert not any(is_heldout(found, config))
     assert len(found) > 150  # of 299, 70 % are for training
 
 
-def test_documents_that_cleaning_drops_are_made_up_for_by_others(work: Path) -> None:
+def test_documents_dropped_by_cleaning_are_replaced_by_others(work: Path) -> None:
     texts = [sentence(i) if i % 10 == 0 else f"forbidden {sentence(i)}" for i in range(4000)]
     (work / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (work / "words.txt").write_text("forbidden\n")
-    config = configured(
+    config = make_config(
         sources=[{"path": "a.jsonl"}],
         clean=[{"step": "word_blocklist", "words": ["words.txt"]}],
         tokenizer={"train": "bpe", "vocab_size": 300, "sample_bytes": 10_000},
     )
-    found = list(sample_texts(cut(config, 1 << 20), config))
+    found = list(sample_texts(plan_units(config, 1 << 20), config))
     assert sum(len(text.encode()) for text in found) > 8_500
     assert len(set(found)) == len(found)
 
@@ -146,7 +144,7 @@ def test_documents_that_cleaning_drops_are_made_up_for_by_others(work: Path) -> 
 TEMPLATE = "{% for m in messages %}<|turn|>{{ m.role }}:{{ m.content }}{{ eos_token }}{% endfor %}"
 
 
-def test_a_conversation_is_held_out_of_the_sample_as_it_is_of_training(work: Path) -> None:
+def test_conversations_held_out_of_training_are_held_out_of_the_sample(work: Path) -> None:
     talks = [
         [{"role": "user", "content": f"mill {i}?"}, {"role": "assistant", "content": f"wheel {i}"}] for i in range(200)
     ]
@@ -154,31 +152,31 @@ def test_a_conversation_is_held_out_of_the_sample_as_it_is_of_training(work: Pat
     (work / "a.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
     (work / "chat.jinja").write_text(TEMPLATE)
     section = {"train": "bpe", "vocab_size": 300, "special_tokens": ["<|turn|>"], "chat_template": "chat.jinja"}
-    config = configured(sources=[{"path": "a.jsonl", "messages_field": "messages"}], tokenizer=section)
+    config = make_config(sources=[{"path": "a.jsonl", "messages_field": "messages"}], tokenizer=section)
     folder = work / "tokenizer"
     folder.mkdir()
     train(["mill wheel"], folder, TokenizerSection.model_validate(section))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     encoder = ChatEncoder(folder, special=False)
     rendered = [encoder.encode(canonical(talk), everything=False).text for talk in talks[:-1]]
-    held = is_heldout(rendered, config)
-    assert any(held)
-    said = [f"mill {i}?\nwheel {i}" for i in range(200) if not held[i]]
-    assert sorted(sample_texts(cut(config, 1 << 20), config)) == sorted(said)
-    without = configured(sources=[{"path": "a.jsonl", "messages_field": "messages"}])
+    heldout = is_heldout(rendered, config)
+    assert any(heldout)
+    expected = [f"mill {i}?\nwheel {i}" for i in range(200) if not heldout[i]]
+    assert sorted(sample_texts(plan_units(config, 1 << 20), config)) == sorted(expected)
+    without = make_config(sources=[{"path": "a.jsonl", "messages_field": "messages"}])
     with pytest.raises(DataError, match="no chat template"):
-        next(sample_texts(cut(without, 1 << 20), without))
+        next(sample_texts(plan_units(without, 1 << 20), without))
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/tools.jinja"])
-def test_the_chat_templates_of_a_given_tokenizer_are_part_of_its_content(name: str, tmp_path: Path) -> None:
+def test_the_fingerprint_of_a_given_tokenizer_covers_its_chat_templates(name: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / name).parent.mkdir(exist_ok=True)
-    prints = []
+    fingerprints = []
     for template in ("one", "two"):
         (tmp_path / name).write_text(template)
-        prints.append(files.content_fingerprint(str(tmp_path)))
-    assert prints[0] != prints[1]
+        fingerprints.append(files.content_fingerprint(str(tmp_path)))
+    assert fingerprints[0] != fingerprints[1]
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="holds no tokenizer"):
         files.check_path(str(tmp_path))
