@@ -1,4 +1,4 @@
-"""`python -m data_prep --config corpus.json`: a corpus in, a tokens directory out, whole or not at all."""
+"""`python -m data_prep --config corpus.json`: the command line that turns a text corpus into a tokens directory."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ if TYPE_CHECKING:  # the phases import numpy and pyarrow: --help does not wait f
     from headrace.base.directory import Manifest
 
 _EPILOG = """\
-With no command, the whole job is run; one that was stopped in any way resumes where it was.
+Without a command, the whole job is run; a job that was stopped or killed resumes.
 
-to look first, and at one that runs:
-  plan    --config F                what would be done: tasks, bytes, an estimate of the time
-  status  --config F                how far the job is; from any terminal, whoever runs it
-of an output:
+before and during a job:
+  plan    --config F                the tasks, bytes, and an estimate of the time
+  status  --config F                the progress of the job; from any machine that sees its directory
+on an output:
   verify  DIR                       read a tokens directory again and compare all checksums
-  stats   DIR                       documents, tokens, lengths and what was dropped, by source
+  stats   DIR                       documents, tokens, lengths and dropped records, by source
   pack    DIR --length T            pack whole documents into samples of T tokens
-for batch schedulers, which do the same in pieces:
+for batch schedulers, the same job in parts:
   prepare --config F                check the input, plan the map tasks, make the tokenizer
   phase   NAME --config F --task I --of N    run every task t of a phase (map, merge, reduce) with t % N == I
   finish  --config F                commit the output
 
-exit codes: 0 done, 2 refused (the message says why and what to do), 130 interrupted
+exit codes: 0 done, 2 error (the message says why and what to do), 130 interrupted
 """
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Parses the command line and runs the command; returns the exit code."""
-    given = sys.argv[1:] if arguments is None else arguments
-    args = _parser(given[:1]).parse_args(given)
+    words = sys.argv[1:] if arguments is None else arguments
+    args = _parser(words[:1]).parse_args(words)
     return guarded(lambda: args.run(args))
 
 
@@ -48,21 +48,20 @@ def _parser(first: list[str]) -> argparse.ArgumentParser:
     if first and first[0] in COMMANDS:
         parser = argparse.ArgumentParser(prog="python -m data_prep", formatter_class=raw)
         subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-        for name, (run, words) in COMMANDS.items():
-            sub = subparsers.add_parser(name, help=words, description=words)
-            if name == first[0]:  # the others' need imports of their own
-                add_arguments(sub, name)
+        for name, (run, description) in _COMMANDS.items():
+            sub = subparsers.add_parser(name, help=description, description=description)
+            if name == first[0]:  # the arguments of the others would need further imports
+                _add_arguments(sub, name)
             sub.set_defaults(run=run)
         return parser
-    words = "Turns a corpus into a tokens directory: reads, splits, tokenises, shards, checksums."
-    parser = argparse.ArgumentParser(prog="python -m data_prep", description=words, epilog=_EPILOG, formatter_class=raw)
-    add_arguments(parser, "all")
-    parser.set_defaults(run=run_all)
+    about = "Turns a corpus into a tokens directory: reads, splits, tokenises, shards, checksums."
+    parser = argparse.ArgumentParser(prog="python -m data_prep", description=about, epilog=_EPILOG, formatter_class=raw)
+    _add_arguments(parser, "all")
+    parser.set_defaults(run=_run_job)
     return parser
 
 
-def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
-    """Declares the options of a command of `COMMANDS`, or of the whole job (`all`)."""
+def _add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     if name == "pack":
         from data_prep.packing import pack  # noqa: PLC0415
 
@@ -79,64 +78,63 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         parser.add_argument("--of", type=int, required=True, metavar="N", help="how many shares there are")
     add_config_arguments(parser)
     if name in ("all", "phase", "plan"):
-        default = "1" if name == "phase" else "the cores this process may use; of a cluster: all; slurm: 8 jobs a phase"
-        parser.add_argument("--workers", type=int, metavar="N", help=f"tasks at once (default: {default})")
+        default = "1" if name == "phase" else "local: the available cores; cluster: all cores; slurm: 8 jobs per phase"
+        parser.add_argument("--workers", type=int, metavar="N", help=f"concurrent tasks (default: {default})")
     if name == "all":
         names = ("local", "slurm", "ray", "spark")
-        parser.add_argument("--executor", choices=names, default="local", help="who runs the tasks (default: local)")
+        parser.add_argument("--executor", choices=names, default="local", help="what runs the tasks (default: local)")
         parser.add_argument("--address", metavar="URL", help="of a Ray cluster (HOST:6379, auto) or a Spark master")
 
 
-def run_all(args: argparse.Namespace) -> None:
-    """Runs the whole job, or resumes it."""
+def _run_job(args: argparse.Namespace) -> None:
     if args.executor == "slurm":
         return _submit(args)
     if args.executor == "local":
         from data_prep.executors import local  # noqa: PLC0415
 
-        local.start_fork_server()  # before this process has imported the rest: both import at the same time
+        local.start_fork_server()  # its imports run at the same time as those of this process
     from data_prep.executors import choose  # noqa: PLC0415
     from data_prep.job import phases, prepare  # noqa: PLC0415
 
     inspected = prepare.inspect(_config(args))
-    options = {"root": inspected.job.root, "workers": _given_workers(args), "address": args.address}
-    if prepare.already_there(inspected):
-        return _say_there(inspected.job.output)
-    with choose.open_executor(args.executor, **options) as executor, prepare.opened(inspected, executor) as plan:
-        _say_plan(plan)
+    options = {"root": inspected.job.root, "workers": _workers(args), "address": args.address}
+    if prepare.output_is_complete(inspected):
+        return _print_exists(inspected.job.output)
+    with choose.open_executor(args.executor, **options) as executor, prepare.open_job(inspected, executor) as plan:
+        _print_plan(plan)
         displays = phases.run_phases(inspected.job, executor)
-        manifest = phases.complete(inspected.job, tokenizer=inspected.identity["tokenizer"])
-    _say_summary(inspected.job.output, manifest)
-    return _say_rate(displays[0])
+        manifest = phases.commit_output(inspected.job, tokenizer=inspected.identity["tokenizer"])
+    _print_summary(inspected.job.output, manifest)
+    return _print_rate(displays[0])
 
 
 def _submit(args: argparse.Namespace) -> None:
     from data_prep.job import slurm  # noqa: PLC0415
 
     config = _config(args)
-    if _is_there(config):
-        return _say_there(Path(config.output))
+    if _output_exists(config):
+        return _print_exists(Path(config.output))
     if args.address is not None:
-        raise ConfigError("--address", args.address, why="--executor slurm has none", remedy="leave it out")
-    print(slurm.submit(config, file=args.config, overrides=args.overrides, shares=_given_workers(args)))
+        raise ConfigError("--address", args.address, why="--executor slurm takes no address", remedy="leave it out")
+    print(slurm.submit(config, file=args.config, overrides=args.overrides, shares=_workers(args)))
     return None
 
 
 def _plan(args: argparse.Namespace) -> None:
     from data_prep.executors.base import default_workers  # noqa: PLC0415
     from data_prep.job import prepare  # noqa: PLC0415
-    from data_prep.job.estimate import Estimate, try_to_estimate  # noqa: PLC0415
+    from data_prep.job.estimate import Estimate, estimate_or_reason  # noqa: PLC0415
 
     inspected = prepare.inspect(_config(args))
-    plan = inspected.planned()
-    _say_plan(plan)
-    found = try_to_estimate(inspected.job.config, plan)
+    plan = inspected.plan_map_tasks()
+    _print_plan(plan)
+    found = estimate_or_reason(inspected.job.config, plan)
     if not isinstance(found, Estimate):
         return print(found)
-    workers = _given_workers(args) or default_workers()
+    workers = _workers(args) or default_workers()
     print(f"about {found.tokens:,} tokens")
     print(f"about {_duration(found.seconds(workers))} on {workers} workers at {found.mb_per_s:.1f} MB/s each,")
-    return print("measured on a few megabytes here just now; writing the shards and start-up come on top")
+    return print("measured just now on a few megabytes; start-up and writing the shards are not included")
 
 
 def _status(args: argparse.Namespace) -> None:
@@ -150,10 +148,10 @@ def _prepare(args: argparse.Namespace) -> None:
     from data_prep.job import prepare  # noqa: PLC0415
 
     inspected = prepare.inspect(_config(args))
-    if prepare.already_there(inspected):
-        return _say_there(inspected.job.output)
-    with prepare.opened(inspected) as plan:
-        return _say_plan(plan)
+    if prepare.output_is_complete(inspected):
+        return _print_exists(inspected.job.output)
+    with prepare.open_job(inspected) as plan:
+        return _print_plan(plan)
 
 
 def _phase(args: argparse.Namespace) -> None:
@@ -164,21 +162,21 @@ def _phase(args: argparse.Namespace) -> None:
         remedy = f"--task from 0 to {args.of - 1}" if args.of > 0 else "--of 1 or more"
         raise ConfigError("--task", args.task, why=f"there are {args.of} shares, counted from 0", remedy=remedy)
     config = _config(args)
-    if _is_there(config):
-        return _say_there(Path(config.output))
-    with LocalExecutor(_given_workers(args) or 1) as executor:
+    if _output_exists(config):
+        return _print_exists(Path(config.output))
+    with LocalExecutor(_workers(args) or 1) as executor:
         count, display = phases.run_share(config, args.phase, executor, share=(args.task, args.of))
     print(f"share {args.task} of {args.of}: {count} {args.phase} tasks finished")
-    return _say_rate(display)
+    return _print_rate(display)
 
 
 def _finish(args: argparse.Namespace) -> None:
     from data_prep.job import phases  # noqa: PLC0415
 
     config = _config(args)
-    if _is_there(config):
-        return _say_there(Path(config.output))
-    return _say_summary(Path(config.output), phases.complete_prepared(config))
+    if _output_exists(config):
+        return _print_exists(Path(config.output))
+    return _print_summary(Path(config.output), phases.commit_prepared_job(config))
 
 
 def _verify(args: argparse.Namespace) -> None:
@@ -190,19 +188,19 @@ def _verify(args: argparse.Namespace) -> None:
         bad = [name for name, good in verify(directory, manifest) if not good]
         if bad:
             listed = "".join(f"\n  {directory / name}" for name in bad)
-            why = f"{len(bad)} of {len(manifest.files)} files are missing or not what the manifest says"
+            why = f"{len(bad)} of {len(manifest.files)} files are missing or differ from the manifest"
             raise DataError(f"{why}:{listed}\n  try: make the directory again")
-        print(f"{directory}: all {len(manifest.files)} files have their checksums")
+        print(f"{directory}: all {len(manifest.files)} files match their checksums")
 
 
 def _stats(args: argparse.Namespace) -> None:
     from data_prep.job import stats  # noqa: PLC0415
 
-    rows, left_out = stats.read_stats(args.directory)
+    rows, dropped = stats.read_stats(args.directory)
     if args.html is not None:
-        args.html.write_text(stats.page(args.directory, rows, left_out), encoding="utf-8")
+        args.html.write_text(stats.html_page(args.directory, rows, dropped), encoding="utf-8")
         return print(f"{args.html} written")
-    return stats.show(rows, left_out)
+    return stats.print_stats(rows, dropped)
 
 
 def _pack(args: argparse.Namespace) -> None:
@@ -211,14 +209,14 @@ def _pack(args: argparse.Namespace) -> None:
     pack.run(args)
 
 
-COMMANDS = {
-    "plan": (_plan, "what would be done: tasks, bytes, an estimate of the time"),
-    "status": (_status, "how far a job is; from any terminal, whoever runs it"),
+_COMMANDS = {
+    "plan": (_plan, "print the tasks, bytes, and an estimate of the time"),
+    "status": (_status, "print the progress of a job; from any machine that sees its directory"),
     "prepare": (_prepare, "check the input, plan the map tasks, make the tokenizer"),
     "phase": (_phase, "run one share of the tasks of a phase"),
     "finish": (_finish, "commit the output when all phases have finished"),
-    "stats": (_stats, "documents, tokens, lengths and what was left out, by source"),
-    "pack": (_pack, "pack whole documents into samples of so many tokens"),
+    "stats": (_stats, "print documents, tokens, lengths and dropped records, by source"),
+    "pack": (_pack, "pack whole documents into samples of a fixed length"),
     "verify": (_verify, "compare all checksums of a tokens directory"),
 }
 """Command -> (function, help text)."""
@@ -230,16 +228,16 @@ def _config(args: argparse.Namespace) -> CorpusConfig:
     return load(args.config, args.overrides)
 
 
-def _is_there(config: CorpusConfig) -> bool:
-    """For stages that do not look at the inputs otherwise, as when a scheduler runs a finished one again."""
+def _output_exists(config: CorpusConfig) -> bool:
+    """For commands that do not check the inputs otherwise, as when a scheduler runs a finished job again."""
     from data_prep.job import prepare  # noqa: PLC0415
 
-    return Path(config.output).exists() and prepare.already_there(prepare.inspect(config))
+    return Path(config.output).exists() and prepare.output_is_complete(prepare.inspect(config))
 
 
-def _given_workers(args: argparse.Namespace) -> int | None:
+def _workers(args: argparse.Namespace) -> int | None:
     if args.workers is not None and args.workers < 1:
-        raise ConfigError("--workers", args.workers, why="work needs a worker", remedy="1 or more")
+        raise ConfigError("--workers", args.workers, why="must be positive", remedy="1 or more")
     workers: int | None = args.workers
     return workers
 
@@ -250,18 +248,18 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _say_plan(plan: Plan) -> None:
+def _print_plan(plan: Plan) -> None:
     files = {(unit.source, unit.file) for task in plan for unit in task}
     size = sum(unit.end - unit.start for task in plan for unit in task)
     print(f"{len(files):,} files, {size / 1e6:,.1f} MB as stored, {len(plan):,} map tasks", flush=True)
 
 
-def _say_there(output: Path) -> None:
-    print(f"{output} is there already, made with this config from files of these names and sizes; nothing to do")
-    print(f"(their contents were not read again; python -m data_prep verify {output} reads the output's)")
+def _print_exists(output: Path) -> None:
+    print(f"{output} exists already, made with this config from files of these names and sizes; nothing to do")
+    print(f"(the input was not read again; to check the output: python -m data_prep verify {output})")
 
 
-def _say_summary(output: Path, manifest: Manifest) -> None:
+def _print_summary(output: Path, manifest: Manifest) -> None:
     for split, entry in manifest.details["splits"].items():
         ratio = entry["bytes"] / max(1, entry["tokens"])
         counts = f"{entry['documents']:,} documents, {entry['tokens']:,} tokens, {ratio:.3f} bytes/token"
@@ -271,13 +269,13 @@ def _say_summary(output: Path, manifest: Manifest) -> None:
     print(f"  output: {output}, fingerprint {manifest.fingerprint[:16]}")
 
 
-def _say_rate(display: Display) -> None:
+def _print_rate(display: Display) -> None:
     if display.counts.text_bytes:
         text = f"{display.counts.text_bytes / 1e6:,.2f} MB of text in {display.seconds():.1f} s"
-        print(f"{display.phase:>8}: {text}, {display.mb_per_s():.2f} MB/s (this run's share, with starting workers)")
+        print(f"{display.phase:>8}: {text}, {display.mb_per_s():.2f} MB/s (of this run, with the start of workers)")
 
 
 if __name__ == "__main__":
     code = main()
-    gc.freeze()  # or the interpreter looks through all that was imported before it ends, for a tenth of a second
+    gc.freeze()  # otherwise the final garbage collection scans all imported modules, which takes a tenth of a second
     sys.exit(code)

@@ -1,18 +1,20 @@
-"""The job directory: what is finished so far, beside the output, until the output is there.
+"""The job directory: the state of a job beside the output; a job resumes from it, and it is removed at the end.
 
-`.NAME.job/` belongs to one config and one listing of the inputs; with another it is refused. It holds
+`.NAME.job/` belongs to one config and one listing of the inputs; with another it is an error. It contains
 
-    job.json      what it belongs to, and the counts of the plan; written last, so a job with it is planned
+    job.json      the identity of the job; written last, so a job that has it is planned
     plan.json     the map tasks: lists of units
-    datasets/     data of builders, by what was asked of them
+    datasets/     data of builders, by a fingerprint of their arguments
     tokenizer/    the tokenizer that all map tasks use
     lines/00000/  hashes of the lines of a map task's texts
     map/00000/    the output of a finished map task
-    dedup/        hashes of many runs, put together; pairs and copies that were found in them
-    merge/        runs that were merged, where there are very many
+    dedup/        merged hash tables, candidate pairs, repeated lines, and the duplicates that were found
+    merge/        merged runs, in jobs of very many runs
     reduce/       markers of finished shards
     out/          the shards; becomes the output
-    lock          held by whoever works on it: shared by map tasks, alone by everybody else
+    progress/     the status notes of the processes
+    running/      task claims and heartbeats of workers on several machines
+    lock          a shared lock of the processes that run a share of a phase, exclusive for all others
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from headrace.base.errors import DataError
 from headrace.base.lock import lock_file
 
 _FORMAT = 3
-"""Of what tasks leave for one another. One higher with each change: no job is resumed by other code."""
+"""Version of the files that tasks write for other tasks. A job of another version is not resumed."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Job:
 
     @property
     def output(self) -> Path:
-        """The tokens directory to be."""
+        """The tokens directory that the job makes."""
         return Path(self.config.output)
 
     @property
@@ -59,7 +61,7 @@ class Job:
 
     @property
     def out(self) -> Path:
-        """Where shards are put until the output gets its name."""
+        """The directory of the shards, which is renamed to the output at the end."""
         return self.root / "out"
 
     @property
@@ -69,16 +71,16 @@ class Job:
 
     def dataset(self, source: Source) -> Path:
         """Where the data of a builder is saved."""
-        asked = {"builder": source.builder, "split": source.split, "kwargs": source.kwargs}
-        return self.root / "datasets" / fingerprint_of(asked)[:16]
+        arguments = {"builder": source.builder, "split": source.split, "kwargs": source.kwargs}
+        return self.root / "datasets" / fingerprint_of(arguments)[:16]
 
     def map_directory(self, index: int) -> Path:
-        """Where map task `index` leaves its result."""
+        """The result directory of map task `index`."""
         return task_directory(self.maps, index)
 
     @property
     def maps(self) -> Path:
-        """Where the directories of the map tasks are."""
+        """The parent of the map tasks' directories."""
         return self.root / "map"
 
     def reduce_marker(self, split: str, index: int) -> Path:
@@ -91,25 +93,25 @@ class Job:
 
     @property
     def dedup(self) -> Path:
-        """What deduplication has found."""
+        """The parent of the deduplication tasks' directories."""
         return self.root / "dedup"
 
     @property
-    def copies(self) -> Path:
-        """Which documents are copies of others."""
+    def duplicates(self) -> Path:
+        """The result directory of the components task: the decision for each document."""
         return self.dedup / "copies"
 
     @property
     def merges(self) -> Path:
-        """Where merged runs are."""
+        """The parent of the merge tasks' directories."""
         return self.root / "merge"
 
     def lines_directory(self, index: int) -> Path:
-        """Where the hashes of map task `index`'s lines are."""
+        """The directory with the hashes of map task `index`'s lines."""
         return self.root / "lines" / f"{index:05d}"
 
     def map_tasks(self, plan: list[list[Unit]], lines: list[Path]) -> list[MapTask]:
-        """All map tasks, in order; `lines`: directories of the tasks that have found lines to drop."""
+        """All map tasks, in order; `lines`: directories of the tasks that found repeated lines."""
         folder = tokenizer_folder(self.tokenizer)
         return [MapTask(i, units, self.config, folder, self.map_directory(i), lines) for i, units in enumerate(plan)]
 
@@ -127,73 +129,74 @@ class Job:
         return [[Unit(*unit) for unit in units] for units in json.loads((self.root / "plan.json").read_text())]
 
     def saved_identity(self) -> dict[str, Any] | None:
-        """What job.json says, or None when the job was not planned to the end."""
+        """The content of job.json, or None if the planning of the job was not finished."""
         try:
             saved: dict[str, Any] = json.loads((self.root / "job.json").read_text())
         except FileNotFoundError:
             return None
         return saved
 
-    def check_same(self, identity: dict[str, Any], saved: dict[str, Any]) -> None:
-        """Refuses a job directory of another config, other inputs or another version of the code.
+    def check_identity(self, identity: dict[str, Any], saved: dict[str, Any]) -> None:
+        """Checks that the job directory was made with the same config, inputs and version of the code.
 
         Raises:
-            DataError: with what differs. Keys of `identity` that are missing in it are not compared.
+            DataError: names what differs. Keys of `saved` that are missing in `identity` are not compared.
         """
         found = sorted(key for key in identity if key != "config" and identity[key] != saved.get(key))
         found += changed_fields(identity["config"], saved["config"])
         if found:
             raise DataError(
-                f"{self.root} holds a half-done job of another making; these differ: {', '.join(found)}\n"
-                f"  try: rm -r {self.root} to start over, or put back what was changed to resume it"
+                f"{self.root} has an unfinished job with other settings or inputs; these differ: {', '.join(found)}\n"
+                f"  try: rm -r {self.root} to start over, or undo the changes to resume it"
             )
 
     def clear(self) -> None:
-        """Deletes what a job that was never planned, or was half removed, has left. For who holds the lock alone."""
+        """Deletes the files of a job that was never planned or partly removed. Needs the exclusive lock."""
         for path in self.root.iterdir():
             if path.name not in ("lock", "datasets"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def remove(self) -> None:
-        """Deletes the job directory; what is left when that is interrupted is no job any more."""
-        with suppress(OSError):  # a copy of a task on a frozen machine may still write there
+        """Deletes the job directory, job.json first: if interrupted, the rest is no planned job any more."""
+        with suppress(OSError):  # a slower attempt at a task, on a suspended machine, may still write there
             (self.root / "job.json").unlink(missing_ok=True)
             shutil.rmtree(self.root)
 
     def remove_scratch(self) -> None:
-        """Deletes what killed tasks left. Only for who holds the lock alone."""
+        """Deletes the scratch files of killed tasks. Needs the exclusive lock."""
         for parent in (self.root, *(self.root / sub for sub in ("lines", "map", "dedup", "merge", "reduce"))):
             for path in parent.glob(SCRATCH):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     @contextmanager
     def locked(self, *, shared: bool = False) -> Iterator[None]:
-        """Holds the job directory's lock.
+        """Holds the lock of the job directory, exclusively unless `shared`.
 
         Raises:
-            DataError: somebody else holds it.
+            DataError: another process holds it.
         """
         with lock_file(self.root / "lock", doing=f"working in {self.root}", shared=shared) as handle:
-            if not _still_there(handle, self.root / "lock"):
+            if not _is_same_file(handle, self.root / "lock"):
                 raise DataError(f"{self.root} was just finished or removed by another process\n  try: run again")
             yield
 
 
-def _still_there(handle: int, path: Path) -> bool:
+def _is_same_file(handle: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except FileNotFoundError:
         return False
 
 
-def identity_of(
+def job_identity(
     config: CorpusConfig, *, listing: str, tokenizer: str | None, cleaning: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """What a job directory belongs to.
+    """The identity of a job: what its output depends on.
 
     Args:
-        listing: fingerprint of the inputs' names and sizes. tokenizer: of the given tokenizer's files.
-        cleaning: what the cleaning steps depend on besides the config.
+        listing: fingerprint of the inputs' names and sizes.
+        tokenizer: fingerprint of the given tokenizer's files, or None.
+        cleaning: what the cleaning steps depend on besides the config, see `cleaning_identity`.
     """
     given = {"inputs": listing, "tokenizer": tokenizer, "cleaning": cleaning}
     return {"headrace": __version__, "format": _FORMAT, "config": config.identity(), **given}

@@ -1,4 +1,4 @@
-"""What deduplication has dropped, for the manifest and for the list of what was left out."""
+"""Exact and near duplicates that were dropped: their counts for the manifest, and their rows for dropped.jsonl."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from data_prep.job.directory import Job
 from data_prep.task import read_marker
 from data_prep.tasks.sorted_runs import SortedRun
 
-COPIES = "copies.jsonl"
-"""In the job directory: the rows of dropped.jsonl for copies."""
+DUPLICATES_FILE = "copies.jsonl"
+"""In the job directory: the rows of dropped.jsonl for duplicates."""
 _REASONS = {EXACT_DUPLICATE: "exact copy", NEAR_DUPLICATE: "near copy"}
 
 
 def count_duplicates(job: Job) -> dict[str, int]:
-    """How many documents were dropped as copies, by "step: reason"; empty without dedup."""
-    counts = read_marker(job.copies) or {}
+    """Number of documents that were dropped as duplicates, by "step: reason"; empty without deduplication."""
+    counts = read_marker(job.duplicates) or {}
     return {f"dedup: {kind} copy": counts[kind] for kind in ("exact", "near") if counts.get(kind)}
 
 
-def list_duplicates(job: Job, runs: Sequence[Path]) -> None:
-    """Writes where each copy was, in the order of the input within a run's splits, if the config asks for a list.
+def write_duplicates_list(job: Job, runs: Sequence[Path]) -> None:
+    """Writes the location of each duplicate, by run and in the order of the input, if the config asks for a list.
 
     Args:
-        runs: of all map tasks, in order. Their texts are not there any more, so the list has none.
+        runs: of all map tasks, in order. They do not contain the texts, so neither does the list.
     """
-    if job.config.list_dropped == "no" or read_marker(job.copies) is None:
+    if job.config.list_dropped == "no" or read_marker(job.duplicates) is None:
         return
     plan = job.load_plan()
-    with (job.root / COPIES).open("w", encoding="ascii") as file:
+    with (job.root / DUPLICATES_FILE).open("w", encoding="ascii") as file:
         for i, path in enumerate(runs):
-            drops = np.load(drops_path(job.copies, i))
+            drops = np.load(drops_path(job.duplicates, i))
             documents = SortedRun.open(path, whole=True).documents
             units = plan[int(path.parent.name)]
-            gone = np.flatnonzero(drops)
-            for number in gone[np.argsort(documents["rank"][gone])]:
+            dropped = np.flatnonzero(drops)
+            for number in dropped[np.argsort(documents["rank"][dropped])]:
                 unit, row = units[int(documents["unit"][number])], documents[number]
-                place = {"source": unit.source, "file": unit.file, "at": int(row["at"])}
-                file.write(json.dumps({**place, "step": "dedup", "reason": _REASONS[int(drops[number])]}) + "\n")
+                location = {"source": unit.source, "file": unit.file, "at": int(row["at"])}
+                file.write(json.dumps({**location, "step": "dedup", "reason": _REASONS[int(drops[number])]}) + "\n")

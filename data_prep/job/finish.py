@@ -1,4 +1,4 @@
-"""The end of a job: everything that lies beside the shards, and the rename that makes the output."""
+"""The end of a job: writes all files beside the shards, and commits the output by a rename."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import xxhash
 from data_prep.config.corpus import TOKENIZER_PARENT, CorpusConfig, changed_fields
 from data_prep.formats.tokenfile import SPLITS
 from data_prep.job.directory import Job
-from data_prep.job.dropped_duplicates import COPIES, count_duplicates
-from data_prep.job.survey import raise_empty
+from data_prep.job.dropped_duplicates import DUPLICATES_FILE, count_duplicates
+from data_prep.job.preflight import check_splits_not_empty
 from data_prep.sources.bad_records import BadRecordCount
 from data_prep.sources.records import BadRecord
 from data_prep.task import read_marker
@@ -31,12 +31,12 @@ from headrace.base.errors import DataError
 SKIPPED, SOURCES = "skipped.jsonl", "sources.jsonl"
 
 
-def checked_markers(job: Job) -> list[dict[str, Any]]:
-    """What the map tasks said, in order.
+def load_map_markers(job: Job) -> list[dict[str, Any]]:
+    """The markers of all map tasks, in order.
 
     Raises:
-        DataError: some have not finished, or have fewer runs than they had written; too much was unreadable, or a
-            split is empty.
+        DataError: some tasks have not finished, or have fewer runs than they wrote; too many records were unreadable,
+            or a split is empty.
     """
     tasks = len(job.load_plan())
     found = [read_marker(job.map_directory(i)) for i in range(tasks)]
@@ -50,35 +50,38 @@ def checked_markers(job: Job) -> list[dict[str, Any]]:
     for i, done in enumerate(markers):
         directory = job.map_directory(i)
         if (runs := len(list_runs(directory))) != done["runs"]:
-            why = f"{directory} holds {runs} runs, and {done['runs']} were written"
+            why = f"{directory} has {runs} runs, and {done['runs']} were written"
             raise DataError(f"{why}\n  try: remove it and run again")
     BadRecordCount(job.config).add_all(_bad_records(job, tasks))
     documents = sum_counts(markers)[:, :, 0].sum(axis=0).tolist()
-    raise_empty(dict(zip(SPLITS, documents, strict=True)), job.config, dropped=counted(markers, "dropped"))
+    check_splits_not_empty(
+        dict(zip(SPLITS, documents, strict=True)), job.config, dropped=count_by_reason(markers, "dropped")
+    )
     return markers
 
 
 def finish(
     job: Job, *, markers: list[dict[str, Any]], results: list[tuple[str, dict[str, Any]]], tokenizer: str | None
 ) -> Manifest:
-    """Completes `out/` and commits it as the output; then the job directory goes.
+    """Completes `out/`, commits it as the output, and removes the job directory.
 
     Args:
-        markers: of the map tasks, in order. results: of the reduce tasks with their splits, in order.
-        tokenizer: fingerprint of the given tokenizer's files.
+        markers: of the map tasks, in order.
+        results: (split, result) of the reduce tasks, in order.
+        tokenizer: fingerprint of the given tokenizer's files, or None.
     """
-    shards = {split: [done for its, done in results if its == split] for split in SPLITS}
+    shards = {split: [done for of_split, done in results if of_split == split] for split in SPLITS}
     known = {f"{s}/{e['name']}{suffix}": sha for s in SPLITS for e in shards[s] for suffix, sha in e["sha256"].items()}
     files = _write_sources(job.out / SOURCES, markers)
     _write_skipped(job, len(markers))
     _copy_tokenizer(tokenizer_folder(job.tokenizer), job.out / "tokenizer")
-    _remove_others(job.out, set(known))
+    _remove_unknown_files(job.out, set(known))
     _write_dropped(job, len(markers))
     details = {
         "tokenizer": read_marker(job.tokenizer),
         "splits": {split: _split_entry(shards[split], job.config) for split in SPLITS},
-        **{key: counted(markers, key) for key in ("skipped", "edited")},
-        "dropped": counted(markers, "dropped") | count_duplicates(job),
+        **{key: count_by_reason(markers, key) for key in ("skipped", "edited")},
+        "dropped": count_by_reason(markers, "dropped") | count_duplicates(job),
         "cleaning": (job.saved_identity() or {}).get("cleaning"),
     }
     identity, parents = job.config.identity(), _parents(job, files, tokenizer)
@@ -90,10 +93,10 @@ def finish(
 
 
 def is_finished(job: Job, identity: dict[str, Any]) -> bool:
-    """Whether the output is there, made with this config from files of these names and sizes.
+    """Whether the output exists and was made with this config from files of these names and sizes.
 
     Raises:
-        DataError: there is something of another making under the output's name.
+        DataError: there is an output of this name that was made differently.
     """
     if not job.output.exists():
         return False
@@ -112,7 +115,7 @@ def is_finished(job: Job, identity: dict[str, Any]) -> bool:
 
 
 def _listing(path: Path, builders: set[str]) -> str:
-    """`listing_fingerprint` of the sources that an output was made from, without those of builders."""
+    """The `listing_fingerprint` of the sources of an output, without those of builders."""
     digest = hashlib.sha256()
     with path.open() as lines:
         for line in map(json.loads, lines):
@@ -140,19 +143,20 @@ def _write_dropped(job: Job, tasks: int) -> None:
         for i in range(tasks):
             with (job.map_directory(i) / DROPPED_TEXTS).open("rb") as listed:
                 shutil.copyfileobj(listed, out)
-        if (job.root / COPIES).exists():
-            with (job.root / COPIES).open("rb") as listed:
+        if (job.root / DUPLICATES_FILE).exists():
+            with (job.root / DUPLICATES_FILE).open("rb") as listed:
                 shutil.copyfileobj(listed, out)
 
 
-def counted(markers: list[dict[str, Any]], key: str) -> dict[str, int]:
-    """The sum of what the map tasks have counted under a key."""
+def count_by_reason(markers: list[dict[str, Any]], key: str) -> dict[str, int]:
+    """The counts of all map tasks by reason, from the dictionaries under `key` in their markers."""
     total: Counter[str] = sum((Counter(marker[key]) for marker in markers), Counter())
     return dict(sorted(total.items()))
 
 
 def _write_sources(path: Path, markers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One line per input file: source, file, bytes, xxh128. A file read in parts has the sum of its parts' sums."""
+    """Writes one line per input file: source, file, bytes, xxh128; for a file read in parts, the hash of the hashes of
+    its parts."""
     files: list[dict[str, Any]] = []
     with path.open("w", encoding="ascii") as out:
         sums: list[str] = []
@@ -167,7 +171,7 @@ def _write_sources(path: Path, markers: list[dict[str, Any]]) -> list[dict[str, 
 
 
 def _parents(job: Job, files: list[dict[str, Any]], tokenizer: str | None) -> dict[str, Any]:
-    """By source: where it lay, and one hash over its files' names, sizes and sums."""
+    """By source: its path, and a fingerprint of its files' names, sizes and hashes."""
     parents: dict[str, Any] = {}
     for source in job.config.sources:
         own = [f for f in files if f["source"] == source.label]
@@ -193,7 +197,7 @@ def _split_entry(shards: list[dict[str, Any]], config: CorpusConfig) -> dict[str
 
 
 def _sums(shards: list[dict[str, Any]]) -> dict[str, Any]:
-    """Documents, tokens and bytes; `lengths`: how many documents have 2^k up to 2^(k + 1) - 1 tokens, by k."""
+    """Sums of documents, tokens and bytes; `lengths[k]`: number of documents of 2^k up to 2^(k + 1) - 1 tokens."""
     sums: dict[str, Any] = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes")}
     lengths = [sum(column) for column in zip(*(shard["lengths"] for shard in shards), strict=True)]
     while lengths and not lengths[-1]:
@@ -206,8 +210,8 @@ def _copy_tokenizer(folder: Path, target: Path) -> None:
     shutil.copytree(folder, target, copy_function=shutil.copyfile)
 
 
-def _remove_others(out: Path, shards: set[str]) -> None:
-    """A commit that was killed may have left a half-written manifest."""
+def _remove_unknown_files(out: Path, shards: set[str]) -> None:
+    """Removes all other files, such as a partial manifest of a killed commit."""
     for path in out.rglob("*"):
         name = path.relative_to(out).as_posix()
         known = name in shards | {SKIPPED, SOURCES, DROPPED_TEXTS} or name.startswith("tokenizer/")

@@ -1,4 +1,4 @@
-"""Before the first task: the inputs are found and checked, the map tasks planned, the tokenizer made."""
+"""Preparation of a job: finds and checks the inputs, plans the map tasks, and makes the tokenizer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,16 @@ from typing import Any
 from data_prep.config.corpus import CorpusConfig
 from data_prep.executors.base import Executor
 from data_prep.executors.local import LocalExecutor
-from data_prep.job.directory import Job, identity_of
+from data_prep.job.directory import Job, job_identity
 from data_prep.job.finish import is_finished
+from data_prep.job.preflight import (
+    check_documents,
+    check_schemas,
+    cleaning_identity,
+    resolve_sources,
+    tokenizer_identity,
+)
 from data_prep.job.progress import Display
-from data_prep.job.survey import check_cleaning, check_documents, check_tables, resolve_all, tokenizer_identity
 from data_prep.sources import saved
 from data_prep.sources.listing import ResolvedSource, listing_fingerprint, resolve
 from data_prep.sources.units import Plan, group, units
@@ -24,39 +30,44 @@ from data_prep.task import os_errors_as_data_errors
 
 @dataclass(frozen=True)
 class InspectedJob:
-    """A config that was held against the files it names; nothing has been written."""
+    """A job whose config was checked against the files it names; nothing has been written yet.
+
+    Attributes:
+        sources: the files of each source; None for a builder, whose files do not exist yet.
+        identity: see `job_identity`.
+    """
 
     job: Job
     sources: list[ResolvedSource | None]
     identity: dict[str, Any]
 
-    def planned(self) -> Plan:
-        """The map tasks that the inputs would be cut into; without those of builders, which are not there yet."""
+    def plan_map_tasks(self) -> Plan:
+        """The map tasks of the inputs; without those of builders, whose files do not exist yet."""
         found = [source for source in self.sources if source is not None]
-        return _cut(found, self.job.config)
+        return _group_into_tasks(found, self.job.config)
 
 
 def inspect(config: CorpusConfig) -> InspectedJob:
-    """Finds the inputs and refuses what cannot work.
+    """Finds the inputs and runs the pre-flight checks.
 
     Raises:
-        ConfigError, DataError: see `survey`.
+        ConfigError, DataError: see `preflight`.
     """
     job = Job(config)
-    with os_errors_as_data_errors("looking at the inputs"):
-        sources = resolve_all(config, without=[job.output, job.root])
+    with plain_errors("checking the inputs"):
+        sources = resolve_sources(config, without=[job.output, job.root])
         found = [source for source in sources if source is not None]
-        check_tables(config, found)
-        tokenizer, cleaning = tokenizer_identity(config), check_cleaning(config)
+        check_schemas(config, found)
+        tokenizer, cleaning = tokenizer_identity(config), cleaning_identity(config)
         listing = listing_fingerprint(found)
-    return InspectedJob(job, sources, identity_of(config, listing=listing, tokenizer=tokenizer, cleaning=cleaning))
+    return InspectedJob(job, sources, job_identity(config, listing=listing, tokenizer=tokenizer, cleaning=cleaning))
 
 
-def already_there(inspected: InspectedJob) -> bool:
-    """Whether there is nothing to do; a job directory left by a run that was killed after its commit is removed.
+def output_is_complete(inspected: InspectedJob) -> bool:
+    """Whether the output exists; if so, removes a job directory left by a run that was killed after its commit.
 
     Raises:
-        DataError: something else is under the output's name.
+        DataError: there is an output of this name that was made differently.
     """
     job = inspected.job
     if not is_finished(job, inspected.identity):
@@ -66,14 +77,14 @@ def already_there(inspected: InspectedJob) -> bool:
 
 
 @contextmanager
-def opened(inspected: InspectedJob, executor: Executor | None = None) -> Iterator[Plan]:
-    """Holds the job directory alone, planned and with its tokenizer; gives the plan.
+def open_job(inspected: InspectedJob, executor: Executor | None = None) -> Iterator[Plan]:
+    """Plans the job and makes its tokenizer, or resumes it; yields the plan while it holds the exclusive lock.
 
     Args:
-        executor: a local one runs the tokenizer's task, so that its worker has the tokenizer for the next tasks.
+        executor: if it is local, it runs the tokenizer task, so that its worker has the tokenizer loaded.
 
     Raises:
-        DataError: another process holds it, or it belongs to another config or other inputs.
+        DataError: another process holds the lock, or the job directory belongs to another config or other inputs.
     """
     job = inspected.job
     with os_errors_as_data_errors(f"making {job.root}"):
@@ -81,39 +92,39 @@ def opened(inspected: InspectedJob, executor: Executor | None = None) -> Iterato
     with job.locked():
         saved = job.saved_identity()
         if saved is not None:
-            job.check_same(inspected.identity, saved)
+            job.check_identity(inspected.identity, saved)
         else:
             job.clear()
         job.remove_scratch()
         plan = job.load_plan() if saved is not None else _plan(inspected)
         task = job.tokenizer_task(plan)
         if not task.finished:
-            print(f"tokenizer: {_how(job.config)}", file=sys.stderr, flush=True)
+            print(f"tokenizer: {_tokenizer_action(job.config)}", file=sys.stderr, flush=True)
             with (
                 Display("tokenizer", note=job.root / "progress" / "tokenizer-00000.json") as display,
-                _here(executor) as local,
+                _local_executor(executor) as local,
             ):
                 list(local.run([task], report=display.add))
         yield plan
 
 
 @contextmanager
-def _here(executor: Executor | None) -> Iterator[LocalExecutor]:
-    """A local executor: the given one, or one of our own."""
+def _local_executor(executor: Executor | None) -> Iterator[LocalExecutor]:
+    """Yields the given executor if it is local, or else a new one."""
     if isinstance(executor, LocalExecutor):
         yield executor
     else:
-        with LocalExecutor(1) as own:
-            yield own
+        with LocalExecutor(1) as new:
+            yield new
 
 
 def _plan(inspected: InspectedJob) -> Plan:
     job, config = inspected.job, inspected.job.config
     try:
-        with os_errors_as_data_errors("looking at the inputs"):
+        with plain_errors("checking the inputs"):
             found = [source or _build(job, i) for i, source in enumerate(inspected.sources)]
-            check_tables(config, found)
-            plan = _cut(found, config)
+            check_schemas(config, found)
+            plan = _group_into_tasks(found, config)
             check_documents((unit for task in plan for unit in task), config)
     except BaseException:
         if not (job.root / "datasets").exists():
@@ -124,7 +135,7 @@ def _plan(inspected: InspectedJob) -> Plan:
     return plan
 
 
-def _cut(sources: list[ResolvedSource], config: CorpusConfig) -> Plan:
+def _group_into_tasks(sources: list[ResolvedSource], config: CorpusConfig) -> Plan:
     return group(units(sources, task_bytes=config.task_bytes), task_bytes=config.task_bytes)
 
 
@@ -137,8 +148,8 @@ def _build(job: Job, index: int) -> ResolvedSource:
     return resolve(built, at=at)
 
 
-def _how(config: CorpusConfig) -> str:
+def _tokenizer_action(config: CorpusConfig) -> str:
     section = config.tokenizer
     if section.path is not None:
-        return f"taking {section.path}"
+        return f"using {section.path}"
     return f"training {section.train} on up to {section.sample_bytes / 1e6:,.1f} MB"

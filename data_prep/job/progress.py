@@ -1,6 +1,6 @@
-"""Telling how far a job is: one rich bar on a terminal, a plain line every ten seconds elsewhere (both on stderr).
+"""Progress of a job: a rich progress bar on a terminal, a plain line every ten seconds elsewhere (both on stderr).
 
-Whoever works on a job also writes its counts into the job directory once a second, for `status` in another terminal.
+Every process of a job also writes a status note into the job directory once a second, for `status` in another terminal.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from data_prep.task import Counts
 
-_PLAIN_EVERY_S = 10.0
-_WRITTEN_EVERY_S = 1.0
-_REASONS = 3
+_PLAIN_LINE_INTERVAL_S = 10.0
+_NOTE_INTERVAL_S = 1.0
+_SHOWN_REASONS = 3
 
 
 class Display:
-    """Counts of one phase. Rates are of this process since it began, over what it did itself.
+    """Progress and throughput of one phase. Rates count only the work of this process, since it began the phase.
 
-    MB are 10^6 bytes of UTF-8 text; the share done and the time left go by bytes of input as stored.
+    MB are 10^6 bytes of UTF-8 text; the share done and the time left are computed from bytes of input as stored.
     """
 
     def __init__(
@@ -40,59 +40,61 @@ class Display:
         total_tokens: int = 0,
         note: Path | None = None,
     ) -> None:
-        """`done_bytes` of `total_bytes` were finished by an earlier run. A phase without input goes by its tokens.
+        """Starts the clock.
 
         Args:
-            note: the file in which `status` finds the counts.
+            total_bytes: of input as stored; 0 for a phase without input, whose progress is measured in tokens.
+            done_bytes: of `total_bytes`, finished by an earlier run.
+            note: the status note, which `status` reads.
         """
         self.phase, self.total_bytes, self.done_bytes, self.total_tokens = phase, total_bytes, done_bytes, total_tokens
         self.counts = Counts()
         self.began = time.monotonic()
         self.ended: float | None = None
-        self._said = self.began
-        self._note, self._noted = note, self.began - _WRITTEN_EVERY_S
+        self._printed = self.began
+        self._note, self._note_written = note, self.began - _NOTE_INTERVAL_S
         console = Console(stderr=True)
         self._bar: Progress | None = None
         if console.is_terminal:
             percentage = TextColumn("{task.percentage:>3.0f}% {task.fields[line]}")
             columns = (TextColumn("{task.description}"), BarColumn(), percentage)
             self._bar = Progress(*columns, console=console, transient=True)
-            # without anything to count, the bar moves to and fro
+            # without a total, the bar pulses
             total = total_bytes or total_tokens or None
             self._task = self._bar.add_task(phase, total=total, completed=done_bytes, line="")
 
     def add(self, counts: Counts) -> None:
-        """Adds what was done since the last call and shows it when it is time."""
+        """Adds the work since the last call; updates the display and the note when they are due."""
         self.counts = self.counts + counts
         now = time.monotonic()
-        if now - self._noted >= _WRITTEN_EVERY_S:
-            self._noted = now
+        if now - self._note_written >= _NOTE_INTERVAL_S:
+            self._note_written = now
             self._write_note()
         if self._bar is not None:
             self._bar.update(self._task, completed=self._done(), line=self.line())
-        elif now - self._said >= _PLAIN_EVERY_S:
-            self._said = now
+        elif now - self._printed >= _PLAIN_LINE_INTERVAL_S:
+            self._printed = now
             print(f"{self.phase}: {100 * self.share():.0f}% {self.line()}", file=sys.stderr, flush=True)
 
     def line(self) -> str:
-        """MB/s, documents/s, tokens, what was dropped and why, and the time left."""
+        """MB/s, documents/s, tokens, dropped documents by reason, and the time left."""
         c, seconds = self.counts, max(self.seconds(), 1e-9)
         rate = f"{self.mb_per_s():.1f} MB/s, " if self.total_bytes else ""
         dropped = sorted(c.dropped.items(), key=lambda item: -item[1])
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in dropped[:_REASONS])
-        left = self._seconds_left()
-        eta = "" if left is None else f", {left // 60:.0f}:{left % 60:02.0f} left"
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in dropped[:_SHOWN_REASONS])
+        seconds_left = self._seconds_left()
+        eta = "" if seconds_left is None else f", {seconds_left // 60:.0f}:{seconds_left % 60:02.0f} left"
         return (
             f"{rate}{c.documents / seconds:,.0f} documents/s, {c.tokens:,} tokens"
             f"{f', dropped {reasons}' if reasons else ''}{eta}"
         )
 
     def share(self) -> float:
-        """How much is done, from 0 to 1."""
+        """Fraction of the phase that is done, from 0 to 1."""
         return self._done() / (self.total_bytes or self.total_tokens or 1)
 
     def seconds(self) -> float:
-        """Since the phase began in this process, until it ended."""
+        """Seconds since the phase began in this process, until it ended."""
         return (self.ended or time.monotonic()) - self.began
 
     def mb_per_s(self) -> float:
@@ -111,8 +113,8 @@ class Display:
         if self._bar is not None:
             self._bar.stop()
 
-    def told(self) -> dict[str, Any]:
-        """The counts as JSON."""
+    def status_note(self) -> dict[str, Any]:
+        """The status note, as JSON."""
         return {
             "phase": self.phase,
             "host": socket.gethostname(),
@@ -127,16 +129,16 @@ class Display:
         if self._note is None:
             return
         partial = self._note.with_name(f".{self._note.name}.partial")
-        with suppress(OSError):  # a full disk is for the tasks to say
+        with suppress(OSError):  # on a full disk the tasks raise an error
             self._note.parent.mkdir(exist_ok=True)
-            partial.write_text(json.dumps(self.told()))
+            partial.write_text(json.dumps(self.status_note()))
             partial.rename(self._note)
 
     def _done(self) -> int:
         return self.done_bytes + self.counts.input_bytes if self.total_bytes else self.counts.tokens
 
     def _seconds_left(self) -> float | None:
-        mine = self.counts.input_bytes if self.total_bytes else self.counts.tokens
-        if not mine:
+        own = self.counts.input_bytes if self.total_bytes else self.counts.tokens
+        if not own:
             return None
-        return self.seconds() * ((self.total_bytes or self.total_tokens) - self._done()) / mine
+        return self.seconds() * ((self.total_bytes or self.total_tokens) - self._done()) / own

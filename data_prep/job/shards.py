@@ -1,4 +1,4 @@
-"""Cutting splits into shards: each of one source and of a range of keys."""
+"""Plans the shards of the splits: each has one source and one range of keys."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from data_prep.tasks.runs_reader import KEYS, Group, RunsReader
 from data_prep.tasks.sorted_runs import Array, SortedRun
 from headrace.base.directory import write_json
 
-_FEW = 256
-"""Documents per shard below which a shard may come out empty: then they are counted."""
+_FEW_DOCUMENTS = 256
+"""Documents per shard below which a range of keys may be empty: then the documents in each range are looked up."""
 
 
 def plan_shards(kept: Array, memory: Array, reader: RunsReader, *, shard_tokens: int) -> list[Shard]:
-    """The shards of all splits, numbered within each.
+    """The shards of all splits, numbered within each split.
 
     Args:
-        kept: int64 [sources, splits, 2 or more], how many documents and tokens are kept.
-        memory: int64 [sources, splits], what all that is read takes in memory, see `memory_bytes`.
-        reader: all of the job; only looked at where documents are few.
-        shard_tokens: about how many each holds.
+        kept: int64 [sources, splits, 2 or more], documents and tokens that are kept.
+        memory: int64 [sources, splits], bytes of memory of all that is read, see `memory_bytes`.
+        reader: of all runs of the job; only used for groups of few documents.
+        shard_tokens: approximate tokens of each shard.
     """
     shards: list[Shard] = []
     for number, split in enumerate(SPLITS):
@@ -36,37 +36,37 @@ def plan_shards(kept: Array, memory: Array, reader: RunsReader, *, shard_tokens:
             documents, total = kept[source, number, :2].tolist()
             if not documents:
                 continue
-            pieces = min(max(1, -(-total // shard_tokens)), documents)
-            bounds = [KEYS * i // pieces for i in range(pieces + 1)]
-            few = documents < _FEW * pieces
-            filled = _filled((number, source), bounds, reader) if few else np.ones(pieces, np.bool_)
-            about = total // pieces, int(memory[source, number]) // pieces
-            for i in np.flatnonzero(filled).tolist():
+            parts = min(max(1, -(-total // shard_tokens)), documents)
+            bounds = [KEYS * i // parts for i in range(parts + 1)]
+            few = documents < _FEW_DOCUMENTS * parts
+            non_empty = _non_empty((number, source), bounds, reader) if few else np.ones(parts, np.bool_)
+            about = total // parts, int(memory[source, number]) // parts
+            for i in np.flatnonzero(non_empty).tolist():
                 shards.append(Shard(split, index, source, bounds[i], bounds[i + 1], *about))
                 index += 1
     return shards
 
 
 def dropped_counts(runs: Sequence[Path], drops: Path, *, shape: tuple[int, ...], cache: Path) -> Array:
-    """Documents, tokens and bytes that dedup drops: int64 [sources, splits, 3].
+    """Documents, tokens and bytes that deduplication drops: int64 [sources, splits, 3].
 
     Args:
-        cache: where they are kept once they have been counted, if this process may write there.
+        cache: a file that keeps the counts for later calls, if this process may write it.
     """
     if cache.is_file():
         return np.array(json.loads(cache.read_text()), np.int64)
     counts = np.zeros(shape, np.int64)
     for i, path in enumerate(runs):
-        gone = SortedRun.open(path, whole=True).documents[np.load(drops_path(drops, i)) != 0]
-        for column, values in enumerate((1, gone["tokens"], gone["bytes"])):
-            np.add.at(counts[:, :, column], (gone["source"], gone["split"]), values)
+        dropped = SortedRun.open(path, whole=True).documents[np.load(drops_path(drops, i)) != 0]
+        for column, values in enumerate((1, dropped["tokens"], dropped["bytes"])):
+            np.add.at(counts[:, :, column], (dropped["source"], dropped["split"]), values)
     with suppress(OSError):
         write_json(cache, counts.tolist())
     return counts
 
 
-def _filled(group: Group, bounds: list[int], reader: RunsReader) -> Array:
-    """bool [ranges]: whether any document has its key in each range."""
+def _non_empty(group: Group, bounds: list[int], reader: RunsReader) -> Array:
+    """bool [ranges]: whether any kept document of the group has its key in the range."""
     found = np.zeros(len(bounds) - 1, np.bool_)
     for i, path in enumerate(reader.runs):
         run = SortedRun.open(path, whole=True)

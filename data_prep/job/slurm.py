@@ -1,9 +1,10 @@
-"""The job as a chain of Slurm jobs: prepare, an array of jobs for each phase, finish; each when the one before is done.
+"""Submits a job as a chain of dependent Slurm jobs: prepare, a job array for each phase, finish.
 
-    prepare -> map[0..N-1] -> ... -> reduce[0..N-1] -> finish      afterok, each
-                                                       report      afternotok of finish, which goes when it cannot run
+    prepare -> map[0..N-1] -> ... -> reduce[0..N-1] -> finish      each afterok of the one before
+                                                       report      afternotok of finish
 
-All of them are `slurm/data_prep.sbatch`, so its header holds for all; and so do the variables that sbatch reads.
+All of them run `slurm/data_prep.sbatch`, so its header and sbatch's environment variables apply to all. If a job fails,
+Slurm cancels the later ones (--kill-on-invalid-dep), and report names the failed jobs.
 """
 
 from __future__ import annotations
@@ -28,60 +29,61 @@ _SHOWN, _LINES = 5, 5
 
 
 def submit(config: CorpusConfig, *, file: str, overrides: Sequence[str], shares: int | None) -> str:
-    """Submits the chain; returns what to tell the user.
+    """Submits the chain; returns the message for the user.
 
     Args:
-        file, overrides: the config as it was given on the command line; relative paths start here.
-        shares: jobs for each phase.
+        file, overrides: the config as on the command line; relative paths start in the working directory.
+        shares: Slurm jobs in the array of each phase.
 
     Raises:
-        ConfigError: this is no Slurm cluster, or it refuses. DataError: a chain for this output waits or runs.
+        ConfigError: there is no Slurm, or sbatch fails.
+        DataError: a chain for this output is queued or running.
     """
     if shutil.which("sbatch") is None:
         why, remedy = "there is no sbatch on PATH", "submit where Slurm is installed"
         raise ConfigError("--executor", "slurm", why=why, remedy=remedy)
     root = Job(config).root.absolute()
     names = [phase.name for phase in phases_of(config)]
-    _refuse_twins(root, names)
+    _check_no_other_chain(root, names)
     return _Chain(root, ["--config", file, *(word for value in overrides for word in ("--set", value))]).submit(
         names, shares or DEFAULT_SHARES
     )
 
 
 class _Chain:
-    """Submits the links of a chain, each after the one before."""
+    """Submits the jobs of a chain, each dependent on the one before."""
 
     def __init__(self, root: Path, config: list[str]) -> None:
         self._root, self._config = root, config
         self._script = Path(__file__).parents[2] / "slurm" / "data_prep.sbatch"
-        self._links: list[tuple[str, str]] = []
+        self._jobs: list[tuple[str, str]] = []
         if not self._script.is_file():
             why, remedy = f"there is no {self._script}", 'install from the repository: pip install -e "PATH"'
             raise ConfigError("--executor", "slurm", why=why, remedy=remedy)
 
     def submit(self, phases: Sequence[str], shares: int) -> str:
-        """See the head of this file. A chain that is not accepted to its end is removed."""
+        """See the docstring of this module. If a submission fails, the jobs submitted before are cancelled."""
         try:
             first = self._add("prepare", ["prepare", *self._config])
             log = _log_of(first)
             logs = log.with_suffix("")
-            into = [f"--output={log}", "--open-mode=append"]
+            append = [f"--output={log}", "--open-mode=append"]
             for name in phases:
                 array = [f"--array=0-{shares - 1}", f"--output={logs}-{name}-%a.out"]
                 self._add(name, ["phase", name, "--of", str(shares), *self._config], *array)
-            self._add("finish", ["finish", *self._config], *into)
-            links = [f"{name}={number}" for name, number in self._links]
-            self._add("report", ["--report", f"{logs}", *links], *into, after="afternotok")
+            self._add("finish", ["finish", *self._config], *append)
+            jobs = [f"{name}={number}" for name, number in self._jobs]
+            self._add("report", ["--report", f"{logs}", *jobs], *append, after="afternotok")
         except BaseException:
-            subprocess.run(["scancel", *(number for _, number in self._links)], check=False, capture_output=True)
+            subprocess.run(["scancel", *(number for _, number in self._jobs)], check=False, capture_output=True)
             raise
-        said = ", ".join(f"{name} {number}" for name, number in self._links[:-1])
-        return f"submitted: {said}; {shares} jobs for each phase\nlogs: {log}, {logs}-PHASE-*.out"
+        submitted = ", ".join(f"{name} {number}" for name, number in self._jobs[:-1])
+        return f"submitted: {submitted}; {shares} jobs for each phase\nlogs: {log}, {logs}-PHASE-*.out"
 
     def _add(self, name: str, arguments: Sequence[str], *options: str, after: str = "afterok") -> str:
-        if self._links:
-            options = (f"--dependency={after}:{self._links[-1][1]}", *options)
-        # --kill-on-invalid-dep: a job whose turn can never come goes, instead of waiting for ever
+        if self._jobs:
+            options = (f"--dependency={after}:{self._jobs[-1][1]}", *options)
+        # --kill-on-invalid-dep: a job whose dependency has failed is cancelled, instead of waiting for ever
         common = ["--parsable", "--export=ALL", "--kill-on-invalid-dep=yes", f"--comment={self._root}"]
         command = ["sbatch", *common, f"--job-name={_PREFIX}{name}", *options, str(self._script), *arguments]
         environment = os.environ | {"HEADRACE_ROOT": str(self._script.parents[1])}
@@ -91,50 +93,51 @@ class _Chain:
             remedy = "edit the header of slurm/data_prep.sbatch, or --workers N (Slurm's MaxArraySize is the limit)"
             raise ConfigError("--executor", "slurm", why=why, remedy=remedy)
         number = done.stdout.strip().split(";")[0]  # ID, or ID;CLUSTER
-        self._links.append((name, number))
+        self._jobs.append((name, number))
         return number
 
 
-def _refuse_twins(root: Path, phases: Sequence[str]) -> None:
-    """Two chains would do no harm to the output, but all the work twice."""
+def _check_no_other_chain(root: Path, phases: Sequence[str]) -> None:
+    """Raises DataError if another chain exists: two would do all the work twice, though the output would be right."""
     names = ",".join(_PREFIX + name for name in ("prepare", *phases, "finish"))
-    rows = _asked("squeue", "--noheader", f"--name={names}", "--format=%F|%j|%T|%k")
+    rows = _run_command("squeue", "--noheader", f"--name={names}", "--format=%F|%j|%T|%k")
     own = sorted({tuple(row.split("|")[:3]) for row in rows if row.split("|", 3)[3] == str(root)})
     if own:
         listed = ", ".join(f"{name} {number} ({state.lower()})" for number, name, state in own)
         numbers = " ".join(number for number, _, _ in own)
         why = f"a chain for {root} is queued or running: {listed}"
-        raise DataError(f"{why}\n  try: wait for it, or scancel {numbers} and submit again: what is finished is kept")
+        raise DataError(f"{why}\n  try: wait for it, or scancel {numbers} and submit again: finished tasks are kept")
 
 
 def _log_of(job: str) -> Path:
-    """Where the first link writes, whatever the header says: the others write there, too."""
-    shown = " ".join(_asked("scontrol", "show", "job", "--oneliner", job))
+    """The log file of the first job, as the header sets it: the others write beside it."""
+    shown = " ".join(_run_command("scontrol", "show", "job", "--oneliner", job))
     found = re.search(r"\bStdOut=(\S+)", shown)
     return Path(found[1]) if found else Path(f"slurm-{job}.out").absolute()
 
 
-def _asked(*command: str) -> list[str]:
+def _run_command(*command: str) -> list[str]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        why, remedy = f"{command[0]}: {done.stderr.strip()}", "try again when Slurm answers"
+        why, remedy = f"{command[0]}: {done.stderr.strip()}", "try again when Slurm is available"
         raise ConfigError("--executor", "slurm", why=why, remedy=remedy)
     return done.stdout.splitlines()
 
 
-def report(logs: str, links: Sequence[str]) -> list[str]:
-    """What the last job of a chain says when it did not come to its end.
+def report(logs: str, jobs: Sequence[str]) -> list[str]:
+    """The report of the last job of a chain that failed: the failed jobs and the ends of their logs.
 
     Args:
-        logs: what the names of the logs begin with. links: NAME=ID of each, in order.
+        logs: prefix of the names of the logs.
+        jobs: NAME=ID of each job of the chain, in order.
     """
-    numbers = dict(link.split("=", 1)[::-1] for link in links)
+    numbers = dict(job.split("=", 1)[::-1] for job in jobs)
     form = "--format=%F|%K|%T|%r"
-    rows = _asked("squeue", "--noheader", "--array", f"--jobs={','.join(numbers)}", f"--states={_FAILED}", form)
-    # what never had its turn was cancelled by Slurm, and is not the cause
+    rows = _run_command("squeue", "--noheader", "--array", f"--jobs={','.join(numbers)}", f"--states={_FAILED}", form)
+    # jobs that Slurm cancelled for a failed dependency are not the cause
     failed = [row for row in (line.split("|") for line in rows) if not row[3].startswith("Dependency")]
     lines = [f"error: the job was not finished: {len(failed)} of its Slurm jobs failed. The first of them:"]
-    for number, element, state, reason in sorted(failed, key=_place)[:_SHOWN]:
+    for number, element, state, reason in sorted(failed, key=_job_order)[:_SHOWN]:
         name = numbers[number]
         log = Path(f"{logs}-{name}-{element}.out" if element.isdigit() else f"{logs}.out")
         which = f"{name} {element}" if element.isdigit() else name
@@ -142,10 +145,10 @@ def report(logs: str, links: Sequence[str]) -> list[str]:
         if element.isdigit() and log.is_file():  # one that never started has no log
             lines.append(f"the end of {log}:")
             lines += [f"    {line}" for line in log.read_text(errors="replace").splitlines()[-_LINES:]]
-    return [*lines, "  try: mend the cause, then submit again: finished tasks are skipped"]
+    return [*lines, "  try: fix the cause, then submit again: finished tasks are skipped"]
 
 
-def _place(row: Sequence[str]) -> tuple[int, int]:
+def _job_order(row: Sequence[str]) -> tuple[int, int]:
     return int(row[0]), int(row[1]) if row[1].isdigit() else -1
 
 

@@ -1,4 +1,4 @@
-"""What is in a tokens directory, by source: `python -m data_prep stats DIR [--html FILE]`. From the manifest alone."""
+"""Statistics of a tokens directory by source, from its manifest: `python -m data_prep stats DIR [--html FILE]`."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class SourceStats:
 
 
 def read_stats(directory: Path) -> tuple[list[SourceStats], dict[str, int]]:
-    """The sources of every split, and how many records were left out by reason.
+    """The sources of every split, and the number of skipped and dropped records by reason.
 
     Raises:
-        DataError: no tokens directory.
+        DataError: not a tokens directory.
     """
     details = read_manifest(directory, kind="tokens").details
     rows = [
@@ -47,8 +47,8 @@ def read_stats(directory: Path) -> tuple[list[SourceStats], dict[str, int]]:
     return rows, details["skipped"] | details.get("dropped", {})
 
 
-def show(rows: list[SourceStats], left_out: dict[str, int], *, console: Console | None = None) -> None:
-    """Prints tables."""
+def print_stats(rows: list[SourceStats], dropped: dict[str, int], *, console: Console | None = None) -> None:
+    """Prints the statistics as tables."""
     console = console or Console()
     table = Table(box=None, pad_edge=False)
     for name, side in (("split", "left"), ("source", "left")):
@@ -63,27 +63,27 @@ def show(rows: list[SourceStats], left_out: dict[str, int], *, console: Console 
         table.add_row(row.split, row.source, *counts)
     console.print(table)
     console.print("\ntokens per document, all sources:")
-    lengths = _summed(rows)
+    lengths = _sum_lengths(rows)
     for k, count in enumerate(lengths):
         if count:
             bar = "█" * max(1, round(_BAR * count / max(lengths)))
             console.print(f"{1 << k:>12,} - {(2 << k) - 1:<12,} {count:>14,} {bar}", highlight=False)
-    console.print("\nleft out:" if left_out else "\nnothing was left out")
-    for reason, count in sorted(left_out.items(), key=lambda item: -item[1]):
+    console.print("\nskipped or dropped:" if dropped else "\nnothing was skipped or dropped")
+    for reason, count in sorted(dropped.items(), key=lambda item: -item[1]):
         console.print(f"{count:>14,}  {reason}", highlight=False)
 
 
-def page(directory: Path, rows: list[SourceStats], left_out: dict[str, int]) -> str:
-    """The same as a page of HTML that needs nothing else."""
+def html_page(directory: Path, rows: list[SourceStats], dropped: dict[str, int]) -> str:
+    """The statistics as a self-contained HTML page."""
     body = [f"<h1>{escape(str(directory))}</h1>", _html_table(rows)]
     for row in rows:
         title = f"{row.split}, {row.source}: documents by tokens"
         body.append(f"<h2>{escape(title)}</h2>{_histogram(row.lengths, title)}")
-    body.append("<h2>Left out</h2>" + _reasons(left_out))
+    body.append("<h2>Skipped or dropped</h2>" + _reasons(dropped))
     return _PAGE.replace("BODY", "\n".join(body)).replace("TITLE", escape(directory.name))
 
 
-def _summed(rows: list[SourceStats]) -> list[int]:
+def _sum_lengths(rows: list[SourceStats]) -> list[int]:
     sums = [0] * max((len(row.lengths) for row in rows), default=0)
     for row in rows:
         for k, count in enumerate(row.lengths):
@@ -113,10 +113,10 @@ def _histogram(lengths: tuple[int, ...], title: str) -> str:
     return f'<svg {size} role="img" aria-label="{escape(title)}">{"".join(bars)}</svg>'
 
 
-def _reasons(left_out: dict[str, int]) -> str:
-    if not left_out:
+def _reasons(dropped: dict[str, int]) -> str:
+    if not dropped:
         return "<p>Nothing.</p>"
-    rows = (f"<tr><td>{escape(r)}</td><td>{n:,}</td></tr>" for r, n in sorted(left_out.items(), key=lambda i: -i[1]))
+    rows = (f"<tr><td>{escape(r)}</td><td>{n:,}</td></tr>" for r, n in sorted(dropped.items(), key=lambda i: -i[1]))
     return f"<table><tr><th>reason</th><th>documents</th></tr>{''.join(rows)}</table>"
 
 

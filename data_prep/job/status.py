@@ -1,4 +1,4 @@
-"""How far a job is, seen from outside: from the job directory alone, whoever works on it and wherever."""
+"""`python -m data_prep status`: the progress of a job, read from its job directory, on any machine that sees it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from data_prep.job.phases import phases_of
 from headrace.base.directory import read_manifest
 from headrace.base.errors import DataError
 
-_QUIET_S = 30.0
-"""Without a sign for so long, a process is said to be silent."""
+_SILENT_S = 30.0
+"""A process whose status note is older than this is reported as silent: it may be suspended or lost."""
 
 
 @dataclass(frozen=True)
 class PhaseStatus:
-    """Tasks of a phase. total: None where that is not known before the phase before has finished."""
+    """Tasks of a phase. total: None if it is not known until the phase before has finished."""
 
     name: str
     finished: int
@@ -29,7 +29,7 @@ class PhaseStatus:
 
 
 def report(config: CorpusConfig) -> list[str]:
-    """Lines that say how far a job is.
+    """The progress of a job, as lines of text.
 
     Raises:
         DataError: there is neither a job nor an output.
@@ -41,19 +41,19 @@ def report(config: CorpusConfig) -> list[str]:
         read_manifest(job.output, kind="tokens")
         return [f"{job.output} is finished"]
     if job.saved_identity() is None:
-        return [f"{job.root}: looking at the inputs"]
+        return [f"{job.root}: checking the inputs"]
     lines = [_line(phase) for phase in phases(job) if phase.total != 0]
     return lines + [_worker(note, age) for note, age in _notes(job.root)]
 
 
 def phases(job: Job) -> list[PhaseStatus]:
-    """The phases of a planned job and how many of their tasks have finished."""
+    """The phases of a planned job and the number of their finished tasks."""
     tokenizer = job.tokenizer_task(job.load_plan())
     found = [PhaseStatus("tokenizer", int(tokenizer.finished), 1)]
     for phase in phases_of(job.config):
         try:
             tasks = phase.tasks(job)
-        except DataError:  # what comes before has not finished
+        except DataError:  # the phase before has not finished
             found.append(PhaseStatus(phase.name, 0, None))
         else:
             found.append(PhaseStatus(phase.name, sum(task.finished for task in tasks), len(tasks)))
@@ -62,30 +62,30 @@ def phases(job: Job) -> list[PhaseStatus]:
 
 def _line(phase: PhaseStatus) -> str:
     if phase.total is None:
-        return f"{phase.name:>10}: waits"
+        return f"{phase.name:>10}: waiting"
     return f"{phase.name:>10}: {phase.finished:,} of {phase.total:,} tasks finished"
 
 
 def _worker(note: dict[str, Any], age_s: float) -> str:
-    who = f"{note['host']}:{note['pid']}"
+    process = f"{note['host']}:{note['pid']}"
     if note["ended"]:
-        return f"  {who} ended {note['phase']} after {note['seconds']:,.0f} s"
-    silent = f", silent for {age_s:,.0f} s" if age_s > _QUIET_S else ""
-    return f"  {who} {note['phase']} {100 * note['share']:.0f}% {note['line']}{silent}"
+        return f"  {process} ended {note['phase']} after {note['seconds']:,.0f} s"
+    silent = f", silent for {age_s:,.0f} s" if age_s > _SILENT_S else ""
+    return f"  {process} {note['phase']} {100 * note['share']:.0f}% {note['line']}{silent}"
 
 
 def _notes(root: Path) -> list[tuple[dict[str, Any], float]]:
-    """What the processes of a job have written last, and how many seconds ago by the clock of its file system."""
+    """The last status note of each process of a job, and its age in seconds by the clock of the file system."""
     now = _now(root)
     found = []
     for path in sorted((root / "progress").glob("[!.]*.json")):
-        with suppress(OSError, ValueError):  # replaced or removed this moment
+        with suppress(OSError, ValueError):  # being replaced or removed
             found.append((json.loads(path.read_text()), max(0.0, now - path.stat().st_mtime)))
     return found
 
 
 def _now(root: Path) -> float:
-    """The time as the file system has it: the clocks of machines differ."""
+    """The time by the clock of the file system, since the clocks of machines differ."""
     with suppress(OSError), tempfile.NamedTemporaryFile(dir=root, prefix=".clock") as file:
         return Path(file.name).stat().st_mtime
     return max(path.stat().st_mtime for path in root.iterdir())

@@ -1,8 +1,8 @@
-"""`python -m data_prep pack DIR --length T`: whole documents packed into training samples, with little padding.
+"""`python -m data_prep pack DIR --length T`: packs whole documents into training samples with little padding.
 
-Of each shard, blocks of `look_ahead` documents, in the order in which they lie, are cut and packed on their own: what
-meets in a sample lay within one block, and memory is bounded. The result is a directory of its own in the tokens
-directory, which is not touched: tokens keep their fingerprint, and may be packed for several lengths.
+In each shard, blocks of `look_ahead` consecutive documents are cut into pieces and packed independently: a sample has
+documents of one block, and memory is bounded. The result is a subdirectory of the tokens directory, which is otherwise
+unchanged: tokens keep their fingerprint, and may be packed for several lengths.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from headrace.base.errors import ConfigError, DataError
 from headrace.base.lock import lock_file
 
 LOOK_AHEAD = 1 << 16
-"""Documents. Of web-like lengths it leaves 0.01 % of padding at T = 2048 and 8192, and a block takes a dozen MB."""
+"""Documents per block. With web-like lengths, padding is 0.01 % at T = 2048 and 8192; a block takes a dozen MB."""
 PACKED = "train"
 """The split that is packed. Held-out text is always evaluated in contiguous windows, every token of it."""
 
@@ -38,41 +38,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=int, required=True, metavar="T", help="tokens per sample, as in training")
     text = f"documents that are packed together (default: {LOOK_AHEAD:,})"
     parser.add_argument("--look-ahead", type=int, default=LOOK_AHEAD, metavar="N", help=text)
-    parser.add_argument("--workers", type=int, metavar="N", help="worker processes (default: the cores there are)")
+    parser.add_argument("--workers", type=int, metavar="N", help="worker processes (default: number of CPU cores)")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Packs, and says how much of the result trains."""
+    """Packs, and prints the shares of trained tokens and of padding."""
     for name in ("length", "look_ahead", "workers"):
         if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
             flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(flag, getattr(arguments, name), why="it counts things", remedy="1 or more")
+            raise ConfigError(flag, getattr(arguments, name), why="must be positive", remedy="1 or more")
     directory, length = arguments.directory, arguments.length
     workers = arguments.workers or default_workers()
     manifest = pack(directory, length=length, look_ahead=arguments.look_ahead, workers=workers)
     entry = manifest.details["splits"][PACKED]
-    places = entry["bins"] * length
+    positions = entry["bins"] * length
+    trained, padding = (100 * entry[key] / positions for key in ("targets", "padding"))
     print(f"{directory / packing_name(length)}: {entry['bins']:,} samples of {length:,} tokens", end="; ")
-    print(f"{100 * entry['targets'] / places:.2f} % of them train, {100 * entry['padding'] / places:.2f} % is padding")
+    print(f"{trained:.2f} % of them are training targets, {padding:.2f} % are padding")
 
 
 def pack(directory: Path, *, length: int, look_ahead: int = LOOK_AHEAD, workers: int = 1) -> Manifest:
     """Packs the training split of a tokens directory for samples of `length` tokens.
 
     Returns:
-        the manifest of the new directory; when it is there already, of the same making, the one it has.
+        the manifest of the new directory, or the existing one if it was already packed in the same way.
 
     Raises:
-        DataError: no tokens directory; a packing of another making is there; or another process is at it.
+        DataError: not a tokens directory; a packing that was made differently exists; or another process is packing.
     """
     tokens = read_manifest(directory, kind="tokens")
     final, config = directory / packing_name(length), {"length": length, "look_ahead": look_ahead}
     parents = {"tokens": {"path": "..", "fingerprint": tokens.fingerprint}}
     if final.exists():
-        return _same(final, config, parents)
-    with _alone(final):
-        if final.exists():  # by who had the lock a moment ago
-            return _same(final, config, parents)
+        return _existing(final, config, parents)
+    with _exclusive(final):
+        if final.exists():  # made by the process that held the lock before
+            return _existing(final, config, parents)
         staging = fresh_staging(final)
         (staging / PACKED).mkdir()
         names = [shard["name"] for shard in tokens.details["splits"][PACKED]["shards"]]
@@ -82,8 +83,8 @@ def pack(directory: Path, *, length: int, look_ahead: int = LOOK_AHEAD, workers:
         entries = [{"name": name} | done[task] for name, task in zip(names, tasks, strict=True)]
         sums = {key: sum(entry[key] for entry in entries) for key in ("bins", "pieces", "targets", "padding")}
         details = {**config, "splits": {PACKED: {**sums, "shards": entries}}}
-        made: dict[str, Any] = {"config": config, "parents": parents, "details": details}
-        return commit(staging, final, kind=PACKING_KIND, **made, known_sha256=sha256)
+        described: dict[str, Any] = {"config": config, "parents": parents, "details": details}
+        return commit(staging, final, kind=KIND, **described, known_sha256=sha256)
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,9 @@ class PackTask:
     """Packs one shard.
 
     Attributes:
-        source: prefix of the shard.
-        target: prefix of the pack file.
-        length: T.
+        source: path prefix of the shard.
+        target: path prefix of the pack file.
+        length: T, tokens per sample.
         look_ahead: documents that are packed together.
     """
 
@@ -104,28 +105,29 @@ class PackTask:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """See `Task.name`."""
         return f"pack of {self.source.name}"
 
     @property
     def finished(self) -> bool:
-        """See `Task.finished`: a packing that was stopped is made anew."""
+        """See `Task.finished`: a packing does not resume, it starts over."""
         return False
 
     def run(self, report: Report) -> dict[str, Any]:
-        """See `Task.run`; returns bins, pieces, targets and places that are padding, and the SHA-256 of the file."""
+        """See `Task.run`; returns the numbers of bins, pieces, training targets and padding positions, and the SHA-256
+        of the file."""
         blocks = list(self._blocks(report))
         bins, pieces = sum(counts.size for counts, _, _ in blocks), sum(starts.size for _, starts, _ in blocks)
         first_piece = np.zeros(bins + 1, dtype=np.int64)
-        np.cumsum(_joined([counts for counts, _, _ in blocks]), out=first_piece[1:])
-        starts, lengths = _joined([b[1] for b in blocks]), _joined([b[2] for b in blocks])
-        path = Path(f"{self.target}{PACK_SUFFIX}")
+        np.cumsum(_concatenate([counts for counts, _, _ in blocks]), out=first_piece[1:])
+        starts, lengths = _concatenate([b[1] for b in blocks]), _concatenate([b[2] for b in blocks])
+        path = Path(f"{self.target}{SUFFIX}")
         sha256 = write_pack(path, length=self.length, first_piece=first_piece, starts=starts, lengths=lengths)
         targets, padding = int(lengths.sum()) - pieces, bins * (self.length + 1) - int(lengths.sum())
         return {"bins": bins, "pieces": pieces, "targets": targets, "padding": padding, "sha256": sha256}
 
     def _blocks(self, report: Report) -> Iterator[tuple[I64, I64, I64]]:
-        """Pieces of each bin, and the starts and lengths of all pieces by bin."""
+        """Yields for each block: the number of pieces in each bin, and the starts and lengths of all pieces by bin."""
         file = TokenFile.open(self.source)
         for first in range(0, file.documents, self.look_ahead):
             end = min(first + self.look_ahead, file.documents)
@@ -138,13 +140,13 @@ class PackTask:
 
 
 @contextmanager
-def _alone(final: Path) -> Iterator[None]:
+def _exclusive(final: Path) -> Iterator[None]:
     """Holds the lock of a packing.
 
-    Its file goes when the packing is there, and not before: who has it open then still keeps others out.
+    Its file is removed only when the packing exists: until then, a process that has opened it still excludes others.
 
     Raises:
-        DataError: somebody else holds it.
+        DataError: another process holds it.
     """
     path = final.parent / f".{final.name}.lock"
     with lock_file(path, doing=f"packing {final.parent} into {final.name}"):
@@ -153,22 +155,23 @@ def _alone(final: Path) -> Iterator[None]:
 
 
 def _run(tasks: list[PackTask], *, workers: int) -> dict[Any, dict[str, Any]]:
-    if workers == 1:  # a small dataset is packed before a worker has started
-        return {task: task.run(_unheard) for task in tasks}
+    if workers == 1:  # a small dataset is packed before a worker process would have started
+        return {task: task.run(_ignore_progress) for task in tasks}
     with LocalExecutor(workers) as executor:
-        return dict(executor.run(tasks, report=_unheard))
+        return dict(executor.run(tasks, report=_ignore_progress))
 
 
-def _unheard(_counts: Counts) -> None:
-    """Packing takes seconds where data prep takes hours: nobody watches."""
+def _ignore_progress(_counts: Counts) -> None:
+    """Packing takes seconds where data prep takes hours, so its progress is not shown."""
 
 
-def _same(final: Path, config: dict[str, Any], parents: dict[str, Any]) -> Manifest:
-    manifest = read_manifest(final, kind=PACKING_KIND)
+def _existing(final: Path, config: dict[str, Any], parents: dict[str, Any]) -> Manifest:
+    manifest = read_manifest(final, kind=KIND)
     if (manifest.config, manifest.parents) != (config, parents):
-        raise DataError(f"{final} exists, and was made of other tokens or otherwise\n  try: remove it, and pack again")
+        why = f"{final} exists, and was made from other tokens or with another config"
+        raise DataError(f"{why}\n  try: remove it, and pack again")
     return manifest
 
 
-def _joined(parts: list[I64]) -> I64:
+def _concatenate(parts: list[I64]) -> I64:
     return np.concatenate([np.empty(0, dtype=np.int64), *parts])

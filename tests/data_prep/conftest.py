@@ -72,7 +72,7 @@ def write_config(work: Path) -> Callable[..., str]:
 
 
 def sentence(i: int) -> str:
-    """A text that differs from all others, with some bytes that are not ASCII."""
+    """A text that is unique for `i`, with some characters that are not ASCII."""
     return f"Document {i} of the mill: la rivière n° {i * i} turns the wheel.\n" * (1 + i % 5)
 
 
@@ -92,7 +92,7 @@ def texts(work: Path) -> Path:
 
 
 def mixed_corpus(work: Path) -> str:
-    """Makes files of every local type and a config over them: many map tasks, several shards, 240 documents."""
+    """Makes files of every local type and a config for them: many map tasks, several shards, 240 documents."""
     text_folder(work)
     rows = [
         json.dumps({"text": sentence(i), "n": i}, ensure_ascii=bool(i % 2)).encode() + b"\n" for i in range(100, 160)
@@ -116,7 +116,7 @@ def mixed_config(work: Path) -> str:
 
 @pytest.fixture(scope="session")
 def finished_work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working directory with `mixed_corpus` and its `tokens`, made by one worker. Not to be changed."""
+    """A working directory with `mixed_corpus` and its `tokens`, made by one worker. Tests must not change it."""
     work = tmp_path_factory.mktemp("finished")
     run_command(work, "--config", mixed_corpus(work), "--workers", "1")
     return work
@@ -124,7 +124,7 @@ def finished_work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def finished(work: Path, finished_work: Path) -> Path:
-    """The working directory, with a copy of `finished_work` in it."""
+    """The working directory with a copy of `finished_work`."""
     shutil.copytree(finished_work, work, dirs_exist_ok=True)
     return work
 

@@ -1,4 +1,4 @@
-"""Cleaning in a job: what is dropped is counted and listed, by whoever does it; lists belong to the job's identity."""
+"""Cleaning in a job: dropped documents are counted and listed, and word lists are part of the job's identity."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def corpus(work: Path, write_config: Callable[..., str]) -> str:
     return write_config(sources=sources, clean=STEPS, task_bytes=2000, list_dropped="texts", heldout_fraction=0.2)
 
 
-def test_what_is_dropped_is_counted_and_listed_whoever_does_it(
+def test_dropped_documents_are_counted_and_listed_for_any_number_of_workers(
     work: Path, cli: Any, write_config: Callable[..., str], bytes_of: Callable[[Path], Tree]
 ) -> None:
     config = corpus(work, write_config)
@@ -43,9 +43,9 @@ def test_what_is_dropped_is_counted_and_listed_whoever_does_it(
     assert {row["step"] for row in rows} == {"word_blocklist", "url_blocklist"}
     lines = (work / "a.jsonl").read_bytes()
     for row in rows:
-        said = json.loads(lines[row["at"] :].split(b"\n", 1)[0])
-        assert said["text"].startswith(row["text"][:7])
-        assert "weir" in said["text"] or said["url"] in ("http://4.org", "http://6.org")
+        record = json.loads(lines[row["at"] :].split(b"\n", 1)[0])
+        assert record["text"].startswith(row["text"][:7])
+        assert "weir" in record["text"] or record["url"] in ("http://4.org", "http://6.org")
     assert details["edited"] == {"pii": 40}
     assert sum(split["documents"] for split in details["splits"].values()) == 38
     assert "word_blocklist" in cli("stats", "tokens").stdout
@@ -53,26 +53,24 @@ def test_what_is_dropped_is_counted_and_listed_whoever_does_it(
     assert bytes_of(work / "again") == bytes_of(work / "tokens")
 
 
-def test_a_list_that_changes_in_the_middle_is_another_job(
-    work: Path, cli: Any, write_config: Callable[..., str]
-) -> None:
+def test_a_word_list_that_changes_makes_a_different_job(work: Path, cli: Any, write_config: Callable[..., str]) -> None:
     config = corpus(work, write_config)
     cli("prepare", "--config", config)
     (work / "forbidden.txt").write_text("weir\nmill\n")
     assert "cleaning" in cli("--config", config, code=2).stderr
     (work / "forbidden.txt").write_text("weir\n")
     cli("--config", config)
-    assert "is there already" in cli("--config", config).stdout
+    assert "exists already" in cli("--config", config).stdout
     (work / "forbidden.txt").write_text("weir\nmill\n")
     assert "made differently: cleaning" in cli("--config", config, code=2).stderr
     (work / "forbidden.txt").unlink()
     assert "forbidden.txt" in cli("--config", config, code=2).stderr
 
 
-def test_a_corpus_of_which_cleaning_leaves_too_little_says_what_dropped_it(
+def test_the_error_for_a_split_that_cleaning_empties_names_the_steps(
     work: Path, cli: Any, write_config: Callable[..., str]
 ) -> None:
     config = corpus(work, write_config)
     (work / "forbidden.txt").write_text("mill\n")
-    refused = cli("--config", config, code=2).stderr
-    assert "80 word_blocklist" in refused
+    error = cli("--config", config, code=2).stderr
+    assert "80 word_blocklist" in error

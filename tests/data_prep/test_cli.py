@@ -1,4 +1,4 @@
-"""The command line: quick to answer, free of torch, and plain about what it did."""
+"""The command line: fast help, no import of torch, and a summary of the output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headrace.base.directory import read_manifest
 Write = Callable[..., str]
 
 
-def test_help_answers_in_well_under_a_second(cli: Any) -> None:
+def test_help_is_printed_in_less_than_a_second(cli: Any) -> None:
     began = time.monotonic()
     text = cli("--help").stdout
     assert time.monotonic() - began < 1
@@ -35,7 +35,9 @@ def test_no_process_of_a_run_imports_torch(write_config: Write, cli: Any) -> Non
     assert not modules & {"torch", "transformers", "datasets", "pipeline"}
 
 
-def test_the_summary_states_what_was_made_and_skipped(texts: Path, write_config: Write, cli: Any, work: Path) -> None:
+def test_the_summary_has_the_counts_of_the_output_and_the_skipped_records(
+    texts: Path, write_config: Write, cli: Any, work: Path
+) -> None:
     (texts / "empty.md").write_text("")
     text = cli("--config", write_config()).stdout
     splits = read_manifest(work / "tokens", kind="tokens").details["splits"]
@@ -57,7 +59,9 @@ def test_the_inputs_are_recorded_with_their_checksums(finished: Path) -> None:
     assert {line["parts"] for line in lines if line["source"] == "texts"} == {1}
 
 
-def test_a_moved_corpus_has_the_same_fingerprint(work: Path, texts: Path, write_config: Write, cli: Any) -> None:
+def test_the_path_of_the_corpus_is_not_part_of_the_fingerprint(
+    work: Path, texts: Path, write_config: Write, cli: Any
+) -> None:
     cli("--config", write_config())
     texts.rename(work / "elsewhere")
     cli("--config", write_config(sources=[{"path": "elsewhere", "name": "texts"}], output="again"))
@@ -68,7 +72,9 @@ def test_a_moved_corpus_has_the_same_fingerprint(work: Path, texts: Path, write_
 
 @pytest.mark.usefixtures("texts")
 @pytest.mark.parametrize("kind", ["sentencepiece-unigram"])
-def test_a_sentencepiece_run_keeps_the_model_and_appends_its_end(kind: str, write_config: Write, cli: Any) -> None:
+def test_a_sentencepiece_tokenizer_keeps_its_model_and_appends_its_eos(
+    kind: str, write_config: Write, cli: Any
+) -> None:
     cli("--config", write_config(tokenizer={"train": kind, "vocab_size": 420}))
     entry = read_manifest("tokens", kind="tokens").details["tokenizer"]
     assert (entry["kind"], entry["eos_id"]) == (kind, 1)
@@ -76,14 +82,16 @@ def test_a_sentencepiece_run_keeps_the_model_and_appends_its_end(kind: str, writ
 
 
 @pytest.mark.usefixtures("texts")
-def test_without_appended_ends_no_document_has_one(write_config: Write, cli: Any) -> None:
+def test_without_append_eos_no_document_ends_with_it(write_config: Write, cli: Any) -> None:
     from data_prep.formats.tokenfile import TokenFile, shard_prefix  # noqa: PLC0415
 
     cli("--config", write_config(append_eos=False))
     assert 0 not in TokenFile.open(shard_prefix(Path("tokens"), "train", 0)).tokens
 
 
-def test_a_builder_is_fetched_once_and_read_like_a_saved_dataset(work: Path, write_config: Write, cli: Any) -> None:
+def test_the_data_of_a_builder_is_fetched_once_and_read_like_a_saved_dataset(
+    work: Path, write_config: Write, cli: Any
+) -> None:
     (work / "rows.json").write_text("\n".join(json.dumps({"text": f"row {i}"}) for i in range(60)))
     source = {
         "type": "datasets",
@@ -94,29 +102,29 @@ def test_a_builder_is_fetched_once_and_read_like_a_saved_dataset(work: Path, wri
     }
     config = write_config(sources=[source])
     cli("prepare", "--config", config)
-    (work / "rows.json").unlink()  # what was fetched is kept
+    (work / "rows.json").unlink()  # the fetched data is kept
     cli("--config", config)
     splits = read_manifest(work / "tokens", kind="tokens").details["splits"]
     assert splits["train"]["documents"] + splits["heldout"]["documents"] == 60
-    assert "is there already" in cli("--config", config).stdout
+    assert "exists already" in cli("--config", config).stdout
 
 
 @pytest.mark.usefixtures("texts")
-def test_a_file_name_need_not_be_unicode(texts: Path, write_config: Write, cli: Any) -> None:
+def test_file_names_that_are_not_valid_utf_8_are_accepted(texts: Path, write_config: Write, cli: Any) -> None:
     Path(os.fsdecode(os.fsencode(texts) + b"/caf\xe9.md")).write_text("le moulin")
     cli("--config", write_config())
     assert "caf\\udce9.md" in Path("tokens/sources.jsonl").read_text()
-    assert "is there already" in cli("--config", "corpus.json").stdout
+    assert "exists already" in cli("--config", "corpus.json").stdout
 
 
-def test_stages_run_again_after_the_end_have_nothing_to_do(finished: Path, cli: Any) -> None:
+def test_commands_run_again_after_the_end_have_nothing_to_do(finished: Path, cli: Any) -> None:
     """As when a scheduler runs a finished array task a second time."""
     assert finished
     for command in (["prepare"], ["phase", "map", "--task", "0", "--of", "2"], ["finish"]):
-        assert "is there already" in cli(*command, "--config", "corpus.json").stdout
+        assert "exists already" in cli(*command, "--config", "corpus.json").stdout
 
 
-def test_a_closed_pipe_ends_quietly(write_config: Write, work: Path) -> None:
+def test_a_closed_pipe_ends_without_a_traceback(write_config: Write, work: Path) -> None:
     process = subprocess.Popen(
         f"{sys.executable} -m data_prep --config {write_config()} | true", shell=True, cwd=work, stderr=subprocess.PIPE
     )

@@ -1,4 +1,4 @@
-"""Dedup in a job: of copies the first stays, over all files and splits, whoever does the work and however it is cut."""
+"""Deduplication in a job: the first of duplicates is kept, over all files and splits, for any workers and task size."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from data_prep.formats.tokenfile import TokenFile, open_split
 from headrace.base.directory import read_manifest
 
 Tree = dict[str, bytes]
-NOTICE = "This line stands at the end of every page of the mill, and says nothing."
+NOTICE = "This line stands at the end of every page of the mill, without any information."
 
 
 def page(i: int) -> str:
-    """A text of its own: words that are numbers in letters, since dedup of lines passes over digits."""
+    """A unique text: its words are numbers in letters, since line deduplication ignores digits."""
     return " ".join(word(1000 * i + k) for k in range(60)) + "."
 
 
@@ -28,7 +28,7 @@ def word(number: int) -> str:
 
 
 def corpus(work: Path, write_config: Callable[..., str], **fields: Any) -> str:
-    """60 pages, of which 20 come again in a second file, 10 as they are and 10 with one word changed."""
+    """60 pages, 20 of them repeated in a second file: 10 unchanged and 10 with one word replaced."""
     pages = [f"{page(i)}\n{NOTICE}" for i in range(60)]
     again = [pages[i] for i in range(10)] + [pages[i].replace(word(1000 * i + 30), "other") for i in range(10, 20)]
     for name, texts in (("a", pages), ("b", again)):
@@ -44,7 +44,7 @@ def texts_of(tokens: Path) -> list[str]:
     return [tokenizer.decode(ids.tolist()) for of_file in documents for ids in of_file]
 
 
-def test_of_copies_the_first_stays_over_all_files_and_splits(
+def test_the_first_of_duplicates_is_kept_over_all_files_and_splits(
     work: Path, cli: Any, write_config: Callable[..., str], bytes_of: Callable[[Path], Tree]
 ) -> None:
     config = corpus(work, write_config, dedup={"exact": True, "near": {}})
@@ -65,14 +65,16 @@ def test_of_copies_the_first_stays_over_all_files_and_splits(
     assert {k: v for k, v in bytes_of(work / "again").items() if k in shards} == shards
 
 
-def test_exact_dedup_alone_leaves_near_copies(work: Path, cli: Any, write_config: Callable[..., str]) -> None:
+def test_exact_deduplication_alone_keeps_near_duplicates(
+    work: Path, cli: Any, write_config: Callable[..., str]
+) -> None:
     cli("--config", corpus(work, write_config, dedup={"exact": True}))
     details = read_manifest(work / "tokens", kind="tokens").details
     assert details["dropped"] == {"dedup: exact copy": 10}
     assert sum(split["documents"] for split in details["splits"].values()) == 70
 
 
-def test_a_line_that_comes_again_stays_once(
+def test_a_repeated_line_is_kept_once(
     work: Path, cli: Any, write_config: Callable[..., str], bytes_of: Callable[[Path], Tree]
 ) -> None:
     config = corpus(work, write_config, dedup={"exact": True, "lines": {"copies": 1}})
@@ -95,7 +97,7 @@ def test_a_line_that_comes_again_stays_once(
     assert {k: v for k, v in bytes_of(work / "again").items() if "shard" in k} == shards
 
 
-def test_phases_of_dedup_are_shared_out_like_the_others(
+def test_phases_of_deduplication_can_be_run_in_shares(
     work: Path, cli: Any, write_config: Callable[..., str], bytes_of: Callable[[Path], Tree]
 ) -> None:
     config = corpus(work, write_config, dedup={"exact": True, "near": {}, "lines": {}})
@@ -106,5 +108,5 @@ def test_phases_of_dedup_are_shared_out_like_the_others(
             cli("phase", phase, "--config", config, "--task", share, "--of", "2")
     cli("finish", "--config", config)
     assert bytes_of(work / "tokens") == bytes_of(work / "reference")
-    refused = cli("phase", "fold", "--config", config, "--set", "output=o", "--task", "0", "--of", "1", code=2).stderr
-    assert "no prepared job" in refused
+    error = cli("phase", "fold", "--config", config, "--set", "output=o", "--task", "0", "--of", "1", code=2).stderr
+    assert "no prepared job" in error

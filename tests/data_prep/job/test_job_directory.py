@@ -1,4 +1,4 @@
-"""The job directory is trusted as far as it says what it belongs to, and no further."""
+"""The job directory: which state is resumed, and which is an error or removed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rows(path: Path, texts: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("texts")
-def test_what_a_half_removed_job_left_is_not_taken_for_finished(
+def test_the_rest_of_a_partly_removed_job_is_not_resumed(
     work: Path, write_config: Write, cli: Any, bytes_of: Callable[[Path], Tree]
 ) -> None:
     config = write_config()
@@ -44,18 +44,18 @@ def test_what_a_half_removed_job_left_is_not_taken_for_finished(
 
 
 @pytest.mark.usefixtures("texts")
-def test_a_map_task_that_has_lost_a_run_is_not_reduced(work: Path, write_config: Write, cli: Any) -> None:
+def test_a_finished_map_task_with_a_missing_run_is_an_error(work: Path, write_config: Write, cli: Any) -> None:
     config = write_config()
     cli("prepare", "--config", config)
     cli("phase", "map", "--config", config, "--task", "0", "--of", "1")
     task = next(path for path in sorted((work / ".tokens.job/map").iterdir()) if list(path.glob("run-*")))
     shutil.rmtree(next(task.glob("run-*")))
-    assert f"{task.relative_to(work)} holds 0 runs, and 1 were written" in cli("--config", config, code=2).stderr
+    assert f"{task.relative_to(work)} has 0 runs, and 1 were written" in cli("--config", config, code=2).stderr
     shutil.rmtree(task)
     cli("--config", config)
 
 
-def test_builders_data_is_of_what_was_asked(work: Path, write_config: Write, cli: Any) -> None:
+def test_saved_builder_data_is_used_only_for_the_same_arguments(work: Path, write_config: Write, cli: Any) -> None:
     rows(work / "a.jsonl", [f"a {i}" for i in range(60)])
     rows(work / "b.jsonl", [f"b {i}" for i in range(60)])
 
@@ -78,7 +78,7 @@ def read_texts(tokens: Path) -> list[str]:
     return [tokenizer.decode(ids.tolist()) for ids in np.split(file.tokens, np.cumsum(file.sequence_lengths)[:-1])]
 
 
-def test_more_runs_than_a_process_may_open_files_are_reduced(work: Path, write_config: Write, cli: Any) -> None:
+def test_more_runs_than_the_limit_of_open_files_can_be_reduced(work: Path, write_config: Write, cli: Any) -> None:
     (work / "many").mkdir()
     for i in range(150):
         (work / "many" / f"{i}.txt").write_text(f"{i} turns the wheel")
@@ -97,20 +97,20 @@ def test_more_runs_than_a_process_may_open_files_are_reduced(work: Path, write_c
     assert sum(split["documents"] for split in splits.values()) == 150
 
 
-def test_a_half_done_job_of_another_format_is_refused(work: Path, write_config: Write, cli: Any) -> None:
+def test_an_unfinished_job_of_another_format_is_an_error(work: Path, write_config: Write, cli: Any) -> None:
     rows(work / "a.jsonl", [f"{i} turns the wheel of the mill" for i in range(80)])
     config = write_config(sources=[{"path": "a.jsonl"}])
     cli("prepare", "--config", config)
-    kept = work / ".tokens.job/job.json"
-    saved = json.loads(kept.read_text())
-    del saved["format"]  # as before there were formats
-    kept.write_text(json.dumps(saved))
+    path = work / ".tokens.job/job.json"
+    saved = json.loads(path.read_text())
+    del saved["format"]  # as in the first versions
+    path.write_text(json.dumps(saved))
     share = ("phase", "map", "--task", "0", "--of", "1")
     for command in ((), ("prepare",), share, ("finish",)):
         assert "these differ: format" in cli(*command, "--config", config, code=2).stderr
 
 
-def test_what_killed_tasks_have_left_is_removed(work: Path, write_config: Write, cli: Any) -> None:
+def test_the_scratch_files_of_killed_tasks_are_removed(work: Path, write_config: Write, cli: Any) -> None:
     rows(work / "a.jsonl", [f"{i} turns the wheel of the mill" for i in range(80)])
     config = write_config(sources=[{"path": "a.jsonl"}])
     cli("prepare", "--config", config)
@@ -118,14 +118,16 @@ def test_what_killed_tasks_have_left_is_removed(work: Path, write_config: Write,
     job = work / ".tokens.job"
     scratch = scratch_path(job / "map/00000"), scratch_path(job / "reduce/train-00000.json")
     scratch[0].mkdir()
-    left = [scratch[0], *(with_suffix(scratch[1], suffix) for suffix in (".bin", ".idx", ".mask"))]
-    for path in left[1:]:
-        path.write_bytes(b"half")
+    leftover = [scratch[0], *(with_suffix(scratch[1], suffix) for suffix in (".bin", ".idx", ".mask"))]
+    for path in leftover[1:]:
+        path.write_bytes(b"partial")
     cli("prepare", "--config", config)
-    assert not any(path.exists() for path in left)
+    assert not any(path.exists() for path in leftover)
 
 
-def test_shares_of_a_reduce_with_dedup_may_begin_together(work: Path, write_config: Write, cli: Any) -> None:
+def test_shares_of_a_reduce_phase_with_deduplication_can_start_at_the_same_time(
+    work: Path, write_config: Write, cli: Any
+) -> None:
     rows(work / "a.jsonl", [f"{i % 40} turns the wheel of the mill" for i in range(80)])
     config = write_config(sources=[{"path": "a.jsonl"}], dedup={"exact": True}, heldout_fraction=0.3, shard_tokens=50)
     cli("prepare", "--config", config)
@@ -137,7 +139,9 @@ def test_shares_of_a_reduce_with_dedup_may_begin_together(work: Path, write_conf
     cli("finish", "--config", config)
 
 
-def test_lists_and_tokenizers_that_change_between_phases_are_refused(work: Path, write_config: Write, cli: Any) -> None:
+def test_word_lists_and_tokenizers_that_change_between_phases_are_errors(
+    work: Path, write_config: Write, cli: Any
+) -> None:
     rows(work / "a.jsonl", [f"{i} turns the wheel of the mill" for i in range(60)])
     (work / "words.txt").write_text("lemming\n")
     clean = [{"step": "word_blocklist", "words": ["words.txt"]}]
@@ -157,7 +161,7 @@ def test_lists_and_tokenizers_that_change_between_phases_are_refused(work: Path,
     assert not (work / "tokens").exists()
 
 
-def test_a_split_that_dedup_empties_is_refused(work: Path, write_config: Write, cli: Any) -> None:
+def test_a_split_that_deduplication_empties_is_an_error(work: Path, write_config: Write, cli: Any) -> None:
     page = " ".join(f"word{n}" for n in range(80))
     rows(work / "a.jsonl", [f"{page} and {i}" for i in range(40)])
     config = write_config(sources=[{"path": "a.jsonl"}], dedup={"near": {}}, heldout_fraction=0.4)
@@ -166,12 +170,12 @@ def test_a_split_that_dedup_empties_is_refused(work: Path, write_config: Write, 
     assert not (work / "tokens").exists()
 
 
-def test_a_first_file_that_cannot_be_read_is_named(work: Path, write_config: Write) -> None:
+def test_the_error_for_an_unreadable_input_file_says_why(work: Path, write_config: Write) -> None:
     rows(work / "a.jsonl", ["x"] * 20)
     (work / "a.jsonl").chmod(0)
     done = subprocess.run(
         [*COMMAND, "--config", write_config(sources=[{"path": "a.jsonl"}])],
-        preexec_fn=without_roots_rights,
+        preexec_fn=drop_root_capabilities,
         capture_output=True,
         text=True,
         check=False,
@@ -181,8 +185,8 @@ def test_a_first_file_that_cannot_be_read_is_named(work: Path, write_config: Wri
     assert "Traceback" not in done.stderr
 
 
-def without_roots_rights() -> None:
-    """The rights that let root read any file are not passed on to what is started; for others nothing changes."""
+def drop_root_capabilities() -> None:
+    """Drops the capabilities that let root read any file from the child process; no effect for other users."""
     libc = ctypes.CDLL(None)
-    for right in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
-        libc.prctl(PR_CAPBSET_DROP, right, 0, 0, 0)
+    for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
+        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)

@@ -102,7 +102,7 @@ def test_a_reduce_before_the_merge_is_an_error_and_a_killed_merge_is_retried(
     )
     kill = f"import os, signal; {IMPORTS}; {SMALL_LIMITS}; from data_prep import task"
     kill += "; sync = task.sync; task.sync = lambda path: (sync(path), os.kill(os.getpid(), signal.SIGKILL))"
-    run = "phases.merge_tasks(phases.prepared(load(Path(sys.argv[1]), [])))[1].run(lambda counts: None)"
+    run = "phases.merge_tasks(phases.load_prepared_job(load(Path(sys.argv[1]), [])))[1].run(lambda counts: None)"
     kill += (
         f"; from pathlib import Path; from data_prep.job import phases; from data_prep.config.corpus import load; {run}"
     )

@@ -277,4 +277,4 @@ def test_shards_from_a_given_folder_are_those_of_the_training_run(
         assert (finished / "again" / "train" / path.name).read_bytes() == path.read_bytes()
     parents = json.loads((finished / "again" / "manifest.json").read_text())["parents"]
     assert set(parents) == {"texts", "lines", "rows", "tokenizer"}
-    assert "is there already" in cli("--config", name).stdout
+    assert "exists already" in cli("--config", name).stdout

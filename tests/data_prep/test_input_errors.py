@@ -1,4 +1,4 @@
-"""Bad input: exit code 2, what is wrong and what to do, and nothing under a final name."""
+"""Errors in the config and the input: exit code 2, a message with the cause and a remedy, and no output."""
 
 from __future__ import annotations
 
@@ -63,25 +63,25 @@ def corpora(work: Path) -> Path:
 
 
 @pytest.mark.usefixtures("texts")
-@pytest.mark.parametrize(("source", "says"), bad_sources(), ids=lambda value: str(value)[:40])
-def test_a_source_that_cannot_work_is_refused_before_any_work(
-    source: dict[str, Any], says: str, corpora: Path, write_config: Write, capsys: Any
+@pytest.mark.parametrize(("source", "message"), bad_sources(), ids=lambda value: str(value)[:40])
+def test_a_bad_source_is_an_error_before_any_work(
+    source: dict[str, Any], message: str, corpora: Path, write_config: Write, capsys: Any
 ) -> None:
-    """In this process: 16 new ones would test nothing more."""
+    """Runs in this process, which is faster than a new one for each source."""
     config = write_config(sources=[source])
     assert main(["--config", config]) == 2
     error = capsys.readouterr().err
-    assert says in error
+    assert message in error
     assert "try:" in error
     assert not list(corpora.glob("tokens*"))
     assert not list(corpora.glob(".tokens*"))
 
 
 @pytest.mark.usefixtures("texts")
-def test_a_bad_config_or_place_is_refused(write_config: Write, capsys: Any, work: Path) -> None:
+def test_a_bad_config_or_output_path_is_an_error(write_config: Write, capsys: Any, work: Path) -> None:
     config = write_config()
     (work / "tokens").mkdir()
-    for arguments, says in (
+    for arguments, message in (
         (["--set", "heldout_fraction=1.5"], "between 0 and 1"),
         (["--set", "shard_tokenz=5"], "did you mean 'shard_tokens'?"),
         (["--set", "tokenizer.path=x"], "either"),
@@ -93,19 +93,19 @@ def test_a_bad_config_or_place_is_refused(write_config: Write, capsys: Any, work
     ):
         assert main([*arguments, "--config", config]) == 2
         error = capsys.readouterr().err
-        assert says in error, error
+        assert message in error, error
     (work / "tokens").rmdir()
     assert main(["finish", "--config", config]) == 2
     assert "no prepared job" in capsys.readouterr().err
     assert sorted(path.name for path in work.iterdir()) == ["corpus.json", "texts"]
 
 
-def test_bad_records_are_skipped_up_to_the_limit_over_all_tasks_and_listed(
+def test_bad_records_of_all_tasks_are_listed_and_skipped_up_to_the_limit(
     work: Path, write_config: Write, cli: Any
 ) -> None:
     for i in range(4):
         rows = [json.dumps({"text": f"file {i}, row {j}"}) for j in range(30)]
-        rows[20] = rows[20][:-4]  # a torn line in each of four map tasks
+        rows[20] = rows[20][:-4]  # a truncated line in each of four map tasks
         (work / f"{i}.jsonl").write_text("\n".join(rows))
     config = write_config(sources=[{"path": "*.jsonl", "name": "rows"}], task_bytes=700, max_bad_records=3)
     error = cli("--config", config, code=2).stderr
@@ -125,7 +125,7 @@ def test_bad_records_are_skipped_up_to_the_limit_over_all_tasks_and_listed(
     assert splits["train"]["documents"] + splits["heldout"]["documents"] == 4 * 29
 
 
-def test_a_task_over_the_limit_stops_the_job(work: Path, write_config: Write, cli: Any) -> None:
+def test_a_task_with_more_bad_records_than_the_limit_stops_the_job(work: Path, write_config: Write, cli: Any) -> None:
     (work / "t").mkdir()
     for i in range(80):
         (work / "t" / f"{i:02d}.txt").write_bytes(b"\xff" if i >= 60 else b"fine %d" % i)
@@ -136,7 +136,7 @@ def test_a_task_over_the_limit_stops_the_job(work: Path, write_config: Write, cl
 
 
 @pytest.mark.usefixtures("texts")
-def test_a_damaged_file_costs_what_is_behind_the_damage_when_the_config_allows_it(
+def test_a_damaged_file_is_read_up_to_the_damage_if_the_config_allows_it(
     work: Path, write_config: Write, cli: Any
 ) -> None:
     (work / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 50)[:-9])
@@ -146,7 +146,9 @@ def test_a_damaged_file_costs_what_is_behind_the_damage_when_the_config_allows_i
     assert manifest.details["skipped"]["damaged file"] == 1
 
 
-def test_more_damaged_files_than_allowed_stop_the_job_and_are_named(work: Path, write_config: Write, cli: Any) -> None:
+def test_more_damaged_files_than_the_limit_stop_the_job_and_are_named(
+    work: Path, write_config: Write, cli: Any
+) -> None:
     for name in ("a", "b", "c"):
         (work / f"{name}.jsonl.gz").write_bytes(gzip.compress(b'{"text": "%s"}\n' % name.encode() * 50)[:-9])
     (work / "d.jsonl").write_text('{"text": "d"}\n' * 300)
@@ -157,7 +159,7 @@ def test_more_damaged_files_than_allowed_stop_the_job_and_are_named(work: Path, 
     assert not (work / "tokens").exists()
 
 
-def test_conversations_that_cleaning_would_pass_by_are_refused(work: Path, write_config: Write, cli: Any) -> None:
+def test_cleaning_and_line_deduplication_of_conversations_are_errors(work: Path, write_config: Write, cli: Any) -> None:
     (work / "talk.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "write to a@b.com"}]}))
     sources = [{"path": "talk.jsonl", "messages_field": "messages"}]
     for fields, which in (({"clean": [{"step": "pii"}]}, "clean"), ({"dedup": {"lines": {}}}, "dedup.lines")):
@@ -166,8 +168,8 @@ def test_conversations_that_cleaning_would_pass_by_are_refused(work: Path, write
 
 
 @pytest.mark.usefixtures("texts")
-def test_a_full_disk_is_said_and_the_run_resumes(work: Path, write_config: Write, cli: Any) -> None:
-    """The limit of a file's size stands in for a full disk: both are an OSError in the middle of a write."""
+def test_a_full_disk_is_an_error_and_the_run_resumes(work: Path, write_config: Write, cli: Any) -> None:
+    """A limit on the file size simulates a full disk: both are an OSError in the middle of a write."""
     (work / "texts" / "large.txt").write_text("la rivière " * 30_000)
     config = write_config()
     done = subprocess.run(

@@ -1,4 +1,5 @@
-"""Laws 5 and 6 on the command line: the same bytes however the work was done, and whole or absent."""
+"""Determinism and atomicity on the command line: the same bytes for any workers, order, retries or kills; no partial
+output."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ COMMAND = [sys.executable, "-m", "data_prep"]
 
 @pytest.fixture
 def reference(finished_work: Path, bytes_of: Callable[[Path], Tree]) -> Tree:
-    """The output of one worker."""
+    """The output made by one worker."""
     return bytes_of(finished_work / "tokens")
 
 
@@ -42,7 +43,7 @@ def start(work: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def wait_for_maps(work: Path, process: subprocess.Popen[str], count: int) -> None:
+def wait_for_map_tasks(work: Path, process: subprocess.Popen[str], count: int) -> None:
     while process.poll() is None and len(list(work.glob(".tokens.job/map/[0-9]*/done.json"))) < count:
         time.sleep(0.01)
 
@@ -59,14 +60,14 @@ def session_members(session: int) -> list[int]:
     return found
 
 
-def until_gone(session: int, seconds: float) -> None:
+def wait_for_exit(session: int, seconds: float) -> None:
     limit = time.monotonic() + seconds
     while session_members(session):
         assert time.monotonic() < limit, "workers outlive their coordinator"
         time.sleep(0.02)
 
 
-def test_two_workers_write_the_bytes_of_one(
+def test_two_workers_write_the_same_bytes_as_one(
     mixed_config: str, reference: Tree, cli: Any, work: Path, bytes_of: Callable[[Path], Tree]
 ) -> None:
     cli("--config", mixed_config, "--workers", "2")
@@ -74,7 +75,7 @@ def test_two_workers_write_the_bytes_of_one(
     assert not list(work.glob(".*"))
 
 
-def test_with_ids_the_shards_do_not_depend_on_which_file_a_record_is_in(
+def test_with_an_id_field_the_shards_do_not_depend_on_the_files_of_the_records(
     work: Path, cli: Any, write_config: Callable[..., str], bytes_of: Callable[[Path], Tree]
 ) -> None:
     rows = [{"text": f"Document {i} of the mill", "id": f"urn:{i}" if i % 2 else i} for i in range(200)]
@@ -96,7 +97,7 @@ def test_with_ids_the_shards_do_not_depend_on_which_file_a_record_is_in(
     assert shards[2] != shards[1]
 
 
-def test_ids_that_are_not_unique_leave_shards_even_and_shuffled(
+def test_with_ids_that_are_not_unique_shards_are_even_and_shuffled(
     work: Path, cli: Any, write_config: Callable[..., str]
 ) -> None:
     rows = [{"text": f"{i} is a number of the mill", "id": "en"} for i in range(2000)]
@@ -112,12 +113,12 @@ def test_ids_that_are_not_unique_leave_shards_even_and_shuffled(
     assert [int(number) for number in first] != sorted(int(number) for number in first)
 
 
-def test_stages_run_by_hand_in_any_order_write_the_same_bytes(
+def test_shares_of_phases_run_in_any_order_write_the_same_bytes(
     mixed_config: str, reference: Tree, cli: Any, work: Path, bytes_of: Callable[[Path], Tree]
 ) -> None:
     cli("prepare", "--config", mixed_config)
-    refused = cli("phase", "reduce", "--config", mixed_config, "--task", "0", "--of", "1", code=2)
-    assert "map tasks have not finished" in refused.stderr
+    failed = cli("phase", "reduce", "--config", mixed_config, "--task", "0", "--of", "1", code=2)
+    assert "map tasks have not finished" in failed.stderr
     for phase in ("map", "reduce"):
         for task in (1, 0, 1):  # share 1 twice: the second time it has nothing to do
             cli("phase", phase, "--config", mixed_config, "--task", str(task), "--of", "2")
@@ -128,29 +129,29 @@ def test_stages_run_by_hand_in_any_order_write_the_same_bytes(
     assert bytes_of(work / "tokens") == reference
 
 
-def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bytes(
+def test_a_run_that_is_killed_repeatedly_ends_with_the_same_bytes(
     mixed_config: str, reference: Tree, work: Path, bytes_of: Callable[[Path], Tree]
 ) -> None:
     finished = kills = 0
     while kills < 40:
         process = start(work, "--config", mixed_config, "--workers", "1")
-        wait_for_maps(work, process, finished + 9)  # of 45 tasks: at most 5 kills
+        wait_for_map_tasks(work, process, finished + 9)  # of 45 tasks: at most 5 kills
         if process.poll() is not None:
             break
         assert not (work / "tokens").exists() or bytes_of(work / "tokens") == reference
-        os.kill(process.pid, signal.SIGKILL)  # the coordinator alone: its workers must notice
+        os.kill(process.pid, signal.SIGKILL)  # the coordinator alone: its workers must exit by themselves
         process.wait()
-        until_gone(process.pid, 5)
+        wait_for_exit(process.pid, 5)
         kills += 1
         finished = len(list(work.glob(".tokens.job/map/[0-9]*/done.json")))
     assert process.returncode == 0
-    assert kills  # with map tasks finished before each, and some left
+    assert kills  # each with some map tasks finished and some not
     assert bytes_of(work / "tokens") == reference
     assert not list(work.glob(".*"))
 
 
 @pytest.mark.parametrize("delay_s", [0.5, 0.9, 1.3])
-def test_a_kill_at_any_moment_leaves_no_half_output(mixed_config: str, work: Path, cli: Any, delay_s: float) -> None:
+def test_a_kill_at_any_moment_leaves_no_partial_output(mixed_config: str, work: Path, cli: Any, delay_s: float) -> None:
     process = start(work, "--config", mixed_config, "--workers", "2")
     time.sleep(delay_s)
     os.killpg(process.pid, signal.SIGKILL)
@@ -161,29 +162,29 @@ def test_a_kill_at_any_moment_leaves_no_half_output(mixed_config: str, work: Pat
     cli("verify", "tokens")
 
 
-def test_ctrl_c_leaves_soon_and_the_run_resumes(mixed_config: str, work: Path, cli: Any) -> None:
+def test_ctrl_c_ends_a_run_soon_and_it_resumes(mixed_config: str, work: Path, cli: Any) -> None:
     process = start(work, "--config", mixed_config, "--workers", "2")
-    wait_for_maps(work, process, 2)
+    wait_for_map_tasks(work, process, 2)
     began = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate()
     assert process.returncode == 130
     assert time.monotonic() - began < 20  # 0.03 s on a quiet machine; 3 beside many other processes
     assert "Traceback" not in output
-    until_gone(process.pid, 1)
+    wait_for_exit(process.pid, 1)
     assert "were finished before" in cli("--config", mixed_config).stderr
 
 
-def test_a_finished_output_is_left_alone_and_a_left_job_directory_is_removed(finished: Path, cli: Any) -> None:
-    """A run may be killed between the commit and its clean-up."""
+def test_a_finished_output_is_not_changed_and_a_leftover_job_directory_is_removed(finished: Path, cli: Any) -> None:
+    """As after a kill between the commit and the removal of the job directory."""
     before = (finished / "tokens" / "manifest.json").stat().st_mtime_ns
     (finished / ".tokens.job").mkdir()
-    assert "is there already" in cli("--config", "corpus.json").stdout
+    assert "exists already" in cli("--config", "corpus.json").stdout
     assert (finished / "tokens" / "manifest.json").stat().st_mtime_ns == before
     assert not (finished / ".tokens.job").exists()
 
 
-def test_an_output_of_another_config_or_other_inputs_is_refused(finished: Path, cli: Any) -> None:
+def test_an_output_of_another_config_or_other_inputs_is_an_error(finished: Path, cli: Any) -> None:
     before = (finished / "tokens" / "manifest.json").read_bytes()
     assert "config.seed" in cli("--config", "corpus.json", "--set", "seed=1", code=2).stderr
     (finished / "texts" / "new.md").write_text("one more")
@@ -191,33 +192,35 @@ def test_an_output_of_another_config_or_other_inputs_is_refused(finished: Path, 
     assert (finished / "tokens" / "manifest.json").read_bytes() == before
 
 
-def test_a_half_done_job_belongs_to_one_config_and_one_listing(mixed_config: str, work: Path, cli: Any) -> None:
+def test_an_unfinished_job_resumes_only_with_the_same_config_and_inputs(
+    mixed_config: str, work: Path, cli: Any
+) -> None:
     cli("prepare", "--config", mixed_config)
-    refused = cli("--config", mixed_config, "--set", "seed=1", code=2).stderr
-    assert "config.seed" in refused
-    assert "rm -r .tokens.job" in refused
+    error = cli("--config", mixed_config, "--set", "seed=1", code=2).stderr
+    assert "config.seed" in error
+    assert "rm -r .tokens.job" in error
     assert (
         "config.seed"
         in cli("phase", "map", "--config", mixed_config, "--task", "0", "--of", "1", "--set", "seed=1", code=2).stderr
     )
     (work / "texts" / "0.md").write_text("another size")
     assert "inputs" in cli("--config", mixed_config, code=2).stderr
-    refused = cli("phase", "map", "--config", mixed_config, "--task", "0", "--of", "1", code=2).stderr
-    assert "since the job was planned" in refused
+    error = cli("phase", "map", "--config", mixed_config, "--task", "0", "--of", "1", code=2).stderr
+    assert "since the job was planned" in error
 
 
-def test_a_second_coordinator_is_refused(mixed_config: str, work: Path, cli: Any) -> None:
+def test_a_second_coordinator_is_an_error(mixed_config: str, work: Path, cli: Any) -> None:
     cli("prepare", "--config", mixed_config)
     with (work / ".tokens.job" / "lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)  # as a map task holds it
         for command in ([], ["prepare"], ["finish"]):
             assert "another process is working" in cli(*command, "--config", mixed_config, code=2).stderr
         fcntl.flock(lock, fcntl.LOCK_EX)  # as a coordinator holds it
-        refused = cli("phase", "map", "--config", mixed_config, "--task", "0", "--of", "1", code=2)
-        assert "another process is working" in refused.stderr
+        error = cli("phase", "map", "--config", mixed_config, "--task", "0", "--of", "1", code=2)
+        assert "another process is working" in error.stderr
 
 
-def test_no_text_is_in_both_splits_and_none_is_lost(mixed_config: str, work: Path, cli: Any) -> None:
+def test_every_text_is_in_exactly_one_split(mixed_config: str, work: Path, cli: Any) -> None:
     (work / "texts" / "copy.md").write_bytes((work / "texts" / "0.md").read_bytes())
     cli("--config", mixed_config)
     tokenizer = Tokenizer.from_file("tokens/tokenizer/tokenizer.json")
@@ -261,7 +264,7 @@ def documents_of(tokens: Path, split: str) -> list[tuple[str, bytes]]:
     return found
 
 
-def test_shards_hold_one_source_each_and_are_of_about_the_size_asked_for(finished: Path) -> None:
+def test_each_shard_has_one_source_and_about_the_configured_size(finished: Path) -> None:
     _, entry = open_split(finished / "tokens", split="train")
     for source, sums in entry["sources"].items():
         sizes = [shard["tokens"] for shard in entry["shards"] if shard["source"] == source]
@@ -270,7 +273,7 @@ def test_shards_hold_one_source_each_and_are_of_about_the_size_asked_for(finishe
         assert max(sizes) < 2 * 5000
 
 
-def test_the_order_of_documents_is_a_shuffle_that_does_not_depend_on_how_the_input_was_cut(
+def test_the_order_of_documents_is_a_shuffle_that_does_not_depend_on_the_task_size(
     finished: Path, cli: Any, bytes_of: Callable[[Path], Tree]
 ) -> None:
     shards = {name: data for name, data in bytes_of(finished / "tokens").items() if "shard" in name}
@@ -287,14 +290,14 @@ def test_the_order_of_documents_is_a_shuffle_that_does_not_depend_on_how_the_inp
     assert sorted(again) == sorted(order + documents_of(finished / "tokens", "heldout"))
 
 
-def test_verify_names_a_flipped_byte_and_a_missing_file(finished: Path, cli: Any) -> None:
+def test_verify_names_corrupted_and_missing_files(finished: Path, cli: Any) -> None:
     assert "checksums" in cli("verify", "tokens").stdout
     shard = finished / "tokens" / "train" / "shard-00001.bin"
     raw = bytearray(shard.read_bytes())
     raw[7] ^= 1
     shard.write_bytes(raw)
     (finished / "tokens" / "heldout" / "shard-00000.idx").unlink()
-    refused = cli("verify", "tokens", code=2).stderr
-    assert "train/shard-00001.bin" in refused
-    assert "heldout/shard-00000.idx" in refused
-    assert "train/shard-00000.bin" not in refused
+    error = cli("verify", "tokens", code=2).stderr
+    assert "train/shard-00001.bin" in error
+    assert "heldout/shard-00000.idx" in error
+    assert "train/shard-00000.bin" not in error

@@ -1,4 +1,4 @@
-"""What can be refused before any work: inputs that are not there, cannot be opened, or hold no documents to split."""
+"""Pre-flight checks of the inputs: missing files, unreadable files and columns, and splits without documents."""
 
 from __future__ import annotations
 
@@ -24,11 +24,15 @@ from headrace.base.errors import ConfigError, DataError
 _SHOWN = 5  # damaged files in a message
 
 
-def resolve_all(config: CorpusConfig, *, without: Iterable[Path]) -> list[ResolvedSource | None]:
-    """The files of every source; None for a builder, whose files are not there yet.
+def resolve_sources(config: CorpusConfig, *, without: Iterable[Path]) -> list[ResolvedSource | None]:
+    """The files of every source; None for a builder, whose files do not exist yet.
+
+    Args:
+        without: directories to leave out.
 
     Raises:
-        ConfigError: a path that names nothing. DataError: nothing but empty files.
+        ConfigError: a path matches no file.
+        DataError: all files are empty.
     """
     hidden = list(without)
     found = [
@@ -36,58 +40,59 @@ def resolve_all(config: CorpusConfig, *, without: Iterable[Path]) -> list[Resolv
         for i, source in enumerate(config.sources)
     ]
     if not any(source is None or source.bytes for source in found):
-        raise DataError("the corpus is empty: all its files have 0 bytes\n  try: look at the paths of the sources")
+        raise DataError("the corpus is empty: all its files have 0 bytes\n  try: check the paths of the sources")
     return found
 
 
-def check_tables(config: CorpusConfig, resolved: Iterable[ResolvedSource]) -> None:
-    """Opens every parquet and Arrow file for its schema.
+def check_schemas(config: CorpusConfig, resolved: Iterable[ResolvedSource]) -> None:
+    """Checks the schema of every parquet and Arrow file.
 
     Raises:
-        ConfigError: a column is missing. DataError: more damaged files than the config allows.
+        ConfigError: a column is missing.
+        DataError: more damaged files than the config allows.
     """
     by_label = {source.label: (i, source) for i, source in enumerate(config.sources)}
     damaged: list[BadRecord] = []
     for source in resolved:
         i, given = by_label[source.label]
         if source.type in ("parquet", "datasets"):
-            damaged += _damaged(source, given, at=f"sources.{i}")
+            damaged += _damaged_files(source, given, at=f"sources.{i}")
     BadRecordCount(config).add_all(damaged)
 
 
-def check_cleaning(config: CorpusConfig) -> dict[str, Any] | None:
-    """What else the cleaning steps depend on: the sums of the files they read, and versions of libraries.
+def cleaning_identity(config: CorpusConfig) -> dict[str, Any] | None:
+    """What the cleaning steps depend on besides the config: checksums of the files they read, versions of libraries.
 
     Raises:
         ConfigError: a file or a package is missing.
     """
     if not config.clean:
         return None
-    build(config.clean)  # refuses what would fail in every task
+    build(config.clean)  # raises here what would fail in every task
     files = sorted({file for section in config.clean for file in section.files()})
     return {"files": {file: sha256_of_file(Path(file)) for file in files}, "versions": versions(config.clean)}
 
 
 def tokenizer_identity(config: CorpusConfig) -> str | None:
-    """Fingerprint of the given tokenizer's files and chat template, or None when nothing is given.
+    """Fingerprint of the given tokenizer's files and chat template, or None if neither is given.
 
     Raises:
-        ConfigError: the path is no tokenizer, or there is no such template.
+        ConfigError: the path is not a tokenizer, or the template does not exist.
     """
-    section, prints = config.tokenizer, list[str]()
+    section, fingerprints = config.tokenizer, list[str]()
     if section.path is not None:
         check_path(section.path)
-        prints.append(content_fingerprint(section.path))
+        fingerprints.append(content_fingerprint(section.path))
     if section.chat_template is not None:
         if not Path(section.chat_template).is_file():
             remedy = "a Jinja file; the path is relative to the directory you are in"
             raise ConfigError("tokenizer.chat_template", section.chat_template, why="no such file", remedy=remedy)
-        prints.append(sha256_of_file(Path(section.chat_template)))
-    return "-".join(prints) or None
+        fingerprints.append(sha256_of_file(Path(section.chat_template)))
+    return "-".join(fingerprints) or None
 
 
 def check_documents(units: Iterable[Unit], config: CorpusConfig) -> None:
-    """Reads until every split has a document: about 1 / heldout_fraction documents, all of them only if one has none.
+    """Reads documents until every split has one: about 1 / heldout_fraction of them, or all if a split has none.
 
     Raises:
         DataError: no documents at all, none in a split, or more unreadable records than the config allows.
@@ -103,38 +108,41 @@ def check_documents(units: Iterable[Unit], config: CorpusConfig) -> None:
                 bad.check()
                 if record.reason == DAMAGED_FILE:
                     damaged.append(f"  {record.source}: {record.place()}: {record.detail}")
-            elif _count(record, found, config):
+            elif _count_splits(record, found, config):
                 return
     if not found:
         raise _no_documents(bad.records, damaged)
-    raise_empty(found, config)
+    check_splits_not_empty(found, config)
 
 
-def raise_empty(documents: dict[str, int], config: CorpusConfig, *, dropped: dict[str, int] | None = None) -> None:
-    """Refuses a corpus of which a split gets nothing.
+def check_splits_not_empty(
+    documents: dict[str, int], config: CorpusConfig, *, dropped: dict[str, int] | None = None
+) -> None:
+    """Checks that every split has documents.
 
     Args:
-        documents: of each split.
-        dropped: by cleaning, by reason.
+        documents: number in each split.
+        dropped: number dropped by cleaning and deduplication, by reason.
 
     Raises:
-        DataError: names the split, and the fraction that would be enough.
+        DataError: names the empty split, and a fraction that would be enough.
     """
     for split in SPLITS:
         if not documents.get(split):
             total = sum(documents.values())
             fraction = config.heldout_fraction
-            better = "more documents, or another seed"
+            remedy = "more documents, or another seed"
             if split == "heldout" and total > 1:
-                better = f"heldout_fraction {min(0.5, 5 / total):.2g}, another seed, or more documents"
+                remedy = f"heldout_fraction {min(0.5, 5 / total):.2g}, another seed, or more documents"
             if dropped:
                 most = sorted(dropped.items(), key=lambda item: -item[1])[:3]
-                better = f"milder cleaning ({', '.join(f'{n:,} {reason}' for reason, n in most)}), or {better}"
+                remedy = f"milder cleaning ({', '.join(f'{n:,} {reason}' for reason, n in most)}), or {remedy}"
             why = f"of {total} documents, heldout_fraction {fraction} and seed {config.seed} leave none for '{split}'"
-            raise DataError(f"{why}\n  try: {better}")
+            raise DataError(f"{why}\n  try: {remedy}")
 
 
-def _count(batch: TextBatch, found: Counter[str], config: CorpusConfig) -> bool:
+def _count_splits(batch: TextBatch, found: Counter[str], config: CorpusConfig) -> bool:
+    """Adds the documents of a batch to `found`; returns whether every split has one."""
     texts = [text for text in batch.texts if text]
     if texts:
         hashes = content_hashes(texts)[:, 0]
@@ -146,12 +154,12 @@ def _count(batch: TextBatch, found: Counter[str], config: CorpusConfig) -> bool:
 def _no_documents(unreadable: int, damaged: list[str]) -> DataError:
     why = f"the corpus has no documents with text in them ({unreadable} unreadable records)"
     if not damaged:
-        return DataError(f"{why}\n  try: look at the paths and the text_field of the sources")
+        return DataError(f"{why}\n  try: check the paths and the text_field of the sources")
     shown = damaged[:_SHOWN] + ([f"  ... and {len(damaged) - _SHOWN} more"] if len(damaged) > _SHOWN else [])
-    return DataError("\n".join([f"{why}, and files of it are damaged:", *shown, "  try: mend or replace them"]))
+    return DataError("\n".join([f"{why}, and some of its files are damaged:", *shown, "  try: repair or replace them"]))
 
 
-def _damaged(source: ResolvedSource, given: Source, *, at: str) -> list[BadRecord]:
+def _damaged_files(source: ResolvedSource, given: Source, *, at: str) -> list[BadRecord]:
     from data_prep.sources import hf, parquet  # noqa: PLC0415
 
     check = parquet.check if source.type == "parquet" else hf.check
