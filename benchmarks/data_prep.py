@@ -1,13 +1,13 @@
-"""Jsonl to finished shards: ours against the usual tools, same corpus, same tokenizer, one run, start included.
+"""Throughput from jsonl to finished shards, compared with other tools: same corpus, same tokenizer, start-up included.
 
     python -m benchmarks.data_prep corpus.jsonl tokenizer/ [--megatron CLONE] [--peers-python PYTHON] [--only NAME ...]
 
-Every contestant is a process of its own, started cold; its children count. Wall and CPU seconds, the largest sum of
-resident memory of its processes, MB (10^6 bytes of text) per second and per CPU second. "engine" is fastokens alone, on
-texts that are in memory already, in one thread; "limit" parses, encodes and writes once, and does nothing else: the
-share of its speed is what our tasks reach.
+Every tool runs in a new process; its child processes are included. Measured are wall and CPU seconds, the peak of the
+sum of resident memory of its processes, and MB (10^6 bytes of text) per second and per CPU second. "engine" is
+fastokens alone, on texts in memory, in one thread; "limit" only parses, encodes and writes: an upper bound on the speed
+of a map task.
 
-The peers run with `--peers-python`, an interpreter with datatrove, datasets, gigatoken and what Megatron-LM imports.
+The other tools run with `--peers-python`, an interpreter with datatrove, datasets, gigatoken and Megatron-LM's imports.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Result:
-    """What one contestant took. tokens: that it wrote, or None where that is not looked at."""
+    """The measurements of one tool. tokens: number that it wrote, or None if they are not counted."""
 
     wall_s: float
     cpu_s: float
@@ -44,14 +44,14 @@ class Result:
 
 
 def main() -> None:
-    """Runs the contestants, and prints a table."""
+    """Runs the tools and prints a table."""
     args = _arguments()
     text_mb = sum(len(orjson.loads(line)["text"].encode()) for line in args.corpus.open("rb")) / 1e6
     print(f"{args.corpus}: {text_mb:,.1f} MB of text", flush=True)
-    print(f"{'contestant':<26} {'wall s':>8} {'CPU s':>8} {'MB/s':>8} {'MB/CPU s':>9} {'memory MB':>10} {'tokens':>13}")
+    print(f"{'tool':<26} {'wall s':>8} {'CPU s':>8} {'MB/s':>8} {'MB/CPU s':>9} {'memory MB':>10} {'tokens':>13}")
     args.halves = Path(tempfile.mkdtemp(prefix="headrace-halves-"))
     _cut_in_two(args.corpus, args.halves)
-    for name, command, count in _contestants(args):
+    for name, command, count in _tools(args):
         if args.only and name not in args.only:
             continue
         results = [_run(name, command, count) for _ in range(args.repeats)]
@@ -69,21 +69,22 @@ def main() -> None:
 
 
 def _cut_in_two(corpus: Path, folder: Path) -> None:
-    """For the tool whose unit of work is a file."""
+    """For datatrove, whose unit of work is a file."""
     lines = corpus.open("rb").readlines()
     for i, part in enumerate((lines[: len(lines) // 2], lines[len(lines) // 2 :])):
         (folder / f"{i}.jsonl").write_bytes(b"".join(part))
 
 
-Contestant = tuple[str, list[str], Callable[[Path], int | None]]
+Tool = tuple[str, list[str], Callable[[Path], int | None]]
+"""Name, command, and a function that counts the tokens in its working directory."""
 
 
-def _contestants(args: argparse.Namespace) -> list[Contestant]:
+def _tools(args: argparse.Namespace) -> list[Tool]:
     peers, corpus, tokenizer = args.peers_python, str(args.corpus), str(args.tokenizer)
-    here = [sys.executable, "-m", "benchmarks.data_prep_peers"]
-    there = [peers, str(Path(__file__).with_name("data_prep_peers.py"))]
-    found: list[Contestant] = [
-        (name, [*here, name.split(",")[0], corpus, tokenizer], _none)
+    own = [sys.executable, "-m", "benchmarks.data_prep_peers"]
+    other = [peers, str(Path(__file__).with_name("data_prep_peers.py"))]
+    found: list[Tool] = [
+        (name, [*own, name.split(",")[0], corpus, tokenizer], _none)
         for name in ("engine, one thread", "limit, one thread")
     ]
     for workers in (1, 2):
@@ -94,10 +95,10 @@ def _contestants(args: argparse.Namespace) -> list[Contestant]:
         given = ["--input", corpus, "--output-prefix", "out", "--tokenizer-type", "HuggingFaceTokenizer"]
         given += ["--tokenizer-model", tokenizer, "--tokenizer-hf-no-include-special-tokens", "--append-eod"]
         fast, classic = (f"{args.megatron}/tools/{name}.py" for name in ("preprocess_data_fast", "preprocess_data"))
-        found.append(("Megatron, fast", [*there, "run", fast, *given, "--use-gigatoken"], _megatron_tokens))
-        found.append(("Megatron, 2 workers", [*there, "run", classic, *given, "--workers", "2"], _megatron_tokens))
-    found.append(("datatrove, 2 workers", [*there, "datatrove", str(args.halves), tokenizer], _none))
-    found.append(("datasets.map, 2 workers", [*there, "datasets", corpus, tokenizer], _none))
+        found.append(("Megatron, fast", [*other, "run", fast, *given, "--use-gigatoken"], _megatron_tokens))
+        found.append(("Megatron, 2 workers", [*other, "run", classic, *given, "--workers", "2"], _megatron_tokens))
+    found.append(("datatrove, 2 workers", [*other, "datatrove", str(args.halves), tokenizer], _none))
+    found.append(("datasets.map, 2 workers", [*other, "datasets", corpus, tokenizer], _none))
     return found
 
 
@@ -108,26 +109,26 @@ def _run(name: str, command: Sequence[str], count: Callable[[Path], int | None])
         (work / "corpus.json").write_text(words.pop())
         words[words.index("CONFIG")] = "corpus.json"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # which would have each start compile what is not yet compiled
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # otherwise each process compiles what is not yet compiled
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     with (work / "log").open("wb") as log:
         process = subprocess.Popen(words, cwd=work, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        watch = _Watch(process.pid)
-        watch.start()
+        monitor = _ResourceMonitor(process.pid)
+        monitor.start()
         code = process.wait()
     wall = time.perf_counter() - began
-    watch.join()
+    monitor.join()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    waited = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     if code != 0:
         print(f"{name}: {(work / 'log').read_text(errors='replace')[-600:]}", file=sys.stderr)
-    result = None if code else Result(wall, max(waited, watch.cpu_s), watch.memory_mb, count(work))
+    result = None if code else Result(wall, max(cpu_s, monitor.cpu_s), monitor.memory_mb, count(work))
     shutil.rmtree(work)
     return result
 
 
-class _Watch(threading.Thread):
-    """Adds up memory and CPU time of a process and all below it, until it has ended."""
+class _ResourceMonitor(threading.Thread):
+    """Measures the memory and CPU time of a process and its descendants until it has ended."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
@@ -136,19 +137,19 @@ class _Watch(threading.Thread):
 
     @property
     def cpu_s(self) -> float:
-        """Seconds of all processes as last seen; workers that outlive nobody's wait count too."""
+        """CPU seconds of all processes, as last measured; includes children that are never waited for."""
         return sum(self._seconds.values())
 
     def run(self) -> None:
         try:
             root = psutil.Process(self._pid)
             while root.is_running() and root.status() != psutil.STATUS_ZOMBIE:
-                self._look([root, *root.children(recursive=True)])
+                self._measure([root, *root.children(recursive=True)])
                 time.sleep(_POLL_S)
         except psutil.NoSuchProcess:
             pass
 
-    def _look(self, processes: Sequence[psutil.Process]) -> None:
+    def _measure(self, processes: Sequence[psutil.Process]) -> None:
         memory = 0
         for process in processes:
             try:
@@ -178,9 +179,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("corpus", type=Path, help='a plain jsonl file with a "text" in each line')
     parser.add_argument("tokenizer", type=Path, help="a Hugging Face folder with fewer than 65,500 entries")
     parser.add_argument("--megatron", type=Path, help="a clone of Megatron-LM")
-    parser.add_argument("--peers-python", default=sys.executable, help="the interpreter for the peers")
-    parser.add_argument("--repeats", type=int, default=1, help="the quickest of so many runs is shown")
-    parser.add_argument("--only", nargs="+", help="names of contestants")
+    parser.add_argument("--peers-python", default=sys.executable, help="the interpreter for the other tools")
+    parser.add_argument("--repeats", type=int, default=1, help="the fastest of so many runs is shown")
+    parser.add_argument("--only", nargs="+", help="names of tools")
     args = parser.parse_args()
     args.corpus, args.tokenizer = args.corpus.resolve(), args.tokenizer.resolve()
     return args

@@ -1,4 +1,4 @@
-"""Contestants of `benchmarks/data_prep.py` that are no command of their own."""
+"""The tools of `benchmarks/data_prep.py` that have no command line of their own."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from pathlib import Path
 
 
 def engine(corpus: str, tokenizer: str) -> None:
-    """fastokens alone, in batches as ours are, one thread; only the encoding is timed and told."""
+    """fastokens alone, with batches of the size of a map task's, one thread; only the encoding is timed."""
     os.environ["FASTOKENS_BPE_THREADS"] = "1"
     import orjson  # noqa: PLC0415
     from fastokens import Tokenizer  # noqa: PLC0415
 
     loaded = Tokenizer.from_file(f"{tokenizer}/tokenizer.json")
     batches: list[list[str]] = [[]]
-    held = 0
+    characters = 0
     with open(corpus, "rb") as lines:  # noqa: PTH123
         for line in lines:
             text = orjson.loads(line)["text"]
             batches[-1].append(text)
-            held += len(text)
-            if held >= 1 << 18:
+            characters += len(text)
+            if characters >= 1 << 18:
                 batches.append([])
-                held = 0
+                characters = 0
     began = time.process_time()
     for batch in batches:
         loaded.encode_batch_flat(batch, False, True)
@@ -35,7 +35,7 @@ def engine(corpus: str, tokenizer: str) -> None:
 
 
 def limit(corpus: str, tokenizer: str) -> None:
-    """Parse, encode and write, one after the other in one thread, with our parts: no task can do less."""
+    """Parses, encodes and writes in one thread with the parts of a map task: the least that a map task has to do."""
     import numpy as np  # noqa: PLC0415
 
     from data_prep.sources.bytesource import Digest  # noqa: PLC0415
@@ -53,7 +53,7 @@ def limit(corpus: str, tokenizer: str) -> None:
 
 
 def datatrove(corpus: str, tokenizer: str) -> None:
-    """Its reader and its tokenizer step on the two halves of the corpus; without its shuffling merge."""
+    """datatrove's reader and tokenizer step on the two halves of the corpus; without its shuffling merge."""
     from datatrove.executor import LocalPipelineExecutor  # noqa: PLC0415
     from datatrove.pipeline.readers import JsonlReader  # noqa: PLC0415
     from datatrove.pipeline.tokens import DocumentTokenizer  # noqa: PLC0415
@@ -66,7 +66,7 @@ def datatrove(corpus: str, tokenizer: str) -> None:
 
 
 def datasets(corpus: str, tokenizer: str) -> None:
-    """`load_dataset` and `map` on two processes; what it leaves are Arrow files, not shards."""
+    """`load_dataset` and `map` with two processes; the output is Arrow files, not shards."""
     from datasets import load_dataset  # noqa: PLC0415
     from transformers import AutoTokenizer  # noqa: PLC0415
 
@@ -77,7 +77,7 @@ def datasets(corpus: str, tokenizer: str) -> None:
 
 
 def run(script: str, *arguments: str) -> None:
-    """A script of Megatron-LM's, under a Python before 3.12, too."""
+    """Runs a script of Megatron-LM, also with a Python before 3.12."""
     import typing  # noqa: PLC0415
 
     import typing_extensions  # noqa: PLC0415

@@ -222,7 +222,8 @@ class RunStream:
         self._groups[-1][3] = self._documents
         self._files[_DOCUMENTS].write(written.view(np.uint8).data)
         for name, views in ((_TOKENS, ids), (_MASK, mask)):
-            self._files[name].writelines(views)
+            for view in views:
+                self._files[name].write(view)
 
     def __enter__(self) -> RunStream:
         return self

@@ -1,11 +1,11 @@
-"""A campaign of strikes against data prep: processes are really killed, frozen and starved of disk, at random moments.
+"""Fault injection campaign for data prep: kills and suspends processes and fills the disk, at random moments.
 
     python -m tests.data_prep.campaign --strikes 100 --report FILE
 
-A corpus of the machine's own text goes through every phase there is (cleaning, lines, exact and near copies). One job
-is left alone: its manifest is the truth. Then jobs are struck and started again, struck again perhaps, until each is
-finished, and every one of them must have the files and the counts of the first, byte for byte. After each strike all
-processes must be gone in time, and where the coordinator lived to say something, it must have said what to do.
+A corpus of source files of this machine goes through all phases (cleaning, line deduplication, exact and near
+duplicates). One job runs without faults: its manifest is the expected one. Then faults are injected into jobs, which
+are resumed, perhaps with further faults, until each is finished; every one must have the same files and counts, byte
+for byte. After each fault all processes must exit in time, and an error message of the coordinator must have a remedy.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ import psutil
 
 from tests.faults.campaign.strikes import can_mount
 
-PATIENCE_S = 30.0
-"""How long after a strike a process may still be there."""
+EXIT_TIMEOUT_S = 30.0
+"""Seconds in which all processes must exit after a fault."""
 SOURCES, FILE_BYTES, DISK = 3, 12 << 20, "512m"
-FULL, FROZEN = "the disk is full for a while", "SIGSTOP, a worker that outlives its coordinator"
+FULL, SUSPENDED = "the disk is full for a while", "SIGSTOP, a worker that outlives its coordinator"
 
 
 @dataclass
-class Started:
-    """A job that runs; its processes are those of its session."""
+class RunningJob:
+    """A running job; its processes are those of its session."""
 
     process: subprocess.Popen[str]
     began: float
 
-    def others(self) -> list[psutil.Process]:
-        """Its processes, without the coordinator."""
+    def workers(self) -> list[psutil.Process]:
+        """Its processes except the coordinator."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -59,8 +59,15 @@ class Started:
 
 
 @dataclass
-class Strikes:
-    """What became of the strikes of one kind."""
+class FaultResults:
+    """The results of all faults of one kind.
+
+    Attributes:
+        wrong: descriptions of wrong results.
+        seconds: until all processes had exited.
+        codes: exit codes.
+        phases: phases in which the fault was injected.
+    """
 
     times: int = 0
     wrong: list[str] = field(default_factory=list)
@@ -70,97 +77,99 @@ class Strikes:
 
 
 class Campaign:
-    """Jobs over one corpus in `work`, a directory with room that can be taken away."""
+    """Injects faults into jobs over one corpus in `work`, a directory whose disk may be filled."""
 
     def __init__(self, work: Path, seed: int) -> None:
-        self.work, self.draw = work, random.Random(seed)
-        self.found: dict[str, Strikes] = defaultdict(Strikes)
+        self.work, self.random = work, random.Random(seed)
+        self.results: dict[str, FaultResults] = defaultdict(FaultResults)
         self.output, self.root = work / "tokens", work / ".tokens.job"
         self.config = _write_inputs(work)
-        self.truth, self.seconds = self._undisturbed()
+        self.expected, self.seconds = self._run_without_faults()
 
-    def run(self, strikes: int, told: Callable[[str], None] = print) -> None:
-        """Strikes so many times; whatever was struck last is finished."""
-        kinds = [kind for kind in _STRIKES if kind != FULL or can_mount()]
-        left = [kinds[i % len(kinds)] for i in range(strikes)]
-        self.draw.shuffle(left)
-        while left:
-            kind = left.pop()
-            self._strike(kind)
-            told(f"{strikes - len(left)} of {strikes}: {kind}: {self.found[kind].wrong[-1:] or 'as promised'}")
-            if not left or self.draw.random() < 0.4:
+    def run(self, faults: int, log: Callable[[str], None] = print) -> None:
+        """Injects so many faults; the last job is run to its end."""
+        kinds = [kind for kind in _FAULTS if kind != FULL or can_mount()]
+        remaining = [kinds[i % len(kinds)] for i in range(faults)]
+        self.random.shuffle(remaining)
+        while remaining:
+            kind = remaining.pop()
+            self._inject(kind)
+            log(f"{faults - len(remaining)} of {faults}: {kind}: {self.results[kind].wrong[-1:] or 'as expected'}")
+            if not remaining or self.random.random() < 0.4:
                 self._finish(kind)
 
-    def _undisturbed(self) -> tuple[dict[str, Any], float]:
-        job = self._start()
-        said = job.process.communicate()[1]
-        assert job.process.returncode == 0, said
-        seconds, truth = time.monotonic() - job.began, self._made()
+    def _run_without_faults(self) -> tuple[dict[str, Any], float]:
+        """The expected output, and the duration of a job in seconds."""
+        job = self.start()
+        errors = job.process.communicate()[1]
+        assert job.process.returncode == 0, errors
+        seconds, expected = time.monotonic() - job.began, self._output_summary()
         shutil.rmtree(self.output)
-        return truth, seconds
+        return expected, seconds
 
-    def _start(self) -> Started:
+    def start(self) -> RunningJob:
+        """Starts a job, or resumes the one that a fault has ended."""
         command = [sys.executable, "-m", "data_prep", "--config", str(self.config), "--workers", "2"]
         pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
         began = time.monotonic()
-        return Started(subprocess.Popen(command, cwd=self.work, start_new_session=True, **pipes), began)
+        return RunningJob(subprocess.Popen(command, cwd=self.work, start_new_session=True, **pipes), began)
 
-    def _strike(self, kind: str) -> None:
-        job, entry = self._start(), self.found[kind]
-        time.sleep(self.draw.uniform(0.0, self.seconds))
+    def _inject(self, kind: str) -> None:
+        job, entry = self.start(), self.results[kind]
+        time.sleep(self.random.uniform(0.0, self.seconds))
         entry.times += 1
         entry.phases[self._phase()] += 1
-        struck = time.monotonic()
-        _STRIKES[kind](self, job)
+        injected = time.monotonic()
+        _FAULTS[kind](self, job)
         try:
-            said = job.process.communicate(timeout=PATIENCE_S)[1]
-            psutil.wait_procs(job.others(), timeout=PATIENCE_S)
+            errors = job.process.communicate(timeout=EXIT_TIMEOUT_S)[1]
+            psutil.wait_procs(job.workers(), timeout=EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            said = ""
-        entry.seconds.append(time.monotonic() - struck)
-        rest = [job.process.pid] * (job.process.poll() is None) + [process.pid for process in job.others()]
-        for pid in rest:
+            errors = ""
+        entry.seconds.append(time.monotonic() - injected)
+        running = [job.process.pid] * (job.process.poll() is None) + [process.pid for process in job.workers()]
+        for pid in running:
             os.kill(pid, signal.SIGKILL)
         code = job.process.wait()
         entry.codes[code] += 1
-        if rest:
-            entry.wrong.append(f"{len(rest)} processes were still there after {PATIENCE_S:.0f} s")
-        if code == 2 and "try:" not in said:
-            entry.wrong.append(f"said nothing of use: {said[-300:]!r}")
+        if running:
+            entry.wrong.append(f"{len(running)} processes were still running after {EXIT_TIMEOUT_S:.0f} s")
+        if code == 2 and "try:" not in errors:
+            entry.wrong.append(f"an error message without a remedy: {errors[-300:]!r}")
         if code not in (0, 2, 130, -signal.SIGTERM, -signal.SIGKILL):
-            entry.wrong.append(f"left with {code}: {said[-300:]!r}")
-        if code == 0 and kind != FROZEN:  # which has looked already
-            self._check(kind)
+            entry.wrong.append(f"exited with {code}: {errors[-300:]!r}")
+        if code == 0 and kind != SUSPENDED:  # which has checked the output itself
+            self.check_output(kind)
 
     def _finish(self, kind: str) -> None:
-        """Runs what was struck to its end."""
-        job = self._start()
-        said = job.process.communicate()[1]
+        """Resumes the job and runs it to its end without a fault."""
+        job = self.start()
+        errors = job.process.communicate()[1]
         if job.process.returncode != 0:
-            self.found[kind].wrong.append(f"could not go on: {said[-300:]!r}")
+            self.results[kind].wrong.append(f"could not resume: {errors[-300:]!r}")
             shutil.rmtree(self.root, ignore_errors=True)
         else:
-            self._check(kind)
+            self.check_output(kind)
 
-    def _check(self, kind: str) -> None:
-        """The output is the undisturbed one; then it goes, and the next job begins anew."""
-        made = self._made()
-        if made != self.truth:
-            different = sorted(key for key in made if made[key] != self.truth.get(key))
-            self.found[kind].wrong.append(f"another output: {', '.join(different)}")
+    def check_output(self, kind: str) -> None:
+        """Compares the output with the expected one and removes it, so that the next job starts over."""
+        output = self._output_summary()
+        if output != self.expected:
+            different = sorted(key for key in output if output[key] != self.expected.get(key))
+            self.results[kind].wrong.append(f"another output: {', '.join(different)}")
         verified = subprocess.run([sys.executable, "-m", "data_prep", "verify", str(self.output)], check=False)
         if verified.returncode != 0:
-            self.found[kind].wrong.append("an output that does not verify")
+            self.results[kind].wrong.append("the output does not verify")
         if self.root.exists():
-            self.found[kind].wrong.append("a job directory that stayed")
+            self.results[kind].wrong.append("the job directory was not removed")
         shutil.rmtree(self.output)
 
-    def _made(self) -> dict[str, Any]:
+    def _output_summary(self) -> dict[str, Any]:
         manifest = json.loads((self.output / "manifest.json").read_text())
         return {key: manifest[key] for key in ("files", "details", "parents", "fingerprint")}
 
     def _phase(self) -> str:
-        """How far the job is when it is struck."""
+        """The phase that the job is in."""
         if not (self.root / "job.json").exists():
             return "before the plan"
         if not (self.root / "tokenizer").exists():
@@ -176,72 +185,72 @@ def _age(path: Path) -> float:
         return 0.0
 
 
-def _all(_campaign: Campaign, job: Started, how: signal.Signals) -> None:
-    for process in [psutil.Process(job.process.pid), *job.others()]:
-        _send(process.pid, how)
+def _signal_all(_campaign: Campaign, job: RunningJob, number: signal.Signals) -> None:
+    for process in [psutil.Process(job.process.pid), *job.workers()]:
+        _send(process.pid, number)
 
 
-def _send(pid: int, how: signal.Signals) -> None:
-    with suppress(ProcessLookupError):  # it had ended
-        os.kill(pid, how)
+def _send(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):  # it has ended
+        os.kill(pid, number)
 
 
-def _one_of_the_others(campaign: Campaign, job: Started, how: signal.Signals) -> None:
-    others = job.others()
-    if others:
-        _send(campaign.draw.choice(others).pid, how)
+def _signal_one_worker(campaign: Campaign, job: RunningJob, number: signal.Signals) -> None:
+    workers = job.workers()
+    if workers:
+        _send(campaign.random.choice(workers).pid, number)
 
 
-def _frozen(campaign: Campaign, job: Started) -> None:
-    """A worker stands still while its coordinator is killed, and wakes up when another has taken the job over."""
-    others = job.others()
-    frozen = campaign.draw.choice(others).pid if others else None
-    if frozen is not None:
-        _send(frozen, signal.SIGSTOP)
+def _suspend_worker(campaign: Campaign, job: RunningJob) -> None:
+    """Suspends a worker, kills its coordinator, and resumes the worker while another coordinator runs the job."""
+    workers = job.workers()
+    suspended = campaign.random.choice(workers).pid if workers else None
+    if suspended is not None:
+        _send(suspended, signal.SIGSTOP)
     _send(job.process.pid, signal.SIGKILL)
     job.process.wait()
-    second = campaign._start()
-    time.sleep(campaign.draw.uniform(0.0, campaign.seconds))
-    if frozen is not None:
-        _send(frozen, signal.SIGCONT)
-    said = second.process.communicate()[1]
+    second = campaign.start()
+    time.sleep(campaign.random.uniform(0.0, campaign.seconds))
+    if suspended is not None:
+        _send(suspended, signal.SIGCONT)
+    errors = second.process.communicate()[1]
     if second.process.returncode == 0:
-        campaign._check(FROZEN)
+        campaign.check_output(SUSPENDED)
     else:
-        campaign.found[FROZEN].wrong.append(said[-300:])
+        campaign.results[SUSPENDED].wrong.append(errors[-300:])
 
 
-def _full_disk(campaign: Campaign, job: Started) -> None:
-    """No byte is left for a while, which a job may outlive if it writes nothing meanwhile."""
+def _fill_disk(campaign: Campaign, job: RunningJob) -> None:
+    """Fills the disk for a while; a job that writes nothing meanwhile survives."""
     filler = campaign.work / "filler"
     with filler.open("wb", buffering=0) as file, suppress(OSError):
         while file.write(bytes(1 << 20)):
             pass
     with suppress(subprocess.TimeoutExpired):
-        job.process.wait(timeout=campaign.draw.uniform(0.2, 5.0))
+        job.process.wait(timeout=campaign.random.uniform(0.2, 5.0))
     filler.unlink()
 
 
-_STRIKES: dict[str, Callable[[Campaign, Started], None]] = {
+_FAULTS: dict[str, Callable[[Campaign, RunningJob], None]] = {
     "SIGKILL, the coordinator": lambda _, job: _send(job.process.pid, signal.SIGKILL),
-    "SIGKILL, a worker or the server they are forked from": lambda c, job: _one_of_the_others(c, job, signal.SIGKILL),
-    "SIGKILL, everything": lambda c, job: _all(c, job, signal.SIGKILL),
+    "SIGKILL, a worker or the server they are forked from": lambda c, job: _signal_one_worker(c, job, signal.SIGKILL),
+    "SIGKILL, everything": lambda c, job: _signal_all(c, job, signal.SIGKILL),
     "SIGTERM, the coordinator": lambda _, job: _send(job.process.pid, signal.SIGTERM),
-    "SIGINT, everything": lambda c, job: _all(c, job, signal.SIGINT),
-    FROZEN: _frozen,
-    FULL: _full_disk,
+    "SIGINT, everything": lambda c, job: _signal_all(c, job, signal.SIGINT),
+    SUSPENDED: _suspend_worker,
+    FULL: _fill_disk,
 }
 
 
 def _write_inputs(work: Path) -> Path:
-    """Three sources of the machine's own text, with copies and repeated lines, and a config that uses every phase."""
+    """Three sources of Python source files, with duplicates and repeated lines, and a config with all phases."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
-    draw, sources = random.Random(1), []
+    rng, sources = random.Random(1), []
     for number in range(SOURCES):
         path, size = work / f"source{number}.jsonl", 0
         with path.open("w", encoding="utf-8") as out:
             while size < FILE_BYTES:
-                text = draw.choice(files).read_text(encoding="utf-8", errors="replace")[: draw.choice((2000, 20_000))]
+                text = rng.choice(files).read_text(encoding="utf-8", errors="replace")[: rng.choice((2000, 20_000))]
                 size += out.write(json.dumps({"text": text}) + "\n")
         sources.append({"name": f"s{number}", "path": str(path)})
     config = {
@@ -261,7 +270,7 @@ def _write_inputs(work: Path) -> Path:
 
 @contextmanager
 def small_disk() -> Iterator[Path]:
-    """A directory that is a disk of its own where this process may mount one: it will be filled."""
+    """A temporary directory on a small disk of its own, if this process may mount one."""
     with tempfile.TemporaryDirectory(prefix="headrace-campaign-") as folder:
         if can_mount():
             subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", folder], check=True)
@@ -272,38 +281,38 @@ def small_disk() -> Iterator[Path]:
                 subprocess.run(["umount", "-l", folder], check=True)
 
 
-def report(found: dict[str, Strikes], seconds: float) -> str:
-    """A table, and what went wrong, in Markdown."""
-    head = ["strike", "times", "wrong", "median s to the end of all", "longest s", "exit codes", "phases"]
+def report(results: dict[str, FaultResults], seconds: float) -> str:
+    """A table of all faults and a list of the wrong results, in Markdown."""
+    head = ["fault", "times", "wrong", "median s until all exited", "longest s", "exit codes", "phases"]
     rows = [head, ["---", "---:", "---:", "---:", "---:", "---", "---"]]
-    for kind, entry in sorted(found.items()):
+    for kind, entry in sorted(results.items()):
         codes = ", ".join(f"{code} ({n})" for code, n in entry.codes.most_common())
         phases = ", ".join(f"{phase} {n}" for phase, n in entry.phases.most_common())
         took = [f"{statistics.median(entry.seconds):.1f}", f"{max(entry.seconds):.1f}"]
         rows.append([kind, str(entry.times), str(len(entry.wrong)), *took, codes, phases])
     table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
-    wrong = "".join(f"\n- {kind}: {why}" for kind, entry in sorted(found.items()) for why in entry.wrong)
-    return f"A job that is left alone takes {seconds:.1f} s.\n\n{table}\n{wrong}\n"
+    wrong = "".join(f"\n- {kind}: {why}" for kind, entry in sorted(results.items()) for why in entry.wrong)
+    return f"A job without faults takes {seconds:.1f} s.\n\n{table}\n{wrong}\n"
 
 
 def main() -> int:
-    """Runs a campaign and writes its report."""
+    """Runs a campaign and prints its report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strikes", type=int, default=100, metavar="N", help="how many (default: 100)")
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of what is struck when (default: 1)")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write the table there, too")
+    parser.add_argument("--strikes", type=int, default=100, metavar="N", help="number of faults (default: 100)")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of kinds and times (default: 1)")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="also write the report to this file")
     args = parser.parse_args()
     with small_disk() as work:
         campaign = Campaign(work, args.seed)
         try:
-            campaign.run(args.strikes, told=lambda line: print(line, flush=True))
+            campaign.run(args.strikes, log=lambda line: print(line, flush=True))
         finally:
-            text = report(campaign.found, campaign.seconds)
+            text = report(campaign.results, campaign.seconds)
             print(text)
             if args.report is not None:
                 args.report.parent.mkdir(parents=True, exist_ok=True)
                 args.report.write_text(text)
-    return int(any(entry.wrong for entry in campaign.found.values()))
+    return int(any(entry.wrong for entry in campaign.results.values()))
 
 
 if __name__ == "__main__":
