@@ -48,20 +48,21 @@ def _parser(first: list[str]) -> argparse.ArgumentParser:
     if first and first[0] in COMMANDS:
         parser = argparse.ArgumentParser(prog="python -m data_prep", formatter_class=raw)
         subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-        for name, (run, description) in _COMMANDS.items():
+        for name, (run, description) in COMMANDS.items():
             sub = subparsers.add_parser(name, help=description, description=description)
             if name == first[0]:  # the arguments of the others would need further imports
-                _add_arguments(sub, name)
+                add_arguments(sub, name)
             sub.set_defaults(run=run)
         return parser
     about = "Turns a corpus into a tokens directory: reads, splits, tokenises, shards, checksums."
     parser = argparse.ArgumentParser(prog="python -m data_prep", description=about, epilog=_EPILOG, formatter_class=raw)
-    _add_arguments(parser, "all")
-    parser.set_defaults(run=_run_job)
+    add_arguments(parser, "all")
+    parser.set_defaults(run=run_all)
     return parser
 
 
-def _add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    """Declares the options of a command of `COMMANDS`, or of the whole job (`all`)."""
     if name == "pack":
         from data_prep.packing import pack  # noqa: PLC0415
 
@@ -86,7 +87,8 @@ def _add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         parser.add_argument("--address", metavar="URL", help="of a Ray cluster (HOST:6379, auto) or a Spark master")
 
 
-def _run_job(args: argparse.Namespace) -> None:
+def run_all(args: argparse.Namespace) -> None:
+    """Runs the whole job, or resumes it."""
     if args.executor == "slurm":
         return _submit(args)
     if args.executor == "local":
@@ -209,7 +211,7 @@ def _pack(args: argparse.Namespace) -> None:
     pack.run(args)
 
 
-_COMMANDS = {
+COMMANDS = {
     "plan": (_plan, "print the tasks, bytes, and an estimate of the time"),
     "status": (_status, "print the progress of a job; from any machine that sees its directory"),
     "prepare": (_prepare, "check the input, plan the map tasks, make the tokenizer"),

@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any
 
 from data_prep.executors.base import attempt_task, raise_if_failed
-from data_prep.task import Counts, Report, Task, plain_errors
+from data_prep.task import Counts, Report, Task, os_errors_as_data_errors
 from headrace.base.errors import DataError, HeadraceError
 
 _HEARTBEAT_INTERVAL_S = 1.0
@@ -141,7 +141,7 @@ class TaskClaims:
         parent = self.root.absolute() / RUNNING
         self._run_directory = parent / uuid.uuid4().hex[:12]
         self._polled, self._began = 0.0, time.monotonic()
-        with plain_errors(f"making {parent}"):
+        with os_errors_as_data_errors(f"making {parent}"):
             shutil.rmtree(parent, ignore_errors=True)  # left by killed coordinators: their workers stop
             self._run_directory.mkdir(parents=True)
         return self

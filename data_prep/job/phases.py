@@ -28,7 +28,7 @@ from data_prep.job.finish import count_by_reason, finish, load_map_markers
 from data_prep.job.preflight import check_splits_not_empty, cleaning_identity, tokenizer_identity
 from data_prep.job.progress import Display
 from data_prep.job.shards import dropped_counts, plan_shards
-from data_prep.task import Counts, Task, plain_errors, read_marker
+from data_prep.task import Counts, Task, os_errors_as_data_errors, read_marker
 from data_prep.tasks.map import MapTask, sum_counts
 from data_prep.tasks.merge import MergePlan, MergeTask, plan_merges
 from data_prep.tasks.reduce import ReduceTask
@@ -115,7 +115,7 @@ def commit_output(job: Job, *, tokenizer: str | None) -> Manifest:
     """
     markers = load_map_markers(job)
     tasks = _require_finished(reduce_tasks(job), "reduce")
-    with plain_errors("finishing"):
+    with os_errors_as_data_errors("finishing"):
         results = [(task.shard.split, task.run(_ignore_progress)) for task in tasks]
         write_duplicates_list(job, _runs(job, markers))
         return finish(job, markers=markers, results=results, tokenizer=tokenizer)
@@ -138,7 +138,7 @@ def load_prepared_job(config: CorpusConfig) -> Job:
     saved = job.saved_identity()
     if saved is None or read_marker(job.tokenizer) is None:
         raise DataError(f"{job.root} has no prepared job\n  try: python -m data_prep prepare --config FILE")
-    with plain_errors("reading the cleaning lists and the tokenizer"):
+    with os_errors_as_data_errors("reading the cleaning lists and the tokenizer"):
         tokenizer, cleaning = tokenizer_identity(config), cleaning_identity(config)
     job.check_identity(job_identity(config, listing=saved["inputs"], tokenizer=tokenizer, cleaning=cleaning), saved)
     return job

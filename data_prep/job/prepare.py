@@ -54,7 +54,7 @@ def inspect(config: CorpusConfig) -> InspectedJob:
         ConfigError, DataError: see `preflight`.
     """
     job = Job(config)
-    with plain_errors("checking the inputs"):
+    with os_errors_as_data_errors("checking the inputs"):
         sources = resolve_sources(config, without=[job.output, job.root])
         found = [source for source in sources if source is not None]
         check_schemas(config, found)
@@ -121,7 +121,7 @@ def _local_executor(executor: Executor | None) -> Iterator[LocalExecutor]:
 def _plan(inspected: InspectedJob) -> Plan:
     job, config = inspected.job, inspected.job.config
     try:
-        with plain_errors("checking the inputs"):
+        with os_errors_as_data_errors("checking the inputs"):
             found = [source or _build(job, i) for i, source in enumerate(inspected.sources)]
             check_schemas(config, found)
             plan = _group_into_tasks(found, config)

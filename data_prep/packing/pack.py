@@ -18,7 +18,15 @@ import numpy as np
 
 from data_prep.executors.base import default_workers
 from data_prep.executors.local import LocalExecutor
-from data_prep.formats.packfile import I64, KIND, SUFFIX, cut, document_bounds, packing_name, write_pack
+from data_prep.formats.packfile import (
+    I64,
+    PACK_SUFFIX,
+    PACKING_KIND,
+    cut_documents,
+    document_bounds,
+    packing_name,
+    write_pack,
+)
 from data_prep.formats.tokenfile import TokenFile
 from data_prep.packing.best_fit import best_fit
 from data_prep.task import Counts, Report
@@ -84,7 +92,7 @@ def pack(directory: Path, *, length: int, look_ahead: int = LOOK_AHEAD, workers:
         sums = {key: sum(entry[key] for entry in entries) for key in ("bins", "pieces", "targets", "padding")}
         details = {**config, "splits": {PACKED: {**sums, "shards": entries}}}
         described: dict[str, Any] = {"config": config, "parents": parents, "details": details}
-        return commit(staging, final, kind=KIND, **described, known_sha256=sha256)
+        return commit(staging, final, kind=PACKING_KIND, **described, known_sha256=sha256)
 
 
 @dataclass(frozen=True)
@@ -121,7 +129,7 @@ class PackTask:
         first_piece = np.zeros(bins + 1, dtype=np.int64)
         np.cumsum(_concatenate([counts for counts, _, _ in blocks]), out=first_piece[1:])
         starts, lengths = _concatenate([b[1] for b in blocks]), _concatenate([b[2] for b in blocks])
-        path = Path(f"{self.target}{SUFFIX}")
+        path = Path(f"{self.target}{PACK_SUFFIX}")
         sha256 = write_pack(path, length=self.length, first_piece=first_piece, starts=starts, lengths=lengths)
         targets, padding = int(lengths.sum()) - pieces, bins * (self.length + 1) - int(lengths.sum())
         return {"bins": bins, "pieces": pieces, "targets": targets, "padding": padding, "sha256": sha256}
@@ -166,7 +174,7 @@ def _ignore_progress(_counts: Counts) -> None:
 
 
 def _existing(final: Path, config: dict[str, Any], parents: dict[str, Any]) -> Manifest:
-    manifest = read_manifest(final, kind=KIND)
+    manifest = read_manifest(final, kind=PACKING_KIND)
     if (manifest.config, manifest.parents) != (config, parents):
         why = f"{final} exists, and was made from other tokens or with another config"
         raise DataError(f"{why}\n  try: remove it, and pack again")

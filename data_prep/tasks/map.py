@@ -176,7 +176,9 @@ class _Mapper:
 
     def _metadata(self, batch: DocumentBatch) -> DocumentMetadata:
         hashes = content_hashes(batch.texts)
-        heldout = below(hashes[:, 0], share=self._config.heldout_fraction, seed=self._config.seed, purpose=HELDOUT)
+        heldout = select_fraction(
+            hashes[:, 0], fraction=self._config.heldout_fraction, seed=self._config.seed, purpose=HELDOUT
+        )
         first = self._task.index * _MAX_DOCUMENTS + self._documents
         self._documents += len(batch.texts)
         dedup = self._config.dedup

@@ -16,7 +16,7 @@ import numpy as np
 
 from data_prep.formats.maskfile import MASK, MaskWriter
 from data_prep.formats.tokenfile import SPLITS, TokenFileWriter, shard_name, with_suffix
-from data_prep.task import Counts, Report, plain_errors, scratch_path
+from data_prep.task import Counts, Report, os_errors_as_data_errors, scratch_path
 from data_prep.tasks.runs_reader import GroupContent, RunsReader
 from data_prep.tasks.sorted_runs import Array
 from headrace.base.directory import write_json

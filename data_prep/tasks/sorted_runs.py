@@ -256,7 +256,7 @@ class SortedRun:
         """
         try:
             summary = json.loads((path / _RUN).read_text())
-            documents = map_file(path / _DOCUMENTS, at_random=not whole).view(DOCUMENT)
+            documents = map_file(path / _DOCUMENTS, random_access=not whole).view(DOCUMENT)
             if len(documents) != (expected := summary["documents"]):
                 raise ValueError(f"{_DOCUMENTS} has {len(documents)} documents, and {expected} were written")
         except (OSError, ValueError) as error:

@@ -44,7 +44,9 @@ def plan_units(config: CorpusConfig, task_bytes: int) -> list[Unit]:
 
 def is_heldout(texts: list[str], config: CorpusConfig) -> list[bool]:
     hashes = content_hashes([text.encode() for text in texts])[:, 0]
-    heldout: list[bool] = below(hashes, share=config.heldout_fraction, seed=config.seed, purpose=HELDOUT).tolist()
+    heldout: list[bool] = select_fraction(
+        hashes, fraction=config.heldout_fraction, seed=config.seed, purpose=HELDOUT
+    ).tolist()
     return heldout
 
 
