@@ -1,37 +1,49 @@
-"""One JSON file is a run: reading it, `extends`, and `--set a.b=c`.
+"""Config files in JSON, JSON with comments, and YAML: reading them, `extends`, and `--set a.b=c`.
 
-The result is a plain dict; `headrace.base.section.parse` gives it a type. Dicts merge key by key, everything else
-(lists too) is replaced whole. A key that appears twice in one object is refused: JSON keeps the last silently.
+The result is a plain dict; `headrace.base.section.parse` gives it a type. Objects merge key by key, everything else
+(lists too) is replaced whole. A key that appears twice in one object is refused: parsers keep the last silently.
+
+| suffix | read as |
+|---|---|
+| `.yaml`, `.yml` | YAML 1.2: `1e-4` is a number, `no` and `off` are texts (PyYAML alone reads YAML 1.1) |
+| any other | JSON; comments and trailing commas are allowed, as is all of JSON5 |
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from headrace.base.errors import ConfigError
+from headrace.base.shipped import find_shipped
+
+SUFFIXES = (".json", ".jsonc", ".json5", ".yaml", ".yml")
+_YAML = (".yaml", ".yml")
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Reads a config file with all it extends, then applies `--set` overrides in order.
 
     Args:
-        path: a JSON file. `"extends": "base.json"` (or a list, later wins) names files relative to it.
+        path: a JSON or YAML file; one that does not exist is looked for among the files that headrace ships, e.g.
+            `ds_configs/zero3.json`. `"extends": "base.json"` (or a list, later wins) names files relative to it.
         overrides: texts of the form `a.b=value`; the value is JSON where it parses as JSON, else a string.
 
     Raises:
-        ConfigError: a file that is missing, not JSON, not an object, extends itself, or repeats a key; an override
-            without `=` or one that descends into something that is not an object.
+        ConfigError: a file that is missing, has a syntax error, is not an object, extends itself, or repeats a key; an
+            override without `=` or one that descends into something that is not an object.
     """
-    raw = _read(Path(path), ())
+    path = Path(path)
+    raw = _read(path if path.exists() else find_shipped(path) or path, ())
     for override in overrides:
         _apply(raw, override)
     return raw
 
 
-def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+def merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """`over` on top of `base`: objects are merged key by key, other values replaced."""
     merged = dict(base)
     for key, value in over.items():
@@ -40,11 +52,32 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
+def set_value(raw: dict[str, Any], dotted: str, value: Any) -> None:
+    """Sets one field, e.g. `run.steps` or `data.sources.0.path`; objects on the way are made.
+
+    Raises:
+        ConfigError: the path leads into something that is neither an object nor a list, or to no item of a list.
+    """
+    *parents, last = dotted.split(".")
+    here: Any = raw
+    for depth, key in enumerate(parents):
+        here = here.setdefault(key, {}) if isinstance(here, dict) else _item(here, key, dotted)
+        if not isinstance(here, dict | list):
+            at = ".".join(parents[: depth + 1])
+            raise ConfigError("--set", f"{dotted}={value}", why=f"{at} is not an object", remedy=f"set {at} itself")
+    if isinstance(here, list):
+        _item(here, last, dotted)
+        here[int(last)] = value
+    else:
+        here[last] = value
+
+
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     if path.resolve() in seen:
         chain = " -> ".join(p.name for p in (*seen, path))
         raise ConfigError("extends", str(path), why=f"the files extend each other: {chain}", remedy="break the circle")
     own = _parse(path)
+    own.pop("$schema", None)  # for editors
     bases = own.pop("extends", [])
     if not isinstance(bases, str) and not (isinstance(bases, list) and all(isinstance(base, str) for base in bases)):
         raise ConfigError("extends", bases, why="it names files", remedy='write "base.json" or ["a.json", "b.json"]')
@@ -58,24 +91,54 @@ def _parse(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        near = sorted(p.name for p in path.parent.glob("*.json")) if path.parent.is_dir() else []
+        near = sorted(p.name for p in path.parent.iterdir() if p.suffix in SUFFIXES) if path.parent.is_dir() else []
         remedy = (
             f"files there: {', '.join(near)}" if near else "check the path; it is relative to the directory you are in"
         )
         raise ConfigError("--config", str(path), why="no such file", remedy=remedy) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("--config", str(path), why=str(error), remedy="name a readable JSON file") from None
-    try:
-        raw = json.loads(text, object_pairs_hook=_refuse_repeats)
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        remedy = f"look at {path}:{error.lineno} (JSON has no comments and no trailing commas)"
-        raise ConfigError("--config", str(path), why=f"not JSON: {error.msg} at {where}", remedy=remedy) from None
+        raise ConfigError("--config", str(path), why=str(error), remedy="name a readable JSON or YAML file") from None
+    raw = _parse_yaml(text, path) if path.suffix in _YAML else _parse_json(text, path)
     if not isinstance(raw, dict):
-        raise ConfigError(
-            "--config", str(path), why=f"holds a {type(raw).__name__}, not an object", remedy="wrap it in {}"
-        )
+        kind = {list: "a list", str: "text", type(None): "nothing"}.get(type(raw), "a single value")
+        raise ConfigError("--config", str(path), why=f"it holds {kind}, not an object", remedy="wrap it in {}")
     return raw
+
+
+def _parse_json(text: str, path: Path) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_refuse_repeats)
+    except json.JSONDecodeError as error:
+        plain = error
+    import json5  # noqa: PLC0415  ten times slower than json: only for what json refuses
+
+    try:
+        return json5.loads(text, object_pairs_hook=_refuse_repeats)
+    except ValueError as error:
+        found = re.search(r":(\d+) (.*) at column (\d+)", str(error), re.DOTALL)
+    if found and (int(found[1]), int(found[3])) > (plain.lineno, plain.colno):  # json stopped at what JSON5 allows
+        return _refuse_syntax("JSON", path, f"{found[2][0].lower()}{found[2][1:]}", int(found[1]), int(found[3]))
+    return _refuse_syntax("JSON", path, plain.msg, plain.lineno, plain.colno)
+
+
+def _parse_yaml(text: str, path: Path) -> Any:
+    import yaml  # noqa: PLC0415
+
+    from headrace.base.yaml_loader import Yaml12Loader  # noqa: PLC0415
+
+    try:
+        return yaml.load(text, Yaml12Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
+        return _refuse_syntax("YAML", path, str(error.problem or error.context), line, column)
+    except yaml.YAMLError as error:  # characters that YAML does not allow
+        return _refuse_syntax("YAML", path, str(error).splitlines()[0], 1, 1)
+
+
+def _refuse_syntax(language: str, path: Path, problem: str, line: int, column: int) -> None:
+    why = f"not {language}: {problem} at line {line}, column {column}"
+    raise ConfigError("--config", str(path), why=why, remedy=f"look at {path}:{line}") from None
 
 
 def _refuse_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -95,18 +158,7 @@ def _apply(raw: dict[str, Any], override: str) -> None:
         value = json.loads(text)
     except json.JSONDecodeError:
         value = text
-    *parents, last = dotted.split(".")
-    here: Any = raw
-    for depth, key in enumerate(parents):
-        here = here.setdefault(key, {}) if isinstance(here, dict) else _item(here, key, dotted)
-        if not isinstance(here, dict | list):
-            at = ".".join(parents[: depth + 1])
-            raise ConfigError("--set", override, why=f"{at} is not an object", remedy=f"set {at} itself")
-    if isinstance(here, list):
-        _item(here, last, dotted)
-        here[int(last)] = value
-    else:
-        here[last] = value
+    set_value(raw, dotted, value)
 
 
 def _item(items: list[Any], key: str, dotted: str) -> Any:

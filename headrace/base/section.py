@@ -1,18 +1,20 @@
 """`Section`: the base of every config section, frozen and closed to unknown keys.
 
-`parse` turns a plain dict into a section and pydantic's complaints into one `ConfigError` that names the field, the
-value and the nearest key that exists.
+`parse` turns a plain dict into a section. What pydantic finds wrong becomes one `ConfigError` in our own words: the
+field, the value, what is wanted instead, and the nearest key or value that exists.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from headrace.base.errors import ConfigError
+from headrace.base.json_schema import UNKNOWN_TEXT, Node, as_json, example, given, keys_at, node_at, schema_of, wanted
 
 
 class Section(BaseModel):
@@ -20,16 +22,26 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_numbers(cls, raw: Any) -> Any:
+        """5e8 in JSON is a float; where a whole number is wanted it is one all the same."""
+        if not isinstance(raw, Mapping):
+            return raw
+        return {key: int(value) if cls._is_whole(key, value) else value for key, value in raw.items()}
 
-def _whole(value: Any) -> Any:
-    """5e8 in JSON is a float; where a count is wanted it is a whole number all the same."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    @classmethod
+    def _is_whole(cls, key: str, value: object) -> bool:
+        if not isinstance(value, float) or not value.is_integer() or key not in cls.model_fields:
+            return False
+        types = _classes(cls.model_fields[key].annotation)
+        return int in types and float not in types
 
 
-Count = Annotated[int, BeforeValidator(_whole), Field(gt=0)]
-"""A whole number of things, at least one. `5e8` may be written for 500000000."""
+Count = Annotated[int, Field(gt=0)]
+"""A whole number of things, at least one."""
 
-Index = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
+Index = Annotated[int, Field(ge=0)]
 """A whole number from zero up."""
 
 S = TypeVar("S", bound=Section)
@@ -40,7 +52,7 @@ def parse(section: type[S], raw: Mapping[str, Any], *, at: str = "") -> S:
 
     Args:
         section: the class to build.
-        raw: parsed JSON.
+        raw: a parsed config file, or a part of one.
         at: dotted path of `raw` within the whole config, for error messages.
 
     Raises:
@@ -50,9 +62,7 @@ def parse(section: type[S], raw: Mapping[str, Any], *, at: str = "") -> S:
     try:
         return section.model_validate(dict(raw))
     except ValidationError as error:
-        details = error.errors()
-        first = next((d for d in details if d["type"] == "extra_forbidden"), details[0])
-        raise _as_config_error(section, first, at) from None
+        raise _first_error(error, schema_of(section), at) from None
 
 
 def suggest(word: str, known: list[str]) -> str | None:
@@ -61,62 +71,66 @@ def suggest(word: str, known: list[str]) -> str | None:
     return near[0] if near else None
 
 
-def _as_config_error(section: type[BaseModel], detail: Any, at: str) -> ConfigError:
-    loc = [str(part) for part in detail["loc"]]
-    field = ".".join(([at] if at else []) + _without_union_tags(section, loc))
-    if detail["type"] == "extra_forbidden":
-        known = _keys_beside(section, loc)
-        near = suggest(loc[-1], known)
+class _Complaint:
+    """What pydantic found wrong with one value."""
+
+    def __init__(self, detail: Any, schema: Node) -> None:
+        self.kind, self.value = str(detail["type"]), detail["input"]
+        self.context: dict[str, Any] = detail.get("ctx", {})
+        self.loc: list[str] = []
+        for part in detail["loc"]:  # where a value may be of several types, pydantic adds their names
+            unknown = self.kind == "extra_forbidden" and part == detail["loc"][-1]
+            if unknown or node_at(schema, [*self.loc, str(part)]) is not None:
+                self.loc.append(str(part))
+        if self.kind == "missing" and self.loc and self.loc[-1].isdigit():  # a list that is too short
+            self.kind = "too_short"
+            self.loc.pop()
+
+
+def _first_error(error: ValidationError, schema: Node, at: str) -> ConfigError:
+    found = [_Complaint(detail, schema) for detail in error.errors()]
+    first = next((each for each in found if each.kind == "extra_forbidden"), found[0])
+    if first.kind != "extra_forbidden":  # of a value that may be of several types, the deepest complaint says most
+        first = max((each for each in found if each.loc[: len(first.loc)] == first.loc), key=lambda each: len(each.loc))
+    field = ".".join([*([at] if at else []), *first.loc]) or "the config"
+    if first.kind == "extra_forbidden":
+        known = keys_at(schema, first.loc[:-1])
+        near = suggest(first.loc[-1], known)
         remedy = f"did you mean '{near}'?" if near else f"the keys here are: {', '.join(sorted(known))}"
-        return ConfigError(field, detail["input"], why="there is no such key", remedy=remedy)
-    if detail["type"] == "missing":
-        return ConfigError(field, why="this key is required", remedy=f"add it; {_describe(section, loc)}")
-    message = str(detail["msg"]).removeprefix("Value error, ")
-    return ConfigError(field, detail["input"], why=message[0].lower() + message[1:], remedy=_describe(section, loc))
+        return ConfigError(field, first.value, why="there is no such key", remedy=remedy)
+    if first.kind == "missing":
+        return ConfigError(field, why="this key is required", remedy=f"add it: {_remedy(first, schema)}")
+    if first.kind == "value_error":  # a validator of ours, with words of its own
+        return ConfigError(field, first.value, why=str(first.context["error"]), remedy=_remedy(first, schema))
+    return ConfigError(field, first.value, why=_why(first, schema), remedy=_remedy(first, schema))
 
 
-def _walk(section: type[BaseModel], loc: list[str]) -> type[BaseModel]:
-    """The section that the parent of `loc` names, following nested sections, lists and optional values."""
-    here = section
-    for part in loc[:-1]:
-        info = here.model_fields.get(part)
-        if info is not None:
-            here = next((c for c in _classes(info.annotation) if issubclass(c, BaseModel)), here)
-        else:
-            here = next((c for c in _subsections(here) if c.__name__ == part), here)
-    return here
+def _why(found: _Complaint, schema: Node) -> str:
+    if isinstance(found.value, float) and not math.isfinite(found.value):
+        return "it is not a finite number"
+    expected = wanted(node_at(schema, found.loc) or schema, schema)
+    right_type = found.kind.startswith(("greater_", "less_", "literal_", "too_", "string_too_"))
+    return f"it has to be {expected}" + ("" if right_type else f"; this is {given(found.value)}")
 
 
-def _subsections(section: type[BaseModel]) -> list[type[BaseModel]]:
-    found = (c for info in section.model_fields.values() for c in _classes(info.annotation))
-    return [c for c in found if issubclass(c, BaseModel)]
+def _remedy(found: _Complaint, schema: Node) -> str:
+    """The nearest choice, or an example and the meaning of the key, which may be that of a list around it."""
+    node = node_at(schema, found.loc) or schema
+    choices = [
+        word for each in [node, *node.get("anyOf", ())] for word in each.get("enum", ()) if isinstance(word, str)
+    ]
+    near = suggest(found.value, choices) if isinstance(found.value, str) else None
+    if near:
+        return f"did you mean '{near}'?"
+    above = ([*found.loc[:end]] for end in range(len(found.loc), 0, -1))
+    described = next((each for each in (node_at(schema, loc) for loc in above) if each and "description" in each), node)
+    text, shown = str(described.get("description", "")), as_json(example(described, schema))
+    if UNKNOWN_TEXT in shown or shown in text:
+        return text or "see docs/config-reference.md for the keys"
+    return f"{shown} ({text})" if text else shown
 
 
 def _classes(annotation: Any) -> list[type]:
     if isinstance(annotation, type) and not get_args(annotation):
         return [annotation]
     return [c for arg in get_args(annotation) for c in _classes(arg)]
-
-
-def _keys_beside(section: type[BaseModel], loc: list[str]) -> list[str]:
-    fields = _walk(section, loc).model_fields
-    return [info.alias or name for name, info in fields.items()]
-
-
-def _describe(section: type[BaseModel], loc: list[str]) -> str:
-    info = _walk(section, loc).model_fields.get(loc[-1]) if loc else None
-    return info.description if info is not None and info.description else "see docs/config.md for what it takes"
-
-
-def _without_union_tags(section: type[BaseModel], loc: list[str]) -> list[str]:
-    """Drops the class names that pydantic adds to a location where a field may hold one of several sections."""
-    names = {c.__name__ for c in _all_sections(section)} | {"str", "int", "float", "bool"}
-    return [part for part in loc if part not in names and not part.startswith(("function-", "list[", "tuple["))]
-
-
-def _all_sections(section: type[BaseModel]) -> set[type[BaseModel]]:
-    found = {section}
-    for sub in _subsections(section):
-        if sub not in found:
-            found |= _all_sections(sub)
-    return found

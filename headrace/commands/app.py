@@ -1,7 +1,7 @@
 """The command `headrace`: every verb, in the order of the data's way from text to a compressed model.
 
-The verbs are those of `python -m data_prep` and `python -m pipeline`, and the entry points that a launcher starts; their
-options are declared in those packages. Nothing here imports torch.
+The verbs are those of `python -m data_prep` and `python -m pipeline`, with the entry points that a launcher starts;
+their options are declared in those packages. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from headrace.commands.lazy import Verb, lazy_app, sentence
 
 DATA_PREP, TRAINING, MODELS, COMPRESSION, CONFIG = "Data prep", "Training", "Models", "Compression", "Config"
 _PLANNER = (
-    "There is no verb 'plan'; it is kept for a planner of training runs. 'headrace prep plan --config F' shows what data"
-    " prep would do, 'headrace check --config F' what training would."
+    "There is no verb 'plan' yet: it is reserved for a planner of training runs. 'headrace prep plan --config F' plans"
+    " data prep, and 'headrace check --config F' prints what would be trained."
 )
 
 
@@ -39,7 +39,7 @@ def _prep() -> typer.Typer:
 
 def _pipeline(name: str) -> typer.Typer:
     """A verb of `python -m pipeline`."""
-    from headrace.commands.config_keys import complete_override  # noqa: PLC0415
+    from headrace.commands.config_kinds import complete_override  # noqa: PLC0415
     from headrace.commands.from_argparse import app_of  # noqa: PLC0415
     from pipeline.__main__ import COMMANDS  # noqa: PLC0415
 

@@ -10,7 +10,7 @@ import typer
 
 from data_prep.__main__ import COMMANDS, add_arguments, run_all
 from headrace.base.cli import guarded
-from headrace.commands.config_keys import complete_override
+from headrace.commands.config_kinds import complete_override
 from headrace.commands.from_argparse import app_of, parameters_of, set_signature, to_namespace
 from headrace.commands.lazy import Verb, lazy_app, sentence
 
@@ -30,7 +30,7 @@ def make_app() -> typer.Typer:
     add_arguments(parser, "all")
 
     def prep(ctx: typer.Context, **values: Any) -> None:
-        """Turns text into a tokens directory: cleans, deduplicates, tokenises, shards. A job that was stopped resumes."""
+        """Turns text into tokens: cleans, deduplicates, tokenises, shards. A job that was stopped resumes."""
         given = [name for name, value in values.items() if value and value != parser.get_default(name)]
         if ctx.invoked_subcommand is not None:
             if given:

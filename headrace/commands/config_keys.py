@@ -1,5 +1,0 @@
-"""stub"""
-
-
-def complete_override(kind):
-    return lambda incomplete: []

@@ -1,0 +1,121 @@
+"""`headrace explain KEY`: what a config key means, its type, default and an example, for every kind of config files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from headrace.base.cli import guarded
+from headrace.base.errors import ConfigError
+from headrace.base.json_schema import NO_DEFAULT, Key, as_json
+from headrace.base.section import suggest
+from headrace.commands.config_kinds import KINDS, example_file, keys, parts_of
+from headrace.commands.lazy import new_app
+
+app = new_app()
+
+
+def _complete(incomplete: str) -> list[str]:
+    return [key.path for kind in KINDS for key in keys(kind) if key.path.startswith(incomplete)]
+
+
+@app.command()
+def explain(
+    key: Annotated[str, typer.Argument(metavar="KEY", help="e.g. run.keep_every", autocompletion=_complete)] = "",
+) -> None:
+    """Explains a config key: what it means, its type, its default and an example.
+
+    Of a section it lists the keys; without a KEY it lists the sections of all kinds of config files. A key may be
+    written as in --set (data.sources.0.weight), with brackets (data.sources[].weight), or as its last name alone.
+    """
+    raise typer.Exit(guarded(lambda: _show(key)))
+
+
+def _show(path: str) -> None:
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    for line in lines_of(path):
+        console.print(line)
+
+
+def lines_of(path: str) -> list[str]:
+    """What is printed.
+
+    Raises:
+        ConfigError: there is no such key; the nearest one is named.
+    """
+    if not path:
+        return list(_overview())
+    asked = parts_of(path)
+    found = [(kind, key) for kind in KINDS for key in keys(kind) if parts_of(key.path) == asked]
+    if not found:  # the last names of a path are enough
+        found = [(kind, key) for kind in KINDS for key in keys(kind) if parts_of(key.path)[-len(asked) :] == asked]
+    if not found:
+        return list(_free_or_refused(path, asked))
+    blocks = [list(_section(kind, key) if key.is_section else _one(kind, key)) for kind, key in found]
+    return [line for number, block in enumerate(blocks) for line in ([""] if number else []) + block]
+
+
+def _overview() -> Iterator[str]:
+    for number, kind in enumerate(KINDS.values()):
+        yield from ([""] if number else [])
+        yield f"{kind.name}: {kind.what} ({kind.used_by})"
+        plain = [key.path for key in keys(kind.name) if "." not in key.path and not key.is_section]
+        for key in keys(kind.name):
+            if key.is_section and "." not in key.path:
+                yield f"  {key.path:<24} {key.description}"
+        yield f"  and the keys {', '.join(plain)}"
+    yield ""
+    yield "headrace explain SECTION lists the keys of a section, headrace explain SECTION.KEY explains one."
+
+
+def _one(kind: str, key: Key) -> Iterator[str]:
+    default = "none: the key is required" if key.required else "" if key.default is NO_DEFAULT else as_json(key.default)
+    yield f"{key.path}  (in {KINDS[kind].what})"
+    yield from ([f"  {key.description}"] if key.description else [])
+    yield f"  type     {key.wanted}"
+    yield from ([f"  default  {default}"] if default else [])
+    yield f"  example  {example_file(key)}"
+    yield f"  read by  {KINDS[kind].used_by}"
+
+
+def _section(kind: str, section: Key) -> Iterator[str]:
+    yield f"{section.path}  (in {KINDS[kind].what})"
+    yield from ([f"  {section.description}"] if section.description else [])
+    yield f"  type     {section.wanted}"
+    yield f"  read by  {KINDS[kind].used_by}"
+    inner = [key for key in keys(kind) if key.path.startswith((f"{section.path}.", f"{section.path}["))]
+    width = max(len(key.path) for key in inner)
+    for key in inner:
+        default = "" if key.required or key.default is NO_DEFAULT else f" [{as_json(key.default)}]"
+        yield f"  {key.path:<{width}}  {key.description}{default}"
+
+
+def _free_or_refused(path: str, asked: tuple[str, ...]) -> Iterator[str]:
+    """Keys inside of free objects, keys of DeepSpeed that are not run, and keys that do not exist."""
+    from pipeline.config.deepspeed_keys import REFUSED, REFUSED_ZERO  # noqa: PLC0415
+
+    refused = REFUSED | {f"zero_optimization.{name}": remedy for name, remedy in REFUSED_ZERO.items()}
+    if path in refused:
+        yield f"{path}  (in {KINDS['run'].what})"
+        yield f"  a key of DeepSpeed that headrace does not run: {refused[path]}"
+        return
+    for kind in KINDS:
+        for key in keys(kind):
+            if parts_of(key.path) == asked[:-1] and not key.is_section and "object" in key.wanted:
+                yield from _one(kind, key)
+                yield f"  {asked[-1]} is a key of that object"
+                return
+    raise ConfigError("KEY", path, why="there is no such key", remedy=_nearest(path))
+
+
+def _nearest(path: str) -> str:
+    paths = [key.path for kind in KINDS for key in keys(kind)]
+    near = suggest(path, paths)
+    if near is None:
+        by_name = {parts_of(each)[-1]: each for each in paths}
+        last = suggest((parts_of(path) or (path,))[-1], list(by_name))
+        near = by_name[last] if last else None
+    return f"did you mean '{near}'?" if near else "headrace explain, without a key, lists the sections"

@@ -1,0 +1,92 @@
+"""`headrace schema`: the JSON Schema of a kind of config files, and the reference page that is made of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrace.base.cli import guarded
+from headrace.base.errors import ConfigError
+from headrace.base.json_schema import NO_DEFAULT, Key, as_json
+from headrace.commands.config_kinds import KINDS, keys
+from headrace.commands.lazy import new_app
+
+app = new_app()
+_INTRODUCTION = """\
+Made by `headrace schema --markdown` from the classes that read the files; do not edit it. `headrace explain KEY`
+prints one entry, `headrace schema` the JSON Schema for editors. `[]` stands for the items of a list.
+
+A config file is JSON (comments and trailing commas are allowed) or YAML, by its suffix. Two keys are allowed at the
+top of any: `"extends"`, a file or a list of files that it builds on, and `"$schema"`, which is for editors. Whole
+numbers may be written as `40e9`.
+"""
+
+
+@app.command()
+def schema(
+    kind: Annotated[str, typer.Argument(metavar="run|corpus|quantize", autocompletion=lambda: list(KINDS))] = "run",
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="write it there instead of printing it")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="print docs/config-reference.md instead")] = False,
+) -> None:
+    """Prints the JSON Schema (draft 2020-12) of a kind of config files.
+
+    An editor that is given it completes keys, shows what they mean and underlines what is wrong. Write it to a file and
+    name that file at the top of a config: "$schema": "run.schema.json".
+    """
+
+    def run() -> None:
+        if kind not in KINDS:
+            raise ConfigError("KIND", kind, why="there is no such kind of config", remedy=f"one of {', '.join(KINDS)}")
+        text = reference() if markdown else json.dumps(KINDS[kind].schema(), indent=2, ensure_ascii=False) + "\n"
+        if output is None:
+            typer.echo(text, nl=False)
+        else:
+            output.write_text(text, encoding="utf-8")
+            typer.echo(f"{output} written")
+
+    raise typer.Exit(guarded(run))
+
+
+def reference() -> str:
+    """The page docs/config-reference.md: every key of every kind of config files, with type, default and meaning."""
+    return "\n".join(["# Config reference", "", _INTRODUCTION, *(line for kind in KINDS for line in _page(kind))])
+
+
+def _page(kind: str) -> Iterator[str]:
+    found = keys(kind)
+    yield from (f"## {KINDS[kind].what[0].upper()}{KINDS[kind].what[1:]}", "", f"Read by: {KINDS[kind].used_by}.", "")
+    yield from _table([key for key in found if not re.search(r"[.\[]", key.path)], "")
+    for section in (key for key in found if key.is_section):
+        prefixes = dict.fromkeys(m[0] for key in found if (m := _below(section.path, key.path)))
+        for prefix in prefixes:
+            yield from (f"### `{prefix.rstrip('.')}`", "")
+            if section.description:
+                yield from (_capital(section.description), "")
+            yield from _table([key for key in found if _is_child(prefix, key.path)], prefix)
+
+
+def _below(section: str, path: str) -> re.Match[str] | None:
+    return re.match(rf"{re.escape(section)}(?:\[\w*\])?\.", path)
+
+
+def _is_child(prefix: str, path: str) -> bool:
+    return path.startswith(prefix) and not re.search(r"[.\[]", path.removeprefix(prefix))
+
+
+def _table(rows: list[Key], prefix: str) -> Iterator[str]:
+    yield "| key | type | default | meaning |"
+    yield "|---|---|---|---|"
+    for key in rows:
+        default = "required" if key.required else "" if key.default is NO_DEFAULT else f"`{as_json(key.default)}`"
+        cells = (f"`{key.path.removeprefix(prefix)}`", key.wanted, default, key.description)
+        yield "| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells) + " |"
+    yield ""
+
+
+def _capital(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}".rstrip(".") + "."
