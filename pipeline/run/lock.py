@@ -13,12 +13,15 @@ from typing import TextIO
 
 from headrace.base.errors import ConfigError
 
+LOCK = ".lock"
+"""Name of the lock file in a run's directory."""
+
 
 @contextmanager
 def exclusive_run(run_dir: Path) -> Iterator[None]:
     """Holds the run's directory against a second run. The lock goes with the process, however it ends."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / ".lock").open("w") as file:
+    with (run_dir / LOCK).open("w") as file:
         try:
             _lock(file)
         except BlockingIOError:
