@@ -1,3 +1,24 @@
-"""The ground floor: errors, config files and finished directories. Knows no stage, no torch, no numpy."""
+"""Headrace: from raw text to a small language model that serves. The Python API: `prepare_corpus`, `train`, `load`."""
 
-__version__ = "0.1.0"
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from headrace.base.moved import say_new_names
+from headrace.base.version import __version__
+
+if TYPE_CHECKING:
+    from headrace.api import load, prepare_corpus, train
+
+__all__ = ["__version__", "load", "prepare_corpus", "train"]
+
+say_new_names()
+
+
+def __getattr__(name: str) -> Any:
+    """The functions of `headrace.api`, which is imported when one of them is first used."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from headrace import api  # noqa: PLC0415
+
+    return getattr(api, name)

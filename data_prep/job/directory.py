@@ -34,10 +34,10 @@ from data_prep.task import SCRATCH
 from data_prep.tasks.make_tokenizer import TokenizerTask, tokenizer_folder
 from data_prep.tasks.map import MapTask
 from data_prep.tasks.sorted_runs import task_directory
-from headrace import __version__
 from headrace.base.directory import fingerprint_of, write_json
 from headrace.base.errors import DataError
 from headrace.base.lock import lock_file
+from headrace.base.version import __version__
 
 _FORMAT = 3
 """Version of the files that tasks write for other tasks. A job of another version is not resumed."""

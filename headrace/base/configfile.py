@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +141,7 @@ def _refuse_syntax(language: str, path: Path, problem: str, line: int, column: i
     raise ConfigError("--config", str(path), why=why, remedy=f"look at {path}:{line}") from None
 
 
-def _refuse_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_repeats(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     whole: dict[str, Any] = {}
     for key, value in pairs:
         if key in whole:

@@ -32,8 +32,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from headrace import __version__
 from headrace.base.errors import DataError
+from headrace.base.version import __version__
 
 MANIFEST = "manifest.json"
 _CHECKSUM = "checksum"

@@ -26,7 +26,7 @@ _PLAIN = {
 }
 
 
-class Yaml12Loader(yaml.SafeLoader):
+class Yaml12Loader(yaml.SafeLoader):  # type: ignore[misc]
     """Use with `yaml.load`."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
@@ -45,7 +45,8 @@ class Yaml12Loader(yaml.SafeLoader):
                 why = f"the key appears twice in one object (line {line})"
                 raise ConfigError(key, self.construct_object(value_node), why=why, remedy="keep one of the two")
             seen.add(key)
-        return super().construct_mapping(node, deep=deep)
+        whole: dict[Any, Any] = super().construct_mapping(node, deep=deep)
+        return whole
 
 
 def _int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:

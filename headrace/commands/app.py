@@ -12,8 +12,8 @@ from typing import Annotated
 
 import typer
 
-from headrace import __version__
 from headrace.base.cli import leave
+from headrace.base.version import __version__
 from headrace.commands.lazy import Verb, lazy_app, sentence
 
 DATA_PREP, TRAINING, MODELS, COMPRESSION, CONFIG = "Data prep", "Training", "Models", "Compression", "Config"

@@ -50,7 +50,9 @@ def run_dir_of(path: Path) -> Path:
         _refuse_other_directory(path)
         return path
     if path.suffix not in configfile.SUFFIXES:
-        raise DataError(f"{path}: no such directory\n  try: the directory that run.dir names in a config, or the config")
+        raise DataError(
+            f"{path}: no such directory\n  try: the directory that run.dir names in a config, or the config"
+        )
     raw = configfile.load(path)
     if "output" in raw and "sources" in raw:
         raise DataError(f"{path} is the config of a data-prep job\n  try: headrace prep status --config {path}")
@@ -69,8 +71,8 @@ def lines_of(status: RunStatus) -> Iterator[str]:
     yield _line("step", f"{done}{share}")
     if status.loss is not None:
         yield _line("loss", f"{status.loss:.4f} nats/token")
-    for dataset, loss in status.heldout_loss.items():
-        yield _line("held-out loss", f"{loss:.4f} nats/token ({dataset})")
+    if status.heldout_loss is not None:
+        yield _line("held-out loss", f"{status.heldout_loss:.4f} nats/token")
     if status.tokens_per_second is not None:
         yield _line("speed", f"{status.tokens_per_second:,.0f} tokens/s")
     yield _line("checkpoint", "none yet" if status.checkpoint is None else str(status.checkpoint))

@@ -32,7 +32,7 @@ class RunStatus:
         step: the newest one in the journal, 0 before the first.
         loss: of that step, in nats per token.
         tokens_per_second: of that step, over all ranks.
-        heldout_loss: of the newest evaluation, in nats per token, by dataset.
+        heldout_loss: of the newest evaluation, in nats per token.
         checkpoint: the newest finished checkpoint.
         checkpoint_step: the step after which it was written.
         training: whether a process trains there now; None where the file system has no locks.
@@ -45,7 +45,7 @@ class RunStatus:
     step: int
     loss: float | None
     tokens_per_second: float | None
-    heldout_loss: dict[str, float]
+    heldout_loss: float | None
     checkpoint: Path | None
     checkpoint_step: int | None
     training: bool | None
@@ -77,7 +77,7 @@ def read_status(run_dir: Path) -> RunStatus:
         steps = int(read_manifest(run_dir, kind="run").details["steps"])
     rows = read_rows(run_dir)
     newest: dict[str, Any] = next((row for row in reversed(rows) if row["kind"] == "step"), {"step": 0})
-    evaluations = {str(row.get("dataset", "all")): float(row["loss"]) for row in rows if row["kind"] == "eval"}
+    evaluation: dict[str, Any] = next((row for row in reversed(rows) if row["kind"] == "eval"), {})
     checkpoint_step, checkpoint = next(iter(finished(run_dir)), (None, None))
     events = [row for row in rows if row["kind"] == "event" and row.get("event") in _NOTABLE]
     return RunStatus(
@@ -86,7 +86,7 @@ def read_status(run_dir: Path) -> RunStatus:
         step=newest["step"],
         loss=newest.get("loss"),
         tokens_per_second=newest.get("tokens_per_second"),
-        heldout_loss=evaluations,
+        heldout_loss=evaluation.get("loss"),
         checkpoint=checkpoint,
         checkpoint_step=checkpoint_step,
         training=_is_locked(run_dir / LOCK),
@@ -97,12 +97,11 @@ def read_status(run_dir: Path) -> RunStatus:
 
 def _is_locked(path: Path) -> bool | None:
     """Whether a process holds the run's lock. Taken shared and given back at once: a run that starts waits longer."""
-    with suppress(FileNotFoundError):
-        with path.open() as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-            except OSError:
-                return None
+    with suppress(FileNotFoundError), path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return None
     return False

@@ -1,0 +1,181 @@
+"""The Python API: prepare a corpus, train a model, load it. Handed on by `headrace`:
+
+    import headrace
+
+    tokens = headrace.prepare_corpus("corpus.json")
+    run = headrace.train("run.json", nproc=8, data={"sources": [{"path": str(tokens)}]}, run={"steps": 1000})
+    model, tokenizer = headrace.load(run.dir)
+    ids = model.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=20)
+
+Work is done in processes of its own, so a script needs no `if __name__ == "__main__"` and a notebook keeps its memory;
+what the processes print appears on `sys.stdout` and `sys.stderr`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, TextIO
+
+from headrace.base import configfile
+from headrace.base.errors import DataError, HeadraceError, TrainingError
+
+if TYPE_CHECKING:
+    from pipeline.run.status import RunStatus
+
+_TAIL_LINES = 100
+"""Of what a failed process printed on stderr, the last lines are looked through for its error."""
+
+
+def prepare_corpus(
+    config: str | Path | Mapping[str, Any], *, workers: int | None = None, executor: str = "local", **overrides: Any
+) -> Path:
+    """Turns a corpus into a tokens directory, as `headrace prep` does; a job that was stopped resumes.
+
+    Args:
+        config: a config file, or its content.
+        workers: tasks at once; default: the cores this process may use.
+        executor: local, ray or spark.
+        overrides: top-level keys of the config; objects are merged key by key. A dotted key names one field:
+            `**{"tokenizer.vocab_size": 8192}`.
+
+    Returns:
+        The tokens directory. When it exists and was made by the same job, nothing is done.
+
+    Raises:
+        ConfigError: the config file cannot be read.
+        DataError: the job was refused or has failed; the message says why and what to do.
+    """
+    raw = _merged(config, overrides)
+    options = ["--executor", executor, *([] if workers is None else ["--workers", str(workers)])]
+    _run("data_prep", raw, options, error=DataError)
+    return Path(raw["output"])
+
+
+def train(config: str | Path | Mapping[str, Any], *, nproc: int = 1, **overrides: Any) -> RunStatus:
+    """Trains a model, as `headrace train` does, or distils one where the config has the section `distill`.
+
+    A run that was stopped resumes from its newest checkpoint; of a finished one nothing is done again.
+
+    Args:
+        config: a config file, or its content.
+        nproc: processes on this machine, one per GPU.
+        overrides: top-level keys of the config; objects are merged key by key. A dotted key names one field:
+            `**{"run.steps": 100}`.
+
+    Returns:
+        How far the run is: its directory, step, loss, newest checkpoint.
+
+    Raises:
+        ConfigError: the config file cannot be read.
+        TrainingError: the run was refused, has failed, or was asked to stop; the message says why and what to do.
+    """
+    from pipeline.run.status import read_status  # noqa: PLC0415
+
+    raw = _merged(config, overrides)
+    module = "pipeline.distill" if raw.get("distill") else "pipeline.train"
+    _run(module, raw, ["--nproc", str(nproc)], error=TrainingError)
+    return read_status(Path(raw["run"]["dir"]))
+
+
+def load(path: str | Path, *, device: str | None = None) -> tuple[Any, Any]:
+    """Loads a trained model with its tokenizer.
+
+    Args:
+        path: a Hugging Face model folder (quantized or not), a run's directory, or one of its checkpoints; of a run
+            the newest whole checkpoint is taken.
+        device: where to put the model; default: the first GPU, or the CPU where there is none.
+
+    Returns:
+        (model, tokenizer) of transformers; the model is in evaluation mode and has `generate`.
+
+    Raises:
+        CheckpointError: the run has no checkpoint that can be read.
+        DataError: there is no model, or it has no tokenizer.
+    """
+    path = Path(path)
+    if (path / "config.json").is_file():
+        return _load_folder(path, device)
+    from pipeline.checkpoint.export import export  # noqa: PLC0415
+    from pipeline.checkpoint.find import find_checkpoint  # noqa: PLC0415
+
+    if not path.is_dir():
+        raise DataError(f"{path}: no such directory\n  try: a model folder, a run's directory or a checkpoint")
+    with tempfile.TemporaryDirectory(prefix="headrace-load-") as work:
+        export(find_checkpoint(path), Path(work) / "model")
+        return _load_folder(Path(work) / "model", device)
+
+
+def _load_folder(path: Path, device: str | None) -> tuple[Any, Any]:
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
+    from pipeline.evaluation.loading import load_model, pick_device  # noqa: PLC0415
+
+    if not (path / "tokenizer_config.json").is_file():
+        raise DataError(f"{path} has no tokenizer_config.json\n  try: export the model again, with its tokenizer")
+    return load_model(path, device=device or pick_device()), AutoTokenizer.from_pretrained(path)
+
+
+def _merged(config: str | Path | Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    raw = configfile.load(config) if isinstance(config, str | Path) else json.loads(json.dumps(config))
+    for key, value in overrides.items():
+        if "." in key:
+            configfile.set_value(raw, key, value)
+        else:
+            raw = configfile.merge(raw, {key: value})
+    return raw
+
+
+def _run(module: str, raw: dict[str, Any], options: Sequence[str], *, error: type[HeadraceError]) -> None:
+    """Runs an entry point on a config until it ends.
+
+    Raises:
+        HeadraceError: of the given class, with the message of the process and its exit code.
+    """
+    with tempfile.TemporaryDirectory(prefix="headrace-") as work:
+        path = Path(work) / "config.json"
+        path.write_text(json.dumps(raw))
+        command = [sys.executable, "-m", module, "--config", str(path), *options]
+        tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            threads = [_forward(process.stdout, sys.stdout, deque()), _forward(process.stderr, sys.stderr, tail)]
+            try:
+                code = process.wait()
+            except KeyboardInterrupt:  # the process has got it, too, and saves its work before it ends
+                process.wait()
+                raise
+            finally:
+                for thread in threads:
+                    thread.join()
+    if code:
+        failed = error(_message(list(tail)) or f"{module} ended with exit code {code}")
+        failed.exit_code = code
+        raise failed
+
+
+def _forward(source: IO[str], target: TextIO, kept: deque[str]) -> threading.Thread:
+    """Copies lines as they come; a notebook shows what is written to `sys.stdout`, not what a child process prints."""
+
+    def copy() -> None:
+        for line in source:
+            kept.append(line.rstrip("\n"))
+            target.write(line)
+            target.flush()
+
+    thread = threading.Thread(target=copy, daemon=True)
+    thread.start()
+    return thread
+
+
+def _message(lines: Sequence[str]) -> str:
+    """The last error message in what a process printed, without its prefix."""
+    starts = [number for number, line in enumerate(lines) if line.startswith("error")]
+    return "\n".join(lines[starts[-1] :]).removeprefix("error: ") if starts else "\n".join(lines[-3:])
