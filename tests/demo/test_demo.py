@@ -1,0 +1,40 @@
+"""The demo's files agree with one another, and keep out of training what its figures are measured on."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from data_prep.hashing import HELDOUT, below, content_hashes
+from pipeline.config.load import load_config
+from pipeline.config.rules import resolve
+from tests.conftest import ROOT
+from tests.demo.heldout import documents
+
+DEMO = ROOT / "demo"
+
+
+def test_the_documents_that_models_are_scored_on_are_held_out() -> None:
+    config = json.loads((DEMO / "corpus.json").read_text())
+    hashes = content_hashes([document["text"] for document in documents()])[:, 0]
+    assert len(hashes) == 50
+    assert below(hashes, share=config["heldout_fraction"], seed=config["seed"], purpose=HELDOUT).all()
+    # these would change the text before it is hashed
+    assert not {"clean", "dedup"} & set(config)
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("name", ["teacher", "student"])
+def test_the_batch_divides_among_the_gpus_that_run_sh_takes(name: str, gpus: int) -> None:
+    run = resolve(load_config(DEMO / f"{name}.json"), world_size=gpus)
+    assert run.batch.samples % gpus == 0
+
+
+def test_every_model_is_measured_on_windows_of_the_length_it_was_trained_on() -> None:
+    length = load_config(DEMO / "teacher.json").data.sequence_length
+    assert load_config(DEMO / "student.json").data.sequence_length == length
+    quantized = [json.loads((DEMO / f"{name}.json").read_text())["data"] for name in ("int8", "int4")]
+    assert [data["sequence_length"] for data in quantized] == [length, length]
+    assert re.findall(r"--sequence-length (\d+)", (DEMO / "run.sh").read_text()) == [str(length)]
