@@ -23,7 +23,7 @@ import sysconfig
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,9 +86,9 @@ class Campaign:
         self.config = _write_inputs(work)
         self.expected, self.seconds = self._run_without_faults()
 
-    def run(self, faults: int, log: Callable[[str], None] = print) -> None:
-        """Injects so many faults; the last job is run to its end."""
-        kinds = [kind for kind in _FAULTS if kind != FULL or can_mount()]
+    def run(self, faults: int, log: Callable[[str], None] = print, *, kinds: Sequence[str] = ()) -> None:
+        """Injects so many faults, of the given kinds or of all; the last job is run to its end."""
+        kinds = kinds or [kind for kind in FAULTS if kind != FULL or can_mount()]
         remaining = [kinds[i % len(kinds)] for i in range(faults)]
         self.random.shuffle(remaining)
         while remaining:
@@ -120,7 +120,7 @@ class Campaign:
         entry.times += 1
         entry.phases[self._phase()] += 1
         injected = time.monotonic()
-        _FAULTS[kind](self, job)
+        FAULTS[kind](self, job)
         try:
             errors = job.process.communicate(timeout=EXIT_TIMEOUT_S)[1]
             psutil.wait_procs(job.workers(), timeout=EXIT_TIMEOUT_S)
@@ -231,7 +231,7 @@ def _fill_disk(campaign: Campaign, job: RunningJob) -> None:
     filler.unlink()
 
 
-_FAULTS: dict[str, Callable[[Campaign, RunningJob], None]] = {
+FAULTS: dict[str, Callable[[Campaign, RunningJob], None]] = {
     "SIGKILL, the coordinator": lambda _, job: _send(job.process.pid, signal.SIGKILL),
     "SIGKILL, a worker or the server they are forked from": lambda c, job: _signal_one_worker(c, job, signal.SIGKILL),
     "SIGKILL, everything": lambda c, job: _signal_all(c, job, signal.SIGKILL),

@@ -1,0 +1,93 @@
+"""Every sweep there is, by name. A sweep is made when it is asked for: enumerating the cells of some takes seconds."""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+from tests.conftest import make_tokens, text_folders
+from tests.data_prep import campaign as data_prep_campaign
+from tests.faults.campaign.driver import Campaign, broken
+from tests.faults.campaign.layouts import LAYOUTS
+from tests.faults.campaign.strikes import KINDS
+from tests.parity.choice import full
+from tests.parity.matrix import name_of
+from tests.parity.run import run, told
+from tests.sweeps.sweep import Sweep
+
+Outcomes = Mapping[str, tuple[bool, str]]
+FAULTS_EACH = 10
+"""How often every kind of fault is injected."""
+
+
+def parity() -> Sweep:
+    """Every legal layout against the one-process reference."""
+    by_name = {name_of(values): values for cells in full().values() for values in cells}
+
+    def run_batch(cells: Sequence[str]) -> Outcomes:
+        with tempfile.TemporaryDirectory(prefix="headrace-parity-") as work:
+            found = run([by_name[cell] for cell in cells], Path(work))
+        return {cell: (result.holds, "" if result.holds else told(cell, result)) for cell, result in found.items()}
+
+    return Sweep(
+        name="parity",
+        title="every legal layout against one plain process",
+        what="A cell is a layout with a precision and options. It runs 20 steps, which are compared with one plain"
+        " process (losses, gradient norms, every tensor of the first gradient, held-out loss), and resumes another"
+        " layout's checkpoint for 5 steps.",
+        groups={group: list(map(name_of, cells)) for group, cells in full().items()},
+        run=run_batch,
+        batch=8,
+    )
+
+
+def faults() -> Sweep:
+    """Every kind of fault injected into training runs."""
+
+    def inject(cells: Sequence[str]) -> Outcomes:
+        (cell,) = cells
+        kind = cell.removeprefix("training: ")
+        work = Path(tempfile.mkdtemp(prefix="headrace-faults-"))
+        lines: list[str] = []
+        campaign = Campaign(
+            work,
+            make_tokens(work, text_folders()),
+            LAYOUTS,
+            ["warm", "warm", "warm", "nproc", "torchrun", "deepspeed"],
+            random.Random(cell).getrandbits(16),
+            report=lambda outcome: lines.append(str(outcome)),
+            say=lines.append,
+        )
+        outcomes = campaign.run([kind] * FAULTS_EACH, jobs=os.cpu_count() or 2)
+        wrong = [f"{violation.sort}: {violation.what}" for _, violation in broken(outcomes)]
+        seconds = median(outcome.seconds for outcome in outcomes)
+        note = f"{len(outcomes)} faults, median {seconds:.1f} s until all processes had ended"
+        return {cell: (not wrong, "; ".join(wrong) or note)}
+
+    def inject_into_data_prep(cells: Sequence[str]) -> Outcomes:
+        (cell,) = cells
+        with data_prep_campaign.small_disk() as work:
+            campaign = data_prep_campaign.Campaign(work, random.Random(cell).getrandbits(16))
+            campaign.run(FAULTS_EACH, log=[].append, kinds=[cell.removeprefix("data prep: ")])
+        wrong = [why for entry in campaign.results.values() for why in entry.wrong]
+        return {cell: (not wrong, "; ".join(wrong) or f"{FAULTS_EACH} faults")}
+
+    training = [f"training: {kind}" for kind in KINDS]
+    prep = [f"data prep: {kind}" for kind in data_prep_campaign.FAULTS]
+    return Sweep(
+        name="faults",
+        title="faults injected at random moments",
+        what=f"A cell is a kind of fault: a kill, a stop, a full disk, a damaged checkpoint. {FAULTS_EACH} of them are"
+        " injected at random moments into training runs of several layouts and launchers, or into data-prep jobs. After"
+        " each one, all processes must be gone, nothing may look finished that is not, and the run or job must resume"
+        " with the result of an undisturbed one.",
+        groups={"training": training, "data prep": prep},
+        run=lambda cells: inject(cells) if cells[0] in training else inject_into_data_prep(cells),
+    )
+
+
+SWEEPS: dict[str, Callable[[], Sweep]] = {"parity": parity, "faults": faults}
