@@ -1,10 +1,10 @@
-"""What a rank's memory does while a model gets its first values: law 2 says its shards, plus one parameter.
+"""Measures peak host memory of sharded parameter initialization: law 2 allows a rank's shards plus one parameter.
 
     python -m benchmarks.init_memory [--engine torch|deepspeed] [--ranks 4] [--layers 24]
 
-A Llama of about 470M parameters in fp32 is built on meta and made real on several processes of this machine, sharded
-as FSDP2 (ZeRO-3). Printed per rank: the growth of resident memory when it is done, and the highest it was on the way,
-beside what the whole model would need. Linux only: the peak is read from /proc and reset before the model is built.
+A Llama of about 470M parameters in fp32 is built on meta and materialised on several processes of this machine, sharded
+with FSDP2 or ZeRO-3. Printed per rank: the growth of resident memory at the end, and at its peak, beside the size of
+the full model. Linux only: the peak is read from /proc and reset before the model is built.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipeline.config.rules import resolve
 from pipeline.config.schema import Config
 from pipeline.engines.build import build_engine
 from pipeline.engines.objective import CrossEntropy
-from pipeline.models.attention import NAME
+from pipeline.models.attention import ATTENTION_NAME
 from pipeline.models.meta import build_meta
 from pipeline.models.values import InitByName
 
@@ -34,7 +34,7 @@ WIDTH = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 
 
 
 def main() -> int:
-    """Starts the ranks, or is one of them."""
+    """Starts the ranks, or runs as one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=("torch", "deepspeed"), default="torch")
     parser.add_argument("--ranks", type=int, default=4)
@@ -42,7 +42,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={arguments.ranks}"]
-        # glibc keeps what is freed of tensors below 32 MiB between the shards that stay: 600 MiB more of 450
+        # glibc does not return freed tensors below 32 MiB between the shards that stay: 600 MiB more than 450
         environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "262144"}
         return subprocess.run(
             [*command, "-m", "benchmarks.init_memory", *sys.argv[1:]], env=environment, check=False
@@ -51,13 +51,13 @@ def main() -> int:
     measure(arguments.engine, arguments.layers)
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # as pipeline's entry points: torch 2.13 may abort while gloo is torn down
+    os._exit(0)  # as the entry points do: torch 2.13 may abort while gloo is torn down
 
 
 def measure(engine: str, layers: int) -> None:
-    """Builds the engine and prints what it took, rank by rank."""
+    """Builds the engine and prints memory and time per rank."""
     fields = {**WIDTH, "num_hidden_layers": layers, "vocab_size": 32000}
-    model = build_meta(CONFIG_MAPPING["llama"](**fields), dtype=torch.float32, attn_implementation=NAME)
+    model = build_meta(CONFIG_MAPPING["llama"](**fields), dtype=torch.float32, attn_implementation=ATTENTION_NAME)
     config: dict[str, Any] = {
         "engine": engine,
         "model": {"config": {"model_type": "llama", **fields}},
@@ -68,12 +68,12 @@ def measure(engine: str, layers: int) -> None:
     }
     run = resolve(Config.model_validate(config), world_size=dist.get_world_size())
     before = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew; see proc(5)
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak; see proc(5)
     began = time.perf_counter()
     built = build_engine(run, model, InitByName(model, seed=0), CrossEntropy(), device=torch.device("cpu"))
     line = (
-        f"rank {dist.get_rank()}: grew by {(_status('VmRSS') - before) / MIB:,.0f} MiB,"
-        f" by {(_status('VmHWM') - before) / MIB:,.0f} at most, in {time.perf_counter() - began:.0f} s"
+        f"rank {dist.get_rank()}: memory grew by {(_status('VmRSS') - before) / MIB:,.0f} MiB,"
+        f" at its peak by {(_status('VmHWM') - before) / MIB:,.0f}, in {time.perf_counter() - began:.0f} s"
     )
     lines: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(lines, line)
@@ -81,14 +81,14 @@ def measure(engine: str, layers: int) -> None:
         sizes = [4 * parameter.numel() for parameter in model.parameters()]
         share = sum(sizes) / dist.get_world_size()
         print(
-            f"{engine}: {sum(sizes) // 4:,} parameters in fp32: {sum(sizes) / MIB:,.0f} MiB whole,"
-            f" {share / MIB:,.0f} MiB a rank's shards, {max(sizes) / MIB:,.0f} MiB the largest parameter"
+            f"{engine}: {sum(sizes) // 4:,} parameters in fp32: full model {sum(sizes) / MIB:,.0f} MiB,"
+            f" shards of a rank {share / MIB:,.0f} MiB, largest parameter {max(sizes) / MIB:,.0f} MiB"
         )
         print("\n".join(lines))
 
 
 def _status(field: str) -> int:
-    """A line of /proc/self/status, in bytes."""
+    """A field of /proc/self/status, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 

@@ -1,11 +1,11 @@
-"""How far each layout is from one plain PyTorch process: the table of docs/parity.md.
+"""Measures the difference of each layout from one plain PyTorch process: the table of docs/parity.md.
 
     python -m benchmarks.parity [--steps 20] [--only torch]
 
-A model of 3.2M parameters (ds_configs/zero3.json, heads and vocabulary so that 4 ranks can share them) on made-up
-tokens, 16 samples of 64 tokens per step, in fp32 and in bf16. Printed are the largest relative differences of a step's
-loss, of a step's gradient norm, and of a tensor of the first gradient; in bf16 the norm of the first step only, and
-beside it how far bf16 itself is from fp32. Takes some minutes on two cores.
+A model of 3.2M parameters (ds_configs/zero3.json, with heads and vocabulary that 4 ranks divide) on synthetic tokens,
+16 samples of 64 tokens per step, in fp32 and in bf16. Printed are the largest relative differences of a step's loss, of
+a step's gradient norm, and of a tensor of the first gradient; in bf16 the norm of the first step only, and the
+difference of bf16 itself from fp32. Takes some minutes on two cores.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any
 
 from headrace.base.configfile import load, merge
 from pipeline.proof.case import Case, CaseResult
-from pipeline.proof.compare import differences, first_gradient
-from pipeline.proof.judgement import ProofResult, judge
-from pipeline.proof.small import plain, with_precision
+from pipeline.proof.compare import first_gradient, relative_differences
+from pipeline.proof.equivalence import ProofResult, check_equivalence
+from pipeline.proof.shrunk_run import reference_config, with_precision
 from pipeline.proof.tokens import write_tokens
 from pipeline.proof.worker import run_cases
 
 ZERO3 = Path(__file__).resolve().parent.parent / "ds_configs/zero3.json"
 
 LAYOUTS: list[tuple[str, int, str, dict[str, Any]]] = [
-    # ranks, engine and what differs from it
+    # name, ranks, engine, config fields
     ("ZeRO-0, dp 2", 2, "deepspeed", {"zero_optimization": {"stage": 0}}),
     ("ZeRO-1, dp 2", 2, "deepspeed", {"zero_optimization": {"stage": 1}}),
     ("ZeRO-2, dp 2", 2, "deepspeed", {"zero_optimization": {"stage": 2}}),
@@ -46,7 +46,7 @@ LAYOUTS: list[tuple[str, int, str, dict[str, Any]]] = [
     ("FSDP2 as ZeRO-2, dp 2", 2, "torch", {"zero_optimization": {"stage": 2}}),
     ("FSDP2, dp 2", 2, "torch", {"zero_optimization": {"stage": 3}}),
     (
-        "HSDP, 2 copies of 2 shards",
+        "HSDP, 2 replicas of 2 shards",
         4,
         "torch",
         {"zero_optimization": {"stage": 3}, "parallel": {"hybrid_shard_size": 2}},
@@ -68,7 +68,7 @@ LAYOUTS: list[tuple[str, int, str, dict[str, Any]]] = [
     ),
     ("FSDP2, pp 2 x dp 2 x tp 2", 8, "torch", {"zero_optimization": {"stage": 3}, "parallel": {"pp": 2, "tp": 2}}),
     (
-        "FSDP2, pp 2 (interleaved) x cp 2 x tp 2, full recomputation, chunked loss",
+        "FSDP2, pp 2 (interleaved) x cp 2 x tp 2, full activation checkpointing, chunked loss",
         8,
         "torch",
         {
@@ -82,7 +82,7 @@ LAYOUTS: list[tuple[str, int, str, dict[str, Any]]] = [
 
 
 def base(tokens: Path, steps: int) -> dict[str, Any]:
-    """What all layouts share."""
+    """The config that all layouts share."""
     config = load(ZERO3)
     for key in ("evaluation", "scheduler", "zero_optimization", "train_micro_batch_size_per_gpu"):
         config.pop(key)
@@ -108,7 +108,7 @@ def main() -> None:
         shared = base(tokens, arguments.steps)
         cases: dict[str, Case] = {}
         for precision in ("fp32", "bf16"):
-            reference = plain(with_precision(shared, precision), dp=2)
+            reference = reference_config(with_precision(shared, precision), dp=2)
             cases[f"reference {precision}"] = Case(f"reference {precision}", reference)
             for name, ranks, engine, fields in chosen:
                 config = with_precision(merge(shared, {"engine": engine, **fields}), precision)
@@ -122,33 +122,33 @@ def table(
 ) -> None:
     """One row per layout and precision."""
     known = {name: (case, found[name]) for name, case in cases.items()}
-    exact, half = known["reference fp32"], known["reference bf16"]
-    own = differences(first_gradient(*half), first_gradient(*exact))
+    fp32, bf16 = known["reference fp32"], known["reference bf16"]
+    bf16_error = relative_differences(first_gradient(*bf16), first_gradient(*fp32))
     print(
         "| dtype | engine | layout | loss | gradient norm | first gradient | seconds |\n|---|---|---|---|---|---|---|"
     )
-    for precision, reference in (("fp32", exact), ("bf16", half)):
+    for precision, reference in (("fp32", fp32), ("bf16", bf16)):
         if precision == "bf16":
-            losses = max(abs(half[1].losses[s] - x) / x for s, x in exact[1].losses.items())
-            norm = abs(half[1].norms[1] - exact[1].norms[1]) / exact[1].norms[1]
-            print(f"| bf16 | | (bf16 against fp32) | {losses:.1e} | {norm:.1e} | {max(own.values()):.1e} | |")
+            losses = max(abs(bf16[1].losses[s] - x) / x for s, x in fp32[1].losses.items())
+            norm = abs(bf16[1].grad_norms[1] - fp32[1].grad_norms[1]) / fp32[1].grad_norms[1]
+            print(f"| bf16 | | (bf16 against fp32) | {losses:.1e} | {norm:.1e} | {max(bf16_error.values()):.1e} | |")
         for name, _, engine, _ in chosen:
             layout = known[f"{name} {precision}"]
-            verdict = judge(layout, reference, exact=exact)
-            print(f"| {precision} | {engine} | {name} | {cells(verdict)} | {layout[1].seconds:.0f} |", flush=True)
+            result = check_equivalence(layout, reference, fp32_reference=fp32)
+            print(f"| {precision} | {engine} | {name} | {cells(result)} | {layout[1].seconds:.0f} |", flush=True)
 
 
-def cells(verdict: ProofResult) -> str:
-    """The three differences; bold where one is too large."""
-    if verdict.failed is not None or verdict.gradient is None:
-        return f"failed: {str(verdict.failed).splitlines()[-1]} | |"
-    gaps = {gap.what: gap for gap in verdict.gaps}
-    shown = [
-        f"{gap.difference:.1e}" if gap.holds else f"**{gap.difference:.1e}**"
-        for gap in (gaps["loss"], gaps["gradient norm"])
+def cells(result: ProofResult) -> str:
+    """The three differences; bold where one is out of tolerance."""
+    if result.error is not None or result.gradient is None:
+        return f"failed: {str(result.error).splitlines()[-1]} | |"
+    by_quantity = {each.quantity: each for each in result.comparisons}
+    formatted = [
+        f"{each.difference:.1e}" if each.passed else f"**{each.difference:.1e}**"
+        for each in (by_quantity["loss"], by_quantity["gradient norm"])
     ]
-    largest = f"{max(verdict.gradient.values()):.1e}"
-    return " | ".join([*shown, largest if not verdict.beyond() else f"**{largest}**"])
+    largest = f"{max(result.gradient.values()):.1e}"
+    return " | ".join([*formatted, largest if not result.wrong_gradients() else f"**{largest}**"])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Which rank does what: rank <-> (pp, dp, cp, tp). Pure integers, no torch.
+"""Parallelism topology: global rank <-> mesh coordinates (pp, dp, cp, tp). Pure integers, no torch.
 
-Ranks are laid out with tp fastest, then cp, dp, pp: the ranks of one tensor-parallel group are neighbours and share a
-node's fast links, and pipeline stages, which talk least, lie furthest apart.
+Ranks are laid out with tp varying fastest, then cp, dp, pp: the ranks of one tensor-parallel group are neighbours and
+share a node's fast links, and pipeline stages, which communicate least, lie furthest apart.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ class Topology:
         return self.pp * self.dp * self.cp * self.tp
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The place of a global rank on every axis, e.g. {"pp": 0, "dp": 1, "cp": 0, "tp": 0}."""
+        """The coordinate of a global rank on every axis, e.g. {"pp": 0, "dp": 1, "cp": 0, "tp": 0}."""
         assert 0 <= rank < self.world_size, (rank, self)
-        place: dict[str, int] = {}
+        coordinates: dict[str, int] = {}
         for axis, size in zip(reversed(AXES), reversed(self.sizes), strict=True):
-            rank, place[axis] = divmod(rank, size)
-        return place
+            rank, coordinates[axis] = divmod(rank, size)
+        return coordinates
 
     def rank(self, *, pp: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
-        """The global rank at a place; the inverse of `coordinates`."""
+        """The global rank at the given coordinates; the inverse of `coordinates`."""
         return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
 
     def group(self, rank: int, axis: str) -> list[int]:
         """The global ranks that differ from `rank` only along `axis`, in order; `rank` is one of them."""
-        place = self.coordinates(rank)
-        return [self.rank(**{**place, axis: i}) for i in range(self.sizes[AXES.index(axis)])]
+        own = self.coordinates(rank)
+        return [self.rank(**{**own, axis: i}) for i in range(self.sizes[AXES.index(axis)])]
 
     def __str__(self) -> str:
         return (

@@ -122,7 +122,7 @@ class GuardedStepper:
             # what is not finite is left out by the engine itself, which says so
             return finding is None or finding.kind == "non_finite" or self._lets_pass(finding)
 
-        result = self._engine.train_step(batch, lr=lr, allow=allow)
+        result = self._engine.train_step(batch, lr=lr, update_gate=allow)
         if found[0] is not None:
             result = self._look_again(batch, lr, found[0], result)
         if result.outcome is StepOutcome.APPLIED:
@@ -179,7 +179,7 @@ class GuardedStepper:
             finite = math.isfinite(loss) and math.isfinite(norm)
             return finite and (ignored or self._judge.finding(loss, norm) is None)
 
-        return self._engine.train_step(batch, lr=lr, allow=allow)
+        return self._engine.train_step(batch, lr=lr, update_gate=allow)
 
     def _answer(self, step: int, finding: Finding, result: StepResult, action: str, same: bool | None) -> StepResult:
         self._streak.bad(step)

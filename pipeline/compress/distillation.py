@@ -21,7 +21,7 @@ from pipeline.models.hf_config import read_hf_config
 from pipeline.models.materialise import materialise
 from pipeline.models.meta import build_meta, parameter_shapes
 from pipeline.models.values import FromSafetensors
-from pipeline.parallel.vocabulary import WHOLE, Vocabulary, cross_entropy
+from pipeline.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard, cross_entropy
 
 
 class Distillation:
@@ -56,16 +56,18 @@ class Distillation:
         materialise(self._teacher, values, device=device)
         self._teacher.eval().requires_grad_(False)
 
-    def against(self, batch: MicroBatch) -> tuple[Tensor, ...]:
+    def extra_targets(self, batch: MicroBatch) -> tuple[Tensor, ...]:
         """The teacher's logits, [B, T, V]."""
         with torch.no_grad():
             at = {} if batch.positions is None else {"position_ids": batch.positions}
             return (self._teacher(input_ids=batch.input_ids, use_cache=False, **at).logits,)
 
-    def __call__(self, logits: Tensor, labels: Tensor, *against: Tensor, vocabulary: Vocabulary = WHOLE) -> Loss:
+    def __call__(
+        self, logits: Tensor, labels: Tensor, *extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
+    ) -> Loss:
         """Scores the student's logits; parts are the cross-entropy, the KL term (without t^2) and the z-loss."""
         assert vocabulary.group is None, "refused by the rules: distillation compares whole rows of logits"
-        (teacher,) = against
+        (teacher,) = extra_targets
         ce, squares = cross_entropy(logits, labels)
         kl = kl_sum(teacher, logits, labels, temperature=self._temperature)
         total = self._alpha * self._temperature**2 * kl + (1 - self._alpha) * ce

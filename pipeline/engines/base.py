@@ -1,7 +1,7 @@
-"""The seam between what is trained and who executes it.
+"""The `Engine` protocol: forward, backward and optimizer steps of one model under one parallelism layout.
 
-The loop, evaluation, distillation and metrics are written once against `Engine`. An engine owns the model's shards,
-the optimizer and the process group's collectives; it does not know what a run, a file or a schedule is.
+The training loop, evaluation, distillation and metrics are written once against `Engine`. An engine owns the model's
+shards, the optimizer and the collectives; it knows nothing of runs, files or learning-rate schedules.
 """
 
 from __future__ import annotations
@@ -12,48 +12,51 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
+import torch.distributed as dist
+from torch import Tensor
+
 from pipeline.checkpoint.plan import State
 from pipeline.data.loader import MicroBatch, StepBatch
 from pipeline.engines.objective import Objective
-from pipeline.engines.replica import Replica
 
-Gate = Callable[[float, float], bool]
-"""Asked before an update, once per step: (loss, norm of the whole gradient before clipping) -> whether to make it.
+UpdateGate = Callable[[float, float], bool]
+"""Called once per step before the optimizer update with (loss, gradient norm before clipping): whether to update.
 
-The numbers are the same on every rank, so that all decide alike without a message. They need not be finite.
+Both arguments are global values, the same on every rank, so that all ranks decide alike without communication. They may
+be NaN or infinite.
 """
 
 
-def always(_loss: float, _grad_norm: float) -> bool:
-    """The open gate."""
+def always_update(_loss: float, _grad_norm: float) -> bool:
+    """The update gate that allows every update."""
     return True
 
 
-def never(_loss: float, _grad_norm: float) -> bool:
-    """The closed gate: a step is computed and measured, and everything stays as it was."""
+def never_update(_loss: float, _grad_norm: float) -> bool:
+    """The update gate that allows none: loss and gradient norm are computed, and no state changes."""
     return False
 
 
 class StepOutcome(StrEnum):
-    """What became of a step. But for the first, weights, moments and AdamW's counter are as they were before it."""
+    """Whether a step was applied; if not, weights, moments and AdamW's step counter are as they were before it."""
 
     APPLIED = "applied"
     OVERFLOW = "overflow"
-    """The gradient overflowed fp16, whose loss scale has taken note of it."""
+    """The fp16 gradient overflowed; the loss scaler has counted the overflow."""
     NON_FINITE = "non_finite"
-    """The loss or the gradient was not finite, and that was not fp16's doing."""
+    """The loss or the gradient norm was not finite, for a reason other than an fp16 overflow."""
     REFUSED = "refused"
-    """The gate was closed; fp16's loss scale is as it was, too."""
+    """The update gate did not allow the update; the loss scaler's state is unchanged too."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did; the same on every rank.
+    """Result of one optimizer step; the same on every rank.
 
     Attributes:
-        loss: mean objective over the targets of the step, nats per token.
+        loss: mean objective over the target tokens of the step, nats per token.
         parts: means of the objective's named parts.
-        grad_norm: 2-norm of the whole gradient before clipping; infinite or NaN where it was not finite.
+        grad_norm: 2-norm of the global gradient before clipping; infinite or NaN where it was not finite.
         outcome: whether the weights were updated, and if not, why.
         loss_scale: fp16's loss scale in this step; None in other precisions.
     """
@@ -66,59 +69,84 @@ class StepResult:
 
     @property
     def skipped(self) -> bool:
-        """The weights were left as they are."""
+        """Whether the weights were left unchanged."""
         return self.outcome is not StepOutcome.APPLIED
 
 
 @dataclass(frozen=True)
-class Sums:
-    """Cross-entropy summed over targets of an evaluation, over all ranks: `nats` / `targets` is the mean."""
+class EvaluationSums:
+    """Cross-entropy summed over the targets of an evaluation and over all ranks: `nats` / `targets` is the mean."""
 
     nats: float
     targets: int
 
 
+@dataclass(frozen=True)
+class Replica:
+    """This rank's copy of values that several ranks hold and that should be bit-identical on all of them.
+
+    Attributes:
+        name: Hugging Face name of the parameter.
+        values: any shape and dtype; the same shape on all ranks of the group.
+        group: the ranks that hold a copy.
+    """
+
+    name: str
+    values: Tensor
+    group: dist.ProcessGroup
+
+
 class Engine(Protocol):
-    """Executes steps of one model in one layout. Every method is called by all ranks together."""
+    """Executes training steps of one model under one layout. Every method is collective: all ranks call it."""
 
     rank: int
     device_name: str
 
-    def train_step(self, step: StepBatch, *, lr: float, allow: Gate = always) -> StepResult:
-        """One optimizer update from this rank's micro-batches, unless it is not to be.
+    def train_step(self, step: StepBatch, *, lr: float, update_gate: UpdateGate = always_update) -> StepResult:
+        """Accumulates gradients over this rank's micro-batches and makes one optimizer update, unless it is skipped.
 
-        A loss or a gradient that is not finite never reaches the weights or the moments. A step that was not applied
-        leaves no gradient behind: the next one is as if it had not been.
+        A non-finite loss or gradient never reaches the weights or the moments. A skipped step leaves no gradient
+        behind: the next step runs as if it had not happened.
 
         Args:
             step: the micro-batches.
             lr: learning rate.
-            allow: see `Gate`.
+            update_gate: see `UpdateGate`.
 
         Raises:
             TrainingError: fp16 overflows at its smallest loss scale.
         """
         ...
 
-    def evaluate(self, batches: Iterable[MicroBatch]) -> Sums:
-        """Cross-entropy over batches, without gradients. Every rank brings equally many."""
+    def evaluate(self, batches: Iterable[MicroBatch]) -> EvaluationSums:
+        """Cross-entropy over batches, without gradients. Every rank must pass the same number of batches."""
         ...
 
     def state(self) -> State:
-        """This rank's named shards: fp32 weights and optimizer moments, as they are until the next step.
+        """This rank's named shards: fp32 weights and optimizer moments, valid until the next step.
 
         Raises:
-            CheckpointError: on all ranks when one could not fetch what it keeps on a disk.
+            CheckpointError: on all ranks, when one rank could not read the state that it offloads to a disk.
         """
         ...
 
     def load(self, directory: Path) -> None:
-        """Reads named shards that any engine wrote in any layout."""
+        """Loads named shards that any engine wrote under any layout."""
         ...
 
     def replicas(self) -> Iterator[Replica]:
-        """Values of this rank of which other ranks should hold the very same bits."""
+        """This rank's values of which other ranks should hold bit-identical copies."""
         ...
 
 
-__all__ = ["Engine", "Gate", "Objective", "Replica", "StepOutcome", "StepResult", "Sums", "always", "never"]
+__all__ = [
+    "Engine",
+    "EvaluationSums",
+    "Objective",
+    "Replica",
+    "StepOutcome",
+    "StepResult",
+    "UpdateGate",
+    "always_update",
+    "never_update",
+]

@@ -1,4 +1,4 @@
-"""Which engine executes a run. The two families are strangers: only the chosen one is imported."""
+"""Builds the engine of a run, and picks the device. The engines do not import each other; only the chosen one loads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipeline.config.rules import ResolvedRun
 from pipeline.engines.base import Engine, Objective
 from pipeline.launch import Launch
 from pipeline.models.values import ParameterValues
-from pipeline.parallel.mesh import Mesh, mesh_of
+from pipeline.parallel.mesh import Mesh, build_mesh
 
 
 def build_engine(
@@ -27,12 +27,12 @@ def build_engine(
     Args:
         run: the resolved config.
         model: on meta.
-        values: first values of its parameters; a checkpoint loaded later replaces them.
-        objective: what is minimised.
+        values: initial values of its parameters; a checkpoint loaded later replaces them.
+        objective: the loss.
         device: of this rank.
-        mesh: this rank's place and groups, where they have been made already.
+        mesh: this rank's coordinates and process groups, if they exist already.
     """
-    mesh = mesh or mesh_of(run, device.type)
+    mesh = mesh or build_mesh(run, device.type)
     if run.config.engine == "torch":
         if run.plain:
             from pipeline.engines.torch_native.reference import TorchReference  # noqa: PLC0415
@@ -53,14 +53,18 @@ def build_engine(
 
 
 def pick_device(launch: Launch) -> torch.device:
-    """This rank's GPU where there is one, else the CPU."""
+    """This rank's GPU if the host has one, else the CPU.
+
+    Raises:
+        ConfigError: the local rank is not below the number of GPUs of this host.
+    """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    seen = torch.cuda.device_count()
-    if launch.local_rank >= seen > 1:
-        why = f"this host has {seen} GPUs, and a process with local rank {launch.local_rank} was started on it"
-        raise ConfigError("LOCAL_RANK", launch.local_rank, why=why, remedy=f"start at most {seen} processes per host")
-    # where each task sees only its own GPU, that is number 0 whatever the local rank
-    device = torch.device("cuda", launch.local_rank % seen)
+    count = torch.cuda.device_count()
+    if launch.local_rank >= count > 1:
+        why = f"this host has {count} GPUs, and a process with local rank {launch.local_rank} was started on it"
+        raise ConfigError("LOCAL_RANK", launch.local_rank, why=why, remedy=f"start at most {count} processes per host")
+    # where each task sees only its own GPU, its index is 0 whatever the local rank
+    device = torch.device("cuda", launch.local_rank % count)
     torch.cuda.set_device(device)
     return device

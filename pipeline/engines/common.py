@@ -1,4 +1,4 @@
-"""What every engine does the same way: parameter groups, state names, and the check for numbers gone wrong."""
+"""AdamW parameter groups, master weights, optimizer state and the non-finite check, shared by all engines."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def model_dtype(config: Config) -> torch.dtype:
-    """What is computed in: bf16 or fp16 when the config enables it, else fp32."""
+    """The dtype of forward and backward passes: bf16 or fp16 when the config enables it, else fp32."""
     if config.fp16.enabled:
         return torch.float16
     return torch.bfloat16 if config.bf16.enabled else torch.float32
 
 
 def decayed_names(model: nn.Module) -> set[str]:
-    """The parameters that weight decay applies to: matrices, not vectors (norms and biases).
+    """Names of the parameters that weight decay applies to: matrices, not vectors (norms and biases).
 
-    To be asked while the model is on meta: a sharded parameter no longer has its shape.
+    Call it while the model is on meta: a sharded parameter no longer has its full shape.
     """
     return {name for name, parameter in model.named_parameters() if parameter.ndim >= 2}
 
 
-def decay_groups(parameters: Mapping[str, Tensor], decayed: set[str], *, weight_decay: float) -> list[dict[str, Any]]:
-    """AdamW's two parameter groups, in the model's order, from parameters by name."""
+def weight_decay_groups(
+    parameters: Mapping[str, Tensor], decayed: set[str], *, weight_decay: float
+) -> list[dict[str, Any]]:
+    """AdamW's two parameter groups, with and without weight decay, in the model's order, from parameters by name."""
     return [
         {"params": [p for name, p in parameters.items() if name in decayed], "weight_decay": weight_decay},
         {"params": [p for name, p in parameters.items() if name not in decayed], "weight_decay": 0.0},
@@ -42,10 +44,10 @@ def decay_groups(parameters: Mapping[str, Tensor], decayed: set[str], *, weight_
 
 
 def make_adamw(groups: Iterable[dict[str, Any]], params: OptimizerParams) -> torch.optim.AdamW:
-    """AdamW at learning rate 0: the loop sets the rate of each step. Fused: on a CPU that is seven times as fast.
+    """AdamW at learning rate 0: the loop sets the rate of each step. Fused: seven times as fast on a CPU.
 
-    Zero matters: DeepSpeed makes a dummy step with zero gradients to allocate state, and only at rate 0 does weight
-    decay leave the weights alone in it.
+    The rate must be 0: DeepSpeed makes a dummy step with zero gradients to allocate optimizer state, and only at rate 0
+    does weight decay leave the weights unchanged in it.
     """
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
@@ -56,31 +58,31 @@ def make_adamw(groups: Iterable[dict[str, Any]], params: OptimizerParams) -> tor
     )
 
 
-def refuse_non_finite(step: int, name: str, value: float) -> None:
+def raise_if_non_finite(step: int, name: str, value: float) -> None:
     """Raises TrainingError unless `value` is finite."""
     if not math.isfinite(value):
         raise TrainingError(
             f"step {step}: the {name} is {value}\n"
             f"  the last checkpoint is untouched; try: a lower optimizer.params.lr, gradient_clipping 1.0, a longer"
-            f" warm-up, or look at the samples of this step"
+            f" warm-up, or inspect the samples of this step"
         )
 
 
-def refuse_result(step: int, result: StepResult) -> StepResult:
-    """A result, for whoever has no other answer to numbers gone wrong.
+def require_finite_step(step: int, result: StepResult) -> StepResult:
+    """Returns the result, for callers that do not handle non-finite steps by skip or rollback.
 
     Raises:
-        TrainingError: the step was not applied, because its loss or its gradient is not finite.
+        TrainingError: the step was not applied, because its loss or its gradient norm is not finite.
     """
     if result.outcome is StepOutcome.NON_FINITE:
-        refuse_non_finite(step, "loss", result.loss)
-        refuse_non_finite(step, "gradient norm", result.grad_norm)
+        raise_if_non_finite(step, "loss", result.loss)
+        raise_if_non_finite(step, "gradient norm", result.grad_norm)
     return result
 
 
 @torch.no_grad()
-def ensure_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """AdamW's state of one parameter, created as torch would at its first step where it is not there yet."""
+def ensure_adamw_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """AdamW's state of one parameter; created as torch does at the first step if it does not exist yet."""
     state: dict[str, Tensor] = optimizer.state[parameter]
     for key in MOMENTS:
         if key not in state:
@@ -91,6 +93,6 @@ def ensure_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[st
     return state
 
 
-def master_of(weight: nn.Parameter) -> nn.Parameter:
-    """What the optimizer updates: an fp32 copy of a weight of lower precision, the weight itself otherwise."""
+def master_weight(weight: nn.Parameter) -> nn.Parameter:
+    """The fp32 master weight that the optimizer updates: a copy of a bf16 or fp16 weight, or the fp32 weight itself."""
     return weight if weight.dtype == torch.float32 else nn.Parameter(weight.detach().float())

@@ -1,9 +1,10 @@
-"""What is minimised: a sum over target tokens, never a mean.
+"""Training objectives (loss functions): a sum over target tokens, never a mean.
 
-Sums add up across micro-batches, ranks and pieces of a sequence whatever their sizes; the engine divides once, by the
-targets of the whole step. A mean of means would weight tokens by how they happened to be batched.
+Sums add up across micro-batches, ranks and sequence shards whatever their sizes; the engine divides once, by the number
+of targets of the whole step. A mean of means would weight tokens by how they happened to be batched.
 
-Because an objective is a sum over positions, a model may hand it the logits piece by piece, and never hold all of them.
+Because an objective is a sum over positions, it can be computed on chunks of the sequence (chunked loss), so that the
+logits of all positions never exist at the same time.
 
 Shapes: B samples, T positions, V ids of the vocabulary.
 """
@@ -16,7 +17,7 @@ from typing import Protocol
 from torch import Tensor
 
 from pipeline.data.loader import MicroBatch
-from pipeline.parallel.vocabulary import WHOLE, Vocabulary, cross_entropy
+from pipeline.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard, cross_entropy
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Loss:
     """Sums over the target tokens that were scored, in nats.
 
     Attributes:
-        total: scalar, fp32; what is differentiated.
+        total: scalar, fp32; its gradient is taken.
         parts: scalars to report, detached, in the order of `Objective.parts`; they need not add up to `total`.
     """
 
@@ -44,18 +45,20 @@ class Objective(Protocol):
         """Names of the parts."""
         ...
 
-    def against(self, batch: MicroBatch) -> tuple[Tensor, ...]:
-        """What positions are scored against besides their labels, each [B, T, ...]; e.g. a teacher's logits."""
+    def extra_targets(self, batch: MicroBatch) -> tuple[Tensor, ...]:
+        """Targets per position besides the labels, each [B, T, ...]; e.g. a teacher's logits."""
         ...
 
-    def __call__(self, logits: Tensor, labels: Tensor, *against: Tensor, vocabulary: Vocabulary = WHOLE) -> Loss:
-        """Scores logits.
+    def __call__(
+        self, logits: Tensor, labels: Tensor, *extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
+    ) -> Loss:
+        """Computes the loss of some positions.
 
         Args:
-            logits: [B, T', V'], of some positions; V' are the columns of `vocabulary`.
+            logits: [B, T', V'], of a chunk of T' positions; V' are the columns of `vocabulary`.
             labels: int64 [B, T'], IGNORE where there is no target.
-            against: the same positions of what `against` returned.
-            vocabulary: which ids the columns are.
+            extra_targets: what `extra_targets` returned, at the same positions.
+            vocabulary: this rank's shard of the vocabulary.
         """
         ...
 
@@ -72,11 +75,13 @@ class CrossEntropy:
         self._z_loss = z_loss
         self.parts = ("cross_entropy", "z_loss") if z_loss else ()
 
-    def against(self, _batch: MicroBatch) -> tuple[Tensor, ...]:
-        """Nothing but the labels."""
+    def extra_targets(self, _batch: MicroBatch) -> tuple[Tensor, ...]:
+        """None: the labels are the only targets."""
         return ()
 
-    def __call__(self, logits: Tensor, labels: Tensor, *_against: Tensor, vocabulary: Vocabulary = WHOLE) -> Loss:
+    def __call__(
+        self, logits: Tensor, labels: Tensor, *_extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
+    ) -> Loss:
         """Sum over targets of -log p(target) + z_loss * (log Z)^2."""
         if not self._z_loss:
             return Loss(cross_entropy(logits, labels, vocabulary)[0])

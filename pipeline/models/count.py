@@ -1,4 +1,4 @@
-"""How many parameters, and how many floating-point operations per token."""
+"""Counts parameters and floating-point operations (FLOPs) per token of a model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class ModelSize:
     """Counts of a model.
 
     Attributes:
-        parameters: all, a tied one counted once.
-        embedding: those of the input embedding.
+        parameters: total; a tied parameter counts once.
+        embedding: parameters of the input embedding.
         flops_per_token: forward and backward, see `measure`; None for an architecture without attention heads.
     """
 
@@ -25,11 +25,11 @@ class ModelSize:
 
 
 def measure(model: nn.Module, config: PretrainedConfig, *, sequence_length: int) -> ModelSize:
-    """Counts a model (on any device, meta too).
+    """Counts parameters and FLOPs of a model on any device, including meta.
 
-    FLOPs per token = 6 N + 12 L h s, where N is the parameters that multiply (all but the input embedding, and with a
-    tied embedding the shared matrix counts once, as the head), L layers, h the attention width (heads x head size) and
-    s the sequence length; causal masking is not subtracted. Source: Chowdhery et al. 2022, PaLM (arXiv:2204.02311),
+    FLOPs per token = 6 N + 12 L h s, where N is the number of parameters in matrix products (all but the input
+    embedding; a tied embedding counts once, as the head), L layers, h the attention width (heads x head size) and s the
+    sequence length; causal masking is not subtracted. Source: Chowdhery et al. 2022, PaLM (arXiv:2204.02311),
     appendix B.
     """
     parameters = sum(p.numel() for p in model.parameters())

@@ -1,4 +1,4 @@
-"""From the `model` section to a Hugging Face config object. Imports transformers, so it runs after the rules."""
+"""Resolves the `model` section to a Hugging Face config object. Imports transformers, so it runs after the rules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipeline.config.schema import ModelSection
 from pipeline.models.layers import keep_layers
 
 VOCAB_MULTIPLE = 64
-"""A vocabulary that is not given is rounded up to this, so that the head's matrix multiplies stay aligned."""
+"""A vocabulary size that is not given is rounded up to a multiple of this, to align the head's matrix products."""
 
 
 def resolve_hf_config(section: ModelSection, *, tokenizer: dict[str, Any], sequence_length: int) -> PretrainedConfig:
@@ -24,8 +24,8 @@ def resolve_hf_config(section: ModelSection, *, tokenizer: dict[str, Any], seque
 
     Args:
         section: the validated `model` section.
-        tokenizer: what the dataset says of its tokenizer: vocab_size, bos_id, eos_id, pad_id.
-        sequence_length: T, which the model's positions must hold.
+        tokenizer: the dataset's tokenizer section: vocab_size, bos_id, eos_id, pad_id.
+        sequence_length: T, which must not exceed the model's positions.
 
     Raises:
         ConfigError: an unknown architecture or key, or a vocabulary smaller than the dataset's tokenizer.
@@ -79,20 +79,20 @@ def _from_section(given: dict[str, Any], tokenizer: dict[str, Any], sequence_len
     }
     if "max_position_embeddings" in known_keys(kind):
         derived["max_position_embeddings"] = max(2048, sequence_length)
-    # an architecture may know a key by two names (GPT-2: n_positions, max_position_embeddings); the user's word wins
+    # an architecture may have two names for a key (GPT-2: n_positions, max_position_embeddings); the user's value wins
     aliases = CONFIG_MAPPING[kind].attribute_map
     fields = {k: v for k, v in given.items() if k != "model_type"}
-    spoken_for = {aliases.get(key, key) for key in fields}
-    derived = {key: value for key, value in derived.items() if aliases.get(key, key) not in spoken_for}
+    set_by_user = {aliases.get(key, key) for key in fields}
+    derived = {key: value for key, value in derived.items() if aliases.get(key, key) not in set_by_user}
     try:
         return AutoConfig.for_model(kind, **derived, **fields)
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
         why = f"transformers refuses it: {one_line(error)}"
-        raise ConfigError("model.config", given, why=why, remedy="mend the field it names") from None
+        raise ConfigError("model.config", given, why=why, remedy="correct the field it names") from None
 
 
 def _refuse_unknown_keys(kind: str, given: dict[str, Any]) -> None:
-    """transformers keeps unknown keys silently, and a typo would train another model than the one meant."""
+    """Refuses unknown keys: transformers accepts them silently, so a typo would train a different model."""
     known = known_keys(kind)
     for key, value in given.items():
         if key not in known:
@@ -102,14 +102,14 @@ def _refuse_unknown_keys(kind: str, given: dict[str, Any]) -> None:
 
 
 def known_keys(kind: str) -> set[str]:
-    """The keys that an architecture's config takes, by all their names."""
+    """The keys that an architecture's config accepts, including aliases."""
     config_class = CONFIG_MAPPING[kind]
     signature = inspect.signature(config_class.__init__).parameters
     return {*signature, *config_class.attribute_map, "model_type"} - {"self", "kwargs"}
 
 
 def one_line(error: Exception) -> str:
-    """An exception of a library in one line, with its cause: transformers hides the reason in the second."""
+    """A library's exception in one line; of its cause if it has one, since transformers puts the reason there."""
     cause = error.__cause__ or error
     return " ".join(str(cause).split())[:300] or repr(cause)
 

@@ -1,4 +1,4 @@
-"""A model with some of its decoder layers left out: the config, and how the kept layers' parameters are renamed."""
+"""Layer selection (depth pruning at load time): the config of the kept layers, and the renaming of their parameters."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _LAYER = re.compile(r"^(.*?\.(?:layers|h|blocks)\.)(\d+)(\..*)$")
 
 
 def keep_layers(config: PretrainedConfig, layers: Sequence[int]) -> PretrainedConfig:
-    """The config of the model that has only `layers` of the original, in that order.
+    """The config of a model with only `layers` of the original, in that order.
 
     Raises:
-        ConfigError: a layer number that the model does not have, or one given twice.
+        ConfigError: a layer index that the model does not have, or one given twice.
     """
     total = config.num_hidden_layers
     if not layers or len(set(layers)) != len(layers) or max(layers) >= total:
@@ -27,14 +27,14 @@ def keep_layers(config: PretrainedConfig, layers: Sequence[int]) -> PretrainedCo
     kept = copy.deepcopy(config)
     kept.num_hidden_layers = len(layers)
     for key, value in config.to_dict().items():
-        # per-layer lists, such as layer_types of models with sliding windows
+        # lists with one entry per layer, such as layer_types of models with sliding windows
         if isinstance(value, list) and len(value) == total and key.startswith("layer"):
             setattr(kept, key, [value[i] for i in layers])
     return kept
 
 
 def original_name(layers: Sequence[int] | None) -> Callable[[str], str]:
-    """A function from a parameter's name in the cut model to its name in the original one."""
+    """A function from a parameter's name in the model with `layers` kept to its name in the original one."""
 
     def rename(name: str) -> str:
         match = _LAYER.match(name)

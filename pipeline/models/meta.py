@@ -1,4 +1,4 @@
-"""A Hugging Face decoder on the meta device: names, shapes and code, and not one byte of weights."""
+"""Builds a Hugging Face decoder on the meta device: names, shapes and code, without memory for weights."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pipeline.models.hf_config import one_line
 
 
 def build_meta(config: PretrainedConfig, *, dtype: torch.dtype, attn_implementation: str) -> nn.Module:
-    """Builds `AutoModelForCausalLM` for a config, on meta; tied parameters are tied.
+    """Builds `AutoModelForCausalLM` for a config on the meta device; tied parameters are one object.
 
     Args:
         config: any decoder-only architecture that transformers knows.
         dtype: of every parameter.
-        attn_implementation: as transformers names it.
+        attn_implementation: transformers' name of the attention implementation.
 
     Raises:
-        ConfigError: transformers has no causal language model for the config, or refuses its numbers.
+        ConfigError: transformers has no causal language model for the config, or refuses its values.
     """
     try:
         with torch.device("meta"):
@@ -36,7 +36,7 @@ def build_meta(config: PretrainedConfig, *, dtype: torch.dtype, attn_implementat
 
 
 def _builds(config: PretrainedConfig, dtype: torch.dtype) -> bool:
-    """With plain attention it can be built."""
+    """Whether the model can be built with eager attention."""
     try:
         build_meta(config, dtype=dtype, attn_implementation="eager")
     except ConfigError:

@@ -1,7 +1,7 @@
-"""A model's config made small: the same architecture and the same code paths, in sizes a test can run.
+"""Shrinks a model config to a tiny model of the same architecture, with the same code paths, for tests and proofs.
 
-What decides which code runs is kept (kinds of layers, tied or not, biases, windows, experts, grouped heads, an
-explicit head size); only sizes fall.
+Whatever selects code paths is kept (layer types, tied embeddings, biases, windows, experts, grouped heads, an explicit
+head size); only sizes are reduced.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from headrace.base.errors import ConfigError
 from pipeline.models.hf_config import one_line
 
 HEAD_SIZE = 8
-"""Even after half of it is rotated (partial_rotary_factor 0.25 to 1)."""
+"""The rotated part of it stays even with partial_rotary_factor 0.25 to 1."""
 
 WINDOW = 12
-"""Positions a sliding window sees: fewer than a short test sequence has."""
+"""Positions of a sliding window: fewer than a short test sequence has."""
 
 _SMALL = {
-    # latent attention and linear attention have sizes of their own
+    # sizes specific to latent attention and linear attention
     "kv_lora_rank": 16,
     "q_lora_rank": 16,
     "qk_nope_head_dim": 8,
@@ -44,7 +44,7 @@ _WIDTHS = (
     *("ffn_dim", "ffn_hidden_size", "n_inner"),
 )
 _KINDS = 4
-"""A list of one entry per layer with more values than this lists something else than kinds of layers."""
+"""A list with one entry per layer and more distinct values than this does not list layer types."""
 _REMEDY = "use another architecture, or ZeRO or FSDP2 alone (no parallel.tp, pp or cp, no loss.chunk)"
 _DERIVED = ("qk_head_dim", "transformers_version", "model_type", "architectures", "dtype")
 
@@ -54,9 +54,9 @@ def shrink(config: PretrainedConfig, *, divide: int, layers: int, vocab_size: in
 
     Args:
         config: of the real model.
-        divide: what the number of heads is divided by in the layout to be tried (tp x cp). The shrunk numbers of heads
-            and key/value heads are divisible by it where the real ones are.
-        layers: at least so many decoder layers; there are more where every kind of layer would not appear.
+        divide: number of ranks that share the heads in the layout to test (tp x cp). The shrunk numbers of heads and
+            key/value heads are divisible by it where the real ones are.
+        layers: minimum number of decoder layers; more if needed for every layer type to appear.
         vocab_size: of the tiny model.
 
     Raises:
@@ -75,7 +75,7 @@ def shrink(config: PretrainedConfig, *, divide: int, layers: int, vocab_size: in
         alias.get("num_hidden_layers", "num_hidden_layers"): depth,
     }
     small |= {key: min(value, _SMALL[key]) for key, value in given.items() if key in _SMALL and value is not None}
-    small |= {key: _cycled(value, depth) for key, value in given.items() if _per_layer(key, value, total)}
+    small |= {key: _repeated(value, depth) for key, value in given.items() if _per_layer(key, value, total)}
     small |= {
         key: min(value, vocab_size - 1)
         for key, value in given.items()
@@ -87,31 +87,31 @@ def shrink(config: PretrainedConfig, *, divide: int, layers: int, vocab_size: in
     small |= _experts(given)
     small |= _rope(given, config)
     try:
-        made = type(config).from_dict(small)
-    except Exception as error:  # each architecture checks in its own way
-        why = f"a small {config.model_type} to try the layout with cannot be made: {one_line(error)}"
+        shrunk = type(config).from_dict(small)
+    except Exception as error:  # each architecture validates in its own way
+        why = f"a tiny {config.model_type} to test the layout with cannot be built: {one_line(error)}"
         raise ConfigError("model.config.model_type", config.model_type, why=why, remedy=_REMEDY) from None
-    assert isinstance(made, PretrainedConfig)
-    return made
+    assert isinstance(shrunk, PretrainedConfig)
+    return shrunk
 
 
 def _depth(given: dict[str, Any], total: int, layers: int) -> int:
-    """At least two layers, and so many that every kind of layer appears (one global after five local ones)."""
+    """At least two layers, and enough for every layer type to appear (e.g. one global after five local ones)."""
     lists = [value for key, value in given.items() if _per_layer(key, value, total)]
-    seen = [values.index(kind) + 1 for values in lists if len(set(values)) <= _KINDS for kind in set(values)]
-    return int(max(layers, 2, *seen))
+    needed = [values.index(kind) + 1 for values in lists if len(set(values)) <= _KINDS for kind in set(values)]
+    return int(max(layers, 2, *needed))
 
 
 def _per_layer(key: str, value: Any, total: int) -> bool:
     return isinstance(value, list) and len(value) == total and "layer" in key
 
 
-def _cycled(values: list[Any], count: int) -> list[Any]:
+def _repeated(values: list[Any], count: int) -> list[Any]:
     return [values[i % len(values)] for i in range(count)]
 
 
 def _attention(config: PretrainedConfig, given: dict[str, Any], divide: int) -> dict[str, Any]:
-    """Heads, their size, and the hidden size in the same proportion to them."""
+    """Number and size of heads, and a hidden size in the original proportion to them."""
     alias = config.attribute_map
     heads = int(config.num_attention_heads)
     groups = int(given.get("num_key_value_heads") or heads)
@@ -126,10 +126,10 @@ def _attention(config: PretrainedConfig, given: dict[str, Any], divide: int) -> 
     head_size = given.get("head_dim") or config.hidden_size // heads
     if given.get("head_dim"):
         sizes["head_dim"] = HEAD_SIZE
-    wide = round(config.hidden_size / (heads * head_size) * small_heads * HEAD_SIZE / 4) * 4
-    sizes[alias.get("hidden_size", "hidden_size")] = max(wide, HEAD_SIZE)
+    hidden_size = round(config.hidden_size / (heads * head_size) * small_heads * HEAD_SIZE / 4) * 4
+    sizes[alias.get("hidden_size", "hidden_size")] = max(hidden_size, HEAD_SIZE)
     if given.get("word_embed_proj_dim"):
-        sizes["word_embed_proj_dim"] = max(wide, HEAD_SIZE)
+        sizes["word_embed_proj_dim"] = max(hidden_size, HEAD_SIZE)
     return sizes
 
 
@@ -150,15 +150,15 @@ def _experts(given: dict[str, Any]) -> dict[str, int]:
 
 
 def _rope(given: dict[str, Any], config: PretrainedConfig) -> dict[str, Any]:
-    """Lists of one factor per rotated pair (longrope) are cut to the smaller head."""
+    """RoPE parameters; lists with one factor per rotated pair (longrope) are truncated to the smaller head."""
     rope = given.get("rope_parameters")
     if not isinstance(rope, dict):
         return {}
-    real = given.get("head_dim") or config.hidden_size // config.num_attention_heads
+    head_size = given.get("head_dim") or config.hidden_size // config.num_attention_heads
 
-    def cut(value: Any) -> Any:
+    def truncate(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: cut(each) for key, each in value.items()}
-        return value[: len(value) * HEAD_SIZE // real] if isinstance(value, list) else value
+            return {key: truncate(each) for key, each in value.items()}
+        return value[: len(value) * HEAD_SIZE // head_size] if isinstance(value, list) else value
 
-    return {"rope_parameters": cut(rope)}
+    return {"rope_parameters": truncate(rope)}

@@ -1,7 +1,7 @@
-"""Where a parameter's first value comes from: its name alone (law 2), or a file.
+"""Parameter initialization: seeded by the parameter's name (law 2), or loaded from safetensors files.
 
-Both are functions from a name to the full tensor, called for one parameter at a time, so that whoever shards the
-model never holds more than its shards and one parameter.
+Both are functions from a name to the full tensor, called for one parameter at a time, so that a rank never holds more
+than its shards and one full parameter.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipeline.data.permutation import derive_key
 
 
 class ParameterValues(Protocol):
-    """The first values of a model's parameters."""
+    """The initial values of a model's parameters."""
 
     def value(self, name: str) -> Tensor:
         """The full value of one parameter: its full shape, fp32, on the CPU."""
@@ -32,11 +32,11 @@ class ParameterValues(Protocol):
 class InitByName:
     """Law 2: Hugging Face's own initialisation, one parameter at a time, seeded by the parameter's name.
 
-    Architectures initialise a parameter in the code of the module that owns it and sometimes again in a module above
-    (GPT-2 rescales its residual projections). So one parameter is made real on the CPU, the generator is seeded from
-    (seed, name), and the model's `_init_weights` is called on the owner and then on each module above it, with all
-    other parameters still on meta, where initialisation does nothing. Layout does not enter, nor the device, nor
-    which other parameters exist.
+    Architectures initialise a parameter in the code of the module that owns it and sometimes again in a parent module
+    (GPT-2 rescales its residual projections). So one parameter is materialised on the CPU, the generator is seeded from
+    (seed, name, shape), and the model's `_init_weights` is called on the owner and then on each of its ancestors, with
+    all other parameters still on meta, where initialisation does nothing. The values depend neither on the layout, nor
+    the device, nor on which other parameters exist.
     """
 
     def __init__(self, model: nn.Module, *, seed: int) -> None:
@@ -54,12 +54,12 @@ class InitByName:
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(derive_key(self._seed, "init", name, tuple(on_meta.shape)) >> 1)
-                for module in _owner_and_above(self._model, owner_name):
+                for module in _owner_and_ancestors(self._model, owner_name):
                     self._model._init_weights(module)  # type: ignore[operator]
         finally:
             owner._parameters[key] = on_meta
         if real.isnan().any():
-            why = f"transformers' initialisation of this architecture leaves {name} as it finds it"
+            why = f"transformers' initialisation of this architecture does not set {name}"
             remedy = "use another architecture, or load weights with model.path"
             raise ConfigError("model.config.model_type", self._model.config.model_type, why=why, remedy=remedy)  # type: ignore[union-attr]
         return real.detach()
@@ -69,13 +69,13 @@ class FromSafetensors:
     """Values read from the safetensors files of a Hugging Face folder, one tensor at a time.
 
     Args:
-        folder: holds model.safetensors, or model.safetensors.index.json and its shards.
-        shapes: the parameters the model needs; every one must be there with this shape, and nothing else may be.
+        folder: contains model.safetensors, or model.safetensors.index.json and its shards.
+        shapes: the parameters of the model; the files must contain all with these shapes, and no others.
         rename: from a name in the model to the name in the files.
-        partial: other tensors may be in the files (a model that keeps only some layers).
+        partial: allow other tensors in the files (a model that keeps only some layers).
 
     Raises:
-        DataError: missing, unexpected or misshapen tensors, or files that are truncated.
+        DataError: missing or unexpected tensors, wrong shapes, or truncated files.
     """
 
     def __init__(
@@ -93,10 +93,10 @@ class FromSafetensors:
         extra = [] if partial else sorted(found - {rename(n) for n in shapes} - _ignorable(found, shapes))
         if missing or extra:
             raise DataError(
-                f"{folder}: the files do not hold the model that config.json describes\n"
+                f"{folder}: the files do not contain the model that config.json describes\n"
                 f"  missing ({len(missing)}): {', '.join(missing[:5]) or '-'}\n"
                 f"  unexpected ({len(extra)}): {', '.join(extra[:5]) or '-'}\n"
-                f"  try: load it with transformers and save_pretrained it again, so that the names are the model's"
+                f"  try: load it with transformers and save it again with save_pretrained, so that the names match"
             )
         for name, shape in shapes.items():
             self._check_shape(name, shape)
@@ -116,7 +116,7 @@ class FromSafetensors:
             raise DataError(f"{self._folder}: {stored} has shape {found}, but config.json makes it {tuple(shape)}")
 
 
-def _owner_and_above(model: nn.Module, owner_name: str) -> list[nn.Module]:
+def _owner_and_ancestors(model: nn.Module, owner_name: str) -> list[nn.Module]:
     parts = owner_name.split(".") if owner_name else []
     return [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
 
@@ -132,7 +132,7 @@ def _tensor_files(folder: Path) -> dict[str, str]:
         return dict.fromkeys(_tensor_names(folder / "model.safetensors"), "model.safetensors")
     except (FileNotFoundError, SafetensorError, json.JSONDecodeError, KeyError) as error:
         raise DataError(
-            f"{folder}: no whole safetensors weights ({error})\n  try: export it again, or name another folder"
+            f"{folder}: no complete safetensors weights ({error})\n  try: export it again, or use another folder"
         ) from None
 
 
@@ -142,17 +142,17 @@ def _tensor_names(path: Path) -> list[str]:
 
 
 def _ignorable(found: set[str], shapes: Mapping[str, torch.Size]) -> set[str]:
-    """What old files carry beside parameters: rotary tables, and a head that the model ties to its embedding."""
+    """Tensors of old files that are not parameters: rotary tables, and a head that the model ties to its embedding."""
     rotary = {n for n in found if re.search(r"rotary_emb\.inv_freq$", n)}
     tied = {"lm_head.weight"} if "lm_head.weight" not in shapes else set()
     return rotary | tied
 
 
 class ReportsProgress:
-    """Values that are told of when they are asked for: making or reading those of a large model takes minutes.
+    """Wraps values to report progress: computing or reading those of a large model takes minutes.
 
     Args:
-        values: the values.
+        values: the wrapped values.
         report: called for each parameter.
     """
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from headrace.base.errors import CheckpointError, ConfigError
-from pipeline.engines.common import refuse_non_finite
+from pipeline.engines.common import raise_if_non_finite
 from pipeline.engines.deepspeed import state as held
-from pipeline.engines.deepspeed.gated import with_update_gate
 from pipeline.engines.deepspeed.operators import set_up_deepspeed
+from pipeline.engines.deepspeed.optimizer import with_update_gate
 from pipeline.own_loop.batches import in_dtype
 from pipeline.own_loop.engine import LoopEngine, Parts, at_rate_zero
 from pipeline.own_loop.state import StateEntry
@@ -87,7 +87,7 @@ class DeepSpeedLoop(LoopEngine):
         # -1 and None say that the update was left out
         self.grad_norm = math.inf if reported is None or float(reported) < 0 else float(reported)
         if not self._parts.config.fp16.enabled:
-            refuse_non_finite(self.steps + 1, "gradient norm", self.grad_norm)
+            raise_if_non_finite(self.steps + 1, "gradient norm", self.grad_norm)
 
     def _norm(self) -> float:
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
@@ -107,7 +107,7 @@ class DeepSpeedLoop(LoopEngine):
         shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in named.items()}
         flats, found = held.flat_tensors(self._engine.optimizer), held.flat_slices(self._engine.optimizer, named)
         return [
-            StateEntry(s.name, shapes[s.name], s.start, flats[s.flat], s.at, s.length, base.state[flats[s.flat]])
+            StateEntry(s.name, shapes[s.name], s.start, flats[s.flat], s.offset, s.length, base.state[flats[s.flat]])
             for s in found
         ]
 
@@ -117,7 +117,7 @@ class DeepSpeedLoop(LoopEngine):
             for number in range(len(held.flat_tensors(zero))):
                 zero._reassign_or_swap_out_partitioned_parameters(number)
         if self._stage > 0:
-            held.share_weights(zero)
+            held.refresh_model_weights(zero)
 
     def _loss_scale(self) -> list[float]:
         scaler = self._scaler()

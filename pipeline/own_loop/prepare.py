@@ -17,7 +17,7 @@ from torch import nn
 from headrace.base.errors import ConfigError
 from pipeline.config.schedule import schedule_of
 from pipeline.engines.build import pick_device
-from pipeline.engines.common import decay_groups, decayed_names
+from pipeline.engines.common import decayed_names, weight_decay_groups
 from pipeline.launch import Launch, Rendezvous, detect, process_group
 from pipeline.own_loop.batchnorm import synchronise
 from pipeline.own_loop.config import LoopConfig, load_loop_config, share
@@ -82,7 +82,7 @@ def _optimizer(config: LoopConfig, model: nn.Module, given: torch.optim.Optimize
         why = "there is neither this section nor a torch optimizer"
         raise ConfigError("optimizer", why=why, remedy='add "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}')
     params = config.optimizer.params
-    groups = decay_groups(dict(model.named_parameters()), decayed_names(model), weight_decay=params.weight_decay)
+    groups = weight_decay_groups(dict(model.named_parameters()), decayed_names(model), weight_decay=params.weight_decay)
     used = [group for group in groups if group["params"]]
     return torch.optim.AdamW(used, lr=params.lr, betas=params.betas, eps=params.eps)
 

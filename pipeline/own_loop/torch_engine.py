@@ -17,8 +17,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline.engines.common import refuse_non_finite
-from pipeline.engines.loss_scale import LossScale
+from pipeline.engines.common import raise_if_non_finite
+from pipeline.engines.loss_scale import LossScaler
 from pipeline.own_loop.engine import LoopEngine, Parts
 from pipeline.own_loop.state import StateEntry
 from pipeline.parallel.mesh import Mesh
@@ -35,7 +35,7 @@ class TorchLoop(LoopEngine):
     def __init__(self, parts: Parts, mesh: Mesh | None) -> None:
         super().__init__(parts)
         config = parts.config
-        self._clip, self._scale = config.gradient_clipping, LossScale(config.fp16)
+        self._clip, self._scale = config.gradient_clipping, LossScaler(config.fp16)
         self._autocast: torch.dtype | None = None
         if config.bf16.enabled or config.fp16.enabled:
             self._autocast = torch.bfloat16 if config.bf16.enabled else torch.float16
@@ -75,7 +75,7 @@ class TorchLoop(LoopEngine):
             self._parts.optimizer.step()
         self._parts.optimizer.zero_grad(set_to_none=True)
         if not self._scale.enabled:
-            refuse_non_finite(self.steps + 1, "gradient norm", self.grad_norm)
+            raise_if_non_finite(self.steps + 1, "gradient norm", self.grad_norm)
         self._scale.update(self.steps + 1, overflow=not finite)
 
     def _pieces(self) -> list[StateEntry]:
@@ -86,11 +86,11 @@ class TorchLoop(LoopEngine):
         """The weights that were read are the ones that are used."""
 
     def _loss_scale(self) -> list[float]:
-        numbers: list[float] = self._scale.state().tolist()
+        numbers: list[float] = self._scale.to_tensor().tolist()
         return numbers
 
     def _set_loss_scale(self, state: list[float]) -> None:
-        self._scale.load(torch.tensor(state, dtype=torch.float64))
+        self._scale.load_tensor(torch.tensor(state, dtype=torch.float64))
 
 
 def _replicated(parts: Parts) -> nn.Module:
@@ -106,8 +106,8 @@ def _sharded(parts: Parts, mesh: Mesh, *, keep: bool) -> nn.Module:
     """FSDP2 in place; the optimizer is given the new parameters in the places of the old ones."""
     names = {id(parameter): name for name, parameter in parts.model.named_parameters()}
     for block in _blocks(parts.model):
-        fully_shard(block, mesh=mesh.sharding(), reshard_after_forward=not keep)
-    fully_shard(parts.model, mesh=mesh.sharding(), reshard_after_forward=False)
+        fully_shard(block, mesh=mesh.sharding_mesh(), reshard_after_forward=not keep)
+    fully_shard(parts.model, mesh=mesh.sharding_mesh(), reshard_after_forward=False)
     now = dict(parts.model.named_parameters())
     for group in parts.optimizer.param_groups:
         group["params"] = [now[names[id(old)]] for old in group["params"]]

@@ -1,6 +1,6 @@
-"""Activation checkpointing: parts of the forward pass are computed again in the backward pass instead of kept.
+"""Activation checkpointing, full or selective: activations are recomputed in the backward pass instead of stored.
 
-Applied through the switch that every Hugging Face decoder layer has, so that names do not change.
+Applied through the switch that every Hugging Face decoder layer has, so that parameter names do not change.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from headrace.base.errors import ConfigError
 from pipeline.config.schema import MemorySection
 
-_KEPT = {
+_SAVED_OPERATORS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
@@ -25,37 +25,39 @@ _KEPT = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 }
-"""Operators whose results selective recomputation keeps: they cost the most time per byte kept."""
+"""Operators whose outputs selective checkpointing saves: they cost the most compute time per byte saved."""
 
 
 def check_activation_checkpointing(model: nn.Module, memory: MemorySection) -> None:
-    """Refuses recomputation in a model whose layers do not have the switch.
+    """Refuses activation checkpointing for a model whose layers do not support it.
 
     Raises:
-        ConfigError: it is asked for and not offered.
+        ConfigError: it is enabled and not supported.
     """
     if memory.activation_checkpointing != "none" and not _layers(model):
         kind = model.config.model_type  # type: ignore[union-attr]
-        why = f"the layers of {kind} do not offer it in transformers"
-        given = memory.activation_checkpointing
-        raise ConfigError("memory.activation_checkpointing", given, why=why, remedy="use none")
+        why = f"the layers of {kind} do not support it in transformers"
+        raise ConfigError(
+            "memory.activation_checkpointing", memory.activation_checkpointing, why=why, remedy="use none"
+        )
 
 
 def apply_activation_checkpointing(model: nn.Module, memory: MemorySection) -> None:
-    """Switches recomputation on in every n-th decoder layer of a model.
+    """Enables activation checkpointing in every n-th decoder layer of a model.
 
     Raises:
         ConfigError: as `check_activation_checkpointing`.
     """
     if memory.activation_checkpointing == "none":
         return
-    run: Any = partial(checkpoint, use_reentrant=False)
+    checkpointing: Any = partial(checkpoint, use_reentrant=False)
     if memory.activation_checkpointing == "selective":
-        run = partial(run, context_fn=partial(create_selective_checkpoint_contexts, _policy))
-    for number, layer in enumerate(_layers(model)):
-        if number % memory.every_n_layers == 0:
+        contexts = partial(create_selective_checkpoint_contexts, _policy)
+        checkpointing = partial(checkpointing, context_fn=contexts)
+    for index, layer in enumerate(_layers(model)):
+        if index % memory.every_n_layers == 0:
             layer.gradient_checkpointing = True
-            layer._gradient_checkpointing_func = run
+            layer._gradient_checkpointing_func = checkpointing
 
 
 def _layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
@@ -63,4 +65,4 @@ def _layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
 
 
 def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operator in _SAVED_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE

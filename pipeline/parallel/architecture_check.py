@@ -1,8 +1,8 @@
-"""Whether an architecture may be computed the way a layout computes it: tried on a tiny model of the same kind.
+"""Pre-flight check that an architecture is computed correctly under a layout, on a tiny model of the same architecture.
 
-Hugging Face's own forward pass is the measure. What differs from it here (a model that caps or scales its logits after
-the head, attention of another kind, layers that mix positions by other means) would train another model silently; so it
-is refused, before a process group is opened. It takes a fraction of a second, on the CPU.
+The reference is Hugging Face's own forward pass. An architecture whose logits differ from it under the layout (it caps
+or scales its logits after the head, or mixes positions by other means than attention) would silently train a different
+model; so it is refused, before the process group is initialized. It takes a fraction of a second, on the CPU.
 
 Shapes: B = 1, T = 16 positions, V = 32 ids.
 """
@@ -20,28 +20,28 @@ from transformers import PretrainedConfig
 from headrace.base.errors import ConfigError
 from pipeline.config.rules import ResolvedRun
 from pipeline.data.loader import MicroBatch
-from pipeline.models.attention import NAME
+from pipeline.models.attention import ATTENTION_NAME
 from pipeline.models.hf_config import one_line
 from pipeline.models.materialise import materialise
 from pipeline.models.meta import build_meta
 from pipeline.models.shrink import shrink
-from pipeline.parallel.decoder import Decoder, DecoderLayout, owners_of
-from pipeline.parallel.stages import cut_to_stage, split
-from pipeline.parallel.tensor import check_plan
-from pipeline.parallel.vocabulary import WHOLE, Vocabulary
+from pipeline.parallel.decoder import Decoder, DecoderLayout, parameter_owners
+from pipeline.parallel.stages import keep_stage, split_layers
+from pipeline.parallel.tensor import check_tp_plan
+from pipeline.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard
 
 TOLERANCE = 1e-4
-"""Relative to the largest logit, in fp32: two ways to add up some numbers differ by 1e-6, another formula by 1e-2."""
+"""Relative to the largest logit, in fp32: another order of summation differs by 1e-6, another formula by 1e-2."""
 
 _V, _T = 32, 16
-_BORDER = 6
-"""Where the second document begins in the packed sample."""
+_BOUNDARY = 6
+"""Position at which the second document begins in the packed sample."""
 
 _DENSE = "use ZeRO or FSDP2 (parallel.tp 1, parallel.pp 1) without loss.chunk"
 
 
 def check_architecture(run: ResolvedRun, config: PretrainedConfig) -> None:
-    """Tries what the layout and features of a run need.
+    """Checks what the layout and features of a run need.
 
     Args:
         run: the resolved config.
@@ -51,34 +51,36 @@ def check_architecture(run: ResolvedRun, config: PretrainedConfig) -> None:
         ConfigError: names what differs, and what to use instead.
     """
     topology, masks = run.topology, run.config.data.mask_documents
-    pieces = topology.tp > 1 or topology.pp > 1 or run.config.loss.chunk is not None
-    if getattr(config, "num_attention_heads", None) is None and not (pieces or masks or topology.cp > 1):
-        return  # nothing of ours takes part in it
-    given = run.config.model.attn_implementation
-    own = given == "sdpa" and not run.plain
-    if not (own or pieces or masks):
+    separate_head = topology.tp > 1 or topology.pp > 1 or run.config.loss.chunk is not None
+    if getattr(config, "num_attention_heads", None) is None and not (separate_head or masks or topology.cp > 1):
+        return  # the model runs entirely by Hugging Face's own code
+    attention = run.config.model.attn_implementation
+    own = attention == "sdpa" and not run.plain
+    if not (own or separate_head or masks):
         return
-    trial, plain = _Trial(shrink(config, divide=1, layers=2, vocab_size=_V), given), DecoderLayout(own_attention=own)
+    tiny = _TinyModel(shrink(config, divide=1, layers=2, vocab_size=_V), attention)
+    layout = DecoderLayout(own_attention=own)
     if own:
         remedy = "use model.attn_implementation eager" + (" and parallel.cp 1" if topology.cp > 1 else "")
-        trial.compare("model.attn_implementation", given, "our attention", remedy, lambda: trial.logits(plain))
-    if pieces:
-        field, value = _asks_for_pieces(run)
-        chunked = replace(plain, chunk=_T // 2)
-        trial.compare(field, value, "its head on its base model's output", _DENSE, lambda: trial.logits(chunked))
+        tiny.compare("model.attn_implementation", attention, "our attention", remedy, lambda: tiny.logits(layout))
+    if separate_head:
+        field, value = _separate_head_field(run)
+        chunked = replace(layout, chunk=_T // 2)
+        tiny.compare(field, value, "its head on its base model's output", _DENSE, lambda: tiny.logits(chunked))
     if topology.pp > 1:
-        what = "two stages of it, one behind the other,"
-        trial.compare("parallel.pp", topology.pp, what, _DENSE, lambda: trial.staged_logits(plain))
-    if topology.tp > 1 and trial.mixes_outside_cut_blocks():
-        why = f"layers of {config.model_type} mix positions in parts that its base_model_tp_plan does not cut"
+        what = "running it as two pipeline stages"
+        tiny.compare("parallel.pp", topology.pp, what, _DENSE, lambda: tiny.pipelined_logits(layout))
+    if topology.tp > 1 and tiny.mixes_positions_outside_tp_blocks():
+        why = f"layers of {config.model_type} mix positions in modules that its base_model_tp_plan does not shard"
         raise ConfigError("parallel.tp", topology.tp, why=why, remedy="use ZeRO or FSDP2 (parallel.tp 1)")
-    if (masks or topology.cp > 1) and trial.crosses_documents(plain):
+    if (masks or topology.cp > 1) and tiny.attends_across_documents(layout):
         field, value = ("data.mask_documents", True) if masks else ("parallel.cp", topology.cp)
         why = f"layers of {config.model_type} mix positions by other means than attention"
         raise ConfigError(field, value, why=why, remedy=f"set {field} to {'false' if masks else 1}")
 
 
-def _asks_for_pieces(run: ResolvedRun) -> tuple[str, Any]:
+def _separate_head_field(run: ResolvedRun) -> tuple[str, Any]:
+    """The config field, and its value, for which the head is computed apart from the model's own forward pass."""
     if run.config.loss.chunk is not None:
         return "loss.chunk", run.config.loss.chunk
     axis = "tp" if run.topology.tp > 1 else "pp"
@@ -86,32 +88,34 @@ def _asks_for_pieces(run: ResolvedRun) -> tuple[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Scored:
+class _Total:
     total: Tensor
     parts: tuple[Tensor, ...] = ()
 
 
-class _Caught:
-    """Keeps the logits that it is asked to score."""
+class _LogitsRecorder:
+    """An objective that records the logits."""
 
     def __init__(self) -> None:
-        self.pieces: list[Tensor] = []
+        self.chunks: list[Tensor] = []
 
-    def against(self, _batch: MicroBatch) -> tuple[Tensor, ...]:
+    def extra_targets(self, _batch: MicroBatch) -> tuple[Tensor, ...]:
         return ()
 
-    def __call__(self, logits: Tensor, _labels: Tensor, *_against: Tensor, vocabulary: Vocabulary = WHOLE) -> _Scored:
-        assert vocabulary is WHOLE
-        self.pieces.append(logits)
-        return _Scored(logits.sum())
+    def __call__(
+        self, logits: Tensor, _labels: Tensor, *_extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
+    ) -> _Total:
+        assert vocabulary is FULL_VOCABULARY
+        self.chunks.append(logits)
+        return _Total(logits.sum())
 
     @property
     def logits(self) -> Tensor:
-        return torch.cat(self.pieces, 1)
+        return torch.cat(self.chunks, 1)
 
 
-class _Drawn:
-    """Weights of a tiny model by name, so that two copies are alike: none at 0 or 1, where much has no effect."""
+class _RandomValues:
+    """Random weights seeded by name, so that two models are equal; none is 0 or 1, where many operations do nothing."""
 
     def __init__(self, model: nn.Module) -> None:
         self._shapes = {name: p.shape for name, p in model.named_parameters()}
@@ -123,13 +127,13 @@ class _Drawn:
         return 1.0 + 0.2 * drawn if len(shape) < 2 else drawn * (2.0 / shape[-1] ** 0.5)
 
 
-class _Trial:
+class _TinyModel:
     """A tiny model, and its logits computed in several ways."""
 
     def __init__(self, config: PretrainedConfig, attention: str) -> None:
         self._config = config
-        # flash attention runs on a GPU only; eager is the formula itself
-        self._theirs = attention if attention != "flash_attention_2" else "eager"
+        # flash attention runs on a GPU only; eager computes the same formula
+        self._hf_attention = attention if attention != "flash_attention_2" else "eager"
         generator = torch.Generator().manual_seed(0)
         self._ids = torch.randint(_V, (1, _T), generator=generator)
         self._reference: Tensor | None = None
@@ -138,11 +142,11 @@ class _Trial:
     def reference(self) -> Tensor:
         """Hugging Face's own logits [1, T, V]."""
         if self._reference is None:
-            self._reference = self._plain_logits(self._real(self._theirs), self._ids)
+            self._reference = self._hf_logits(self._build(self._hf_attention), self._ids)
         return self._reference
 
     def compare(self, field: str, value: Any, what: str, remedy: str, compute: Callable[[], Tensor]) -> None:
-        """Refuses a field when the logits that its way of computing gives are not Hugging Face's."""
+        """Raises ConfigError for a field under which the computed logits differ from Hugging Face's."""
         kind = self._config.model_type
         expected = self.reference
         try:
@@ -150,70 +154,74 @@ class _Trial:
         except ConfigError:
             raise
         except Exception as error:
-            why = f"{what} does not run on a tiny {kind}: {one_line(error)}"
+            why = f"{what} fails on a tiny {kind}: {one_line(error)}"
             raise ConfigError(field, value, why=why, remedy=remedy) from None
         if found.shape != expected.shape or not _close(found, expected):
             why = f"{what} gives other logits than transformers' own forward pass of a tiny {kind}"
             raise ConfigError(field, value, why=why, remedy=remedy)
 
-    def logits(self, form: DecoderLayout) -> Tensor:
-        """By the decoder, in a form."""
-        model = self._real(NAME if form.own_attention else self._theirs)
-        return self._decoded(model, form, MicroBatch(self._ids, self._ids))
+    def logits(self, layout: DecoderLayout) -> Tensor:
+        """Computed by the decoder with a layout."""
+        model = self._build_for(layout)
+        return self._decoder_logits(model, layout, MicroBatch(self._ids, self._ids))
 
     @torch.no_grad()
-    def staged_logits(self, form: DecoderLayout) -> Tensor:
-        """By two stages."""
+    def pipelined_logits(self, layout: DecoderLayout) -> Tensor:
+        """Computed by two pipeline stages."""
         layers = self._config.num_hidden_layers
-        passed, caught = self._ids, _Caught()
-        for stage in split([1.0] * layers, head=0.0, stages=2):
-            model = self._real(NAME if form.own_attention else self._theirs)
-            owners = owners_of(model)
-            cut_to_stage(model, stage)
-            cut = replace(form, first=stage.first, last=stage.last)
-            passed = Decoder(model, cut, owners)(passed, MicroBatch(self._ids, self._ids), caught)[0]
-        return caught.logits
+        hidden, recorder = self._ids, _LogitsRecorder()
+        for stage in split_layers([1.0] * layers, head=0.0, stages=2):
+            model = self._build_for(layout)
+            owners = parameter_owners(model)
+            keep_stage(model, stage)
+            stage_layout = replace(layout, first=stage.first, last=stage.last)
+            hidden = Decoder(model, stage_layout, owners)(hidden, MicroBatch(self._ids, self._ids), recorder)[0]
+        return recorder.logits
 
-    def crosses_documents(self, form: DecoderLayout) -> bool:
-        """Logits of the second of two packed documents are not those of that document alone."""
-        model = self._real(NAME if form.own_attention else self._theirs)
-        at = torch.arange(_T).unsqueeze(0)
-        second = at >= _BORDER
-        packed = MicroBatch(self._ids, self._ids, torch.where(second, at - _BORDER, at), second.to(torch.int32))
-        alone = MicroBatch(self._ids[:, _BORDER:], self._ids[:, _BORDER:])
-        together = self._decoded(model, form, packed)[:, _BORDER:]
-        return not _close(together, self._decoded(model, form, alone))
+    def attends_across_documents(self, layout: DecoderLayout) -> bool:
+        """Whether the logits of the second of two packed documents differ from those of that document alone."""
+        model = self._build_for(layout)
+        positions = torch.arange(_T).unsqueeze(0)
+        second = positions >= _BOUNDARY
+        restarted = torch.where(second, positions - _BOUNDARY, positions)
+        packed = MicroBatch(self._ids, self._ids, restarted, second.to(torch.int32))
+        alone = MicroBatch(self._ids[:, _BOUNDARY:], self._ids[:, _BOUNDARY:])
+        together = self._decoder_logits(model, layout, packed)[:, _BOUNDARY:]
+        return not _close(together, self._decoder_logits(model, layout, alone))
 
-    def mixes_outside_cut_blocks(self) -> bool:
-        """With the blocks that tensor parallelism cuts silenced, a position still sees another."""
-        model = self._real(self._theirs)
-        blocks = {name.rpartition(".")[0] for name in check_plan(model, tp=1)}
+    def mixes_positions_outside_tp_blocks(self) -> bool:
+        """Whether a position depends on another one although the tensor-parallel blocks output zeros."""
+        model = self._build(self._hf_attention)
+        blocks = {name.rpartition(".")[0] for name in check_tp_plan(model, tp=1)}
         for name in blocks:
-            model.get_submodule(name).register_forward_hook(_silence)
+            model.get_submodule(name).register_forward_hook(_zero_output)
         other = self._ids.clone()
         other[:, 0] = (other[:, 0] + 1) % _V
-        before, after = (self._plain_logits(model, ids)[:, 1:] for ids in (self._ids, other))
+        before, after = (self._hf_logits(model, ids)[:, 1:] for ids in (self._ids, other))
         return not _close(before, after)
 
     @torch.no_grad()
-    def _plain_logits(self, model: nn.Module, ids: Tensor) -> Tensor:
+    def _hf_logits(self, model: nn.Module, ids: Tensor) -> Tensor:
         logits: Tensor = model(input_ids=ids, use_cache=False).logits
         return logits
 
     @torch.no_grad()
-    def _decoded(self, model: nn.Module, form: DecoderLayout, batch: MicroBatch) -> Tensor:
-        caught = _Caught()
-        Decoder(model, form, owners_of(model))(batch.input_ids, batch, caught)
-        return caught.logits
+    def _decoder_logits(self, model: nn.Module, layout: DecoderLayout, batch: MicroBatch) -> Tensor:
+        recorder = _LogitsRecorder()
+        Decoder(model, layout, parameter_owners(model))(batch.input_ids, batch, recorder)
+        return recorder.logits
 
-    def _real(self, attention: str) -> nn.Module:
+    def _build_for(self, layout: DecoderLayout) -> nn.Module:
+        return self._build(ATTENTION_NAME if layout.own_attention else self._hf_attention)
+
+    def _build(self, attention: str) -> nn.Module:
         model = build_meta(self._config, dtype=torch.float32, attn_implementation=attention)
-        materialise(model, _Drawn(model), device=torch.device("cpu"))
+        materialise(model, _RandomValues(model), device=torch.device("cpu"))
         return model.eval()
 
 
-def _silence(_module: nn.Module, _args: Any, output: Any) -> Any:
-    """Zeros in place of a block's output, or of the first of several."""
+def _zero_output(_module: nn.Module, _args: Any, output: Any) -> Any:
+    """Forward hook: zeros in place of a block's output, or of the first of several outputs."""
     if isinstance(output, tuple):
         return (torch.zeros_like(output[0]), *output[1:])
     return torch.zeros_like(output)

@@ -1,4 +1,4 @@
-"""What only the model can tell about a layout, asked before a process group is opened."""
+"""Checks of a layout that need the model's architecture; they run before the process group is initialized."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from pipeline.config.layout_rules import check_heads
 from pipeline.config.rules import ResolvedRun
 from pipeline.parallel.activation_checkpointing import check_activation_checkpointing
 from pipeline.parallel.architecture_check import check_architecture
-from pipeline.parallel.assemble import stages_of
+from pipeline.parallel.assemble import pipeline_stages
 from pipeline.parallel.costs import window_of
-from pipeline.parallel.tensor import check_plan
+from pipeline.parallel.tensor import check_tp_plan
 
 _NOT_TRAINED = ("classifier_dropout", "summary_first_dropout", "seq_classif_dropout")
-"""Dropouts of heads that a causal language model does not have."""
+"""Dropout keys of heads that a causal language model does not have."""
 
 
 def check_layout(run: ResolvedRun, model: nn.Module) -> None:
-    """Refuses what this architecture cannot do in this layout.
+    """Refuses a layout that this architecture does not support.
 
     Args:
         run: the resolved config.
-        model: whole, on meta.
+        model: the full model, on meta.
 
     Raises:
-        ConfigError: the first thing that is wrong: what is missing, and what works instead.
+        ConfigError: the first problem found: the field, the reason, and what works instead.
     """
     config, topology = model.config, run.topology
     assert isinstance(config, PretrainedConfig)
@@ -37,9 +37,9 @@ def check_layout(run: ResolvedRun, model: nn.Module) -> None:
         _refuse_dropout(run, config)
     check_heads(config.to_dict(), topology, context=run.config.parallel.cp_method)
     if topology.tp > 1:
-        check_plan(model, tp=topology.tp)
+        check_tp_plan(model, tp=topology.tp)
     if topology.pp > 1:
-        stages_of(run, model)
+        pipeline_stages(run, model)
     if topology.cp > 1 and run.config.parallel.cp_method == "ring":
         _check_ring(run, config)
     check_activation_checkpointing(model, run.config.memory)
@@ -48,12 +48,12 @@ def check_layout(run: ResolvedRun, model: nn.Module) -> None:
 
 def _refuse_router_loss(config: PretrainedConfig) -> None:
     if getattr(config, "output_router_logits", False):
-        why = "the experts' load-balancing loss is not offered, and without it the logits are of no use"
+        why = "the experts' load-balancing loss is not supported, and without it the router logits are not used"
         raise ConfigError("model.config.output_router_logits", True, why=why, remedy="set it to false")
 
 
 def _refuse_dropout(run: ResolvedRun, config: PretrainedConfig) -> None:
-    """Dropout draws from each process's own generator: no two layouts would train the same model."""
+    """Refuses dropout: it draws from each process's own generator, so no two layouts would train the same model."""
     dropouts = {
         key: value
         for key, value in config.to_dict().items()
@@ -61,10 +61,12 @@ def _refuse_dropout(run: ResolvedRun, config: PretrainedConfig) -> None:
     }
     for key, value in dropouts.items():
         if isinstance(value, float) and value > 0:
-            rest = ", ".join(f'"{each}": 0.0' for each, given in dropouts.items() if isinstance(given, float) and given)
+            zeros = ", ".join(
+                f'"{name}": 0.0' for name, given in dropouts.items() if isinstance(given, float) and given
+            )
             where = "model.config" if run.config.model.path is None else f"{run.config.model.path}/config.json"
-            why = "what is dropped would depend on the layout, and a resumed run would not go on as it was"
-            raise ConfigError(f"model.config.{key}", value, why=why, remedy=f"set {rest} in {where}")
+            why = "the dropout masks would depend on the layout, and a resumed run would not reproduce them"
+            raise ConfigError(f"model.config.{key}", value, why=why, remedy=f"set {zeros} in {where}")
 
 
 def _check_ring(run: ResolvedRun, config: Any) -> None:
@@ -72,5 +74,7 @@ def _check_ring(run: ResolvedRun, config: Any) -> None:
     windows = [window_of(config, number) for number in range(config.num_hidden_layers)]
     smallest = min((window for window in windows if window is not None), default=length)
     if smallest < length:
-        why = f"ring attention knows no mask but the causal one, and there is a sliding window of {smallest} positions"
+        why = (
+            f"ring attention supports only the causal mask, and the model has a sliding window of {smallest} positions"
+        )
         raise ConfigError("parallel.cp_method", "ring", why=why, remedy="use ulysses")

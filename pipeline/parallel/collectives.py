@@ -1,6 +1,6 @@
-"""Collectives that gradients flow through. Each one's backward is the other of its pair.
+"""Differentiable all-gather and reduce-scatter; the backward pass of each is the other.
 
-Shapes: B batch, T sequence, D features; `dim` is the dim that is cut or joined.
+Shapes: B batch, T sequence, D features; `dim` is the dim that is gathered or scattered.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from torch import Tensor
 
 
 def all_gather(part: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
-    """Joins the ranks' parts along `dim`. Backward: the gradients of all ranks are added up, each gets its part."""
-    joined: Tensor = _AllGather.apply(part, group, dim)
-    return joined
+    """Concatenates the ranks' parts along `dim`. Backward: gradients are summed over the ranks and scattered."""
+    gathered: Tensor = _AllGather.apply(part, group, dim)
+    return gathered
 
 
 def reduce_scatter(whole: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
-    """Adds up the ranks' tensors and gives each its part along `dim`. Backward: the parts are joined."""
+    """Sums the ranks' tensors and returns this rank's part along `dim`. Backward: gradients are all-gathered."""
     part: Tensor = _ReduceScatter.apply(whole, group, dim)
     return part
 

@@ -1,4 +1,4 @@
-"""Context parallelism: every rank holds a piece of the sequence, and attention still sees all of it.
+"""Context parallelism (Ulysses, ring attention): ranks hold shards of the sequence, and attention spans all of it.
 
 Shapes: B samples, H heads, K key/value heads, T positions of this rank, S = cp T of the sequence, d head size.
 """
@@ -11,63 +11,72 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.models.attention import Exchange, Mask, attend, repeat_heads
+from pipeline.models.attention import AttentionMask, ContextParallelAttention, attend, repeat_heads
 from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.ring import Ring
+from pipeline.parallel.ring import RingAttention
 
 
-def make_exchange(kind: str, mesh: Mesh) -> Exchange | None:
-    """The exchange of a layout; None without context parallelism."""
+def make_cp_attention(kind: str, mesh: Mesh) -> ContextParallelAttention | None:
+    """The attention across ranks of a layout; None without context parallelism.
+
+    Args:
+        kind: ulysses or ring.
+        mesh: this rank's coordinates and groups.
+    """
     group = mesh.group("cp")
     if group is None:
         return None
-    return Ring(group) if kind == "ring" else Ulysses(group)
+    return RingAttention(group) if kind == "ring" else UlyssesAttention(group)
 
 
-class Ulysses:
-    """Every rank attends with some of the heads over the whole sequence.
+class UlyssesAttention:
+    """Ulysses: every rank computes attention of some of the heads over the full sequence.
 
-    An all-to-all turns pieces of the sequence with all heads into the whole sequence with some heads, and back. Key
-    and value heads are repeated, as few times as will do, where the ranks do not divide them. Source: Jacobs et al.
-    2023 (arXiv:2309.14509).
+    An all-to-all turns sequence shards with all heads into the full sequence with some heads, and back. Key and value
+    heads are repeated, as few times as necessary, where the number of ranks does not divide them. Source: Jacobs et al.
+    2023, DeepSpeed Ulysses (arXiv:2309.14509).
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: Mask) -> Tensor:
-        """See `Exchange.attend`."""
-        times = _times(query.shape[1], key.shape[1], ranks=dist.get_world_size(self._group))
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: AttentionMask) -> Tensor:
+        """See `ContextParallelAttention.attend`."""
+        times = _kv_repeats(query.shape[1], key.shape[1], ranks=dist.get_world_size(self._group))
         if times > 1:
             key, value = repeat_heads(key, times), repeat_heads(value, times)
-        query, key, value = (swap(each, self._group, cut=1, join=2) for each in (query, key, value))
-        return swap(attend(query, key, value, scale=scale, mask=mask), self._group, cut=2, join=1)
+        query, key, value = (all_to_all(each, self._group, scatter_dim=1, gather_dim=2) for each in (query, key, value))
+        attended = attend(query, key, value, scale=scale, mask=mask)
+        return all_to_all(attended, self._group, scatter_dim=2, gather_dim=1)
 
 
-def _times(heads: int, groups: int, *, ranks: int) -> int:
-    """How often key/value heads are repeated, so that every rank gets those its query heads need."""
-    return next(n for n in range(1, heads // groups + 1) if heads % (groups * n) == 0 and groups * n % ranks == 0)
+def _kv_repeats(heads: int, kv_heads: int, *, ranks: int) -> int:
+    """How many times key/value heads are repeated, so that every rank gets those of its query heads."""
+    return next(n for n in range(1, heads // kv_heads + 1) if heads % (kv_heads * n) == 0 and kv_heads * n % ranks == 0)
 
 
-def swap(tensor: Tensor, group: dist.ProcessGroup, *, cut: int, join: int) -> Tensor:
-    """Cuts a tensor along one dim, sends piece i to rank i, and joins what arrives along another. Differentiable."""
-    swapped: Tensor = _Swap.apply(tensor, group, cut, join)
-    return swapped
+def all_to_all(tensor: Tensor, group: dist.ProcessGroup, *, scatter_dim: int, gather_dim: int) -> Tensor:
+    """Splits a tensor along `scatter_dim`, sends chunk i to rank i, and concatenates the received along `gather_dim`.
+
+    Differentiable: the backward pass swaps the two dims.
+    """
+    exchanged: Tensor = _AllToAll.apply(tensor, group, scatter_dim, gather_dim)
+    return exchanged
 
 
-class _Swap(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, cut: int, join: int) -> Tensor:
-        ctx.group, ctx.cut, ctx.join = group, cut, join
-        return _swapped(tensor, group, cut, join)
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, scatter_dim: int, gather_dim: int) -> Tensor:
+        ctx.group, ctx.scatter_dim, ctx.gather_dim = group, scatter_dim, gather_dim
+        return _exchanged(tensor, group, scatter_dim, gather_dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _swapped(grads[0], ctx.group, ctx.join, ctx.cut), None, None, None
+        return _exchanged(grads[0], ctx.group, ctx.gather_dim, ctx.scatter_dim), None, None, None
 
 
-def _swapped(tensor: Tensor, group: dist.ProcessGroup, cut: int, join: int) -> Tensor:
-    pieces = torch.stack(tensor.chunk(dist.get_world_size(group), dim=cut))
-    arrived = torch.empty_like(pieces)
-    dist.all_to_all_single(arrived, pieces.contiguous(), group=group)
-    return torch.cat(arrived.unbind(), dim=join)
+def _exchanged(tensor: Tensor, group: dist.ProcessGroup, scatter_dim: int, gather_dim: int) -> Tensor:
+    sent = torch.stack(tensor.chunk(dist.get_world_size(group), dim=scatter_dim))
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent.contiguous(), group=group)
+    return torch.cat(received.unbind(), dim=gather_dim)

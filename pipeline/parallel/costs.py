@@ -1,4 +1,4 @@
-"""What the parts of a decoder cost: floating-point operations of a forward pass per token, and parameters."""
+"""Cost model of decoder layers and pipeline stages: forward FLOPs per token, and parameters."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 from torch import nn
 
-from pipeline.parallel.stages import StageLayers, layer_list, placed_before_layers
+from pipeline.parallel.stages import StageLayers, layer_list, modules_before_layers
 
 
 def forward_flops(model: nn.Module, *, sequence_length: int) -> tuple[list[float], float]:
     """FLOPs per token of every decoder layer and of the head.
 
-    A layer is 2 N + 4 h s, N being its parameters and h its attention width over s positions (scores and values;
-    causal masking is not subtracted); with a window, s is the window. The head is 2 V D. Of a mixture of experts only
-    the experts that a token meets count. Source: as `models.count.measure`, forward pass only.
+    A layer costs 2 N + 4 h s, with N parameters and attention width h over s positions (scores and values; causal
+    masking is not subtracted); with a sliding window, s is the window. The head costs 2 V D. Of a mixture of experts,
+    only the active experts of a token count. Source: as `models.count.measure`, forward pass only.
 
     Args:
         model: on any device.
@@ -25,62 +25,63 @@ def forward_flops(model: nn.Module, *, sequence_length: int) -> tuple[list[float
     heads = config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     flops: list[float] = []
-    for number, layer in enumerate(layer_list(model)[1]):
-        seen = min(window_of(config, number) or sequence_length, sequence_length)
-        flops.append(2.0 * _met(layer, config) + 4.0 * width * seen)
+    for index, layer in enumerate(layer_list(model)[1]):
+        span = min(window_of(config, index) or sequence_length, sequence_length)
+        flops.append(2.0 * _active_parameters(layer, config) + 4.0 * width * span)
     return flops, 2.0 * config.vocab_size * config.hidden_size
 
 
 def stage_parameters(model: nn.Module, stages: Sequence[StageLayers]) -> list[int]:
-    """Parameters that every stage holds; a head tied to the embedding counts in the first stage and in the last."""
+    """Parameters of every stage; a head tied to the embedding counts in the first stage and in the last."""
     layers, _ = layer_list(model)
     inside, before = (
         f"{model.base_model_prefix}.{layers}.",
-        tuple(f"{model.base_model_prefix}.{name}." for name in placed_before_layers(model)),
+        tuple(f"{model.base_model_prefix}.{name}." for name in modules_before_layers(model)),
     )
     counts = [0] * len(stages)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name.startswith(inside):
-            number = int(name.removeprefix(inside).split(".")[0])
-            index = next(s.index for s in stages if s.layers[0] <= number < s.layers[1])
+            layer = int(name.removeprefix(inside).split(".")[0])
+            stage = next(s.index for s in stages if s.layers[0] <= layer < s.layers[1])
         else:
-            index = 0 if name.startswith(before) else len(stages) - 1
-        counts[index] += parameter.numel()
+            stage = 0 if name.startswith(before) else len(stages) - 1
+        counts[stage] += parameter.numel()
     if len(stages) == 1:
         return [sum(p.numel() for p in model.parameters())]
     return counts
 
 
-def describe(model: nn.Module, stages: Sequence[StageLayers]) -> list[str]:
+def describe_stages(model: nn.Module, stages: Sequence[StageLayers]) -> list[str]:
     """One line per stage: its layers, its share of a forward pass, its parameters and their bytes in the model's dtype.
 
     Args:
-        model: whole, on any device.
-        stages: of it, with their costs.
+        model: the full model, on any device.
+        stages: of the model, with their costs.
     """
     total = sum(stage.cost for stage in stages)
-    width = next(model.parameters()).element_size()
+    bytes_each = next(model.parameters()).element_size()
     lines = []
     for stage, parameters in zip(stages, stage_parameters(model, stages), strict=True):
         first, end = stage.layers
-        ends = [name for name, there in (("embedding", stage.first), ("head", stage.last)) if there]
-        what = ", ".join([f"layers {first}-{end - 1}" if end - first > 1 else f"layer {first}", *ends])
+        extra = [name for name, present in (("embedding", stage.first), ("head", stage.last)) if present]
+        modules = ", ".join([f"layers {first}-{end - 1}" if end - first > 1 else f"layer {first}", *extra])
         share = f"{stage.cost / total:.1%} of the FLOPs"
-        size = f"{parameters:,} parameters ({parameters * width / 2**20:,.1f} MiB)"
-        lines.append(f"stage {stage.index}: {what}; {share}, {size}")
+        size = f"{parameters:,} parameters ({parameters * bytes_each / 2**20:,.1f} MiB)"
+        lines.append(f"stage {stage.index}: {modules}; {share}, {size}")
     return lines
 
 
-def window_of(config: Any, number: int) -> int | None:
-    """Positions that the queries of a layer see, by a Hugging Face config; None for all."""
+def window_of(config: Any, layer: int) -> int | None:
+    """Sliding window of a layer in positions, from a Hugging Face config; None for full attention."""
     window: int | None = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds:
-        return window if kinds[number] == "sliding_attention" else None
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types:
+        return window if layer_types[layer] == "sliding_attention" else None
     return window if getattr(config, "use_sliding_window", True) else None
 
 
-def _met(layer: nn.Module, config: Any) -> float:
+def _active_parameters(layer: nn.Module, config: Any) -> float:
+    """Parameters of a layer that a token uses: of the experts, the share that it is routed to."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     experts = next((n for n in (getattr(config, name, None) for name in names) if n), None)
     share = config.num_experts_per_tok / experts if experts else 1.0

@@ -1,12 +1,12 @@
 """Tensor parallelism with sequence parallelism, applied from outside to a Hugging Face decoder on meta.
 
-The model's own `tp_plan` says which linear layers are cut along their outputs (colwise) and which along their inputs
-(rowwise). The vocabulary is cut across the ranks in the embedding and in the head. Between the cut blocks every rank
-holds T / tp positions of the sequence: a block's input is gathered (the backward pass adds up and scatters), its output
-is added up and scattered. Source: Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2.2.
+The model's own `tp_plan` defines which linear layers are sharded along their outputs (colwise) and which along their
+inputs (rowwise). Embedding and head are sharded along the vocabulary. Between the sharded blocks every rank holds
+T / tp positions of the sequence: a block's input is all-gathered (backward: reduce-scattered), its output is
+reduce-scattered. Source: Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2.2.
 
-Parameters that are not cut (norms, biases of rowwise layers) see only a part of the positions or of the heads on every
-rank, so their gradients have to be summed over the tp group: `TensorParallel.summed` names them.
+Parameters that are not sharded (norms, biases of rowwise layers) see only a part of the positions or of the heads on
+every rank, so their gradients must be summed over the tp group: `TensorParallel.partial_gradients` names them.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ from torch import Tensor, nn
 from headrace.base.errors import ConfigError
 from pipeline.checkpoint.shards import Rectangle
 from pipeline.parallel.collectives import all_gather, reduce_scatter
-from pipeline.parallel.vocabulary import Vocabulary
+from pipeline.parallel.vocabulary import VocabularyShard
 
 _SEQUENCE = 1
-"""The dim of hidden states [B, T, D] that is cut between blocks."""
+"""The dim of hidden states [B, T, D] that is sharded between blocks."""
 
 _REPLICATED = {"replicated_with_grad_allreduce"}
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """What was cut.
+    """The tensor-parallel shards of this rank.
 
     Attributes:
         group: the tp ranks.
-        boxes: name -> this rank's part of every parameter that was cut.
-        summed: names of parameters that every rank holds whole and whose gradients are to be summed over the group.
-        vocabulary: which ids this rank's columns of the logits are.
+        boxes: name -> this rank's shard of every sharded parameter.
+        partial_gradients: names of unsharded parameters, whose gradients must be summed over the group.
+        vocabulary: this rank's shard of the vocabulary.
     """
 
     group: dist.ProcessGroup
     boxes: dict[str, Rectangle]
-    summed: frozenset[str]
-    vocabulary: Vocabulary
+    partial_gradients: frozenset[str]
+    vocabulary: VocabularyShard
 
 
-def check_plan(model: nn.Module, *, tp: int) -> dict[str, str]:
-    """Module name -> colwise or rowwise, for every linear layer that tensor parallelism cuts.
+def check_tp_plan(model: nn.Module, *, tp: int) -> dict[str, str]:
+    """Module name -> colwise or rowwise, for every linear layer that tensor parallelism shards.
 
     Args:
         model: a Hugging Face causal language model, on any device.
-        tp: ranks that share a layer.
+        tp: size of the tp axis.
 
     Raises:
-        ConfigError: the architecture has no plan, or one that cuts what this module cannot; a size tp does not divide.
+        ConfigError: the architecture has no plan, or an unsupported one, or a size that tp does not divide.
     """
     config: Any = model.config
     plan = getattr(config, "base_model_tp_plan", None)
@@ -65,7 +65,7 @@ def check_plan(model: nn.Module, *, tp: int) -> dict[str, str]:
         raise ConfigError(
             "parallel.tp",
             tp,
-            why=f"transformers has no base_model_tp_plan for {config.model_type}: nobody says how it is cut",
+            why=f"transformers has no base_model_tp_plan for {config.model_type}, which shards its layers",
             remedy="use ZeRO or FSDP2 (parallel.tp 1), or another architecture, e.g. llama",
         )
     prefix = f"{model.base_model_prefix}."
@@ -80,21 +80,21 @@ def check_plan(model: nn.Module, *, tp: int) -> dict[str, str]:
             raise ConfigError(
                 "parallel.tp",
                 tp,
-                why=f"the plan of {config.model_type} cuts {name} as '{style}', which is not offered",
+                why=f"the plan of {config.model_type} shards {name} as '{style}', which is not supported",
                 remedy="use ZeRO or FSDP2 for this architecture (parallel.tp 1)",
             )
-        _divides(module.weight.shape[0 if style == "colwise" else 1], tp, name)
+        _check_divides(module.weight.shape[0 if style == "colwise" else 1], tp, name)
         styles[name] = style
-    _covers_blocks(model, plan, styles, tp)
-    _divides(config.vocab_size, tp, "model.config.vocab_size")
+    _check_blocks_covered(model, plan, styles, tp)
+    _check_divides(config.vocab_size, tp, "model.config.vocab_size")
     for key in ("num_attention_heads", "num_key_value_heads"):
         if getattr(config, key, None):
-            _divides(getattr(config, key), tp, f"model.config.{key}")
+            _check_divides(getattr(config, key), tp, f"model.config.{key}")
     return styles
 
 
-def _covers_blocks(model: nn.Module, plan: dict[str, str], styles: dict[str, str], tp: int) -> None:
-    """Every parameter within a cut block must be spoken for: it may be one per head, and heads are dealt out."""
+def _check_blocks_covered(model: nn.Module, plan: dict[str, str], styles: dict[str, str], tp: int) -> None:
+    """The plan must cover every parameter within a sharded block: it may be per head, and heads are sharded."""
     for block in sorted({name.rpartition(".")[0] for name in styles}):
         for name, _ in model.get_submodule(block).named_parameters(prefix=block):
             module = name.rpartition(".")[0]
@@ -102,43 +102,43 @@ def _covers_blocks(model: nn.Module, plan: dict[str, str], styles: dict[str, str
                 raise ConfigError(
                     "parallel.tp",
                     tp,
-                    why=f"the plan of {model.config.model_type} does not say what becomes of {name}",  # type: ignore[union-attr]
+                    why=f"the plan of {model.config.model_type} does not cover {name}",  # type: ignore[union-attr]
                     remedy="use ZeRO or FSDP2 for this architecture (parallel.tp 1)",
                 )
 
 
 def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup, *, names: dict[int, str]) -> TensorParallel:
-    """Cuts a model on meta in place; its modules then compute with this rank's part.
+    """Shards a model on meta in place; its modules then compute with this rank's shards.
 
     Args:
-        model: a whole Hugging Face causal language model, or a pipeline stage of it.
+        model: a full Hugging Face causal language model, or a pipeline stage of it.
         group: the tp ranks, two or more.
-        names: id of a parameter -> its name in the whole model (a tied one may be left under another name here).
+        names: id of a parameter -> its name in the full model (a tied one may have another name in a stage).
 
     Raises:
-        ConfigError: as `check_plan`.
+        ConfigError: as `check_tp_plan`.
     """
     tp, rank = dist.get_world_size(group), dist.get_rank(group)
-    styles = check_plan(model, tp=tp)
-    cut: dict[int, nn.Parameter] = {}
+    styles = check_tp_plan(model, tp=tp)
+    shards: dict[int, nn.Parameter] = {}
     boxes: dict[str, Rectangle] = {}
 
     def shard(module: nn.Module, key: str, dim: int) -> None:
-        whole = module._parameters[key]
-        if whole is None:
+        full = module._parameters[key]
+        if full is None:
             return
-        if id(whole) not in cut:  # a tied weight is cut once
-            sizes, offsets = list(whole.shape), [0] * whole.ndim
+        if id(full) not in shards:  # a tied weight is sharded once
+            sizes, offsets = list(full.shape), [0] * full.ndim
             sizes[dim] //= tp
             offsets[dim] = rank * sizes[dim]
-            boxes[names[id(whole)]] = Rectangle(tuple(offsets), tuple(sizes))
-            cut[id(whole)] = nn.Parameter(whole.new_empty(sizes), requires_grad=whole.requires_grad)
-        module._parameters[key] = cut[id(whole)]
+            boxes[names[id(full)]] = Rectangle(tuple(offsets), tuple(sizes))
+            shards[id(full)] = nn.Parameter(full.new_empty(sizes), requires_grad=full.requires_grad)
+        module._parameters[key] = shards[id(full)]
 
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     if isinstance(embedding, nn.Embedding):  # a pipeline stage may have none
         shard(embedding, "weight", 0)
-        _cut_embedding(embedding, group)
+        _shard_embedding(embedding, group)
     if isinstance(head, nn.Linear):
         shard(head, "weight", 0)
         shard(head, "bias", 0)
@@ -151,12 +151,12 @@ def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup, *, names: 
             shard(linear, "bias", 0)
             blocks.add(name.rpartition(".")[0])
         else:
-            linear.forward = partial(_row_forward, linear, group)  # type: ignore[method-assign]
+            linear.forward = partial(_rowwise_forward, linear, group)  # type: ignore[method-assign]
     for name in blocks:
         model.get_submodule(name).register_forward_pre_hook(partial(_gather_input, group), with_kwargs=True)
-    # not from the head's weight, which a sharding engine may have emptied by the time it is asked
+    # not from the head's weight, which a sharding engine may have emptied by then
     config: Any = model.config
-    vocabulary = Vocabulary(group, rank * (config.vocab_size // tp))
+    vocabulary = VocabularyShard(group, rank * (config.vocab_size // tp))
     return TensorParallel(group, boxes, frozenset(names.values()) - boxes.keys(), vocabulary)
 
 
@@ -164,47 +164,47 @@ def _style(plan: dict[str, str], name: str) -> str | None:
     return plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name))
 
 
-def _divides(size: int, tp: int, what: str) -> None:
+def _check_divides(size: int, tp: int, what: str) -> None:
     if size % tp:
-        fits = [n for n in range(1, tp) if size % n == 0]
-        raise ConfigError("parallel.tp", tp, why=f"it does not divide {what} ({size})", remedy=f"use {fits[-1]}")
+        divisors = [n for n in range(1, tp) if size % n == 0]
+        raise ConfigError("parallel.tp", tp, why=f"it does not divide {what} ({size})", remedy=f"use {divisors[-1]}")
 
 
 def _gather_input(
     group: dist.ProcessGroup, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """[B, T / tp, D] -> [B, T, D] at the door of a block whose linear layers are cut."""
+    """[B, T / tp, D] -> [B, T, D] before a block whose linear layers are sharded."""
     if args:
         return (all_gather(args[0], group, dim=_SEQUENCE), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": all_gather(kwargs["hidden_states"], group, dim=_SEQUENCE)}
 
 
-def _row_forward(linear: nn.Linear, group: dist.ProcessGroup, features: Tensor) -> Tensor:
+def _rowwise_forward(linear: nn.Linear, group: dist.ProcessGroup, features: Tensor) -> Tensor:
     """Features [B, T, D_in / tp] -> [B, T / tp, D_out]; the bias is added once, after the sum over ranks."""
     out = reduce_scatter(F.linear(features, linear.weight), group, dim=_SEQUENCE)
     return out if linear.bias is None else out + linear.bias
 
 
-def _cut_embedding(embedding: nn.Embedding, group: dist.ProcessGroup) -> None:
-    """Ids of other ranks' rows give zeros here; the sum over ranks has every row once."""
+def _shard_embedding(embedding: nn.Embedding, group: dist.ProcessGroup) -> None:
+    """Vocabulary-parallel embedding: ids of other ranks' rows give zeros, and the sum over ranks has every row once."""
     rows = embedding.weight.shape[0]
     first = dist.get_rank(group) * rows
-    plain = embedding.forward
-    if embedding.padding_idx is not None:  # that row takes no gradient; here it is a row of one rank
+    local_forward = embedding.forward
+    if embedding.padding_idx is not None:  # the padding row gets no gradient; only one rank holds it
         local_pad = embedding.padding_idx - first
         embedding.padding_idx = local_pad if 0 <= local_pad < rows else None
 
     def forward(ids: Tensor) -> Tensor:
         local = ids - first
-        foreign = (local < 0) | (local >= rows)
-        vectors: Tensor = plain(local.masked_fill(foreign, 0))
-        return reduce_scatter(vectors.masked_fill(foreign.unsqueeze(-1), 0), group, dim=_SEQUENCE)
+        elsewhere = (local < 0) | (local >= rows)
+        vectors: Tensor = local_forward(local.masked_fill(elsewhere, 0))
+        return reduce_scatter(vectors.masked_fill(elsewhere.unsqueeze(-1), 0), group, dim=_SEQUENCE)
 
     embedding.forward = forward  # type: ignore[method-assign, assignment]
 
 
-def sum_gradients(gradients: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Adds up small gradients over a group, in place, in fp32 and in one message."""
+def all_reduce_gradients(gradients: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Sums small gradients over a group, in place, in fp32, with one all-reduce."""
     if not gradients:
         return
     flat = torch.cat([g.detach().float().reshape(-1) for g in gradients])

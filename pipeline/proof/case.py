@@ -1,4 +1,4 @@
-"""What is run to prove a layout, and what came of it: plain values that travel between processes as JSON."""
+"""The training runs of an equivalence proof and their results: values passed between processes as JSON."""
 
 from __future__ import annotations
 
@@ -14,55 +14,55 @@ class Case:
     """One training run from its first step to its last.
 
     Attributes:
-        name: of a directory; unique among the cases of a launch.
-        config: a whole run's config, as JSON; `run.dir` is replaced.
-        processes: of this machine.
-        save: steps after which the state is written.
-        again: name of a case before this one, and a step after which it was saved: when this one has ended, its engine
-            takes that state and does the steps after it once more.
+        name: of its directory; unique among the cases of a launch.
+        config: a complete run config, as JSON; `run.dir` is replaced.
+        processes: number of processes on this machine.
+        save: steps after which the state is saved.
+        resume_from: name of an earlier case, and a step after which it saved its state: at the end of this case its
+            engine loads that state and repeats the steps after it.
     """
 
     name: str
     config: dict[str, Any]
     processes: int = 1
     save: tuple[int, ...] = (1,)
-    again: tuple[str, int] | None = None
+    resume_from: tuple[str, int] | None = None
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Case:
         """The inverse of `dataclasses.asdict`."""
-        again = fields["again"]
-        return cls(**{**fields, "save": tuple(fields["save"]), "again": tuple(again) if again else None})
+        source = fields["resume_from"]
+        return cls(**{**fields, "save": tuple(fields["save"]), "resume_from": tuple(source) if source else None})
 
 
 @dataclass(frozen=True)
 class CaseResult:
-    """What a case gave.
+    """Result of a case.
 
     Attributes:
-        directory: of the case: `step-N` holds the state after step N, `rank-N.log` what a rank said.
+        directory: of the case: `step-N` holds the state after step N, `rank-N.log` the output of a rank.
         losses: step -> loss.
-        norms: step -> gradient norm before clipping.
-        again: step -> loss of the steps that were done once more, from another case's state.
-        heldout: cross-entropy per target of held-out data after the last step.
-        layout: in words.
-        seconds: from the start of its processes to their end.
-        cpu_seconds: of all of them.
-        failed: the last lines of the rank that failed; None when all went well.
+        grad_norms: step -> gradient norm before clipping.
+        resumed_losses: step -> loss of the steps repeated from another case's state.
+        heldout_loss: cross-entropy per target on held-out data after the last step, nats.
+        layout: its description.
+        seconds: wall time from the start of its processes to their end.
+        cpu_seconds: CPU time of all processes.
+        error: the last lines of output of the rank that failed; None if the case succeeded.
     """
 
     directory: Path
     losses: dict[int, float] = field(default_factory=dict)
-    norms: dict[int, float] = field(default_factory=dict)
-    again: dict[int, float] = field(default_factory=dict)
-    heldout: float | None = None
+    grad_norms: dict[int, float] = field(default_factory=dict)
+    resumed_losses: dict[int, float] = field(default_factory=dict)
+    heldout_loss: float | None = None
     layout: str = ""
     seconds: float = 0.0
     cpu_seconds: float = 0.0
-    failed: str | None = None
+    error: str | None = None
 
     def state(self, step: int) -> Path:
-        """The state that was saved after a step."""
+        """Directory of the state saved after a step."""
         return self.directory / f"step-{step}"
 
 
@@ -76,15 +76,15 @@ def read_cases(path: Path) -> list[Case]:
     return [Case.from_json(fields) for fields in json.loads(path.read_text())]
 
 
-def write_outcome(outcome: CaseResult) -> None:
-    """Writes an outcome into its directory."""
-    fields = {**asdict(outcome), "directory": str(outcome.directory)}
-    (outcome.directory / "outcome.json").write_text(json.dumps(fields))
+def write_result(result: CaseResult) -> None:
+    """Writes a result into its directory."""
+    fields = {**asdict(result), "directory": str(result.directory)}
+    (result.directory / "outcome.json").write_text(json.dumps(fields))
 
 
-def read_outcome(directory: Path) -> CaseResult:
-    """Reads what `write_outcome` wrote."""
+def read_result(directory: Path) -> CaseResult:
+    """Reads what `write_result` wrote."""
     fields = json.loads((directory / "outcome.json").read_text())
-    for name in ("losses", "norms", "again"):
+    for name in ("losses", "grad_norms", "resumed_losses"):
         fields[name] = {int(step): value for step, value in fields[name].items()}
     return CaseResult(**{**fields, "directory": directory})

@@ -1,8 +1,8 @@
-"""`python -m pipeline prove --config F`: this config's layout, made small, against one plain process.
+"""`python -m pipeline prove --config F`: checks that a config's layout is equivalent to one plain PyTorch process.
 
-The same layout and features with the model's sizes shrunk run on CPU processes of this machine. Gradient by gradient,
-loss by loss and norm by norm they are compared with one plain PyTorch process; always in fp32, which shows the layout
-itself, and in the config's own precision.
+The same layout and features run with a shrunk model on CPU processes of this machine. Gradients, losses and gradient
+norms are compared with a reference run on one plain PyTorch process; always in fp32, which isolates the layout, and in
+the config's own precision.
 """
 
 from __future__ import annotations
@@ -22,47 +22,48 @@ from pipeline.config.schema import Config
 
 if TYPE_CHECKING:
     from pipeline.proof.case import Case, CaseResult
-    from pipeline.proof.judgement import ProofResult
-    from pipeline.proof.small import Small
+    from pipeline.proof.equivalence import ProofResult
+    from pipeline.proof.shrunk_run import ShrunkRun
 
 PROVEN, REFUTED = 0, 1
 READ_BY_REFERENCE = "loss, its state in one process"
+"""Name of the comparison of the reference's losses after it resumed from the layout's state."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `python -m pipeline prove`."""
     add_config_arguments(parser)
     parser.add_argument(
-        "--processes", type=int, metavar="N", help="of the real run (default: the fewest that use every axis)"
+        "--processes", type=int, metavar="N", help="processes of the real run (default: the fewest that use every axis)"
     )
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="steps of each run (default: 20)")
-    parser.add_argument("--gradients", action="store_true", help="print the difference of every tensor's gradient")
+    parser.add_argument("--gradients", action="store_true", help="print the gradient difference of every tensor")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Proves or refutes; the exit code says which."""
+    """Runs the proof; returns PROVEN or REFUTED as the exit code."""
     started = time.monotonic()
     config = load_config(arguments.config, arguments.overrides)
     real = resolve(config, world_size=arguments.processes) if arguments.processes else _fewest(config)
     print(f"{arguments.config}: {real.layout}; {real.precision}", flush=True)
-    # torch takes seconds to import, and a refusal should not wait for it
-    from pipeline.proof.small import make_small  # noqa: PLC0415
+    # torch takes seconds to import, and a config error should not wait for it
+    from pipeline.proof.shrunk_run import shrink_run  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory(prefix="headrace-prove-") as work:
-        small = make_small(real, steps=max(2, arguments.steps), work=Path(work))
-        for note in small.notes:
+        shrunk = shrink_run(real, steps=max(2, arguments.steps), work=Path(work))
+        for note in shrunk.notes:
             print(f"  {note}")
-        verdicts = _prove(small, Path(work), steps=max(2, arguments.steps))
-    from pipeline.proof.table import show  # noqa: PLC0415
+        results = _prove(shrunk, Path(work), steps=max(2, arguments.steps))
+    from pipeline.proof.table import print_results  # noqa: PLC0415
 
-    show(verdicts, gradients=arguments.gradients)
-    proven = all(verdict.holds for verdict in verdicts)
+    print_results(results, gradients=arguments.gradients)
+    proven = all(result.passed for result in results)
     print(f"{'proven' if proven else 'REFUTED'} in {time.monotonic() - started:.0f} s")
     return PROVEN if proven else REFUTED
 
 
 def _fewest(config: Config) -> ResolvedRun:
-    """The config on the fewest processes that use every axis it has; two data ranks, if the batch allows it."""
+    """The config resolved for the fewest processes that use all its axes, with two data ranks if possible."""
     axes = (
         config.parallel.pp or config.pipeline.stages,
         config.parallel.tp or config.tensor_parallel.autotp_size,
@@ -86,33 +87,38 @@ def _fewest(config: Config) -> ResolvedRun:
     raise refused
 
 
-def _prove(small: Small, work: Path, *, steps: int) -> list[ProofResult]:
+def _prove(shrunk: ShrunkRun, work: Path, *, steps: int) -> list[ProofResult]:
     from pipeline.proof.compare import RESUMED  # noqa: PLC0415
-    from pipeline.proof.judgement import judge  # noqa: PLC0415
-    from pipeline.proof.small import SEQUENCE, VOCABULARY  # noqa: PLC0415
+    from pipeline.proof.equivalence import check_equivalence  # noqa: PLC0415
+    from pipeline.proof.shrunk_run import SEQUENCE, VOCABULARY  # noqa: PLC0415
     from pipeline.proof.tokens import write_tokens  # noqa: PLC0415
     from pipeline.proof.worker import run_cases  # noqa: PLC0415
 
     tokens = write_tokens(work / "tokens", vocab_size=VOCABULARY, tokens=16_000, longest=2 * SEQUENCE)
-    precisions = ["fp32"] if small.precision == "fp32" else ["fp32", small.precision]
+    precisions = ["fp32"] if shrunk.precision == "fp32" else ["fp32", shrunk.precision]
     saved = (1, steps // 2)
     cases: list[Case] = []
     for p in precisions:
-        cases.append(small.reference(f"reference-{p}", precision=p, tokens=tokens, save=saved))
-        # what the reference wrote, the layout reads, and the other way round
-        again = (cases[-1].name, saved[1])
-        cases.append(small.layout(f"layout-{p}", precision=p, tokens=tokens, save=saved, again=again))
-    cases.append(replace(cases[0], name="resumed-fp32", again=("layout-fp32", saved[1])))
-    print(f"  {small.topology}, {steps} steps in {' and '.join(precisions)}", flush=True)
-    outcomes = run_cases(cases, work, told=_tell)
-    known = {case.name: (case, outcomes[case.name]) for case in cases}
-    exact = known["reference-fp32"]
-    verdicts = [judge(known[f"layout-{p}"], known[f"reference-{p}"], exact=exact) for p in precisions]
-    resumed = judge(known["resumed-fp32"], exact, exact=exact)
-    others = [replace(gap, what=READ_BY_REFERENCE) for gap in resumed.gaps if gap.what == RESUMED]
-    first = verdicts[0]
-    return [replace(first, gaps=(*first.gaps, *others), failed=first.failed or resumed.failed), *verdicts[1:]]
+        cases.append(shrunk.reference(f"reference-{p}", precision=p, tokens=tokens, save=saved))
+        # the layout resumes from the reference's state, and below the reference from the layout's
+        source = (cases[-1].name, saved[1])
+        cases.append(shrunk.layout(f"layout-{p}", precision=p, tokens=tokens, save=saved, resume_from=source))
+    cases.append(replace(cases[0], name="resumed-fp32", resume_from=("layout-fp32", saved[1])))
+    print(f"  {shrunk.topology}, {steps} steps in {' and '.join(precisions)}", flush=True)
+    case_results = run_cases(cases, work, on_result=_print_case)
+    known = {case.name: (case, case_results[case.name]) for case in cases}
+    fp32 = known["reference-fp32"]
+    results = [
+        check_equivalence(known[f"layout-{p}"], known[f"reference-{p}"], fp32_reference=fp32) for p in precisions
+    ]
+    resumed = check_equivalence(known["resumed-fp32"], fp32, fp32_reference=fp32)
+    others = [replace(each, quantity=READ_BY_REFERENCE) for each in resumed.comparisons if each.quantity == RESUMED]
+    first = results[0]
+    return [
+        replace(first, comparisons=(*first.comparisons, *others), error=first.error or resumed.error),
+        *results[1:],
+    ]
 
 
-def _tell(case: Case, outcome: CaseResult) -> None:
-    print(f"  {case.name:<16} {case.processes:>2} processes {outcome.seconds:6.1f} s", flush=True)
+def _print_case(case: Case, result: CaseResult) -> None:
+    print(f"  {case.name:<16} {case.processes:>2} processes {result.seconds:6.1f} s", flush=True)

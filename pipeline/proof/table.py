@@ -1,4 +1,4 @@
-"""Verdicts as a table on the terminal."""
+"""Prints the results of a proof as a table."""
 
 from __future__ import annotations
 
@@ -7,49 +7,52 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.proof.judgement import ProofResult
+from pipeline.proof.equivalence import ProofResult
 
-_MOST = 12
-"""Tensors that are listed when gradients are wrong."""
+_MAX_ROWS = 12
+"""Tensors listed when gradients are out of tolerance."""
 
 
-def show(verdicts: Sequence[ProofResult], *, gradients: bool = False) -> None:
-    """Prints what was compared, what was allowed, and where it was furthest off; then what is wrong."""
+def print_results(results: Sequence[ProofResult], *, gradients: bool = False) -> None:
+    """Prints the largest difference of every quantity with its tolerance and location; then errors and gradients."""
     console = Console(highlight=False)
-    if not console.is_terminal:  # a log has no edge to wrap at
+    if not console.is_terminal:  # do not wrap at 80 columns in a log
         console = Console(highlight=False, width=140)
-    if any(verdict.gaps for verdict in verdicts):
-        console.print(_overview(verdicts))
-    for verdict in verdicts:
-        if verdict.failed is not None:
-            console.print(f"[bold red]{verdict.precision}: the run failed[/]")
-            console.print(verdict.failed, markup=False)
-        elif gradients or verdict.beyond():
-            console.print(_tensors(verdict, everything=gradients))
+    if any(result.comparisons for result in results):
+        console.print(_overview(results))
+    for result in results:
+        if result.error is not None:
+            console.print(f"[bold red]{result.precision}: the run failed[/]")
+            console.print(result.error, markup=False)
+        elif gradients or result.wrong_gradients():
+            console.print(_tensors(result, everything=gradients))
 
 
-def _overview(verdicts: Sequence[ProofResult]) -> Table:
+def _overview(results: Sequence[ProofResult]) -> Table:
     table = Table()
-    for column in ("precision", "compared", "furthest off", "allowed", "at", ""):
-        table.add_column(column, justify="right" if column in ("furthest off", "allowed") else "left")
-    for verdict in verdicts:
-        for gap in verdict.gaps:
-            word = "[green]equal[/]" if gap.holds else "[bold red]not equal[/]"
-            table.add_row(verdict.precision, gap.what, f"{gap.difference:.1e}", f"{gap.tolerance:.1e}", gap.at, word)
+    for column in ("precision", "quantity", "largest difference", "tolerance", "at", ""):
+        table.add_column(column, justify="right" if column in ("largest difference", "tolerance") else "left")
+    for result in results:
+        for row in result.comparisons:
+            status = "[green]equal[/]" if row.passed else "[bold red]not equal[/]"
+            numbers = (f"{row.difference:.1e}", f"{row.tolerance:.1e}")
+            table.add_row(result.precision, row.quantity, *numbers, row.location, status)
     return table
 
 
-def _tensors(verdict: ProofResult, *, everything: bool) -> Table:
-    assert verdict.gradient is not None
-    assert verdict.tolerance is not None
-    beyond = verdict.beyond()
-    rows = beyond[:_MOST]
+def _tensors(result: ProofResult, *, everything: bool) -> Table:
+    assert result.gradient is not None
+    assert result.tolerance is not None
+    wrong = result.wrong_gradients()
+    rows = wrong[:_MAX_ROWS]
     if everything:
-        rows = [(name, off, verdict.tolerance.gradient.get(name, 0.0)) for name, off in verdict.gradient.items()]
-    title = f"{verdict.precision}: gradients of step 1, {len(beyond)} of {len(verdict.gradient)} tensors not equal"
+        tolerances = result.tolerance.gradient
+        rows = [(name, difference, tolerances.get(name, 0.0)) for name, difference in result.gradient.items()]
+    title = f"{result.precision}: gradients of step 1, {len(wrong)} of {len(result.gradient)} tensors not equal"
     table = Table("tensor", title=title)
     table.add_column("relative difference", justify="right")
-    table.add_column("allowed", justify="right")
-    for name, off, allowed in rows:
-        table.add_row(name, f"{off:.1e}", f"{allowed:.1e}", style=None if off <= allowed else "red")
+    table.add_column("tolerance", justify="right")
+    for name, difference, tolerance in rows:
+        style = None if difference <= tolerance else "red"
+        table.add_row(name, f"{difference:.1e}", f"{tolerance:.1e}", style=style)
     return table

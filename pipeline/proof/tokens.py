@@ -1,4 +1,4 @@
-"""A small tokens directory to prove layouts on, where the user's own data need not be."""
+"""Writes a small synthetic tokens directory for proofs, so that the user's own data is not needed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ EOS = 0
 
 
 def write_tokens(directory: Path, *, vocab_size: int, tokens: int, longest: int) -> Path:
-    """Writes documents of a language that can be learnt a little: every id is followed by one of three.
+    """Writes documents with a learnable structure: every id is followed by one of three ids.
 
     Args:
-        directory: to make.
+        directory: to create.
         vocab_size: number of ids.
-        tokens: in each split, about.
-        longest: tokens of the longest document; lengths are spread evenly from 2, so that borders fall anywhere.
+        tokens: approximate number in each split.
+        longest: maximum document length in tokens; lengths are uniform from 2, so boundaries fall at any position.
     """
     staging = fresh_staging(directory)
     splits = {}

@@ -1,7 +1,7 @@
-"""How far two layouts of one run may be apart, from the arithmetic alone. Written out in docs/parity.md.
+"""Tolerances for comparing two layouts of one run, derived from rounding errors. Explained in docs/parity.md.
 
-Layouts differ in where they round and in the order in which they add, and in nothing else. With unit roundoff u, a sum
-of n terms in two orders differs by about u sqrt(n) of its size, n u at worst.
+Layouts differ only in where they round and in the order of summation. With unit roundoff u, sums of n terms in two
+orders differ by about u sqrt(n) of their size, n u at worst.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ UNIT_ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-9, "fp16": 2.0**-12}
 """Half the distance from 1 to the next number: fp32 has 24 bits of significand, bf16 8, fp16 11."""
 
 PATH = 8.0
-"""What a gradient picks up on its way: about a hundred roundings (5 per matrix product and norm, forward and backward,
-over a few layers) add up like a random walk to 10, beside the sum over tokens; measured is a fourteenth of it."""
+"""Rounding error of a gradient along its computation path, beside the sum over tokens: about a hundred roundings (5 per
+matrix product and norm, forward and backward, over a few layers) add up like a random walk to 10; the measured error is
+a fourteenth of it."""
 
 DRAWS = 3.0
 """Two independent errors of size d are sqrt(2) d apart; three leaves room for their spread over tensors."""
 
 LOSS_FP32 = 1e-5
-"""Over 20 steps. One step is good to 2e-7; Adam divides by a gradient's own size, so that an element near zero turns
-its rounding error into a step of full size."""
+"""Over 20 steps. One step is accurate to 2e-7; Adam divides by the size of the gradient, so that for an element near
+zero the rounding error becomes an update of full size."""
 
 NORM_FP32 = 1e-4
-"""Over 20 steps. A gradient changes faster than the loss along a curve: by about ten times."""
+"""Over 20 steps. Along a training curve the gradient changes about ten times as fast as the loss."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,10 @@ class Tolerance:
     """Relative tolerances of one comparison.
 
     Attributes:
-        loss: on the loss of every step, and on held-out data.
-        norm: on the gradient norm.
-        norm_steps: of so many first steps; all when None.
-        gradient: on every tensor of the first gradient, by name.
+        loss: of the loss of every step, and on held-out data.
+        norm: of the gradient norm.
+        norm_steps: number of first steps whose norm is compared; all when None.
+        gradient: of every tensor of the first gradient, by name.
     """
 
     loss: float
@@ -43,25 +44,31 @@ class Tolerance:
     gradient: dict[str, float]
 
 
-def fp32(names: list[str], *, tokens: int) -> Tolerance:
-    """In fp32, for steps of so many tokens."""
+def fp32_tolerance(names: list[str], *, tokens: int) -> Tolerance:
+    """Tolerances in fp32.
+
+    Args:
+        names: of the tensors.
+        tokens: per step.
+    """
     gradient = PATH * UNIT_ROUNDOFF["fp32"] * tokens**0.5
     return Tolerance(LOSS_FP32, NORM_FP32, None, dict.fromkeys(names, gradient))
 
 
-def half(dtype: str, own_error: dict[str, float], *, tokens: int) -> Tolerance:
-    """In bf16 or fp16.
+def half_tolerance(dtype: str, own_error: dict[str, float], *, tokens: int) -> Tolerance:
+    """Tolerances in bf16 or fp16.
 
-    What the dtype itself does to a gradient is measured: `own_error`, the plain reference in it against the plain
-    reference in fp32. Another layout is another draw of such errors. Losses of single tokens are off by some u and
-    average out, and what does not is at most u. After the first update curves part, and norms are no criterion.
+    The rounding error of the dtype in a gradient is measured: `own_error`, the reference run in that dtype compared
+    with the reference run in fp32. Another layout is another random draw of such errors. Losses of single tokens differ
+    by some u and average out; what remains is at most u. After the first update the runs diverge, so later norms are
+    not compared.
 
     Args:
         dtype: bf16 or fp16.
-        own_error: tensor -> relative difference of the references.
-        tokens: of a step.
+        own_error: tensor -> relative difference of the two references.
+        tokens: per step.
     """
     u = UNIT_ROUNDOFF[dtype]
-    least = max(u, fp32([""], tokens=tokens).gradient[""])
+    least = max(u, fp32_tolerance([""], tokens=tokens).gradient[""])
     gradient = {name: DRAWS * max(error, least) for name, error in own_error.items()}
     return Tolerance(u, DRAWS * max(*own_error.values(), least), 1, gradient)

@@ -1,10 +1,10 @@
-"""Runs many small training runs, each on its own processes, without paying for imports more than once.
+"""Runs many small training runs, each on its own processes, while importing all libraries only once.
 
     python -m pipeline.proof.worker CASES.json DIRECTORY
 
 The parent imports everything, which takes seconds, and then forks the ranks of one case after another, which takes
-milliseconds. Every case begins with clean libraries: DeepSpeed keeps its process groups in globals, so that two layouts
-in one process would get in each other's way. The parent itself never computes, and never has a second thread.
+milliseconds. Every case starts with fresh library state: DeepSpeed keeps its process groups in globals, so two layouts
+in one process would interfere. The parent itself never computes, and never has a second thread.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.launch.group import free_port
-from pipeline.proof.case import Case, CaseResult, read_cases, read_outcome, write_outcome
+from pipeline.proof.case import Case, CaseResult, read_cases, read_result, write_result
 
 TIMEOUT_S = 240.0
-"""After which a case counts as hanging. The slowest in the tests takes about a tenth of it."""
+"""After this time a case counts as hung. The slowest in the tests takes about a tenth of it."""
 
 
 def run_cases(
@@ -32,57 +32,57 @@ def run_cases(
     directory: Path,
     *,
     timeout_s: float = TIMEOUT_S,
-    told: Callable[[Case, CaseResult], None] | None = None,
+    on_result: Callable[[Case, CaseResult], None] | None = None,
 ) -> dict[str, CaseResult]:
-    """Runs cases one after another and returns what each gave, by name. Failures are outcomes, too.
+    """Runs cases one after another and returns their results by name. A failed case has a result with an error.
 
-    To be called in a process that has no threads and no process group.
+    Call it in a process that has no threads and no process group.
 
     Args:
-        cases: in order; a case may resume from one before it.
-        directory: gets a directory per case.
+        cases: in order; a case may resume from an earlier one.
+        directory: gets a subdirectory per case.
         timeout_s: seconds after which a case is killed.
-        told: called after each case.
+        on_result: called after each case.
     """
-    _on_cpu()
-    _import_once(cases)
-    outcomes: dict[str, CaseResult] = {}
+    _use_cpu()
+    _preload_for(cases)
+    results: dict[str, CaseResult] = {}
     for case in cases:
-        source = outcomes.get(case.again[0]) if case.again else None
-        if source is not None and source.failed is not None:  # a failure stays where it happened
-            case = replace(case, again=None)  # noqa: PLW2901
-        outcomes[case.name] = _run(case, directory, timeout_s)
-        if told is not None:
-            told(case, outcomes[case.name])
-    return outcomes
+        source = results.get(case.resume_from[0]) if case.resume_from else None
+        if source is not None and source.error is not None:  # the failure of one case must not fail another
+            case = replace(case, resume_from=None)  # noqa: PLW2901
+        results[case.name] = _run(case, directory, timeout_s)
+        if on_result is not None:
+            on_result(case, results[case.name])
+    return results
 
 
-def _on_cpu() -> None:
-    """Proofs run on CPU processes, on a machine with GPUs too: what is proven is the layout, not the kernel."""
+def _use_cpu() -> None:
+    """Proofs run on CPU processes even on a machine with GPUs: they test the layout, not the kernels."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-def _import_once(cases: Sequence[Case]) -> None:
-    kinds = {case.config["model"].get("config", {}).get("model_type") for case in cases} - {None}
-    preload({case.config.get("engine", "deepspeed") for case in cases}, kinds)
+def _preload_for(cases: Sequence[Case]) -> None:
+    model_types = {case.config["model"].get("config", {}).get("model_type") for case in cases} - {None}
+    preload({case.config.get("engine", "deepspeed") for case in cases}, model_types)
 
 
-def preload(engines: Collection[str], kinds: Iterable[str]) -> None:
-    """Imports what the ranks would each import for themselves; some of it they would find only at the first step.
+def preload(engines: Collection[str], model_types: Iterable[str]) -> None:
+    """Imports the modules that every rank would otherwise import itself, some of them only at the first step.
 
     Args:
         engines: torch, deepspeed.
-        kinds: of models, as Hugging Face's `model_type` names them.
+        model_types: Hugging Face's `model_type` of the models.
     """
-    modules = ["pipeline.proof.trial", "transformers.generation.utils"]
-    modules += [f"transformers.models.{kind}.modeling_{kind}" for kind in sorted(kinds)]
+    modules = ["pipeline.proof.rank", "transformers.generation.utils"]
+    modules += [f"transformers.models.{kind}.modeling_{kind}" for kind in sorted(model_types)]
     for engine in engines:
         modules += _IMPORTS[engine]
     for name in modules:
-        with contextlib.suppress(ImportError):  # whoever needs it says so better
+        with contextlib.suppress(ImportError):  # the code that needs it raises a better error
             importlib.import_module(name)
     if "deepspeed" in engines:
         with contextlib.suppress(ImportError, RuntimeError):
@@ -100,7 +100,7 @@ _IMPORTS = {
     "deepspeed": (
         "pipeline.engines.deepspeed.zero",
         "pipeline.engines.deepspeed.pipeline",
-        # imported when a model is wrapped; the first brings torch's compiler along, which takes two seconds
+        # imported when a model is wrapped; the first imports torch's compiler, which takes two seconds
         "deepspeed.runtime.zero.muon.muon_optimizer",
         "deepspeed.module_inject.auto_ep_layer",
         "torch.utils.cpp_extension",
@@ -115,11 +115,11 @@ def _run(case: Case, directory: Path, timeout_s: float) -> CaseResult:
     port = free_port()
     ranks = {_fork(case, own, rank=rank, port=port): rank for rank in range(case.processes)}
     cpu: list[float] = []
-    failed = _wait(ranks, own, cpu, deadline=started + timeout_s)
-    outcome = read_outcome(own) if failed is None else CaseResult(own, failed=failed)
-    outcome = replace(outcome, seconds=time.monotonic() - started, cpu_seconds=sum(cpu))
-    write_outcome(outcome)
-    return outcome
+    error = _wait(ranks, own, cpu, deadline=started + timeout_s)
+    result = read_result(own) if error is None else CaseResult(own, error=error)
+    result = replace(result, seconds=time.monotonic() - started, cpu_seconds=sum(cpu))
+    write_result(result)
+    return result
 
 
 def _fork(case: Case, own: Path, *, rank: int, port: int) -> int:
@@ -130,13 +130,13 @@ def _fork(case: Case, own: Path, *, rank: int, port: int) -> int:
         return child
     code = 1
     try:
-        with _said_to(own / f"rank-{rank}.log"):
+        with _output_to(own / f"rank-{rank}.log"):
             try:
-                from pipeline.proof.trial import go  # noqa: PLC0415
+                from pipeline.proof.rank import run_rank  # noqa: PLC0415
 
-                go(case, own, rank=rank, port=port)
+                run_rank(case, own, rank=rank, port=port)
                 code = 0
-            except BaseException:  # whatever it is, the parent must hear of it
+            except BaseException:  # whatever it is, the parent must see it
                 traceback.print_exc()
             sys.stdout.flush()
             sys.stderr.flush()
@@ -145,7 +145,7 @@ def _fork(case: Case, own: Path, *, rank: int, port: int) -> int:
 
 
 @contextlib.contextmanager
-def _said_to(path: Path) -> Iterator[None]:
+def _output_to(path: Path) -> Iterator[None]:
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(file, stream)
@@ -153,37 +153,37 @@ def _said_to(path: Path) -> Iterator[None]:
 
 
 def _wait(ranks: dict[int, int], own: Path, cpu: list[float], *, deadline: float) -> str | None:
-    """Waits for all ranks. Returns what the first that failed said last, after ending the others."""
-    left = dict(ranks)
-    while left:
-        for child in list(left):
-            done, status, used = os.wait4(child, os.WNOHANG)
+    """Waits for all ranks. If one fails, kills the others and returns the last lines of its output."""
+    running = dict(ranks)
+    while running:
+        for child in list(running):
+            done, status, usage = os.wait4(child, os.WNOHANG)
             if not done:
                 continue
-            rank = left.pop(child)
-            cpu.append(used.ru_utime + used.ru_stime)
+            rank = running.pop(child)
+            cpu.append(usage.ru_utime + usage.ru_stime)
             code = os.waitstatus_to_exitcode(status)
             if code:
-                _end(left)
-                return _last_words(own, rank, f"rank {rank} ended with {code}")
+                _kill(running)
+                return _last_lines(own, rank, f"rank {rank} exited with code {code}")
         if time.monotonic() > deadline:
-            rank = min(left.values())
-            _end(left)
-            return _last_words(own, rank, f"ranks {sorted(left.values())} were still running at the time limit")
+            rank = min(running.values())
+            _kill(running)
+            return _last_lines(own, rank, f"ranks {sorted(running.values())} were still running at the time limit")
         time.sleep(0.02)
     return None
 
 
-def _end(left: dict[int, int]) -> None:
-    # the others wait for the one that failed; a moment lets one that failed by itself say so first
+def _kill(running: dict[int, int]) -> None:
+    # the other ranks wait for the failed one; half a second lets ranks that failed themselves write their error
     time.sleep(0.5)
-    for child in left:
+    for child in running:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
 
 
-def _last_words(own: Path, rank: int, what: str) -> str:
+def _last_lines(own: Path, rank: int, what: str) -> str:
     lines = (own / f"rank-{rank}.log").read_text(errors="replace").splitlines()
     return "\n".join([what, *lines[-12:]])
 

@@ -99,7 +99,7 @@ def prepare(run: ResolvedRun) -> PreparedRun:
 def attention_of(run: ResolvedRun) -> str:
     """What transformers is told: our own attention behind "sdpa", except in the plain reference."""
     given: str = run.config.model.attn_implementation
-    return attention.NAME if given == "sdpa" and not run.plain else given
+    return attention.ATTENTION_NAME if given == "sdpa" and not run.plain else given
 
 
 def first_values(config: Config, model: nn.Module) -> ParameterValues:

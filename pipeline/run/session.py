@@ -34,7 +34,7 @@ from pipeline.metrics.stragglers import Stragglers, peers_of
 from pipeline.metrics.wandb_sink import WandbSink
 from pipeline.models.meta import parameter_shapes
 from pipeline.models.values import ReportsProgress, Zeros
-from pipeline.parallel.mesh import Mesh, mesh_of
+from pipeline.parallel.mesh import Mesh, build_mesh
 from pipeline.run.batches import RankBatches
 from pipeline.run.lock import exclusive_run
 from pipeline.run.manifest import RunManifest
@@ -319,7 +319,7 @@ def _connect(
 
 
 def _make_mesh(run: ResolvedRun, device: torch.device) -> Mesh:
-    mesh = mesh_of(run, device.type)
+    mesh = build_mesh(run, device.type)
     assert mesh is not None  # only the reference has none
     return mesh
 

@@ -14,7 +14,7 @@ from pipeline.checkpoint.save import CheckpointWriter, Saved, saved_or_error
 from pipeline.config.rules import ResolvedRun
 from pipeline.data.dataset import TokenDataset
 from pipeline.data.loader import MicroBatch, StepBatch
-from pipeline.engines.base import Engine, StepResult, Sums
+from pipeline.engines.base import Engine, EvaluationSums, StepResult
 from pipeline.faults.agreement import Agreement
 from pipeline.faults.stop import Stop, StopSignals
 from pipeline.faults.watchdog import Watchdog
@@ -138,7 +138,7 @@ class Trainer:
         source there is no result. Ends early, and without a result, when the run is asked to stop.
         """
         started = time.perf_counter()
-        scored: list[tuple[TokenDataset, Sums]] = []
+        scored: list[tuple[TokenDataset, EvaluationSums]] = []
         interruptible = _Interruptible(self)
         for dataset in self.heldout.heldout:
             sums = self.engine.evaluate(interruptible.batches(self.heldout.evaluation(dataset)))
@@ -162,7 +162,9 @@ class Trainer:
             why = f"the loss mask leaves no target in the held-out windows of {', '.join(names)}"
             self.display.say(f"step {step}: {why}: {left}; more evaluation.samples may help")
 
-    def _report_evaluation(self, step: int, scored: Sequence[tuple[TokenDataset, Sums]], *, seconds: float) -> None:
+    def _report_evaluation(
+        self, step: int, scored: Sequence[tuple[TokenDataset, EvaluationSums]], *, seconds: float
+    ) -> None:
         targets = sum(sums.targets for _, sums in scored)
         loss, per_byte = sum(sums.nats for _, sums in scored) / targets, _bits_per_byte(scored)
         row = {"loss": loss, "perplexity": perplexity(loss)}
@@ -278,7 +280,7 @@ class _Interruptible:
             yield batch
 
 
-def _bits_per_byte(scored: Sequence[tuple[TokenDataset, Sums]]) -> float | None:
+def _bits_per_byte(scored: Sequence[tuple[TokenDataset, EvaluationSums]]) -> float | None:
     """Bits per byte over all datasets; None where one has a loss mask, whose loss is not that of the whole text."""
     if any(dataset.masked for dataset, _ in scored):
         return None

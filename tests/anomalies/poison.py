@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.data.loader import MicroBatch
-from pipeline.engines.base import never
+from pipeline.engines.base import never_update
 from pipeline.engines.objective import CrossEntropy, Loss
-from pipeline.parallel.vocabulary import WHOLE, Vocabulary
-from tests.engines.trial import batches, make, resolved
+from pipeline.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard
+from tests.engines.layout_worker import make_engine, resolved, step_batch
 
 POISONED, LAST = 3, 5
 
@@ -43,9 +43,11 @@ class Poisonous(CrossEntropy):
 
     how = "none"
 
-    def __call__(self, logits: Tensor, labels: Tensor, *against: Tensor, vocabulary: Vocabulary = WHOLE) -> Loss:
+    def __call__(
+        self, logits: Tensor, labels: Tensor, *extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
+    ) -> Loss:
         """As `CrossEntropy`."""
-        loss = super().__call__(logits, labels, *against, vocabulary=vocabulary)
+        loss = super().__call__(logits, labels, *extra_targets, vocabulary=vocabulary)
         total = loss.total * float("nan") if self.how == "loss" else loss.total
         return Loss(_BadGradient.apply(total) if self.how == "gradient" else total, loss.parts)
 
@@ -61,26 +63,26 @@ def held(engine: Any) -> dict[str, Tensor]:
 
 def evaluated(engine: Any, run: Any) -> float:
     """A held-out sum: what is computed with, not only what is kept, must be as it was."""
-    batch: list[MicroBatch] = batches(run, 99).micro_batches
+    batch: list[MicroBatch] = step_batch(run, 99).micro_batches
     return float(engine.evaluate(iter(batch)).nats)
 
 
 def poisoned(run: Any, how: str) -> dict[str, Any]:
     """Five steps of which the third goes wrong."""
     objective = Poisonous()
-    engine = make(run, objective)
+    engine = make_engine(run, objective)
     losses, found = [], {}
     for step in range(1, LAST + 1):
         if step != POISONED:
-            losses.append(engine.train_step(batches(run, step), lr=1e-3).loss)
+            losses.append(engine.train_step(step_batch(run, step), lr=1e-3).loss)
             continue
         before, score = held(engine), evaluated(engine, run)
         # on one data rank alone: the others must come to know
         own = run.plain or run.topology.coordinates(dist.get_rank())["dp"] == run.topology.dp - 1
         objective.how = how if own else "none"
-        closed = {"allow": never} if how == "gate" else {}
-        result = engine.train_step(batches(run, step), lr=1e-3, **closed)
-        again = engine.train_step(batches(run, step), lr=1e-3, **closed) if closed else result
+        closed = {"update_gate": never_update} if how == "gate" else {}
+        result = engine.train_step(step_batch(run, step), lr=1e-3, **closed)
+        again = engine.train_step(step_batch(run, step), lr=1e-3, **closed) if closed else result
         objective.how = "none"
         after = held(engine)
         same = before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
@@ -92,8 +94,8 @@ def poisoned(run: Any, how: str) -> dict[str, Any]:
 
 def without(run: Any) -> list[float]:
     """Losses of a run that never did the third step."""
-    engine = make(run, Poisonous())
-    return [engine.train_step(batches(run, s), lr=1e-3).loss for s in range(1, LAST + 1) if s != POISONED]
+    engine = make_engine(run, Poisonous())
+    return [engine.train_step(step_batch(run, s), lr=1e-3).loss for s in range(1, LAST + 1) if s != POISONED]
 
 
 def main() -> None:

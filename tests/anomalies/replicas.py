@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headrace.base.errors import TrainingError
 from pipeline.anomalies.replicas import check_replicas
-from tests.engines.trial import batches, make, resolved
+from tests.engines.layout_worker import make_engine, resolved, step_batch
 
 
 def flip(values: Tensor) -> None:
@@ -36,9 +36,9 @@ def tried(case: dict[str, Any]) -> dict[str, Any]:
     """The check of an engine that has trained, and of the same engine with a flipped bit on `rank` in `name`."""
     rank, name = case.pop("rank"), case.pop("name")
     run = resolved(case, processes=dist.get_world_size())
-    engine = make(run)
+    engine = make_engine(run)
     for step in (1, 2):
-        engine.train_step(batches(run, step), lr=1e-3)
+        engine.train_step(step_batch(run, step), lr=1e-3)
     names = sorted({replica.name for replica in engine.replicas()})
     before = said(engine, 2)
     if dist.get_rank() == rank:

@@ -8,33 +8,33 @@ import pytest
 
 from tests.anomalies.cases import try_cases
 from tests.conftest import selected
-from tests.engines.compared import case
+from tests.engines.comparison import layout
 
-FP16 = case(0, engine="torch", micro=2, fp16={"enabled": True, "initial_scale_power": 10})
+FP16 = layout(0, engine="torch", micro=2, fp16={"enabled": True, "initial_scale_power": 10})
 HALF = {"bf16": {"enabled": True}}
-ALONE = {"reference": case(0, engine="torch", micro=2), "reference, bf16": case(0, engine="torch", micro=2, **HALF)}
+ALONE = {"reference": layout(0, engine="torch", micro=2), "reference, bf16": layout(0, engine="torch", micro=2, **HALF)}
 ON_TWO = {
-    "FSDP2, sharded per layer": case(3, engine="torch", micro=2),
-    "FSDP2, bf16": case(2, engine="torch", micro=2, **HALF),
-    "torch pipeline": case(2, engine="torch", micro=2, parallel={"pp": 2}),
-    "ZeRO-0, clipped": case(0, engine="deepspeed", micro=2, gradient_clipping=0.1),
-    "ZeRO-1": case(1, engine="deepspeed", micro=2),
-    "ZeRO-1, bf16": case(1, engine="deepspeed", micro=2, **HALF),
-    "ZeRO-2, bf16, clipped": case(2, engine="deepspeed", micro=2, gradient_clipping=0.1, **HALF),
-    "ZeRO-2, optimizer on the host": case(
+    "FSDP2, sharded per layer": layout(3, engine="torch", micro=2),
+    "FSDP2, bf16": layout(2, engine="torch", micro=2, **HALF),
+    "torch pipeline": layout(2, engine="torch", micro=2, parallel={"pp": 2}),
+    "ZeRO-0, clipped": layout(0, engine="deepspeed", micro=2, gradient_clipping=0.1),
+    "ZeRO-1": layout(1, engine="deepspeed", micro=2),
+    "ZeRO-1, bf16": layout(1, engine="deepspeed", micro=2, **HALF),
+    "ZeRO-2, bf16, clipped": layout(2, engine="deepspeed", micro=2, gradient_clipping=0.1, **HALF),
+    "ZeRO-2, optimizer on the host": layout(
         2, zero={"offload_optimizer": {"device": "cpu"}}, engine="deepspeed", micro=2
     ),
-    "ZeRO-3": case(3, engine="deepspeed", micro=2),
-    "ZeRO-3, all on the host": case(
+    "ZeRO-3": layout(3, engine="deepspeed", micro=2),
+    "ZeRO-3, all on the host": layout(
         3,
         zero={"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
         engine="deepspeed",
         micro=2,
         **HALF,
     ),
-    "ZeRO-0 pipeline": case(0, engine="deepspeed", micro=2, parallel={"pp": 2}, **HALF),
-    "ZeRO-1 pipeline": case(1, engine="deepspeed", micro=2, parallel={"pp": 2}),
-    "ZeRO-1 pipeline, bf16": case(1, engine="deepspeed", micro=2, parallel={"pp": 2}, **HALF),
+    "ZeRO-0 pipeline": layout(0, engine="deepspeed", micro=2, parallel={"pp": 2}, **HALF),
+    "ZeRO-1 pipeline": layout(1, engine="deepspeed", micro=2, parallel={"pp": 2}),
+    "ZeRO-1 pipeline, bf16": layout(1, engine="deepspeed", micro=2, parallel={"pp": 2}, **HALF),
 }
 ALWAYS = {"reference", "FSDP2, sharded per layer", "torch pipeline", "ZeRO-0, clipped", "ZeRO-1", "ZeRO-3"} | {
     "ZeRO-2, bf16, clipped",

@@ -15,11 +15,11 @@ from pipeline.config.schema import AnomaliesSection
 from pipeline.data.skips import NO_SKIPS
 from pipeline.engines.base import StepOutcome
 from pipeline.engines.objective import CrossEntropy, Loss
-from pipeline.parallel.vocabulary import WHOLE, Vocabulary
-from tests.engines.compared import case
-from tests.engines.trial import batches, make, resolved
+from pipeline.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard
+from tests.engines.comparison import layout
+from tests.engines.layout_worker import make_engine, resolved, step_batch
 
-BAD, LAST, ALONE = 35, 38, case(0, engine="torch", micro=8)
+BAD, LAST, ALONE = 35, 38, layout(0, engine="torch", micro=8)
 Factor = Callable[[int, int], float]
 """(step, how often it has been executed before) -> what its loss is multiplied by."""
 
@@ -31,11 +31,13 @@ class Scaled(CrossEntropy):
         super().__init__()
         self.factor, self.step, self.times = factor, 0, dict[int, int]()
 
-    def __call__(self, logits: Tensor, labels: Tensor, *against: Tensor, vocabulary: Vocabulary = WHOLE) -> Loss:
+    def __call__(
+        self, logits: Tensor, labels: Tensor, *extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
+    ) -> Loss:
         """As `CrossEntropy`."""
         before = self.times.get(self.step, 0)
         self.times[self.step] = before + 1
-        loss = super().__call__(logits, labels, *against, vocabulary=vocabulary)
+        loss = super().__call__(logits, labels, *extra_targets, vocabulary=vocabulary)
         return Loss(loss.total * self.factor(self.step, before), loss.parts)
 
 
@@ -45,7 +47,7 @@ class Run:
     def __init__(self, factor: Factor, *, checkpoint: bool = True, keys: Any = None, **section: Any) -> None:
         self.run = resolved({**ALONE, **(keys or {})}, processes=1)
         self.objective, self.events = Scaled(factor), list[dict[str, Any]]()
-        self.engine = make(self.run, self.objective)
+        self.engine = make_engine(self.run, self.objective)
         self.steps = GuardedStepper(
             self.engine,
             AnomaliesSection(**section),
@@ -61,7 +63,7 @@ class Run:
         results = []
         for step in range(first, last + 1):
             self.objective.step = step
-            results.append(self.steps.train(batches(self.run, step), lr=1e-3))
+            results.append(self.steps.train(step_batch(self.run, step), lr=1e-3))
         return results
 
     def weights(self) -> dict[str, Tensor]:

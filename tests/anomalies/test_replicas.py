@@ -9,23 +9,23 @@ import torch
 
 from pipeline.anomalies.replicas import fingerprint
 from tests.anomalies.cases import try_cases
-from tests.engines.compared import case
+from tests.engines.comparison import layout
 
 NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
 
 ON_TWO = {
-    "torch, whole weights": case(0, engine="torch", micro=2, rank=1, name=NORM),
-    "torch, tensor parallel": case(3, engine="torch", micro=2, parallel={"tp": 2}, rank=0, name=NORM),
-    "torch, tied ends": case(2, engine="torch", micro=2, parallel={"pp": 2}, rank=1, name=EMBEDDING),
-    "ZeRO-0, bf16": case(0, engine="deepspeed", micro=2, bf16={"enabled": True}, rank=1, name=NORM),
-    "ZeRO-1, bf16": case(1, engine="deepspeed", micro=2, bf16={"enabled": True}, rank=0, name=EMBEDDING),
-    "ZeRO-2": case(2, engine="deepspeed", micro=2, rank=1, name=NORM),
-    "ZeRO-3, tensor parallel": case(3, engine="deepspeed", micro=2, parallel={"tp": 2}, rank=1, name=NORM),
-    "ZeRO-1, tied ends": case(1, engine="deepspeed", micro=2, parallel={"pp": 2}, rank=0, name=EMBEDDING),
+    "torch, whole weights": layout(0, engine="torch", micro=2, rank=1, name=NORM),
+    "torch, tensor parallel": layout(3, engine="torch", micro=2, parallel={"tp": 2}, rank=0, name=NORM),
+    "torch, tied ends": layout(2, engine="torch", micro=2, parallel={"pp": 2}, rank=1, name=EMBEDDING),
+    "ZeRO-0, bf16": layout(0, engine="deepspeed", micro=2, bf16={"enabled": True}, rank=1, name=NORM),
+    "ZeRO-1, bf16": layout(1, engine="deepspeed", micro=2, bf16={"enabled": True}, rank=0, name=EMBEDDING),
+    "ZeRO-2": layout(2, engine="deepspeed", micro=2, rank=1, name=NORM),
+    "ZeRO-3, tensor parallel": layout(3, engine="deepspeed", micro=2, parallel={"tp": 2}, rank=1, name=NORM),
+    "ZeRO-1, tied ends": layout(1, engine="deepspeed", micro=2, parallel={"pp": 2}, rank=0, name=EMBEDDING),
 }
 ON_FOUR = {
-    "torch, hybrid sharding": case(3, engine="torch", micro=2, parallel={"hybrid_shard_size": 2}, rank=3, name=NORM),
-    "ZeRO-2 on four": case(2, engine="deepspeed", micro=2, rank=2, name=EMBEDDING),
+    "torch, hybrid sharding": layout(3, engine="torch", micro=2, parallel={"hybrid_shard_size": 2}, rank=3, name=NORM),
+    "ZeRO-2 on four": layout(2, engine="deepspeed", micro=2, rank=2, name=EMBEDDING),
 }
 HOLD_NO_COPIES = {"torch, tensor parallel", "ZeRO-3, tensor parallel", "torch, tied ends", "ZeRO-1, tied ends"}
 """Here only some parameters are on two ranks: norms, or the embedding and the head that is tied to it."""

@@ -16,7 +16,7 @@ from pipeline.data.mixture import open_mixture
 from pipeline.engines.objective import CrossEntropy, Loss
 from pipeline.faults.stop import StopSignals
 from pipeline.launch import detect
-from pipeline.parallel.vocabulary import WHOLE, Vocabulary
+from pipeline.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard
 from pipeline.run.session import train
 
 
@@ -27,9 +27,11 @@ class BadSample(CrossEntropy):
         super().__init__()
         self._labels, self._factor = labels, factor
 
-    def __call__(self, logits: Tensor, labels: Tensor, *against: Tensor, vocabulary: Vocabulary = WHOLE) -> Loss:
+    def __call__(
+        self, logits: Tensor, labels: Tensor, *extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
+    ) -> Loss:
         """As `CrossEntropy`."""
-        loss = super().__call__(logits, labels, *against, vocabulary=vocabulary)
+        loss = super().__call__(logits, labels, *extra_targets, vocabulary=vocabulary)
         bad = (labels == self._labels.to(labels.device)).all(dim=1).any()
         return Loss(loss.total * (self._factor if bad else 1.0), loss.parts)
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from pipeline.proof.compare import RESUMED
-from pipeline.proof.judgement import ProofResult
+from pipeline.proof.equivalence import ProofResult
 from tests.parity.matrix import LAYOUT, NUMBERS, Values, is_legal, name_of
-from tests.parity.run import run, told
+from tests.parity.run import failure_text, run
 
 
 def cell(sharding: str, **values: Any) -> Values:
@@ -49,8 +49,8 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ProofResult]
 @pytest.mark.parametrize("layout", CHAIN)
 def test_a_layout_goes_on_from_what_the_one_before_it_saved(verdicts: dict[str, ProofResult], layout: str) -> None:
     verdict = verdicts[name_of(CHAIN[layout])]
-    assert verdict.holds, told(layout, verdict)
-    assert RESUMED in {gap.what for gap in verdict.gaps}
+    assert verdict.passed, failure_text(layout, verdict)
+    assert RESUMED in {each.quantity for each in verdict.comparisons}
 
 
 def test_every_kind_of_layout_is_left_for_the_other_engine_and_entered_from_it() -> None:

@@ -14,7 +14,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.section import parse
 from pipeline.config.schema import Config
 from pipeline.engines.deepspeed.machine import check_machine
-from tests.engines.compared import case, compare, compare_wanted, daily, follows
+from tests.engines.comparison import assert_within_tolerance, compare_layouts, compare_selected, layout, layout_params
 
 BF16 = {"bf16": {"enabled": True}}
 ON_THE_CPU = {"device": "cpu"}
@@ -24,20 +24,20 @@ def parallel(
     stage: int, *, zero: dict[str, Any] | None = None, more: dict[str, Any] | None = None, **sizes: int
 ) -> Any:
     """A layout with a mesh."""
-    return case(stage, zero=zero, parallel=sizes, **(more or {}))
+    return layout(stage, zero=zero, parallel=sizes, **(more or {}))
 
 
 # every parameter is cut up, and buckets are filled more than once
 SMALL = {"stage3_param_persistence_threshold": 0, "sub_group_size": 4096, "reduce_bucket_size": 4096}
 
 ON_TWO = {
-    "stage 0, clipped, 20 steps": case(0, gradient_clipping=0.1, steps=20),
-    "stage 0, bf16": case(0, **BF16),
+    "stage 0, clipped, 20 steps": layout(0, gradient_clipping=0.1, steps=20),
+    "stage 0, bf16": layout(0, **BF16),
     # the scale starts where gradients overflow: both engines skip the same steps
-    "stage 0, fp16": case(0, fp16={"enabled": True, "initial_scale_power": 22, "hysteresis": 1}),
-    "stage 1, bf16, optimizer on the cpu": case(1, zero={"offload_optimizer": ON_THE_CPU}, **BF16),
-    "stage 2, optimizer on the cpu": case(2, zero={"offload_optimizer": ON_THE_CPU}, gradient_clipping=0.1),
-    "stage 3, optimizer and weights on the cpu": case(
+    "stage 0, fp16": layout(0, fp16={"enabled": True, "initial_scale_power": 22, "hysteresis": 1}),
+    "stage 1, bf16, optimizer on the cpu": layout(1, zero={"offload_optimizer": ON_THE_CPU}, **BF16),
+    "stage 2, optimizer on the cpu": layout(2, zero={"offload_optimizer": ON_THE_CPU}, gradient_clipping=0.1),
+    "stage 3, optimizer and weights on the cpu": layout(
         3, zero={"offload_optimizer": ON_THE_CPU, "offload_param": ON_THE_CPU, **SMALL}
     ),
     "tp 2, stage 3": parallel(3, tp=2, zero=SMALL),
@@ -60,7 +60,7 @@ ON_FOUR = {
     "pp 2 x cp 2, stage 1, untied, recomputed": parallel(
         1, pp=2, cp=2, more={"model": {"tie_word_embeddings": False}, "memory": {"activation_checkpointing": "full"}}
     ),
-    "experts, stage 3": case(
+    "experts, stage 3": layout(
         3,
         zero=SMALL,
         model={
@@ -87,12 +87,12 @@ ALWAYS = {
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
     """Differences from the reference, by name of the layout."""
     test, work = test_a_layout_follows_one_process, tmp_path_factory.mktemp("deepspeed")
-    return compare_wanted(request, work, "deepspeed", test, ALWAYS, {2: ON_TWO, 4: ON_FOUR})
+    return compare_selected(request, work, "deepspeed", test, ALWAYS, {2: ON_TWO, 4: ON_FOUR})
 
 
-@pytest.mark.parametrize("name", daily(ALWAYS, ON_TWO, ON_FOUR))
+@pytest.mark.parametrize("name", layout_params(ALWAYS, ON_TWO, ON_FOUR))
 def test_a_layout_follows_one_process(found: dict[str, dict[str, float]], name: str) -> None:
-    follows(found[name], name)
+    assert_within_tolerance(found[name], name)
 
 
 def test_fp16_skips_the_steps_that_overflow_and_no_others(found: dict[str, dict[str, float]]) -> None:
@@ -106,9 +106,12 @@ def test_state_on_a_disk_follows_one_process_and_is_saved_and_read(tmp_path: Pat
     model = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4}
     zero = {"sub_group_size": 300_000, "offload_optimizer": disk}
     whole = {**zero, "offload_param": {**disk, "buffer_size": 1_000_000, "max_in_cpu": 0}}
-    cases = {"optimizer": case(3, zero=zero, model=model), "optimizer and weights": case(3, zero=whole, model=model)}
-    for name, differences in compare(tmp_path, "deepspeed", cases, processes=2).items():
-        follows(differences, name)
+    cases = {
+        "optimizer": layout(3, zero=zero, model=model),
+        "optimizer and weights": layout(3, zero=whole, model=model),
+    }
+    for name, differences in compare_layouts(tmp_path, "deepspeed", cases, processes=2).items():
+        assert_within_tolerance(differences, name)
     assert list(tmp_path.glob("headrace-*/zero_stage_3/optimizer/rank1/*.swp"))
 
 

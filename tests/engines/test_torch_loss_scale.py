@@ -8,15 +8,15 @@ import pytest
 
 from headrace.base.errors import TrainingError
 from pipeline.config.deepspeed_schema import Fp16Section
-from pipeline.engines.loss_scale import LossScale
+from pipeline.engines.loss_scale import LossScaler
 
 
-def scale(**fields: Any) -> LossScale:
+def scale(**fields: Any) -> LossScaler:
     """A dynamic scale that starts at 8."""
-    return LossScale(Fp16Section(enabled=True, initial_scale_power=3, **fields))
+    return LossScaler(Fp16Section(enabled=True, initial_scale_power=3, **fields))
 
 
-def after(scale: LossScale, overflows: str) -> float:
+def after(scale: LossScaler, overflows: str) -> float:
     """The scale after steps, x being an overflow."""
     for step, each in enumerate(overflows, start=1):
         scale.update(step, overflow=each == "x")
@@ -38,7 +38,7 @@ def test_a_good_step_gives_consecutive_hysteresis_back() -> None:
 
 
 def test_a_fixed_scale_never_moves() -> None:
-    fixed = LossScale(Fp16Section(enabled=True, loss_scale=64.0, loss_scale_window=1))
+    fixed = LossScaler(Fp16Section(enabled=True, loss_scale=64.0, loss_scale_window=1))
     assert after(fixed, "x.x.xx") == 64.0
 
 
@@ -51,6 +51,6 @@ def test_a_scale_goes_on_from_a_checkpoint_as_if_nothing_had_happened() -> None:
     whole, first = scale(loss_scale_window=3), scale(loss_scale_window=3)
     after(first, "x..")
     second = scale(loss_scale_window=3)
-    second.load(first.state())
+    second.load_tensor(first.to_tensor())
     assert after(whole, "x..x..") == after(second, "x..")
-    assert (whole.state() == second.state()).all()
+    assert (whole.to_tensor() == second.to_tensor()).all()

@@ -9,21 +9,21 @@ from typing import Any
 
 import pytest
 
-from tests.engines.compared import case, compare_wanted, daily, follows
+from tests.engines.comparison import assert_within_tolerance, compare_selected, layout, layout_params
 
 
 def parallel(stage: int, **keys: Any) -> dict[str, Any]:
     """A layout with a mesh."""
-    return case(stage, parallel=keys)
+    return layout(stage, parallel=keys)
 
 
 ON_TWO = {
-    "whole weights on 2, 20 steps": case(0, steps=20),
-    "sharded weights, gathered per step, on 2": case(2),
-    "sharded weights, gathered per layer, on 2, 20 steps": case(3, steps=20),
-    "clipped gradients": case(3, gradient_clipping=0.1),
-    "all recomputed": case(3, memory={"activation_checkpointing": "full"}),
-    "some recomputed, chunked z-loss": case(
+    "whole weights on 2, 20 steps": layout(0, steps=20),
+    "sharded weights, gathered per step, on 2": layout(2),
+    "sharded weights, gathered per layer, on 2, 20 steps": layout(3, steps=20),
+    "clipped gradients": layout(3, gradient_clipping=0.1),
+    "all recomputed": layout(3, memory={"activation_checkpointing": "full"}),
+    "some recomputed, chunked z-loss": layout(
         2, memory={"activation_checkpointing": "selective"}, loss={"chunk": 8, "z_loss": 1e-3}
     ),
     "tensor parallel on 2": parallel(3, tp=2),
@@ -32,10 +32,10 @@ ON_TWO = {
     "1f1b, 20 steps": {**parallel(3, pp=2), "steps": 20},
     "interleaved 1f1b": parallel(2, pp=2, schedule="interleaved_1f1b"),
     "zero bubble": parallel(2, pp=2, schedule="zero_bubble"),
-    "bf16": case(3, bf16={"enabled": True}),
+    "bf16": layout(3, bf16={"enabled": True}),
     "bf16 pipeline": {**parallel(2, pp=2), "bf16": {"enabled": True}},
     # the scale starts where gradients overflow: both engines skip the same steps
-    "fp16": case(3, fp16={"enabled": True, "initial_scale_power": 22, "hysteresis": 1}),
+    "fp16": layout(3, fp16={"enabled": True, "initial_scale_power": 22, "hysteresis": 1}),
 }
 
 ON_FOUR = {
@@ -52,7 +52,7 @@ ON_FOUR = {
         **parallel(3, pp=2, cp=2, schedule="interleaved_1f1b"),
         "memory": {"activation_checkpointing": "full"},
     },
-    "experts": case(
+    "experts": layout(
         3,
         model={
             "model_type": "qwen3_moe",
@@ -79,12 +79,12 @@ ALWAYS = {
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
     """Differences from the reference, by name of the layout."""
     test, work = test_a_layout_follows_one_process, tmp_path_factory.mktemp("torch")
-    return compare_wanted(request, work, "torch", test, ALWAYS, {2: ON_TWO, 4: ON_FOUR})
+    return compare_selected(request, work, "torch", test, ALWAYS, {2: ON_TWO, 4: ON_FOUR})
 
 
-@pytest.mark.parametrize("name", daily(ALWAYS, ON_TWO, ON_FOUR))
+@pytest.mark.parametrize("name", layout_params(ALWAYS, ON_TWO, ON_FOUR))
 def test_a_layout_follows_one_process(found: dict[str, dict[str, float]], name: str) -> None:
-    follows(found[name], name)
+    assert_within_tolerance(found[name], name)
 
 
 def test_fp16_skips_the_steps_that_overflow_and_no_others(found: dict[str, dict[str, float]]) -> None:

@@ -9,11 +9,11 @@ from torch import nn
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from pipeline.data.loader import IGNORE, MicroBatch
-from pipeline.models.attention import NAME
+from pipeline.models.attention import ATTENTION_NAME
 from pipeline.models.materialise import materialise
 from pipeline.models.meta import build_meta
 from pipeline.models.values import InitByName
-from pipeline.parallel.decoder import Decoder, DecoderLayout, owners_of
+from pipeline.parallel.decoder import Decoder, DecoderLayout, parameter_owners
 
 V, T = 96, 24
 
@@ -64,12 +64,12 @@ def config_of(name: str, **fields: Any) -> PretrainedConfig:
     return CONFIG_MAPPING[given.pop("model_type")](**given)
 
 
-def meta_of(name: str, *, attention: str = NAME, **fields: Any) -> nn.Module:
+def meta_of(name: str, *, attention: str = ATTENTION_NAME, **fields: Any) -> nn.Module:
     """A tiny model on meta."""
     return build_meta(config_of(name, **fields), dtype=torch.float32, attn_implementation=attention)
 
 
-def real(model: nn.Module, *, seed: int = 3, spread: float = 5.0) -> nn.Module:
+def with_weights(model: nn.Module, *, seed: int = 3, spread: float = 5.0) -> nn.Module:
     """Draws a model's weights in place, larger than usual so that attention is far from uniform."""
     materialise(model, InitByName(model, seed=seed), device=torch.device("cpu"))
     scale_up(model, spread=spread)
@@ -91,11 +91,11 @@ def enlarged(name: str, value: torch.Tensor, *, spread: float = 5.0) -> torch.Te
     return value + 0.3 * torch.randn(value.shape, generator=generator)
 
 
-def plain_decoder(name: str, *, attention: str = NAME, chunk: int | None = None, **fields: Any) -> Decoder:
+def plain_decoder(name: str, *, attention: str = ATTENTION_NAME, chunk: int | None = None, **fields: Any) -> Decoder:
     """A whole tiny model on one process, with weights."""
-    model = real(meta_of(name, attention=attention, **fields))
-    form = DecoderLayout(own_attention=attention == NAME, chunk=chunk)
-    return Decoder(model, form, owners_of(model))
+    model = with_weights(meta_of(name, attention=attention, **fields))
+    layout = DecoderLayout(own_attention=attention == ATTENTION_NAME, chunk=chunk)
+    return Decoder(model, layout, parameter_owners(model))
 
 
 def batch_of(*, samples: int = 2, length: int = T, borders: tuple[tuple[int, ...], ...] | None = None) -> MicroBatch:
@@ -116,7 +116,7 @@ def batch_of(*, samples: int = 2, length: int = T, borders: tuple[tuple[int, ...
     return MicroBatch(ids[:, :-1].contiguous(), labels, at - begun, documents[:, :-1].contiguous())
 
 
-def documents_of(batch: MicroBatch) -> list[MicroBatch]:
+def split_documents(batch: MicroBatch) -> list[MicroBatch]:
     """Every document of a packed micro-batch as a batch of its own."""
     assert batch.documents is not None
     apart = []
@@ -130,7 +130,7 @@ def documents_of(batch: MicroBatch) -> list[MicroBatch]:
 def gradients(decoder: Decoder) -> dict[str, torch.Tensor]:
     """Gradients by Hugging Face name, and cleared."""
     found = {}
-    for name, parameter in decoder.named().items():
+    for name, parameter in decoder.parameters_by_name().items():
         found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
         parameter.grad = None
     return found

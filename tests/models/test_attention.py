@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline.engines.objective import CrossEntropy
-from tests.models.architectures import assert_same, batch_of, documents_of, gradients, plain_decoder
+from tests.models.architectures import assert_same, batch_of, gradients, plain_decoder, split_documents
 
 ALL = ["llama", "llama_one_kv_head", "qwen3", "mistral", "gemma", "gemma3_text", "gpt2", "mixtral", "qwen3_moe"]
 BORDERS = ((4, 5, 11, 20), (9,))
@@ -33,7 +33,7 @@ def test_documents_packed_together_equal_documents_run_apart(name: str, attentio
     total = decoder(packed.input_ids, packed, CrossEntropy())[0]
     total.backward()
     together = gradients(decoder)
-    apart = sum((decoder(d.input_ids, d, CrossEntropy())[0] for d in documents_of(packed)), torch.zeros(()))
+    apart = sum((decoder(d.input_ids, d, CrossEntropy())[0] for d in split_documents(packed)), torch.zeros(()))
     assert float(total.detach()) == pytest.approx(float(apart.detach()), rel=FP32)
     apart.backward()
     assert_same(together, gradients(decoder))

@@ -104,5 +104,5 @@ def test_nothing_of_a_model_exists_until_it_is_materialised_and_one_parameter_at
         alive.append(sum(not p.is_meta for p in model.parameters()))
         parameter.data = torch.empty(0)  # as ZeRO-3 does: the full value is gone before the next is made
 
-    materialise(model, InitByName(model, seed=1), device=torch.device("cpu"), place=place)
+    materialise(model, InitByName(model, seed=1), device=torch.device("cpu"), on_parameter=place)
     assert alive == [0] * len(list(model.parameters()))

@@ -14,7 +14,7 @@ from pipeline.data.loader import MicroBatch
 from pipeline.engines.objective import CrossEntropy
 from pipeline.models.materialise import fill_buffers
 from pipeline.models.values import InitByName
-from pipeline.parallel.assemble import Assembled, ShardedValues, assemble
+from pipeline.parallel.assemble import LocalModel, ShardedValues, assemble
 from pipeline.parallel.mesh import Mesh
 from tests.models.architectures import V, batch_of, enlarged, gradients, meta_of, plain_decoder
 
@@ -23,7 +23,7 @@ Z = 0.01
 Borders = tuple[tuple[int, ...], ...] | None
 
 
-class Enlarged:
+class EnlargedValues:
     """First values as the whole model of the tests has them."""
 
     def __init__(self, values: InitByName) -> None:
@@ -48,7 +48,7 @@ def resolved(*, world_size: int, **sections: Any) -> ResolvedRun:
     return resolve(Config.model_validate(config), world_size=world_size)
 
 
-def whole(name: str, borders: Borders = None, **fields: Any) -> tuple[float, dict[str, Tensor]]:
+def full_model_gradients(name: str, borders: Borders = None, **fields: Any) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of the uncut model on one process."""
     decoder, batch = plain_decoder(name, **fields), batch_of(length=T, borders=borders)
     total = decoder(batch.input_ids, batch, CrossEntropy(z_loss=Z))[0]
@@ -56,53 +56,53 @@ def whole(name: str, borders: Borders = None, **fields: Any) -> tuple[float, dic
     return float(total.detach()), gradients(decoder)
 
 
-def in_layout(
+def layout_gradients(
     _rank: int, name: str, sections: dict[str, Any], borders: Borders, fields: dict[str, Any]
 ) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of the layout, put together: every rank returns the whole ones."""
     run = resolved(world_size=dist.get_world_size(), **sections)
     mesh = Mesh(run.topology, device_type="cpu")
     model = meta_of(name, **fields)
-    assembled = assemble(run, model, mesh)
-    fill(assembled, model)
-    micro = piece(batch_of(length=T, borders=borders), cp=run.topology.cp, rank=mesh.place["cp"])
-    total = assembled.decoder(micro.input_ids, micro, CrossEntropy(z_loss=Z))[0]
+    local_model = assemble(run, model, mesh)
+    fill_weights(local_model, model)
+    micro = sequence_shard(batch_of(length=T, borders=borders), cp=run.topology.cp, rank=mesh.coordinates["cp"])
+    total = local_model.decoder(micro.input_ids, micro, CrossEntropy(z_loss=Z))[0]
     total.backward()
     loss = total.detach().clone()
     cp = mesh.group("cp")
     if cp is not None:
         dist.all_reduce(loss, group=cp)
-    found = {n: together(n, g, assembled, cp) for n, g in gradients(assembled.decoder).items()}
+    found = {n: full_gradient(n, g, local_model, cp) for n, g in gradients(local_model.decoder).items()}
     return float(loss), found
 
 
-def fill(assembled: Assembled, model: nn.Module) -> None:
-    """Gives a part of the model its share of the weights that `whole` has."""
-    values, device = ShardedValues(Enlarged(InitByName(model, seed=3)), assembled), torch.device("cpu")
-    fill_buffers(assembled.decoder.causal, device)
-    for name in assembled.decoder.named():
-        assembled.decoder.put(name, nn.Parameter(values.value(name)))
+def fill_weights(local_model: LocalModel, model: nn.Module) -> None:
+    """Gives a part of the model its share of the weights that `full_model_gradients` has."""
+    values, device = ShardedValues(EnlargedValues(InitByName(model, seed=3)), local_model), torch.device("cpu")
+    fill_buffers(local_model.decoder.causal, device)
+    for name in local_model.decoder.parameters_by_name():
+        local_model.decoder.set_parameter(name, nn.Parameter(values.value(name)))
 
 
-def piece(batch: MicroBatch, *, cp: int, rank: int) -> MicroBatch:
+def sequence_shard(batch: MicroBatch, *, cp: int, rank: int) -> MicroBatch:
     """This rank's part of a sequence."""
     mine = slice(rank * T // cp, (rank + 1) * T // cp)
     positions = None if batch.positions is None else batch.positions[:, mine]
     return MicroBatch(batch.input_ids[:, mine], batch.labels[:, mine], positions, batch.documents)
 
 
-def together(name: str, gradient: Tensor, assembled: Assembled, cp: dist.ProcessGroup | None) -> Tensor:
+def full_gradient(name: str, gradient: Tensor, local_model: LocalModel, cp: dist.ProcessGroup | None) -> Tensor:
     """The gradient of the whole parameter, from what the ranks have."""
     if cp is not None:
         dist.all_reduce(gradient, group=cp)
-    tensor, box = assembled.tensor, assembled.box(name)
+    tensor, box = local_model.tensor, local_model.box(name)
     if tensor is None:
         return gradient
     if box is None:
-        assert name in tensor.summed
+        assert name in tensor.partial_gradients
         dist.all_reduce(gradient, group=tensor.group)
         return gradient
-    full = torch.zeros(assembled.shapes[name])
+    full = torch.zeros(local_model.shapes[name])
     full[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))] = gradient
     dist.all_reduce(full, group=tensor.group)
     return full

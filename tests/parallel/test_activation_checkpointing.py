@@ -9,7 +9,7 @@ from pipeline.config.schema import MemorySection
 from pipeline.engines.objective import CrossEntropy
 from pipeline.parallel.activation_checkpointing import apply_activation_checkpointing
 from tests.models.architectures import assert_same, batch_of, gradients, plain_decoder
-from tests.parallel.sizes import Sizes
+from tests.parallel.allocations import AllocationRecorder
 
 MODES = {
     "none": MemorySection(),
@@ -27,7 +27,7 @@ def passes(name: str, memory: MemorySection) -> tuple[int, dict[str, torch.Tenso
     decoder, batch = plain_decoder(name), batch_of(borders=((4, 9), (12,)))
     apply_activation_checkpointing(decoder.causal, memory)
     decoder.train()
-    with Sizes() as seen:
+    with AllocationRecorder() as seen:
         total = decoder(batch.input_ids, batch, CrossEntropy())[0]
         kept, before = seen.alive_bytes, seen.calls(*KEPT)
         total.backward()

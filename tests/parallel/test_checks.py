@@ -10,7 +10,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from headrace.base.errors import ConfigError
-from pipeline.models.attention import NAME
+from pipeline.models.attention import ATTENTION_NAME
 from pipeline.models.meta import build_meta
 from pipeline.parallel.checks import check_layout
 from tests.models.architectures import CONFIGS, config_of, meta_of
@@ -27,7 +27,7 @@ SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, 
 _SCALED = {"logits_scaling": 8.0, "embedding_multiplier": 12.0}
 
 
-def built(kind: str, attention: str = NAME, **fields: Any) -> torch.nn.Module:
+def built(kind: str, attention: str = ATTENTION_NAME, **fields: Any) -> torch.nn.Module:
     """A tiny model on meta, of an architecture that no other test uses."""
     config = CONFIG_MAPPING[kind](**{"vocab_size": 64, "num_hidden_layers": 2, "pad_token_id": 0, **SMALL, **fields})
     return build_meta(config, dtype=torch.float32, attn_implementation=attention)
@@ -38,8 +38,8 @@ def built(kind: str, attention: str = NAME, **fields: Any) -> torch.nn.Module:
     [
         (("gpt2", {}), TP2, r"no base_model_tp_plan for gpt2.*use ZeRO or FSDP2 \(parallel.tp 1\)"),
         (("gpt2", {}), PP2, r"no base_model_pp_plan for gpt2.*use ZeRO or FSDP2 \(parallel.pp 1\)"),
-        (("mixtral", {}), TP2, r"'moe_tp_experts', which is not offered.*parallel.tp 1"),
-        (("phi3", {}), TP2, r"'(rowwise_split_input|colwise_gather_output)', which is not offered.*parallel.tp 1"),
+        (("mixtral", {}), TP2, r"'moe_tp_experts', which is not supported.*parallel.tp 1"),
+        (("phi3", {}), TP2, r"'(rowwise_split_input|colwise_gather_output)', which is not supported.*parallel.tp 1"),
         (
             ("llama", {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}),
             TP2,
@@ -57,7 +57,7 @@ def built(kind: str, attention: str = NAME, **fields: Any) -> torch.nn.Module:
             {},
             r"model.config.attention_dropout = 0.1.*set \"attention_dropout\": 0.0",
         ),
-        (("mixtral", {"output_router_logits": True}), {}, r"load-balancing loss is not offered.*false"),
+        (("mixtral", {"output_router_logits": True}), {}, r"load-balancing loss is not supported.*false"),
     ],
 )
 def test_what_an_architecture_cannot_do_is_refused(

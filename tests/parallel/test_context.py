@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.parallel.kernels import attention_backward, attention_forward, formula_backward, formula_forward
+from pipeline.parallel.kernels import attention_backward, attention_forward, math_backward, math_forward
 from tests.parallel.ranks import Ranks
 from tests.parallel.test_tensor import compare
 
@@ -55,13 +55,13 @@ def test_the_formula_is_what_the_flash_kernels_compute(causal: bool) -> None:
     query, key, value, grad = (torch.randn(2, 3, 7, 8, generator=generator) for _ in range(4))
     how: dict[str, Any] = {"scale": 0.4, "causal": causal}
     for kernel, formula in zip(
-        attention_forward(query, key, value, **how), formula_forward(query, key, value, **how), strict=True
+        attention_forward(query, key, value, **how), math_forward(query, key, value, **how), strict=True
     ):
         assert torch.allclose(kernel, formula, atol=1e-5)
     whole = attention_forward(query, key, value, **how)
     for kernel, formula in zip(
         attention_backward(grad, query, key, value, *whole, **how),
-        formula_backward(grad, query, key, value, *whole, **how),
+        math_backward(grad, query, key, value, *whole, **how),
         strict=True,
     ):
         assert torch.allclose(kernel, formula, atol=1e-5)

@@ -9,7 +9,7 @@ from pipeline.data.loader import MicroBatch
 from pipeline.engines.objective import CrossEntropy
 from pipeline.parallel.decoder import Decoder
 from tests.models.architectures import assert_same, batch_of, gradients, plain_decoder
-from tests.parallel.sizes import Sizes
+from tests.parallel.allocations import AllocationRecorder
 
 BIG_V = 512
 """So large that the logits of a batch are its largest tensor by far: 2 x 24 x 512, while the head is 32 x 512."""
@@ -35,10 +35,10 @@ def test_the_loss_in_pieces_is_the_loss(name: str, chunk: int) -> None:
 def test_in_pieces_the_logits_of_a_sequence_never_exist(name: str) -> None:
     batch = batch_of()
     logits = batch.labels.numel() * BIG_V
-    with Sizes() as seen:
+    with AllocationRecorder() as seen:
         run(plain_decoder(name, vocab_size=BIG_V), batch)
     assert seen.largest >= logits
-    with Sizes() as seen:
+    with AllocationRecorder() as seen:
         run(plain_decoder(name, vocab_size=BIG_V, chunk=4), batch)
     assert seen.largest < logits
 
@@ -47,7 +47,7 @@ def test_in_pieces_what_waits_for_the_backward_pass_does_not_grow_with_the_vocab
     batch, kept = batch_of(), {}
     for chunk in (None, 4):
         decoder = plain_decoder("llama", vocab_size=BIG_V, chunk=chunk)
-        with Sizes() as seen:
+        with AllocationRecorder() as seen:
             total = decoder(batch.input_ids, batch, CrossEntropy())[0]
             kept[chunk] = seen.alive_bytes
         total.backward()

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from headrace.base.errors import ConfigError
 from pipeline.engines.objective import CrossEntropy
-from pipeline.parallel.assemble import Assembled, assemble, stages_of
-from pipeline.parallel.costs import describe, forward_flops
-from pipeline.parallel.stages import split
+from pipeline.parallel.assemble import LocalModel, assemble, pipeline_stages
+from pipeline.parallel.costs import describe_stages, forward_flops
+from pipeline.parallel.stages import split_layers
 from tests.models.architectures import assert_same, batch_of, gradients, meta_of
-from tests.parallel.layouts import T, Z, fill, resolved, whole
+from tests.parallel.layouts import T, Z, fill_weights, full_model_gradients, resolved
 
 BORDERS = ((3, 7, 8, 19, 24), (13,))
 
@@ -26,9 +26,9 @@ BORDERS = ((3, 7, 8, 19, 24), (13,))
 def test_the_split_is_the_best_of_all(costs: list[float], head: float, stages: int) -> None:
     if stages > len(costs):
         with pytest.raises(ConfigError, match=f"use at most {len(costs)}"):
-            split(costs, head=head, stages=stages)
+            split_layers(costs, head=head, stages=stages)
         return
-    found = split(costs, head=head, stages=stages)
+    found = split_layers(costs, head=head, stages=stages)
     best = min(
         max(sum(costs[a:b]) + (head if b == len(costs) else 0.0) for a, b in itertools.pairwise((0, *cuts, len(costs))))
         for cuts in itertools.combinations(range(1, len(costs)), stages - 1)
@@ -39,7 +39,7 @@ def test_the_split_is_the_best_of_all(costs: list[float], head: float, stages: i
 
 
 def test_a_large_head_takes_layers_from_the_last_stage() -> None:
-    assert [s.layers for s in split([1.0] * 8, head=3.0, stages=2)] == [(0, 5), (5, 8)]
+    assert [s.layers for s in split_layers([1.0] * 8, head=3.0, stages=2)] == [(0, 5), (5, 8)]
 
 
 def test_a_window_and_idle_experts_cost_less() -> None:
@@ -55,17 +55,17 @@ def in_stages(name: str, pp: int, borders: Any, **fields: Any) -> tuple[float, d
     """Loss and gradients of stages run one behind the other; what several stages hold is added up."""
     run = resolved(world_size=pp, parallel={"pp": pp})
     model = meta_of(name, **fields)
-    parts: list[Assembled] = [assemble(run, model, None, stage=stage) for stage in stages_of(run, model)]
+    parts: list[LocalModel] = [assemble(run, model, None, stage=stage) for stage in pipeline_stages(run, model)]
     batch = batch_of(length=T, borders=borders)
     passed: tuple[torch.Tensor, ...] = (batch.input_ids,)
     for part in parts:
-        fill(part, model)
+        fill_weights(part, model)
         passed = part.decoder(passed[0], batch, CrossEntropy(z_loss=Z))
     passed[0].backward()
     found: dict[str, torch.Tensor] = {}
     for part in parts:
         for key, gradient in gradients(part.decoder).items():
-            assert (key in found) <= (key in part.shared)
+            assert (key in found) <= (key in part.tied)
             found[key] = found[key] + gradient if key in found else gradient
     return float(passed[0].detach()), found
 
@@ -73,7 +73,7 @@ def in_stages(name: str, pp: int, borders: Any, **fields: Any) -> tuple[float, d
 @pytest.mark.parametrize("pp", [2, 3])
 @pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen3", "mistral", "gemma", "gemma3_text", "mixtral"])
 def test_stages_one_behind_the_other_are_the_whole_model(name: str, pp: int) -> None:
-    loss, expected = whole(name, BORDERS)
+    loss, expected = full_model_gradients(name, BORDERS)
     found, theirs = in_stages(name, pp, BORDERS)
     assert found == pytest.approx(loss, rel=1e-5)
     assert_same(theirs, expected)
@@ -81,7 +81,7 @@ def test_stages_one_behind_the_other_are_the_whole_model(name: str, pp: int) -> 
 
 def test_the_opening_lines_say_what_every_stage_has() -> None:
     run, model = resolved(world_size=2, parallel={"pp": 2}), meta_of("llama_tied")
-    lines = describe(model, stages_of(run, model))
+    lines = describe_stages(model, pipeline_stages(run, model))
     assert len(lines) == 2
     assert "layers 0-1" in lines[0]
     assert "embedding" in lines[0]
@@ -93,4 +93,4 @@ def test_the_opening_lines_say_what_every_stage_has() -> None:
 
 def test_an_architecture_that_nobody_says_how_to_cut_is_refused() -> None:
     with pytest.raises(ConfigError, match="no base_model_pp_plan for gpt2"):
-        stages_of(resolved(world_size=2, parallel={"pp": 2}), meta_of("gpt2"))
+        pipeline_stages(resolved(world_size=2, parallel={"pp": 2}), meta_of("gpt2"))

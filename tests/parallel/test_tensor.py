@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.models.architectures import assert_same
-from tests.parallel.layouts import in_layout, whole
+from tests.parallel.layouts import full_model_gradients, layout_gradients
 from tests.parallel.ranks import Ranks
 
 CUT = [
@@ -31,7 +31,7 @@ def test_a_cut_vocabulary_is_scored_in_pieces_too(ranks: Ranks) -> None:
 
 
 def compare(ranks: Ranks, name: str, sections: dict[str, Any], borders: Any = None, **fields: Any) -> None:
-    loss, gradients = whole(name, borders, **fields)
-    for found, theirs in ranks.run(in_layout, name, sections, borders, fields):
+    loss, gradients = full_model_gradients(name, borders, **fields)
+    for found, theirs in ranks.run(layout_gradients, name, sections, borders, fields):
         assert found == pytest.approx(loss, rel=1e-5)
         assert_same(theirs, gradients, tolerance=2e-5)

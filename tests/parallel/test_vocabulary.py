@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.data.loader import IGNORE
-from pipeline.parallel.vocabulary import WHOLE, Vocabulary, cross_entropy
+from pipeline.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard, cross_entropy
+from tests.parallel.allocations import AllocationRecorder
 from tests.parallel.ranks import Ranks, group_of
-from tests.parallel.sizes import Sizes
 
 V, ROWS, Z = 64, 10, 0.01
 
@@ -43,7 +43,7 @@ def cut(rank: int, size: int) -> tuple[float, float, Tensor]:
     width = V // size
     first = width * (dist.get_rank(group) if group else 0)
     leaf = logits[..., first : first + width].clone().requires_grad_()
-    nats, squares = cross_entropy(leaf, labels, Vocabulary(group, first) if group else WHOLE)
+    nats, squares = cross_entropy(leaf, labels, VocabularyShard(group, first) if group else FULL_VOCABULARY)
     (nats + Z * squares).backward()
     assert leaf.grad is not None
     return float(nats.detach()), float(squares.detach()), leaf.grad
@@ -88,6 +88,6 @@ def test_a_batch_without_targets_costs_nothing() -> None:
 def test_one_fp32_tensor_of_the_logits_size_is_made_and_no_more(dtype: torch.dtype) -> None:
     logits, labels = inputs(dtype)
     leaf = logits.clone().requires_grad_()
-    with Sizes() as seen:
+    with AllocationRecorder() as seen:
         sum(cross_entropy(leaf, labels)).backward()  # type: ignore[union-attr]
     assert seen.allocations(torch.float32, at_least=logits.numel()) == 1

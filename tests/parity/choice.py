@@ -1,6 +1,6 @@
-"""Which cells of the matrix are run: `pairs.json`, in which every legal pair of values meets, or every layout.
+"""Selects the cells of the parity matrix to run: pairwise coverage of all legal values (`pairs.json`), or every layout.
 
-python -m tests.parity.choice        writes pairs.json anew, in minutes (after the table of legal layouts has changed)
+python -m tests.parity.choice        rewrites pairs.json, in minutes (after the table of legal layouts has changed)
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.parity.cover import Cell, Search
 from tests.parity.matrix import LAYOUT, NUMBERS, PRECISIONS, Values, config_of, curve_of, is_legal
+from tests.parity.set_cover import Cell, Search
 
 PAIRS = Path(__file__).with_name("pairs.json")
 
 Pairs = set[tuple[str, Any, str, Any]]
-"""(factor, value, factor, value): two values that meet in a cell."""
+"""(factor, value, factor, value): two values that occur together in a cell."""
 
 
 @cache
@@ -30,7 +30,7 @@ def legal_layouts() -> tuple[Values, ...]:
 
 
 def pairs_of(values: Values, factors: Iterable[str]) -> Pairs:
-    """The pairs of values that meet in a cell."""
+    """The pairs of values that occur together in a cell."""
     return {(a, values[a], b, values[b]) for a, b in itertools.combinations(factors, 2)}
 
 
@@ -47,7 +47,7 @@ def legal_pairs() -> Pairs:
 
 
 def precision_pairs() -> Pairs:
-    """Every value of every factor with each of the precisions that round more than fp32 does."""
+    """Every value of every factor with each of the half precisions."""
     found = {(name, v, "precision", p) for name, choices in NUMBERS.items() for v in choices for p in PRECISIONS[1:]}
     for layout, precision in itertools.product(legal_layouts(), PRECISIONS[1:]):
         if is_runnable(layout, precision):
@@ -56,40 +56,40 @@ def precision_pairs() -> Pairs:
 
 
 def is_runnable(layout: Values, precision: str) -> bool:
-    """Whether a CPU can run it: from stage 1 on DeepSpeed asks the device for fp16, and most CPUs have none."""
+    """Whether a CPU can run it: from stage 1 on DeepSpeed requires a device with fp16, which most CPUs lack."""
     return precision != "fp16" or layout["sharding"] not in ("deepspeed-1", "deepspeed-2", "deepspeed-3")
 
 
 REFERENCE = 1.7
-"""CPU seconds of one plain process, which the cells of a curve share."""
+"""CPU seconds of one reference run, which cells with the same training curve share."""
 
 
 def choose(rounds: int = 6000, seed: int = 2) -> list[Values]:
-    """Few cheap cells in which every legal pair meets in fp32, and every value meets bf16 and fp16."""
+    """A cheap set of cells that covers every legal pair in fp32, and every value with bf16 and fp16."""
     chosen = Search((1 << len(_wanted())) - 1, _candidates, REFERENCE, random.Random(seed)).cheapest(rounds)
     return [_values(*cell.key) for cell in chosen]
 
 
 def cost(values: Values) -> float:
-    """About the CPU seconds a cell takes, fitted to 69 measured ones: ranks start, then talk per micro-batch.
+    """Estimated CPU seconds of a cell, fitted to 69 measured ones: a cost per rank and a cost per micro-batch.
 
-    Off by 15 % as a rule. ZeRO-3 of DeepSpeed is dear, most of all with context ranks: two cells of eight such ranks
-    took an eighth of the time of all.
+    The typical error is 15 %. DeepSpeed's ZeRO-3 is expensive, most of all with context parallelism: two cells of eight
+    such ranks took an eighth of the time of all cells.
     """
     ranks = config_of(values, "")[1]
     passes = values["accumulation"] / int(values["pipeline"].partition("-")[2] or 1)
-    zero3, context, kept = values["sharding"] == "deepspeed-3", values["cp"] != "none", values["recompute"]
+    zero3, context, mode = values["sharding"] == "deepspeed-3", values["cp"] != "none", values["recompute"]
     per_pass = 0.7 + (values["tp"] > 1) + 0.3 * context + zero3 * (1.7 + 0.35 * context * (ranks - 1))
     per_rank = 0.9 + {"torch-0": 0, "torch-2": 0.5, "torch-3": 0.5, "deepspeed-3": 0.6}.get(values["sharding"], 0.3)
-    per_rank += passes * per_pass * {"none": 1.0, "selective": 1.25, "full": 1.5}[kept]
-    per_rank += passes * (kept == "selective")
+    per_rank += passes * per_pass * {"none": 1.0, "selective": 1.25, "full": 1.5}[mode]
+    per_rank += passes * (mode == "selective")
     per_rank += values["accumulation"] * 0.4 * values["pipeline"].startswith("zero_bubble")
     return float(ranks * per_rank)
 
 
 @cache
 def _wanted() -> tuple[tuple[bool, *tuple[Any, ...]], ...]:
-    """Every pair that is to meet, and before it whether that is in fp32."""
+    """Every pair to cover, preceded by whether it must be covered in fp32."""
     return tuple(sorted([(True, *p) for p in legal_pairs()] + [(False, *p) for p in precision_pairs()], key=repr))
 
 
@@ -104,14 +104,14 @@ def _values(layout: int, *numbers: Any) -> Values:
 
 @cache
 def _cell(layout: int, *numbers: Any) -> Cell | None:
-    """A candidate, by the number of its layout; None if it is not legal or a CPU does not run it."""
+    """A candidate, by the index of its layout; None if it is illegal or a CPU cannot run it."""
     values = _values(layout, *numbers)
     if not (is_runnable(values, values["precision"]) and is_legal(values)):
         return None
-    exact, curve = values["precision"] == "fp32", curve_of(values)
+    fp32, curve = values["precision"] == "fp32", curve_of(values)
     pairs = pairs_of(values, [*LAYOUT, *NUMBERS, "precision"])
-    has = sum(_bits().get((exact, *pair), 0) for pair in pairs)
-    return Cell((layout, *numbers), has, cost(values), frozenset({curve, (*curve[:-1], "fp32")}))
+    covered = sum(_bits().get((fp32, *pair), 0) for pair in pairs)
+    return Cell((layout, *numbers), covered, cost(values), frozenset({curve, (*curve[:-1], "fp32")}))
 
 
 @cache
@@ -119,14 +119,14 @@ def _having(a: str, x: Any, b: str, y: Any) -> list[int]:
     return [n for n, v in enumerate(legal_layouts()) if v.get(a, x) == x and v.get(b, y) == y]
 
 
-def _candidates(number: int, draw: random.Random, count: int = 60) -> Iterator[Cell]:
-    """Random legal cells that have a pair of `_wanted`."""
-    exact, a, x, b, y = _wanted()[number]
+def _candidates(number: int, generator: random.Random, count: int = 60) -> Iterator[Cell]:
+    """Random legal cells that cover a pair of `_wanted`."""
+    fp32, a, x, b, y = _wanted()[number]
     for _ in range(count):
-        numbers = {name: draw.choice(choices) for name, choices in NUMBERS.items()}
-        numbers["precision"] = "fp32" if exact else draw.choice(PRECISIONS[1:])
+        numbers = {name: generator.choice(choices) for name, choices in NUMBERS.items()}
+        numbers["precision"] = "fp32" if fp32 else generator.choice(PRECISIONS[1:])
         numbers |= {name: value for name, value in ((a, x), (b, y)) if name in numbers}
-        cell = _cell(draw.choice(_having(a, x, b, y)), *numbers.values())
+        cell = _cell(generator.choice(_having(a, x, b, y)), *numbers.values())
         if cell is not None:
             yield cell
 
@@ -138,16 +138,16 @@ def read_pairs() -> list[Values]:
 
 
 def groups() -> list[str]:
-    """The keys of `full`, without making it: every legal engine, ZeRO stage and pipeline."""
+    """The keys of `full`, without computing it: every legal engine, ZeRO stage and pipeline schedule."""
     usual = {"tp": 2, "cp": "none", "dp": 1, "extra": "none", "accumulation": 4}
     pairs = itertools.product(LAYOUT["sharding"], LAYOUT["pipeline"])
     return [f"{s},{p}" for s, p in pairs if is_legal({"sharding": s, "pipeline": p, **usual})]
 
 
 def full() -> dict[str, list[Values]]:
-    """Every legal layout with every recomputation, in fp32 and bf16; the other numbers take turns.
+    """Every legal layout with every mode of activation checkpointing, in fp32 and bf16; other factors alternate.
 
-    By engine, ZeRO stage and pipeline: thousands of cells.
+    By engine, ZeRO stage and pipeline schedule: thousands of cells.
     """
     others = [dict(zip(NUMBERS, each, strict=True)) for each in itertools.product(*NUMBERS.values())]
     turns = itertools.cycle(random.Random(0).sample(others, len(others)))

@@ -1,6 +1,6 @@
-"""The parity matrix: every factor that a layout or its arithmetic has, and a cell of it as a run.
+"""The parity matrix: the factors of a layout and of its numerics, and a cell of the matrix as a training run.
 
-Which combinations are legal, the rules say; which of them are run, `choice.py`.
+The config rules define which combinations are legal; `choice.py` selects those that are run.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from headrace.base.section import parse
 from pipeline.config.rules import resolve
 from pipeline.config.schema import Config
 from pipeline.proof.case import Case
-from pipeline.proof.small import plain, with_precision
+from pipeline.proof.shrunk_run import reference_config, with_precision
 
 MOST_RANKS = 8
 SAMPLES = 8
 SAVED = 15
-"""The step after which every cell is saved, for the next one to go on from."""
+"""The step after which every cell saves its state, from which the next cell resumes."""
 SEQUENCE = 32
 VOCABULARY = 128
 
@@ -33,7 +33,7 @@ LAYOUT: dict[str, tuple[Any, ...]] = {
     "extra": ("none", "shard", "offload_optimizer", "offload_both"),
     "accumulation": (1, 2, 4),
 }
-"""What decides which layout it is. Which combinations are legal, the rules say."""
+"""Factors of the layout. The config rules define which combinations are legal."""
 
 NUMBERS: dict[str, tuple[Any, ...]] = {
     "recompute": ("none", "full", "selective"),
@@ -43,15 +43,15 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
     "z_loss": (0.0, 1e-2),
     "clip": (0.0, 0.5),
 }
-"""What is legal in nearly every layout. 12 divides no sequence here: the last chunk is a shorter one."""
+"""Factors that are legal in nearly every layout. 12 divides no sequence here, so the last chunk is shorter."""
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 CURVE = ("tied", "mask", "z_loss", "clip", "precision")
-"""Factors that decide the curve; a reference is run for each combination that occurs."""
+"""Factors that change the training curve; a reference is run for each combination that occurs."""
 
 
 def config_of(values: Values, tokens: str) -> tuple[dict[str, Any], int]:
-    """The config of a cell, and its number of processes. A legal one or not."""
+    """The config of a cell, legal or not, and its number of processes."""
     engine, stage = values["sharding"].split("-")
     schedule, _, pp = values["pipeline"].partition("-")
     context, _, cp = values["cp"].partition("-")
@@ -88,7 +88,7 @@ def config_of(values: Values, tokens: str) -> tuple[dict[str, Any], int]:
 
 
 def model_of(values: Values) -> dict[str, Any]:
-    """Four layers of llama: enough for four pieces, which the cost of the head makes unequal."""
+    """Llama with four layers: enough for four pipeline stages, which the cost of the head makes unequal."""
     return {
         "model_type": "llama",
         "hidden_size": 32,
@@ -108,15 +108,15 @@ def _zero(engine: str, stage: int, extra: str) -> dict[str, Any]:
     if extra == "offload_both":
         made["offload_param"] = {"device": "cpu"}
     if engine == "deepspeed":
-        # the sizes of `proof.small`: several buckets, and matrices really cut up
+        # the sizes of `proof.shrunk_run`: several buckets, and partitioned matrices
         made |= {"reduce_bucket_size": 4096} if stage else {}
         made |= {"stage3_param_persistence_threshold": 64, "sub_group_size": 16384} if stage == 3 else {}
     return made
 
 
 def is_legal(values: Values) -> bool:
-    """Whether the rules let it through, it means something, and it fits the most ranks."""
-    config, processes = config_of({**_plainest(), **values}, "tokens")
+    """Whether the config rules accept the cell, it is not the reference itself, and it has at most MOST_RANKS ranks."""
+    config, processes = config_of({**_defaults(), **values}, "tokens")
     if processes > MOST_RANKS or (values["extra"] == "shard" and values["dp"] * _cp(values) != 4):
         return False
     try:
@@ -130,15 +130,15 @@ def _cp(values: Values) -> int:
     return int(values["cp"].partition("-")[2] or 1)
 
 
-def _plainest() -> Values:
+def _defaults() -> Values:
     return {**{name: choices[0] for name, choices in NUMBERS.items()}, "precision": "fp32"}
 
 
 def name_of(values: Values) -> str:
-    """A cell's name: the values that are not the plainest."""
-    plainest = {**_plainest(), "pipeline": "none", "tp": 1, "cp": "none", "extra": "none"}
-    said = [name for name in [*LAYOUT, *NUMBERS, "precision"] if values[name] != plainest.get(name)]
-    return ",".join(name if values[name] is True else f"{_SHORT.get(name, name)}{values[name]}" for name in said)
+    """A cell's name: the values that are not the defaults."""
+    defaults = {**_defaults(), "pipeline": "none", "tp": 1, "cp": "none", "extra": "none"}
+    named = [name for name in [*LAYOUT, *NUMBERS, "precision"] if values[name] != defaults.get(name)]
+    return ",".join(name if values[name] is True else f"{_SHORT.get(name, name)}{values[name]}" for name in named)
 
 
 _SHORT = {
@@ -153,18 +153,18 @@ _SHORT = {
 
 
 def curve_of(values: Values) -> tuple[Any, ...]:
-    """What a cell shares with its reference."""
+    """The values that a cell shares with its reference."""
     return tuple(values[name] for name in CURVE)
 
 
-def case_of(values: Values, tokens: str, *, again: tuple[str, int] | None = None) -> Case:
+def case_of(values: Values, tokens: str, *, resume_from: tuple[str, int] | None = None) -> Case:
     """A cell as a case."""
     config, processes = config_of(values, tokens)
-    return Case(name_of(values), config, processes, save=(1, SAVED), again=again)
+    return Case(name_of(values), config, processes, save=(1, SAVED), resume_from=resume_from)
 
 
 def reference_of(values: Values, tokens: str) -> Case:
-    """The plain process that a cell is compared with."""
+    """The reference run on one plain process that a cell is compared with."""
     config, _ = config_of({**values, "dp": 1}, tokens)
-    made = plain({**config, "gradient_accumulation_steps": 4}, dp=1)
+    made = reference_config({**config, "gradient_accumulation_steps": 4}, dp=1)
     return Case("reference-" + "-".join(map(str, curve_of(values))), made, 1, save=(1, SAVED))

@@ -1,58 +1,65 @@
-"""Runs cells of the matrix and their references in one launch."""
+"""Runs cells of the parity matrix and their reference runs in one launch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
 
-from pipeline.proof.case import Case, CaseResult, read_outcome, write_cases
-from pipeline.proof.judgement import ProofResult, judge
+from pipeline.proof.case import Case, CaseResult, read_result, write_cases
+from pipeline.proof.equivalence import ProofResult, check_equivalence
 from pipeline.proof.tokens import write_tokens
 from tests import warm
 from tests.parity.matrix import SAVED, SEQUENCE, VOCABULARY, Values, case_of, reference_of
 
 
 def cases_of(cells: Iterable[Values], tokens: str) -> tuple[list[Case], dict[str, tuple[str, str]]]:
-    """The cases to run, references first, and for every cell's case the names of its reference and the fp32 one.
+    """The cases to run, references first, and the names of each cell's reference and fp32 reference.
 
-    Every cell, when it is done, goes on from the state of the cell before it that follows the same curve: so that
-    states travel between layouts of all kinds.
+    At its end, every cell resumes from the state of the previous cell with the same reference, so that states are
+    exchanged between layouts of all kinds.
     """
     references: dict[str, Case] = {}
     cases: list[Case] = []
-    against: dict[str, tuple[str, str]] = {}
-    before: dict[str, str] = {}
+    reference_names: dict[str, tuple[str, str]] = {}
+    previous: dict[str, str] = {}
     for values in cells:
         reference = reference_of(values, tokens)
-        exact = reference_of({**values, "precision": "fp32"}, tokens)
-        references |= {reference.name: reference, exact.name: exact}
-        case = case_of(values, tokens, again=(before.get(reference.name, reference.name), SAVED))
-        before[reference.name] = case.name
-        against[case.name] = (reference.name, exact.name)
+        fp32 = reference_of({**values, "precision": "fp32"}, tokens)
+        references |= {reference.name: reference, fp32.name: fp32}
+        case = case_of(values, tokens, resume_from=(previous.get(reference.name, reference.name), SAVED))
+        previous[reference.name] = case.name
+        reference_names[case.name] = (reference.name, fp32.name)
         cases.append(case)
-    return [*references.values(), *cases], against
+    return [*references.values(), *cases], reference_names
 
 
 def run(cells: list[Values], work: Path) -> dict[str, ProofResult]:
-    """Runs cells in one launch; the verdicts by the cells' names."""
+    """Runs cells in one launch; the results by name of the cell."""
     tokens = write_tokens(work / "tokens", vocab_size=VOCABULARY, tokens=12_000, longest=2 * SEQUENCE)
-    cases, against = cases_of(cells, str(tokens))
+    cases, reference_names = cases_of(cells, str(tokens))
     known = launch(cases, work)
-    return {name: judge(known[name], known[a], exact=known[b]) for name, (a, b) in against.items()}
+    return {
+        name: check_equivalence(known[name], known[reference], fp32_reference=known[fp32])
+        for name, (reference, fp32) in reference_names.items()
+    }
 
 
 def launch(cases: list[Case], work: Path) -> dict[str, tuple[Case, CaseResult]]:
-    """Runs cases in one launch; every case and what it gave, by name."""
+    """Runs cases in one launch; every case and its result, by name."""
     write_cases(cases, work / "cases.json")
     done = warm.run("-m", "pipeline.proof.worker", work / "cases.json", work, merged=True, timeout_s=86_400)
     assert done.returncode == 0, done.stdout[-4000:]
-    return {case.name: (case, read_outcome(work / case.name)) for case in cases}
+    return {case.name: (case, read_result(work / case.name)) for case in cases}
 
 
-def told(name: str, verdict: ProofResult) -> str:
-    """A verdict in words, for a test that fails."""
-    if verdict.failed is not None:
-        return f"{name}: {verdict.failed}"
-    gaps = [f"{g.what} {g.difference:.1e} (allowed {g.tolerance:.1e}, {g.at})" for g in verdict.gaps if not g.holds]
-    wrong = [f"{tensor} {off:.1e}" for tensor, off, _ in verdict.beyond()[:8]]
-    return f"{name}: {'; '.join(gaps)}" + (f"\n  gradients: {', '.join(wrong)}" if wrong else "")
+def failure_text(name: str, result: ProofResult) -> str:
+    """The message of a failed test."""
+    if result.error is not None:
+        return f"{name}: {result.error}"
+    failed = [
+        f"{each.quantity} {each.difference:.1e} (tolerance {each.tolerance:.1e}, {each.location})"
+        for each in result.comparisons
+        if not each.passed
+    ]
+    wrong = [f"{tensor} {difference:.1e}" for tensor, difference, _ in result.wrong_gradients()[:8]]
+    return f"{name}: {'; '.join(failed)}" + (f"\n  gradients: {', '.join(wrong)}" if wrong else "")

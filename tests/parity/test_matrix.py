@@ -1,39 +1,39 @@
-"""Law 3 (equivalence) and law 4 (re-layout) in every legal pair of what a layout may have.
+"""Law 3 (equivalence) and law 4 (re-layout) for every legal pair of layout options.
 
-20 steps of every cell against one plain process: every loss, every gradient norm, every tensor of the first gradient,
-the held-out loss, and the last 5 steps once more from the state that another layout wrote.
+20 steps of every cell are compared with one plain process: every loss, every gradient norm, every tensor of the first
+gradient, the held-out loss, and the last 5 steps repeated from the state that another layout saved.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from pipeline.proof.judgement import ProofResult
+from pipeline.proof.equivalence import ProofResult
 from tests.parity.choice import full, groups, is_runnable, legal_pairs, pairs_of, precision_pairs, read_pairs
 from tests.parity.matrix import LAYOUT, NUMBERS, Values, is_legal, name_of
-from tests.parity.run import run, told
+from tests.parity.run import failure_text, run
 
 CELLS = {name_of(values): values for values in read_pairs()}
 
 
 @pytest.fixture(scope="session")
-def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, ProofResult]:
-    """All cells of this session, run in one launch: what is not selected is not run."""
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, ProofResult]:
+    """All selected cells of this session, run in one launch."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
     names = [item.callspec.params["name"] for item in items if item.function is test_a_cell_follows_the_reference]
     return run([CELLS[name] for name in names], tmp_path_factory.mktemp("parity"))
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_a_cell_follows_the_reference(verdicts: dict[str, ProofResult], name: str) -> None:
-    assert verdicts[name].holds, told(name, verdicts[name])
+def test_a_cell_follows_the_reference(results: dict[str, ProofResult], name: str) -> None:
+    assert results[name].passed, failure_text(name, results[name])
 
 
-def test_every_legal_pair_of_values_meets_in_a_cell() -> None:
+def test_every_legal_pair_of_values_is_covered_by_a_cell() -> None:
     covered = {pair for v in CELLS.values() if v["precision"] == "fp32" for pair in pairs_of(v, [*LAYOUT, *NUMBERS])}
-    half = {pair for v in CELLS.values() for pair in pairs_of(v, [*LAYOUT, *NUMBERS, "precision"])}
+    with_precision = {pair for v in CELLS.values() for pair in pairs_of(v, [*LAYOUT, *NUMBERS, "precision"])}
     assert not legal_pairs() - covered, "run: python -m tests.parity.choice"
-    assert not precision_pairs() - half, "run: python -m tests.parity.choice"
+    assert not precision_pairs() - with_precision, "run: python -m tests.parity.choice"
 
 
 def test_every_cell_is_legal() -> None:
@@ -45,5 +45,5 @@ def test_every_cell_is_legal() -> None:
 def test_the_full_matrix(tmp_path_factory: pytest.TempPathFactory, group: str) -> None:
     cells: list[Values] = full()[group]
     found = run(cells, tmp_path_factory.mktemp("matrix"))
-    wrong = [told(name, verdict) for name, verdict in found.items() if not verdict.holds]
+    wrong = [failure_text(name, result) for name, result in found.items() if not result.passed]
     assert not wrong, "\n".join([f"{len(wrong)} of {len(found)} cells", *wrong])

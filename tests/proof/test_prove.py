@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from pipeline.proof.case import Case, CaseResult
-from pipeline.proof.compare import differences, first_gradient
-from pipeline.proof.judgement import judge
+from pipeline.proof.compare import first_gradient, relative_differences
+from pipeline.proof.equivalence import check_equivalence
 from pipeline.proof.tokens import write_tokens
 from tests import warm
 from tests.conftest import tiny_config, write_config
@@ -64,32 +64,32 @@ def test_with_adams_betas_zero_and_no_clipping_the_optimizers_state_is_the_gradi
     two: dict[str, tuple[Case, CaseResult]],
 ) -> None:
     # what is read back from any betas and clipping is that gradient: up to some roundings
-    assert max(differences(first_gradient(*two["plain"]), first_gradient(*two["bare"])).values()) < 1e-6
+    assert max(relative_differences(first_gradient(*two["plain"]), first_gradient(*two["bare"])).values()) < 1e-6
     norms = [float(g.double().square().sum()) for g in first_gradient(*two["bare"]).values()]
-    assert sum(norms) ** 0.5 == pytest.approx(two["bare"][1].norms[1], rel=1e-6)
+    assert sum(norms) ** 0.5 == pytest.approx(two["bare"][1].grad_norms[1], rel=1e-6)
 
 
 def test_another_run_is_refuted_tensor_by_tensor(two: dict[str, tuple[Case, CaseResult]]) -> None:
-    verdict = judge(two["seeded"], two["plain"], exact=two["plain"])
-    assert not verdict.holds
-    assert {gap.what for gap in verdict.gaps if not gap.holds} >= {"loss", "gradient", "gradient norm"}
-    assert len(verdict.beyond()) == len(first_gradient(*two["plain"]))
-    assert judge(two["plain"], two["plain"], exact=two["plain"]).holds
+    result = check_equivalence(two["seeded"], two["plain"], fp32_reference=two["plain"])
+    assert not result.passed
+    assert {each.quantity for each in result.comparisons if not each.passed} >= {"loss", "gradient", "gradient norm"}
+    assert len(result.wrong_gradients()) == len(first_gradient(*two["plain"]))
+    assert check_equivalence(two["plain"], two["plain"], fp32_reference=two["plain"]).passed
 
 
 def test_a_rank_that_fails_says_why(two: dict[str, tuple[Case, CaseResult]]) -> None:
-    verdict = judge(two["failing"], two["plain"], exact=two["plain"])
-    assert not verdict.holds
-    assert "hidden_act" in str(verdict.failed) or "none" in str(verdict.failed)
+    result = check_equivalence(two["failing"], two["plain"], fp32_reference=two["plain"])
+    assert not result.passed
+    assert "hidden_act" in str(result.error) or "none" in str(result.error)
 
 
 def test_a_tensor_that_is_missing_or_holds_no_numbers_is_infinitely_far_off() -> None:
     ones = {"a": torch.ones(3), "b": torch.ones(2)}
-    assert differences({"a": torch.ones(3)}, ones) == {"a": 0.0, "b": float("inf")}
-    assert differences({**ones, "b": torch.tensor([1.0, float("nan")])}, ones)["b"] == float("inf")
+    assert relative_differences({"a": torch.ones(3)}, ones) == {"a": 0.0, "b": float("inf")}
+    assert relative_differences({**ones, "b": torch.tensor([1.0, float("nan")])}, ones)["b"] == float("inf")
 
 
 def test_a_gradient_that_is_zero_but_for_rounding_is_not_compared_with_itself() -> None:
     expected: dict[str, Any] = {"a": torch.full((100,), 1.0), "b": torch.full((100,), 1e-12)}
     found = {"a": expected["a"], "b": -expected["b"]}
-    assert differences(found, expected)["b"] < 1e-8
+    assert relative_differences(found, expected)["b"] < 1e-8

@@ -26,7 +26,7 @@ from pipeline.launch.arrivals import OVER, STOPPED
 from pipeline.launch.group import free_port
 from pipeline.launch.store import meet
 from tests.conftest import ROOT, command_line, entry_point, launch, losses, start, tiny_config, write_config
-from tests.engines.compared import FP32, case, compare, follows
+from tests.engines.comparison import FP32, assert_within_tolerance, compare_layouts, layout
 
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 # every parameter is cut up, and buckets are filled more than once
@@ -35,7 +35,7 @@ SMALL = {"stage3_param_persistence_threshold": 0, "sub_group_size": 4096, "reduc
 
 def filled(stage: int, *, micro: int = 1, **keys: Any) -> dict[str, Any]:
     """8 samples dealt out to three data ranks: in the last micro-batch of rank 2 no row has a target."""
-    return {**case(stage, micro=micro, **keys), "parallel": {"elastic": True, **keys.get("parallel", {})}}
+    return {**layout(stage, micro=micro, **keys), "parallel": {"elastic": True, **keys.get("parallel", {})}}
 
 
 ON_THREE = {
@@ -68,15 +68,15 @@ ON_SIX = {
 
 @pytest.mark.parametrize("engine", ["torch", "deepspeed"])
 def test_three_data_ranks_follow_one_process_on_batches_they_do_not_divide(engine: str, tmp_path: Path) -> None:
-    for name, differences in compare(tmp_path, engine, ON_THREE[engine], processes=3).items():
-        follows(differences, name)
+    for name, differences in compare_layouts(tmp_path, engine, ON_THREE[engine], processes=3).items():
+        assert_within_tolerance(differences, name)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("engine", ["torch", "deepspeed"])
 def test_pipelines_follow_one_process_on_batches_they_do_not_divide(engine: str, tmp_path: Path) -> None:
-    for name, differences in compare(tmp_path, engine, ON_SIX[engine], processes=6).items():
-        follows(differences, name)
+    for name, differences in compare_layouts(tmp_path, engine, ON_SIX[engine], processes=6).items():
+        assert_within_tolerance(differences, name)
 
 
 @pytest.mark.parametrize("objective", ["cross-entropy and z-loss", "distillation"])

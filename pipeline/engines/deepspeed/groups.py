@@ -1,7 +1,7 @@
-"""The process groups that DeepSpeed asks for, in the form in which it asks: Megatron's model-parallel unit ("mpu").
+"""Process groups for DeepSpeed, with the interface of Megatron's model-parallel unit ("mpu").
 
-DeepSpeed shards over the data group (dp x cp) only, and its gradient norm counts parameters that tensor parallelism cut
-on every tp rank and the others once.
+DeepSpeed shards over the data group (dp x cp) only, and its gradient norm counts tensor-parallel shards on every tp
+rank and all other parameters once.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import torch.distributed as dist
 from pipeline.parallel.mesh import Mesh
 
 
-class ParallelUnit:
-    """This rank's groups. Building it is local: groups of one rank are made where they are needed.
+class ModelParallelUnit:
+    """This rank's groups. Building it is not collective: groups of one rank are created locally.
 
     Args:
-        mesh: without pipeline stages; `PipelineModule` brings its own unit.
+        mesh: without pipeline parallelism; `PipelineModule` has its own unit.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -26,7 +26,7 @@ class ParallelUnit:
         self._pipe: dist.ProcessGroup = alone
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        """The ranks that see different tokens and hold the same parameters."""
+        """The data ranks: they see different tokens and hold the same parameters."""
         return self._data
 
     def get_data_parallel_group_ranks(self) -> list[int]:
@@ -34,23 +34,23 @@ class ParallelUnit:
         return dist.get_process_group_ranks(self._data)
 
     def get_data_parallel_world_size(self) -> int:
-        """How many they are."""
+        """Number of data ranks."""
         return dist.get_world_size(self._data)
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's place among them."""
+        """This rank's index among them."""
         return dist.get_rank(self._data)
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
-        """The ranks that hold different parts of the same parameters, whatever cut them."""
+        """The ranks that hold different shards of the same parameters; without pipeline parallelism the tp ranks."""
         return self._tensor
 
     def get_model_parallel_world_size(self) -> int:
-        """How many they are."""
+        """Number of model-parallel ranks."""
         return dist.get_world_size(self._tensor)
 
     def get_model_parallel_rank(self) -> int:
-        """This rank's place among them."""
+        """This rank's index among them."""
         return dist.get_rank(self._tensor)
 
     def get_tensor_model_parallel_group(self) -> dist.ProcessGroup:
@@ -58,11 +58,11 @@ class ParallelUnit:
         return self._tensor
 
     def get_tensor_model_parallel_world_size(self) -> int:
-        """How many they are."""
+        """Number of tp ranks."""
         return dist.get_world_size(self._tensor)
 
     def get_tensor_model_parallel_rank(self) -> int:
-        """This rank's place among them."""
+        """This rank's index among them."""
         return dist.get_rank(self._tensor)
 
     def get_pipe_parallel_group(self) -> dist.ProcessGroup:

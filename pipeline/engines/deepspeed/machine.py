@@ -1,4 +1,4 @@
-"""What DeepSpeed cannot do on this machine, found before work begins. It is imported only where it has to be asked."""
+"""Pre-flight check of DeepSpeed features this machine lacks. DeepSpeed is imported only if a check needs it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pipeline.config.schema import Config
 
 
 def check_machine(config: Config) -> None:
-    """Refuses what DeepSpeed would fail at here, hours or minutes later and in other words.
+    """Refuses configs that DeepSpeed would fail at on this machine later, with a less helpful error.
 
     Raises:
         ConfigError: offload to NVMe without libaio; fp16 with ZeRO on a processor that DeepSpeed does not run it on.
@@ -24,7 +24,7 @@ def check_machine(config: Config) -> None:
 
 
 def _has_libaio() -> bool:
-    """Compiles and links a few lines, as DeepSpeed does before it builds its reader."""
+    """Compiles and links a few lines against libaio, as DeepSpeed does before it builds its AIO operator."""
     from deepspeed.ops.op_builder import AsyncIOBuilder  # noqa: PLC0415  imports for seconds
 
     return bool(AsyncIOBuilder().is_compatible())

@@ -1,8 +1,8 @@
-"""State that DeepSpeed keeps on an NVMe disk.
+"""Access to optimizer state that DeepSpeed offloads to an NVMe disk.
 
-Stage 3 with `offload_optimizer` on nvme writes those flat fp32 tensors to files that are larger than a block
-(`aio.block_size`, 1 MiB unless it says otherwise); between steps they are empty here.
-Seen with deepspeed 0.19.8: `runtime/swap_tensor/partitioned_optimizer_swapper.py`.
+Stage 3 with `offload_optimizer` on nvme writes flat fp32 tensors larger than a block (`aio.block_size`, 1 MiB by
+default) to files; between steps they are empty in memory.
+Verified with deepspeed 0.19.8: `runtime/swap_tensor/partitioned_optimizer_swapper.py`.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from contextlib import contextmanager
 from typing import Any
 
 
-def is_swapped(zero: Any, number: int) -> bool:
-    """Whether a flat tensor of a ZeRO optimizer and its moments lie on a disk."""
-    return bool(getattr(zero, "swap_optimizer", False)) and bool(zero._swappable_optimizer_subgroup(number))
+def is_swapped(optimizer: Any, index: int) -> bool:
+    """Whether a flat tensor of a ZeRO optimizer and its moments are stored on a disk."""
+    return bool(getattr(optimizer, "swap_optimizer", False)) and bool(optimizer._swappable_optimizer_subgroup(index))
 
 
 @contextmanager
-def brought_in(zero: Any, number: int, *, write: bool) -> Iterator[None]:
-    """A flat tensor and its moments are in memory for the length of a block, wherever they lie otherwise.
+def swapped_in(optimizer: Any, index: int, *, write: bool) -> Iterator[None]:
+    """Context manager that keeps a flat tensor and its moments in memory; does nothing if they are not on a disk.
 
     Args:
-        zero: the engine's `optimizer`.
-        number: of the flat tensor.
-        write: put them back as they are at the end of the block; else what was changed is lost.
+        optimizer: the engine's `optimizer`.
+        index: of the flat tensor.
+        write: write changes back to the disk at the end; otherwise they are lost.
     """
-    swapped = is_swapped(zero, number)
+    swapped = is_swapped(optimizer, index)
     if swapped:
-        zero._optimizer_states_and_gradient_swap_in(number)
+        optimizer._optimizer_states_and_gradient_swap_in(index)
     yield
     if swapped:
-        (zero._optimizer_states_and_gradient_swap_out if write else zero._release_swap_buffers)(number)
+        (optimizer._optimizer_states_and_gradient_swap_out if write else optimizer._release_swap_buffers)(index)

@@ -1,10 +1,10 @@
-"""ZeRO stage 0: every data rank keeps whole fp32 weights and moments, as DistributedDataParallel does.
+"""ZeRO stage 0: AdamW with fp32 master weights and moments replicated on every data rank (data parallelism, DDP).
 
-DeepSpeed's own wrappers for stage 0 accumulate and reduce gradients in bf16 or fp16, refuse fp32 accumulation, leave
-out the loss scale (fp16) and make a dummy first step (bf16). So DeepSpeed is given this optimizer instead. Its engine
-takes an optimizer as it is when neither bf16 nor fp16 is enabled in its config, reduces the gradients that
-`get_grads_for_reduction` returns, and reads `overflow` and `_global_grad_norm` after `step`.
-Seen with deepspeed 0.19.8 (`runtime/engine.py`: `_do_optimizer_sanity_check`, `buffered_allreduce_fallback`,
+DeepSpeed's own wrappers for stage 0 accumulate and reduce gradients in bf16 or fp16, refuse fp32 accumulation, omit the
+loss scale (fp16) and make a dummy first step (bf16). So DeepSpeed gets this optimizer instead. Its engine does not wrap
+an optimizer when neither bf16 nor fp16 is enabled in its config, reduces the gradients that `get_grads_for_reduction`
+returns, and reads `overflow` and `_global_grad_norm` after `step`.
+Verified with deepspeed 0.19.8 (`runtime/engine.py`: `_do_optimizer_sanity_check`, `buffered_allreduce_fallback`,
 `_take_model_step`).
 """
 
@@ -20,82 +20,86 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.config.deepspeed_schema import OptimizerParams
-from pipeline.engines.common import decay_groups, master_of
+from pipeline.engines.common import master_weight, weight_decay_groups
 from pipeline.engines.loss_scale import update_factor
-from pipeline.parallel.assemble import Assembled
-from pipeline.parallel.tensor import sum_gradients
+from pipeline.parallel.assemble import LocalModel
+from pipeline.parallel.tensor import all_reduce_gradients
 
 
 @dataclass(frozen=True)
-class Counted:
-    """What belongs to the norm of the whole gradient.
+class NormScope:
+    """This rank's contribution to the global gradient norm.
 
     Attributes:
-        names: parameters whose gradients this rank counts; others count the rest.
-        group: the ranks that together hold the whole model; None when this one does.
+        names: parameters whose gradients this rank counts; other ranks count the rest.
+        group: the ranks that together hold the whole model; None when this rank does.
     """
 
     names: frozenset[str]
     group: dist.ProcessGroup | None
 
 
-class Replicated(torch.optim.AdamW):
-    """AdamW on fp32 copies of a model's weights; fp32 weights are their own copy.
+class ReplicatedAdamW(torch.optim.AdamW):
+    """AdamW on fp32 master weights; weights that are fp32 already are their own master weights.
 
     Args:
-        assembled: this rank's part of the model, real.
-        decayed: names that weight decay applies to.
-        params: AdamW's numbers.
+        local_model: this rank's part of the model, materialised.
+        decayed: names of the parameters that weight decay applies to.
+        params: AdamW's hyperparameters.
         clip: largest norm of the gradient; 0 is off.
-        counted: see `Counted`.
-        permits: asked before an update, when the norm is known, whether to make it; never when it is not finite.
+        norm_scope: see `NormScope`.
+        update_allowed: called before every update, when the norm is known; must return False if it is not finite.
 
     Attributes:
-        masters: the fp32 weights by Hugging Face name.
-        scale: what the loss of the step under way was multiplied by.
-        overflow: the last step was left out.
+        masters: the fp32 master weights by Hugging Face name.
+        scale: loss scale of the current step.
+        overflow: whether the last update was skipped.
     """
 
     def __init__(
         self,
-        assembled: Assembled,
+        local_model: LocalModel,
         decayed: set[str],
         params: OptimizerParams,
         *,
         clip: float,
-        counted: Counted,
-        permits: Callable[[], bool],
+        norm_scope: NormScope,
+        update_allowed: Callable[[], bool],
     ) -> None:
-        self._assembled, self._clip, self._counted, self._permits = assembled, clip, counted, permits
-        self._weights = assembled.decoder.named()
-        self.masters = {name: master_of(weight) for name, weight in self._weights.items()}
-        groups = [g for g in decay_groups(self.masters, decayed, weight_decay=params.weight_decay) if g["params"]]
+        self._local_model, self._clip, self._norm_scope = local_model, clip, norm_scope
+        self._update_allowed = update_allowed
+        self._weights = local_model.decoder.parameters_by_name()
+        self.masters = {name: master_weight(weight) for name, weight in self._weights.items()}
+        groups = [
+            g for g in weight_decay_groups(self.masters, decayed, weight_decay=params.weight_decay) if g["params"]
+        ]
         super().__init__(groups, lr=0.0, betas=params.betas, eps=params.eps, fused=True)
         self.scale, self.overflow, self._global_grad_norm = 1.0, False, 0.0
         for name, weight in self._weights.items():
             if self.masters[name] is not weight:
-                weight.register_post_accumulate_grad_hook(self._adder(self.masters[name]))
+                weight.register_post_accumulate_grad_hook(self._accumulation_hook(self.masters[name]))
 
     def gradient(self, name: str) -> Tensor:
-        """The fp32 gradient that has been added up so far, zeros where there is none."""
+        """The fp32 gradient accumulated so far; zeros if there is none."""
         master = self.masters[name]
         if master.grad is None:
             master.grad = torch.zeros_like(master)
         return master.grad
 
     def get_grads_for_reduction(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-        """What DeepSpeed averages over the data ranks, once per step: (gradients, those of experts by group)."""
-        tensor = self._assembled.tensor
+        """What DeepSpeed averages over the data ranks, once per step: (gradients, expert gradients by group)."""
+        tensor = self._local_model.tensor
         if tensor is not None:
-            sum_gradients([self.gradient(name) for name in sorted(tensor.summed & self.masters.keys())], tensor.group)
+            partial = sorted(tensor.partial_gradients & self.masters.keys())
+            all_reduce_gradients([self.gradient(name) for name in partial], tensor.group)
         return [self.gradient(name) for name in self.masters], {}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Unscales, clips and updates, where that is permitted; else leaves all but the gradient as it was."""
+        """Unscales, clips and updates if the update is allowed; otherwise only clears the gradient."""
         assert closure is None
         self._global_grad_norm = norm = self._norm() / self.scale
-        self.overflow = not self._permits()
+        self.overflow = not self._update_allowed()
         if not self.overflow:
             factor = update_factor(norm, clip=self._clip, scale=self.scale)
             if factor != 1.0:
@@ -107,29 +111,29 @@ class Replicated(torch.optim.AdamW):
 
     @torch.no_grad()
     def refresh_weights(self) -> None:
-        """Copies the fp32 weights into the model's."""
+        """Copies the fp32 master weights into the model's weights."""
         for name, weight in self._weights.items():
             if self.masters[name] is not weight:
                 weight.copy_(self.masters[name])
 
     def _norm(self) -> float:
-        gradients = [self.gradient(name) for name in self.masters if name in self._counted.names]
+        gradients = [self.gradient(name) for name in self.masters if name in self._norm_scope.names]
         squares = torch.zeros((), device=next(iter(self.masters.values())).device)
         if gradients:
             squares += torch.nn.utils.get_total_norm(gradients).square()
-        if self._counted.group is not None:
-            dist.all_reduce(squares, group=self._counted.group)
-        # every data rank has taken it of its own copy: where one has gone wrong, all are to decide alike
+        if self._norm_scope.group is not None:
+            dist.all_reduce(squares, group=self._norm_scope.group)
+        # every data rank computes it from its own replica: if one is non-finite, all ranks must decide alike
         torch.nan_to_num_(squares, nan=math.inf, posinf=math.inf)
         dist.all_reduce(squares, op=dist.ReduceOp.MAX)
         return float(squares.sqrt())
 
     @staticmethod
-    def _adder(master: nn.Parameter) -> Any:
-        def add(weight: Tensor) -> None:
+    def _accumulation_hook(master: nn.Parameter) -> Any:
+        def accumulate(weight: Tensor) -> None:
             assert weight.grad is not None
             gradient = weight.grad.float()
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
             weight.grad = None
 
-        return add
+        return accumulate

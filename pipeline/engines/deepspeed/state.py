@@ -1,10 +1,10 @@
-"""Where DeepSpeed's optimizers keep which part of which parameter.
+"""Maps the flat partitions of DeepSpeed's ZeRO optimizers to named shards, to save and restore the state.
 
-All of them hold fp32 weights in flat tensors, one or more per rank, and the moments in tensors of the same length in
-the wrapped optimizer's state. This module finds, for every parameter, the stretch of flat tensor that is this rank's,
-and which flat range of the parameter it is. Seen with deepspeed 0.19.8: `DeepSpeedZeroOptimizer` (stages 1 and 2),
+All of these optimizers hold fp32 weights in flat tensors, one or more per rank, and the moments in tensors of the same
+length in the wrapped optimizer's state. This module finds, for every parameter, this rank's slice of a flat tensor, and
+which flat range of the parameter it holds. Verified with deepspeed 0.19.8: `DeepSpeedZeroOptimizer` (stages 1 and 2),
 `BF16_Optimizer` (stage 1 with bf16 and fp32 accumulation) and `DeepSpeedZeroOptimizer_Stage3`, whose flat tensors may
-lie on a disk (see `deepspeed_offload`); and our own `Replicated` (stage 0), where a flat tensor is one parameter.
+be offloaded to a disk (see `offload`); and our own `ReplicatedAdamW` (stage 0), where a flat tensor is one parameter.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.shards import NamedShard
-from pipeline.engines.common import MOMENTS, ensure_state
-from pipeline.engines.deepspeed.offload import brought_in, is_swapped
-from pipeline.engines.deepspeed.replicated import Replicated
-from pipeline.engines.replica import Replica
-from pipeline.parallel.assemble import Assembled
+from pipeline.engines.base import Replica
+from pipeline.engines.common import MOMENTS, ensure_adamw_state
+from pipeline.engines.deepspeed.offload import is_swapped, swapped_in
+from pipeline.engines.deepspeed.replicated import ReplicatedAdamW
+from pipeline.parallel.assemble import LocalModel
 from pipeline.parallel.mesh import Mesh
 
 _WEIGHT = "weight"
@@ -32,170 +32,173 @@ _WEIGHT = "weight"
 
 @dataclass(frozen=True)
 class FlatSlice:
-    """This rank's part of a parameter.
+    """This rank's shard of a parameter, as a slice of a flat tensor.
 
     Attributes:
         name: Hugging Face name.
-        start: first flat index within what tensor parallelism left of the parameter.
-        flat: number of the flat tensor it lies in.
-        at: first index within that.
+        start: first flat index within the tensor-parallel shard of the parameter.
+        flat: index of the flat tensor that contains it.
+        offset: first index within that flat tensor.
         length: number of elements, 0 when the rank holds none.
     """
 
     name: str
     start: int
     flat: int
-    at: int
+    offset: int
     length: int
 
 
 @dataclass(frozen=True)
 class LocalState:
-    """This rank's state, to be written from or read into.
+    """This rank's state, to save from or load into.
 
     Attributes:
-        named: under the keys of `checkpoint.named_state`; values are views, or copies of what lies on a disk.
-        copies: number of a flat tensor on a disk -> copies of it and of its moments.
+        named: under the keys of `checkpoint.named_state`; values are views, or copies of what is offloaded to a disk.
+        copies: index of a flat tensor on a disk -> copies of it and of its moments.
     """
 
     named: dict[str, NamedShard | Tensor]
     copies: dict[int, dict[str, Tensor]]
 
 
-def collect_local_state(zero: Any, assembled: Assembled) -> LocalState:
-    """This rank's state. What lies on a disk is brought into host memory.
+def collect_local_state(optimizer: Any, local_model: LocalModel) -> LocalState:
+    """This rank's state. What is offloaded to a disk is read into host memory.
 
     Args:
-        zero: the engine's `optimizer`.
-        assembled: this rank's part of the model.
+        optimizer: the engine's `optimizer`.
+        local_model: this rank's part of the model.
     """
-    flats = [_contents(zero, number) for number in range(len(flat_tensors(zero)))]
-    copies = {number: flats[number] for number in range(len(flats)) if is_swapped(zero, number)}
+    flats = [_weight_and_moments(optimizer, index) for index in range(len(flat_tensors(optimizer)))]
+    copies = {index: flat for index, flat in enumerate(flats) if is_swapped(optimizer, index)}
     named: dict[str, NamedShard | Tensor] = {}
-    for s in flat_slices(zero, assembled.decoder.named()):
-        shape, box = assembled.shapes[s.name], assembled.box(s.name)
+    for s in flat_slices(optimizer, local_model.decoder.parameters_by_name()):
+        shape, box = local_model.shapes[s.name], local_model.box(s.name)
         for kind in (_WEIGHT, *MOMENTS):
             key = named_state.weight_key(s.name) if kind == _WEIGHT else named_state.moment_key(kind, s.name)
-            values = flats[s.flat][kind].view(-1).narrow(0, s.at, s.length)
+            values = flats[s.flat][kind].view(-1).narrow(0, s.offset, s.length)
             named[key] = NamedShard(shape, start=s.start, values=values, box=box)
-    state = _adamw(zero).state.get(flat_tensors(zero)[-1], {})
+    state = _adamw(optimizer).state.get(flat_tensors(optimizer)[-1], {})
     step = state["step"].detach().to("cpu", copy=True) if "step" in state else torch.zeros((), dtype=torch.float32)
     return LocalState({**named, named_state.OPTIMIZER_STEP: step}, copies)
 
 
 @torch.no_grad()
-def restore_local_state(zero: Any, held: LocalState) -> None:
-    """Goes on from a state that was read: disk, step counters and the model's own weights. Collective."""
-    step = held.named[named_state.OPTIMIZER_STEP]
+def restore_local_state(optimizer: Any, local_state: LocalState) -> None:
+    """Restores a loaded state: offloaded tensors, step counters and the model's own weights. Collective."""
+    step = local_state.named[named_state.OPTIMIZER_STEP]
     assert isinstance(step, Tensor)
-    for number, flat in enumerate(flat_tensors(zero)):
-        with brought_in(zero, number, write=True):
-            state = ensure_state(_adamw(zero), flat)
-            for kind, values in held.copies.get(number, {}).items():
+    for index, flat in enumerate(flat_tensors(optimizer)):
+        with swapped_in(optimizer, index, write=True):
+            state = ensure_adamw_state(_adamw(optimizer), flat)
+            for kind, values in local_state.copies.get(index, {}).items():
                 (flat.data if kind == _WEIGHT else state[kind]).copy_(values)
-            state["step"].copy_(step)  # not by way of param_groups: stage 3 keeps them empty between steps
-            if _is_stage3(zero):
-                zero._reassign_or_swap_out_partitioned_parameters(number)
-    share_weights(zero)
+            state["step"].copy_(step)  # not through param_groups: stage 3 keeps them empty between steps
+            if _is_stage3(optimizer):
+                optimizer._reassign_or_swap_out_partitioned_parameters(index)
+    refresh_model_weights(optimizer)
 
 
-def reset_moments(zero: Any) -> None:
-    """Undoes the dummy step by which some of DeepSpeed's optimizers allocate their state.
+def reset_moments(optimizer: Any) -> None:
+    """Undoes the dummy step with which some of DeepSpeed's optimizers allocate their state.
 
     It leaves the step counter at 1, which would make the first real update 0.74 of its size (bias correction).
     """
-    for state in _adamw(zero).state.values():
+    for state in _adamw(optimizer).state.values():
         for value in state.values():
             if torch.is_tensor(value):
                 value.zero_()
 
 
-def _contents(zero: Any, number: int) -> dict[str, Tensor]:
-    """A flat tensor and its moments; copies when they lie on a disk."""
-    flat = flat_tensors(zero)[number]
-    if not is_swapped(zero, number):
-        state = ensure_state(_adamw(zero), flat)
+def _weight_and_moments(optimizer: Any, index: int) -> dict[str, Tensor]:
+    """A flat tensor and its moments; copies when they are offloaded to a disk."""
+    flat = flat_tensors(optimizer)[index]
+    if not is_swapped(optimizer, index):
+        state = ensure_adamw_state(_adamw(optimizer), flat)
         return {_WEIGHT: flat.data, **{moment: state[moment] for moment in MOMENTS}}
-    with brought_in(zero, number, write=False):
-        state = _adamw(zero).state.get(flat, {})
+    with swapped_in(optimizer, index, write=False):
+        state = _adamw(optimizer).state.get(flat, {})
         weight = flat.data.clone()
         moments = {m: state[m].clone() if m in state else torch.zeros_like(weight) for m in MOMENTS}
     return {_WEIGHT: weight, **moments}
 
 
-def share_weights(zero: Any) -> None:
-    """Brings the model's own weights up to date with the fp32 ones of all ranks."""
-    if isinstance(zero, Replicated):
-        zero.refresh_weights()
-    elif not _is_stage3(zero):
-        zero.update_lp_params()
+def refresh_model_weights(optimizer: Any) -> None:
+    """Updates the model's own weights from the fp32 master weights of all ranks."""
+    if isinstance(optimizer, ReplicatedAdamW):
+        optimizer.refresh_weights()
+    elif not _is_stage3(optimizer):
+        optimizer.update_lp_params()
     else:
-        # whatever is still gathered, after an evaluation or because it always is, is a copy by now out of date
-        zero.empty_partition_cache()
-        if zero.persistent_parameters:
-            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+        # parameters still gathered, after an evaluation or because they are persistent, are outdated copies
+        optimizer.empty_partition_cache()
+        if optimizer.persistent_parameters:
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
 
-def replicas(zero: Any, assembled: Assembled, mesh: Mesh | None, ends: dist.ProcessGroup | None) -> Iterator[Replica]:
-    """The weights of this rank that other ranks hold too: fp32 at stage 0, what is computed with at stages 1 to 3.
+def replicas(
+    optimizer: Any, local_model: LocalModel, mesh: Mesh | None, tied_group: dist.ProcessGroup | None
+) -> Iterator[Replica]:
+    """The weights of this rank that other ranks hold too: fp32 at stage 0, in the model's dtype at stages 1 to 3.
 
-    At stage 3 data ranks hold no copies, and partitions that lie on a disk are passed over.
+    At stage 3 data ranks hold no replicas, and partitions offloaded to a disk are omitted.
 
     Args:
-        zero: the engine's `optimizer`.
-        assembled: this rank's part of the model.
-        mesh: this rank's place; None for one process.
-        ends: the ranks that hold a parameter with this one, being the two ends of a pipeline.
+        optimizer: the engine's `optimizer`.
+        local_model: this rank's part of the model.
+        mesh: this rank's coordinates and groups; None for one process.
+        tied_group: see `parallel.mesh.tied_weights_group`.
     """
     if mesh is None:
         return
-    data, tensor = mesh.group("data"), mesh.group("tp")
-    for name, weight in assembled.decoder.named().items():
-        values, copies = weight.data, data
-        if isinstance(zero, Replicated):
-            values = zero.masters[name].data
-        elif _is_stage3(zero):
+    data_group, tp_group = mesh.group("data"), mesh.group("tp")
+    for name, weight in local_model.decoder.parameters_by_name().items():
+        values, replica_group = weight.data, data_group
+        if isinstance(optimizer, ReplicatedAdamW):
+            values = optimizer.masters[name].data
+        elif _is_stage3(optimizer):
             part: Any = weight.ds_tensor  # type: ignore[attr-defined]
             if part.status != PartitionedParamStatus.AVAILABLE:
                 continue
-            values, copies = part.data, None
-        groups = (copies, tensor if assembled.box(name) is None else None, ends if name in assembled.shared else None)
+            values, replica_group = part.data, None
+        unsharded, tied = local_model.box(name) is None, name in local_model.tied
+        groups = (replica_group, tp_group if unsharded else None, tied_group if tied else None)
         yield from (Replica(name, values, group) for group in groups if group is not None)
 
 
-def _adamw(zero: Any) -> Any:
+def _adamw(optimizer: Any) -> Any:
     """The wrapped optimizer, which holds the moments."""
-    return zero if isinstance(zero, Replicated) else zero.optimizer
+    return optimizer if isinstance(optimizer, ReplicatedAdamW) else optimizer.optimizer
 
 
-def _is_stage3(zero: Any) -> bool:
-    return hasattr(zero, "fp32_partitioned_groups_flat")
+def _is_stage3(optimizer: Any) -> bool:
+    return hasattr(optimizer, "fp32_partitioned_groups_flat")
 
 
-def flat_tensors(zero: Any) -> list[Tensor]:
+def flat_tensors(optimizer: Any) -> list[Tensor]:
     """This rank's flat fp32 tensors: per parameter (stage 0), parameter group (1, 2) or sub-group (3)."""
-    if isinstance(zero, Replicated):
-        return list(zero.masters.values())
+    if isinstance(optimizer, ReplicatedAdamW):
+        return list(optimizer.masters.values())
     names = ("fp32_partitioned_groups_flat", "fp32_groups_flat_partition", "single_partition_of_fp32_groups")
-    flats: list[Tensor] = next(getattr(zero, name) for name in names if hasattr(zero, name))
+    flats: list[Tensor] = next(getattr(optimizer, name) for name in names if hasattr(optimizer, name))
     return flats
 
 
-def flat_slices(zero: Any, named: dict[str, nn.Parameter]) -> Iterator[FlatSlice]:
-    """This rank's part of every parameter.
+def flat_slices(optimizer: Any, named: dict[str, nn.Parameter]) -> Iterator[FlatSlice]:
+    """This rank's slice of every parameter.
 
     Args:
-        zero: DeepSpeed's optimizer.
+        optimizer: DeepSpeed's optimizer.
         named: the parameters by Hugging Face name.
     """
-    for number, (name, parameter) in enumerate(named.items()):
-        if isinstance(zero, Replicated):
-            yield FlatSlice(name, 0, number, 0, parameter.numel())
+    for index, (name, parameter) in enumerate(named.items()):
+        if isinstance(optimizer, ReplicatedAdamW):
+            yield FlatSlice(name, 0, index, 0, parameter.numel())
         else:
-            yield (_stretch_stage3 if _is_stage3(zero) else _stretch_stage12)(zero, name, parameter)
+            yield (_flat_slice_stage3 if _is_stage3(optimizer) else _flat_slice_stage12)(optimizer, name, parameter)
 
 
-def _stretch_stage12(_zero: Any, name: str, parameter: nn.Parameter) -> FlatSlice:
+def _flat_slice_stage12(_optimizer: Any, name: str, parameter: nn.Parameter) -> FlatSlice:
     mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
     if mapping is None:
         return FlatSlice(name, 0, 0, 0, 0)
@@ -203,10 +206,10 @@ def _stretch_stage12(_zero: Any, name: str, parameter: nn.Parameter) -> FlatSlic
     return FlatSlice(name, inside.start, mapping.param_group_index, outside.start, inside.numel)
 
 
-def _stretch_stage3(zero: Any, name: str, parameter: nn.Parameter) -> FlatSlice:
-    group, at, padded = zero.grad_position[zero.get_param_id(parameter)]
-    start = zero._get_param_partition_rank(parameter) * padded
+def _flat_slice_stage3(optimizer: Any, name: str, parameter: nn.Parameter) -> FlatSlice:
+    group, offset, padded = optimizer.grad_position[optimizer.get_param_id(parameter)]
+    start = optimizer._get_param_partition_rank(parameter) * padded
     numel: int = parameter.ds_numel  # type: ignore[attr-defined]
-    # the last rank's part may reach past the end of the parameter, by the padding that makes all parts equal
+    # the last rank's partition may extend past the end of the parameter, by the padding that makes all equal
     length = max(0, min(padded, numel - start))
-    return FlatSlice(name, min(start, numel), group, at, length)
+    return FlatSlice(name, min(start, numel), group, offset, length)

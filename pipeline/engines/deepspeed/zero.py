@@ -1,4 +1,4 @@
-"""DeepSpeed without a pipeline behind the `Engine` protocol: ZeRO 0 to 3, over any dp, cp and tp."""
+"""DeepSpeed engine without pipeline parallelism: ZeRO stages 0 to 3 with data, context and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from torch import nn
 
 from pipeline.config.rules import ResolvedRun
 from pipeline.data.loader import IGNORE, MicroBatch, StepBatch
-from pipeline.engines.base import Gate, Objective, StepResult, Sums, always
+from pipeline.engines.base import EvaluationSums, Objective, StepResult, UpdateGate, always_update
 from pipeline.engines.common import decayed_names
 from pipeline.engines.deepspeed.base import DeepSpeedBase
 from pipeline.engines.deepspeed.config import deepspeed_config
-from pipeline.engines.deepspeed.groups import ParallelUnit
-from pipeline.engines.deepspeed.parts import make_optimizer, make_part, shard_at_once
+from pipeline.engines.deepspeed.groups import ModelParallelUnit
+from pipeline.engines.deepspeed.local_model import build_local_model, zero3_sharder
+from pipeline.engines.deepspeed.optimizer import make_optimizer
 from pipeline.engines.deepspeed.state import reset_moments
 from pipeline.engines.objective import CrossEntropy
 from pipeline.models.values import ParameterValues
@@ -23,15 +24,15 @@ from pipeline.parallel.mesh import Mesh
 
 
 class DeepSpeedZero(DeepSpeedBase):
-    """One model, sharded over its data ranks by ZeRO. The process group is open.
+    """One model, sharded over its data ranks by ZeRO. The process group must be initialized.
 
     Args:
         run: the resolved config.
         model: on meta, as `build_meta` made it.
-        values: first values of its parameters.
-        objective: what is minimised.
+        values: initial values of its parameters.
+        objective: the loss.
         device: of this rank.
-        mesh: this rank's place and groups; None for one process.
+        mesh: this rank's coordinates and process groups; None for one process.
     """
 
     def __init__(
@@ -46,26 +47,26 @@ class DeepSpeedZero(DeepSpeedBase):
     ) -> None:
         super().__init__(run, objective, device=device, mesh=mesh)
         config = deepspeed_config(run)
-        unit = ParallelUnit(mesh) if mesh and mesh.size("tp") > 1 else None
-        place = shard_at_once(config, unit) if run.config.zero_optimization.stage == 3 else None
-        self._assembled = make_part(run, model, values, mesh, device=device, place=place)
+        unit = ModelParallelUnit(mesh) if mesh and mesh.size("tp") > 1 else None
+        sharder = zero3_sharder(config, unit) if run.config.zero_optimization.stage == 3 else None
+        self._local_model = build_local_model(run, model, values, mesh, device=device, on_parameter=sharder)
         optimizer = make_optimizer(
             run,
-            self._assembled,
+            self._local_model,
             decayed_names(model),
-            holders=mesh.group("tp") if mesh else None,
-            counts_whole=mesh is None or mesh.place["tp"] == 0,
-            permits=self._permits,
+            model_group=mesh.group("tp") if mesh else None,
+            counts_unsharded=mesh is None or mesh.coordinates["tp"] == 0,
+            update_allowed=self._update_allowed,
         )
         self._engine, *_ = deepspeed.initialize(
-            model=self._assembled.decoder, optimizer=optimizer, config=config, mpu=unit
+            model=self._local_model.decoder, optimizer=optimizer, config=config, mpu=unit
         )
         reset_moments(self._engine.optimizer)
         self._engine.train()
 
-    def train_step(self, step: StepBatch, *, lr: float, allow: Gate = always) -> StepResult:
+    def train_step(self, step: StepBatch, *, lr: float, update_gate: UpdateGate = always_update) -> StepResult:
         """See `Engine.train_step`."""
-        factor, means = self._begin(step, lr, allow), []
+        factor, means = self._begin_step(step, lr, update_gate), []
         sums = torch.zeros(1 + len(self._objective.parts), device=self._device)
         for number, micro in enumerate(step.micro_batches):
             batch = micro.to(self._device)
@@ -78,13 +79,13 @@ class DeepSpeedZero(DeepSpeedBase):
         return self._result(step, means)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[MicroBatch]) -> Sums:
+    def evaluate(self, batches: Iterable[MicroBatch]) -> EvaluationSums:
         """See `Engine.evaluate`."""
         self._engine.eval()
-        scoring, nats, targets = CrossEntropy(), torch.zeros((), device=self._device), 0
+        objective, nats, targets = CrossEntropy(), torch.zeros((), device=self._device), 0
         for micro in batches:
             batch = micro.to(self._device)
-            nats += self._engine(batch.input_ids, batch, scoring)[0]
+            nats += self._engine(batch.input_ids, batch, objective)[0]
             targets += int((micro.labels != IGNORE).sum())
         self._engine.train()
-        return self._evaluated(nats, targets)
+        return self._evaluation_sums(nats, targets)

@@ -1,4 +1,4 @@
-"""The gradient of a whole step, spread over ranks: what is still to be added up, and its norm."""
+"""The remaining gradient reduction after the backward passes of a step, and the global gradient norm."""
 
 from __future__ import annotations
 
@@ -7,33 +7,35 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from pipeline.engines.torch_native.sharding import Part
+from pipeline.engines.torch_native.sharding import ParameterShard
 from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.tensor import sum_gradients
+from pipeline.parallel.tensor import all_reduce_gradients
 
 
 @torch.no_grad()
-def complete(parts: Sequence[Part], mesh: Mesh, shared: dist.ProcessGroup | None) -> None:
-    """After the backward passes: attaches gradients to the masters and adds up what FSDP2 has not.
+def finish_reduction(shards: Sequence[ParameterShard], mesh: Mesh, tied_group: dist.ProcessGroup | None) -> None:
+    """After the backward passes: attaches gradients to the master weights and all-reduces what FSDP2 does not.
+
+    Those are the partial gradients of tensor parallelism, and the gradients of weights tied across pipeline stages.
 
     Args:
-        parts: of this rank.
-        mesh: this rank's place.
-        shared: the ranks that hold a parameter with this one, see `parallel.mesh.ends_group`.
+        shards: of this rank.
+        mesh: this rank's coordinates and groups.
+        tied_group: see `parallel.mesh.tied_weights_group`.
     """
-    for part in parts:
-        part.attach()
-    tensor = mesh.group("tp")
-    if tensor is not None:
-        sum_gradients([g for p in parts if p.summed and (g := p.master.grad) is not None], tensor)
-    if shared is not None:
-        sum_gradients([g for p in parts if p.shared and (g := p.master.grad) is not None], shared)
+    for shard in shards:
+        shard.attach()
+    tp_group = mesh.group("tp")
+    if tp_group is not None:
+        all_reduce_gradients([g for s in shards if s.partial_gradient and (g := s.master.grad) is not None], tp_group)
+    if tied_group is not None:
+        all_reduce_gradients([g for s in shards if s.tied and (g := s.master.grad) is not None], tied_group)
 
 
 @torch.no_grad()
-def norm(parts: Sequence[Part], device: torch.device) -> float:
-    """2-norm of the gradient over all ranks, each element counting once; the same number on every rank."""
-    gradients = [g for p in parts if p.counted and (g := p.master.grad) is not None and g.numel()]
+def total_norm(shards: Sequence[ParameterShard], device: torch.device) -> float:
+    """2-norm of the gradient over all ranks, each element counted once; the same number on every rank."""
+    gradients = [g for s in shards if s.counts_in_norm and (g := s.master.grad) is not None and g.numel()]
     square = torch.zeros((), dtype=torch.float64, device=device)
     if gradients:
         square += torch.stack(torch._foreach_norm(gradients)).double().square().sum()

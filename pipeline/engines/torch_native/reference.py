@@ -1,4 +1,4 @@
-"""The reference: one plain PyTorch process, in which every line can be read. All layouts are measured against it."""
+"""The reference engine: one plain PyTorch process, short enough to read. All layouts are compared with it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pipeline.checkpoint.plan import State
 from pipeline.checkpoint.shards import NamedShard
 from pipeline.config.rules import ResolvedRun
 from pipeline.data.loader import IGNORE, MicroBatch, StepBatch
-from pipeline.engines.base import Gate, Objective, Replica, StepOutcome, StepResult, Sums, always
+from pipeline.engines.base import EvaluationSums, Objective, Replica, StepOutcome, StepResult, UpdateGate, always_update
 from pipeline.engines.common import (
     MOMENTS,
-    decay_groups,
     decayed_names,
-    ensure_state,
+    ensure_adamw_state,
     make_adamw,
-    master_of,
+    master_weight,
+    weight_decay_groups,
 )
-from pipeline.engines.loss_scale import LossScale
+from pipeline.engines.loss_scale import LossScaler
 from pipeline.engines.objective import CrossEntropy
 from pipeline.models.materialise import materialise
 from pipeline.models.values import ParameterValues
@@ -32,15 +32,15 @@ from pipeline.parallel.assemble import assemble
 class TorchReference:
     """One process, one device, no sharding.
 
-    With bf16 or fp16 the model's weights are of that type; fp32 copies of them are what the optimizer updates, and
-    gradients of the micro-batches are added up in fp32. fp16 scales the loss (`LossScale`).
+    With bf16 or fp16 the model's weights have that dtype; the optimizer updates fp32 master weights, and gradients are
+    accumulated over micro-batches in fp32. fp16 uses loss scaling (`LossScaler`).
 
     Args:
         run: the resolved config.
         model: on meta, as `build_meta` made it.
-        values: first values of its parameters.
-        objective: what is minimised.
-        device: where everything lives.
+        values: initial values of its parameters.
+        objective: the loss.
+        device: where model and optimizer are placed.
     """
 
     def __init__(
@@ -50,47 +50,47 @@ class TorchReference:
         self.rank = 0
         self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self._objective, self._device = objective, device
-        self._clip, self._scale = run.config.gradient_clipping, LossScale(run.config.fp16)
+        self._clip, self._scaler = run.config.gradient_clipping, LossScaler(run.config.fp16)
         self._decoder = assemble(run, model, None).decoder
         materialise(self._decoder.causal, values, device=device)
         self._decoder.train()
-        self._weights = self._decoder.named()
-        self._masters = {name: master_of(weight) for name, weight in self._weights.items()}
-        groups = decay_groups(self._masters, decayed_names(model), weight_decay=params.weight_decay)
+        self._weights = self._decoder.parameters_by_name()
+        self._masters = {name: master_weight(weight) for name, weight in self._weights.items()}
+        groups = weight_decay_groups(self._masters, decayed_names(model), weight_decay=params.weight_decay)
         self._optimizer = make_adamw(groups, params)
 
-    def train_step(self, step: StepBatch, *, lr: float, allow: Gate = always) -> StepResult:
+    def train_step(self, step: StepBatch, *, lr: float, update_gate: UpdateGate = always_update) -> StepResult:
         """See `Engine.train_step`."""
         sums = torch.zeros(1 + len(self._objective.parts), device=self._device)
         for micro in step.micro_batches:
             batch = micro.to(self._device)
             total, *parts = self._decoder(batch.input_ids, batch, self._objective)
-            (total * (self._scale.value / step.targets)).backward()
-            self._add_gradients()
+            (total * (self._scaler.value / step.targets)).backward()
+            self._accumulate_gradients()
             sums += torch.stack([total.detach(), *parts])
         means: list[float] = (sums.double() / step.targets).tolist()
-        norm = self._gradient_norm() / self._scale.value
-        outcome = self._scale.outcome(means[0], norm, allow)
+        norm = self._gradient_norm() / self._scaler.value
+        outcome = self._scaler.outcome(means[0], norm, update_gate)
         if outcome is StepOutcome.APPLIED:
             self._update(norm, lr)
         self._optimizer.zero_grad(set_to_none=True)
-        return self._scale.result(step.step, means, self._objective.parts, norm, outcome)
+        return self._scaler.result(step.step, means, self._objective.parts, norm, outcome)
 
     def replicas(self) -> Iterator[Replica]:
-        """See `Engine.replicas`: there are none."""
+        """See `Engine.replicas`: one process has none."""
         return iter(())
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[MicroBatch]) -> Sums:
+    def evaluate(self, batches: Iterable[MicroBatch]) -> EvaluationSums:
         """See `Engine.evaluate`."""
         self._decoder.eval()
-        nats, targets, scoring = 0.0, 0, CrossEntropy()
+        nats, targets, objective = 0.0, 0, CrossEntropy()
         for micro in batches:
             batch = micro.to(self._device)
-            nats += float(self._decoder(batch.input_ids, batch, scoring)[0])
+            nats += float(self._decoder(batch.input_ids, batch, objective)[0])
             targets += int((batch.labels != IGNORE).sum())
         self._decoder.train()
-        return Sums(nats, targets)
+        return EvaluationSums(nats, targets)
 
     def state(self) -> State:
         """See `Engine.state`."""
@@ -102,23 +102,23 @@ class TorchReference:
         named_state.read(state, directory)
         step = state[named_state.OPTIMIZER_STEP]
         assert isinstance(step, Tensor)
-        self._scale.take_up(state)
+        self._scaler.load_state_dict(state)
         for name, master in self._masters.items():
-            ensure_state(self._optimizer, master)["step"].copy_(step)
+            ensure_adamw_state(self._optimizer, master)["step"].copy_(step)
             self._weights[name].data.copy_(master.data)
 
     def _named_state(self) -> dict[str, NamedShard | Tensor]:
         named: dict[str, NamedShard | Tensor] = {}
-        steps = torch.zeros((), dtype=torch.float32)
+        step = torch.zeros((), dtype=torch.float32)
         for name, master in self._masters.items():
-            state, shape = ensure_state(self._optimizer, master), tuple(master.shape)
+            state, shape = ensure_adamw_state(self._optimizer, master), tuple(master.shape)
             named[named_state.weight_key(name)] = NamedShard(shape, start=0, values=master.data.view(-1))
             for moment in MOMENTS:
                 named[named_state.moment_key(moment, name)] = NamedShard(shape, start=0, values=state[moment].view(-1))
-            steps = state["step"].detach().to("cpu", copy=True)
-        return {**named, **self._scale.named(), named_state.OPTIMIZER_STEP: steps}
+            step = state["step"].detach().to("cpu", copy=True)
+        return {**named, **self._scaler.state_dict(), named_state.OPTIMIZER_STEP: step}
 
-    def _add_gradients(self) -> None:
+    def _accumulate_gradients(self) -> None:
         for name, weight in self._weights.items():
             master = self._masters[name]
             if master is weight or weight.grad is None:
@@ -133,7 +133,7 @@ class TorchReference:
 
     @torch.no_grad()
     def _update(self, norm: float, lr: float) -> None:
-        factor = self._scale.factor(norm, self._clip)
+        factor = self._scaler.factor(norm, self._clip)
         for master in self._masters.values():
             if master.grad is not None and factor != 1.0:
                 master.grad.mul_(factor)

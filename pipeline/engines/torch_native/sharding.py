@@ -1,15 +1,16 @@
-"""How parameters are sharded over the data ranks: FSDP2, in four degrees that go by DeepSpeed's stage numbers.
+"""FSDP2 sharding of parameters over the data ranks, at four levels numbered as DeepSpeed's ZeRO stages.
 
 | stage | weights between steps | weights during a step | gradients | summed over the data ranks |
 |---|---|---|---|---|
-| 0 | whole | whole | whole | once per step |
-| 1 | sharded | whole | whole | once per step |
-| 2 | sharded | whole | sharded | after every micro-batch |
-| 3 | sharded | whole for the time of a layer | sharded | after every micro-batch |
+| 0 | unsharded | unsharded | unsharded | once per step |
+| 1 | sharded | unsharded | unsharded | once per step |
+| 2 | sharded | unsharded | sharded | after every micro-batch |
+| 3 | sharded | gathered layer by layer | sharded | after every micro-batch |
 
-fp32 weights and the optimizer's moments are sharded from stage 1 on. With hybrid sharding the copies are summed once
-per step, but in a pipeline at stage 3 after every micro-batch. In a pipeline stages 1 and 2 are one
-(`torch_pipeline`). Every decoder layer is one message; what is left (embedding, final norm, head) is another.
+fp32 master weights and the optimizer's moments are sharded from stage 1 on. With hybrid sharding (HSDP) the replicas
+all-reduce gradients once per step, but with pipeline parallelism at stage 3 after every micro-batch. With pipeline
+parallelism stages 1 and 2 are the same (see `torch_native.pipeline`). Every decoder layer is one FSDP2 unit (one
+collective); the remaining parameters (embedding, final norm, head) form another.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from pipeline.checkpoint.shards import NamedShard, Rectangle
 from pipeline.models.materialise import fill_buffers
 from pipeline.models.values import ParameterValues
-from pipeline.parallel.assemble import Assembled, ShardedValues
+from pipeline.parallel.assemble import LocalModel, ShardedValues
 from pipeline.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)
-class Part:
-    """This rank's part of a parameter: whole rows of what tensor parallelism left of it.
+class ParameterShard:
+    """This rank's shard of a parameter: complete rows of its tensor-parallel shard.
 
     Attributes:
         name: Hugging Face name.
         shape: of the full parameter.
-        box: what tensor parallelism left of it; None for all of it.
+        box: its tensor-parallel shard; None if tensor parallelism does not shard it.
         start: first flat index within the box.
         sharded: the parameter as FSDP2 keeps it.
-        master: fp32, of the same memory; what the optimizer updates.
-        counted: its gradient enters the norm here; its other copies do not.
-        shared: another pipeline stage holds it too.
-        summed: its gradient is to be added up over the tensor-parallel ranks.
+        master: fp32 master weight in the same memory, which the optimizer updates.
+        counts_in_norm: its gradient enters the global norm on this rank; those of its replicas do not.
+        tied: another pipeline stage holds a tied copy.
+        partial_gradient: its gradient must be summed over the tensor-parallel ranks.
     """
 
     name: str
@@ -54,27 +55,27 @@ class Part:
     start: int
     sharded: nn.Parameter
     master: nn.Parameter
-    counted: bool
-    shared: bool
-    summed: bool
+    counts_in_norm: bool
+    tied: bool
+    partial_gradient: bool
 
     @torch.no_grad()
     def attach(self) -> None:
-        """Gives the master its memory and, after a backward pass, its gradient: FSDP2 may move both."""
+        """Points the master weight at the shard's memory and, after a backward pass, gradient: FSDP2 may move both."""
         self.master.data = _local(self.sharded)
         self.master.grad = None if self.sharded.grad is None else _local(self.sharded.grad)
 
-    def detach(self) -> None:
-        """Forgets the gradient."""
+    def clear_gradient(self) -> None:
+        """Frees the gradient."""
         self.master.grad = self.sharded.grad = None
 
-    def named(self, values: Tensor) -> NamedShard:
-        """The named shard of values that lie as the master does."""
+    def named_shard(self, values: Tensor) -> NamedShard:
+        """The named shard of values laid out as the master weight: the weight itself or a moment."""
         return NamedShard(self.shape, start=self.start, values=values.view(-1), box=self.box)
 
 
-def shard(
-    assembled: Assembled,
+def shard_decoder(
+    local_model: LocalModel,
     values: ParameterValues,
     mesh: Mesh,
     *,
@@ -82,76 +83,76 @@ def shard(
     stage: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> list[Part]:
-    """Shards a decoder on meta in place and gives it its values. No rank holds more than its parts and one parameter.
+) -> list[ParameterShard]:
+    """Shards a decoder on meta in place and materialises it. No rank holds more than its shards and one parameter.
 
     Gradients are summed in fp32, not averaged: the loss is divided by the targets of the whole step.
 
     Args:
-        assembled: what this rank computes.
-        values: of the whole parameters.
-        mesh: this rank's place.
-        root: the decoder, or a module around it; the one that is called.
-        stage: see above.
-        dtype: what is computed in; the parameters are fp32.
+        local_model: this rank's part of the model.
+        values: of the full parameters.
+        mesh: this rank's coordinates and groups.
+        root: the FSDP2 root module: the decoder, or the stage module around it.
+        stage: ZeRO stage, see above.
+        dtype: of forward and backward passes; the parameters are fp32.
         device: of this rank.
 
     Returns:
-        This rank's part of every parameter of the decoder.
+        This rank's shard of every parameter of the decoder.
     """
-    fill_buffers(assembled.decoder.causal, device)
+    fill_buffers(local_model.decoder.causal, device)
     for parameter in root.parameters():
         parameter.data = parameter.data.to(torch.float32)
     mixed: dict[str, Any] = {"param_dtype": dtype, "reduce_dtype": torch.float32} if dtype != torch.float32 else {}
     policy = MixedPrecisionPolicy(**mixed, cast_forward_inputs=False)
     for layer in [m for m in root.modules() if isinstance(m, GradientCheckpointingLayer)]:
-        fully_shard(layer, mesh=mesh.sharding(), reshard_after_forward=stage == 3, mp_policy=policy)
-    fully_shard(root, mesh=mesh.sharding(), reshard_after_forward=False, mp_policy=policy)
+        fully_shard(layer, mesh=mesh.sharding_mesh(), reshard_after_forward=stage == 3, mp_policy=policy)
+    fully_shard(root, mesh=mesh.sharding_mesh(), reshard_after_forward=False, mp_policy=policy)
     for module in sharded_modules(root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
-    _materialise(assembled, values, device)
-    return [_part(name, assembled, mesh) for name in assembled.decoder.named()]
+    _materialise(local_model, values, device)
+    return [_parameter_shard(name, local_model, mesh) for name in local_model.decoder.parameters_by_name()]
 
 
 def sharded_modules(root: nn.Module) -> Iterator[FSDPModule]:
-    """The modules whose parameters travel together."""
+    """The FSDP2 units: modules whose parameters are gathered in one collective."""
     return (module for module in root.modules() if isinstance(module, FSDPModule))
 
 
 def reshard(root: nn.Module) -> None:
-    """Drops whole weights, so that the next forward pass gathers them anew."""
+    """Frees gathered weights, so that the next forward pass gathers them again."""
     for module in sharded_modules(root):
         module.reshard()
 
 
 @torch.no_grad()
-def _materialise(assembled: Assembled, values: ParameterValues, device: torch.device) -> None:
-    decoder, cut = assembled.decoder, ShardedValues(values, assembled)
-    on_meta: dict[str, Any] = dict(decoder.named())
+def _materialise(local_model: LocalModel, values: ParameterValues, device: torch.device) -> None:
+    decoder, sharded_values = local_model.decoder, ShardedValues(values, local_model)
+    on_meta: dict[str, Any] = dict(decoder.parameters_by_name())
     for name, old in on_meta.items():
-        local = _rows(cut.value(name), old).to(device, copy=True)
-        where = (old.device_mesh, old.placements)
-        real = DTensor.from_local(local, *where, run_check=False, shape=old.shape, stride=old.stride())
-        decoder.put(name, nn.Parameter(real, requires_grad=old.requires_grad))
+        local = _rows(sharded_values.value(name), old).to(device, copy=True)
+        placement = (old.device_mesh, old.placements)
+        real = DTensor.from_local(local, *placement, run_check=False, shape=old.shape, stride=old.stride())
+        decoder.set_parameter(name, nn.Parameter(real, requires_grad=old.requires_grad))
 
 
-def _part(name: str, assembled: Assembled, mesh: Mesh) -> Part:
-    sharded: Any = assembled.decoder.named()[name]
-    box, shared, tensor = assembled.box(name), name in assembled.shared, assembled.tensor
-    first_copy = sharded.device_mesh.ndim == 1 or sharded.device_mesh.get_local_rank(0) == 0
-    return Part(
+def _parameter_shard(name: str, local_model: LocalModel, mesh: Mesh) -> ParameterShard:
+    sharded: Any = local_model.decoder.parameters_by_name()[name]
+    box, tied, tensor = local_model.box(name), name in local_model.tied, local_model.tensor
+    first_replica = sharded.device_mesh.ndim == 1 or sharded.device_mesh.get_local_rank(0) == 0
+    return ParameterShard(
         name=name,
-        shape=assembled.shapes[name],
+        shape=local_model.shapes[name],
         box=box,
         start=_first_row(sharded) * math.prod(sharded.shape[1:]),
         sharded=sharded,
         master=nn.Parameter(_local(sharded), requires_grad=sharded.requires_grad),
-        counted=first_copy
-        and (box is not None or mesh.place["tp"] == 0)
-        and (not shared or assembled.decoder.form.first),
-        shared=shared,
-        summed=tensor is not None and name in tensor.summed,
+        counts_in_norm=first_replica
+        and (box is not None or mesh.coordinates["tp"] == 0)
+        and (not tied or local_model.decoder.layout.first),
+        tied=tied,
+        partial_gradient=tensor is not None and name in tensor.partial_gradients,
     )
 
 
@@ -163,13 +164,13 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _first_row(sharded: DTensor) -> int:
-    """FSDP2 cuts rows as `torch.chunk` does: all parts are of one size, but for what the last ones lack."""
+    """This rank's first row. FSDP2 splits rows as `torch.chunk` does: equal shards, the last ones smaller or empty."""
     mesh = sharded.device_mesh
     size = -(-sharded.shape[0] // mesh.size(mesh.ndim - 1))
     return min(sharded.shape[0], size * mesh.get_local_rank(mesh.ndim - 1))
 
 
-def _rows(whole: Tensor, sharded: DTensor) -> Tensor:
-    """This rank's rows of a parameter that tensor parallelism has cut already."""
+def _rows(tp_shard: Tensor, sharded: DTensor) -> Tensor:
+    """This rank's rows of the tensor-parallel shard of a parameter."""
     first = _first_row(sharded)
-    return whole[first : first + sharded.to_local().shape[0]]
+    return tp_shard[first : first + sharded.to_local().shape[0]]

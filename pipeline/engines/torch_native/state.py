@@ -1,4 +1,4 @@
-"""The state of the native engine as named shards, and which of it other ranks hold too."""
+"""The native engine's state dict as named shards, and the replicas of its weights on other ranks."""
 
 from __future__ import annotations
 
@@ -11,48 +11,48 @@ from torch.distributed.tensor import DTensor
 
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.shards import NamedShard
-from pipeline.engines.common import MOMENTS, ensure_state
-from pipeline.engines.replica import Replica
-from pipeline.engines.torch_native.sharding import Part
+from pipeline.engines.base import Replica
+from pipeline.engines.common import MOMENTS, ensure_adamw_state
+from pipeline.engines.torch_native.sharding import ParameterShard
 from pipeline.parallel.mesh import Mesh
 
 
 @torch.no_grad()
-def named_shards(parts: Sequence[Part], optimizer: torch.optim.Optimizer) -> dict[str, NamedShard | Tensor]:
-    """This rank's part of weights and moments, as views; and the optimizer's step, a copy."""
+def named_shards(shards: Sequence[ParameterShard], optimizer: torch.optim.Optimizer) -> dict[str, NamedShard | Tensor]:
+    """This rank's shards of weights and moments, as views; and the optimizer's step counter, a copy."""
     named: dict[str, NamedShard | Tensor] = {}
     step = torch.zeros((), dtype=torch.float32)
-    for part in parts:
-        part.attach()
-        state = ensure_state(optimizer, part.master)
-        named[named_state.weight_key(part.name)] = part.named(part.master.data)
+    for shard in shards:
+        shard.attach()
+        state = ensure_adamw_state(optimizer, shard.master)
+        named[named_state.weight_key(shard.name)] = shard.named_shard(shard.master.data)
         for moment in MOMENTS:
-            named[named_state.moment_key(moment, part.name)] = part.named(state[moment])
+            named[named_state.moment_key(moment, shard.name)] = shard.named_shard(state[moment])
         step = state["step"].detach().to("cpu", copy=True)
     return {**named, named_state.OPTIMIZER_STEP: step}
 
 
 @torch.no_grad()
-def set_step(parts: Sequence[Part], optimizer: torch.optim.Optimizer, step: Tensor) -> None:
-    """Sets AdamW's step counter everywhere."""
-    for part in parts:
-        ensure_state(optimizer, part.master)["step"].copy_(step)
+def set_step(shards: Sequence[ParameterShard], optimizer: torch.optim.Optimizer, step: Tensor) -> None:
+    """Sets AdamW's step counter of every shard."""
+    for shard in shards:
+        ensure_adamw_state(optimizer, shard.master)["step"].copy_(step)
 
 
 @torch.no_grad()
-def replicas(parts: Sequence[Part], mesh: Mesh, shared: dist.ProcessGroup | None) -> Iterator[Replica]:
+def replicas(shards: Sequence[ParameterShard], mesh: Mesh, tied_group: dist.ProcessGroup | None) -> Iterator[Replica]:
     """The weights of this rank that other ranks hold too.
 
     Args:
-        parts: of this rank.
-        mesh: this rank's place.
-        shared: the ranks that hold a parameter with this one, see `parallel.mesh.ends_group`.
+        shards: of this rank.
+        mesh: this rank's coordinates and groups.
+        tied_group: see `parallel.mesh.tied_weights_group`.
     """
-    tensor = mesh.group("tp")
-    for part in parts:
-        part.attach()
-        sharded, values = part.sharded.data, part.master.data
+    tp_group = mesh.group("tp")
+    for shard in shards:
+        shard.attach()
+        sharded, values = shard.sharded.data, shard.master.data
         assert isinstance(sharded, DTensor)
-        copies = sharded.device_mesh.get_group(0) if sharded.device_mesh.ndim == 2 else None
-        groups = (copies, tensor if part.box is None else None, shared if part.shared else None)
-        yield from (Replica(part.name, values, group) for group in groups if group is not None)
+        replicate_group = sharded.device_mesh.get_group(0) if sharded.device_mesh.ndim == 2 else None
+        groups = (replicate_group, tp_group if shard.box is None else None, tied_group if shard.tied else None)
+        yield from (Replica(shard.name, values, group) for group in groups if group is not None)

@@ -1,4 +1,4 @@
-"""Forward and backward passes of a step without a pipeline: micro-batch after micro-batch through the whole decoder."""
+"""Gradient accumulation: forward and backward passes of a step's micro-batches, without pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from pipeline.data.loader import MicroBatch
 from pipeline.engines.base import Objective
 
 
-class Passes(Protocol):
-    """How the micro-batches of a step go through this rank's part of a model."""
+class ForwardBackward(Protocol):
+    """Runs the micro-batches of a step through this rank's part of the model."""
 
     def train(self, batches: Sequence[MicroBatch], objective: Objective, *, scale: float) -> Tensor:
-        """Adds the gradient of `scale` times the objective to the sharded parameters.
+        """Accumulates the gradient of `scale` times the objective in the sharded parameters.
 
         Args:
-            batches: of this rank, on its device.
-            objective: what is minimised.
-            scale: a factor.
+            batches: this rank's micro-batches, on its device.
+            objective: the loss.
+            scale: factor on the loss before the backward pass.
 
         Returns:
             fp64 [1 + parts]: sums of the objective and its parts over the targets of the batches; zeros on ranks that
-            do not see the loss.
+            do not compute the loss.
         """
         ...
 
     def score(self, batch: MicroBatch, objective: Objective) -> Tensor:
-        """The same sums of one batch, without gradients."""
+        """The same sums for one batch, without gradients."""
         ...
 
 
-class Accumulation:
-    """The whole decoder on every data rank.
+class GradientAccumulation:
+    """Gradient accumulation with the whole decoder on every data rank.
 
     Args:
-        root: what `torch_sharding.shard` sharded.
-        stage: of sharding: says when gradients travel.
+        root: the module that `sharding.shard_decoder` sharded.
+        stage: ZeRO stage of the sharding; decides when gradients are reduced.
         device: of this rank.
     """
 
@@ -47,8 +47,8 @@ class Accumulation:
         self._root, self._stage, self._device = root, stage, device
 
     def train(self, batches: Sequence[MicroBatch], objective: Objective, *, scale: float) -> Tensor:
-        """See `Passes.train`."""
-        sums = zeros(objective, self._device)
+        """See `ForwardBackward.train`."""
+        sums = zero_sums(objective, self._device)
         for number, batch in enumerate(batches):
             self._prepare(last=number == len(batches) - 1)
             total, *parts = self._root(batch.input_ids, batch, objective)
@@ -57,17 +57,17 @@ class Accumulation:
         return sums
 
     def score(self, batch: MicroBatch, objective: Objective) -> Tensor:
-        """See `Passes.score`."""
+        """See `ForwardBackward.score`."""
         return torch.stack(self._root(batch.input_ids, batch, objective)).double()
 
     def _prepare(self, *, last: bool) -> None:
-        """Says what FSDP2 does after the next backward pass."""
+        """Configures gradient reduction and resharding of FSDP2 for the next backward pass."""
         sync: Callable[[bool], None] = self._root.set_requires_gradient_sync
-        # copies of hybrid sharding are summed once per step; within a shard group stages 2 and 3 sum at once
+        # with HSDP, replicas all-reduce once per step; within a shard group, stages 2 and 3 reduce-scatter at once
         (sync if self._stage < 2 else self._root.set_requires_all_reduce)(last)
         self._root.set_reshard_after_backward(last or self._stage == 3)
 
 
-def zeros(objective: Objective, device: torch.device) -> Tensor:
-    """fp64 [1 + parts]: nothing summed yet."""
+def zero_sums(objective: Objective, device: torch.device) -> Tensor:
+    """fp64 [1 + parts]: the sums of the loss and its parts before the first micro-batch."""
     return torch.zeros(1 + len(objective.parts), dtype=torch.float64, device=device)

@@ -22,12 +22,12 @@ Layouts = Mapping[str, Mapping[str, Any]]
 """What differs from a plain run, by the layout's name."""
 
 
-def case(stage: int, *, zero: Mapping[str, Any] | None = None, micro: int = 1, **keys: Any) -> dict[str, Any]:
+def layout(stage: int, *, zero: Mapping[str, Any] | None = None, micro: int = 1, **keys: Any) -> dict[str, Any]:
     """A layout: a ZeRO stage, more of that section, and the keys that differ from a plain run."""
     return {"zero_optimization": {"stage": stage, **(zero or {})}, "train_micro_batch_size_per_gpu": micro, **keys}
 
 
-def compare(work: Path, engine: str, layouts: Layouts, *, processes: int) -> dict[str, dict[str, float]]:
+def compare_layouts(work: Path, engine: str, layouts: Layouts, *, processes: int) -> dict[str, dict[str, float]]:
     """Runs layouts in one go of so many processes: differences from the reference, by the layout's name."""
     work = work / f"on-{processes}"
     work.mkdir()
@@ -40,7 +40,7 @@ def compare(work: Path, engine: str, layouts: Layouts, *, processes: int) -> dic
     return read
 
 
-def compare_wanted(
+def compare_selected(
     request: pytest.FixtureRequest, work: Path, engine: str, test: Any, always: set[str], layouts: Mapping[int, Layouts]
 ) -> dict[str, dict[str, float]]:
     """Runs the layouts that this session asks of `test`, and those of every day; `layouts` by number of processes."""
@@ -48,17 +48,17 @@ def compare_wanted(
     differences: dict[str, dict[str, float]] = {}
     for processes, each in layouts.items():
         chosen = {name: layout for name, layout in each.items() if name in wanted}
-        differences |= compare(work, engine, chosen, processes=processes)
+        differences |= compare_layouts(work, engine, chosen, processes=processes)
     return differences
 
 
-def daily(always: set[str], *layouts: Layouts) -> list[Any]:
+def layout_params(always: set[str], *layouts: Layouts) -> list[Any]:
     """The layouts' names as a test's parameters: those that run every day, the others with `make test-matrix`."""
     names = [name for each in layouts for name in each]
     return [pytest.param(name, marks=[] if name in always else pytest.mark.matrix) for name in names]
 
 
-def follows(differences: Mapping[str, float], name: str) -> None:
+def assert_within_tolerance(differences: Mapping[str, float], name: str) -> None:
     """Asserts that a layout is within the tolerance of its precision, which its name tells."""
     kind = next((kind for kind in HALF if kind in name), None)
     if kind is None:

@@ -13,13 +13,23 @@ from typing import Any
 
 import torch
 
-from tests.engines.trial import LAST, SAVED, farthest, follow, make, own_of, plain_of, reference_of, resolved
+from tests.engines.layout_worker import (
+    LAST,
+    SAVED,
+    largest_difference,
+    layout_directory,
+    make_engine,
+    reference_case,
+    reference_directory,
+    resolved,
+    train,
+)
 
 
 def run_reference(case: dict[str, Any], directory: Path) -> None:
     """Leaves the curve of a case's reference, and its state after step `SAVED`."""
-    run = resolved(plain_of(case), processes=1)
-    curve = follow(run, make(run), first=1, last=case.get("steps", LAST), save=directory)
+    run = resolved(reference_case(case), processes=1)
+    curve = train(run, make_engine(run), first=1, last=case.get("steps", LAST), save=directory)
     torch.save(curve, directory / "curve.pt")
 
 
@@ -28,10 +38,10 @@ def resume(case: dict[str, Any], directory: Path, losses: list[float]) -> float:
 
     Those of every rank have been compared with the reference's own.
     """
-    run = resolved(plain_of(case), processes=1)
-    engine = make(run)
+    run = resolved(reference_case(case), processes=1)
+    engine = make_engine(run)
     engine.load(directory)
-    return farthest(follow(run, engine, first=SAVED + 1, last=LAST).losses, losses[SAVED:LAST])
+    return largest_difference(train(run, engine, first=SAVED + 1, last=LAST).losses, losses[SAVED:LAST])
 
 
 def main() -> None:
@@ -42,9 +52,11 @@ def main() -> None:
     found = json.loads(results.read_text()) if results.exists() else {}
     for name, case in json.loads(Path(sys.argv[1]).read_text()).items():
         if found:
-            found[name]["resumed by the reference"] = resume(case, work / own_of(name), found[name].pop("losses"))
-        elif not (work / reference_of(case)).exists():
-            run_reference(case, work / reference_of(case))
+            found[name]["resumed by the reference"] = resume(
+                case, work / layout_directory(name), found[name].pop("losses")
+            )
+        elif not (work / reference_directory(case)).exists():
+            run_reference(case, work / reference_directory(case))
     if found:
         results.write_text(json.dumps(found))
 

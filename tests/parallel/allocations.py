@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class Sizes(TorchDispatchMode):
+class AllocationRecorder(TorchDispatchMode):
     """Notes every new storage that an operator returns."""
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ from pipeline.engines.base import Objective
 from pipeline.engines.build import build_engine
 from pipeline.engines.common import model_dtype
 from pipeline.engines.objective import CrossEntropy
-from pipeline.models.attention import NAME
+from pipeline.models.attention import ATTENTION_NAME
 from pipeline.models.hf_config import resolve_hf_config
 from pipeline.models.meta import build_meta
 from pipeline.models.values import InitByName, ParameterValues
@@ -42,18 +42,18 @@ SAME = ("bf16", "fp16", "loss", "model", "gradient_clipping", "optimizer", "trai
 """Keys that the reference shares with a layout; the last because fp16 may overflow in a large micro-batch only."""
 
 
-def plain_of(case: dict[str, Any]) -> dict[str, Any]:
+def reference_case(case: dict[str, Any]) -> dict[str, Any]:
     """The reference of a case, as a case."""
     return {key: case[key] for key in SAME if key in case}
 
 
-def reference_of(case: dict[str, Any]) -> str:
+def reference_directory(case: dict[str, Any]) -> str:
     """Where, in a trial's directory, the reference of a case leaves its curve and its state."""
-    shared = json.dumps([plain_of(case), case.get("steps", LAST)], sort_keys=True)
+    shared = json.dumps([reference_case(case), case.get("steps", LAST)], sort_keys=True)
     return f"reference-{zlib.crc32(shared.encode())}"
 
 
-def own_of(name: str) -> str:
+def layout_directory(name: str) -> str:
     """Where, in a trial's directory, a layout leaves its state."""
     return f"own-{zlib.crc32(name.encode())}"
 
@@ -83,20 +83,20 @@ def resolved(case: dict[str, Any], *, processes: int) -> ResolvedRun:
     return resolve(parse(Config, config), world_size=processes)
 
 
-def make(run: ResolvedRun, objective: Objective | None = None) -> Any:
+def make_engine(run: ResolvedRun, objective: Objective | None = None) -> Any:
     """An engine of the run, for its own objective unless another is given."""
     hf = resolve_hf_config(run.config.model, tokenizer={"vocab_size": VOCABULARY}, sequence_length=LENGTH)
-    model = build_meta(hf, dtype=model_dtype(run.config), attn_implementation="sdpa" if run.plain else NAME)
+    model = build_meta(hf, dtype=model_dtype(run.config), attn_implementation="sdpa" if run.plain else ATTENTION_NAME)
     objective, plain = objective or CrossEntropy(z_loss=run.config.loss.z_loss), InitByName(model, seed=3)
     values: ParameterValues = plain
     if not run.plain and run.config.engine == "torch":
-        values = LetGo(plain, lingering=0)
+        values = OneParameterAtATime(plain, lingering=0)
     elif not run.plain and run.config.zero_optimization.stage == 3:
-        values = LetGo(plain, lingering=1)  # one may live on for a moment, in a message that is under way
+        values = OneParameterAtATime(plain, lingering=1)  # one may live on for a moment, in a message that is under way
     return build_engine(run, model, values, objective, device=torch.device("cpu"))
 
 
-class LetGo:
+class OneParameterAtATime:
     """Values of parameters of which no more than `lingering` may still be held when the next is asked for."""
 
     def __init__(self, values: ParameterValues, *, lingering: int) -> None:
@@ -111,7 +111,7 @@ class LetGo:
         return value
 
 
-def batches(run: ResolvedRun, step: int) -> StepBatch:
+def step_batch(run: ResolvedRun, step: int) -> StepBatch:
     """This rank's part of a step of tokens that can be learnt, a tenth of which are no targets."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, 5, (SAMPLES, LENGTH + 1), generator=generator).cumsum(1) % VOCABULARY
@@ -130,23 +130,23 @@ def batches(run: ResolvedRun, step: int) -> StepBatch:
     return StepBatch(step, micros, int((labels != IGNORE).sum()))
 
 
-def follow(run: ResolvedRun, engine: Any, *, first: int, last: int, save: Path | None = None) -> Curve:
+def train(run: ResolvedRun, engine: Any, *, first: int, last: int, save: Path | None = None) -> Curve:
     """Trains from one step to another; evaluates in the middle, when nothing may change by it, and at the end."""
     results, gradients = [], {}
     for step in range(first, last + 1):
-        results.append(engine.train_step(batches(run, step), lr=3e-4 * step))
+        results.append(engine.train_step(step_batch(run, step), lr=3e-4 * step))
         if step == 1:
-            gradients = dict(moments(engine))
+            gradients = dict(first_moments(engine))
         if step == SAVED and save is not None:
-            engine.evaluate(iter(batches(run, 98).micro_batches))
+            engine.evaluate(iter(step_batch(run, 98).micro_batches))
             save.mkdir(exist_ok=True)
             named_state.write(engine.state(), save)
-    nats = engine.evaluate(iter(batches(run, 99).micro_batches)).nats
+    nats = engine.evaluate(iter(step_batch(run, 99).micro_batches)).nats
     losses, norms = [r.loss for r in results], [r.grad_norm for r in results]
     return Curve(losses, norms, [r.skipped for r in results], nats, gradients)
 
 
-def moments(engine: Any) -> Iterator[tuple[str, Tensor]]:
+def first_moments(engine: Any) -> Iterator[tuple[str, Tensor]]:
     """Name -> first moment, as a full tensor that is zero where another rank holds it; beta 0 makes it the gradient."""
     state = engine._named_state()
     for key, held in state.items():
@@ -167,31 +167,33 @@ def compare(run: ResolvedRun, expected: Curve, saved: Path, own: Path) -> dict[s
         own: where this layout's is to be.
     """
     steps = len(expected.losses)
-    found = follow(run, make(run), first=1, last=steps, save=own)
-    resumed = make(run)
+    found = train(run, make_engine(run), first=1, last=steps, save=own)
+    resumed = make_engine(run)
     resumed.load(saved)
-    there = follow(run, resumed, first=SAVED + 1, last=LAST)
+    there = train(run, resumed, first=SAVED + 1, last=LAST)
     assert found.skipped == expected.skipped, (found.skipped, expected.skipped)
     return {
-        "gradient": max(held_apart(found.gradients.get(name), full) for name, full in expected.gradients.items()),
-        "loss": apart(found.losses, expected.losses),
-        "norm": apart(found.norms, expected.norms),
-        "evaluation": apart([found.nats], [expected.nats]),
-        "resumed": apart(there.losses, expected.losses[SAVED:LAST]),
+        "gradient": max(
+            gradient_difference(found.gradients.get(name), full) for name, full in expected.gradients.items()
+        ),
+        "loss": largest_difference_over_ranks(found.losses, expected.losses),
+        "norm": largest_difference_over_ranks(found.norms, expected.norms),
+        "evaluation": largest_difference_over_ranks([found.nats], [expected.nats]),
+        "resumed": largest_difference_over_ranks(there.losses, expected.losses[SAVED:LAST]),
         "skipped": sum(found.skipped),
-        "share": share(resumed, expected),
+        "share": weight_share(resumed, expected),
         "losses": found.losses,
     }
 
 
-def share(engine: Any, expected: Curve) -> float:
+def weight_share(engine: Any, expected: Curve) -> float:
     """This rank's part of the weights; of DeepSpeed's engine it is not asked."""
     if not hasattr(engine, "_parts"):
         return float("nan")
     return float(sum(p.master.numel() for p in engine._parts) / sum(g.numel() for g in expected.gradients.values()))
 
 
-def held_apart(parts: Tensor | None, full: Tensor) -> float:
+def gradient_difference(parts: Tensor | None, full: Tensor) -> float:
     """Joins a tensor's parts over the ranks and tells how far it is from the full one, relative to its norm."""
     parts = torch.zeros_like(full) if parts is None else parts
     copies = (parts != 0).float()
@@ -200,14 +202,14 @@ def held_apart(parts: Tensor | None, full: Tensor) -> float:
     return float((parts / copies.clamp(min=1) - full).norm() / full.norm().clamp(min=1e-30))
 
 
-def apart(found: list[float], expected: list[float]) -> float:
+def largest_difference_over_ranks(found: list[float], expected: list[float]) -> float:
     """Largest relative difference, of the rank where it is largest; steps that were skipped have no norm."""
-    worst = torch.tensor(farthest(found, expected), dtype=torch.float64)
+    worst = torch.tensor(largest_difference(found, expected), dtype=torch.float64)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return float(worst)
 
 
-def farthest(found: list[float], expected: list[float]) -> float:
+def largest_difference(found: list[float], expected: list[float]) -> float:
     """Largest relative difference."""
     pairs = [(f, e) for f, e in zip(found, expected, strict=True) if torch.tensor([f, e]).isfinite().all()]
     return max((abs(f - e) / abs(e) for f, e in pairs), default=0.0)
@@ -220,12 +222,12 @@ def main() -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     results, work = {}, Path(sys.argv[2])
     for name, case in json.loads(Path(sys.argv[1]).read_text()).items():
-        saved = work / reference_of(case)
+        saved = work / reference_directory(case)
         expected = torch.load(saved / "curve.pt", weights_only=False)
         layout = {key: value for key, value in case.items() if key != "steps"}
         try:
             run = resolved(layout, processes=dist.get_world_size())
-            results[name] = compare(run, expected, saved, work / own_of(name))
+            results[name] = compare(run, expected, saved, work / layout_directory(name))
         except Exception as error:
             error.add_note(f"in the layout: {name}")
             raise

@@ -1,8 +1,8 @@
-"""A run made small enough to be proven on one machine: the same layout, features and code paths, in tiny sizes.
+"""Shrinks a run to a size that can be proven on one machine: the same layout, features and code paths, tiny sizes.
 
-Every axis that has more than one rank keeps two. Engine, ZeRO stage, schedule, offload, precision, recomputation and
-loss stay. What DeepSpeed decides by size is scaled so that it decides the same: buckets are filled more than once, and
-matrices are really cut up.
+Every axis with more than one rank keeps two. Engine, ZeRO stage, schedule, offload, precision, activation checkpointing
+and loss are kept. DeepSpeed's size thresholds are scaled so that it takes the same code paths: buckets are filled more
+than once, and matrices are partitioned.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SEQUENCE = 32
 
 VOCABULARY = 256
 LEARNING_RATE = 3e-3
-"""At least so much, so that the small model really moves in a few steps."""
+"""Minimum learning rate, so that the weights of the tiny model change noticeably in a few steps."""
 
 _BUCKET = 4096
 _ZERO_SIZES = {
@@ -36,22 +36,22 @@ _ZERO_SIZES = {
         "reduce_bucket_size": _BUCKET,
         "sub_group_size": 4 * _BUCKET,
         "stage3_prefetch_bucket_size": _BUCKET,
-        # norms stay on every rank, matrices are cut up
+        # norms stay on every rank, matrices are partitioned
         "stage3_param_persistence_threshold": 64,
     },
 }
-"""DeepSpeed's sizes for a model of some ten thousand parameters. Its defaults would make one bucket of it, and keep
-every parameter whole on every rank in stage 3."""
+"""DeepSpeed's size thresholds for a model of some ten thousand parameters. With its defaults, the model would fit one
+bucket, and stage 3 would keep every full parameter on every rank."""
 
 
 @dataclass(frozen=True)
-class Small:
-    """A run's small copies.
+class ShrunkRun:
+    """The shrunk version of a run, as a layout and as its reference.
 
     Attributes:
         topology: of the layout.
-        notes: what was left out or replaced, in words.
-        config: of the small layout, fp32, without `data.sources`.
+        notes: what was left out or replaced, for the user.
+        config: of the shrunk layout, fp32, without `data.sources`.
         precision: the run's own precision: fp32, bf16 or fp16.
     """
 
@@ -66,16 +66,16 @@ class Small:
         return Case(name, config, processes=self.topology.world_size, **fields)
 
     def reference(self, name: str, *, precision: str, tokens: Path, **fields: Any) -> Case:
-        """The same run on one plain process, which knows nothing of layouts, recomputation and chunks."""
+        """The reference run: one plain process, without layout, activation checkpointing or chunked loss."""
         case = self.layout(name, precision=precision, tokens=tokens, **fields)
-        return replace(case, config=plain(case.config, dp=self.topology.dp), processes=1)
+        return replace(case, config=reference_config(case.config, dp=self.topology.dp), processes=1)
 
     def _data(self, tokens: Path) -> dict[str, Any]:
         return {**self.config["data"], "sources": [{"path": str(tokens)}]}
 
 
-def plain(config: dict[str, Any], *, dp: int) -> dict[str, Any]:
-    """A layout's config without the layout; the same samples in every step."""
+def reference_config(config: dict[str, Any], *, dp: int) -> dict[str, Any]:
+    """A layout's config for one plain process, with the same samples in every step."""
     kept = {key: value for key, value in config.items() if key not in ("parallel", "memory", "aio")}
     loss = {key: value for key, value in config.get("loss", {}).items() if key != "chunk"}
     accumulation = config["gradient_accumulation_steps"] * dp
@@ -91,33 +91,33 @@ def plain(config: dict[str, Any], *, dp: int) -> dict[str, Any]:
 def with_precision(config: dict[str, Any], precision: str) -> dict[str, Any]:
     """The same config in fp32, bf16 or fp16."""
     fp16 = {**config.get("fp16", {}), "enabled": precision == "fp16"}
-    made = {**config, "bf16": {"enabled": precision == "bf16"}, "fp16": fp16}
+    changed = {**config, "bf16": {"enabled": precision == "bf16"}, "fp16": fp16}
     if precision != "bf16":
-        made.pop("data_types", None)
-    return made
+        changed.pop("data_types", None)
+    return changed
 
 
-def make_small(run: ResolvedRun, *, steps: int, work: Path) -> Small:
+def shrink_run(run: ResolvedRun, *, steps: int, work: Path) -> ShrunkRun:
     """Shrinks a run.
 
     Args:
-        run: the user's, resolved at its own number of processes.
-        steps: of the proof.
-        work: a directory of this machine, for offload to a disk.
+        run: the user's, resolved for its own number of processes.
+        steps: of the shrunk run.
+        work: a local directory, for offload to a disk.
 
     Raises:
-        ConfigError: the model's heads cannot be dealt out so, or its architecture cannot be made small.
+        ConfigError: the layout does not divide the model's heads, or its architecture cannot be shrunk.
     """
     config, notes = run.config, []
     hf_config = resolve_hf_config(
         config.model, tokenizer={"vocab_size": 1}, sequence_length=config.data.sequence_length
     )
     check_heads(hf_config.to_dict(), run.topology, context=config.parallel.cp_method)
-    topology, shard = _small_mesh(run)
+    topology, shard = _shrink_mesh(run)
     model = shrink(
         hf_config,
         divide=topology.tp * topology.cp,
-        # one more than there are pieces, so that they are unequal
+        # one more than there are stages, so that the stages are unequal
         layers=topology.pp * run.virtual_stages + 1,
         vocab_size=VOCABULARY,
     )
@@ -126,90 +126,90 @@ def make_small(run: ResolvedRun, *, steps: int, work: Path) -> Small:
         attention = "sdpa"
         notes.append("flash_attention_2 needs a GPU: proven with sdpa")
     if config.distill is not None:
-        notes.append("without the teacher: the next-token loss stands for the objective")
+        notes.append("without the teacher: the next-token loss replaces the distillation objective")
     known = known_keys(model.model_type)
     fields = {key: value for key, value in model.to_dict().items() if key in known}
     raw = config.model_dump(mode="json", exclude_none=True)
     params = {**raw["optimizer"]["params"], "lr": max(config.optimizer.params.lr, LEARNING_RATE)}
-    small = {
+    shrunk = {
         "engine": config.engine,
         "model": {"config": {**fields, "model_type": model.model_type}, "attn_implementation": attention},
         "data": {"sequence_length": SEQUENCE, "mask_documents": config.data.mask_documents},
-        "loss": _small_loss(run, topology),
+        "loss": _shrink_loss(run, topology),
         "memory": {**raw["memory"], "every_n_layers": min(config.memory.every_n_layers, 2)},
-        "parallel": _small_parallel(run, topology, shard),
+        "parallel": _shrink_parallel(run, topology, shard),
         "train_micro_batch_size_per_gpu": min(run.batch.micro, 2),
-        "gradient_accumulation_steps": _small_accumulation(run, topology),
+        "gradient_accumulation_steps": _shrink_accumulation(run, topology),
         "optimizer": {**raw["optimizer"], "params": params},
         "gradient_clipping": config.gradient_clipping,
-        "zero_optimization": _small_zero(run, work),
+        "zero_optimization": _shrink_zero(run, work),
         "fp16": {**raw["fp16"], "initial_scale_power": min(config.fp16.initial_scale_power, 12)},
         "data_types": raw["data_types"],
         "aio": raw["aio"],
         "run": {"dir": "replaced", "steps": steps, "seed": config.run.seed},
     }
     precision = "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else "fp32"
-    asks = config.engine == "deepspeed" and config.zero_optimization.stage > 0
-    if precision == "fp16" and asks and not _fp16_on_cpu():
+    needs_fp16_cpu = config.engine == "deepspeed" and config.zero_optimization.stage > 0
+    if precision == "fp16" and needs_fp16_cpu and not _cpu_supports_fp16():
         precision = "fp32"
-        notes.append("DeepSpeed runs no fp16 on this CPU: proven in fp32 only")
-    return Small(topology, tuple(notes), small, precision)
+        notes.append("DeepSpeed does not support fp16 on this CPU: proven in fp32 only")
+    return ShrunkRun(topology, tuple(notes), shrunk, precision)
 
 
-def _fp16_on_cpu() -> bool:
-    """What DeepSpeed asks before it runs fp16 on a CPU: whether it has instructions for it."""
+def _cpu_supports_fp16() -> bool:
+    """Whether the CPU has fp16 instructions; DeepSpeed's own check before it runs fp16 on a CPU."""
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
-def _small_mesh(run: ResolvedRun) -> tuple[Topology, int | None]:
-    """The smallest mesh that keeps every axis, and the small `parallel.hybrid_shard_size`."""
+def _shrink_mesh(run: ResolvedRun) -> tuple[Topology, int | None]:
+    """The smallest mesh that keeps every axis, and its hybrid shard size (`parallel.hybrid_shard_size`)."""
     pp, dp, cp, tp = (min(size, 2) for size in run.topology.sizes)
     shard, data = run.config.parallel.hybrid_shard_size, run.topology.dp * run.topology.cp
     if shard is None:
         return Topology(pp=pp, dp=dp, cp=cp, tp=tp), None
-    if 1 < shard < data:  # two copies of two shards
+    if 1 < shard < data:  # two replicas of two shards
         return Topology(pp=pp, dp=4 // cp, cp=cp, tp=tp), 2
     return Topology(pp=pp, dp=dp, cp=cp, tp=tp), dp * cp if shard > 1 else 1
 
 
-def _small_parallel(run: ResolvedRun, topology: Topology, shard: int | None) -> dict[str, Any]:
+def _shrink_parallel(run: ResolvedRun, topology: Topology, shard: int | None) -> dict[str, Any]:
     given = run.config.parallel
-    made: dict[str, Any] = {"pp": topology.pp, "tp": topology.tp, "cp": topology.cp}
-    made |= {"schedule": given.schedule, "cp_method": given.cp_method}
+    section: dict[str, Any] = {"pp": topology.pp, "tp": topology.tp, "cp": topology.cp}
+    section |= {"schedule": given.schedule, "cp_method": given.cp_method}
     if run.virtual_stages > 1:
-        made["virtual_stages"] = run.virtual_stages
-    return made if shard is None else {**made, "hybrid_shard_size": shard}
+        section["virtual_stages"] = run.virtual_stages
+    return section if shard is None else {**section, "hybrid_shard_size": shard}
 
 
-def _small_loss(run: ResolvedRun, topology: Topology) -> dict[str, Any]:
+def _shrink_loss(run: ResolvedRun, topology: Topology) -> dict[str, Any]:
     loss = run.config.loss
-    made: dict[str, Any] = {"z_loss": loss.z_loss}
-    local = run.batch.sequence_length // run.topology.cp
-    if loss.chunk is not None and loss.chunk < local:
-        small = SEQUENCE // topology.cp
-        # chunks that are equal stay so, and a shorter last one stays shorter
-        made["chunk"] = small // 2 if local % loss.chunk == 0 else small * 5 // 8
-    return made
+    section: dict[str, Any] = {"z_loss": loss.z_loss}
+    positions = run.batch.sequence_length // run.topology.cp
+    if loss.chunk is not None and loss.chunk < positions:
+        shrunk_positions = SEQUENCE // topology.cp
+        # equal chunks stay equal, and a shorter last chunk stays shorter
+        section["chunk"] = shrunk_positions // 2 if positions % loss.chunk == 0 else shrunk_positions * 5 // 8
+    return section
 
 
-def _small_accumulation(run: ResolvedRun, topology: Topology) -> int:
+def _shrink_accumulation(run: ResolvedRun, topology: Topology) -> int:
     accumulation = run.batch.accumulation
     if topology.pp == 1:
         return min(accumulation, 2)
     return min(accumulation, 2) if accumulation < 2 * run.topology.pp else 4
 
 
-def _small_zero(run: ResolvedRun, work: Path) -> dict[str, Any]:
+def _shrink_zero(run: ResolvedRun, work: Path) -> dict[str, Any]:
     zero = run.config.zero_optimization
-    made: dict[str, Any] = zero.model_dump(mode="json", exclude_none=True)
+    section: dict[str, Any] = zero.model_dump(mode="json", exclude_none=True)
     for name in ("offload_optimizer", "offload_param"):
-        section = getattr(zero, name)
-        if section.device == "none":
-            made.pop(name)
-        elif section.device == "nvme":
-            made[name]["nvme_path"] = str(work)
-            if name == "offload_param":  # DeepSpeed's own would take gigabytes on every rank
-                made[name] |= {"buffer_size": 1 << 16, "max_in_cpu": 0}
+        device = getattr(zero, name).device
+        if device == "none":
+            section.pop(name)
+        elif device == "nvme":
+            section[name]["nvme_path"] = str(work)
+            if name == "offload_param":  # DeepSpeed's default buffers would take gigabytes on every rank
+                section[name] |= {"buffer_size": 1 << 16, "max_in_cpu": 0}
     if run.config.engine == "deepspeed":
-        return {**made, **_ZERO_SIZES[zero.stage]}
+        return {**section, **_ZERO_SIZES[zero.stage]}
     return {"stage": zero.stage}

@@ -1,0 +1,96 @@
+"""The optimizer that DeepSpeed's engine gets: AdamW with an update gate for ZeRO to wrap, or `ReplicatedAdamW`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.config.rules import ResolvedRun
+from pipeline.engines.common import make_adamw, weight_decay_groups
+from pipeline.engines.deepspeed.replicated import NormScope, ReplicatedAdamW
+from pipeline.parallel.assemble import LocalModel
+
+Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
+
+
+def make_optimizer(
+    run: ResolvedRun,
+    local_model: LocalModel,
+    decayed: set[str],
+    *,
+    model_group: dist.ProcessGroup | None,
+    counts_unsharded: bool,
+    update_allowed: Callable[[], bool],
+) -> torch.optim.Optimizer:
+    """AdamW as DeepSpeed's engine gets it: `ReplicatedAdamW` at stage 0, else torch's, which ZeRO wraps.
+
+    Args:
+        run: the resolved config.
+        local_model: this rank's part of the model, materialised.
+        decayed: names of the parameters that weight decay applies to.
+        model_group: the ranks that together hold the whole model; None when this rank does.
+        counts_unsharded: this rank counts the gradients of parameters that all tp ranks hold in full in the norm.
+        update_allowed: called before every update, when the gradient norm is known.
+    """
+    params, named = run.config.optimizer.params, local_model.decoder.parameters_by_name()
+    if run.config.zero_optimization.stage > 0:
+        hook_partial_gradients(local_model)
+        groups = weight_decay_groups(named, decayed, weight_decay=params.weight_decay)
+        return with_update_gate(make_adamw(groups, params), update_allowed)
+    tp_sharded = local_model.tensor.boxes.keys() if local_model.tensor else set()
+    tied_copies = local_model.tied if not local_model.decoder.layout.first else frozenset()
+    counted = frozenset(n for n in named if (counts_unsharded or n in tp_sharded) and n not in tied_copies)
+    clip, scope = run.config.gradient_clipping, NormScope(counted, model_group)
+    return ReplicatedAdamW(local_model, decayed, params, clip=clip, norm_scope=scope, update_allowed=update_allowed)
+
+
+def with_update_gate(optimizer: Opt, update_allowed: Callable[[], bool]) -> Opt:
+    """Makes `step` of an optimizer do nothing unless the update is allowed.
+
+    ZeRO's optimizers compute the gradient norm, unscale and clip, and then call `step` of the optimizer they wrap, once
+    for all flat tensors (`BF16_Optimizer`), per parameter group (stages 1 and 2) or per sub-group (stage 3). Until then
+    they change no state that outlives the step, and afterwards they only copy the fp32 weights into the model's and
+    free the gradients. So the whole update can be skipped here, without patching the engine. Where the norm is not
+    finite they skip the update themselves and do not call `step`. Verified with deepspeed 0.19.8: `step` in
+    `runtime/zero/stage_1_and_2.py`, `runtime/zero/stage3.py` (state on a disk is swapped in and written back unchanged)
+    and `runtime/bf16_optimizer.py`.
+
+    The optimizer keeps its class: DeepSpeed recognizes supported optimizers by their exact type.
+
+    Args:
+        optimizer: its `step` is replaced.
+        update_allowed: whether to update; must return the same value for all calls of one step.
+    """
+    update = optimizer.step
+
+    def step(closure: Any = None) -> None:
+        assert closure is None
+        if update_allowed():
+            update()
+
+    optimizer.step = step  # type: ignore[method-assign, assignment]
+    return optimizer
+
+
+def hook_partial_gradients(local_model: LocalModel) -> None:
+    """Registers hooks that sum gradients which are partial on every tp rank, before DeepSpeed reduces them.
+
+    A hook on a leaf sees its complete gradient of a backward pass, and runs before the hooks with which DeepSpeed moves
+    gradients into buckets. The sum is computed in fp32.
+    """
+    if local_model.tensor is None:
+        return
+    named = local_model.decoder.parameters_by_name()
+    for name in sorted(local_model.tensor.partial_gradients & named.keys()):
+        named[name].register_hook(partial(_all_reduced, local_model.tensor.group))
+
+
+def _all_reduced(group: dist.ProcessGroup, gradient: Tensor) -> Tensor:
+    total = gradient.float() if gradient.dtype != torch.float32 else gradient.clone()
+    dist.all_reduce(total, group=group)
+    return total.to(gradient.dtype)
