@@ -7,7 +7,7 @@ one sequence can be masked from one another, and queries can attend to the keys 
 With a window or a document mask, the mask is a tensor of S x S numbers per sample (128 MiB at S = 8192 in bf16), built
 once per forward pass; without, there is none, and attention memory is proportional to S.
 
-Shapes: B samples, H heads, K key/value heads, T positions of this rank, S of the whole sequence, d head size.
+Shapes: B samples, H heads, K key/value heads, T positions of this rank, S of the full sequence, d head size.
 """
 
 from __future__ import annotations

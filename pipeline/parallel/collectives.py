@@ -18,9 +18,9 @@ def all_gather(part: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
     return gathered
 
 
-def reduce_scatter(whole: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
+def reduce_scatter(full: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
     """Sums the ranks' tensors and returns this rank's part along `dim`. Backward: gradients are all-gathered."""
-    part: Tensor = _ReduceScatter.apply(whole, group, dim)
+    part: Tensor = _ReduceScatter.apply(full, group, dim)
     return part
 
 
@@ -31,10 +31,10 @@ def _gathered(part: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     return out.movedim(0, dim).contiguous()
 
 
-def _scattered(whole: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    flat = whole.movedim(dim, 0).contiguous()
+def _scattered(full: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    flat = full.movedim(dim, 0).contiguous()
     ranks = dist.get_world_size(group)
-    assert flat.shape[0] % ranks == 0, (tuple(whole.shape), dim, ranks)
+    assert flat.shape[0] % ranks == 0, (tuple(full.shape), dim, ranks)
     out = flat.new_empty((flat.shape[0] // ranks, *flat.shape[1:]))
     dist.reduce_scatter_tensor(out, flat, group=group)
     return out.movedim(0, dim).contiguous()
@@ -53,9 +53,9 @@ class _AllGather(torch.autograd.Function):
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    def forward(ctx: Any, full: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return _scattered(whole, group, dim)
+        return _scattered(full, group, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

@@ -1,8 +1,8 @@
-"""Runs layouts of an engine beside the one-process reference and tells how far apart they are.
+"""Runs layouts of an engine and measures their differences from the one-process reference.
 
-Every rank runs trial.py CASES.json DIRECTORY, where `plain.py` has left the references, and will go on from the states
-of the layouts. A case is a dict of config keys; `steps` is taken out. The micro-batches are made by hand, so that
-nothing but the engines is compared.
+Every rank runs layout_worker.py CASES.json DIRECTORY, where `reference_worker.py` has saved the references; it resumes
+from the layouts' states afterwards. A case is a dict of config keys, and `steps`. The micro-batches are synthetic, so
+that only the engines are compared.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.parity.matrix import model_of
 SAMPLES, LENGTH, VOCABULARY, SAVED, LAST = 8, 32, 64, 2, 4
 MODEL = {**model_of({"tied": True}), "vocab_size": VOCABULARY}
 SAME = ("bf16", "fp16", "loss", "model", "gradient_clipping", "optimizer", "train_micro_batch_size_per_gpu")
-"""Keys that the reference shares with a layout; the last because fp16 may overflow in a large micro-batch only."""
+"""Keys that the reference shares with a layout; the last because fp16 may overflow only in a large micro-batch."""
 
 
 def reference_case(case: dict[str, Any]) -> dict[str, Any]:
@@ -48,19 +48,19 @@ def reference_case(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def reference_directory(case: dict[str, Any]) -> str:
-    """Where, in a trial's directory, the reference of a case leaves its curve and its state."""
+    """Name of the directory in which the reference of a case saves its curve and its state."""
     shared = json.dumps([reference_case(case), case.get("steps", LAST)], sort_keys=True)
     return f"reference-{zlib.crc32(shared.encode())}"
 
 
 def layout_directory(name: str) -> str:
-    """Where, in a trial's directory, a layout leaves its state."""
+    """Name of the directory in which a layout saves its state."""
     return f"own-{zlib.crc32(name.encode())}"
 
 
 @dataclass(frozen=True)
 class Curve:
-    """What a run did: losses and norms of its steps, sum of an evaluation, gradients of the first step by name."""
+    """Losses and gradient norms of a run's steps, loss sum of an evaluation, gradients of the first step by name."""
 
     losses: list[float]
     norms: list[float]
@@ -70,7 +70,7 @@ class Curve:
 
 
 def resolved(case: dict[str, Any], *, processes: int) -> ResolvedRun:
-    """A run of a case on so many processes."""
+    """The resolved run of a case on so many processes."""
     config = {
         "engine": "torch",
         "data": {"sources": [{"path": "none"}], "sequence_length": LENGTH},
@@ -84,7 +84,7 @@ def resolved(case: dict[str, Any], *, processes: int) -> ResolvedRun:
 
 
 def make_engine(run: ResolvedRun, objective: Objective | None = None) -> Any:
-    """An engine of the run, for its own objective unless another is given."""
+    """The engine of a run, with the run's own objective unless another is given."""
     hf = resolve_hf_config(run.config.model, tokenizer={"vocab_size": VOCABULARY}, sequence_length=LENGTH)
     model = build_meta(hf, dtype=model_dtype(run.config), attn_implementation="sdpa" if run.plain else ATTENTION_NAME)
     objective, plain = objective or CrossEntropy(z_loss=run.config.loss.z_loss), InitByName(model, seed=3)
@@ -92,46 +92,46 @@ def make_engine(run: ResolvedRun, objective: Objective | None = None) -> Any:
     if not run.plain and run.config.engine == "torch":
         values = OneParameterAtATime(plain, lingering=0)
     elif not run.plain and run.config.zero_optimization.stage == 3:
-        values = OneParameterAtATime(plain, lingering=1)  # one may live on for a moment, in a message that is under way
+        values = OneParameterAtATime(plain, lingering=1)  # one may still be in use by an asynchronous collective
     return build_engine(run, model, values, objective, device=torch.device("cpu"))
 
 
 class OneParameterAtATime:
-    """Values of parameters of which no more than `lingering` may still be held when the next is asked for."""
+    """Asserts that at most `lingering` full parameter values are still referenced when the next one is requested."""
 
     def __init__(self, values: ParameterValues, *, lingering: int) -> None:
-        self._values, self._lingering, self._given = values, lingering, list[StorageWeakRef]()
+        self._values, self._lingering, self._returned = values, lingering, list[StorageWeakRef]()
 
     def value(self, name: str) -> Tensor:
         """The full value."""
-        held = sum(not given.expired() for given in self._given)
-        assert held <= self._lingering, f"{held} parameters before {name} are still held whole"
+        alive = sum(not storage.expired() for storage in self._returned)
+        assert alive <= self._lingering, f"{alive} full parameters before {name} are still in memory"
         value = self._values.value(name)
-        self._given.append(StorageWeakRef(value.untyped_storage()))
+        self._returned.append(StorageWeakRef(value.untyped_storage()))
         return value
 
 
 def step_batch(run: ResolvedRun, step: int) -> StepBatch:
-    """This rank's part of a step of tokens that can be learnt, a tenth of which are no targets."""
+    """This rank's part of a step of learnable tokens, a tenth of which are not targets."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, 5, (SAMPLES, LENGTH + 1), generator=generator).cumsum(1) % VOCABULARY
     labels = tokens[:, 1:].clone()
     labels[torch.rand(labels.shape, generator=generator) < 0.1] = IGNORE
-    place = run.topology.coordinates(0 if run.plain else dist.get_rank())
-    own = LENGTH // run.topology.cp
-    piece = slice(place["cp"] * own, (place["cp"] + 1) * own)
+    coordinates = run.topology.coordinates(0 if run.plain else dist.get_rank())
+    length = LENGTH // run.topology.cp
+    shard = slice(coordinates["cp"] * length, (coordinates["cp"] + 1) * length)
     micros = []
     for number in range(run.batch.accumulation):
-        first = (number * run.batch.dp + place["dp"]) * run.batch.micro
+        first = (number * run.batch.dp + coordinates["dp"]) * run.batch.micro
         rows = torch.arange(first, first + run.batch.micro)
-        filling, rows = rows >= SAMPLES, rows.clamp(max=SAMPLES - 1)
-        own_labels = labels[rows, piece].masked_fill(filling[:, None], IGNORE)
-        micros.append(MicroBatch(tokens[rows, :-1][:, piece].contiguous(), own_labels))
+        padding, rows = rows >= SAMPLES, rows.clamp(max=SAMPLES - 1)
+        own_labels = labels[rows, shard].masked_fill(padding[:, None], IGNORE)
+        micros.append(MicroBatch(tokens[rows, :-1][:, shard].contiguous(), own_labels))
     return StepBatch(step, micros, int((labels != IGNORE).sum()))
 
 
 def train(run: ResolvedRun, engine: Any, *, first: int, last: int, save: Path | None = None) -> Curve:
-    """Trains from one step to another; evaluates in the middle, when nothing may change by it, and at the end."""
+    """Trains from step `first` to `last`; evaluates at the end, and when saving, where it must not change the state."""
     results, gradients = [], {}
     for step in range(first, last + 1):
         results.append(engine.train_step(step_batch(run, step), lr=3e-4 * step))
@@ -147,30 +147,30 @@ def train(run: ResolvedRun, engine: Any, *, first: int, last: int, save: Path | 
 
 
 def first_moments(engine: Any) -> Iterator[tuple[str, Tensor]]:
-    """Name -> first moment, as a full tensor that is zero where another rank holds it; beta 0 makes it the gradient."""
+    """Name -> first moment, as a full tensor with zeros for other ranks' shards; with beta1 0 it is the gradient."""
     state = engine._named_state()
-    for key, held in state.items():
+    for key, shard in state.items():
         if key.startswith("exp_avg/"):
-            full = torch.zeros(held.shape)
-            for offsets, part in held._parts.items():
+            full = torch.zeros(shard.shape)
+            for offsets, part in shard._parts.items():
                 full[tuple(slice(o, o + s) for o, s in zip(offsets, part.shape, strict=True))] = part
             yield key.removeprefix("exp_avg/"), full
 
 
 def compare(run: ResolvedRun, expected: Curve, saved: Path, own: Path) -> dict[str, Any]:
-    """How far a layout is from the reference, relatively, the largest over steps, names and ranks; and its losses.
+    """Relative differences of a layout from the reference, the largest over steps, names and ranks; and its losses.
 
     Args:
         run: of the layout.
-        expected: what the reference did.
-        saved: the reference's state after step `SAVED`.
-        own: where this layout's is to be.
+        expected: the curve of the reference.
+        saved: directory of the reference's state after step `SAVED`.
+        own: directory for the layout's state.
     """
     steps = len(expected.losses)
     found = train(run, make_engine(run), first=1, last=steps, save=own)
     resumed = make_engine(run)
     resumed.load(saved)
-    there = train(run, resumed, first=SAVED + 1, last=LAST)
+    resumed_curve = train(run, resumed, first=SAVED + 1, last=LAST)
     assert found.skipped == expected.skipped, (found.skipped, expected.skipped)
     return {
         "gradient": max(
@@ -179,7 +179,7 @@ def compare(run: ResolvedRun, expected: Curve, saved: Path, own: Path) -> dict[s
         "loss": largest_difference_over_ranks(found.losses, expected.losses),
         "norm": largest_difference_over_ranks(found.norms, expected.norms),
         "evaluation": largest_difference_over_ranks([found.nats], [expected.nats]),
-        "resumed": largest_difference_over_ranks(there.losses, expected.losses[SAVED:LAST]),
+        "resumed": largest_difference_over_ranks(resumed_curve.losses, expected.losses[SAVED:LAST]),
         "skipped": sum(found.skipped),
         "share": weight_share(resumed, expected),
         "losses": found.losses,
@@ -187,14 +187,14 @@ def compare(run: ResolvedRun, expected: Curve, saved: Path, own: Path) -> dict[s
 
 
 def weight_share(engine: Any, expected: Curve) -> float:
-    """This rank's part of the weights; of DeepSpeed's engine it is not asked."""
-    if not hasattr(engine, "_parts"):
+    """This rank's share of the weights; NaN for DeepSpeed's engine."""
+    if not hasattr(engine, "_shards"):
         return float("nan")
-    return float(sum(p.master.numel() for p in engine._parts) / sum(g.numel() for g in expected.gradients.values()))
+    return float(sum(s.master.numel() for s in engine._shards) / sum(g.numel() for g in expected.gradients.values()))
 
 
 def gradient_difference(parts: Tensor | None, full: Tensor) -> float:
-    """Joins a tensor's parts over the ranks and tells how far it is from the full one, relative to its norm."""
+    """Combines a tensor's shards over the ranks; returns its difference from the full one, relative to the norm."""
     parts = torch.zeros_like(full) if parts is None else parts
     copies = (parts != 0).float()
     for tensor in (parts, copies):
@@ -203,7 +203,7 @@ def gradient_difference(parts: Tensor | None, full: Tensor) -> float:
 
 
 def largest_difference_over_ranks(found: list[float], expected: list[float]) -> float:
-    """Largest relative difference, of the rank where it is largest; steps that were skipped have no norm."""
+    """Largest relative difference over all ranks; skipped steps have no finite norm and are left out."""
     worst = torch.tensor(largest_difference(found, expected), dtype=torch.float64)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return float(worst)
@@ -216,7 +216,7 @@ def largest_difference(found: list[float], expected: list[float]) -> float:
 
 
 def main() -> None:
-    """Runs all cases beside what `plain` has left; rank 0 writes what was found."""
+    """Runs all cases and compares them with the saved references; rank 0 writes the results."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

@@ -1,7 +1,7 @@
-"""The one process that layouts are compared with: before they run, and after, from the states they have left.
+"""Runs the references that layouts are compared with, and after the layouts resumes from their saved states.
 
-plain.py CASES.json DIRECTORY. It computes for all ranks: when each of three ran the reference for itself, a fifth of
-the CPU time went there (186 s, now 148, for the layouts of `pipeline/test_elastic.py`).
+reference_worker.py CASES.json DIRECTORY. It runs once for all ranks: when each of three ranks ran the reference itself,
+that took a fifth of the CPU time (186 s, now 148, for the layouts of `run/test_elastic.py`).
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from tests.engines.layout_worker import (
 
 
 def run_reference(case: dict[str, Any], directory: Path) -> None:
-    """Leaves the curve of a case's reference, and its state after step `SAVED`."""
+    """Saves the curve of a case's reference, and its state after step `SAVED`."""
     run = resolved(reference_case(case), processes=1)
     curve = train(run, make_engine(run), first=1, last=case.get("steps", LAST), save=directory)
     torch.save(curve, directory / "curve.pt")
 
 
 def resume(case: dict[str, Any], directory: Path, losses: list[float]) -> float:
-    """How far a reference that goes on from a layout's state is from the losses of that layout, as its rank 0 has them.
+    """Relative difference of the losses of a reference that resumes from a layout's state from rank 0's of the layout.
 
-    Those of every rank have been compared with the reference's own.
+    Those of every rank have been compared with the reference's own losses.
     """
     run = resolved(reference_case(case), processes=1)
     engine = make_engine(run)
@@ -45,7 +45,7 @@ def resume(case: dict[str, Any], directory: Path, losses: list[float]) -> float:
 
 
 def main() -> None:
-    """Runs what layouts need before them, or goes on from what they have left."""
+    """Runs the references before the layouts, or resumes from the layouts' states after them."""
     torch.set_num_threads(1)
     work = Path(sys.argv[2])
     results = work / "results.json"

@@ -1,6 +1,6 @@
-"""Laws 3 and 4 for the DeepSpeed engine: every kind of layout has the gradients of one process and hands on its state.
+"""Laws 3 and 4 for the DeepSpeed engine: layouts of every kind match one process, and states are exchanged with it.
 
-The micro-batches are made by hand; `tests/parity` runs whole trainings.
+The micro-batches are synthetic; `tests/parity` runs complete training runs.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def parallel(
     return layout(stage, zero=zero, parallel=sizes, **(more or {}))
 
 
-# every parameter is cut up, and buckets are filled more than once
+# every parameter is partitioned, and buckets are filled more than once
 SMALL = {"stage3_param_persistence_threshold": 0, "sub_group_size": 4096, "reduce_bucket_size": 4096}
 
 ON_TWO = {
     "stage 0, clipped, 20 steps": layout(0, gradient_clipping=0.1, steps=20),
     "stage 0, bf16": layout(0, **BF16),
-    # the scale starts where gradients overflow: both engines skip the same steps
+    # gradients overflow at the initial scale: the layout and the reference must skip the same steps
     "stage 0, fp16": layout(0, fp16={"enabled": True, "initial_scale_power": 22, "hysteresis": 1}),
     "stage 1, bf16, optimizer on the cpu": layout(1, zero={"offload_optimizer": ON_THE_CPU}, **BF16),
     "stage 2, optimizer on the cpu": layout(2, zero={"offload_optimizer": ON_THE_CPU}, gradient_clipping=0.1),
@@ -50,14 +50,14 @@ ON_TWO = {
 ON_FOUR = {
     "tp 2, stage 0": parallel(0, tp=2),
     "tp 2, stage 1, clipped, 20 steps": parallel(1, tp=2, more={"gradient_clipping": 0.1, "steps": 20}),
-    "tp 2, stage 2, recomputed": parallel(2, tp=2, more={"memory": {"activation_checkpointing": "full"}}),
+    "tp 2, stage 2, activation checkpointing": parallel(2, tp=2, more={"memory": {"activation_checkpointing": "full"}}),
     "tp 2, stage 3, untied": parallel(3, tp=2, zero=SMALL, more={"model": {"tie_word_embeddings": False}}),
     "tp 2, stage 2, optimizer on the cpu": parallel(2, tp=2, zero={"offload_optimizer": ON_THE_CPU}),
     "cp 2, stage 3": parallel(3, cp=2, zero=SMALL),
     "pp 2, stage 1": parallel(1, pp=2),
     "pp 4, stage 0": parallel(0, pp=4),
     "pp 2 x tp 2, stage 1, clipped": parallel(1, pp=2, tp=2, more={"gradient_clipping": 0.1}),
-    "pp 2 x cp 2, stage 1, untied, recomputed": parallel(
+    "pp 2 x cp 2, stage 1, untied, activation checkpointing": parallel(
         1, pp=2, cp=2, more={"model": {"tie_word_embeddings": False}, "memory": {"activation_checkpointing": "full"}}
     ),
     "experts, stage 3": layout(
@@ -80,7 +80,7 @@ ALWAYS = {
     "pp 2 x tp 2, stage 1, clipped",
     "experts, stage 3",
 }
-"""What `tests/parity` does not have, and one pipeline; the others run with `make test-matrix`."""
+"""Layouts that `tests/parity` does not cover, and one pipeline; the others run with `make test-matrix`."""
 
 
 @pytest.fixture(scope="module")
@@ -99,23 +99,23 @@ def test_fp16_skips_the_steps_that_overflow_and_no_others(found: dict[str, dict[
     assert 0 < found["stage 0, fp16"]["skipped"] < 4  # of 4 steps
 
 
-@pytest.mark.matrix  # DeepSpeed compiles its reader for minutes at first use
-def test_state_on_a_disk_follows_one_process_and_is_saved_and_read(tmp_path: Path) -> None:
+@pytest.mark.matrix  # DeepSpeed compiles its AIO operator for minutes at first use
+def test_nvme_offload_follows_one_process_and_its_state_is_saved_and_loaded(tmp_path: Path) -> None:
     disk = {"device": "nvme", "nvme_path": str(tmp_path)}
-    # what is smaller than 1 MiB stays in memory: a model large enough that most of it does not
+    # tensors below 1 MiB stay in memory: the model must be large enough that most are offloaded
     model = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4}
     zero = {"sub_group_size": 300_000, "offload_optimizer": disk}
-    whole = {**zero, "offload_param": {**disk, "buffer_size": 1_000_000, "max_in_cpu": 0}}
+    with_weights = {**zero, "offload_param": {**disk, "buffer_size": 1_000_000, "max_in_cpu": 0}}
     cases = {
         "optimizer": layout(3, zero=zero, model=model),
-        "optimizer and weights": layout(3, zero=whole, model=model),
+        "optimizer and weights": layout(3, zero=with_weights, model=model),
     }
     for name, differences in compare_layouts(tmp_path, "deepspeed", cases, processes=2).items():
         assert_within_tolerance(differences, name)
     assert list(tmp_path.glob("headrace-*/zero_stage_3/optimizer/rank1/*.swp"))
 
 
-def test_what_deepspeed_does_not_run_on_this_machine_is_refused_by_its_field() -> None:
+def test_fp16_with_zero_is_refused_on_a_machine_without_fp16() -> None:
     from deepspeed.accelerator import get_accelerator  # noqa: PLC0415
 
     if get_accelerator().is_fp16_supported():

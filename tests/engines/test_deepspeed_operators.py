@@ -1,4 +1,4 @@
-"""A lock that a killed process left in the build directory is removed; one that is held is not."""
+"""Stale locks of killed processes in the build directory are removed; locks of live processes are not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ time.sleep(600)
 
 
 def take(lock: Path) -> subprocess.Popen[str]:
-    """A process that holds a lock as torch does while it compiles."""
+    """Starts a process that holds a lock as torch does while it compiles."""
     lock.parent.mkdir(parents=True)
     holder = subprocess.Popen([sys.executable, "-c", TAKE, str(lock)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
@@ -29,21 +29,21 @@ def take(lock: Path) -> subprocess.Popen[str]:
     return holder
 
 
-def test_a_killed_builds_lock_is_removed_and_a_living_ones_is_not(
+def test_the_lock_of_a_killed_process_is_removed_and_that_of_a_live_one_is_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    left, held = tmp_path / "py311_cpu/left/lock", tmp_path / "held/lock"
-    killed, living = take(left), take(held)
+    stale, held = tmp_path / "py311_cpu/stale/lock", tmp_path / "held/lock"
+    killed, live = take(stale), take(held)
     killed.kill()
     killed.communicate()
     try:
         remove_stale_locks(tmp_path, old_s=0.0)
-        assert not left.exists()
+        assert not stale.exists()
         assert held.exists()
     finally:
-        living.kill()
-        living.communicate()
-    assert f"removing {left}" in capsys.readouterr().err
+        live.kill()
+        live.communicate()
+    assert f"removing {stale}" in capsys.readouterr().err
 
 
 def test_a_lock_that_another_host_may_hold_is_waited_for(
@@ -52,13 +52,13 @@ def test_a_lock_that_another_host_may_hold_is_waited_for(
     lock = tmp_path / "op/lock"
     lock.parent.mkdir()
     lock.touch()
-    monkeypatch.setattr(os, "major", lambda _device: 0)  # as network file systems have it
+    monkeypatch.setattr(os, "major", lambda _device: 0)  # as on a network file system
     remove_stale_locks(tmp_path, old_s=2.0)
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert not lock.exists()
-    assert f"waiting for {lock}" in said
-    assert "delete it" in said
+    assert f"waiting for {lock}" in output
+    assert "delete it" in output
 
 
-def test_without_a_build_directory_there_is_nothing_to_do(tmp_path: Path) -> None:
+def test_a_missing_build_directory_is_no_error(tmp_path: Path) -> None:
     remove_stale_locks(tmp_path / "none")

@@ -40,7 +40,7 @@ def test_zero_on_two_processes_follows_the_reference_for_20_steps(
         assert rows[0]["targets"] == rows[1]["targets"]
 
 
-# end to end through train.py; tests/parity hands states between layouts of every kind, so one is enough every day
+# end to end through train.py; tests/parity exchanges states between layouts of all kinds, so one runs by default
 RELAYOUTS = [
     pytest.param(
         ("engine=torch", 1), ("zero_optimization.stage=3", 2), id="reference-to-zero3", marks=pytest.mark.matrix
@@ -59,7 +59,7 @@ RELAYOUTS = [
 
 
 @pytest.mark.parametrize(("before", "after"), RELAYOUTS)
-def test_a_checkpoint_of_one_layout_goes_on_in_another(
+def test_a_checkpoint_of_one_layout_resumes_in_another(
     reference: Path, tokens: Path, tmp_path: Path, before: tuple[str, int], after: tuple[str, int]
 ) -> None:
     config = write_config(tmp_path / "c.json", tiny_config(tokens, tmp_path / "run"))
@@ -67,8 +67,8 @@ def test_a_checkpoint_of_one_layout_goes_on_in_another(
     launch("train.py", config, before[0], processes=before[1])
     shutil.copytree(first, last)
     keep_only(last, first, step=15)
-    said = launch("train.py", config, after[0], f"run.dir={last}", processes=after[1])
-    assert "resuming after step 15" in said
+    output = launch("train.py", config, after[0], f"run.dir={last}", processes=after[1])
+    assert "resuming after step 15" in output
     expected, found = losses(reference), losses(last)
     assert list(found) == list(range(1, 21))
     for step, loss in found.items():
@@ -87,8 +87,8 @@ def test_bf16_in_every_stage_follows_the_bf16_reference(tokens: Path, tmp_path: 
             assert loss == pytest.approx(losses(tmp_path / "reference")[step], rel=2e-3), (stage, step)
 
 
-def test_the_first_update_of_a_run_has_its_full_size(tokens: Path, tmp_path: Path) -> None:
-    # DeepSpeed's dummy step to allocate optimizer state would make it 0.74 of it, by the bias correction
+def test_the_first_update_of_a_run_has_full_size(tokens: Path, tmp_path: Path) -> None:
+    # after DeepSpeed's dummy step to allocate optimizer state it would be 0.74 of that, by the bias correction
     base = tiny_config(tokens, tmp_path / "run", scheduler=None, bf16={"enabled": True})
     base["run"]["steps"] = 2
     config = write_config(tmp_path / "c.json", {k: v for k, v in base.items() if v is not None})
@@ -100,7 +100,7 @@ def test_the_first_update_of_a_run_has_its_full_size(tokens: Path, tmp_path: Pat
 
 
 def keep_only(run_dir: Path, source: Path, *, step: int) -> None:
-    """Leaves one checkpoint in a run directory."""
+    """Replaces the checkpoints of a run directory by one of another run."""
     for path in (run_dir / "checkpoints").glob("step-*"):
         shutil.rmtree(path)
     name = f"step-{step:08d}"

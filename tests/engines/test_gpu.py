@@ -1,4 +1,4 @@
-"""The same laws on a GPU: NCCL, fused AdamW, pinned batches."""
+"""Equivalence (law 3) and re-layout (law 4) on a GPU: NCCL, fused AdamW, pinned batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [
 
 
 def launch(script: str, config: Path, *sets: str, processes: int = 1) -> str:
-    """Runs an entry point to its end, started as a user starts it; what it said."""
+    """Runs an entry point to its end, started as a user starts it; returns its output."""
     command = command_line(script, config, *sets, processes=processes)
     pipe = subprocess.PIPE
     done = subprocess.run(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, check=False, cwd=config.parent)
@@ -27,13 +27,13 @@ def launch(script: str, config: Path, *sets: str, processes: int = 1) -> str:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-4), ("bf16", 5e-3)])
-def test_zero_on_the_gpus_there_are_follows_the_reference_on_one(
+def test_zero_on_up_to_two_gpus_follows_the_reference_on_one(
     tokens: Path, tmp_path: Path, stage: int, dtype: str, tolerance: float
 ) -> None:
     base = tiny_config(tokens, tmp_path / "run", bf16={"enabled": dtype == "bf16"})
     config = write_config(tmp_path / "c.json", base)
-    said = launch("train.py", config, "engine=torch", f"run.dir={tmp_path / 'reference'}")
-    assert "NVIDIA" in said
+    output = launch("train.py", config, "engine=torch", f"run.dir={tmp_path / 'reference'}")
+    assert "NVIDIA" in output
     processes = min(2, torch.cuda.device_count())
     launch("train.py", config, f"zero_optimization.stage={stage}", processes=processes)
     expected = losses(tmp_path / "reference")
@@ -41,11 +41,11 @@ def test_zero_on_the_gpus_there_are_follows_the_reference_on_one(
         assert loss == pytest.approx(expected[step], rel=tolerance), step
 
 
-def test_a_gpu_checkpoint_goes_on_in_the_reference(tokens: Path, tmp_path: Path) -> None:
+def test_a_gpu_checkpoint_resumes_in_the_reference(tokens: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "c.json", tiny_config(tokens, tmp_path / "run"))
     launch("train.py", config, "run.steps=20")
-    whole = losses(tmp_path / "run")
+    uninterrupted = losses(tmp_path / "run")
     (tmp_path / "run/checkpoints/step-00000020").rename(tmp_path / "aside")
     assert "resuming after step 15" in launch("train.py", config, "engine=torch")
     for step, loss in losses(tmp_path / "run").items():
-        assert loss == pytest.approx(whole[step], rel=1e-4), step
+        assert loss == pytest.approx(uninterrupted[step], rel=1e-4), step

@@ -1,4 +1,4 @@
-"""fp16's loss scale moves by DeepSpeed's rules, is kept in checkpoints, and ends a run that it cannot save."""
+"""Dynamic fp16 loss scaling: DeepSpeed's rules, restoring from checkpoints, and failure at the smallest scale."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pipeline.engines.loss_scale import LossScaler
 
 
 def scale(**fields: Any) -> LossScaler:
-    """A dynamic scale that starts at 8."""
+    """A dynamic loss scaler that starts at 8."""
     return LossScaler(Fp16Section(enabled=True, initial_scale_power=3, **fields))
 
 
 def after(scale: LossScaler, overflows: str) -> float:
-    """The scale after steps, x being an overflow."""
+    """The scale after a sequence of steps; x is an overflow."""
     for step, each in enumerate(overflows, start=1):
         scale.update(step, overflow=each == "x")
     return scale.value
@@ -33,11 +33,11 @@ def test_the_scale_doubles_after_a_window_and_halves_when_its_hysteresis_is_used
     assert after(scale(loss_scale_window=3, hysteresis=2), overflows) == value
 
 
-def test_a_good_step_gives_consecutive_hysteresis_back() -> None:
+def test_a_step_without_overflow_restores_consecutive_hysteresis() -> None:
     assert after(scale(hysteresis=2, consecutive_hysteresis=True), "x.x.x") == 8.0
 
 
-def test_a_fixed_scale_never_moves() -> None:
+def test_a_static_scale_never_changes() -> None:
     fixed = LossScaler(Fp16Section(enabled=True, loss_scale=64.0, loss_scale_window=1))
     assert after(fixed, "x.x.xx") == 64.0
 
@@ -47,10 +47,10 @@ def test_an_overflow_at_the_smallest_scale_ends_the_run() -> None:
         after(scale(hysteresis=1, min_loss_scale=2.0), "xxx")
 
 
-def test_a_scale_goes_on_from_a_checkpoint_as_if_nothing_had_happened() -> None:
-    whole, first = scale(loss_scale_window=3), scale(loss_scale_window=3)
+def test_a_restored_scale_continues_as_without_interruption() -> None:
+    uninterrupted, first = scale(loss_scale_window=3), scale(loss_scale_window=3)
     after(first, "x..")
     second = scale(loss_scale_window=3)
     second.load_tensor(first.to_tensor())
-    assert after(whole, "x..x..") == after(second, "x..")
-    assert (whole.to_tensor() == second.to_tensor()).all()
+    assert after(uninterrupted, "x..x..") == after(second, "x..")
+    assert (uninterrupted.to_tensor() == second.to_tensor()).all()

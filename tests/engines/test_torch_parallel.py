@@ -1,6 +1,6 @@
-"""Laws 3 and 4 for the native engine: every kind of layout has the gradients of one process and hands on its state.
+"""Laws 3 and 4 for the native engine: layouts of every kind match one process, and states are exchanged with it.
 
-The micro-batches are made by hand; `tests/parity` runs whole trainings.
+The micro-batches are synthetic; `tests/parity` runs complete training runs.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ def parallel(stage: int, **keys: Any) -> dict[str, Any]:
 
 
 ON_TWO = {
-    "whole weights on 2, 20 steps": layout(0, steps=20),
+    "unsharded weights on 2, 20 steps": layout(0, steps=20),
     "sharded weights, gathered per step, on 2": layout(2),
     "sharded weights, gathered per layer, on 2, 20 steps": layout(3, steps=20),
     "clipped gradients": layout(3, gradient_clipping=0.1),
-    "all recomputed": layout(3, memory={"activation_checkpointing": "full"}),
-    "some recomputed, chunked z-loss": layout(
+    "full activation checkpointing": layout(3, memory={"activation_checkpointing": "full"}),
+    "selective activation checkpointing, chunked z-loss": layout(
         2, memory={"activation_checkpointing": "selective"}, loss={"chunk": 8, "z_loss": 1e-3}
     ),
     "tensor parallel on 2": parallel(3, tp=2),
@@ -34,21 +34,21 @@ ON_TWO = {
     "zero bubble": parallel(2, pp=2, schedule="zero_bubble"),
     "bf16": layout(3, bf16={"enabled": True}),
     "bf16 pipeline": {**parallel(2, pp=2), "bf16": {"enabled": True}},
-    # the scale starts where gradients overflow: both engines skip the same steps
+    # gradients overflow at the initial scale: the layout and the reference must skip the same steps
     "fp16": layout(3, fp16={"enabled": True, "initial_scale_power": 22, "hysteresis": 1}),
 }
 
 ON_FOUR = {
     "hybrid sharding 2 x 2": parallel(3, hybrid_shard_size=2),
     "dp 2 x tp 2": parallel(3, tp=2),
-    "cp 2 x tp 2, whole weights": parallel(0, cp=2, tp=2),
+    "cp 2 x tp 2, unsharded weights": parallel(0, cp=2, tp=2),
     "pp 2 x dp 2": parallel(3, pp=2),
     "pp 2 x tp 2, untied": {**parallel(2, pp=2, tp=2), "model": {"tie_word_embeddings": False}},
     "pp 2 x dp 2, zero bubble, clipped": {
         **parallel(2, pp=2, schedule="zero_bubble"),
         "gradient_clipping": 0.1,
     },
-    "pp 2 x cp 2, interleaved, recomputed": {
+    "pp 2 x cp 2, interleaved, activation checkpointing": {
         **parallel(3, pp=2, cp=2, schedule="interleaved_1f1b"),
         "memory": {"activation_checkpointing": "full"},
     },
@@ -72,7 +72,7 @@ ALWAYS = {
     "pp 2 x tp 2, untied",
     "experts",
 }
-"""What `tests/parity` does not have, and one pipeline; the others run with `make test-matrix`."""
+"""Layouts that `tests/parity` does not cover, and one pipeline; the others run with `make test-matrix`."""
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +91,10 @@ def test_fp16_skips_the_steps_that_overflow_and_no_others(found: dict[str, dict[
     assert 0 < found["fp16"]["skipped"] < 4  # of 4 steps
 
 
-def test_a_rank_keeps_its_share_of_the_weights_and_never_more_than_one_whole_one(
+def test_a_rank_keeps_its_share_of_the_weights_and_never_more_than_one_full_parameter(
     found: dict[str, dict[str, float]],
 ) -> None:
-    # that whole ones are let go one by one is asserted while every engine is built; see trial.LetGo
+    # layout_worker.OneParameterAtATime asserts while every engine is built that full parameters are freed one by one
     assert found["sharded weights, gathered per step, on 2"]["share"] == pytest.approx(1 / 2)
     assert found["experts"]["share"] == pytest.approx(1 / 4, rel=0.01)  # rows that 4 does not divide
     assert found["hybrid sharding 2 x 2"]["share"] == pytest.approx(1 / 2)

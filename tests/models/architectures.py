@@ -1,4 +1,4 @@
-"""Tiny models of the architectures whose numerics are tested, in fp32, with their weights drawn by name."""
+"""Tiny models of the architectures whose numerics are tested, in fp32, with weights initialized by name."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def config_of(name: str, **fields: Any) -> PretrainedConfig:
-    """The config of a tiny model; keyword arguments replace fields."""
+    """The config of a tiny model; keyword arguments override fields."""
     given = {"vocab_size": V, **CONFIGS[name], **fields}
     return CONFIG_MAPPING[given.pop("model_type")](**given)
 
@@ -70,7 +70,7 @@ def meta_of(name: str, *, attention: str = ATTENTION_NAME, **fields: Any) -> nn.
 
 
 def with_weights(model: nn.Module, *, seed: int = 3, spread: float = 5.0) -> nn.Module:
-    """Draws a model's weights in place, larger than usual so that attention is far from uniform."""
+    """Initializes a model's weights in place, larger than usual so that attention is far from uniform."""
     materialise(model, InitByName(model, seed=seed), device=torch.device("cpu"))
     scale_up(model, spread=spread)
     return model
@@ -78,13 +78,13 @@ def with_weights(model: nn.Module, *, seed: int = 3, spread: float = 5.0) -> nn.
 
 @torch.no_grad()
 def scale_up(model: nn.Module, *, spread: float = 5.0) -> None:
-    """Enlarges matrices, and moves vectors off their trivial values (norms at 1, biases at 0), name by name."""
+    """Enlarges matrices, and changes vectors from their trivial values (norms 1, biases 0), by name."""
     for name, parameter in model.named_parameters():
         parameter.copy_(enlarged(name, parameter, spread=spread))
 
 
 def enlarged(name: str, value: torch.Tensor, *, spread: float = 5.0) -> torch.Tensor:
-    """The value that tests give a parameter whose first value is `value`."""
+    """The value that tests give a parameter whose initial value is `value`."""
     if value.ndim > 1:
         return value * spread
     generator = torch.Generator().manual_seed(len(name) * 31 + value.numel())
@@ -92,7 +92,7 @@ def enlarged(name: str, value: torch.Tensor, *, spread: float = 5.0) -> torch.Te
 
 
 def plain_decoder(name: str, *, attention: str = ATTENTION_NAME, chunk: int | None = None, **fields: Any) -> Decoder:
-    """A whole tiny model on one process, with weights."""
+    """A full tiny model on one process, with weights."""
     model = with_weights(meta_of(name, attention=attention, **fields))
     layout = DecoderLayout(own_attention=attention == ATTENTION_NAME, chunk=chunk)
     return Decoder(model, layout, parameter_owners(model))
@@ -107,28 +107,28 @@ def batch_of(*, samples: int = 2, length: int = T, borders: tuple[tuple[int, ...
         labels[0, 3] = IGNORE
         return MicroBatch(ids[:, :-1].contiguous(), labels)
     marks = torch.zeros(samples, length + 1, dtype=torch.int32)
-    for row, places in enumerate(borders):
-        marks[row, list(places)] = 1
+    for row, starts in enumerate(borders):
+        marks[row, list(starts)] = 1
     documents = marks.cumsum(1, dtype=torch.int32)
     labels[marks[:, 1:] == 1] = IGNORE
-    at = torch.arange(length)
-    begun = torch.where(marks[:, :-1] == 1, at, 0).cummax(1).values
-    return MicroBatch(ids[:, :-1].contiguous(), labels, at - begun, documents[:, :-1].contiguous())
+    positions = torch.arange(length)
+    starts = torch.where(marks[:, :-1] == 1, positions, 0).cummax(1).values
+    return MicroBatch(ids[:, :-1].contiguous(), labels, positions - starts, documents[:, :-1].contiguous())
 
 
 def split_documents(batch: MicroBatch) -> list[MicroBatch]:
-    """Every document of a packed micro-batch as a batch of its own."""
+    """Every document of a packed micro-batch as a separate batch."""
     assert batch.documents is not None
-    apart = []
+    separate = []
     for ids, labels, numbers in zip(batch.input_ids, batch.labels, batch.documents, strict=True):
         for number in numbers.unique():
-            mine = numbers == number
-            apart.append(MicroBatch(ids[mine][None], labels[mine][None]))
-    return apart
+            own = numbers == number
+            separate.append(MicroBatch(ids[own][None], labels[own][None]))
+    return separate
 
 
 def gradients(decoder: Decoder) -> dict[str, torch.Tensor]:
-    """Gradients by Hugging Face name, and cleared."""
+    """Returns the gradients by Hugging Face name, and clears them."""
     found = {}
     for name, parameter in decoder.parameters_by_name().items():
         found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()

@@ -1,4 +1,4 @@
-"""Our attention is Hugging Face's own, and documents packed together are documents run apart."""
+"""Our attention equals Hugging Face's, and packed documents give the results of separate documents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FP32 = 1e-5
 
 @pytest.mark.parametrize("theirs", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ALL)
-def test_ours_is_hugging_faces_own(name: str, theirs: str) -> None:
+def test_our_attention_equals_hugging_faces(name: str, theirs: str) -> None:
     for batch in (batch_of(), batch_of(borders=BORDERS)):
         ours, own = plain_decoder(name), plain_decoder(name, attention=theirs)
         found, expected = (d(batch.input_ids, batch, CrossEntropy())[0] for d in (ours, own))
@@ -27,19 +27,19 @@ def test_ours_is_hugging_faces_own(name: str, theirs: str) -> None:
 
 @pytest.mark.parametrize("attention", ["headrace", "sdpa"])
 @pytest.mark.parametrize("name", ALL)
-def test_documents_packed_together_equal_documents_run_apart(name: str, attention: str) -> None:
+def test_packed_documents_equal_separate_documents(name: str, attention: str) -> None:
     packed = batch_of(borders=BORDERS)
     decoder = plain_decoder(name, attention=attention)
     total = decoder(packed.input_ids, packed, CrossEntropy())[0]
     total.backward()
-    together = gradients(decoder)
-    apart = sum((decoder(d.input_ids, d, CrossEntropy())[0] for d in split_documents(packed)), torch.zeros(()))
-    assert float(total.detach()) == pytest.approx(float(apart.detach()), rel=FP32)
-    apart.backward()
-    assert_same(together, gradients(decoder))
+    packed_gradients = gradients(decoder)
+    separate = sum((decoder(d.input_ids, d, CrossEntropy())[0] for d in split_documents(packed)), torch.zeros(()))
+    assert float(total.detach()) == pytest.approx(float(separate.detach()), rel=FP32)
+    separate.backward()
+    assert_same(packed_gradients, gradients(decoder))
 
 
-def test_masking_changes_the_loss() -> None:
+def test_document_masks_change_the_loss() -> None:
     packed, decoder = batch_of(borders=BORDERS), plain_decoder("llama")
     unmasked = type(packed)(packed.input_ids, packed.labels)
     masked, open_ = (float(decoder(b.input_ids, b, CrossEntropy())[0].detach()) for b in (packed, unmasked))

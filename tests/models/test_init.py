@@ -1,4 +1,4 @@
-"""Law 2: a parameter's first value is a pure function of (seed, its name, its full shape)."""
+"""Law 2: a parameter's initial value is a pure function of (seed, its name, its full shape)."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ def real(family: str, *, seed: int = 1, **changes: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_parameter_alone_has_the_value_it_has_among_all(family: str) -> None:
-    whole = dict(real(family).named_parameters())
+def test_a_parameter_initialized_alone_has_the_same_value_as_in_the_full_model(family: str) -> None:
+    full = dict(real(family).named_parameters())
     fresh = meta(family)
     for name in list(parameter_shapes(fresh))[::-1]:
-        torch.random.manual_seed(hash(name) % 1000)  # what the process did before does not enter
-        assert torch.equal(InitByName(fresh, seed=1).value(name), whole[name]), name
+        torch.random.manual_seed(hash(name) % 1000)  # the state of the process's generator has no influence
+        assert torch.equal(InitByName(fresh, seed=1).value(name), full[name]), name
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_other_layers_do_not_enter_and_the_seed_does(family: str) -> None:
+def test_values_depend_on_the_seed_and_not_on_the_number_of_layers(family: str) -> None:
     two, four = (dict(real(family, num_hidden_layers=n).named_parameters()) for n in (2, 4))
     other = dict(real(family, seed=2).named_parameters())
     for name, value in two.items():
@@ -78,7 +78,7 @@ def test_the_initialisation_is_the_architectures_own(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_made_from_meta_computes_what_the_usual_one_does(family: str) -> None:
+def test_a_materialised_model_computes_the_same_logits_as_one_built_without_meta(family: str) -> None:
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
     ours = real(family).eval()
@@ -89,20 +89,20 @@ def test_a_model_made_from_meta_computes_what_the_usual_one_does(family: str) ->
         assert torch.equal(ours(input_ids=ids).logits, theirs(input_ids=ids).logits)
 
 
-def test_tied_parameters_stay_one() -> None:
+def test_tied_parameters_stay_one_object() -> None:
     model = real("llama", tie_word_embeddings=True)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert "lm_head.weight" not in parameter_shapes(model)
 
 
-def test_nothing_of_a_model_exists_until_it_is_materialised_and_one_parameter_at_a_time() -> None:
+def test_parameters_are_materialised_one_at_a_time() -> None:
     model = meta("llama")
     assert all(p.is_meta for p in model.parameters())
     alive: list[int] = []
 
-    def place(parameter: nn.Parameter) -> None:
+    def record(parameter: nn.Parameter) -> None:
         alive.append(sum(not p.is_meta for p in model.parameters()))
-        parameter.data = torch.empty(0)  # as ZeRO-3 does: the full value is gone before the next is made
+        parameter.data = torch.empty(0)  # as ZeRO-3 does: the full value is freed before the next is computed
 
-    materialise(model, InitByName(model, seed=1), device=torch.device("cpu"), on_parameter=place)
+    materialise(model, InitByName(model, seed=1), device=torch.device("cpu"), on_parameter=record)
     assert alive == [0] * len(list(model.parameters()))

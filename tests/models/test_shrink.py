@@ -1,4 +1,4 @@
-"""A shrunk config is the same architecture in small: it builds, runs the same code, and divides alike."""
+"""A shrunk config builds a tiny model of the same architecture, with the same code paths and divisibility."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def real(kind: str) -> PretrainedConfig:
 
 @pytest.mark.parametrize("divide", [1, 2, 4])
 @pytest.mark.parametrize("kind", REAL)
-def test_it_is_small_and_divides_as_the_real_one_does(kind: str, divide: int) -> None:
+def test_a_shrunk_model_is_tiny_and_its_heads_divide_as_the_real_ones(kind: str, divide: int) -> None:
     config = real(kind)
     small = shrink(config, divide=divide, layers=4, vocab_size=256)
     model = build_meta(small, dtype=torch.float32, attn_implementation="eager")
@@ -46,7 +46,7 @@ def test_it_is_small_and_divides_as_the_real_one_does(kind: str, divide: int) ->
 
 
 @pytest.mark.parametrize("kind", REAL)
-def test_what_decides_which_code_runs_is_kept(kind: str) -> None:
+def test_fields_that_select_code_paths_are_kept(kind: str) -> None:
     config = real(kind)
     small = shrink(config, divide=2, layers=2, vocab_size=256)
     kept = ("tie_word_embeddings", "attention_bias", "mlp_bias", "hidden_act", "activation_function", "rope_parameters")
@@ -64,6 +64,6 @@ def test_what_decides_which_code_runs_is_kept(kind: str) -> None:
         assert small.num_attention_heads * small.head_dim != small.hidden_size
 
 
-def test_fewer_key_value_heads_than_ranks_stay_fewer() -> None:
+def test_a_model_with_fewer_key_value_heads_than_ranks_keeps_fewer() -> None:
     small = shrink(real("llama"), divide=16, layers=2, vocab_size=256)
     assert (small.num_attention_heads % 16, small.num_key_value_heads) == (0, 8)

@@ -1,4 +1,4 @@
-"""Loading from safetensors: all of the model and nothing else, or an error that says what."""
+"""Loading weights from safetensors, resolving the model config, layer selection, and parameter and FLOP counts."""
 
 from __future__ import annotations
 
@@ -47,23 +47,23 @@ def shapes_of(folder: Path) -> dict[str, torch.Size]:
     return parameter_shapes(build_meta(config, dtype=torch.float32, attn_implementation="sdpa"))
 
 
-def test_what_was_saved_is_what_is_read(folder: Path) -> None:
+def test_saved_weights_are_loaded_unchanged(folder: Path) -> None:
     values = FromSafetensors(folder, shapes=shapes_of(folder))
     for name, tensor in load_file(folder / "model.safetensors").items():
         assert torch.equal(values.value(name), tensor)
 
 
-def test_a_missing_an_unexpected_and_a_misshapen_tensor_are_fatal(folder: Path) -> None:
+def test_missing_unexpected_and_misshapen_tensors_are_refused(folder: Path) -> None:
     file, shapes = folder / "model.safetensors", shapes_of(folder)
-    whole = load_file(file)
-    first = next(iter(whole))
-    save_file({k: v for k, v in whole.items() if k != first}, file)
+    original = load_file(file)
+    first = next(iter(original))
+    save_file({k: v for k, v in original.items() if k != first}, file)
     with pytest.raises(DataError, match=rf"missing \(1\): {first}"):
         FromSafetensors(folder, shapes=shapes)
-    save_file({**whole, "stray": torch.zeros(1)}, file)
+    save_file({**original, "stray": torch.zeros(1)}, file)
     with pytest.raises(DataError, match=r"unexpected \(1\): stray"):
         FromSafetensors(folder, shapes=shapes)
-    save_file({**whole, first: torch.zeros(3, 3)}, file)
+    save_file({**original, first: torch.zeros(3, 3)}, file)
     with pytest.raises(DataError, match=r"has shape \(3, 3\)"):
         FromSafetensors(folder, shapes=shapes)
 
@@ -71,41 +71,41 @@ def test_a_missing_an_unexpected_and_a_misshapen_tensor_are_fatal(folder: Path) 
 def test_a_truncated_file_and_an_empty_folder_are_refused(folder: Path, tmp_path: Path) -> None:
     shapes, file = shapes_of(folder), folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
-    for place in (folder, tmp_path):
+    for path in (folder, tmp_path):
         with pytest.raises(DataError, match="no complete safetensors weights"):
-            FromSafetensors(place, shapes=shapes)
+            FromSafetensors(path, shapes=shapes)
 
 
-def test_kept_layers_have_the_weights_of_the_layers_they_were(folder: Path) -> None:
+def test_kept_layers_load_the_weights_of_their_original_layers(folder: Path) -> None:
     config = keep_layers(AutoConfig.from_pretrained(folder), [0, 3])
     model = build_meta(config, dtype=torch.float32, attn_implementation="sdpa")
     rename = original_name([0, 3])
     values = FromSafetensors(folder, shapes=parameter_shapes(model), rename=rename, partial=True)
-    whole = load_file(folder / "model.safetensors")
-    assert torch.equal(values.value("model.layers.1.mlp.up_proj.weight"), whole["model.layers.3.mlp.up_proj.weight"])
-    assert torch.equal(values.value("model.norm.weight"), whole["model.norm.weight"])
+    original = load_file(folder / "model.safetensors")
+    assert torch.equal(values.value("model.layers.1.mlp.up_proj.weight"), original["model.layers.3.mlp.up_proj.weight"])
+    assert torch.equal(values.value("model.norm.weight"), original["model.norm.weight"])
 
 
 @pytest.mark.parametrize("layers", [[4], [0, 0], [1, 2, 3, 9]])
-def test_layers_that_are_not_there_are_refused(folder: Path, layers: list[int]) -> None:
+def test_invalid_layer_selections_are_refused(folder: Path, layers: list[int]) -> None:
     with pytest.raises(ConfigError, match="layers 0 to 3"):
         keep_layers(AutoConfig.from_pretrained(folder), layers)
 
 
-def test_a_vocabulary_follows_from_the_tokenizer_and_a_small_one_is_refused() -> None:
+def test_the_vocabulary_size_follows_from_the_tokenizer_and_a_smaller_one_is_refused() -> None:
     assert resolve({"config": LLAMA}).vocab_size == 320  # 300, up to a multiple of 64
     with pytest.raises(ConfigError, match="the dataset's tokenizer has 300 ids"):
         resolve({"config": {**LLAMA, "vocab_size": 299}})
 
 
-def test_a_misspelt_model_key_is_refused_with_the_right_one() -> None:
+def test_a_misspelt_model_key_is_refused_with_a_suggestion() -> None:
     with pytest.raises(ConfigError, match="did you mean 'num_hidden_layers'"):
         resolve({"config": {**LLAMA, "num_hiden_layers": 2}})
     with pytest.raises(ConfigError, match="did you mean 'llama'"):
         resolve({"config": {**LLAMA, "model_type": "lama"}})
 
 
-def test_a_key_given_by_its_other_name_is_the_users() -> None:
+def test_a_key_given_by_its_alias_overrides_the_default() -> None:
     gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4}
     assert resolve({"config": {**gpt2, "n_positions": 96}}).n_positions == 96
     assert resolve({"config": gpt2}).n_positions == 2048
@@ -121,7 +121,7 @@ def test_a_model_key_of_a_wrong_type_is_refused(wrong: dict[str, Any]) -> None:
         resolve({"config": {**LLAMA, **wrong}})
 
 
-def test_a_model_that_sees_the_future_is_refused() -> None:
+def test_a_bidirectional_model_is_refused() -> None:
     bert = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     with pytest.raises(ConfigError, match="sees the tokens to its right"):
         resolve({"config": bert})
@@ -134,17 +134,17 @@ def test_a_parameter_that_transformers_does_not_initialise_is_refused() -> None:
         materialise(model, InitByName(model, seed=0), device=torch.device("cpu"))
 
 
-def test_a_loaded_models_positions_limit_the_sequence(folder: Path) -> None:
+def test_a_sequence_longer_than_a_loaded_models_positions_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="max_position_embeddings 2048"):
         resolve({"path": str(folder)}, sequence_length=4096)
 
 
-def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no config\.json"):
         resolve({"path": str(tmp_path)})
 
 
-def test_flops_per_token_are_the_published_ones_for_llama_8b() -> None:
+def test_parameters_and_flops_per_token_of_llama_8b() -> None:
     config = AutoConfig.for_model(
         "llama",
         hidden_size=4096,

@@ -1,4 +1,4 @@
-"""What tensors a computation makes and keeps: their sizes, seen at the dispatcher, in forward and backward."""
+"""Records the tensors that a computation allocates and keeps, at the dispatcher, in forward and backward passes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class AllocationRecorder(TorchDispatchMode):
-    """Notes every new storage that an operator returns."""
+    """Records every new storage that an operator returns."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._seen: list[tuple[torch.dtype, int]] = []
+        self._allocated: list[tuple[torch.dtype, int]] = []
         self._names: list[str] = []
         self._storages: list[tuple[StorageWeakRef, int]] = []
 
@@ -28,25 +28,25 @@ class AllocationRecorder(TorchDispatchMode):
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given:
                 storage = tensor.untyped_storage()
-                self._seen.append((tensor.dtype, storage.nbytes() // tensor.element_size()))
+                self._allocated.append((tensor.dtype, storage.nbytes() // tensor.element_size()))
                 self._storages.append((StorageWeakRef(storage), storage.nbytes()))
         return out
 
     def allocations(self, dtype: torch.dtype, *, at_least: int) -> int:
-        """How many tensors of so many elements were made."""
-        return sum(kind == dtype and elements >= at_least for kind, elements in self._seen)
+        """Number of allocated tensors of a dtype with at least so many elements."""
+        return sum(kind == dtype and elements >= at_least for kind, elements in self._allocated)
 
     @property
     def largest(self) -> int:
-        """Elements of the largest tensor that was made."""
-        return max((elements for _, elements in self._seen), default=0)
+        """Elements of the largest allocated tensor."""
+        return max((elements for _, elements in self._allocated), default=0)
 
     @property
     def alive_bytes(self) -> int:
-        """Bytes of the tensors made so far that somebody still holds."""
+        """Bytes of the allocated tensors that are still referenced."""
         gc.collect()
         return sum(size for ref, size in self._storages if not ref.expired())
 
     def calls(self, *names: str) -> int:
-        """How often operators of these names ran."""
+        """Number of calls of operators with these names."""
         return sum(name in names for name in self._names)

@@ -1,4 +1,4 @@
-"""A world of gloo processes for the tests of a file."""
+"""Fixture: a group of gloo processes for the tests of a module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.parallel.ranks import Ranks
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Four processes. For all files the same ones would do, but every gloo group ever made keeps a busy thread."""
+    """Four processes per module, not per session: every gloo group that was ever created keeps a busy thread."""
     world = Ranks(str(tmp_path_factory.mktemp("ranks")))
     yield world
     world.close()

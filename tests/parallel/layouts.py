@@ -1,4 +1,4 @@
-"""A tiny model run in a layout on the world of `ranks`, put together again and compared with the whole one."""
+"""Loss and gradients of a tiny model under a layout on the processes of `ranks`, and of the full model."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ Borders = tuple[tuple[int, ...], ...] | None
 
 
 class EnlargedValues:
-    """First values as the whole model of the tests has them."""
+    """Initial values as in the full model of the tests."""
 
     def __init__(self, values: InitByName) -> None:
         self._values = values
 
     def value(self, name: str) -> Tensor:
-        """Drawn by name, and enlarged."""
+        """Initialized by name, and enlarged."""
         return enlarged(name, self._values.value(name))
 
 
 def resolved(*, world_size: int, **sections: Any) -> ResolvedRun:
-    """A run on the native engine; keyword arguments are sections of the config."""
+    """A resolved run on the native engine; keyword arguments are sections of the config."""
     config = {
         "engine": "torch",
         "model": {"config": {"model_type": "llama", "vocab_size": V}},
@@ -49,7 +49,7 @@ def resolved(*, world_size: int, **sections: Any) -> ResolvedRun:
 
 
 def full_model_gradients(name: str, borders: Borders = None, **fields: Any) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of the uncut model on one process."""
+    """Loss and gradients of the full model on one process."""
     decoder, batch = plain_decoder(name, **fields), batch_of(length=T, borders=borders)
     total = decoder(batch.input_ids, batch, CrossEntropy(z_loss=Z))[0]
     total.backward()
@@ -59,7 +59,7 @@ def full_model_gradients(name: str, borders: Borders = None, **fields: Any) -> t
 def layout_gradients(
     _rank: int, name: str, sections: dict[str, Any], borders: Borders, fields: dict[str, Any]
 ) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of the layout, put together: every rank returns the whole ones."""
+    """Loss and gradients of the layout, combined over the ranks: every rank returns the full ones."""
     run = resolved(world_size=dist.get_world_size(), **sections)
     mesh = Mesh(run.topology, device_type="cpu")
     model = meta_of(name, **fields)
@@ -77,7 +77,7 @@ def layout_gradients(
 
 
 def fill_weights(local_model: LocalModel, model: nn.Module) -> None:
-    """Gives a part of the model its share of the weights that `full_model_gradients` has."""
+    """Gives this rank's part of the model its shards of the weights of `full_model_gradients`."""
     values, device = ShardedValues(EnlargedValues(InitByName(model, seed=3)), local_model), torch.device("cpu")
     fill_buffers(local_model.decoder.causal, device)
     for name in local_model.decoder.parameters_by_name():
@@ -85,14 +85,14 @@ def fill_weights(local_model: LocalModel, model: nn.Module) -> None:
 
 
 def sequence_shard(batch: MicroBatch, *, cp: int, rank: int) -> MicroBatch:
-    """This rank's part of a sequence."""
-    mine = slice(rank * T // cp, (rank + 1) * T // cp)
-    positions = None if batch.positions is None else batch.positions[:, mine]
-    return MicroBatch(batch.input_ids[:, mine], batch.labels[:, mine], positions, batch.documents)
+    """This rank's shard of the sequences of a batch."""
+    own = slice(rank * T // cp, (rank + 1) * T // cp)
+    positions = None if batch.positions is None else batch.positions[:, own]
+    return MicroBatch(batch.input_ids[:, own], batch.labels[:, own], positions, batch.documents)
 
 
 def full_gradient(name: str, gradient: Tensor, local_model: LocalModel, cp: dist.ProcessGroup | None) -> Tensor:
-    """The gradient of the whole parameter, from what the ranks have."""
+    """The gradient of the full parameter, from the shards and partial gradients of the ranks."""
     if cp is not None:
         dist.all_reduce(gradient, group=cp)
     tensor, box = local_model.tensor, local_model.box(name)

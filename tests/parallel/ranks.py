@@ -1,4 +1,4 @@
-"""Four gloo processes that stay, and run one function after another: starting one takes seconds."""
+"""Four persistent gloo processes that run one function after another: starting a process takes seconds."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch.multiprocessing as mp
 
 WORLD = 4
 PRELOADED = ["torch", "transformers.models.llama.modeling_llama", "pipeline.parallel.assemble"]
-"""What the processes are forked with, once for all worlds."""
+"""Modules imported by the fork server, once for all instances of `Ranks`."""
 
 
 class Ranks:
-    """A world of `WORLD` processes with an open gloo group."""
+    """`WORLD` processes with an initialized gloo process group."""
 
     def __init__(self, folder: str) -> None:
         context = mp.get_context("forkserver")
@@ -33,13 +33,13 @@ class Ranks:
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What `function(rank, *args)` returns on every rank. The function must be importable by name."""
+        """Runs `function(rank, *args)` on every rank; returns the results. The function must be importable by name."""
         for pipe in self._pipes:
             pipe.send((function, args))
-        answers = [pipe.recv() for pipe in self._pipes]
-        errors = [text for kind, text in answers if kind == "error"]
+        replies = [pipe.recv() for pipe in self._pipes]
+        errors = [text for kind, text in replies if kind == "error"]
         assert not errors, errors[0]
-        return [value for _, value in answers]
+        return [value for _, value in replies]
 
     def close(self) -> None:
         """Ends the processes."""
@@ -60,11 +60,11 @@ def _serve(rank: int, store: str, pipe: Connection) -> None:
             pipe.send(("value", function(rank, *args)))
         except BaseException:
             pipe.send(("error", f"rank {rank}: {traceback.format_exc()}"))
-    os._exit(0)  # taking gloo down in four processes at once takes seconds, and has nothing to keep
+    os._exit(0)  # shutting gloo down in four processes at once takes seconds, and nothing needs to be saved
 
 
 def group_of(rank: int, size: int) -> dist.ProcessGroup | None:
-    """The group of `size` neighbours that this rank is in; None for one. Every rank must call it."""
+    """This rank's process group of `size` consecutive ranks; None for size 1. Collective."""
     if size == 1:
         return None
     groups = [dist.new_group(list(range(first, first + size))) for first in range(0, WORLD, size)]

@@ -1,4 +1,4 @@
-"""Recomputation keeps less and changes no gradient."""
+"""Activation checkpointing saves memory and does not change gradients."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ MODES = {
 }
 
 
-KEPT = ("mm", "_scaled_dot_product_flash_attention_for_cpu")
+SAVED_OPERATORS = ("mm", "_scaled_dot_product_flash_attention_for_cpu")
 
 
 def passes(name: str, memory: MemorySection) -> tuple[int, dict[str, torch.Tensor], int]:
-    """Bytes kept after the forward pass, gradients, and matrix products and attentions of the backward pass."""
+    """Bytes saved after the forward pass, gradients, and matrix products and attentions of the backward pass."""
     decoder, batch = plain_decoder(name), batch_of(borders=((4, 9), (12,)))
     apply_activation_checkpointing(decoder.causal, memory)
     decoder.train()
-    with AllocationRecorder() as seen:
+    with AllocationRecorder() as recorder:
         total = decoder(batch.input_ids, batch, CrossEntropy())[0]
-        kept, before = seen.alive_bytes, seen.calls(*KEPT)
+        kept, before = recorder.alive_bytes, recorder.calls(*SAVED_OPERATORS)
         total.backward()
-    return kept, gradients(decoder), seen.calls(*KEPT) - before
+    return kept, gradients(decoder), recorder.calls(*SAVED_OPERATORS) - before
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "gemma3_text"])
@@ -41,12 +41,12 @@ def test_gradients_do_not_change(name: str) -> None:
         assert_same(passes(name, memory)[1], expected, tolerance=1e-6)
 
 
-def test_less_is_kept_the_more_is_recomputed() -> None:
-    kept = {mode: passes("llama", memory)[0] for mode, memory in MODES.items()}
-    assert kept["none"] > kept["every second"] > kept["full"]
-    assert kept["none"] > kept["selective"] > kept["full"]
+def test_more_recomputation_needs_less_memory() -> None:
+    saved = {mode: passes("llama", memory)[0] for mode, memory in MODES.items()}
+    assert saved["none"] > saved["every second"] > saved["full"]
+    assert saved["none"] > saved["selective"] > saved["full"]
 
 
-def test_selective_recomputes_no_matrix_product_and_no_attention() -> None:
+def test_selective_checkpointing_recomputes_no_matrix_product_and_no_attention() -> None:
     products = {mode: passes("llama", memory)[2] for mode, memory in MODES.items()}
     assert products["selective"] == products["none"] < products["every second"] < products["full"]

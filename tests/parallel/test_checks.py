@@ -1,4 +1,4 @@
-"""What an architecture cannot do in a layout is refused by name, with something that works, before anything starts."""
+"""Layouts that an architecture does not support are refused before the run starts, with the field and a remedy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def built(kind: str, attention: str = ATTENTION_NAME, **fields: Any) -> torch.nn
 
 
 @pytest.mark.parametrize(
-    ("model", "sections", "says"),
+    ("model", "sections", "message"),
     [
         (("gpt2", {}), TP2, r"no base_model_tp_plan for gpt2.*use ZeRO or FSDP2 \(parallel.tp 1\)"),
         (("gpt2", {}), PP2, r"no base_model_pp_plan for gpt2.*use ZeRO or FSDP2 \(parallel.pp 1\)"),
@@ -60,16 +60,16 @@ def built(kind: str, attention: str = ATTENTION_NAME, **fields: Any) -> torch.nn
         (("mixtral", {"output_router_logits": True}), {}, r"load-balancing loss is not supported.*false"),
     ],
 )
-def test_what_an_architecture_cannot_do_is_refused(
-    model: tuple[str, dict[str, Any]], sections: dict[str, Any], says: str
+def test_an_unsupported_layout_is_refused(
+    model: tuple[str, dict[str, Any]], sections: dict[str, Any], message: str
 ) -> None:
     kind, fields = model
     made = meta_of(kind, **fields) if kind in CONFIGS else built(kind, **fields)
-    with pytest.raises(ConfigError, match=f"(?s){says}"):
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
         check_layout(resolved(world_size=2, **sections), made)
 
 
-def test_layers_that_mix_positions_without_attention_cannot_keep_documents_or_pieces_apart() -> None:
+def test_document_masks_and_context_parallelism_are_refused_for_layers_that_mix_positions_without_attention() -> None:
     fields = {"num_key_value_heads": 2, "num_local_experts": 4, "layer_types": ["linear_attention", "full_attention"]}
     for sections, field in ((MASKED, "data.mask_documents"), (CP2, "parallel.cp")):
         with pytest.raises(ConfigError, match=f"{field}.*\n.*mix positions by other means than attention"):
@@ -95,14 +95,14 @@ def test_soft_capped_attention_needs_eager() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "qwen3", "mistral", "gemma", "gemma3_text"])
-def test_what_the_other_tests_prove_is_let_through(name: str) -> None:
+def test_supported_combinations_are_accepted_quickly(name: str) -> None:
     began = time.perf_counter()
     every = {"parallel": {"pp": 2, "tp": 2, "cp": 2}, **CHUNK, **MASKED, **RECOMPUTE}
     check_layout(resolved(world_size=8, **every), meta_of(name))
-    assert time.perf_counter() - began < 10  # under a second on a machine that does nothing else
+    assert time.perf_counter() - began < 10  # under a second on an idle machine
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", "qwen3_moe"])
-def test_what_cannot_be_cut_may_still_be_sharded(name: str) -> None:
+def test_architectures_without_tensor_parallelism_may_still_be_sharded(name: str) -> None:
     check_layout(resolved(world_size=2, **CHUNK, **MASKED, **RECOMPUTE), meta_of(name))
     assert config_of(name).model_type == name

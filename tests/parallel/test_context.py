@@ -1,4 +1,4 @@
-"""A sequence shared by ranks is the whole sequence: the loss and every gradient, whoever attends to whom."""
+"""Context parallelism (Ulysses, ring attention) gives the loss and every gradient of the full sequence."""
 
 from __future__ import annotations
 
@@ -11,63 +11,63 @@ from pipeline.parallel.kernels import attention_backward, attention_forward, mat
 from tests.parallel.ranks import Ranks
 from tests.parallel.test_tensor import compare
 
-# the first document of sample 0 ends inside the first piece, another crosses a piece, one is a single token
+# the first document of sample 0 ends inside the first shard, another crosses a shard boundary, one is a single token
 BORDERS = ((3, 7, 8, 19, 24), (13,))
 
 
 @pytest.mark.parametrize("borders", [None, BORDERS], ids=["one-document", "documents"])
 @pytest.mark.parametrize("name", ["llama", "llama_one_kv_head", "mistral", "gemma3_text", "gpt2"])
-def test_ulysses_on_four_ranks_is_the_whole_sequence(ranks: Ranks, name: str, borders: Any) -> None:
+def test_ulysses_on_four_ranks_equals_the_full_sequence(ranks: Ranks, name: str, borders: Any) -> None:
     # two key/value heads, or one, for four ranks
     compare(ranks, name, {"parallel": {"cp": 4}}, borders)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
-def test_ulysses_on_two_ranks_is_the_whole_sequence(ranks: Ranks, name: str) -> None:
+def test_ulysses_on_two_ranks_equals_the_full_sequence(ranks: Ranks, name: str) -> None:
     compare(ranks, name, {"parallel": {"cp": 2}})
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
-def test_ulysses_and_tensor_parallelism_together_are_the_whole_model(ranks: Ranks, name: str) -> None:
+def test_ulysses_with_tensor_parallelism_equals_the_full_model(ranks: Ranks, name: str) -> None:
     compare(ranks, name, {"parallel": {"cp": 2, "tp": 2}, "loss": {"chunk": 5}}, BORDERS)
 
 
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("name", ["llama", "llama_one_kv_head", "qwen3"])
-def test_ring_attention_is_the_whole_sequence(ranks: Ranks, name: str, cp: int) -> None:
+def test_ring_attention_equals_the_full_sequence(ranks: Ranks, name: str, cp: int) -> None:
     compare(ranks, name, {"parallel": {"cp": cp, "cp_method": "ring"}})
 
 
-def test_ring_attention_takes_more_ranks_than_heads(ranks: Ranks) -> None:
+def test_ring_attention_supports_more_ranks_than_heads(ranks: Ranks) -> None:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     compare(ranks, "llama", {"parallel": {"cp": 4, "cp_method": "ring"}}, None, **heads)
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize("context", ["ring", "ulysses"])
-def test_shared_sequences_may_be_recomputed(ranks: Ranks, context: str, mode: str) -> None:
-    compare(ranks, "llama", {"parallel": {"cp": 4, "cp_method": context}, "memory": {"activation_checkpointing": mode}})
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_context_parallelism_works_with_activation_checkpointing(ranks: Ranks, method: str, mode: str) -> None:
+    compare(ranks, "llama", {"parallel": {"cp": 4, "cp_method": method}, "memory": {"activation_checkpointing": mode}})
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_the_formula_is_what_the_flash_kernels_compute(causal: bool) -> None:
+def test_the_math_implementation_equals_the_flash_kernels(causal: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     query, key, value, grad = (torch.randn(2, 3, 7, 8, generator=generator) for _ in range(4))
-    how: dict[str, Any] = {"scale": 0.4, "causal": causal}
+    options: dict[str, Any] = {"scale": 0.4, "causal": causal}
     for kernel, formula in zip(
-        attention_forward(query, key, value, **how), math_forward(query, key, value, **how), strict=True
+        attention_forward(query, key, value, **options), math_forward(query, key, value, **options), strict=True
     ):
         assert torch.allclose(kernel, formula, atol=1e-5)
-    whole = attention_forward(query, key, value, **how)
+    forward_outputs = attention_forward(query, key, value, **options)
     for kernel, formula in zip(
-        attention_backward(grad, query, key, value, *whole, **how),
-        math_backward(grad, query, key, value, *whole, **how),
+        attention_backward(grad, query, key, value, *forward_outputs, **options),
+        math_backward(grad, query, key, value, *forward_outputs, **options),
         strict=True,
     ):
         assert torch.allclose(kernel, formula, atol=1e-5)
 
 
-def test_the_gpus_kernels_take_what_they_are_given() -> None:
+def test_the_gpu_kernels_accept_their_arguments() -> None:
     # on meta: the operators' own checks of shapes and arguments, without a GPU
     query, key, value, grad = (torch.empty(2, 3, 7, 8, dtype=torch.bfloat16, device="meta") for _ in range(4))
     out, log_sum = attention_forward(query, key, value, scale=0.4, causal=True)

@@ -1,4 +1,4 @@
-"""The decoder's loss in pieces: the same numbers, and the logits of a whole sequence never exist."""
+"""Chunked loss: the same values as the unchunked loss, and the logits of the full sequence never exist."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.models.architectures import assert_same, batch_of, gradients, plain_d
 from tests.parallel.allocations import AllocationRecorder
 
 BIG_V = 512
-"""So large that the logits of a batch are its largest tensor by far: 2 x 24 x 512, while the head is 32 x 512."""
+"""Large enough that the logits of a batch are by far the largest tensor: 2 x 24 x 512, while the head is 32 x 512."""
 
 
 def run(decoder: Decoder, batch: MicroBatch, z_loss: float = 0.01) -> tuple[torch.Tensor, ...]:
@@ -23,39 +23,39 @@ def run(decoder: Decoder, batch: MicroBatch, z_loss: float = 0.01) -> tuple[torc
 
 @pytest.mark.parametrize("chunk", [1, 5, 12, 24, 1000])
 @pytest.mark.parametrize("name", ["llama", "llama_tied", "gemma3_text", "gpt2"])
-def test_the_loss_in_pieces_is_the_loss(name: str, chunk: int) -> None:
+def test_the_chunked_loss_equals_the_unchunked_loss(name: str, chunk: int) -> None:
     batch = batch_of(borders=((4, 9), (12,)))
-    whole, pieces = plain_decoder(name), plain_decoder(name, chunk=chunk)
-    for found, expected in zip(run(pieces, batch), run(whole, batch), strict=True):
+    unchunked, chunked = plain_decoder(name), plain_decoder(name, chunk=chunk)
+    for found, expected in zip(run(chunked, batch), run(unchunked, batch), strict=True):
         assert float(found) == pytest.approx(float(expected), rel=1e-5)
-    assert_same(gradients(pieces), gradients(whole))
+    assert_same(gradients(chunked), gradients(unchunked))
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_tied"])
-def test_in_pieces_the_logits_of_a_sequence_never_exist(name: str) -> None:
+def test_with_a_chunked_loss_the_logits_of_a_full_sequence_never_exist(name: str) -> None:
     batch = batch_of()
     logits = batch.labels.numel() * BIG_V
-    with AllocationRecorder() as seen:
+    with AllocationRecorder() as recorder:
         run(plain_decoder(name, vocab_size=BIG_V), batch)
-    assert seen.largest >= logits
-    with AllocationRecorder() as seen:
+    assert recorder.largest >= logits
+    with AllocationRecorder() as recorder:
         run(plain_decoder(name, vocab_size=BIG_V, chunk=4), batch)
-    assert seen.largest < logits
+    assert recorder.largest < logits
 
 
-def test_in_pieces_what_waits_for_the_backward_pass_does_not_grow_with_the_vocabulary() -> None:
-    batch, kept = batch_of(), {}
+def test_with_a_chunked_loss_saved_activations_do_not_grow_with_the_vocabulary() -> None:
+    batch, saved = batch_of(), {}
     for chunk in (None, 4):
         decoder = plain_decoder("llama", vocab_size=BIG_V, chunk=chunk)
-        with AllocationRecorder() as seen:
+        with AllocationRecorder() as recorder:
             total = decoder(batch.input_ids, batch, CrossEntropy())[0]
-            kept[chunk] = seen.alive_bytes
+            saved[chunk] = recorder.alive_bytes
         total.backward()
     logits_bytes = 4 * batch.labels.numel() * BIG_V
-    assert kept[None] - kept[4] > 0.9 * logits_bytes
+    assert saved[None] - saved[4] > 0.9 * logits_bytes
 
 
-def test_the_z_loss_is_its_formula() -> None:
+def test_the_z_loss_follows_its_formula() -> None:
     batch, decoder = batch_of(), plain_decoder("llama")
     with torch.no_grad():
         total, nats, z = decoder(batch.input_ids, batch, CrossEntropy(z_loss=0.03))

@@ -1,4 +1,4 @@
-"""Tensor with sequence parallelism is the uncut model: the loss and every gradient. What cannot be cut is refused."""
+"""Tensor parallelism with sequence parallelism gives the loss and every gradient of the unsharded model."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from tests.models.architectures import assert_same
 from tests.parallel.layouts import full_model_gradients, layout_gradients
 from tests.parallel.ranks import Ranks
 
-CUT = [
+ARCHITECTURES = [
     *("llama", "llama_tied", "llama_biases", "llama_padding", "qwen3", "mistral", "gemma", "gemma3_text"),
     *("phi", "gpt_neox", "starcoder2"),
 ]
 
 
-@pytest.mark.parametrize("name", CUT)
-def test_two_ranks_that_share_every_layer_are_the_uncut_model(ranks: Ranks, name: str) -> None:
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_two_tensor_parallel_ranks_equal_the_unsharded_model(ranks: Ranks, name: str) -> None:
     compare(ranks, name, {"parallel": {"tp": 2}})
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "qwen3", "gemma3_text"])
-def test_four_ranks_that_share_every_layer_are_the_uncut_model(ranks: Ranks, name: str) -> None:
+def test_four_tensor_parallel_ranks_equal_the_unsharded_model(ranks: Ranks, name: str) -> None:
     compare(ranks, name, {"parallel": {"tp": 4}}, num_key_value_heads=4)
 
 
-def test_a_cut_vocabulary_is_scored_in_pieces_too(ranks: Ranks) -> None:
+def test_vocabulary_parallel_cross_entropy_works_with_a_chunked_loss(ranks: Ranks) -> None:
     compare(ranks, "llama_tied", {"parallel": {"tp": 2}, "loss": {"chunk": 5}})
 
 

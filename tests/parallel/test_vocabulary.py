@@ -1,4 +1,4 @@
-"""Cross-entropy over a vocabulary that may be cut: torch's own, to rounding, and no second tensor of that size."""
+"""Vocabulary-parallel cross-entropy equals torch's up to rounding, and allocates one tensor of the logits' size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ V, ROWS, Z = 64, 10, 0.01
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Logits [2, ROWS, V] and labels, all below 20: ranks with the last columns have no target."""
+    """Logits [2, ROWS, V] and labels, all below 20, so that ranks with the last columns have no target."""
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(2, ROWS, V, generator=generator) * 6).to(dtype)
     labels = torch.randint(20, (2, ROWS), generator=generator)
@@ -26,7 +26,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
 
 
 def expected(logits: Tensor, labels: Tensor) -> tuple[float, float, Tensor]:
-    """Both sums by torch, and the gradient of cross-entropy + Z x squares."""
+    """Both sums computed by torch, and the gradient of cross-entropy + Z x squares."""
     leaf = logits.detach().double().requires_grad_()
     flat, targets = leaf.flatten(0, -2), labels.flatten()
     nats = F.cross_entropy(flat, targets, ignore_index=IGNORE, reduction="sum")
@@ -36,7 +36,7 @@ def expected(logits: Tensor, labels: Tensor) -> tuple[float, float, Tensor]:
     return float(nats.detach()), float(squares.detach()), leaf.grad
 
 
-def cut(rank: int, size: int) -> tuple[float, float, Tensor]:
+def sharded(rank: int, size: int) -> tuple[float, float, Tensor]:
     """Both sums and the gradient of this rank's columns."""
     group = group_of(rank, size)
     logits, labels = inputs()
@@ -50,14 +50,14 @@ def cut(rank: int, size: int) -> tuple[float, float, Tensor]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_sums_and_gradient_are_torchs_own_however_the_columns_are_cut(ranks: Ranks, size: int) -> None:
+def test_sums_and_gradient_equal_torchs_for_any_number_of_vocabulary_shards(ranks: Ranks, size: int) -> None:
     nats, squares, gradient = expected(*inputs())
-    found = ranks.run(cut, size)
+    found = ranks.run(sharded, size)
     for their_nats, their_squares, _ in found:
         assert their_nats == pytest.approx(nats, rel=1e-6)
         assert their_squares == pytest.approx(squares, rel=1e-6)
-    together = torch.cat([part for _, _, part in found[:size]], -1)
-    assert torch.allclose(together.double(), gradient, rtol=1e-5, atol=1e-6)
+    full = torch.cat([part for _, _, part in found[:size]], -1)
+    assert torch.allclose(full.double(), gradient, rtol=1e-5, atol=1e-6)
 
 
 def test_bf16_logits_are_summed_in_fp32() -> None:
@@ -74,7 +74,7 @@ def test_bf16_logits_are_summed_in_fp32() -> None:
     )
 
 
-def test_a_batch_without_targets_costs_nothing() -> None:
+def test_a_batch_without_targets_has_zero_loss_and_gradient() -> None:
     logits, labels = inputs()
     leaf = logits.clone().requires_grad_()
     nats, squares = cross_entropy(leaf, torch.full_like(labels, IGNORE))
@@ -85,9 +85,9 @@ def test_a_batch_without_targets_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_fp32_tensor_of_the_logits_size_is_made_and_no_more(dtype: torch.dtype) -> None:
+def test_only_one_fp32_tensor_of_the_logits_size_is_allocated(dtype: torch.dtype) -> None:
     logits, labels = inputs(dtype)
     leaf = logits.clone().requires_grad_()
-    with AllocationRecorder() as seen:
+    with AllocationRecorder() as recorder:
         sum(cross_entropy(leaf, labels)).backward()  # type: ignore[union-attr]
-    assert seen.allocations(torch.float32, at_least=logits.numel()) == 1
+    assert recorder.allocations(torch.float32, at_least=logits.numel()) == 1
