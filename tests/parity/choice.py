@@ -78,7 +78,11 @@ def cost(values: Values) -> float:
     """
     ranks = config_of(values, "")[1]
     passes = values["accumulation"] / int(values["pipeline"].partition("-")[2] or 1)
-    zero3, context, mode = values["sharding"] == "deepspeed-3", values["cp"] != "none", values["recompute"]
+    zero3, context, mode = (
+        values["sharding"] == "deepspeed-3",
+        values["cp"] != "none",
+        values["activation_checkpointing"],
+    )
     per_pass = 0.7 + (values["tp"] > 1) + 0.3 * context + zero3 * (1.7 + 0.35 * context * (ranks - 1))
     per_rank = 0.9 + {"torch-0": 0, "torch-2": 0.5, "torch-3": 0.5, "deepspeed-3": 0.6}.get(values["sharding"], 0.3)
     per_rank += passes * per_pass * {"none": 1.0, "selective": 1.25, "full": 1.5}[mode]
@@ -154,8 +158,8 @@ def full() -> dict[str, list[Values]]:
     groups: dict[str, list[Values]] = {}
     for layout in legal_layouts():
         group = groups.setdefault(f"{layout['sharding']},{layout['pipeline']}", [])
-        for recompute, precision in itertools.product(NUMBERS["recompute"], PRECISIONS[:2]):
-            cell = {**layout, **next(turns), "recompute": recompute, "precision": precision}
+        for mode, precision in itertools.product(NUMBERS["activation_checkpointing"], PRECISIONS[:2]):
+            cell = {**layout, **next(turns), "activation_checkpointing": mode, "precision": precision}
             group += [cell] if is_legal(cell) else []
     return groups
 

@@ -36,7 +36,7 @@ LAYOUT: dict[str, tuple[Any, ...]] = {
 """Factors of the layout. The config rules define which combinations are legal."""
 
 NUMBERS: dict[str, tuple[Any, ...]] = {
-    "recompute": ("none", "full", "selective"),
+    "activation_checkpointing": ("none", "full", "selective"),
     "chunk": (None, 12),
     "tied": (False, True),
     "mask": (False, True),
@@ -74,7 +74,7 @@ def config_of(values: Values, tokens: str) -> tuple[dict[str, Any], int]:
             "mask_documents": values["mask"],
         },
         "loss": loss,
-        "memory": {"activation_checkpointing": values["recompute"]},
+        "memory": {"activation_checkpointing": values["activation_checkpointing"]},
         "parallel": parallel,
         "train_batch_size": SAMPLES,
         "gradient_accumulation_steps": values["accumulation"],
@@ -147,7 +147,7 @@ _SHORT = {
     "pipeline": "",
     "cp": "",
     "extra": "",
-    "recompute": "re-",
+    "activation_checkpointing": "ac-",
     "precision": "",
 }
 
