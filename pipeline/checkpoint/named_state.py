@@ -28,7 +28,7 @@ from pipeline.checkpoint.write import write_metadata, write_pieces
 
 OPTIMIZER_STEP = "optimizer_step"
 LOSS_SCALE = "loss_scale"
-"""Key of what `engines.loss_scale.LossScale.state` returns: fp64 [3]."""
+"""Key of what `engines.loss_scale.LossScaler.to_tensor` returns: fp64 [3]."""
 
 
 def weight_key(name: str) -> str:
