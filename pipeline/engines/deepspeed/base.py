@@ -84,7 +84,7 @@ class DeepSpeedBase:
             state = self._named_state()
         except (OSError, RuntimeError, AssertionError) as error:
             failed = str(error) or repr(error)
-        raise_together(failed, "the offloaded optimizer state could not be read")
+        raise_together(failed, "the optimizer state could not be read")
         return state
 
     def _named_state(self) -> dict[str, NamedShard | Tensor]:
