@@ -84,7 +84,7 @@ def assemble(run: ResolvedRun, model: nn.Module, mesh: Mesh | None, *, stage: St
     causal = copy.deepcopy(model)
     owners = parameter_owners(causal)
     shapes = {name: tuple(p.shape) for name, p in causal.named_parameters()}
-    apply_activation_checkpointing(causal, run.config.memory)  # before the stage: every n-th layer of the full model
+    apply_activation_checkpointing(causal, run.config.memory)  # before keep_stage: every n-th layer of the full model
     if stage is not None and stage.count > 1:
         keep_stage(causal, stage)
     local_modules = set(causal.modules())

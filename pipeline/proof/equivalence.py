@@ -66,8 +66,8 @@ def check_equivalence(
         own_error = relative_differences(expected, first_gradient(*fp32_reference))
         tolerance = half_tolerance(precision, own_error, tokens=tokens_of(case))
     gradient = relative_differences(first_gradient(case, result), expected)
-    gaps = compare(result, reference[1], gradient, tolerance)
-    return ProofResult(precision, tuple(gaps), gradient, tolerance)
+    comparisons = compare(result, reference[1], gradient, tolerance)
+    return ProofResult(precision, tuple(comparisons), gradient, tolerance)
 
 
 def precision_of(case: Case) -> str:

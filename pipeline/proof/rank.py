@@ -88,7 +88,7 @@ def _save(engine: Engine, directory: Path) -> None:
 
 def _heldout(prepared: PreparedRun, loader_arguments: dict[str, Any]) -> Iterator[MicroBatch]:
     batch = prepared.run.batch
-    # as many samples in every layout, whatever the micro-batch
+    # the same number of samples in every layout, whatever the micro-batch size
     return heldout_batches(
         prepared.heldout[0], batch_size=batch.micro, dp=batch.dp, samples=batch.samples, **loader_arguments
     )

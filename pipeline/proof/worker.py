@@ -110,19 +110,19 @@ _IMPORTS = {
 
 def _run(case: Case, directory: Path, timeout_s: float) -> CaseResult:
     started = time.monotonic()
-    own = directory / case.name
-    own.mkdir(parents=True)
+    case_directory = directory / case.name
+    case_directory.mkdir(parents=True)
     port = free_port()
-    ranks = {_fork(case, own, rank=rank, port=port): rank for rank in range(case.processes)}
+    ranks = {_fork(case, case_directory, rank=rank, port=port): rank for rank in range(case.processes)}
     cpu: list[float] = []
-    error = _wait(ranks, own, cpu, deadline=started + timeout_s)
-    result = read_result(own) if error is None else CaseResult(own, error=error)
+    error = _wait(ranks, case_directory, cpu, deadline=started + timeout_s)
+    result = read_result(case_directory) if error is None else CaseResult(case_directory, error=error)
     result = replace(result, seconds=time.monotonic() - started, cpu_seconds=sum(cpu))
     write_result(result)
     return result
 
 
-def _fork(case: Case, own: Path, *, rank: int, port: int) -> int:
+def _fork(case: Case, case_directory: Path, *, rank: int, port: int) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
@@ -130,11 +130,11 @@ def _fork(case: Case, own: Path, *, rank: int, port: int) -> int:
         return child
     code = 1
     try:
-        with _output_to(own / f"rank-{rank}.log"):
+        with _output_to(case_directory / f"rank-{rank}.log"):
             try:
                 from pipeline.proof.rank import run_rank  # noqa: PLC0415
 
-                run_rank(case, own, rank=rank, port=port)
+                run_rank(case, case_directory, rank=rank, port=port)
                 code = 0
             except BaseException:  # whatever it is, the parent must see it
                 traceback.print_exc()
@@ -152,7 +152,7 @@ def _output_to(path: Path) -> Iterator[None]:
     yield
 
 
-def _wait(ranks: dict[int, int], own: Path, cpu: list[float], *, deadline: float) -> str | None:
+def _wait(ranks: dict[int, int], case_directory: Path, cpu: list[float], *, deadline: float) -> str | None:
     """Waits for all ranks. If one fails, kills the others and returns the last lines of its output."""
     running = dict(ranks)
     while running:
@@ -165,11 +165,13 @@ def _wait(ranks: dict[int, int], own: Path, cpu: list[float], *, deadline: float
             code = os.waitstatus_to_exitcode(status)
             if code:
                 _kill(running)
-                return _last_lines(own, rank, f"rank {rank} exited with code {code}")
+                return _last_lines(case_directory, rank, f"rank {rank} exited with code {code}")
         if time.monotonic() > deadline:
             rank = min(running.values())
             _kill(running)
-            return _last_lines(own, rank, f"ranks {sorted(running.values())} were still running at the time limit")
+            return _last_lines(
+                case_directory, rank, f"ranks {sorted(running.values())} were still running at the time limit"
+            )
         time.sleep(0.02)
     return None
 
@@ -183,8 +185,8 @@ def _kill(running: dict[int, int]) -> None:
         os.waitpid(child, 0)
 
 
-def _last_lines(own: Path, rank: int, what: str) -> str:
-    lines = (own / f"rank-{rank}.log").read_text(errors="replace").splitlines()
+def _last_lines(case_directory: Path, rank: int, what: str) -> str:
+    lines = (case_directory / f"rank-{rank}.log").read_text(errors="replace").splitlines()
     return "\n".join([what, *lines[-12:]])
 
 
