@@ -1,6 +1,6 @@
-"""`python -m pipeline check --config F`: the resolved run, or the one thing that is wrong with it.
+"""`python -m pipeline check --config F`: prints the resolved run, or the first error of the config.
 
-The rules answer first and need no torch; what only the data and the model can tell follows.
+The rules of the config come first and need no torch; checks of data and model follow.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--processes", type=_at_least_one, metavar="N", help="number of processes (default: as started, or 1)"
     )
     parser.add_argument(
-        "--rules-only", action="store_true", help="only the config itself: no data, no model, answers at once"
+        "--rules-only", action="store_true", help="check the config alone, without data and model: takes under a second"
     )
-    text = "only the step of the run's newest checkpoint, 0 without any, and its directory: for job scripts"
+    text = "print only the step of the run's newest checkpoint (0 without any) and its directory, for job scripts"
     parser.add_argument("--progress", action="store_true", help=text)
 
 
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _at_least_one(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError("at least one")
+        raise argparse.ArgumentTypeError(f"{number} is not 1 or more")
     return number
 
 
@@ -66,10 +66,10 @@ def _print_rules(run: ResolvedRun) -> None:
     _line("precision", run.precision)
     if config.memory.activation_checkpointing != "none":
         which = "every layer" if config.memory.every_n_layers == 1 else f"one layer in {config.memory.every_n_layers}"
-        _line("recomputed", f"{config.memory.activation_checkpointing}, {which}")
+        _line("checkpointing", f"activations: {config.memory.activation_checkpointing}, {which}")
     _line("batch", str(batch))
     _line("steps", f"{run.steps:,} = {run.steps * batch.samples:,} samples = {run.steps * batch.tokens:,} tokens")
-    rates = ", ".join(f"{run.schedule.lr(step):.2e} at step {step:,}" for step in _marks(run))
+    rates = ", ".join(f"{run.schedule.lr(step):.2e} at step {step:,}" for step in _shown_steps(run))
     _line("learning rate", f"{run.schedule.kind}: {rates}")
     _line("run directory", config.run.dir)
 
@@ -89,10 +89,10 @@ def _print_prepared(prepared: PreparedRun) -> None:
     for source in prepared.heldout:
         _line("held-out", source.summary)
     newest = prepared.store.all()[:1]
-    _line("would", f"resume after step {newest[0].step}" if newest else "start fresh")
+    _line("start", f"resume after step {newest[0].step}" if newest else "a new run")
 
 
-def _marks(run: ResolvedRun) -> list[int]:
+def _shown_steps(run: ResolvedRun) -> list[int]:
     return sorted({1, max(1, min(run.schedule.warmup, run.steps)), max(1, run.steps // 2), run.steps})
 
 

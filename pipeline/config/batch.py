@@ -1,10 +1,10 @@
-"""Batch arithmetic, stated once: samples per step = micro-batch x accumulation x dp.
+"""Batch sizes: global batch = micro-batch x gradient accumulation x data-parallel ranks.
 
-DeepSpeed's three keys keep their meaning: any one of them may be left out, and follows from the other two and dp.
+DeepSpeed's three keys keep their meaning: any one of them may be absent, and follows from the other two and dp.
 
-A run that goes on with the processes that are left (`parallel.elastic`) keeps its samples per step, whatever dp is.
-Every data rank does equally many micro-batches of equal size, since sharded and pipelined engines run in step; the rows
-left over are filling: they have no targets, and losses are sums over targets.
+An elastic run (`parallel.elastic`, or a resume on another number of processes) keeps its global batch size whatever dp
+is. Every data rank runs equally many micro-batches of equal size, since sharded and pipelined engines run in lockstep;
+rows beyond the global batch are padding: they have no targets, and losses are sums over targets.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from dataclasses import dataclass
 from headrace.base.errors import ConfigError
 from pipeline.config.schema import Config
 
-_PASS = 0.25
-"""What a forward and backward pass costs besides its rows, in rows. A judgement: it decides where cuts are close."""
+_PASS_OVERHEAD = 0.25
+"""Fixed cost of a forward and backward pass, in rows. An estimate: it decides between splits of nearly equal cost."""
 
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """How one optimizer step is cut up.
+    """How one optimizer step is split into micro-batches.
 
     Attributes:
-        samples: samples per step over all ranks.
-        micro: rows per forward pass of one rank.
-        accumulation: forward passes per rank and step.
+        samples: global batch size, in samples per optimizer step over all ranks.
+        micro: micro-batch size, in rows per forward pass of one rank.
+        accumulation: gradient accumulation steps: micro-batches per rank and optimizer step.
         dp: data-parallel ranks.
         sequence_length: tokens per sample.
-        gave_way: fields of the config that were changed for this number of ranks, in words.
+        adjusted_fields: config fields with the values that were replaced for this number of ranks.
     """
 
     samples: int
@@ -36,40 +36,42 @@ class BatchSizes:
     accumulation: int
     dp: int
     sequence_length: int
-    gave_way: tuple[str, ...] = ()
+    adjusted_fields: tuple[str, ...] = ()
 
     @property
     def tokens(self) -> int:
-        """Tokens per step over all ranks, without filling."""
+        """Tokens per optimizer step over all ranks, without padding rows."""
         return self.samples * self.sequence_length
 
     @property
     def rows(self) -> int:
-        """Rows that go through the model in a step, over all ranks: samples and filling."""
+        """Rows that go through the model per optimizer step, over all ranks: samples and padding."""
         return self.micro * self.accumulation * self.dp
 
     @property
-    def filling(self) -> int:
+    def padding_rows(self) -> int:
         """Rows of a step that are no samples."""
         return self.rows - self.samples
 
     def __str__(self) -> str:
-        cut = f"{self.micro} per micro-batch x {self.accumulation} accumulated x dp {self.dp}"
-        filled = f" less {self.filling} of {self.rows} rows, which are filling" if self.filling else ""
+        split = f"micro-batch {self.micro} x accumulation {self.accumulation} x dp {self.dp}"
+        padding = f" less {self.padding_rows} of {self.rows} rows, which are padding" if self.padding_rows else ""
         tokens = f"x {self.sequence_length} tokens = {self.tokens:,} tokens per step"
-        gave_way = f" ({' and '.join(self.gave_way)} gave way)" if self.gave_way else ""
-        return f"{self.samples} samples per step = {cut}{filled}{gave_way}; {tokens}"
+        adjusted = f" (adjusted: {' and '.join(self.adjusted_fields)})" if self.adjusted_fields else ""
+        return f"{self.samples} samples per step = {split}{padding}{adjusted}; {tokens}"
 
 
-def resolve_batch(config: Config, *, dp: int, elastic: bool = False, least: int = 1, rounds: int = 1) -> BatchSizes:
-    """Derives what the config leaves out.
+def resolve_batch(
+    config: Config, *, dp: int, elastic: bool = False, min_micro_batches: int = 1, multiple_of: int = 1
+) -> BatchSizes:
+    """Derives the batch sizes that the config leaves out.
 
     Args:
         config: at least one of the three batch keys is set.
         dp: data-parallel ranks.
-        elastic: what does not divide is filled up, and the accumulation follows from dp.
-        least: micro-batches that a pipeline needs.
-        rounds: what their number must be a multiple of.
+        elastic: pad a batch that does not divide, and derive the accumulation from dp.
+        min_micro_batches: smallest accumulation that the pipeline schedule runs with.
+        multiple_of: the accumulation has to be a multiple of this.
 
     Raises:
         ConfigError: the numbers do not divide or contradict each other; names the nearest that work.
@@ -77,52 +79,54 @@ def resolve_batch(config: Config, *, dp: int, elastic: bool = False, least: int 
     total, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     accumulation, length = config.gradient_accumulation_steps, config.data.sequence_length
     if config.parallel.elastic:
-        _says_what_stays(config)
-    if not elastic or total is None or micro is None:  # without it nobody knows what fits into memory
-        return BatchSizes(*cut_batch(total, micro, accumulation, dp=dp), dp, length)
-    cut = fill_batch(total, micro, dp=dp, least=least, rounds=rounds)
+        _require_fixed_sizes(config)
+    if not elastic or total is None or micro is None:  # without a micro-batch size it is unknown what fits into memory
+        return BatchSizes(*split_batch(total, micro, accumulation, dp=dp), dp, length)
+    split = split_padded_batch(total, micro, dp=dp, min_micro_batches=min_micro_batches, multiple_of=multiple_of)
     given = {
-        "train_micro_batch_size_per_gpu": (micro, cut[0]),
-        "gradient_accumulation_steps": (accumulation, cut[1]),
+        "train_micro_batch_size_per_gpu": (micro, split[0]),
+        "gradient_accumulation_steps": (accumulation, split[1]),
     }
-    gave_way = tuple(f"{key} {was}" for key, (was, now) in given.items() if was not in (None, now))
-    return BatchSizes(total, *cut, dp, length, gave_way)
+    adjusted = tuple(f"{key} {before}" for key, (before, after) in given.items() if before not in (None, after))
+    return BatchSizes(total, *split, dp, length, adjusted)
 
 
-def _says_what_stays(config: Config) -> None:
-    """A batch that followed the number of processes would make another curve, a micro-batch might not fit."""
+def _require_fixed_sizes(config: Config) -> None:
+    """A global batch that followed the number of processes would change the loss curve; a micro-batch might not fit."""
     for field in ("train_batch_size", "train_micro_batch_size_per_gpu"):
         if getattr(config, field) is None:
-            why = "parallel.elastic is true, and it would follow the number of processes"
-            raise ConfigError(field, why=why, remedy="give it: neither is to change when there are fewer of them")
+            why = "parallel.elastic is true, and without this key it would depend on the number of processes"
+            raise ConfigError(field, why=why, remedy=f'add "{field}": a fixed number')
 
 
-def fill_batch(total: int, largest: int, *, dp: int, least: int = 1, rounds: int = 1) -> tuple[int, int]:
-    """The cheapest cut of a step over any number of ranks.
+def split_padded_batch(
+    total: int, largest: int, *, dp: int, min_micro_batches: int = 1, multiple_of: int = 1
+) -> tuple[int, int]:
+    """The cheapest split of a global batch over any number of ranks, padded where it does not divide.
 
-    A smaller micro-batch wastes fewer rows on filling, but takes more passes. None is larger than the config's: that
-    one is known to fit into memory.
+    A smaller micro-batch needs fewer padding rows, but more passes. None is larger than the config's, which is known to
+    fit into memory.
 
     Args:
-        total: samples per step.
-        largest: rows per forward pass of a rank, at most.
+        total: samples per optimizer step.
+        largest: upper bound of the micro-batch size.
         dp: data-parallel ranks.
-        least, rounds: as `resolve_batch`.
+        min_micro_batches, multiple_of: as in `resolve_batch`.
 
     Returns:
-        Rows per forward pass, and passes per rank and step.
+        Micro-batch size and gradient accumulation steps.
     """
 
-    def passes(micro: int) -> int:
-        needed = max(least, -(-total // (micro * dp)))
-        return -(-needed // rounds) * rounds
+    def accumulation(micro: int) -> int:
+        needed = max(min_micro_batches, -(-total // (micro * dp)))
+        return -(-needed // multiple_of) * multiple_of
 
-    micro = min(range(1, largest + 1), key=lambda micro: (passes(micro) * (micro + _PASS), -micro))
-    return micro, passes(micro)
+    micro = min(range(1, largest + 1), key=lambda micro: (accumulation(micro) * (micro + _PASS_OVERHEAD), -micro))
+    return micro, accumulation(micro)
 
 
-def cut_batch(total: int | None, micro: int | None, accumulation: int | None, *, dp: int) -> tuple[int, int, int]:
-    """Samples per step, per forward pass of a rank, and forward passes per rank and step, from what is given of them.
+def split_batch(total: int | None, micro: int | None, accumulation: int | None, *, dp: int) -> tuple[int, int, int]:
+    """Global batch size, micro-batch size and gradient accumulation steps, from those of them that are given.
 
     Raises:
         ConfigError: the numbers do not divide or contradict each other; names the nearest that work.
@@ -135,21 +139,21 @@ def cut_batch(total: int | None, micro: int | None, accumulation: int | None, *,
         total = micro * accumulation * dp
     if micro is None:
         accumulation = accumulation or 1
-        _divides(total, dp * accumulation, by=f"dp {dp} x gradient_accumulation_steps {accumulation}", unit=dp)
+        _check_divides(total, dp * accumulation, by=f"dp {dp} x gradient_accumulation_steps {accumulation}", unit=dp)
         micro = total // (dp * accumulation)
-    _divides(total, dp * micro, by=f"dp {dp} x train_micro_batch_size_per_gpu {micro}", unit=dp * micro)
+    _check_divides(total, dp * micro, by=f"dp {dp} x train_micro_batch_size_per_gpu {micro}", unit=dp * micro)
     derived = total // (dp * micro)
     if accumulation is not None and accumulation != derived:
         raise ConfigError(
             "gradient_accumulation_steps",
             accumulation,
             why=f"train_batch_size {total} = micro-batch {micro} x accumulation x dp {dp} needs {derived}",
-            remedy=f"set it to {derived}, or leave it out and it follows from the others",
+            remedy=f"set it to {derived}, or leave it out to derive it from the others",
         )
     return total, micro, derived
 
 
-def _divides(total: int, part: int, *, by: str, unit: int) -> None:
+def _check_divides(total: int, part: int, *, by: str, unit: int) -> None:
     if total % part == 0:
         return
     below, above = total // part * part, (total // part + 1) * part

@@ -1,4 +1,4 @@
-"""Which fields decide the curve a run follows."""
+"""The config fields that determine a run's loss curve, stored in checkpoints and compared on resume."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from pipeline.config.rules import ResolvedRun
 
 
 def curve_fields(run: ResolvedRun) -> dict[str, Any]:
-    """The fields that decide which curve a run follows; layout, logging and checkpointing are not among them.
+    """The fields that determine the loss curve; layout, logging and checkpointing are not among them.
 
-    A run may be resumed only where these are unchanged. Paths are not among them either: what lies there is compared
-    by fingerprint. What is off is None, so that a checkpoint from before a feature existed can still be resumed.
+    A run may be resumed only where these are unchanged. Paths are not among them either: data and models are compared
+    by fingerprint. A feature that is off is None, so that checkpoints from before the feature existed can be resumed.
+    The keys are stored in checkpoints and keep their names.
     """
     config = run.config.model_dump(mode="json")
     distill = config["distill"] and {k: v for k, v in config["distill"].items() if k != "teacher"}
     return {
         "model": {key: config["model"][key] for key in ("config", "fresh", "keep_layers")},
         "data": {
-            **_blend(run),
+            **_mixture(run),
             "packing": None if config["data"]["packing"] == "contiguous" else config["data"]["packing"],
             "fim": config["data"]["fim"],
             "sequence_length": config["data"]["sequence_length"],
@@ -31,28 +32,28 @@ def curve_fields(run: ResolvedRun) -> dict[str, Any]:
         "scheduler": run.schedule.describe(),
         "gradient_clipping": config["gradient_clipping"],
         "bf16": config["bf16"]["enabled"],
-        # loss scaling decides which steps overflow and are skipped
+        # loss scaling determines which steps overflow and are skipped
         "fp16": config["fp16"] if config["fp16"]["enabled"] else None,
         "grad_accum_dtype": config["data_types"]["grad_accum_dtype"] or "fp32",
         "run.seed": config["run"]["seed"],
-        # which steps count as spikes, where that keeps them from the weights. What becomes of numbers that are not
-        # finite is not among these: a run that stopped at them may go on by another answer
+        # which steps count as spikes, where spikes do not update the weights. The response to non-finite steps is not
+        # among these: a run that stopped at one may be resumed with another response
         "anomalies": _spikes(run),
     }
 
 
-def _blend(run: ResolvedRun) -> dict[str, Any]:
-    """Which source is drawn from when. Names and limits are not among it."""
+def _mixture(run: ResolvedRun) -> dict[str, Any]:
+    """What determines the order in which sources are sampled. Names and limits on repetition do not."""
     data = run.config.data
     labels = [source.source for source in data.sources]
     budgets = [{"epochs": source.epochs, "tokens": source.tokens} for source in data.sources]
     budgeted = any(value is not None for budget in budgets for value in budget.values())
     stages = [[stage.after_step, [stage.weights.get(n) for n in data.names]] for stage in data.curriculum or ()]
     return {
-        # without a weight and a budget it is 1
+        # a source without a weight and without a budget has weight 1
         "weights": [source.weight or (None if source.epochs or source.tokens else 1.0) for source in data.sources],
         "sources": labels if any(labels) else None,
-        # what share a budget is depends on the length of the run
+        # the mixing weight that a budget amounts to depends on the length of the run
         "budgets": {"sources": budgets, "samples": run.steps * run.batch.samples} if budgeted else None,
         "schedule": stages or None,
     }

@@ -1,4 +1,4 @@
-"""What must hold of the blend whatever the data: who has a weight, who a budget, and what the stages say."""
+"""Rules of the data mixture that hold whatever the data: mixing weights, budgets, and stages of the curriculum."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SHARES = ("weight", "epochs", "tokens")
 
 
 def check_data(data: DataSection) -> None:
-    """Refuses shares that say two things, and stages that leave something open.
+    """Refuses sources with two kinds of shares, and incomplete or misordered stages of the curriculum.
 
     Raises:
         ConfigError: names the source or the stage.
@@ -19,10 +19,10 @@ def check_data(data: DataSection) -> None:
         given = [key for key in _SHARES if getattr(source, key) is not None]
         field = f"data.sources.{number}"
         if len(given) > 1:
-            why = f"{' and '.join(given)} each say how much is drawn from it"
+            why = f"{' and '.join(given)} each set how much is drawn from this source"
             raise ConfigError(f"{field}.{given[1]}", getattr(source, given[1]), why=why, remedy=f"keep {given[0]}")
         if given and data.curriculum:
-            why = "data.curriculum says how much is drawn from it"
+            why = "data.curriculum sets how much is drawn from this source"
             raise ConfigError(f"{field}.{given[0]}", getattr(source, given[0]), why=why, remedy="leave it out")
     if data.curriculum:
         _check_names(data)
@@ -34,17 +34,17 @@ def check_data(data: DataSection) -> None:
 def _check_names(data: DataSection) -> None:
     for number, name in enumerate(data.names):
         if name in data.names[:number]:
-            why = f"source {data.names.index(name)} is called so, too, and data.curriculum could mean either"
-            raise ConfigError(f"data.sources.{number}.name", name, why=why, remedy="give each a name of its own")
+            why = f"source {data.names.index(name)} has the same name, so data.curriculum is ambiguous"
+            raise ConfigError(f"data.sources.{number}.name", name, why=why, remedy="give each source a name of its own")
 
 
 def _check_stage(stage: StageSection, before: StageSection | None, *, field: str, names: list[str]) -> None:
     at = stage.after_step
     if before is None and at:
-        raise ConfigError(f"{field}.after_step", at, why="the first stage begins the run", remedy="0")
+        raise ConfigError(f"{field}.after_step", at, why="the first stage begins the run", remedy="use 0")
     if before is not None and at <= before.after_step:
         why = f"the stage before it begins after step {before.after_step}"
-        raise ConfigError(f"{field}.after_step", at, why=why, remedy=f"{before.after_step + 1} or later")
+        raise ConfigError(f"{field}.after_step", at, why=why, remedy=f"use {before.after_step + 1} or more")
     for name in stage.weights:
         if name not in names:
             near = suggest(name, names)
@@ -52,7 +52,7 @@ def _check_stage(stage: StageSection, before: StageSection | None, *, field: str
             raise ConfigError(f"{field}.weights.{name}", why="there is no such source", remedy=remedy)
     for name in names:
         if name not in stage.weights:
-            why = "it says nothing of this source"
-            raise ConfigError(f"{field}.weights.{name}", why=why, remedy="add it; 0 draws nothing from it")
+            why = "the stage has no weight for this source"
+            raise ConfigError(f"{field}.weights.{name}", why=why, remedy="add one; 0 draws nothing from the source")
     if not any(stage.weights.values()):
-        raise ConfigError(f"{field}.weights", stage.weights, why="nothing is drawn", remedy="a weight above 0")
+        raise ConfigError(f"{field}.weights", stage.weights, why="all weights are 0", remedy="use a weight above 0")

@@ -1,7 +1,7 @@
-"""DeepSpeed's top-level keys that this version does not run, each with what to do instead.
+"""DeepSpeed's config keys that this version does not support, each with what to do instead.
 
-DeepSpeed accepts unknown top-level keys silently, and an engine that ignored one of these would train something else
-than the file says. So each is refused by name. Source: deepspeed 0.19.8 `runtime/constants.py`, `runtime/config.py`.
+DeepSpeed accepts unknown top-level keys silently, and an engine that ignored one of these would not train what the file
+describes. So each is refused by name. Source: deepspeed 0.19.8 `runtime/constants.py`, `runtime/config.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.section import Section
 from pipeline.config.schema import Config
 
-_LATER = "remove it: this version of headrace does not run it"
+_LATER = "remove it: this version of headrace does not support it"
 _OURS = "remove it: headrace does this itself"
 _GONE = "remove it: DeepSpeed 0.19 no longer has it"
 
@@ -21,7 +21,7 @@ REFUSED: dict[str, str] = {
     "amp": "use bf16",
     "autotuning": _LATER,
     "checkpoint": _OURS,
-    "comet": "use wandb, or read metrics.jsonl",
+    "comet": "use wandb or tensorboard, or read metrics.jsonl",
     "comms_logger": _LATER,
     "communication_data_type": _LATER,
     "compile": _LATER,
@@ -41,7 +41,7 @@ REFUSED: dict[str, str] = {
     "hybrid_engine": _LATER,
     "log_level": _LATER,
     "memory_breakdown": _LATER,
-    "monitor_config": "use wandb, or read metrics.jsonl",
+    "monitor_config": "use wandb or tensorboard, or read metrics.jsonl",
     "nebula": _GONE,
     "prescale_gradients": _LATER,
     "progressive_layer_drop": _LATER,
@@ -49,7 +49,6 @@ REFUSED: dict[str, str] = {
     "seq_parallel_communication_data_type": _LATER,
     "sparse_attention": _GONE,
     "sparse_gradients": _LATER,
-    "tensorboard": "use wandb, or read metrics.jsonl",
     "timers": _LATER,
     "torch_autocast": "use bf16",
     "use_data_before_expert_parallelism": _LATER,
@@ -108,9 +107,9 @@ REFUSED_ON_TORCH: dict[str, str] = {
     "zero_optimization.allgather_partitions": _GATHERS,
     "zero_optimization.allgather_bucket_size": _GATHERS,
     "zero_optimization.overlap_comm": "remove it: communication always overlaps with computation there",
-    "zero_optimization.sub_group_size": "remove it: the update is one fused kernel there",
-    "zero_optimization.round_robin_gradients": "remove it: it is for offload",
-    "zero_optimization.ignore_unused_parameters": "remove it: every parameter takes part",
+    "zero_optimization.sub_group_size": "remove it: the optimizer step is one fused kernel there",
+    "zero_optimization.round_robin_gradients": "remove it: it is for optimizer offload",
+    "zero_optimization.ignore_unused_parameters": "remove it: every parameter has a gradient",
     "zero_optimization.stage3_max_live_parameters": _GATHERS,
     "zero_optimization.stage3_max_reuse_distance": "use zero_optimization.stage 2 to keep parameters gathered",
     "zero_optimization.stage3_prefetch_bucket_size": _GATHERS,
@@ -119,15 +118,15 @@ REFUSED_ON_TORCH: dict[str, str] = {
     "aio": "remove it: there is no offload there",
     "wall_clock_breakdown": "remove it: DeepSpeed's own timers",
     "steps_per_print": "remove it: DeepSpeed's own log",
-    "data_types.grad_accum_dtype": "remove it: gradients are added up in fp32 there",
+    "data_types.grad_accum_dtype": "remove it: gradients are accumulated in fp32 there",
 }
-"""Keys that mean nothing on the native engine. A value that says what happens there anyway is let through."""
+"""Keys without a meaning on engine torch. A value that describes what that engine does anyway is accepted."""
 
-_SAYS_SO: dict[str, Any] = {"data_types.grad_accum_dtype": "fp32", "zero_optimization.reduce_scatter": True}
+_ACCEPTED_VALUES: dict[str, Any] = {"data_types.grad_accum_dtype": "fp32", "zero_optimization.reduce_scatter": True}
 
 
 def refuse_on_torch(config: Config) -> None:
-    """Refuses DeepSpeed's keys that mean nothing on the native engine.
+    """Refuses DeepSpeed's keys that have no meaning on engine torch.
 
     Raises:
         ConfigError: names the first such key.
@@ -138,13 +137,13 @@ def refuse_on_torch(config: Config) -> None:
         value = getattr(value, name) if name else value
         if isinstance(value, Section):
             value = value.model_dump(exclude_none=True)
-        if value and _SAYS_SO.get(key) != value:
-            why = "DeepSpeed's key; it means nothing on the torch engine"
+        if value and _ACCEPTED_VALUES.get(key) != value:
+            why = "DeepSpeed's key; it has no meaning on engine torch"
             raise ConfigError(key, value, why=why, remedy=remedy + ", or use engine deepspeed")
 
 
 def refuse_by_name(raw: dict[str, Any]) -> None:
-    """Refuses the keys above.
+    """Refuses DeepSpeed's keys that are not supported.
 
     Raises:
         ConfigError: names the first such key.
@@ -157,13 +156,13 @@ def refuse_by_name(raw: dict[str, Any]) -> None:
 def _refuse(table: dict[str, str], section: Any, *, at: str) -> None:
     for key, value in section.items() if isinstance(section, dict) else ():
         if key in table:
-            raise ConfigError(at + key, value, why="DeepSpeed's key, not run here", remedy=table[key])
+            raise ConfigError(at + key, value, why="DeepSpeed's key, not supported here", remedy=table[key])
 
 
 def without_auto(raw: dict[str, Any]) -> dict[str, Any]:
-    """A copy without what says nothing: values "auto" of configs for the Hugging Face Trainer, and offload to "none".
+    """A copy without values "auto" (of configs for the Hugging Face Trainer) and without offload to device "none".
 
-    A key without a value takes its default, or is derived.
+    A key that is left out takes its default, or is derived.
     """
     kept = {key: without_auto(value) if isinstance(value, dict) else value for key, value in raw.items()}
     return {key: value for key, value in kept.items() if value != "auto" and not _is_no_offload(key, value)}

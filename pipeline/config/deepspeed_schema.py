@@ -1,6 +1,7 @@
-"""The sections that DeepSpeed owns, with DeepSpeed's key names and meaning, as far as headrace runs them.
+"""Schema of the config sections that DeepSpeed owns: DeepSpeed's key names and meaning, as far as headrace runs them.
 
-No torch, no file access. Keys of DeepSpeed that are not here are in `deepspeed_keys.py`, each with what to do instead.
+No torch, no file access. DeepSpeed's keys that are not here are in `deepspeed_keys.py`, each with what to do instead.
+The defaults of DeepSpeed that descriptions name are those of deepspeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -13,144 +14,325 @@ from headrace.base.section import Count, Index, Section
 
 
 class OptimizerParams(Section):
-    """AdamW's numbers, under DeepSpeed's names."""
+    """AdamW's hyperparameters, under DeepSpeed's names."""
 
-    lr: PositiveFloat = Field(1e-3, description="peak learning rate, a positive number")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="two numbers in [0, 1)", strict=False)
-    eps: PositiveFloat = Field(1e-8, description="a small positive number")
-    weight_decay: NonNegativeFloat = Field(0.0, description="applied to matrices only, not to biases and norms")
-    torch_adam: bool = Field(True, description="true: torch's AdamW runs everywhere; leave it so")
-    adam_w_mode: bool = Field(True, description="true: decoupled weight decay; leave it so")
+    lr: PositiveFloat = Field(
+        1e-3, description="Peak learning rate; the scheduler scales it over the steps. A positive number, e.g. 3e-4"
+    )
+    betas: tuple[float, float] = Field(
+        (0.9, 0.999),
+        description="Decay rates of Adam's first and second moment: two numbers in [0, 1), e.g. [0.9, 0.95]",
+        strict=False,
+    )
+    eps: PositiveFloat = Field(
+        1e-8, description="Term added to the denominator of Adam's update for numerical stability; a positive number"
+    )
+    weight_decay: NonNegativeFloat = Field(
+        0.0,
+        description="Decoupled weight decay (AdamW), e.g. 0.1; 0 is off. Applied to matrices, not to biases and norms",
+    )
+    torch_adam: bool = Field(
+        True, description="DeepSpeed's switch to torch's AdamW, which headrace runs on both engines; leave it true"
+    )
+    adam_w_mode: bool = Field(
+        True, description="true: decoupled weight decay (AdamW). Adam with L2 regularisation is not offered: leave it"
+    )
 
 
 class OptimizerSection(Section):
-    """The optimizer: AdamW (DeepSpeed's 'Adam' means AdamW too, unless adam_w_mode is false)."""
+    """The optimizer: AdamW. DeepSpeed's type `Adam` means AdamW too, unless `adam_w_mode` is false."""
 
-    type: Literal["AdamW", "Adam"] = Field("AdamW", description="AdamW")
+    type: Literal["AdamW", "Adam"] = Field(
+        "AdamW", description="AdamW; Adam is accepted as another name for it, as in DeepSpeed"
+    )
     params: OptimizerParams = OptimizerParams()
 
 
 class SchedulerParams(Section):
-    """All schedulers' numbers; `rules.py` refuses those that the chosen type does not use."""
+    """Parameters of all learning-rate schedulers; those that the chosen type does not use are refused."""
 
-    warmup_num_steps: Count | None = Field(None, description="steps of rising learning rate")
-    warmup_type: Literal["log", "linear"] | None = Field(None, description="log (DeepSpeed's default) or linear")
-    warmup_min_lr: NonNegativeFloat | None = Field(None, description="learning rate at the start of the warm-up")
-    warmup_max_lr: PositiveFloat | None = Field(
-        None, description="learning rate after the warm-up; the optimizer's if absent"
+    warmup_num_steps: Count | None = Field(
+        None,
+        description="Warmup length in optimizer steps, e.g. 2000. Default: 1000; of WSD 1 % of total_num_steps",
     )
-    warmup_min_ratio: NonNegativeFloat | None = Field(None, description="start of the warm-up as a share of the peak")
-    cos_min_ratio: NonNegativeFloat | None = Field(None, description="end of the cosine as a share of the peak")
-    total_num_steps: Count | None = Field(None, description="length of the schedule; the run's steps if absent")
-    decay_num_steps: Count | None = Field(None, description="steps of falling learning rate at the end (WSD)")
-    min_ratio: NonNegativeFloat | None = Field(None, description="end of the decay as a share of the peak (WSD)")
+    warmup_type: Literal["log", "linear"] | None = Field(
+        None,
+        description="Shape of the warmup of WarmupLR, WarmupDecayLR and WarmupCosineLR: log (DeepSpeed's default) or"
+        " linear",
+    )
+    warmup_min_lr: NonNegativeFloat | None = Field(
+        None, description="Learning rate at the start of the warmup (WarmupLR, WarmupDecayLR); default 0"
+    )
+    warmup_max_lr: PositiveFloat | None = Field(
+        None,
+        description="Learning rate at the end of the warmup (WarmupLR, WarmupDecayLR); default: optimizer.params.lr",
+    )
+    warmup_min_ratio: NonNegativeFloat | None = Field(
+        None,
+        description="Learning rate at the start of the warmup as a fraction of the peak (WarmupCosineLR); default 0",
+    )
+    cos_min_ratio: NonNegativeFloat | None = Field(
+        None,
+        description="Final learning rate of the cosine decay as a fraction of the peak (WarmupCosineLR), e.g. 0.1;"
+        " default 0.0001",
+    )
+    total_num_steps: Count | None = Field(
+        None, description="Length of the whole schedule in optimizer steps; default: the steps of the run"
+    )
+    decay_num_steps: Count | None = Field(
+        None, description="Length of WSD's final decay in optimizer steps; default: 10 % of total_num_steps"
+    )
+    min_ratio: NonNegativeFloat | None = Field(
+        None, description="Final learning rate of WSD's decay as a fraction of the peak, e.g. 0.1; default 0"
+    )
 
 
 class SchedulerSection(Section):
-    """Learning rate over steps: DeepSpeed's three, and WSD (warm-up, stable, decay)."""
+    """Learning-rate scheduler: three of DeepSpeed's, and WSD (warmup, stable, decay). Without one it is constant."""
 
     type: Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "WSD"] = Field(
-        description="WarmupLR, WarmupDecayLR, WarmupCosineLR or WSD"
+        description="WarmupLR (then constant), WarmupDecayLR (then linear to 0), WarmupCosineLR (then cosine), or WSD"
+        " (warmup, stable, linear decay at the end)"
     )
     params: SchedulerParams = SchedulerParams()
 
 
 class OffloadOptimizerSection(Section):
-    """DeepSpeed's `offload_optimizer`: fp32 weights and moments live in host memory or on an NVMe disk."""
+    """ZeRO-Offload of optimizer states: fp32 master weights and Adam moments in host memory or on NVMe."""
 
-    device: Literal["none", "cpu", "nvme"] = "none"
-    nvme_path: str | None = Field(None, description="a directory on a local NVMe disk")
-    pin_memory: bool = False
-    buffer_count: Count | None = None
-    pipeline_read: bool | None = None
-    pipeline_write: bool | None = None
-    fast_init: bool | None = None
-    ratio: float | None = Field(None, gt=0.0, le=1.0, description="share of the update done on the CPU (stage 3)")
+    device: Literal["none", "cpu", "nvme"] = Field(
+        "none",
+        description="Where fp32 master weights and Adam moments are kept: none (on the GPU), cpu (host memory; ZeRO 1"
+        " to 3), or nvme (ZeRO-Infinity; stage 3)",
+    )
+    nvme_path: str | None = Field(
+        None, description="Directory on a local NVMe disk, e.g. /local_nvme; required with device nvme"
+    )
+    pin_memory: bool = Field(
+        False,
+        description="true: keep offloaded states in page-locked host memory, which makes transfers faster and takes"
+        " memory that cannot be swapped out",
+    )
+    buffer_count: Count | None = Field(
+        None, description="Buffers in host memory for optimizer states swapped from NVMe; DeepSpeed's default is 4"
+    )
+    pipeline_read: bool | None = Field(
+        None, description="true: overlap reading the next optimizer states from NVMe with the update; default false"
+    )
+    pipeline_write: bool | None = Field(
+        None, description="true: overlap writing updated optimizer states to NVMe with the update; default false"
+    )
+    fast_init: bool | None = Field(
+        None, description="true: faster initialization of optimizer states on NVMe; DeepSpeed's default is false"
+    )
+    ratio: float | None = Field(
+        None,
+        gt=0.0,
+        le=1.0,
+        description="Share of the parameters updated on the CPU (ZeRO-Offload++, stage 3). Only 1.0, the default, runs"
+        " here",
+    )
 
 
 class OffloadParamSection(Section):
-    """DeepSpeed's `offload_param` (stage 3): the model's weights live in host memory or on an NVMe disk."""
+    """ZeRO-Infinity offload of parameters (stage 3): the model's weights in host memory or on NVMe."""
 
-    device: Literal["none", "cpu", "nvme"] = "none"
-    nvme_path: str | None = Field(None, description="a directory on a local NVMe disk")
-    pin_memory: bool = False
-    buffer_count: Count | None = None
-    buffer_size: Count | None = None
-    max_in_cpu: Index | None = Field(None, description="elements kept in host memory, the rest on the disk")
+    device: Literal["none", "cpu", "nvme"] = Field(
+        "none",
+        description="Where parameter shards are kept between uses: none (on the GPU), cpu (host memory) or nvme. Needs"
+        " ZeRO stage 3",
+    )
+    nvme_path: str | None = Field(
+        None, description="Directory on a local NVMe disk, e.g. /local_nvme; required with device nvme"
+    )
+    pin_memory: bool = Field(
+        False,
+        description="true: keep offloaded parameters in page-locked host memory, which makes transfers faster and"
+        " takes memory that cannot be swapped out",
+    )
+    buffer_count: Count | None = Field(
+        None, description="Buffers in host memory for parameters swapped from NVMe; DeepSpeed's default is 5"
+    )
+    buffer_size: Count | None = Field(
+        None, description="Size of each of these buffers in elements; DeepSpeed's default is 1e8"
+    )
+    max_in_cpu: Index | None = Field(
+        None, description="Parameter elements kept in host memory with device nvme; DeepSpeed's default is 1e9"
+    )
 
 
 class AioSection(Section):
-    """DeepSpeed's `aio`: how it reads and writes an NVMe disk."""
+    """Asynchronous I/O of DeepSpeed for offload to NVMe. Absent keys keep DeepSpeed's defaults."""
 
-    block_size: Count | None = None
-    queue_depth: Count | None = None
-    intra_op_parallelism: Count | None = None
-    single_submit: bool | None = None
-    overlap_events: bool | None = None
+    block_size: Count | None = Field(None, description="I/O block size in bytes; DeepSpeed's default is 1048576")
+    queue_depth: Count | None = Field(None, description="I/O queue depth; DeepSpeed's default is 8")
+    intra_op_parallelism: Count | None = Field(
+        None, description="Threads that share one read or write; DeepSpeed's default is 1"
+    )
+    single_submit: bool | None = Field(
+        None, description="true: submit I/O requests one by one instead of in batches; DeepSpeed's default is false"
+    )
+    overlap_events: bool | None = Field(
+        None, description="true: overlap submitting requests with waiting for their completion; default true"
+    )
 
 
 class ZeroSection(Section):
-    """DeepSpeed's `zero_optimization`, as far as this version runs it. Absent keys keep DeepSpeed's defaults."""
+    """ZeRO: sharding of optimizer states, gradients and parameters over data-parallel ranks. Engine torch: DDP (0) or
+    FSDP2 (2, 3). Absent keys keep DeepSpeed's defaults."""
 
-    stage: Literal[0, 1, 2, 3] = Field(0, description="1 shards optimizer state, 2 gradients too, 3 parameters too")
-    contiguous_gradients: bool | None = None
-    reduce_scatter: bool | None = None
-    reduce_bucket_size: Count | None = Field(None, description="elements per gradient bucket")
-    allgather_partitions: bool | None = None
-    allgather_bucket_size: Count | None = Field(None, description="elements per all-gather")
-    overlap_comm: bool = Field(False, description="off unless asked for: several DeepSpeed versions gave NaN with it")
-    sub_group_size: Count | None = None
-    round_robin_gradients: bool | None = None
-    ignore_unused_parameters: bool | None = None
-    stage3_max_live_parameters: Index | None = None
-    stage3_max_reuse_distance: Index | None = None
-    stage3_prefetch_bucket_size: Index | None = None
-    stage3_param_persistence_threshold: Index | None = None
-    stage3_gather_16bit_weights_on_model_save: bool | None = None
+    stage: Literal[0, 1, 2, 3] = Field(
+        0,
+        description="ZeRO stage: 0 shards nothing (DDP), 1 optimizer states, 2 gradients too, 3 parameters too. Engine"
+        " torch has 0 (DDP), 2 and 3 (FSDP2)",
+    )
+    contiguous_gradients: bool | None = Field(
+        None,
+        description="true: copy gradients into one contiguous buffer as they are produced, against memory"
+        " fragmentation; DeepSpeed's default is true",
+    )
+    reduce_scatter: bool | None = Field(
+        None, description="true: average gradients by reduce-scatter, false: by all-reduce; DeepSpeed's default is true"
+    )
+    reduce_bucket_size: Count | None = Field(
+        None,
+        description="Elements per gradient bucket of a reduce; smaller takes less memory, larger fewer calls."
+        " DeepSpeed's default is 5e8",
+    )
+    allgather_partitions: bool | None = Field(
+        None,
+        description="true: collect updated parameters by all-gather, false: by broadcasts (stages 1 and 2);"
+        " DeepSpeed's default is true",
+    )
+    allgather_bucket_size: Count | None = Field(
+        None, description="Elements per all-gather of updated parameters (stages 1 and 2); DeepSpeed's default is 5e8"
+    )
+    overlap_comm: bool = Field(
+        False,
+        description="true: overlap gradient reduction with the backward pass. false by default, since several DeepSpeed"
+        " versions gave NaN with it",
+    )
+    sub_group_size: Count | None = Field(
+        None, description="Elements per optimizer update of stage 3, bounds its memory; DeepSpeed's default is 1e9"
+    )
+    round_robin_gradients: bool | None = Field(
+        None,
+        description="true: with optimizer offload (stages 1 and 2), copy gradients to host memory in an order that"
+        " parallelizes over ranks; default false",
+    )
+    ignore_unused_parameters: bool | None = Field(
+        None,
+        description="true: parameters without a gradient in a backward pass are no error; DeepSpeed's default is true",
+    )
+    stage3_max_live_parameters: Index | None = Field(
+        None, description="Most parameter elements gathered on a rank at a time (stage 3); DeepSpeed's default is 1e9"
+    )
+    stage3_max_reuse_distance: Index | None = Field(
+        None,
+        description="A gathered parameter is kept if it is used again within so many elements (stage 3); DeepSpeed's"
+        " default is 1e9",
+    )
+    stage3_prefetch_bucket_size: Index | None = Field(
+        None, description="Parameter elements gathered ahead of their use (stage 3); DeepSpeed's default is 5e7"
+    )
+    stage3_param_persistence_threshold: Index | None = Field(
+        None,
+        description="Parameters of fewer elements stay whole on every rank (stage 3); DeepSpeed's default is 1e5",
+    )
+    stage3_gather_16bit_weights_on_model_save: bool | None = Field(
+        None,
+        description="DeepSpeed's option for save_16bit_model. Checkpoints here do not depend on it: python -m pipeline"
+        " export writes whole weights",
+    )
     offload_optimizer: OffloadOptimizerSection = OffloadOptimizerSection()
     offload_param: OffloadParamSection = OffloadParamSection()
 
 
 class Bf16Section(Section):
-    """bf16 compute with fp32 master weights, moments and gradient accumulation."""
+    """bf16 mixed precision: bf16 forward and backward passes; fp32 master weights, moments, gradient accumulation."""
 
-    enabled: bool = False
+    enabled: bool = Field(
+        False,
+        description="true: bf16 mixed precision with fp32 master weights, optimizer moments and gradient accumulation;"
+        " no loss scaling is needed. false with fp16 off: fp32",
+    )
 
 
 class Fp16Section(Section):
-    """DeepSpeed's `fp16`: half precision with loss scaling and fp32 master weights."""
+    """fp16 mixed precision with loss scaling and fp32 master weights."""
 
-    enabled: bool = False
-    loss_scale: NonNegativeFloat = Field(0.0, description="a fixed scale; 0: dynamic")
-    initial_scale_power: Index = Field(16, description="the dynamic scale starts at 2 to this power")
-    loss_scale_window: Count = Field(1000, description="steps without overflow after which the scale doubles")
-    hysteresis: Count = Field(2, description="overflows before the scale is halved")
-    consecutive_hysteresis: bool = False
-    min_loss_scale: PositiveFloat = 1.0
+    enabled: bool = Field(
+        False,
+        description="true: fp16 mixed precision with loss scaling and fp32 master weights. Not together with bf16",
+    )
+    loss_scale: NonNegativeFloat = Field(
+        0.0, description="Static loss scale, e.g. 1024; 0, the default, is dynamic loss scaling"
+    )
+    initial_scale_power: Index = Field(
+        16, description="Dynamic loss scaling starts at 2 to this power; the default, 16, is 65536"
+    )
+    loss_scale_window: Count = Field(
+        1000, description="Steps without an overflow after which the dynamic loss scale is doubled"
+    )
+    hysteresis: Count = Field(
+        2, description="Overflows before the dynamic loss scale is halved; every step with an overflow is skipped"
+    )
+    consecutive_hysteresis: bool = Field(
+        False,
+        description="true: a step without overflow resets the count of `hysteresis`, so that only overflows in a row"
+        " count",
+    )
+    min_loss_scale: PositiveFloat = Field(1.0, description="Lower bound of the dynamic loss scale")
 
 
 class TensorParallelSection(Section):
-    """DeepSpeed's `tensor_parallel`."""
+    """DeepSpeed's section for tensor parallelism; the same as `parallel.tp`."""
 
-    autotp_size: Count | None = Field(None, description="the same as parallel.tp")
+    autotp_size: Count | None = Field(
+        None, description="Tensor-parallel size: ranks that share each layer's matrices. The same as parallel.tp"
+    )
 
 
 class PipelineSection(Section):
-    """DeepSpeed's `pipeline`."""
+    """DeepSpeed's section for pipeline parallelism; the same as `parallel.pp`."""
 
-    stages: Count | None = Field(None, description="the same as parallel.pp")
+    stages: Count | None = Field(
+        None, description="Pipeline-parallel size: stages the decoder layers are split into. The same as parallel.pp"
+    )
 
 
 class DataTypesSection(Section):
-    """DeepSpeed's `data_types`."""
+    """DeepSpeed's section for dtypes besides those of the forward and backward passes."""
 
-    grad_accum_dtype: Literal["fp32", "bf16"] | None = Field(None, description="fp32 (default) or bf16")
+    grad_accum_dtype: Literal["fp32", "bf16"] | None = Field(
+        None,
+        description="dtype in which gradients of micro-batches are accumulated and reduced: fp32 (default), or bf16"
+        " with bf16 enabled, which takes half the memory and loses precision",
+    )
 
 
 class WandbSection(Section):
-    """DeepSpeed's `wandb`. Without a login the run is recorded offline, to be sent later with `wandb sync`."""
+    """Weights & Biases. Without a login the run is recorded offline, to be sent later with `wandb sync`."""
 
-    enabled: bool = False
-    group: str | None = None
-    team: str | None = None
-    project: str | None = None
+    enabled: bool = Field(
+        False, description="true: log metrics to Weights & Biases; offline under run.dir when there is no login"
+    )
+    group: str | None = Field(None, description="W&B group that the run is listed in; none when absent")
+    team: str | None = Field(None, description="W&B entity (team or user); the login's default when absent")
+    project: str | None = Field(None, description='W&B project; "headrace" when absent')
+
+
+class TensorBoardSection(Section):
+    """TensorBoard event files of the metrics. Needs `pip install tensorboard`."""
+
+    enabled: bool = Field(
+        False, description="true: write metrics as TensorBoard event files; needs: pip install tensorboard"
+    )
+    output_path: str | None = Field(
+        None,
+        description="Directory for event files, e.g. runs/tensorboard; default: the folder tensorboard in run.dir."
+        " They are written to output_path/job_name",
+    )
+    job_name: str | None = Field(
+        None, description="Folder within output_path, which TensorBoard shows as the run; default: the name of run.dir"
+    )

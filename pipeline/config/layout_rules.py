@@ -1,4 +1,4 @@
-"""The arithmetic of a layout that the table in `rules.py` allows: what has to divide what."""
+"""Divisibility rules of supported layouts: attention heads, sequence, hybrid shards, micro-batches of a pipeline."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from pipeline.config.batch import BatchSizes
 from pipeline.config.schema import Config
 from pipeline.topology import Topology
 
-SEVERAL_PIECES = ("interleaved_1f1b", "zero_bubble")
-"""Schedules in which a pipeline rank holds several pieces of the model."""
+VIRTUAL_STAGE_SCHEDULES = ("interleaved_1f1b", "zero_bubble")
+"""Pipeline schedules with several virtual stages (model chunks) per rank."""
 
 
 def topology_of(config: Config, *, world_size: int, elastic: bool = False) -> Topology:
-    """The mesh: pp, cp and tp as the config says, dp what is left of the processes.
+    """The mesh: pp, cp and tp from the config, dp from the number of processes.
 
-    DeepSpeed's own keys for an axis mean the same as ours; only one of the two may be given, or both alike.
+    DeepSpeed's own keys for an axis mean the same as ours; if both are given, they have to be equal.
 
     Args:
         config: the config.
         world_size: number of processes.
-        elastic: the mesh is the largest that the processes make; some may be left over.
+        elastic: take the largest mesh that fits the processes; the others are spare.
 
     Raises:
-        ConfigError: two keys contradict each other, or the processes cannot be divided so.
+        ConfigError: two keys contradict each other, or pp x cp x tp does not divide the number of processes.
     """
     parallel = config.parallel
-    theirs = {
+    deepspeed_keys = {
         "pp": ("pipeline.stages", config.pipeline.stages),
         "tp": ("tensor_parallel.autotp_size", config.tensor_parallel.autotp_size),
         "cp": ("sequence_parallel_size", config.sequence_parallel_size),
     }
     sizes: dict[str, int] = {}
-    for axis, (key, value) in theirs.items():
-        ours = getattr(parallel, axis)
-        if ours is not None and value is not None and ours != value:
-            raise ConfigError(f"parallel.{axis}", ours, why=f"{key} says {value}", remedy="give one of the two")
-        sizes[axis] = ours or value or 1
+    for axis, (key, value) in deepspeed_keys.items():
+        own = getattr(parallel, axis)
+        if own is not None and value is not None and own != value:
+            raise ConfigError(f"parallel.{axis}", own, why=f"{key} is {value}", remedy="give one of the two")
+        sizes[axis] = own or value or 1
     model_ranks = sizes["pp"] * sizes["tp"] * sizes["cp"]
-    if elastic and config.launch.backend != "mpi":  # mpirun's world cannot be cut
-        # data ranks come by the number that hybrid sharding deals parameters to
+    if elastic and config.launch.backend != "mpi":  # mpirun's world cannot be made smaller
+        # dp x cp has to be a multiple of the size of a hybrid shard group
         shard = parallel.hybrid_shard_size
-        together = shard // gcd(shard, sizes["cp"]) if shard else 1
-        if dp := world_size // (model_ranks * together) * together:
+        dp_unit = shard // gcd(shard, sizes["cp"]) if shard else 1
+        if dp := world_size // (model_ranks * dp_unit) * dp_unit:
             return Topology(dp=dp, **sizes)
     if world_size % model_ranks:
         product = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
@@ -57,42 +57,47 @@ def topology_of(config: Config, *, world_size: int, elastic: bool = False) -> To
 
 
 def check_layout(config: Config, topology: Topology) -> None:
-    """Checks what must divide, and what the sections need of each other.
+    """Checks divisibility by the mesh, and combinations of sections.
 
     Raises:
         ConfigError: names the nearest number that works.
     """
     _check_sequence(config, topology)
     if config.model.config is not None:
-        check_heads(config.model.config, topology, context=config.parallel.cp_method)
+        check_heads(config.model.config, topology, cp_method=config.parallel.cp_method)
     _check_attention(config, topology)
-    _check_shard(config, topology)
+    _check_hybrid_shard(config, topology)
     _check_offload(config)
     if config.distill is not None and topology.tp * topology.cp > 1:
-        why = "a teacher's logits are whole, the student's would be cut over tp or cp ranks"
+        why = "the teacher's logits are whole, the student's would be split over tp or cp ranks"
         remedy = "use ZeRO, FSDP2 or parallel.pp, with parallel.tp 1 and parallel.cp 1"
         raise ConfigError("distill", why=why, remedy=remedy)
 
 
-def check_heads(model: Mapping[str, Any], topology: Topology, *, context: str) -> None:
-    """Checks that heads and ids can be dealt out, as far as a Hugging Face config names them.
+def check_heads(model: Mapping[str, Any], topology: Topology, *, cp_method: str) -> None:
+    """Checks that attention heads and the vocabulary divide over tp ranks, and heads over cp ranks with ulysses.
+
+    Args:
+        model: a Hugging Face config; keys it does not have are not checked.
+        topology: the mesh.
+        cp_method: `parallel.cp_method`.
 
     Raises:
         ConfigError: names the largest number of ranks that works.
     """
     tp, cp = topology.tp, topology.cp
     heads = model.get("num_attention_heads")
-    by_heads = cp if context == "ulysses" else 1
-    _deal("parallel.tp", tp, heads, "num_attention_heads")
-    _deal("parallel.tp", tp, model.get("num_key_value_heads"), "num_key_value_heads")
-    _deal("parallel.tp", tp, model.get("vocab_size"), "vocab_size")
-    if heads and (heads // tp) % by_heads:
+    head_ranks = cp if cp_method == "ulysses" else 1
+    _check_divides("parallel.tp", tp, heads, "num_attention_heads")
+    _check_divides("parallel.tp", tp, model.get("num_key_value_heads"), "num_key_value_heads")
+    _check_divides("parallel.tp", tp, model.get("vocab_size"), "vocab_size")
+    if heads and (heads // tp) % head_ranks:
         near = max(n for n in range(1, cp) if (heads // tp) % n == 0)
-        why = f"ulysses deals out {heads // tp} heads ({heads} / tp {tp}), and {cp} ranks do not divide them"
+        why = f"ulysses splits {heads // tp} heads ({heads} / tp {tp}) over cp ranks, and {cp} does not divide them"
         raise ConfigError("parallel.cp", cp, why=why, remedy=f"use {near}, or parallel.cp_method ring")
 
 
-def _deal(field: str, ranks: int, count: int | None, name: str) -> None:
+def _check_divides(field: str, ranks: int, count: int | None, name: str) -> None:
     if count and count % ranks:
         near = max(n for n in range(1, ranks) if count % n == 0)
         above = -(-count // ranks) * ranks
@@ -103,7 +108,9 @@ def _deal(field: str, ranks: int, count: int | None, name: str) -> None:
 def _check_sequence(config: Config, topology: Topology) -> None:
     length, ranks = config.data.sequence_length, topology.cp * topology.tp
     if length % ranks:
-        why = f"cp {topology.cp} x tp {topology.tp} ranks each hold an equal part of a sequence between blocks"
+        why = (
+            f"cp {topology.cp} x tp {topology.tp} ranks each hold an equal part of the sequence between decoder layers"
+        )
         below = length // ranks * ranks
         near = f"{below} or {below + ranks}" if below else str(ranks)
         raise ConfigError("data.sequence_length", length, why=why, remedy=f"use {near}")
@@ -111,7 +118,7 @@ def _check_sequence(config: Config, topology: Topology) -> None:
 
 def _check_attention(config: Config, topology: Topology) -> None:
     if topology.cp > 1 and config.parallel.cp_method == "ring" and config.data.mask_documents:
-        why = "ring attention knows no mask but the causal one, and there is data.mask_documents"
+        why = "ring attention supports the causal mask only, and data.mask_documents is true"
         raise ConfigError("parallel.cp_method", "ring", why=why, remedy="use ulysses")
     given = config.model.attn_implementation
     if given == "sdpa":
@@ -122,11 +129,11 @@ def _check_attention(config: Config, topology: Topology) -> None:
         (config.data.mask_documents, "data.mask_documents"),
     ):
         if needs:
-            why = f"{what} needs headrace's own attention, which stands behind sdpa"
+            why = f"{what} needs headrace's own attention, which attn_implementation sdpa selects"
             raise ConfigError("model.attn_implementation", given, why=why, remedy="use sdpa")
 
 
-def _check_shard(config: Config, topology: Topology) -> None:
+def _check_hybrid_shard(config: Config, topology: Topology) -> None:
     shard, data = config.parallel.hybrid_shard_size, topology.dp * topology.cp
     if shard is not None and data % shard:
         fits = [n for n in range(1, data + 1) if data % n == 0]
@@ -141,50 +148,52 @@ def _check_offload(config: Config) -> None:
         section = getattr(config.zero_optimization, name)
         if section.device == "nvme" and section.nvme_path is None:
             field = f"zero_optimization.{name}.nvme_path"
-            raise ConfigError(field, why="the device is nvme", remedy="name a directory on a local NVMe disk")
+            raise ConfigError(
+                field, why="it is required with device nvme", remedy="name a directory on a local NVMe disk"
+            )
     optimizer, stage = config.zero_optimization.offload_optimizer, config.zero_optimization.stage
     if optimizer.device == "nvme" and stage != 3:
-        why = f"DeepSpeed's stage {stage} keeps the optimizer in host memory whatever the device says"
+        why = f"DeepSpeed's ZeRO stage {stage} offloads the optimizer to host memory only"
         raise ConfigError("zero_optimization.offload_optimizer.device", "nvme", why=why, remedy="use cpu, or stage 3")
     if optimizer.device != "none" and optimizer.ratio not in (None, 1.0):
-        why = "a shared update needs DeepSpeed's own Adam, and headrace runs torch's"
+        why = "an update split between CPU and GPU needs DeepSpeed's own Adam, and headrace runs torch's"
         raise ConfigError("zero_optimization.offload_optimizer.ratio", optimizer.ratio, why=why, remedy="remove it")
 
 
-def micro_batches_of(config: Config, topology: Topology) -> tuple[int, int]:
-    """How many micro-batches a pipeline needs at least, and what their number must be a multiple of."""
+def micro_batch_constraints(config: Config, topology: Topology) -> tuple[int, int]:
+    """The smallest number of micro-batches that the pipeline schedule needs, and what it has to be a multiple of."""
     if topology.pp == 1 or config.parallel.schedule == "gpipe":
         return 1, 1
-    return topology.pp, topology.pp if config.parallel.schedule in SEVERAL_PIECES else 1
+    return topology.pp, topology.pp if config.parallel.schedule in VIRTUAL_STAGE_SCHEDULES else 1
 
 
 def check_schedule(config: Config, topology: Topology, batch: BatchSizes) -> None:
-    """Checks that there are enough micro-batches to fill a pipeline, in the number its schedule needs.
+    """Checks the number of micro-batches and of virtual stages against the pipeline schedule.
 
     Raises:
         ConfigError: names the nearest batch sizes that work.
     """
     parallel, pp = config.parallel, topology.pp
-    pieces = parallel.virtual_stages
-    if pieces is not None and pieces > 1 and pp == 1:
+    chunks = parallel.virtual_stages
+    if chunks is not None and chunks > 1 and pp == 1:
         why = "there is no pipeline: parallel.pp is 1"
-        raise ConfigError("parallel.virtual_stages", pieces, why=why, remedy="remove it, or set parallel.pp")
+        raise ConfigError("parallel.virtual_stages", chunks, why=why, remedy="remove it, or set parallel.pp")
     if pp == 1:
         return
-    several = parallel.schedule in SEVERAL_PIECES
-    least, rounds = micro_batches_of(config, topology)
-    if pieces is not None and several != (pieces > 1):
-        why = f"{parallel.schedule} runs {'several pieces' if several else 'one piece'} of the model per rank"
+    several = parallel.schedule in VIRTUAL_STAGE_SCHEDULES
+    min_micro_batches, multiple_of = micro_batch_constraints(config, topology)
+    if chunks is not None and several != (chunks > 1):
+        why = f"{parallel.schedule} runs {'several virtual stages' if several else 'one virtual stage'} per rank"
         remedy = "use 2" if several else "remove it, or use parallel.schedule interleaved_1f1b"
-        raise ConfigError("parallel.virtual_stages", pieces, why=why, remedy=remedy)
+        raise ConfigError("parallel.virtual_stages", chunks, why=why, remedy=remedy)
     if parallel.schedule == "zero_bubble" and config.memory.activation_checkpointing == "selective":
-        why = "zero_bubble runs a layer's backward pass in two parts, and torch recomputes selectively only once"
+        why = "zero_bubble splits the backward pass in two, and torch's selective checkpointing recomputes only once"
         remedy = "use full, or schedule interleaved_1f1b"
         raise ConfigError("memory.activation_checkpointing", "selective", why=why, remedy=remedy)
-    if batch.accumulation % rounds:
-        raise _micro_batches(batch, pp, why=f"{parallel.schedule} takes micro-batches in rounds of pp {pp}")
-    if batch.accumulation < least:
-        raise _micro_batches(batch, pp, why=f"{parallel.schedule} keeps pp {pp} micro-batches under way")
+    if batch.accumulation % multiple_of:
+        raise _micro_batches(batch, pp, why=f"{parallel.schedule} needs a multiple of pp {pp} micro-batches")
+    if batch.accumulation < min_micro_batches:
+        raise _micro_batches(batch, pp, why=f"{parallel.schedule} needs at least pp {pp} micro-batches")
 
 
 def _micro_batches(batch: BatchSizes, pp: int, *, why: str) -> ConfigError:

@@ -1,4 +1,4 @@
-"""From a file on disk and `--set` texts to a `Config`. Needs no torch and answers in milliseconds."""
+"""Loads a run's config: a JSON file and `--set` overrides, validated as a `Config`. Takes milliseconds, no torch."""
 
 from __future__ import annotations
 

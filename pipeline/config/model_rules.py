@@ -1,4 +1,4 @@
-"""What must hold within the model, optimizer and precision sections, whatever the layout."""
+"""Rules within the model, optimizer and mixed-precision sections, whatever the layout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def check_model(config: Config) -> None:
     """Checks the `model` section.
 
     Raises:
-        ConfigError: no model or two, a field without meaning, or a `model.config` that `check_model_config` refuses.
+        ConfigError: not exactly one model, a field that needs `model.path`, or what `check_model_config` refuses.
     """
     model = config.model
     if (model.config is None) == (model.path is None):
@@ -21,13 +21,13 @@ def check_model(config: Config) -> None:
     if model.config is not None:
         for key in ("fresh", "keep_layers"):
             if getattr(model, key):
-                why = "it only means something for a model that is loaded"
+                why = "it only applies to a model that is loaded from model.path"
                 raise ConfigError(f"model.{key}", getattr(model, key), why=why, remedy="remove it, or use model.path")
         check_model_config(model.config, sequence_length=config.data.sequence_length)
 
 
 def check_model_config(model: dict[str, Any], *, sequence_length: int) -> None:
-    """Checks the integers of a Hugging Face config that any decoder shares, as far as they are given.
+    """Checks the integers of a Hugging Face config that all decoders have; keys that are absent are not checked.
 
     Raises:
         ConfigError: no `model_type`; heads that do not divide; a sequence longer than the model's positions.
@@ -35,12 +35,14 @@ def check_model_config(model: dict[str, Any], *, sequence_length: int) -> None:
     if not isinstance(model.get("model_type"), str):
         remedy = 'add "model_type": "llama" (or qwen3, mistral, gpt2, ...)'
         raise ConfigError(
-            "model.config.model_type", model.get("model_type"), why="it names the architecture", remedy=remedy
+            "model.config.model_type", model.get("model_type"), why="it has to name the architecture", remedy=remedy
         )
     for key, value in model.items():
         whole = key.startswith("num_") or key.endswith("_size")
         if whole and value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ConfigError(f"model.config.{key}", value, why="it is not a whole number above 0", remedy="use one")
+            raise ConfigError(
+                f"model.config.{key}", value, why="it is not a whole number above 0", remedy="use 1 or more"
+            )
     hidden, heads = model.get("hidden_size"), model.get("num_attention_heads")
     kv_heads = model.get("num_key_value_heads")
     if hidden and heads and not model.get("head_dim") and hidden % heads:
@@ -65,7 +67,7 @@ def check_optimizer(config: Config) -> None:
         ConfigError: Adam with L2, or a beta outside [0, 1).
     """
     if config.optimizer.type == "Adam" and not config.optimizer.params.adam_w_mode:
-        why = "Adam with L2 in the gradient is not offered"
+        why = "Adam with L2 regularisation (adam_w_mode false) is not supported"
         raise ConfigError("optimizer.params.adam_w_mode", False, why=why, remedy="use type AdamW")
     for beta in config.optimizer.params.betas:
         if not 0 <= beta < 1:
@@ -76,14 +78,14 @@ def check_optimizer(config: Config) -> None:
 
 
 def check_precision(config: Config) -> None:
-    """Checks that one precision is asked for, and that gradients are added up in one that exists in it.
+    """Checks that one precision is selected, and that the dtype of gradient accumulation fits it.
 
     Raises:
         ConfigError: bf16 and fp16 together; gradients accumulated in bf16 in a run that is not bf16.
     """
     if config.bf16.enabled and config.fp16.enabled:
-        why = "bf16 is enabled too, and a weight has one dtype"
+        why = "bf16.enabled is true, too, and weights have one dtype"
         raise ConfigError("fp16.enabled", True, why=why, remedy="keep bf16 (it needs no loss scaling), or only fp16")
     if config.data_types.grad_accum_dtype == "bf16" and not config.bf16.enabled:
-        why = "gradients of an fp16 run are added up in fp32" if config.fp16.enabled else "an fp32 run's are fp32"
+        why = f"gradients of an {'fp16' if config.fp16.enabled else 'fp32'} run are accumulated in fp32"
         raise ConfigError("data_types.grad_accum_dtype", "bf16", why=why, remedy="remove it, or enable bf16")

@@ -1,7 +1,7 @@
-"""Which layouts are legal, in one table, and `resolve`: the one way from a parsed `Config` to something that can run.
+"""The table of supported parallel layouts, and `resolve`: from a validated `Config` to a run with all sizes derived.
 
-Everything is checked before a process group, a GPU or a byte of output is touched. `model_rules.py` has what must hold
-whatever the layout, `layout_rules.py` the arithmetic of a layout that is legal.
+Everything is checked before a process group, a GPU or a byte of output is touched. `model_rules.py` has the rules that
+hold whatever the layout, `layout_rules.py` the divisibility rules of a supported layout.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ from headrace.base.errors import ConfigError
 from pipeline.config.batch import BatchSizes, resolve_batch
 from pipeline.config.data_rules import check_data
 from pipeline.config.deepspeed_keys import refuse_on_torch
-from pipeline.config.layout_rules import SEVERAL_PIECES, check_layout, check_schedule, micro_batches_of, topology_of
+from pipeline.config.layout_rules import (
+    VIRTUAL_STAGE_SCHEDULES,
+    check_layout,
+    check_schedule,
+    micro_batch_constraints,
+    topology_of,
+)
 from pipeline.config.model_rules import check_model, check_optimizer, check_precision
 from pipeline.config.schedule import Schedule, make_schedule
 from pipeline.config.schema import Config
@@ -23,40 +29,40 @@ from pipeline.topology import Topology
 
 @dataclass(frozen=True)
 class Feature:
-    """Something a layout may have that not every engine offers at every ZeRO stage.
+    """A feature of a layout that not every engine supports at every ZeRO stage.
 
     Attributes:
-        what: in words.
-        field: where the config asks for it.
-        without: what to write instead, to do without it.
-        given: the value that asks for it; None where it is not asked for.
+        name: the feature, for messages.
+        field: the config field that selects it.
+        off: `field value` that turns it off, for remedies.
+        value: the value that selects it in a config; None where it is off.
     """
 
-    what: str
+    name: str
     field: str
-    without: str
-    given: Callable[[Config, Topology], object]
+    off: str
+    value: Callable[[Config, Topology], object]
 
 
 def _offload(section: str) -> Feature:
     field = f"zero_optimization.{section}.device"
 
-    def given(config: Config, _topology: Topology) -> object:
+    def value(config: Config, _topology: Topology) -> object:
         device = getattr(config.zero_optimization, section).device
         return None if device == "none" else device
 
-    return Feature(section, field, f"{field} none", given)
+    return Feature(section, field, f"{field} none", value)
 
 
 def _schedule(name: str) -> Feature:
-    def given(config: Config, topology: Topology) -> object:
+    def value(config: Config, topology: Topology) -> object:
         return name if topology.pp > 1 and config.parallel.schedule == name else None
 
-    return Feature(f"schedule {name}", "parallel.schedule", "parallel.schedule 1f1b", given)
+    return Feature(f"schedule {name}", "parallel.schedule", "parallel.schedule 1f1b", value)
 
 
 FEATURES: dict[str, Feature] = {
-    "pp": Feature("pipeline stages", "parallel.pp", "parallel.pp 1", lambda _c, t: t.pp if t.pp > 1 else None),
+    "pp": Feature("pipeline parallelism", "parallel.pp", "parallel.pp 1", lambda _c, t: t.pp if t.pp > 1 else None),
     "tp": Feature("tensor parallelism", "parallel.tp", "parallel.tp 1", lambda _c, t: t.tp if t.tp > 1 else None),
     "cp": Feature("context parallelism", "parallel.cp", "parallel.cp 1", lambda _c, t: t.cp if t.cp > 1 else None),
     "ring": Feature(
@@ -76,23 +82,23 @@ FEATURES: dict[str, Feature] = {
     "fp16": Feature("fp16", "fp16.enabled", "bf16.enabled true", lambda c, _t: c.fp16.enabled or None),
     **{name: _schedule(name) for name in ("gpipe", "interleaved_1f1b", "zero_bubble")},
 }
-"""Besides data parallelism and the schedule 1f1b: the one every row has, the other every row with pp."""
+"""Features besides data parallelism, which every layout has, and the schedule 1f1b, which every layout with pp has."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A row of the table: what one engine runs at one ZeRO stage.
+    """A row of the table: what one engine supports at one ZeRO stage.
 
     Attributes:
         engine: deepspeed or torch.
         stage: `zero_optimization.stage`.
-        does: what the stage is called there.
-        features: those of `FEATURES` that it may have, in any combination.
+        sharding: what is sharded at this stage, for messages.
+        features: supported entries of `FEATURES`, in any combination.
     """
 
     engine: str
     stage: int
-    does: str
+    sharding: str
     features: frozenset[str]
 
 
@@ -100,25 +106,41 @@ _EVERYWHERE = frozenset({"tp", "cp", "ring", "fp16"})
 _NATIVE = _EVERYWHERE | {"pp", "gpipe", "interleaved_1f1b", "zero_bubble"}
 
 LAYOUTS = (
-    Layout("deepspeed", 0, "ZeRO-0: every data rank holds everything", _EVERYWHERE | {"pp"}),
-    Layout("deepspeed", 1, "ZeRO-1: optimizer state is sharded", _EVERYWHERE | {"pp"}),
-    Layout("deepspeed", 1, "ZeRO-1: optimizer state is sharded", _EVERYWHERE | {"offload_optimizer"}),
-    Layout("deepspeed", 2, "ZeRO-2: gradients too", _EVERYWHERE | {"offload_optimizer"}),
-    Layout("deepspeed", 3, "ZeRO-3: parameters too", _EVERYWHERE | {"offload_optimizer", "offload_param"}),
-    Layout("torch", 0, "DDP: every data rank holds everything", _NATIVE),
-    Layout("torch", 2, "FSDP2, parameters gathered once per step", _NATIVE | {"shard"}),
-    # zero_bubble takes gradients of weights apart from those of inputs: torch 2.13 does not find weights that are
-    # sharded again after each pass, and loses their gradients without a word
-    Layout("torch", 3, "FSDP2, parameters gathered for each pass", (_NATIVE | {"shard"}) - {"zero_bubble"}),
+    Layout("deepspeed", 0, "ZeRO-0: nothing is sharded", _EVERYWHERE | {"pp"}),
+    Layout("deepspeed", 1, "ZeRO-1: optimizer states are sharded", _EVERYWHERE | {"pp"}),
+    Layout("deepspeed", 1, "ZeRO-1: optimizer states are sharded", _EVERYWHERE | {"offload_optimizer"}),
+    Layout("deepspeed", 2, "ZeRO-2: optimizer states and gradients are sharded", _EVERYWHERE | {"offload_optimizer"}),
+    Layout(
+        "deepspeed",
+        3,
+        "ZeRO-3: optimizer states, gradients and parameters are sharded",
+        _EVERYWHERE | {"offload_optimizer", "offload_param"},
+    ),
+    Layout("torch", 0, "DDP: nothing is sharded", _NATIVE),
+    Layout("torch", 2, "FSDP2, parameters gathered once per optimizer step", _NATIVE | {"shard"}),
+    # zero_bubble computes weight gradients apart from input gradients: torch 2.13 does not find weights that are
+    # resharded after each pass, and silently loses their gradients
+    Layout(
+        "torch",
+        3,
+        "FSDP2, parameters gathered for each forward and backward pass",
+        (_NATIVE | {"shard"}) - {"zero_bubble"},
+    ),
 )
-"""Every legal layout. Two rows of one engine and stage are alternatives: features of both are not mixed."""
+"""Every supported layout. Two rows of one engine and stage are alternatives: their features do not combine."""
 
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A config that may run, with everything that follows from it and the number of processes.
+    """A config that can run, with everything derived from it and the number of processes.
 
-    `spare` processes fit into no place of the topology, and wait.
+    Attributes:
+        config: the config.
+        topology: the mesh.
+        batch: global batch, micro-batch and gradient accumulation.
+        steps: length of the run in optimizer steps.
+        schedule: learning-rate schedule.
+        spare: processes that are not part of the mesh and stand by.
     """
 
     config: Config
@@ -130,37 +152,39 @@ class ResolvedRun:
 
     @property
     def plain(self) -> bool:
-        """It is the reference: one process, Hugging Face's own forward pass, no layout."""
+        """Whether this is the reference: one process, Hugging Face's own forward pass, no parallelism."""
         return self.config.engine == "torch" and self.topology.world_size == 1
 
     @property
     def virtual_stages(self) -> int:
-        """Pieces of the model that one pipeline rank holds."""
+        """Virtual stages (model chunks) per pipeline rank."""
         if self.topology.pp == 1:
             return 1
-        return self.config.parallel.virtual_stages or (2 if self.config.parallel.schedule in SEVERAL_PIECES else 1)
+        return self.config.parallel.virtual_stages or (
+            2 if self.config.parallel.schedule in VIRTUAL_STAGE_SCHEDULES else 1
+        )
 
     @property
     def layout(self) -> str:
-        """The layout in words: engine, sharding, mesh, schedule."""
+        """One line on the layout: engine, sharding, mesh, pipeline schedule."""
         config = self.config
         if self.plain:
             return "torch, one plain process"
         stage = config.zero_optimization.stage
-        does = next(row.does for row in LAYOUTS if (row.engine, row.stage) == (config.engine, stage))
-        given = [(FEATURES[name], value) for name, value in wanted(config, self.topology).items()]
-        meshed = ("parallel.pp", "parallel.tp", "parallel.cp")
-        others = [f"{f.what} {value}" for f, value in given if f.field not in (*meshed, "parallel.schedule")]
+        sharding = next(row.sharding for row in LAYOUTS if (row.engine, row.stage) == (config.engine, stage))
+        features = [(FEATURES[name], value) for name, value in selected_features(config, self.topology).items()]
+        shown = ("parallel.pp", "parallel.tp", "parallel.cp", "parallel.schedule")
+        others = [f"{feature.name} {value}" for feature, value in features if feature.field not in shown]
         if self.topology.pp > 1:
-            pieces = f", {self.virtual_stages} pieces per rank" if self.virtual_stages > 1 else ""
-            others.insert(0, config.parallel.schedule + pieces)
+            chunks = f", {self.virtual_stages} virtual stages per rank" if self.virtual_stages > 1 else ""
+            others.insert(0, config.parallel.schedule + chunks)
         if self.spare:
             others.append(f"{self.spare} spare process{'es' if self.spare > 1 else ''}")
-        return "; ".join([config.engine, does, str(self.topology), *others])
+        return "; ".join([config.engine, sharding, str(self.topology), *others])
 
     @property
     def precision(self) -> str:
-        """The precision in words."""
+        """One line on mixed precision."""
         if self.config.fp16.enabled:
             scale = self.config.fp16.loss_scale
             return f"fp16, fp32 master weights, loss scale {f'{scale:g}' if scale else 'dynamic'}"
@@ -168,15 +192,15 @@ class ResolvedRun:
 
 
 def resolve(config: Config, *, world_size: int, begun: bool = False) -> ResolvedRun:
-    """Checks the rules and derives layout, batch, steps and schedule.
+    """Checks all rules and derives topology, batch sizes, steps and learning-rate schedule.
 
     Args:
         config: the config.
         world_size: number of processes.
-        begun: the run has trained before, and goes on with the processes there are, as with `parallel.elastic`.
+        begun: the run is resumed, so that any number of processes is accepted, as with `parallel.elastic`.
 
     Raises:
-        ConfigError: on the first rule that is broken.
+        ConfigError: for the first rule that is broken.
     """
     check_data(config.data)
     check_model(config)
@@ -184,70 +208,71 @@ def resolve(config: Config, *, world_size: int, begun: bool = False) -> Resolved
     check_precision(config)
     elastic = begun or config.parallel.elastic
     topology = topology_of(config, world_size=world_size, elastic=elastic)
-    refuse_illegal(config, topology)
+    refuse_unsupported(config, topology)
     if config.engine == "torch":
         refuse_on_torch(config)
     check_layout(config, topology)
-    least, rounds = micro_batches_of(config, topology)
-    batch = resolve_batch(config, dp=topology.dp, elastic=elastic, least=least, rounds=rounds)
+    least, multiple = micro_batch_constraints(config, topology)
+    sizes = {"dp": topology.dp, "min_micro_batches": least, "multiple_of": multiple}
+    batch = resolve_batch(config, elastic=elastic, **sizes)
     check_schedule(config, topology, batch)
     steps = _steps(config, batch)
-    _check_stages(config, steps)
+    _check_curriculum(config, steps)
     spare = world_size - topology.world_size
     return ResolvedRun(config, topology, batch, steps, make_schedule(config, steps=steps), spare)
 
 
-def wanted(config: Config, topology: Topology) -> dict[str, object]:
-    """The features a config asks for, with the values that ask for them."""
-    asked = {name: feature.given(config, topology) for name, feature in FEATURES.items()}
-    return {name: value for name, value in asked.items() if value is not None}
+def selected_features(config: Config, topology: Topology) -> dict[str, object]:
+    """Name -> value of the features that a config selects."""
+    values = {name: feature.value(config, topology) for name, feature in FEATURES.items()}
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def refuse_illegal(config: Config, topology: Topology) -> None:
+def refuse_unsupported(config: Config, topology: Topology) -> None:
     """Refuses a layout that is not in the table.
 
     Raises:
-        ConfigError: the nearest legal layouts are its remedy.
+        ConfigError: its remedy names the nearest supported layouts.
     """
     engine, stage = config.engine, config.zero_optimization.stage
-    asked = wanted(config, topology)
+    selected = selected_features(config, topology)
     here = [row for row in LAYOUTS if (row.engine, row.stage) == (engine, stage)]
-    if any(row.features >= asked.keys() for row in here):
+    if any(row.features >= selected.keys() for row in here):
         return
-    remedy = _nearest(engine, stage, asked)
+    remedy = _nearest(engine, stage, selected)
     if not here:
         stages = ", ".join(str(row.stage) for row in LAYOUTS if row.engine == engine)
-        why = f"the {engine} engine runs stages {stages}"
+        why = f"engine {engine} has ZeRO stages {stages}"
         raise ConfigError("zero_optimization.stage", stage, why=why, remedy=remedy)
-    lacks = min((asked.keys() - row.features for row in here), key=len)
-    name = next(name for name in asked if name in lacks)
-    others = [FEATURES[other].what for other in asked if other != name and other not in _EVERYWHERE]
-    beside = f" beside {' and '.join(others)}" if any(name in row.features for row in here) else ""
-    why = f"the {engine} engine at ZeRO stage {stage} has no {FEATURES[name].what}{beside}"
-    raise ConfigError(FEATURES[name].field, asked[name], why=why, remedy=remedy)
+    missing = min((selected.keys() - row.features for row in here), key=len)
+    key = next(key for key in selected if key in missing)
+    others = [FEATURES[other].name for other in selected if other != key and other not in _EVERYWHERE]
+    together = f" together with {' and '.join(others)}" if any(key in row.features for row in here) else ""
+    why = f"engine {engine} at ZeRO stage {stage} does not support {FEATURES[key].name}{together}"
+    raise ConfigError(FEATURES[key].field, selected[key], why=why, remedy=remedy)
 
 
-def _nearest(engine: str, stage: int, asked: Collection[str]) -> str:
-    """The fewest changes that make a layout legal: every way of making so few, the nearest stage of each."""
+def _nearest(engine: str, stage: int, selected: Collection[str]) -> str:
+    """The smallest sets of changes that give a supported layout, each with the nearest ZeRO stage."""
     ways: dict[tuple[str, ...], tuple[int, int, int, int, str]] = {}
     for row in LAYOUTS:
-        dropped = tuple(FEATURES[name].without for name in asked if name not in row.features)
+        dropped = tuple(FEATURES[name].off for name in selected if name not in row.features)
         other_engine = (f"engine {row.engine}",) if row.engine != engine else ()
         other_stage = (f"zero_optimization.stage {row.stage}",) if row.stage != stage else ()
         changes = (*other_engine, *other_stage, *dropped)
         kind = (*other_engine, *dropped)
-        # to keep what was asked for comes before doing without it
+        # ways that keep every selected feature come first
         way = (len(changes), len(dropped), abs(row.stage - stage), -row.stage, " and ".join(changes))
         ways[kind] = min(ways.get(kind, way), way)
     fewest = min(ways.values())[0]
     return "use " + ", or ".join(way[-1] for way in sorted(ways.values()) if way[0] == fewest)
 
 
-def _check_stages(config: Config, steps: int) -> None:
+def _check_curriculum(config: Config, steps: int) -> None:
     for number, stage in enumerate(config.data.curriculum or ()):
         if stage.after_step >= steps:
-            why = f"the run has {steps:,} steps: the stage would never begin"
-            remedy = f"a number below {steps}, run.steps {stage.after_step + 1} or more, or leave the stage out"
+            why = f"the run has {steps:,} steps, so that the stage would never begin"
+            remedy = f"use a number below {steps}, run.steps {stage.after_step + 1} or more, or leave the stage out"
             raise ConfigError(f"data.curriculum.{number}.after_step", stage.after_step, why=why, remedy=remedy)
 
 

@@ -1,11 +1,11 @@
-"""Learning rate as a pure function of the step. The loop owns it, so both engines follow the same one.
+"""Learning-rate schedules: the rate as a pure function of the step, set by the training loop on both engines.
 
 DeepSpeed's three schedulers are reproduced step for step, including their start: DeepSpeed sets the minimum before
 the first update and calls the scheduler after each, so that update n (from 1) runs at the schedule's iteration n - 2.
-Source: deepspeed 0.19.8 `runtime/lr_schedules.py`. One trap is removed: `warmup_max_lr` is the optimizer's lr when
-absent, where DeepSpeed's WarmupDecayLR would silently take 0.001.
+Source: deepspeed 0.19.8 `runtime/lr_schedules.py`. One difference: an absent `warmup_max_lr` is the
+optimizer's lr, where DeepSpeed's WarmupDecayLR would silently take 0.001.
 
-WSD (warm-up, stable, decay): linear from 0 to the peak over `warmup_num_steps`, constant, then linear to
+WSD (warmup, stable, decay): linear from 0 to the peak over `warmup_num_steps`, constant, then linear to
 `min_ratio` x peak over the last `decay_num_steps`. Source: Hu et al. 2024, MiniCPM (arXiv:2404.06395), section 4.
 """
 
@@ -30,17 +30,17 @@ _USES = {
 
 @dataclass(frozen=True)
 class Schedule:
-    """A resolved schedule: every number is known.
+    """A resolved learning-rate schedule: every number is known.
 
     Attributes:
         kind: constant, WarmupLR, WarmupDecayLR, WarmupCosineLR or WSD.
         peak: highest learning rate.
-        floor: learning rate at the start of the warm-up.
-        warmup: steps of warm-up.
-        log_warmup: the warm-up follows log(n) / log(warmup), else n / warmup.
+        floor: learning rate at the start of the warmup.
+        warmup: steps of warmup.
+        log_warmup: the warmup follows log(n) / log(warmup), else n / warmup.
         total: steps of the whole schedule.
         decay: steps of the final decay (WSD).
-        end_ratio: last learning rate as a share of the peak (cosine, WSD).
+        end_ratio: final learning rate as a fraction of the peak (cosine, WSD).
     """
 
     kind: str
@@ -58,30 +58,30 @@ class Schedule:
         return _FORMULAS[self.kind](self, step)
 
     def describe(self) -> dict[str, Any]:
-        """The numbers as plain JSON. `total` is left out where the formula does not use it."""
+        """The numbers as plain JSON; `total` is None where the formula does not use it."""
         fields = asdict(self)
         return fields if self.kind in ("WarmupDecayLR", "WarmupCosineLR", "WSD") else {**fields, "total": None}
 
 
 def make_schedule(config: Config, *, steps: int) -> Schedule:
-    """The schedule a config asks for; a constant learning rate when it has none.
+    """The learning-rate schedule of a config; constant when it has no scheduler.
 
     Raises:
-        ConfigError: a parameter that the chosen type does not use, or a warm-up and decay longer than the run.
+        ConfigError: a parameter that the chosen type does not use, or a warmup and decay longer than the run.
     """
-    return schedule_of(config.scheduler, lr=config.optimizer.params.lr, steps=steps)
+    return schedule_from_section(config.scheduler, lr=config.optimizer.params.lr, steps=steps)
 
 
-def schedule_of(section: SchedulerSection | None, *, lr: float, steps: int | None) -> Schedule:
-    """The schedule of a config's section; a constant learning rate without one.
+def schedule_from_section(section: SchedulerSection | None, *, lr: float, steps: int | None) -> Schedule:
+    """The learning-rate schedule of a `scheduler` section; constant without one.
 
     Args:
         section: the config's `scheduler`.
         lr: the optimizer's learning rate.
-        steps: of the run; None where nobody knows, and the section has to say it.
+        steps: length of the run; None where it is unknown, so that the section has to give it.
 
     Raises:
-        ConfigError: as `make_schedule`, and a length that nobody gives.
+        ConfigError: as `make_schedule`, and a length that is not given.
     """
     if section is None:
         return Schedule("constant", lr)
@@ -89,8 +89,8 @@ def schedule_of(section: SchedulerSection | None, *, lr: float, steps: int | Non
     _refuse_unused(kind, params)
     total = params.total_num_steps or steps or 0
     if not total and kind != "WarmupLR":
-        why = f"{kind} needs the length of the training"
-        raise ConfigError("scheduler.params.total_num_steps", why=why, remedy="add it: the number of updates")
+        why = f"{kind} needs the length of the schedule"
+        raise ConfigError("scheduler.params.total_num_steps", why=why, remedy="add it: the number of optimizer steps")
     if kind == "WSD":
         return _wsd(params, lr=lr, total=total)
     peak = params.warmup_max_lr or lr
@@ -99,7 +99,7 @@ def schedule_of(section: SchedulerSection | None, *, lr: float, steps: int | Non
         floor = (params.warmup_min_ratio or 0.0) * peak
     warmup = max(2, params.warmup_num_steps or 1000)  # 1000 and the 2 are DeepSpeed's
     if kind != "WarmupLR" and warmup > total:
-        why = f"the warm-up is longer than the whole schedule of {total} steps"
+        why = f"the warmup is longer than the whole schedule of {total} steps"
         remedy = f"use at most {total}, e.g. {max(2, total // 20)}"
         raise ConfigError("scheduler.params.warmup_num_steps", params.warmup_num_steps or 1000, why=why, remedy=remedy)
     end = 0.0001 if params.cos_min_ratio is None else params.cos_min_ratio
@@ -117,14 +117,14 @@ def _wsd(params: SchedulerParams, *, lr: float, total: int) -> Schedule:
     warmup = max(1, total // 100) if params.warmup_num_steps is None else params.warmup_num_steps
     decay = max(1, total // 10) if params.decay_num_steps is None else params.decay_num_steps
     if warmup + decay > total:
-        why = f"with decay_num_steps {decay} it is more than the run's {total} steps"
-        remedy = f"let both together be at most {total}"
+        why = f"with decay_num_steps {decay} it is longer than the schedule of {total} steps"
+        remedy = f"choose both so that their sum is at most {total}"
         raise ConfigError("scheduler.params.warmup_num_steps", warmup, why=why, remedy=remedy)
     return Schedule("WSD", lr, 0.0, warmup, False, total, decay, params.min_ratio or 0.0)
 
 
 def _warmup_gamma(s: Schedule, iteration: int) -> float:
-    """DeepSpeed's rise from 0 to 1; before the first iteration it is 0."""
+    """DeepSpeed's warmup factor from 0 to 1; 0 before the first iteration."""
     if iteration < 0:
         return 0.0
     return math.log(iteration + 1) / math.log(s.warmup) if s.log_warmup else iteration / s.warmup

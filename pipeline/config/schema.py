@@ -1,7 +1,8 @@
-"""The shape of a run's config: which keys exist, of what type, in what range. No torch, no file access.
+"""Schema of a run's config: which keys exist, their types, ranges, defaults and descriptions. No torch, no file access.
 
-Keys at the top level that DeepSpeed owns keep DeepSpeed's names and meaning; their sections are in
-`deepspeed_schema.py`. Headrace's own sections stand beside them. Rules that need two fields are in `rules.py`.
+Top-level keys that DeepSpeed owns keep DeepSpeed's names and meaning; their sections are in `deepspeed_schema.py`.
+Headrace's own sections stand beside them. Rules that involve two fields are in `rules.py`. Every description stands
+alone: editors show it, and it is the remedy of an error about its key.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pipeline.config.deepspeed_schema import (
     OptimizerSection,
     PipelineSection,
     SchedulerSection,
+    TensorBoardSection,
     TensorParallelSection,
     WandbSection,
     ZeroSection,
@@ -26,251 +28,371 @@ from pipeline.config.deepspeed_schema import (
 
 
 class ModelSection(Section):
-    """What is trained: a fresh model from a Hugging Face config, or one loaded from a folder."""
+    """The model: initialized from a Hugging Face config, or loaded from a Hugging Face folder."""
 
     config: dict[str, Any] | None = Field(
-        None, description="a Hugging Face config as an object; 'model_type' names the architecture, e.g. llama"
+        None,
+        description="Hugging Face model config as a JSON object; model_type names the architecture, e.g."
+        ' {"model_type": "llama", "hidden_size": 512, ...}. Weights are initialized randomly. Give it or model.path',
     )
     path: str | None = Field(
-        None, description="a Hugging Face folder; its config and, unless fresh, its weights are used"
+        None,
+        description="Hugging Face model folder: its config and, unless model.fresh, its weights are loaded. Give it or"
+        " model.config",
     )
-    fresh: bool = Field(False, description="true: take only the config of 'path' and initialise the weights anew")
+    fresh: bool = Field(
+        False, description="true: take only the config of model.path and initialize the weights randomly"
+    )
     keep_layers: tuple[Index, ...] | None = Field(
-        None, description="numbers of the decoder layers of 'path' to keep, in order, e.g. [0, 2, 5]", strict=False
+        None,
+        description="Depth pruning: indices of the decoder layers of model.path to keep, in order, e.g. [0, 2, 5]; all"
+        " when absent",
+        strict=False,
     )
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = Field(
-        "sdpa", description="sdpa (default), eager, or flash_attention_2 where its package is installed"
+        "sdpa",
+        description="Attention kernel: sdpa (torch's scaled dot product attention, the default), eager, or"
+        " flash_attention_2 (needs the flash-attn package). Tensor and context parallelism need sdpa",
     )
 
 
 class SourceSection(Section):
-    """One dataset of the blend."""
+    """One dataset of the data mixture."""
 
-    path: str = Field(description="a tokens directory made by data_prep, or PREFIX of Megatron's PREFIX.bin and .idx")
-    source: str | None = Field(None, description="only this source of the tokens directory; all of it when absent")
-    name: str | None = Field(None, description="what data.curriculum calls it; default: 'source', or else 'path'")
-    weight: PositiveFloat | None = Field(
-        None, description="share of the samples drawn from it, relative to the other sources; 1 when absent"
+    path: str = Field(
+        description="Tokens directory written by data_prep, e.g. out/demo/tokens; or PREFIX of a Megatron-LM dataset"
+        " (PREFIX.bin and PREFIX.idx)"
     )
-    epochs: PositiveFloat | None = Field(None, description="or: how often the whole run sees it, e.g. 2.5")
-    tokens: Count | None = Field(None, description="or: how many of its tokens the whole run draws, e.g. 5e9")
+    source: str | None = Field(
+        None, description="Train on this named source of the tokens directory only; on all of them when absent"
+    )
+    name: str | None = Field(
+        None, description="Name of the source in data.curriculum; default: 'source', or else 'path'"
+    )
+    weight: PositiveFloat | None = Field(
+        None,
+        description="Mixing weight: share of the samples drawn from this source, relative to the other sources; 1 when"
+        " absent. Give one of weight, epochs, tokens",
+    )
+    epochs: PositiveFloat | None = Field(
+        None, description="Epochs of this source over the whole run, e.g. 2.5, in place of a mixing weight"
+    )
+    tokens: Count | None = Field(
+        None, description="Tokens drawn from this source over the whole run, e.g. 5e9, in place of a mixing weight"
+    )
     max_epochs: PositiveFloat | None = Field(
-        None, description="a run that would see it more often is refused, e.g. 4; no limit when absent"
+        None,
+        description="Limit on repetition: a run that would take more epochs of this source is refused, e.g. 4; no limit"
+        " when absent",
     )
     tokenizer: str | None = Field(
-        None, description="the Hugging Face folder of the tokenizer that made a PREFIX, which does not say it itself"
+        None,
+        description="Hugging Face folder of the tokenizer that a Megatron-LM dataset was made with, since its index"
+        " does not name it",
     )
     heldout: str | None = Field(
         None,
-        description="a tokens directory whose held-out split is evaluated instead of this source's own, or a PREFIX",
+        description="Held-out data of this source in place of its own held-out split: a tokens directory with one, or"
+        " PREFIX of a Megatron-LM dataset",
     )
 
 
 class StageSection(Section):
-    """A stretch of the run with weights of its own."""
+    """One stage of the data curriculum: mixing weights from a step on."""
 
-    after_step: Index = Field(description="it begins after so many steps; 0 for the first")
+    after_step: Index = Field(
+        description="The stage begins after this many optimizer steps; 0 for the first stage, larger for each later one"
+    )
     weights: dict[str, NonNegativeFloat] = Field(
-        description='a weight for each source by name, e.g. {"web": 2, "books": 1}; 0 draws nothing from it'
+        description='Mixing weight of every source by name, e.g. {"web": 2, "books": 1}; 0 draws nothing from it'
     )
 
 
 class FimSection(Section):
-    """Fill in the middle: the middle of some documents is moved behind their end."""
+    """Fill-in-the-middle (FIM): the middle of some documents is moved behind their end."""
 
     rate: float = Field(
-        0.5, gt=0.0, le=1.0, description="share of the documents in a sample that are changed, e.g. 0.5"
+        0.5, gt=0.0, le=1.0, description="FIM rate: share of the documents in a sample that are rearranged, e.g. 0.5"
     )
     spm_rate: float = Field(
         0.5,
         ge=0.0,
         le=1.0,
-        description="share of these as suffix, prefix, middle; the others as prefix, suffix, middle",
+        description="Share of rearranged documents in SPM order (suffix, prefix, middle); the others are in PSM order"
+        " (prefix, suffix, middle)",
     )
-    prefix: str = Field("<|fim_prefix|>", description="the token before the prefix; in the tokenizer's vocabulary")
-    middle: str = Field("<|fim_middle|>", description="the token before the middle")
-    suffix: str = Field("<|fim_suffix|>", description="the token before the suffix")
+    prefix: str = Field(
+        "<|fim_prefix|>", description="Special token before the prefix; it has to be in the tokenizer's vocabulary"
+    )
+    middle: str = Field(
+        "<|fim_middle|>", description="Special token before the middle; it has to be in the tokenizer's vocabulary"
+    )
+    suffix: str = Field(
+        "<|fim_suffix|>", description="Special token before the suffix; it has to be in the tokenizer's vocabulary"
+    )
 
 
 class DataSection(Section):
-    """The tokens that are trained on."""
+    """Training data: the data mixture, sequence length, packing and masking."""
 
     sources: tuple[SourceSection, ...] = Field(
-        min_length=1, description='a list such as [{"path": "out/demo/tokens", "weight": 1.0}]', strict=False
+        min_length=1,
+        description='Datasets of the data mixture: a list such as [{"path": "out/demo/tokens", "weight": 1.0}]',
+        strict=False,
     )
-    sequence_length: Count = Field(description="tokens per sample (T)")
+    sequence_length: Count = Field(description="Sequence length: tokens per sample, e.g. 2048")
     curriculum: tuple[StageSection, ...] | None = Field(
         None,
         min_length=1,
-        description='weights by step: [{"after_step": 0, "weights": {"web": 1, "code": 1}}, ...]',
+        description="Data curriculum: mixing weights that change at given steps,"
+        ' [{"after_step": 0, "weights": {"web": 1, "code": 1}}, ...]; replaces the weights of the sources',
         strict=False,
     )
     packing: Literal["contiguous", "best_fit"] = Field(
         "contiguous",
-        description="contiguous windows, or best_fit: whole documents, packed by python -m data_prep pack",
+        description="How documents become samples: contiguous (windows over the concatenated documents, the default) or"
+        " best_fit (whole documents, packed beforehand by python -m data_prep pack)",
     )
-    fim: FimSection | None = Field(None, description='fill in the middle, e.g. {"rate": 0.5}; none when absent')
-    prefetch: Count = Field(4, description="batches gathered ahead by the loader's thread")
+    fim: FimSection | None = Field(None, description='Fill-in-the-middle training, e.g. {"rate": 0.5}; off when absent')
+    prefetch: Count = Field(4, description="Steps whose batches the loader's thread reads ahead of the training")
     mask_documents: bool = Field(
-        False, description="true: a token sees only its own document, and no loss is taken across documents' borders"
+        False,
+        description="true: document mask. Attention stays within a document, positions restart in each, and no loss is"
+        " taken across document boundaries",
     )
 
     @property
     def names(self) -> list[str]:
-        """What the sources are called, in order."""
+        """Names of the sources, in order."""
         return [source.name or source.source or source.path for source in self.sources]
 
 
 class LossSection(Section):
-    """How the next-token loss is computed."""
+    """Next-token cross-entropy loss, its z-loss and chunking."""
 
-    z_loss: NonNegativeFloat = Field(0.0, description="weight of (log Z)^2 per token, e.g. 1e-4; 0 is off")
+    z_loss: NonNegativeFloat = Field(
+        0.0, description="Weight of the z-loss, (log Z)^2 per token, which keeps logits small, e.g. 1e-4; 0 is off"
+    )
     chunk: Count | None = Field(
-        None, description="positions of a sequence whose logits exist at one time, e.g. 1024; all when absent"
+        None,
+        description="Chunked loss: positions of a sequence whose logits are in memory at a time, e.g. 1024; all when"
+        " absent. Saves memory with a large vocabulary and changes no result",
     )
 
 
 class MemorySection(Section):
-    """What is recomputed in the backward pass instead of kept. Changes no result."""
+    """Activation checkpointing: recompute activations in the backward pass instead of storing them."""
 
     activation_checkpointing: Literal["none", "full", "selective"] = Field(
-        "none", description="full: whole decoder layers; selective: all of a layer but its matrix products"
+        "none",
+        description="Activation checkpointing: none (the default), full (recompute whole decoder layers) or selective"
+        " (recompute all but matrix products and attention). Saves memory for compute, changes no result",
     )
-    every_n_layers: Count = Field(1, description="recompute every n-th decoder layer only")
+    every_n_layers: Count = Field(
+        1, description="Apply activation checkpointing to every n-th decoder layer only; 1 is every layer"
+    )
 
 
 class ParallelSection(Section):
-    """The layout: how many ranks share what. What is left over of the processes is data-parallel."""
+    """Parallelism: sizes of the mesh axes. Processes beyond pp x cp x tp are data-parallel ranks."""
 
-    pp: Count | None = Field(None, description="pipeline stages (DeepSpeed's pipeline.stages)")
-    tp: Count | None = Field(None, description="ranks that share every layer (DeepSpeed's tensor_parallel.autotp_size)")
-    cp: Count | None = Field(None, description="ranks that share every sequence (DeepSpeed's sequence_parallel_size)")
+    pp: Count | None = Field(
+        None,
+        description="Pipeline-parallel size: ranks that the decoder layers are split over; 1 when absent (DeepSpeed's"
+        " pipeline.stages)",
+    )
+    tp: Count | None = Field(
+        None,
+        description="Tensor-parallel size: ranks that each layer's matrices are split over; 1 when absent (DeepSpeed's"
+        " tensor_parallel.autotp_size)",
+    )
+    cp: Count | None = Field(
+        None,
+        description="Context-parallel size: ranks that each sequence is split over; 1 when absent (DeepSpeed's"
+        " sequence_parallel_size)",
+    )
     hybrid_shard_size: Count | None = Field(
-        None, description="hybrid sharding: data ranks that share a parameter; the others hold copies. All when absent"
+        None,
+        description="Hybrid sharding (HSDP): ranks that parameters are sharded over, replicated across groups of so"
+        " many, e.g. the GPUs of a node; all data ranks when absent. Engine torch, ZeRO stage 2 or 3",
     )
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] = Field(
-        "1f1b", description="order of a pipeline's forward and backward passes: gpipe, 1f1b, interleaved_1f1b, ..."
+        "1f1b",
+        description="Pipeline schedule: 1f1b (the default), gpipe, interleaved_1f1b or zero_bubble; all but 1f1b need"
+        " engine torch",
     )
     virtual_stages: Count | None = Field(
-        None, description="pieces of the model per pipeline rank (interleaved_1f1b: 2)"
+        None,
+        description="Virtual stages: model chunks per pipeline rank. 2 when absent with schedule interleaved_1f1b or"
+        " zero_bubble, else 1. More make the pipeline bubble smaller",
     )
     cp_method: Literal["ulysses", "ring"] = Field(
-        "ulysses", description="how cp ranks exchange attention: ulysses (all-to-all over heads) or ring"
+        "ulysses",
+        description="How context-parallel ranks compute attention: ulysses (all-to-all over heads, the default) or ring"
+        " (ring attention)",
     )
     elastic: bool = Field(
         False,
-        description="true: any number of processes may begin this run, not only go on with it; what does not divide is"
-        " filled up, who does not fit waits",
+        description="Elastic training: true lets a run start on any number of processes, padding the batch with rows"
+        " without targets; surplus processes stand by. A resumed run accepts any number either way",
     )
 
 
 class RunSection(Section):
-    """How long, where to, from which seed."""
+    """Length, directory, seed and checkpoints of the run."""
 
-    dir: str = Field(description="the run's directory: config, metrics and checkpoints, e.g. runs/zero3")
-    steps: Count | None = Field(None, description="optimizer updates; give this or run.tokens")
-    tokens: Count | None = Field(None, description="tokens to train on, rounded up to whole steps; or run.steps")
-    seed: Index = Field(0, description="one number for the init and the data order")
-    checkpoint_every: Count | None = Field(None, description="steps between checkpoints; the last is always written")
-    keep_checkpoints: Count = Field(2, description="how many of the newest checkpoints stay on disk")
+    dir: str = Field(description="Directory of the run: config, metrics and checkpoints, e.g. runs/zero3")
+    steps: Count | None = Field(
+        None, description="Length of the run in optimizer steps. Give exactly one of run.steps and run.tokens"
+    )
+    tokens: Count | None = Field(
+        None,
+        description="Length of the run in training tokens, e.g. 1e10, rounded up to whole steps. Give exactly one of"
+        " run.steps and run.tokens",
+    )
+    seed: Index = Field(0, description="Random seed of weight initialization and data order")
+    checkpoint_every: Count | None = Field(
+        None, description="Steps between checkpoints; when absent, only the last step is saved, as it always is"
+    )
+    keep_checkpoints: Count = Field(2, description="Number of newest checkpoints kept on disk; older ones are deleted")
     keep_every: Count | None = Field(
-        None, description="checkpoints of every so many steps stay for ever, besides the newest; none when absent"
+        None,
+        description="Checkpoints at multiples of this many steps are never deleted, e.g. 10000; none when absent",
     )
     async_checkpoints: bool = Field(
         True,
-        description="write checkpoints beside the training, from a copy in host memory; false: training waits instead",
+        description="true: asynchronous checkpoints, written in the background from a copy in host memory; false:"
+        " training waits for the write",
     )
     allow_change: tuple[str, ...] = Field(
         (),
-        description='fields that may differ from the checkpoint\'s though they alter the curve, e.g. ["optimizer"]',
+        description="Fields that may differ from the checkpoint's on resume although they alter the loss curve, e.g."
+        ' ["optimizer.params.lr"]',
         strict=False,
     )
     resume: Literal["auto", "never"] = Field(
-        "auto", description="auto: go on from the newest whole checkpoint; never: refuse a directory that has one"
+        "auto",
+        description="auto: resume from the newest complete checkpoint in run.dir; never: refuse a directory that has"
+        " one",
     )
 
 
 class LaunchSection(Section):
-    """How the processes find and reach each other."""
+    """Rendezvous and communication backend of the processes."""
 
     backend: Literal["auto", "gloo", "nccl", "mpi"] = Field(
-        "auto", description="auto: nccl between GPUs, gloo between CPUs; or gloo, nccl, or mpi where torch has it"
+        "auto",
+        description="torch.distributed backend: auto (nccl between GPUs, gloo between CPUs), gloo, nccl, or mpi where"
+        " torch is built with it",
     )
     timeout: PositiveFloat = Field(
-        300.0, description="seconds that ranks wait for each other at start and in each check of the pre-flight"
+        300.0,
+        description="Timeout in seconds of the rendezvous and of each pre-flight check between ranks",
     )
 
 
 class WatchdogSection(Section):
-    """When a rank counts as lost. One that dies is known at once."""
+    """Watchdog: detection of ranks that died or hang. A rank that dies is detected at once."""
 
-    enabled: bool = Field(True, description="false: nobody watches; a rank that dies or hangs is torch's affair")
+    enabled: bool = Field(
+        True, description="false: no watchdog; dead and hanging ranks are left to torch's own timeouts"
+    )
     heartbeat_timeout: PositiveFloat = Field(
-        60.0, description="seconds without a sign of life, after which a rank is stopped or its host is gone"
+        60.0,
+        description="Seconds without a heartbeat after which a rank counts as lost (stopped, or its host is gone); at"
+        " least 4 heartbeat intervals in large runs",
     )
     hang_timeout: PositiveFloat = Field(
-        1500.0, description="seconds without progress of any rank, after which the run hangs; below torch's own 1800"
+        1500.0,
+        description="Seconds without progress of any rank after which the run counts as hung; below torch's collective"
+        " timeout of 1800",
     )
 
 
 class EvaluationSection(Section):
-    """Held-out evaluation during training, on the 'heldout' split of every source."""
+    """Held-out evaluation during training, on the held-out split of every source."""
 
-    every: Count | None = Field(None, description="steps between evaluations; there is always one at the end")
+    every: Count | None = Field(
+        None, description="Steps between evaluations of the held-out loss; when absent, only at the end of the run"
+    )
     samples: Count | None = Field(
-        None, description="sequences per source to evaluate, spread over the split; all of it when absent"
+        None,
+        description="Sequences per source to evaluate, spread over its held-out split, e.g. 1024; the whole split when"
+        " absent",
     )
 
 
 class StragglersSection(Section):
-    """The report of who is slow, in runs on several processes. Changes no result."""
+    """Straggler detection in runs of several processes: reports of slow ranks. Changes no result."""
 
     every: Count | None = Field(
-        100, description="steps between reports; one of them is profiled. null: no reports are made"
+        100, description="Steps between straggler reports, each from one profiled step; null: no reports"
     )
     threshold: PositiveFloat = Field(
-        0.1, description="a rank is named when its own work takes so much longer than its peers' median, e.g. 0.1"
+        0.1,
+        description="A rank is reported as a straggler when its own time per step exceeds the median of its peers by"
+        " this fraction in two reports in a row, e.g. 0.1 for 10 %",
     )
 
 
 class AnomaliesSection(Section):
-    """What happens when the numbers of a step are not finite, or far out of the ordinary. It never reaches the weights
-    but where `spikes` is ignore."""
+    """Non-finite steps and loss spikes: detection and response. A bad step never updates the weights, except where
+    `spikes` is ignore."""
 
     non_finite: Literal["stop", "skip", "rollback"] = Field(
         "stop",
-        description="a loss or gradient that is not finite: stop the run, skip the step, or rollback: go back to the"
-        " newest checkpoint and pass over the data since then",
+        description="Response to a non-finite loss or gradient norm: stop the run (the default), skip the step, or"
+        " rollback to the newest checkpoint and skip the data since",
     )
     spikes: Literal["ignore", "skip", "rollback"] = Field(
-        "ignore", description="a loss or gradient norm far above those before it: ignore (but report), skip or rollback"
+        "ignore",
+        description="Response to a spike of the loss or gradient norm: ignore (only log it, the default), skip the step"
+        " or rollback to the newest checkpoint and skip the data since",
     )
-    window: int = Field(128, ge=16, description="steps whose losses and gradient norms a step is compared with")
+    window: int = Field(
+        128,
+        ge=16,
+        description="Preceding steps whose losses and gradient norms are the baseline for spikes; 16 or more",
+    )
     deviations: PositiveFloat = Field(
-        10.0, description="robust deviations (1.4826 x median absolute deviation) above the median that make a spike"
+        10.0,
+        description="A spike lies this many robust standard deviations (1.4826 x median absolute deviation) above the"
+        " median of the window",
     )
     recheck: bool = Field(
-        True, description="execute a suspicious step once more, to tell a device that fails from data that does"
+        True,
+        description="true: recompute a suspicious step once before responding; a different result means faulty"
+        " hardware instead of bad data",
     )
-    max_bad_steps: Count = Field(5, description="bad steps without progress between them after which the run stops")
+    max_bad_steps: Count = Field(
+        5, description="Bad steps without progress in between after which the run stops, whatever the response"
+    )
     check_replicas: Count | None = Field(
-        None, description="steps between checks that ranks with the same weights have the same bits; never when absent"
+        None,
+        description="Steps between checks that replicated weights are bitwise equal on all ranks, e.g. 500; never when"
+        " absent",
     )
 
 
 class DistillSection(Section):
-    """Knowledge distillation (pipeline/distill.py): a frozen teacher beside the student."""
+    """Knowledge distillation: loss = alpha t^2 KL(teacher, student) + (1 - alpha) cross-entropy."""
 
-    teacher: str = Field(description="a Hugging Face folder with the teacher")
-    temperature: PositiveFloat = Field(2.0, description="softens both distributions before they are compared")
-    alpha: float = Field(0.5, ge=0.0, le=1.0, description="share of the KL term; the rest is cross-entropy")
+    teacher: str = Field(description="Hugging Face folder of the teacher model, whose weights stay frozen")
+    temperature: PositiveFloat = Field(
+        2.0, description="Softmax temperature t of teacher and student in the KL term; its loss is scaled by t^2"
+    )
+    alpha: float = Field(
+        0.5, ge=0.0, le=1.0, description="Weight of the KL term from 0 to 1; the rest is cross-entropy with the data"
+    )
 
 
 class Config(Section):
-    """A whole run. One JSON file holds exactly this."""
+    """Config of a training run: one JSON file."""
 
     engine: Literal["deepspeed", "torch"] = Field(
-        "deepspeed", description="deepspeed, or torch (native PyTorch; on one process the plain reference)"
+        "deepspeed",
+        description="Training engine: deepspeed (ZeRO, offload, pipeline), or torch (native DDP, FSDP2 and pipeline"
+        " parallelism; on one process the plain PyTorch reference)",
     )
     model: ModelSection
     data: DataSection
@@ -280,25 +402,50 @@ class Config(Section):
     evaluation: EvaluationSection = EvaluationSection()
     anomalies: AnomaliesSection = AnomaliesSection()
     stragglers: StragglersSection = StragglersSection()
-    distill: DistillSection | None = None
+    distill: DistillSection | None = Field(
+        None, description="Knowledge distillation from a teacher model (pipeline/distill.py); absent: plain training"
+    )
     loss: LossSection = LossSection()
     memory: MemorySection = MemorySection()
     parallel: ParallelSection = ParallelSection()
 
-    train_batch_size: Count | None = Field(None, description="samples per step over all ranks")
-    train_micro_batch_size_per_gpu: Count | None = Field(None, description="samples per forward pass of a rank")
-    gradient_accumulation_steps: Count | None = Field(None, description="forward passes per step")
+    train_batch_size: Count | None = Field(
+        None,
+        description="Global batch size: samples per optimizer step over all ranks = micro-batch x gradient accumulation"
+        " x data-parallel ranks; derived when absent",
+    )
+    train_micro_batch_size_per_gpu: Count | None = Field(
+        None,
+        description="Micro-batch size: samples per forward/backward pass on one rank; derived from train_batch_size"
+        " when absent",
+    )
+    gradient_accumulation_steps: Count | None = Field(
+        None,
+        description="Gradient accumulation: micro-batches whose gradients are accumulated per optimizer step; derived"
+        " from the batch sizes when absent",
+    )
     optimizer: OptimizerSection = OptimizerSection()
-    scheduler: SchedulerSection | None = None
-    gradient_clipping: NonNegativeFloat = Field(0.0, description="largest norm of the whole gradient; 0 is off")
+    scheduler: SchedulerSection | None = Field(
+        None,
+        description="Learning-rate scheduler: WarmupLR, WarmupDecayLR, WarmupCosineLR or WSD with its params; absent: a"
+        " constant learning rate",
+    )
+    gradient_clipping: NonNegativeFloat = Field(
+        0.0, description="Gradient clipping: largest L2 norm of the gradient of all parameters, e.g. 1.0; 0 is off"
+    )
     zero_optimization: ZeroSection = ZeroSection()
     bf16: Bf16Section = Bf16Section()
     fp16: Fp16Section = Fp16Section()
     tensor_parallel: TensorParallelSection = TensorParallelSection()
     pipeline: PipelineSection = PipelineSection()
-    sequence_parallel_size: Count | None = Field(None, description="the same as parallel.cp")
+    sequence_parallel_size: Count | None = Field(
+        None, description="DeepSpeed's key for the context-parallel size. The same as parallel.cp"
+    )
     aio: AioSection = AioSection()
     data_types: DataTypesSection = DataTypesSection()
     wandb: WandbSection = WandbSection()
-    steps_per_print: Count | None = Field(None, description="how often DeepSpeed itself logs; never when absent")
-    wall_clock_breakdown: bool = False
+    tensorboard: TensorBoardSection = TensorBoardSection()
+    steps_per_print: Count | None = Field(None, description="Steps between DeepSpeed's own log lines; none when absent")
+    wall_clock_breakdown: bool = Field(
+        False, description="true: DeepSpeed times forward, backward and optimizer step and logs it"
+    )

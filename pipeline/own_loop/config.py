@@ -17,7 +17,7 @@ from headrace.base import configfile
 from headrace.base.cli import add_config_arguments
 from headrace.base.errors import ConfigError
 from headrace.base.section import Count, Section, parse
-from pipeline.config.batch import cut_batch
+from pipeline.config.batch import split_batch
 from pipeline.config.deepspeed_keys import refuse_by_name, without_auto
 from pipeline.config.deepspeed_schema import (
     Bf16Section,
@@ -131,7 +131,7 @@ def share(config: LoopConfig, *, loader_batch: int | None, ranks: int, rank: int
     total, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     if total is None and micro is None:
         total = loader_batch
-    whole, micro, accumulation = cut_batch(total, micro, config.gradient_accumulation_steps, dp=ranks)
+    whole, micro, accumulation = split_batch(total, micro, config.gradient_accumulation_steps, dp=ranks)
     if loader_batch not in (None, whole, micro):
         why = f"the loader's batches have {loader_batch} samples: neither those of an update nor of a forward pass"
         remedy = f"give the loader batches of {whole} or {micro}, or change the key"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from headrace.base.errors import ConfigError
-from pipeline.config.schedule import schedule_of
+from pipeline.config.schedule import schedule_from_section
 from pipeline.engines.build import pick_device
 from pipeline.engines.common import decayed_names, weight_decay_groups
 from pipeline.launch import Launch, Rendezvous, detect, process_group
@@ -61,7 +61,7 @@ def prepare(
         if scheduler is not None:
             why = "there is a torch scheduler too"
             raise ConfigError("scheduler.type", checked.scheduler.type, why=why, remedy="use one of the two")
-        schedule = schedule_of(checked.scheduler, lr=float(optimizer.param_groups[0]["lr"]), steps=None)
+        schedule = schedule_from_section(checked.scheduler, lr=float(optimizer.param_groups[0]["lr"]), steps=None)
     _quiet(launch)
     device = pick_device(launch)
     mesh = _join(checked, launch, device)

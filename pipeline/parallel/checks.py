@@ -35,7 +35,7 @@ def check_layout(run: ResolvedRun, model: nn.Module) -> None:
     _refuse_router_loss(config)
     if not run.plain:
         _refuse_dropout(run, config)
-    check_heads(config.to_dict(), topology, context=run.config.parallel.cp_method)
+    check_heads(config.to_dict(), topology, cp_method=run.config.parallel.cp_method)
     if topology.tp > 1:
         check_tp_plan(model, tp=topology.tp)
     if topology.pp > 1:

@@ -112,7 +112,7 @@ def shrink_run(run: ResolvedRun, *, steps: int, work: Path) -> ShrunkRun:
     hf_config = resolve_hf_config(
         config.model, tokenizer={"vocab_size": 1}, sequence_length=config.data.sequence_length
     )
-    check_heads(hf_config.to_dict(), run.topology, context=config.parallel.cp_method)
+    check_heads(hf_config.to_dict(), run.topology, cp_method=config.parallel.cp_method)
     topology, shard = _shrink_mesh(run)
     model = shrink(
         hf_config,

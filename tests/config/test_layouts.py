@@ -1,4 +1,4 @@
-"""The table of legal layouts: what is in it passes, what is not is refused with layouts that are in it."""
+"""The table of supported layouts: what is in it resolves; anything else is refused with layouts that are in it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeline.config.load import load_config
 from pipeline.config.rules import FEATURES, LAYOUTS, resolve
 from tests.conftest import ROOT, tiny_config, write_config
 
-ASKS: dict[str, tuple[str, ...]] = {
+SELECTED_BY: dict[str, tuple[str, ...]] = {
     "pp": ("parallel.pp=2",),
     "tp": ("parallel.tp=2",),
     "cp": ("parallel.cp=2",),
@@ -28,10 +28,10 @@ ASKS: dict[str, tuple[str, ...]] = {
     "interleaved_1f1b": ("parallel.pp=2", "parallel.schedule=interleaved_1f1b"),
     "zero_bubble": ("parallel.pp=2", "parallel.schedule=zero_bubble"),
 }
-"""How a config asks for each feature."""
+"""Feature -> the overrides that select it."""
 
 
-def attempt(tmp_path: Path, sets: list[str], *, processes: int = 8) -> ConfigError | None:
+def refusal(tmp_path: Path, sets: list[str], *, processes: int = 8) -> ConfigError | None:
     config = tiny_config(tmp_path / "tokens", tmp_path / "run", train_batch_size=64)
     path = write_config(tmp_path / "c.json", {**config, "train_micro_batch_size_per_gpu": 1})
     try:
@@ -45,34 +45,38 @@ def base(engine: str, stage: int) -> list[str]:
     return [f"engine={engine}", f"zero_optimization.stage={stage}"]
 
 
-def test_every_feature_of_the_table_can_be_asked_for() -> None:
-    assert set(ASKS) == set(FEATURES)
+def test_every_feature_of_the_table_has_a_case() -> None:
+    assert set(SELECTED_BY) == set(FEATURES)
 
 
 @pytest.mark.parametrize("row", LAYOUTS, ids=lambda row: f"{row.engine}-{row.stage}")
-def test_every_layout_of_the_table_passes(tmp_path: Path, row: Any) -> None:
+def test_every_layout_of_the_table_resolves(tmp_path: Path, row: Any) -> None:
     for count in (0, 1, 2):
         for names in itertools.combinations(sorted(row.features), count):
             if len({"gpipe", "interleaved_1f1b", "zero_bubble"} & set(names)) < 2:
-                sets = [*base(row.engine, row.stage), *(each for name in names for each in ASKS[name])]
-                assert attempt(tmp_path, sets) is None, names
+                sets = [*base(row.engine, row.stage), *(each for name in names for each in SELECTED_BY[name])]
+                assert refusal(tmp_path, sets) is None, names
 
 
 @pytest.mark.parametrize(("engine", "stage"), list(itertools.product(("deepspeed", "torch"), range(4))))
-def test_what_is_not_in_the_table_is_refused_with_what_is(tmp_path: Path, engine: str, stage: int) -> None:
+def test_a_layout_that_is_not_in_the_table_is_refused_and_its_remedies_resolve(
+    tmp_path: Path, engine: str, stage: int
+) -> None:
     here = [row.features for row in LAYOUTS if (row.engine, row.stage) == (engine, stage)]
     refused = 0
     for names in [*itertools.combinations(sorted(FEATURES), 1), *itertools.combinations(sorted(FEATURES), 2)]:
-        asked = {name: each for name in names for each in ASKS[name]}
-        wanted = {*names} | {n for n, sets in ASKS.items() if n in ("pp", "cp") and set(sets) & set(asked.values())}
-        if len({"gpipe", "interleaved_1f1b", "zero_bubble"} & set(names)) > 1 or any(f >= wanted for f in here):
+        overrides = {name: each for name in names for each in SELECTED_BY[name]}
+        selected = {*names} | {
+            n for n, sets in SELECTED_BY.items() if n in ("pp", "cp") and set(sets) & set(overrides.values())
+        }
+        if len({"gpipe", "interleaved_1f1b", "zero_bubble"} & set(names)) > 1 or any(f >= selected for f in here):
             continue
-        sets = [*base(engine, stage), *(each for name in names for each in ASKS[name])]
-        error = attempt(tmp_path, sets)
+        sets = [*base(engine, stage), *(each for name in names for each in SELECTED_BY[name])]
+        error = refusal(tmp_path, sets)
         assert error is not None, names
         refused += 1
         for way in error.remedy.removeprefix("use ").split(", or "):
-            assert attempt(tmp_path, [*sets, *map(as_override, way.split(" and "))]) is None, (names, way)
+            assert refusal(tmp_path, [*sets, *map(as_override, way.split(" and "))]) is None, (names, way)
     assert refused
 
 
@@ -82,18 +86,18 @@ def as_override(words: str) -> str:
     return f"{value}=null" if field == "no" else f"{field}={value}"
 
 
-def test_the_refusal_the_issue_asks_for(tmp_path: Path) -> None:
-    error = attempt(tmp_path, ["zero_optimization.stage=3", "parallel.pp=2"])
+def test_pipeline_parallelism_at_zero_stage_3_is_refused_with_engine_torch_or_stage_1(tmp_path: Path) -> None:
+    error = refusal(tmp_path, ["zero_optimization.stage=3", "parallel.pp=2"])
     assert error is not None
     assert error.remedy.startswith("use engine torch, or zero_optimization.stage 1")
-    error = attempt(tmp_path, ["engine=torch", "zero_optimization.stage=1"])
+    error = refusal(tmp_path, ["engine=torch", "zero_optimization.stage=1"])
     assert error is not None
     assert "zero_optimization.stage 2" in error.remedy
 
 
 ZERO_BUBBLE = ("engine=torch", "zero_optimization.stage=2", "parallel.pp=2", "parallel.schedule=zero_bubble")
 
-ARITHMETIC = [
+REFUSALS = [
     (["parallel.pp=3"], "start 6 or 9 processes"),
     (["parallel.tp=2", "tensor_parallel.autotp_size=4"], "give one of the two"),
     (["parallel.tp=2", "parallel.cp=4", "data.sequence_length=36"], "use 32 or 40"),
@@ -120,21 +124,21 @@ ARITHMETIC = [
 ]
 
 
-@pytest.mark.parametrize(("sets", "words"), ARITHMETIC)
-def test_a_layout_that_does_not_work_out_is_refused_with_the_nearest_numbers(
+@pytest.mark.parametrize(("sets", "words"), REFUSALS)
+def test_a_layout_that_does_not_divide_is_refused_with_the_nearest_numbers(
     tmp_path: Path, sets: list[str], words: str
 ) -> None:
-    error = attempt(tmp_path, sets)
+    error = refusal(tmp_path, sets)
     assert error is not None
     assert words in str(error)
 
 
 def test_gpipe_alone_may_have_fewer_micro_batches_than_stages(tmp_path: Path) -> None:
     sets = ["engine=torch", "parallel.pp=4", "train_batch_size=2", "parallel.schedule=gpipe"]
-    assert attempt(tmp_path, sets) is None
+    assert refusal(tmp_path, sets) is None
 
 
-def test_the_document_shows_the_table() -> None:
+def test_the_docs_show_the_table_of_layouts() -> None:
     text = (ROOT / "docs/layouts.md").read_text()
     header = next(line for line in text.splitlines() if line.startswith("| engine | stage"))
     columns = [cell.strip() for cell in header.strip("|").split("|")]
@@ -149,7 +153,7 @@ def test_the_document_shows_the_table() -> None:
 
 
 def shipped() -> dict[str, int]:
-    """File -> the number of processes it is meant for, from docs/layouts.md."""
+    """File -> its number of processes in docs/layouts.md."""
     text = (ROOT / "docs/layouts.md").read_text()
     rows = re.findall(r"^\| (`[^|]*json`) \| (\d+) \|", text, flags=re.MULTILINE)
     return {name: int(count) for names, count in rows for name in re.findall(r"`([^`]+)`", names)}
@@ -163,7 +167,7 @@ def test_every_shipped_config_is_listed_and_resolves_at_its_number_of_processes(
         assert run.steps > 0, name
 
 
-def test_the_70b_configs_are_one_run() -> None:
+def test_the_70b_configs_have_the_same_curve_fields() -> None:
     from pipeline.config.curve import curve_fields  # noqa: PLC0415
 
     names = [name for name in shipped() if name.startswith("llama_70b")]
@@ -183,7 +187,7 @@ def test_the_70b_configs_are_one_run() -> None:
     ],
 )
 @pytest.mark.parametrize("how", ["elastic", "begun"])
-def test_a_run_that_goes_on_takes_as_many_processes_as_fit_into_its_layout(
+def test_an_elastic_or_resumed_run_uses_as_many_processes_as_its_layout_fits(
     tmp_path: Path, sets: list[str], processes: int, sizes: tuple[int, ...], spare: int, how: str
 ) -> None:
     config = tiny_config(tmp_path / "tokens", tmp_path / "run", train_batch_size=64)
@@ -198,7 +202,7 @@ def test_a_run_that_goes_on_takes_as_many_processes_as_fit_into_its_layout(
     assert (f"{spare} spare" in run.layout) == (spare > 0)
 
 
-def test_fewer_processes_than_one_copy_of_the_model_are_refused_all_the_same(tmp_path: Path) -> None:
+def test_an_elastic_run_on_fewer_processes_than_one_model_replica_is_refused(tmp_path: Path) -> None:
     path = write_config(tmp_path / "c.json", tiny_config(tmp_path / "tokens", tmp_path / "run"))
     with pytest.raises(ConfigError, match="start 4 or 8 processes"):
         resolve(load_config(path, ["parallel.tp=4", "parallel.elastic=true"]), world_size=3)

@@ -1,4 +1,4 @@
-"""Law 7: a config is right, or it is refused before anything starts, with field, value, why and what works."""
+"""Law 7: a config is right, or refused before anything starts, with the field, its value, the reason and a remedy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REFUSALS = [
     ("zero_optimization.stage=4", "zero_optimization.stage"),
     ("zero_optimization.cpu_offload=true", "use offload_optimizer"),
     ("tensor_parallel.autotp_size=2", "start 2 or 4 processes"),
-    ("tensorboard.enabled=true", "metrics.jsonl"),
+    ("csv_monitor.enabled=true", "metrics.jsonl"),
     ("optimizer.type=Lion", "AdamW"),
     ("optimizer.params.betas=[0.9, 1.0]", "a beta must lie in [0, 1)"),
     ("optimizer.params.lr=-1", "optimizer.params.lr"),
@@ -46,13 +46,13 @@ REFUSALS = [
     ("data.sources.0.wieght=2", "did you mean 'weight'"),
     ("data_types.grad_accum_dtype=bf16", "remove it, or enable bf16"),
     ("distill.alpha=1.5", "distill"),
-    ("bf16.immediate_grad_update=true", "does not run it"),
+    ("bf16.immediate_grad_update=true", "does not support it"),
     ("optimizer.params.lr=Infinity", "optimizer.params.lr"),
 ]
 
 
 @pytest.mark.parametrize(("override", "words"), REFUSALS)
-def test_what_cannot_run_is_refused_with_what_would(tmp_path: Path, override: str, words: str) -> None:
+def test_an_invalid_value_is_refused_with_reason_and_remedy(tmp_path: Path, override: str, words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         resolved(tmp_path, override)
     text = str(refused.value)
@@ -61,7 +61,7 @@ def test_what_cannot_run_is_refused_with_what_would(tmp_path: Path, override: st
     assert "try: " in text
 
 
-def test_auto_values_of_a_trainer_config_are_derived(tmp_path: Path) -> None:
+def test_auto_values_of_a_hugging_face_trainer_config_are_derived(tmp_path: Path) -> None:
     sets = ["train_micro_batch_size_per_gpu=auto", "gradient_clipping=auto", "fp16.enabled=auto", "bf16.enabled=auto"]
     off = ["zero_optimization.offload_optimizer.device=none", "zero_optimization.reduce_bucket_size=auto"]
     run = resolved(tmp_path, *sets, *off)
@@ -73,7 +73,7 @@ def test_tokens_become_whole_steps_rounded_up(tmp_path: Path) -> None:
     assert run.steps == 40  # 10,000 / (8 samples x 32 tokens) = 39.06
 
 
-def test_the_curve_does_not_depend_on_layout_and_does_on_what_shapes_it(tmp_path: Path) -> None:
+def test_curve_fields_ignore_the_layout_and_include_what_changes_the_loss_curve(tmp_path: Path) -> None:
     base = curve_fields(resolved(tmp_path))
     same = [
         "train_micro_batch_size_per_gpu=1",
@@ -97,7 +97,7 @@ def check(*arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
     return done, time.monotonic() - started
 
 
-def test_a_misspelt_key_is_answered_without_torch_and_with_exit_code_2(tmp_path: Path) -> None:
+def test_a_misspelt_key_is_refused_without_importing_torch_and_with_exit_code_2(tmp_path: Path) -> None:
     path = write_config(tmp_path / "c.json", tiny_config(tmp_path / "tokens", tmp_path / "run", trian_batch_size=8))
     done, _ = check("--config", str(path))
     assert done.returncode == 2
@@ -108,7 +108,7 @@ def test_a_misspelt_key_is_answered_without_torch_and_with_exit_code_2(tmp_path:
 
 
 @pytest.mark.parametrize("number", ["0", "-2", "two"])
-def test_check_refuses_a_number_of_processes_that_is_none(tokens: Path, tmp_path: Path, number: str) -> None:
+def test_check_refuses_an_invalid_number_of_processes(tokens: Path, tmp_path: Path, number: str) -> None:
     path = write_config(tmp_path / "c.json", tiny_config(tokens, tmp_path / "run"))
     done, _ = check("--config", str(path), "--processes", number)
     assert done.returncode == 2
@@ -119,7 +119,7 @@ def test_check_prints_the_resolved_run(tokens: Path, tmp_path: Path) -> None:
     path = write_config(tmp_path / "c.json", tiny_config(tokens, tmp_path / "run"))
     done, _ = check("--config", str(path), "--processes", "2")
     assert done.returncode == 0, done.stderr
-    for words in ("8 samples per step = 2 per micro-batch x 2 accumulated x dp 2", "256 tokens per step", "epochs"):
+    for words in ("8 samples per step = micro-batch 2 x accumulation 2 x dp 2", "256 tokens per step", "epochs"):
         assert words in done.stdout
     count = parameters_of(tiny_config(tokens, tmp_path)["model"]["config"], vocabulary=512)
     assert f"{count:,} parameters" in done.stdout
@@ -127,13 +127,13 @@ def test_check_prints_the_resolved_run(tokens: Path, tmp_path: Path) -> None:
 
 
 def parameters_of(c: dict[str, Any], *, vocabulary: int) -> int:
-    """Llama's parameters by hand: two embeddings, per layer attention, MLP and two norms, one last norm."""
+    """Llama's parameter count by hand: two embeddings, per layer attention, MLP and two norms, one last norm."""
     d, f, heads, kv = c["hidden_size"], c["intermediate_size"], c["num_attention_heads"], c["num_key_value_heads"]
     layer = 2 * d * d + 2 * d * (d // heads * kv) + 3 * d * f + 2 * d
     return 2 * vocabulary * d + c["num_hidden_layers"] * layer + d
 
 
-def test_configs_are_plain_json_that_deepspeed_users_know() -> None:
+def test_shipped_configs_are_json_with_deepspeeds_keys() -> None:
     raw = json.loads((ROOT / "ds_configs/zero3.json").read_text())
     assert raw["zero_optimization"]["stage"] == 3
     assert {"train_batch_size", "optimizer", "scheduler", "gradient_clipping"} <= set(raw)

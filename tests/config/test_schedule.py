@@ -1,4 +1,4 @@
-"""Learning rates: DeepSpeed's schedulers step for step, and WSD by its formula."""
+"""Learning-rate schedules: DeepSpeed's schedulers step for step, and WSD by its formula."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "params"), CASES)
-def test_deepspeeds_schedulers_are_followed_step_for_step(kind: str, params: dict[str, Any]) -> None:
+def test_learning_rates_equal_deepspeeds_schedulers_at_every_step(kind: str, params: dict[str, Any]) -> None:
     from deepspeed.runtime import lr_schedules  # noqa: PLC0415  imports for seconds
 
     ours = schedule(kind, **params)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.02)
     theirs_params = {"total_num_steps": 40, **params} if kind != "WarmupLR" else params
     if kind == "WarmupDecayLR":
-        theirs_params = {"warmup_max_lr": 0.02, **theirs_params}  # its default is 0.001, whatever the optimizer says
+        theirs_params = {"warmup_max_lr": 0.02, **theirs_params}  # its default is 0.001, whatever the optimizer's lr is
     theirs = getattr(lr_schedules, kind)(optimizer, **theirs_params)
     for step in range(1, 41):
         # the engine updates with the rate that is set, then steps the scheduler
@@ -50,7 +50,7 @@ def test_deepspeeds_schedulers_are_followed_step_for_step(kind: str, params: dic
         theirs.step()
 
 
-def test_wsd_warms_up_stays_and_decays_to_its_floor() -> None:
+def test_wsd_warms_up_stays_constant_and_decays_to_min_ratio() -> None:
     wsd = schedule("WSD", warmup_num_steps=4, decay_num_steps=10, min_ratio=0.1)
     assert [wsd.lr(step) for step in (1, 2, 4, 5, 30)] == pytest.approx([0.005, 0.01, 0.02, 0.02, 0.02])
     assert wsd.lr(35) == pytest.approx(0.02 * (0.1 + 0.9 * 0.5))
@@ -70,5 +70,5 @@ def test_a_parameter_of_another_scheduler_is_refused() -> None:
 def test_a_warmup_longer_than_the_run_is_refused() -> None:
     with pytest.raises(ConfigError, match="longer than the whole schedule of 40 steps"):
         schedule("WarmupCosineLR", warmup_num_steps=41)
-    with pytest.raises(ConfigError, match="more than the run's 40 steps"):
+    with pytest.raises(ConfigError, match="longer than the schedule of 40 steps"):
         schedule("WSD", warmup_num_steps=35, decay_num_steps=10)

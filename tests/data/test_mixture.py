@@ -144,9 +144,11 @@ def test_a_limit_holds_for_a_source_of_few_windows() -> None:
 def test_a_shorter_run_is_proposed_only_where_the_shares_would_stay() -> None:
     with pytest.raises(ConfigError, match=r"try: a smaller budget than epochs 9\.0, or max_epochs 9\.0"):
         dealt([50, 10**9], {"epochs": 9.0, "max_epochs": 4.0}, {})
-    schedule = [{"after_step": at, "weights": {"s0": 1, "s1": 1}} for at in (0, 5)]
+    curriculum = [{"after_step": at, "weights": {"s0": 1, "s1": 1}} for at in (0, 5)]
     with pytest.raises(ConfigError, match="try: a smaller weight of 's0'"):
-        dealt([50, 10**9], {"max_epochs": 4.0}, {}, schedule=schedule)  # its 200 samples are drawn in the first stage
+        dealt(
+            [50, 10**9], {"max_epochs": 4.0}, {}, curriculum=curriculum
+        )  # its 200 samples are drawn in the first stage
 
 
 def test_what_would_never_be_drawn_is_refused_and_what_is_proposed_is_drawn() -> None:
@@ -169,10 +171,10 @@ def test_what_would_never_be_drawn_is_refused_and_what_is_proposed_is_drawn() ->
         dealt([50, 50], {"tokens": LONG.samples * T - 1}, {})
 
     def staged(weight: float) -> SampleOrder:
-        schedule = [{"after_step": at, "weights": {"s0": 1, "s1": share}} for at, share in ((0, 1), (9, weight))]
-        return dealt([50, 50], {}, {}, schedule=schedule, extent=Extent(20, 8))
+        curriculum = [{"after_step": at, "weights": {"s0": 1, "s1": share}} for at, share in ((0, 1), (9, weight))]
+        return dealt([50, 50], {}, {}, curriculum=curriculum, extent=Extent(20, 8))
 
-    with pytest.raises(ConfigError, match=r"data\.schedule\.1\.weights\.s1 = 1e-05\n.*once in 88 samples") as refused:
+    with pytest.raises(ConfigError, match=r"data\.curriculum\.1\.weights\.s1 = 1e-05\n.*once in 88 samples") as refused:
         staged(1e-5)
     order = staged(remedy(refused))
     assert order.drawn(160)[1] > order.drawn(72)[1]
@@ -190,7 +192,7 @@ def test_a_stage_that_would_never_begin_is_refused(tmp_path: Path) -> None:
         config["data"]["curriculum"] = stages((0, 1, 1), (20, 1, 2))
         resolve(load_config(write_config(tmp_path / "c.json", config), sets), world_size=1)
 
-    with pytest.raises(ConfigError, match=r"schedule\.1\.after_step = 20\n.*the run has 20 steps.*\n.*run\.steps 21"):
+    with pytest.raises(ConfigError, match=r"curriculum\.1\.after_step = 20\n.*the run has 20 steps.*\n.*run\.steps 21"):
         run("run.steps=20")
     run("run.steps=21")
 
@@ -201,7 +203,7 @@ def stages(*weights: tuple[int, float, float]) -> list[dict[str, Any]]:
 
 def test_a_schedule_draws_what_it_says_from_the_step_on_that_it_says(two: Path) -> None:
     sources = [{"path": str(two), "source": name} for name in ("json", "email")]
-    blend = opened(*sources, schedule=stages((0, 1, 0), (3, 1, 1), (5, 0, 1)))
+    blend = opened(*sources, curriculum=stages((0, 1, 0), (3, 1, 1), (5, 0, 1)))
     source = blend.order.place(np.arange(10 * 8)).source.reshape(10, 8)
     assert source.mean(axis=1).tolist() == [0, 0, 0, 0.5, 0.5, 1, 1, 1, 1, 1]
     assert blend.order.drawn(80).tolist() == [3 * 8 + 8, 8 + 5 * 8]
@@ -209,7 +211,7 @@ def test_a_schedule_draws_what_it_says_from_the_step_on_that_it_says(two: Path) 
 
 def test_a_schedule_is_seen_alike_in_every_layout_and_after_a_restart(two: Path) -> None:
     sources = [{"path": str(two), "source": name} for name in ("json", "email")]
-    blend = opened(*sources, schedule=stages((0, 3, 1), (4, 1, 3)))
+    blend = opened(*sources, curriculum=stages((0, 3, 1), (4, 1, 3)))
     for step in (3, 4, 5, 6):
         expected = blend.read(np.arange((step - 1) * 8, step * 8))[:, :-1]
         for dp, micro in ((1, 8), (2, 2), (4, 1), (8, 1)):
@@ -245,28 +247,28 @@ def test_stages_go_on_counting_so_that_an_epoch_sees_every_window_once(
 
 
 @pytest.mark.parametrize(
-    ("schedule", "said"),
+    ("curriculum", "message"),
     [
-        (stages((1, 1, 1)), r"schedule\.0\.after_step = 1.*\n.*\n.*try: 0"),
-        (stages((0, 1, 1), (5, 1, 2), (5, 2, 1)), r"schedule\.2\.after_step"),
-        (stages((0, 0, 0)), "nothing is drawn"),
-        ([{"after_step": 0, "weights": {"json": 1}}], r"weights\.email.*\n.*says nothing"),
+        (stages((1, 1, 1)), r"curriculum\.0\.after_step = 1.*\n.*\n.*try: use 0"),
+        (stages((0, 1, 1), (5, 1, 2), (5, 2, 1)), r"curriculum\.2\.after_step"),
+        (stages((0, 0, 0)), "all weights are 0"),
+        ([{"after_step": 0, "weights": {"json": 1}}], r"weights\.email.*\n.*has no weight"),
         ([{"after_step": 0, "weights": {"json": 1, "emial": 1}}], "did you mean 'email'"),
     ],
 )
-def test_stages_that_leave_something_open_are_refused(schedule: list[dict[str, Any]], said: str) -> None:
-    data = section({"path": "t", "source": "json"}, {"path": "t", "source": "email"}, schedule=schedule)
-    with pytest.raises(ConfigError, match=said):
+def test_stages_that_leave_something_open_are_refused(curriculum: list[dict[str, Any]], message: str) -> None:
+    data = section({"path": "t", "source": "json"}, {"path": "t", "source": "email"}, curriculum=curriculum)
+    with pytest.raises(ConfigError, match=message):
         check_data(data)
 
 
 def test_names_in_a_schedule_must_tell_sources_apart() -> None:
     sources = [{"path": "a", "source": "web"}, {"path": "b", "source": "web"}]
-    schedule = [{"after_step": 0, "weights": {"web": 1}}]
+    curriculum = [{"after_step": 0, "weights": {"web": 1}}]
     with pytest.raises(ConfigError, match=r"data\.sources\.1\.name"):
-        check_data(section(*sources, schedule=schedule))
-    with pytest.raises(ConfigError, match=r"data\.schedule says how much"):
-        check_data(section(sources[0] | {"weight": 2.0}, schedule=schedule))
+        check_data(section(*sources, curriculum=curriculum))
+    with pytest.raises(ConfigError, match=r"data\.curriculum sets how much"):
+        check_data(section(sources[0] | {"weight": 2.0}, curriculum=curriculum))
 
 
 def test_what_is_off_is_none_in_the_curve_and_what_is_on_is_in_it(tmp_path: Path) -> None:
@@ -284,5 +286,5 @@ def test_what_is_off_is_none_in_the_curve_and_what_is_on_is_in_it(tmp_path: Path
     assert curve(packing="best_fit")["packing"] == "best_fit"
     assert curve(fim={})["fim"]["rate"] == 0.5
     named = [web | {"name": "w"}], [{"after_step": 0, "weights": {"w": 1}}]
-    assert curve(sources=named[0], schedule=named[1])["schedule"] == [[0, [1.0]]]
+    assert curve(sources=named[0], curriculum=named[1])["schedule"] == [[0, [1.0]]]
     assert curve(sources=[web | {"max_epochs": 3.0}]) == curve(sources=[web])

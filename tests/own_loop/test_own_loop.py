@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from pipeline.config.deepspeed_schema import SchedulerParams, SchedulerSection
-from pipeline.config.schedule import schedule_of
+from pipeline.config.schedule import schedule_from_section
 from tests import warm
 from tests.own_loop.worker import BATCH, data, network, optimizer_of
 
@@ -82,7 +82,7 @@ def seen(request: pytest.FixtureRequest) -> dict[str, Any]:
 def plain(kind: str, optimizer: torch.optim.Optimizer, model: nn.Module, *, clip: float = 0.0, epochs: int = 2) -> Any:
     """The plain loop of torch; `kind` is warmup, steps or none. Returns losses, norms and the model's buffers."""
     section = SchedulerSection(type="WarmupLR", params=SchedulerParams(**WARMUP["params"]))
-    schedule = schedule_of(section, lr=ADAMW["params"]["lr"], steps=None)  # type: ignore[index]
+    schedule = schedule_from_section(section, lr=ADAMW["params"]["lr"], steps=None)  # type: ignore[index]
     steps = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1) if kind == "steps" else None
     inputs, targets = data()
     losses, norms = [], []

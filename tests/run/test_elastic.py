@@ -59,7 +59,7 @@ ON_THREE = {
 ON_SIX = {
     "torch": {
         "1f1b": filled(3, parallel={"pp": 2}),
-        # 2 micro-batches in a round: 4 of 12 rows are filling
+        # 2 micro-batches in a round: 4 of 12 rows are padding
         "interleaved": filled(2, parallel={"pp": 2, "schedule": "interleaved_1f1b"}),
     },
     "deepspeed": {"pp 2": filled(1, parallel={"pp": 2})},
@@ -245,7 +245,7 @@ def test_a_run_that_has_begun_goes_on_with_processes_that_do_not_divide_its_batc
     shutil.rmtree(tmp_path / "run/checkpoints/step-00000040")
     said = launch("train.py", path, processes=3)
     assert "resuming after step 35" in said
-    assert "x dp 3 less 1 of 9 rows, which are filling (train_micro_batch_size_per_gpu 2 gave way)" in said
+    assert "x dp 3 less 1 of 9 rows, which are padding (adjusted: train_micro_batch_size_per_gpu 2)" in said
     follows_whole_run(tmp_path / "run", expected)
 
 
