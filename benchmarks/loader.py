@@ -138,9 +138,9 @@ def open_tokens(tokens: Path, length: int, *, packing: str = "contiguous") -> Da
     )
 
 
-def steps(blend: DataMixture, cut: BatchSizes, *, mask_documents: bool = False) -> Callable[[int], object]:
+def steps(mixture: DataMixture, cut: BatchSizes, *, mask_documents: bool = False) -> Callable[[int], object]:
     """The loader's own work for one step after the other, in this thread."""
-    loader = StepLoader(blend, cut, dp_rank=0, steps=(1, 1 << 30), mask_documents=mask_documents)
+    loader = StepLoader(mixture, cut, dp_rank=0, steps=(1, 1 << 30), mask_documents=mask_documents)
     items = loader._items()  # what its thread does
     return lambda _number: next(items)
 
@@ -148,13 +148,13 @@ def steps(blend: DataMixture, cut: BatchSizes, *, mask_documents: bool = False) 
 def race(contestants: dict[str, Callable[[int], object]], arguments: argparse.Namespace) -> dict[str, float]:
     """Samples per second of CPU time, the best of rounds that take turns."""
     best = dict.fromkeys(contestants, 0.0)
-    for turn in range(ROUNDS + 1):
+    for number_of_round in range(ROUNDS + 1):
         for name, gather in contestants.items():
             started = time.process_time()
             for number in range(arguments.batches):
-                gather((turn * arguments.batches + number) % 4096)
+                gather((number_of_round * arguments.batches + number) % 4096)
             rate = arguments.batches * arguments.batch / (time.process_time() - started)
-            best[name] = max(best[name], rate if turn else 0.0)  # the first round maps
+            best[name] = max(best[name], rate if number_of_round else 0.0)  # the first round maps
     return best
 
 
@@ -166,21 +166,21 @@ def cold(tokens: Path, arguments: argparse.Namespace) -> None:
         mapped = [np.memmap(path, dtype=np.uint16, mode="r") for path in sorted((tokens / "train").glob("*.bin"))]
         spans = open_tokens(tokens, arguments.length)
         dataset = spans.sources[0]
-        shards, numbers = dataset.locate(spans.order.place(samples).window)
+        shards, numbers = dataset.locate(spans.order.locate(samples).window)
         for shard, start in zip(shards.tolist(), (numbers * arguments.length).tolist(), strict=True):
             mapped[shard][start : start + arguments.length + 1].astype(np.int64)
 
-    def ours(*, hint: bool) -> None:
-        blend = open_tokens(tokens, arguments.length)
-        place = blend.order.place(samples)
-        if hint:
-            blend.hint(place)
-        blend.rows(place)
+    def ours(*, read_ahead: bool) -> None:
+        mixture = open_tokens(tokens, arguments.length)
+        location = mixture.order.locate(samples)
+        if read_ahead:
+            mixture.read_ahead(location)
+        mixture.rows(location)
 
     ways: dict[str, Callable[[], object]] = {
         "a plain map": plain,
-        "read at random, no hints": partial(ours, hint=False),
-        "read at random, hints (the loader's way)": partial(ours, hint=True),
+        "read at random, no hints": partial(ours, read_ahead=False),
+        "read at random, hints (the loader's way)": partial(ours, read_ahead=True),
     }
     for name, way in ways.items():
         drop_cache(tokens)
@@ -211,9 +211,9 @@ def opening(directory: Path, arguments: argparse.Namespace) -> None:
     """Opens very many shards, and reads a little of them."""
     write_sparse(directory, shards=arguments.shards, tokens=SHARD_TOKENS, documents=SHARD_TOKENS // 700)
     before, started = memory_mb("RssAnon"), time.process_time()
-    blend = open_tokens(directory, arguments.length)
+    mixture = open_tokens(directory, arguments.length)
     seconds, held = time.process_time() - started, memory_mb("RssAnon") - before
-    (dataset,) = blend.sources
+    (dataset,) = mixture.sources
     print(
         f"{'opening':>52}  {arguments.shards:,} shards, {dataset.tokens:,} tokens, {dataset.windows:,} samples:",
         end=" ",
@@ -221,7 +221,7 @@ def opening(directory: Path, arguments: argparse.Namespace) -> None:
     print(f"{seconds:.2f} s of CPU, {held:.0f} MB held")
     started = time.process_time()
     for step in range(100):
-        blend.read(np.arange(step * arguments.batch, (step + 1) * arguments.batch))
+        mixture.read(np.arange(step * arguments.batch, (step + 1) * arguments.batch))
     maps, handles = len(Path("/proc/self/maps").read_text().splitlines()), len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     rate = 100 * arguments.batch / (time.process_time() - started)
     print(f"{'its first 100 batches, shards opened on the way':>52}  {rate:>10,.0f} samples/s", end=", ")

@@ -18,9 +18,9 @@ from pipeline.config.batch import BatchSizes
 from pipeline.config.renamed_keys import upgrade_keys
 from pipeline.config.rules import ResolvedRun, resolve
 from pipeline.config.schema import Config
+from pipeline.data.document_slices import document_slices
 from pipeline.data.mixing_weights import Extent
 from pipeline.data.mixture import DataMixture, open_mixture
-from pipeline.data.passages import passages
 from pipeline.data.skips import Skips, skips_of
 from pipeline.metrics.journal import read_rows
 
@@ -125,7 +125,7 @@ class RunSamples:
 
     def header(self, sample: Sample) -> str:
         """Where a sample was: step, rank, source."""
-        place = self.blend.order.place([sample.number])
+        place = self.blend.order.locate([sample.number])
         source = self.blend.sources[int(place.source[0])]
         step = "" if sample.step is None else f", step {sample.step}"
         rank, micro = sample.turn
@@ -134,8 +134,8 @@ class RunSamples:
 
     def text(self, sample: Sample) -> Iterator[str]:
         """Its documents, each with a line that says which and the text of its tokens as they are."""
-        place = self.blend.order.place([sample.number])
-        for part in passages(self.blend.sources[int(place.source[0])], int(place.window[0])):
+        place = self.blend.order.locate([sample.number])
+        for part in document_slices(self.blend.sources[int(place.source[0])], int(place.window[0])):
             end = part.first + len(part.tokens)
             yield f"-- document {part.document}, tokens {part.first} to {end} of {part.length}"
             yield self.tokenizer.decode(part.tokens.tolist(), skip_special_tokens=False)

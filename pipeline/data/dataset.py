@@ -1,8 +1,8 @@
-"""One split of a tokens directory as windows of T + 1 tokens, read from memory-mapped files.
+"""Memory-mapped dataset: one split of a tokens directory as windows of T + 1 tokens.
 
 Window w of a shard is its tokens [w T, w T + T]; neighbours share the one token that is the last target of the first
 and the first input of the second. A window never crosses shards, so up to T tokens at the end of each shard are not
-used. Opening costs O(shards), and maps nothing; nothing is indexed and nothing is held per sample.
+used. Opening costs O(shards) and maps nothing; nothing is indexed or kept in memory per sample.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from data_prep.formats.memory_map import will_need
 from data_prep.formats.tokenfile import TokenFile
 from headrace.base.directory import Manifest, check_sizes, read_manifest
 from headrace.base.errors import DataError
-from pipeline.data.documents import I64, Borders, find_borders, join
+from pipeline.data.documents import I64, DocumentBoundaries, find_boundaries, join
 from pipeline.data.files import Opened, OpenedMask, OpenFiles
 
 
 @dataclass(frozen=True)
 class Spans:
-    """Where the tokens of some windows lie: neighbouring tokens of a shard, in order, int64 [n] each.
+    """Where the tokens of windows are stored: contiguous spans of shards, in order, int64 [n] each.
 
     Attributes:
-        window: which of the windows asked for, from 0.
-        at: place of the first token in its window.
-        shard: number of the shard; -1 where there is padding.
-        start: the first token, within the shard.
-        length: tokens.
+        window: index of the window among those requested, from 0.
+        at: position of the span's first token in its window.
+        shard: number of the shard; -1 for padding.
+        start: the first token's position in the shard.
+        length: number of tokens.
     """
 
     window: I64
@@ -46,15 +46,15 @@ class TokenDataset:
     """Windows of one split, or of one source in it. Use `TokenDataset.open`.
 
     Attributes:
-        path: the tokens directory, or the prefix of a dataset of Megatron's.
-        split: its split, e.g. train.
-        source: the label of the source; None for all of them.
+        path: the tokens directory, or the prefix of a Megatron-LM dataset.
+        split: name of the split, e.g. train.
+        source: name of the source; None for all of them.
         sequence_length: T, tokens per sample.
         manifest: the directory's manifest.
         tokens: tokens in the shards.
-        bytes: UTF-8 bytes of their text; 0 where that is not known.
-        tokenizer: the Hugging Face folder of its tokenizer.
-        masked: whether its tokens come with a loss mask, which conversations have.
+        bytes: UTF-8 bytes of their text; 0 if unknown.
+        tokenizer: Hugging Face folder of its tokenizer.
+        masked: whether it has a loss mask, as datasets of conversations do.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class TokenDataset:
         self._names = [entry["name"] for entry in shards]
         self.masked = any(f"{split}/{name}{MASK}" in manifest.files for name in self._names)
         self._folder, self._files = f"{folder or path / split}/", OpenFiles() if files is None else files
-        filler = padding_id(manifest)
-        self._padding = np.full(sequence_length + 1, filler, dtype=np.uint16 if filler < 1 << 16 else np.int32)
+        pad = padding_id(manifest)
+        self._padding = np.full(sequence_length + 1, pad, dtype=np.uint16 if pad < 1 << 16 else np.int32)
         self._first_window = np.cumsum([0, *self._windows_of_shards()])
 
     @classmethod
@@ -98,22 +98,22 @@ class TokenDataset:
         manifest: Manifest | None = None,
         files: OpenFiles | None = None,
     ) -> TokenDataset:
-        """Opens a split after comparing its files' sizes with the manifest.
+        """Opens a split, and compares the sizes of its files with the manifest.
 
         Args:
             path: the tokens directory.
-            split, sequence_length, source: as the attributes.
-            manifest: the directory's, if it has been read.
-            files: shared between datasets that are open at the same time.
+            split, sequence_length, source: see the attributes.
+            manifest: of the directory, if it is already read.
+            files: pool of open files, shared between datasets.
 
         Raises:
-            DataError: no such directory, split or source, a missing or truncated file, or no whole window.
+            DataError: no such directory, split or source, a missing or truncated file, or less than one window.
         """
         path = Path(path)
         manifest = manifest or read_manifest(path, kind="tokens")
-        check_part(path, manifest, split=split, source=source)
+        check_files(path, manifest, split=split, source=source)
         dataset = cls(path, manifest, split=split, sequence_length=sequence_length, source=source, files=files)
-        dataset.refuse_short()
+        dataset.check_not_empty()
         return dataset
 
     @property
@@ -121,29 +121,29 @@ class TokenDataset:
         """Number of windows."""
         return int(self._first_window[-1])
 
-    def refuse_short(self) -> None:
-        """Raises DataError where there is not one window."""
+    def check_not_empty(self) -> None:
+        """Raises DataError if there is less than one window."""
         if self.windows < 1:
             raise DataError(
-                f"{self.label} has {self.tokens} tokens: not one sample of {self.sequence_length} + 1 fits a shard\n"
+                f"{self.label} has {self.tokens} tokens: no shard holds a sample of {self.sequence_length} + 1 tokens\n"
                 f"  try: a shorter data.sequence_length, or more text"
             )
 
     @property
     def label(self) -> str:
-        """What messages call it."""
+        """Name of the dataset in messages."""
         if not self.path.is_dir():
-            return str(self.path)  # a prefix has no splits
+            return str(self.path)  # a Megatron-LM dataset has no splits
         return f"{self.path}/{self.split}" + (f" ({self.source})" if self.source else "")
 
     @property
     def summary(self) -> str:
-        """What there is to train on, in words."""
+        """Path and size of the dataset, for messages."""
         which = f" ({self.source})" if self.source else ""
         return f"{self.path}{which}: {self.tokens:,} tokens, {self.windows:,} samples"
 
     def read(self, windows: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """Gathers windows.
+        """Reads windows.
 
         Args:
             windows: int64 [n], each in 0..self.windows-1.
@@ -154,7 +154,7 @@ class TokenDataset:
         return self.rows(windows).astype(np.int64)
 
     def rows(self, windows: npt.ArrayLike) -> npt.NDArray[Any]:
-        """The same, [n, T + 1], in the dtype of the files: a quarter of the bytes."""
+        """As `read`, [n, T + 1], but in the dtype of the files: with uint16 a quarter of the bytes."""
         spans = self.spans(windows)
         parts = []
         for shard, start, length in zip(*_lists(spans.shard, spans.start, spans.length), strict=True):
@@ -162,19 +162,19 @@ class TokenDataset:
             parts.append(tokens[start : start + length])
         return np.concatenate(parts or [self._padding[:0]]).reshape(-1, self.sequence_length + 1)
 
-    def learnt(self, windows: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-        """For each token of windows whether the loss may be taken on it: bool [n, T + 1]."""
+    def loss_mask(self, windows: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+        """Loss mask of windows: bool [n, T + 1], true where a token may be a target."""
         if not self.masked:
             return np.ones((np.size(windows), self.sequence_length + 1), dtype=np.bool_)
         spans, none = self.spans(windows), np.zeros(self.sequence_length + 1, dtype=np.uint8)
         parts = []
         for shard, start, length in zip(*_lists(spans.shard, spans.start, spans.length), strict=True):
-            mask = none if shard < 0 else self._mask(shard).learnt
+            mask = none if shard < 0 else self._mask(shard).loss_mask
             parts.append(mask[start : start + length])
         return np.concatenate(parts or [none[:0]]).reshape(-1, self.sequence_length + 1).astype(np.bool_)
 
     def spans(self, windows: npt.ArrayLike) -> Spans:
-        """Where the tokens of windows lie.
+        """Where the tokens of windows are stored.
 
         Args:
             windows: int64 [n], each in 0..self.windows-1.
@@ -183,8 +183,8 @@ class TokenDataset:
         whole = np.full(shards.size, self.sequence_length + 1)
         return Spans(np.arange(shards.size), np.zeros_like(shards), shards, numbers * self.sequence_length, whole)
 
-    def hint(self, windows: npt.ArrayLike) -> None:
-        """Has the system begin to read windows from the disk or over the network, without waiting for it."""
+    def read_ahead(self, windows: npt.ArrayLike) -> None:
+        """Readahead: asks the kernel to read windows from disk or network in the background (madvise WILLNEED)."""
         spans = self.spans(windows)
         for shard, start, length in zip(*_lists(spans.shard, spans.start, spans.length), strict=True):
             if shard >= 0:
@@ -192,8 +192,8 @@ class TokenDataset:
                 width = opened.tokens.itemsize
                 will_need(opened.address + start * width, length * width)
 
-    def hint_masks(self, windows: npt.ArrayLike) -> None:
-        """The same for what `learnt` reads."""
+    def read_ahead_masks(self, windows: npt.ArrayLike) -> None:
+        """Readahead of what `loss_mask` reads."""
         if not self.masked:
             return
         spans = self.spans(windows)
@@ -201,8 +201,8 @@ class TokenDataset:
             if shard >= 0:
                 will_need(self._mask(shard).address + start, length)
 
-    def borders(self, windows: npt.ArrayLike) -> Borders:
-        """Where documents begin within windows, from the index alone.
+    def boundaries(self, windows: npt.ArrayLike) -> DocumentBoundaries:
+        """Document boundaries within windows, from the index alone; no token is read.
 
         Args:
             windows: int64 [n], each in 0..self.windows-1.
@@ -211,11 +211,11 @@ class TokenDataset:
         starts, parts = numbers * self.sequence_length, []
         for shard in np.unique(shards):
             mine = np.flatnonzero(shards == shard)
-            parts.append((mine, find_borders(self.file(int(shard)), starts[mine], length=self.sequence_length)))
+            parts.append((mine, find_boundaries(self.file(int(shard)), starts[mine], length=self.sequence_length)))
         return join(parts)
 
     def locate(self, windows: npt.ArrayLike) -> tuple[I64, I64]:
-        """Shard of every window, and its number within the shard.
+        """Shard of every window, and its index within the shard.
 
         Args:
             windows: int64 [n].
@@ -228,10 +228,10 @@ class TokenDataset:
         return shards, wanted - self._first_window[shards]
 
     def file(self, shard: int) -> TokenFile:
-        """A shard, open.
+        """The open token file of a shard.
 
         Raises:
-            DataError: it is damaged, or not what the manifest says.
+            DataError: it is damaged, or does not match the manifest.
         """
         return self._opened(shard).file
 
@@ -245,7 +245,7 @@ class TokenDataset:
         return [max(0, (size - 1) // self.sequence_length) for size in self._sizes]
 
 
-def check_part(path: Path, manifest: Manifest, *, split: str, source: str | None) -> None:
+def check_files(path: Path, manifest: Manifest, *, split: str, source: str | None) -> None:
     """Compares the sizes of the files of a split, or of one source in it, with the manifest.
 
     Raises:
@@ -258,7 +258,9 @@ def check_part(path: Path, manifest: Manifest, *, split: str, source: str | None
     labels = sorted({str(shard["source"]) for shard in shards if "source" in shard})
     if source is not None and source not in labels:
         has = f"; it has {', '.join(labels)}" if labels else ": its manifest names none"
-        raise DataError(f"{path}/{split} has no source '{source}'{has}\n  try: one of these, or all, without 'source'")
+        raise DataError(
+            f"{path}/{split} has no source '{source}'{has}\n  try: one of these, or leave 'source' out for all"
+        )
     others = {f"{split}/{shard['name']}" for shard in shards if source is not None and shard.get("source") != source}
     files = {
         name: entry
@@ -269,22 +271,22 @@ def check_part(path: Path, manifest: Manifest, *, split: str, source: str | None
 
 
 def tokenizer_details(manifest: Manifest) -> dict[str, Any]:
-    """What a tokens directory says of its tokenizer: fingerprint, vocab_size, eos_id, ..."""
+    """Details of the tokenizer in a tokens directory's manifest: fingerprint, vocab_size, eos_id, ..."""
     details: dict[str, Any] = manifest.details["tokenizer"]
     return details
 
 
 def padding_id(manifest: Manifest) -> int:
-    """The id that fills places without a token. It is neither target nor seen by one: any id will do."""
+    """The id of padding tokens: pad_id, else eos_id, else 0. No loss depends on it, since padding is masked."""
     details = tokenizer_details(manifest)
     given = (details.get(key) for key in ("pad_id", "eos_id"))
     return next((int(number) for number in given if number is not None), 0)
 
 
 def choose_windows(available: int, wanted: int | None) -> I64:
-    """int64 indices of the windows to score: all, or `wanted` of them evenly spaced, so that no source dominates.
+    """int64 indices of the windows to evaluate: all, or `wanted` of them, evenly spaced so that no source dominates.
 
-    A shard holds documents of one source: the first windows of a split are the first source's.
+    A shard holds documents of one source, so the first windows of a split would all be of the first source.
     """
     count = available if wanted is None else min(wanted, available)
     return np.arange(count, dtype=np.int64) * available // count

@@ -1,9 +1,9 @@
-"""Which documents lie in a sample: found in the token file's index, never guessed from the tokens.
+"""Document boundaries within samples, from the token file's index; never guessed from the tokens.
 
-A sample is a window of S + 1 tokens; its position `at` is a border when a document begins there (1 <= at <= S: that one
-begins at position 0 changes nothing). The end of a packed sample may be padding. From the borders follow who may see
-whom, the place of every token in its document, and which labels do not count, because the next token belongs to another
-document.
+A sample is a window of S + 1 tokens; position `at` is a boundary if a document begins there (1 <= at <= S; a document
+that begins at position 0 changes nothing). A packed sample may end with padding. The boundaries determine the document
+mask of attention, the position of every token in its document, and the labels that are masked because the next token
+belongs to another document.
 """
 
 from __future__ import annotations
@@ -20,83 +20,86 @@ I64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Borders:
-    """Documents' borders within samples: `sample` int64 [n], its number among those asked for; `at` int64 [n].
+class DocumentBoundaries:
+    """Document boundaries within samples.
 
-    `used` int64 [samples]: tokens of each that are no padding, S + 1 at most; None where there is no padding.
+    Attributes:
+        sample: int64 [n], index of the sample among those requested.
+        at: int64 [n], position at which a document begins.
+        used: int64 [samples], tokens of each sample that are not padding, S + 1 at most; None without padding.
     """
 
     sample: I64
     at: I64
     used: I64 | None = None
 
-    def of(self, samples: I64) -> Borders:
-        """The borders of some of the samples, which are numbered anew in the order given; each at most once."""
+    def of(self, samples: I64) -> DocumentBoundaries:
+        """The boundaries of a subset of the samples, renumbered in the order given; each at most once."""
         new = np.full(max(int(self.sample.max(initial=-1)), int(samples.max(initial=-1))) + 1, -1)
         new[samples] = np.arange(samples.size)
         number = new[self.sample]
         used = None if self.used is None else self.used[samples]
-        return Borders(number[number >= 0], self.at[number >= 0], used)
+        return DocumentBoundaries(number[number >= 0], self.at[number >= 0], used)
 
     def parts(self, samples: int, *, length: int) -> tuple[I64, I64]:
-        """Documents and padding as parts of the samples' inputs, laid end to end; of each sample one part at least.
+        """Splits the inputs of samples into documents and padding; every sample has at least one part.
 
         Args:
-            samples: as many, from the first; those past the last that is known are one part.
+            samples: number of samples, from the first; those beyond the last known one are a single part.
             length: S.
 
         Returns:
-            sample int64 [parts], rising; at int64 [parts], place in it where the part begins, rising within a sample.
+            sample int64 [parts], ascending; at int64 [parts], where the part begins in it, ascending per sample.
         """
         inside = self.at < length
         begun = [np.arange(samples) * length, self.sample[inside] * length + self.at[inside]]
-        if self.used is not None:  # padding is kept apart as a document is
+        if self.used is not None:  # padding is masked like a document of its own
             short = np.flatnonzero(self.used < length)
             begun.append(short * length + self.used[short])
         sample, at = np.divmod(np.sort(np.concatenate(begun)), length)
         return sample, at
 
-    def take_targets(self, targets: npt.NDArray[np.bool_], *, masked: bool) -> None:
-        """Sets the places to false that are no targets: padding, and where `masked` those before a border.
+    def clear_non_targets(self, targets: npt.NDArray[np.bool_], *, masked: bool) -> None:
+        """Clears positions that are no targets: padding and, with `masked`, those that cross a boundary. In place.
 
         Args:
-            targets: bool [samples, S]; place t is the token that follows input t.
+            targets: bool [samples, S]; position t is the token that follows input t.
         """
         if self.used is not None:
-            places = np.arange(targets.shape[1])
-            targets &= places < self.used[:, None] - 1
+            positions = np.arange(targets.shape[1])
+            targets &= positions < self.used[:, None] - 1
         if masked:
             targets[self.sample, self.at - 1] = False
 
-    def without_target(self, *, length: int, masked: bool) -> int:
-        """Places of all samples that are no targets: padding, and where `masked` those before a border."""
+    def count_non_targets(self, *, length: int, masked: bool) -> int:
+        """Positions of all samples that are no targets: padding and, with `masked`, those that cross a boundary."""
         padding = 0 if self.used is None else int((length + 1 - self.used).sum())
         return padding + (self.at.size if masked else 0)
 
 
-def join(parts: list[tuple[I64, Borders]]) -> Borders:
-    """Borders of several groups of samples as one; each comes with the numbers its samples are to have."""
+def join(parts: list[tuple[I64, DocumentBoundaries]]) -> DocumentBoundaries:
+    """Merges the boundaries of several groups of samples; each group comes with the new indices of its samples."""
     empty = np.empty(0, dtype=np.int64)
     used = np.empty(sum(numbers.size for numbers, _ in parts), dtype=np.int64)
-    for numbers, borders in parts:
-        if borders.used is not None:
-            used[numbers] = borders.used
-    return Borders(
+    for numbers, boundaries in parts:
+        if boundaries.used is not None:
+            used[numbers] = boundaries.used
+    return DocumentBoundaries(
         np.concatenate([empty, *(numbers[b.sample] for numbers, b in parts)]),
         np.concatenate([empty, *(b.at for _, b in parts)]),
         used if parts and all(b.used is not None for _, b in parts) else None,
     )
 
 
-def find_borders(file: TokenFile, starts: I64, *, length: int) -> Borders:
-    """Borders within the windows [start, start + length] of a token file; O(windows x log documents).
+def find_boundaries(file: TokenFile, starts: I64, *, length: int) -> DocumentBoundaries:
+    """Document boundaries within the windows [start, start + length] of a token file; O(windows x log documents).
 
     Args:
         file: an open token file.
         starts: int64 [n], first token of each window.
         length: S.
     """
-    # views without the map's class, whose every indexing costs more than the reading
+    # plain views: indexing a np.memmap costs more than the read itself
     offsets, index = np.asarray(file.byte_offsets), np.asarray(file.document_index)
     width = file.dtype.itemsize
     first_sequence = _at_least(offsets, (starts + 1) * width)
@@ -107,14 +110,14 @@ def find_borders(file: TokenFile, starts: I64, *, length: int) -> Borders:
     before = np.cumsum(found) - found
     document = np.arange(window.size) - np.repeat(before - first, found)
     at = offsets[index[document]] // width - starts[window]
-    # documents without tokens begin where the next one does
+    # an empty document begins where the next one does
     once = np.unique(window * (length + 1) + at)
-    return Borders(*np.divmod(once, length + 1))
+    return DocumentBoundaries(*np.divmod(once, length + 1))
 
 
 def _documents(index: npt.NDArray[Any], sequences: I64) -> I64:
-    """int64 [n], the first document that begins with each of some sequences, or behind it."""
-    # one sequence per document, as data_prep writes them: half of the search is saved
+    """int64 [n], the first document that begins at or after each sequence."""
+    # with one sequence per document, as data_prep writes them, half of the search is saved
     if sequences.max(initial=0) < index.size:
         behind = index[np.maximum(sequences - 1, 0)] >= sequences  # the document before it
         if not np.any((index[sequences] < sequences) | (behind & (sequences > 0))):
@@ -123,9 +126,9 @@ def _documents(index: npt.NDArray[Any], sequences: I64) -> I64:
 
 
 def _at_least(rising: npt.NDArray[Any], values: I64) -> I64:
-    """int64 [n], place of the first entry that is not below each value.
+    """int64 [n], index of the first entry that is not below each value.
 
-    As np.searchsorted, which would copy the whole array first: the numbers in an index file are not aligned.
+    Like np.searchsorted, which would copy the whole array first, since the integers in an index file are not aligned.
     """
     low, high = np.zeros(values.size, dtype=np.int64), np.full(values.size, len(rising), dtype=np.int64)
     while np.any(open_ := low < high):

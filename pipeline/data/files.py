@@ -1,4 +1,4 @@
-"""Token files and their masks, opened when they are first looked at: ten thousand shards are not mapped at once."""
+"""Pool of memory-mapped token files and loss masks, opened on first use: ten thousand shards are not mapped at once."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from headrace.base.errors import DataError
 _Kept = TypeVar("_Kept")
 
 MOST: Final = 15_000
-"""Files that are open at one time, two maps each, and one for a mask and one for a packing: Linux allows a process
+"""Limit of open files, each with two memory maps, one for a loss mask and one for a packing: Linux allows a process
 65,530 maps (vm.max_map_count), of which Python and its libraries take some thousand."""
 
 
 class Opened(NamedTuple):
-    """A token file, its tokens, and the address of the first of them."""
+    """A token file, its tokens, and the memory address of the first one."""
 
     file: TokenFile
     tokens: npt.NDArray[Any]
@@ -28,24 +28,24 @@ class Opened(NamedTuple):
 
 
 class OpenedMask(NamedTuple):
-    """The mask of a token file, uint8 [tokens], and the address of its first byte."""
+    """The loss mask of a token file, uint8 [tokens], and the memory address of its first byte."""
 
-    learnt: npt.NDArray[Any]
+    loss_mask: npt.NDArray[Any]
     address: int
 
 
 class OpenFiles:
-    """Opens token files and masks by prefix and keeps them; beyond `most` of either the first opened is given up.
+    """Opens token files and loss masks by prefix and keeps them open; beyond `most` of either, the oldest is closed.
 
-    What is given up is unmapped when the last array made from it has gone.
+    A closed file is unmapped when the last array that refers to it is freed.
 
     Args:
-        most: files, and as many masks.
-        random_access: see `map_file`; whoever reads should hint before.
+        most: limit of open files, and of open masks.
+        random_access: see `map_file`; callers should use readahead before they read.
     """
 
     def __init__(self, *, most: int = MOST, random_access: bool = False) -> None:
-        self._most, self._at_random = most, random_access
+        self._most, self._random_access = most, random_access
         self._open: dict[str, Opened] = {}
         self._masks: dict[str, OpenedMask] = {}
 
@@ -53,34 +53,34 @@ class OpenFiles:
         return len(self._open)
 
     def get(self, prefix: str, tokens: int) -> Opened:
-        """The file, open, of so many tokens.
+        """The open file of a prefix.
 
         Raises:
-            DataError: it holds another number of them, or see `TokenFile.open`.
+            DataError: it does not hold `tokens` tokens, or see `TokenFile.open`.
         """
         found = self._open.get(prefix)
         if found is None:
-            file = TokenFile.open(Path(prefix), random_access=self._at_random)
+            file = TokenFile.open(Path(prefix), random_access=self._random_access)
             if file.tokens.size != tokens:
-                why = f"{prefix} has {file.tokens.size} tokens, its manifest says {tokens}"
+                why = f"{prefix} has {file.tokens.size} tokens, its manifest lists {tokens}"
                 raise DataError(f"{why}\n  try: make the dataset again")
             found = Opened(file, file.tokens, _address(file.tokens))
             self._keep(self._open, prefix, found)
         return found
 
     def mask(self, prefix: str, tokens: int) -> OpenedMask:
-        """The mask of a file of so many tokens.
+        """The open loss mask of a prefix.
 
         Raises:
-            DataError: it is not there, or of another length.
+            DataError: it is missing, or does not have `tokens` entries.
         """
         found = self._masks.get(prefix)
         if found is None:
-            learnt = open_mask(Path(prefix), tokens=tokens, random_access=self._at_random)
-            if learnt is None:
-                remedy = "make the tokens again; the masks lie beside the shards"
+            loss_mask = open_mask(Path(prefix), tokens=tokens, random_access=self._random_access)
+            if loss_mask is None:
+                remedy = "make the tokens again; masks are written beside the shards"
                 raise DataError(f"{prefix}{MASK} is missing\n  try: {remedy}")
-            found = OpenedMask(learnt, _address(learnt))
+            found = OpenedMask(loss_mask, _address(loss_mask))
             self._keep(self._masks, prefix, found)
         return found
 

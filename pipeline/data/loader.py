@@ -1,7 +1,7 @@
-"""Batches, gathered in process by one thread that runs ahead.
+"""Data loader: micro-batches of every optimizer step for one rank, prefetched by one thread.
 
-Worker processes were measured to be 10-50 times slower than gathering in process: copying a batch between processes
-costs more than reading it from a memory map.
+Worker processes were measured to be 10-50 times slower than a thread: copying a batch between processes costs more
+than reading it from a memory map.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from torch import Tensor
 
 from pipeline.config.batch import BatchSizes
 from pipeline.data.dataset import TokenDataset, choose_windows
-from pipeline.data.documents import Borders
+from pipeline.data.documents import DocumentBoundaries
 from pipeline.data.mixture import DataMixture
 from pipeline.data.order import SampleLocation
 from pipeline.data.skips import NO_SKIPS, Skips
 
 IGNORE: Final = -100
-"""The label of a position that is not a target."""
+"""Label of a position that is not a target."""
 
-_PLACED_ROWS: Final = 2048
-_PLACED_TOKENS: Final = 1 << 24
-"""Rows and tokens for which places are found together, and which the system is told of: some 32 MB ahead."""
+_LOCATED_ROWS: Final = 2048
+_LOCATED_TOKENS: Final = 1 << 24
+"""Rows and tokens that are located together and read ahead: some 32 MB."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass of one rank sees. T is the rank's part of a sequence of S tokens: S divided by cp.
+    """Micro-batch: the input of one forward pass on one rank. T = S / cp is the rank's part of a sequence of S tokens.
 
     Attributes:
         input_ids: int64 [B, T].
         labels: int64 [B, T]; labels[b, t] is the token that follows input_ids[b, t], or IGNORE.
-        positions: int64 [B, T], place of every token in its document; None when the sequence is one document, and the
-            place in the sequence counts.
-        documents: int32 [B, S], number of the document of every token of the whole sequence; None as above.
+        positions: int64 [B, T], position of every token in its document; None without a document mask, where positions
+            in the sequence apply.
+        documents: int32 [B, S], document mask: index of every token's document in the whole sequence; None as above.
     """
 
     input_ids: Tensor
@@ -50,7 +50,7 @@ class MicroBatch:
     documents: Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same batch on a device; copies from pinned memory do not block."""
+        """Copies the batch to a device; asynchronously from pinned memory."""
 
         def moved(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(device, non_blocking=True)
@@ -58,12 +58,12 @@ class MicroBatch:
         return MicroBatch(*(moved(getattr(self, field.name)) for field in fields(self)))  # type: ignore[arg-type]
 
     def pin_memory(self) -> MicroBatch:
-        """The same batch in page-locked memory."""
+        """Copies the batch to page-locked memory."""
         pinned = (t if t is None else t.pin_memory() for t in (getattr(self, f.name) for f in fields(self)))
         return MicroBatch(*pinned)  # type: ignore[arg-type]
 
     def split(self, samples: int) -> list[MicroBatch]:
-        """Batches of so many samples each, as views."""
+        """Splits into batches of `samples` samples each, as views."""
         whole = [getattr(self, field.name) for field in fields(self)]
         count = -(-self.input_ids.shape[0] // samples)
         parts = [[None] * count if tensor is None else tensor.split(samples) for tensor in whole]
@@ -76,8 +76,8 @@ class StepBatch:
 
     Attributes:
         step: number of the step, from 1.
-        micro_batches: in the order they are accumulated.
-        targets: target tokens of the whole step, over all ranks and micro-batches. Every rank knows it.
+        micro_batches: in the order of gradient accumulation.
+        targets: target tokens of the whole step, over all ranks and micro-batches; the same on every rank.
     """
 
     step: int
@@ -86,29 +86,29 @@ class StepBatch:
 
 
 class StepLoader:
-    """An iterable over the steps of a run, as one data-parallel rank sees them.
+    """Iterates over the optimizer steps of a run, for one data-parallel rank.
 
-    Which samples are in a step depends on the step alone; a rank takes its share of each. Where they cannot be dealt
-    out evenly, every rank has rows for the largest share, and those left over are filling: without targets. It can feed
-    any PyTorch loop: `for step in StepLoader(...): for micro in step.micro_batches: ...`
+    The samples of a step depend on the step alone; a rank takes its share of each. If they do not divide, every rank
+    has rows for the largest share, and surplus rows are padding without targets. It can feed any PyTorch loop:
+    `for step in StepLoader(...): for micro in step.micro_batches: ...`
 
     Args:
-        blend: where samples come from.
-        batch: how a step is cut up.
-        dp_rank: this rank's place on the data-parallel axis.
+        mixture: the training samples.
+        batch: global batch, micro-batch and gradient accumulation.
+        dp_rank: coordinate of this rank on the data-parallel axis.
         steps: (first, last) step, counted from 1, both included.
-        cp: ranks that share every sequence, in contiguous pieces of equal length.
-        cp_rank: this rank's place among them.
-        mask_documents: documents of one sample are kept apart: positions start anew in each, and a token that is
-            followed by another document's is no target.
-        skips: which data is passed over.
-        prefetch: steps gathered ahead.
-        pin: put tensors in page-locked memory, for a GPU.
+        cp: context-parallel size: ranks that each hold an equal, contiguous part of every sequence.
+        cp_rank: coordinate of this rank on the context-parallel axis.
+        mask_documents: document mask: positions restart in each document, and a token that is followed by another
+            document's is no target.
+        skips: skipped data.
+        prefetch: steps prepared ahead.
+        pin: copy tensors to page-locked memory, for a GPU.
     """
 
-    def __init__(  # noqa: PLR0913  a rank's place is four of them, and all but two have defaults
+    def __init__(  # noqa: PLR0913  four are the rank's coordinates, and all but two have defaults
         self,
-        blend: DataMixture,
+        mixture: DataMixture,
         batch: BatchSizes,
         *,
         dp_rank: int,
@@ -120,13 +120,13 @@ class StepLoader:
         prefetch: int = 4,
         pin: bool = False,
     ) -> None:
-        self._blend, self._batch, self._dp_rank, self._pin = blend, batch, dp_rank, pin
+        self._mixture, self._batch, self._dp_rank, self._pin = mixture, batch, dp_rank, pin
         self._first, self._last = steps
         self._cp, self._cp_rank = cp, cp_rank
         self._mask_documents, self._prefetch = mask_documents, prefetch
         self._skips = skips
         starts = dp_rank * batch.micro + np.arange(batch.accumulation) * batch.dp * batch.micro
-        # of each row of this rank its place in the step; from `batch.samples` on it is filling
+        # index in the step of each row of this rank; from `batch.samples` on, rows are padding
         self._samples_of_rows = (starts[:, None] + np.arange(batch.micro)).ravel()
 
     def __len__(self) -> int:
@@ -147,77 +147,77 @@ class StepLoader:
             stop.set()
 
     def gather(self, step: int) -> StepBatch:
-        """This rank's part of a step, at once and in this thread."""
-        return self._gather(step, self._blend.order.place(self._rows(step)))
+        """This rank's part of a step, computed in the calling thread."""
+        return self._gather(step, self._mixture.order.locate(self._rows(step)))
 
-    def _gather(self, step: int, place: SampleLocation) -> StepBatch:
+    def _gather(self, step: int, location: SampleLocation) -> StepBatch:
         batch, real = self._batch, self._samples_of_rows < self._batch.samples
-        rows, fim = self._blend.rows(place), self._blend.fim
+        rows, fim = self._mixture.rows(location), self._mixture.fim
         targets, own = batch.tokens, None
-        if self._mask_documents or self._blend.packed or fim is not None:
+        if self._mask_documents or self._mixture.packed or fim is not None:
             samples = np.arange(batch.samples) + self._first_sample(step)
-            before = borders = self._blend.borders(samples)
+            before = boundaries = self._mixture.boundaries(samples)
             if fim is not None:
-                borders, mine = fim.borders(before, samples), self._samples_of_rows[real]
+                boundaries, mine = fim.boundaries(before, samples), self._samples_of_rows[real]
                 rows[: mine.size] = fim.rows(rows[: mine.size], before.of(mine), samples[mine])
-            targets -= borders.without_target(length=batch.sequence_length, masked=self._mask_documents)
-            own = borders.of(self._samples_of_rows[real])
+            targets -= boundaries.count_non_targets(length=batch.sequence_length, masked=self._mask_documents)
+            own = boundaries.of(self._samples_of_rows[real])
         whole = make_batch(rows, own, mask_documents=self._mask_documents, cp=self._cp, cp_rank=self._cp_rank)
-        if self._blend.masked:
-            targets = self._leave_out(whole, place, step)
+        if self._mixture.masked:
+            targets = self._mask_labels(whole, location, step)
         whole.labels[torch.from_numpy(~real)] = IGNORE
         return StepBatch(step, [self._own(micro) for micro in whole.split(batch.micro)], targets)
 
-    def _leave_out(self, batch: MicroBatch, place: SampleLocation, step: int) -> int:
-        """Takes the labels away that are not learnt; returns the targets of the whole step.
+    def _mask_labels(self, batch: MicroBatch, location: SampleLocation, step: int) -> int:
+        """Applies the loss mask to the labels; returns the number of targets of the whole step.
 
-        To know these, every rank reads the masks of all samples: a byte per token.
+        To count these, every rank reads the masks of all samples: a byte per token.
         """
-        _keep_learnt(batch, self._blend.learnt(place), cp_rank=self._cp_rank)
+        _apply_loss_mask(batch, self._mixture.loss_mask(location), cp_rank=self._cp_rank)
         samples = np.arange(self._batch.samples) + self._first_sample(step)
-        learnt = self._blend.learnt(self._blend.order.place(samples))[:, 1:]
-        if self._mask_documents or self._blend.packed:
-            self._blend.borders(samples).take_targets(learnt, masked=self._mask_documents)
-        return max(1, int(learnt.sum()))  # a step in which nothing is learnt has a loss of 0
+        loss_mask = self._mixture.loss_mask(self._mixture.order.locate(samples))[:, 1:]
+        if self._mask_documents or self._mixture.packed:
+            self._mixture.boundaries(samples).clear_non_targets(loss_mask, masked=self._mask_documents)
+        return max(1, int(loss_mask.sum()))  # a step without targets has a loss of 0
 
     def _first_sample(self, step: int) -> int:
         return self._skips.samples(step, per_step=self._batch.samples)[0]
 
     def _rows(self, step: int) -> npt.NDArray[np.int64]:
-        """Global samples of this rank's rows of a step; those of filling are the last again."""
+        """Global sample numbers of this rank's rows of a step; padding rows repeat the last sample."""
         rows = np.minimum(self._samples_of_rows, self._batch.samples - 1)
         return np.asarray(self._first_sample(step) + rows, dtype=np.int64)
 
-    def _placed(self) -> Iterator[tuple[int, SampleLocation]]:
-        """Every step with the places of its rows, found for many steps together, which is cheaper.
+    def _located_steps(self) -> Iterator[tuple[int, SampleLocation]]:
+        """Every step with the locations of its rows, computed for many steps together, which is cheaper.
 
-        The system is told of them in time, so that a slow file system reads them all at once and before they are
-        waited for. Where there are masks, that means those of all samples of a step, which every rank reads.
+        Readahead of the next group is requested while the current one is used, so that a slow file system reads
+        concurrently and in advance. With loss masks it covers the masks of all samples, which every rank reads.
         """
-        most = min(_PLACED_ROWS, _PLACED_TOKENS // self._batch.sequence_length)
-        told_of = self._batch.samples if self._blend.masked else self._samples_of_rows.size
-        together = max(1, most // told_of)
+        most = min(_LOCATED_ROWS, _LOCATED_TOKENS // self._batch.sequence_length)
+        per_step = self._batch.samples if self._mixture.masked else self._samples_of_rows.size
+        together = max(1, most // per_step)
         ahead: tuple[range, SampleLocation] | None = None
         for first in range(self._first, self._last + 1, together):
             steps = range(first, min(first + together, self._last + 1))
-            place = self._blend.order.place(np.concatenate([self._rows(step) for step in steps]))
-            self._blend.hint(place)
-            self._hint_masks(steps)
+            location = self._mixture.order.locate(np.concatenate([self._rows(step) for step in steps]))
+            self._mixture.read_ahead(location)
+            self._read_ahead_masks(steps)
             if ahead is not None:
                 yield from _by_step(*ahead)
-            ahead = steps, place
+            ahead = steps, location
         if ahead is not None:
             yield from _by_step(*ahead)
 
-    def _hint_masks(self, steps: range) -> None:
-        if self._blend.masked:
+    def _read_ahead_masks(self, steps: range) -> None:
+        if self._mixture.masked:
             samples = [self._first_sample(step) + np.arange(self._batch.samples) for step in steps]
-            place = self._blend.order.place(np.concatenate(samples))
-            for number in np.unique(place.source):
-                self._blend.sources[number].hint_masks(place.window[place.source == number])
+            location = self._mixture.order.locate(np.concatenate(samples))
+            for number in np.unique(location.source):
+                self._mixture.sources[number].read_ahead_masks(location.window[location.source == number])
 
     def _own(self, micro: MicroBatch) -> MicroBatch:
-        """Contiguous, in page-locked memory for a GPU: a strided view would be copied again on its way."""
+        """Contiguous and, for a GPU, in page-locked memory: a strided view would be copied once more."""
         return micro.pin_memory() if self._pin else micro
 
     def _gather_all(self, ready: queue.Queue[StepBatch | BaseException], stop: threading.Event) -> None:
@@ -233,47 +233,52 @@ class StepLoader:
 
     def _items(self) -> Iterator[StepBatch | BaseException]:
         try:
-            for step, place in self._placed():
-                yield self._gather(step, place)
+            for step, location in self._located_steps():
+                yield self._gather(step, location)
         except GeneratorExit:
             raise
-        except BaseException as error:  # handed to the loop, which raises it
+        except BaseException as error:  # raised by the consuming thread
             yield error
 
 
-def _by_step(steps: range, place: SampleLocation) -> Iterator[tuple[int, SampleLocation]]:
-    sources, windows = (np.split(column, len(steps)) for column in (place.source, place.window))
+def _by_step(steps: range, location: SampleLocation) -> Iterator[tuple[int, SampleLocation]]:
+    sources, windows = (np.split(column, len(steps)) for column in (location.source, location.window))
     for step, source, window in zip(steps, sources, windows, strict=True):
         yield step, SampleLocation(source, window)
 
 
 def make_batch(
-    rows: npt.NDArray[Any], borders: Borders | None, *, mask_documents: bool = True, cp: int = 1, cp_rank: int = 0
+    rows: npt.NDArray[Any],
+    boundaries: DocumentBoundaries | None,
+    *,
+    mask_documents: bool = True,
+    cp: int = 1,
+    cp_rank: int = 0,
 ) -> MicroBatch:
-    """One rank's piece of whole samples.
+    """One rank's context-parallel part of samples, with labels, positions and document mask.
 
     Args:
-        rows: [n, S + 1], of any type of integers.
-        borders: where documents begin and padding, of the first of the rows; None when a sample counts as one document.
-        mask_documents: keep documents apart; without it, only padding is left out.
-        cp: ranks that share a sequence.
-        cp_rank: this rank's place among them.
+        rows: [n, S + 1], of any integer dtype.
+        boundaries: document boundaries and padding of the first rows; None if every sample is one document.
+        mask_documents: apply the document mask; without it, only padding is masked.
+        cp: context-parallel size.
+        cp_rank: coordinate of this rank on that axis.
     """
     samples, length = rows.shape[0], rows.shape[1] - 1
     assert length % cp == 0, (length, cp)
     piece = slice(cp_rank * (length // cp), (cp_rank + 1) * (length // cp))
     ids, labels = _int64(rows[:, :-1][:, piece]), _int64(rows[:, 1:][:, piece])
-    if borders is None:
+    if boundaries is None:
         return MicroBatch(torch.from_numpy(ids), torch.from_numpy(labels))
-    if borders.used is not None:
-        for row in np.flatnonzero(borders.used <= length).tolist():
-            labels[row, max(0, int(borders.used[row]) - 1 - piece.start) :] = IGNORE
+    if boundaries.used is not None:
+        for row in np.flatnonzero(boundaries.used <= length).tolist():
+            labels[row, max(0, int(boundaries.used[row]) - 1 - piece.start) :] = IGNORE
     if not mask_documents:
         return MicroBatch(torch.from_numpy(ids), torch.from_numpy(labels))
-    before = borders.at - 1 - piece.start  # of a border, the label that crosses it
+    before = boundaries.at - 1 - piece.start  # the label that crosses a boundary
     own = (before >= 0) & (before < ids.shape[1])
-    labels[borders.sample[own], before[own]] = IGNORE
-    sample, begun = borders.parts(samples, length=length)
+    labels[boundaries.sample[own], before[own]] = IGNORE
+    sample, begun = boundaries.parts(samples, length=length)
     sizes = np.diff(sample * length + begun, append=samples * length)
     positions = np.tile(np.arange(length), samples) - np.repeat(begun, sizes)
     numbers = np.arange(sample.size) - np.searchsorted(sample, sample)
@@ -282,14 +287,14 @@ def make_batch(
     return MicroBatch(*map(torch.from_numpy, (ids, labels, own_positions, documents)))
 
 
-def _keep_learnt(batch: MicroBatch, learnt: npt.NDArray[np.bool_], *, cp_rank: int) -> None:
-    """Takes the labels of a rank's piece away that are not learnt; `learnt` is bool [n, S + 1], of whole samples."""
+def _apply_loss_mask(batch: MicroBatch, loss_mask: npt.NDArray[np.bool_], *, cp_rank: int) -> None:
+    """Masks the labels of a rank's part; `loss_mask` is bool [n, S + 1], of whole samples."""
     width = batch.labels.shape[1]
-    batch.labels[torch.from_numpy(~learnt[:, 1 + cp_rank * width : 1 + (cp_rank + 1) * width])] = IGNORE
+    batch.labels[torch.from_numpy(~loss_mask[:, 1 + cp_rank * width : 1 + (cp_rank + 1) * width])] = IGNORE
 
 
 def _int64(array: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    return array.astype(np.int64, order="C")  # a copy in any case: inputs and labels of one sample overlap
+    return array.astype(np.int64, order="C")  # always a copy: inputs and labels of a sample overlap
 
 
 def heldout_batches(
@@ -303,24 +308,24 @@ def heldout_batches(
     mask_documents: bool = False,
     samples: int | None = None,
 ) -> Iterator[MicroBatch]:
-    """The windows of a split in its order, as one rank sees them.
+    """Batches of the windows of a held-out split in order, for one rank.
 
-    Every rank gets the same number of batches of the same shape (sharded engines must run in step): rows past the end
-    are filled with labels that do not count.
+    Every rank gets the same number of batches of the same shape, since sharded engines run in lockstep: rows past the
+    end are padding, whose labels are IGNORE.
 
     Args:
         dataset: the split.
         batch_size: samples per batch of a rank.
         dp, dp_rank, cp, cp_rank, mask_documents: as `StepLoader`.
-        samples: evaluate so many windows, spread evenly over the split; all when None.
+        samples: number of windows to evaluate, evenly spaced over the split; all if None.
     """
     chosen = choose_windows(dataset.windows, samples)
     for start in range(0, chosen.size, batch_size * dp):
         mine = start + dp_rank * batch_size + np.arange(batch_size)
         windows = chosen[np.minimum(mine, chosen.size - 1)]
-        borders = dataset.borders(windows) if mask_documents else None
-        batch = make_batch(dataset.rows(windows), borders, cp=cp, cp_rank=cp_rank)
+        boundaries = dataset.boundaries(windows) if mask_documents else None
+        batch = make_batch(dataset.rows(windows), boundaries, cp=cp, cp_rank=cp_rank)
         if dataset.masked:
-            _keep_learnt(batch, dataset.learnt(windows), cp_rank=cp_rank)
+            _apply_loss_mask(batch, dataset.loss_mask(windows), cp_rank=cp_rank)
         batch.labels[torch.from_numpy(mine >= chosen.size)] = IGNORE
         yield batch

@@ -1,7 +1,6 @@
-"""A dataset that Megatron's own tool made: PREFIX.bin and PREFIX.idx, and nothing that says what they are.
+"""Megatron-LM datasets: PREFIX.bin and PREFIX.idx without a manifest, read in place as one shard.
 
-It is read as it lies there, as one shard. What a manifest would say is taken from the index and from the tokenizer's
-folder, which the user has to name.
+A manifest is derived from the index and from the tokenizer's folder, which the config has to name.
 """
 
 from __future__ import annotations
@@ -18,27 +17,27 @@ from headrace.base.errors import ConfigError
 from pipeline.data.text_bytes import text_bytes
 
 _PIECE_BYTES, _PIECES = 1 << 16, 256
-_LOOKED_AT = 1 << 16
+_CHECKED_TOKENS = 1 << 16
 
 
 def is_prefix(path: str | Path) -> bool:
-    """Whether a path names such a dataset, and not a directory."""
+    """Whether a path is the prefix of a Megatron-LM dataset, and not a directory."""
     return not Path(path).is_dir() and with_suffix(Path(path), ".idx").is_file()
 
 
-def described(prefix: Path, *, tokenizer: str, field: str, split: str = "train") -> Manifest:
-    """What the manifest of such a dataset would say: one shard, all of it one split.
+def manifest_of(prefix: Path, *, tokenizer: str, field: str, split: str = "train") -> Manifest:
+    """The manifest of a Megatron-LM dataset: one shard, which is one split.
 
-    The fingerprint is over the sizes of both files and the content of the index: 16 MiB of it, since every rank asks.
+    The fingerprint covers the sizes of both files and up to 16 MiB of the index, since every rank computes it.
 
     Args:
         prefix: the dataset.
-        tokenizer: the Hugging Face folder of its tokenizer.
-        field: of the config, which names the tokenizer.
-        split: what it is for. Of a held-out split the bytes of text are counted, for which it is read once.
+        tokenizer: Hugging Face folder of its tokenizer.
+        field: the config field that names the tokenizer.
+        split: name of the split. The text bytes of a held-out split are counted, which reads it once.
 
     Raises:
-        DataError: it is damaged, there is no tokenizer, or its bytes cannot be counted: see `text_bytes`.
+        DataError: it is damaged, there is no tokenizer, or its bytes cannot be counted (see `text_bytes`).
         ConfigError: it begins or ends with ids that the tokenizer does not have.
     """
     file = TokenFile.open(prefix)
@@ -60,16 +59,16 @@ def described(prefix: Path, *, tokenizer: str, field: str, split: str = "train")
 
 
 def _check_ids(file: TokenFile, vocab_size: int, *, field: str, tokenizer: str) -> None:
-    """Looks at both ends: a tokenizer that is too small is found now, and not by an assertion on a GPU."""
-    ends = np.concatenate([file.tokens[:_LOOKED_AT], file.tokens[-_LOOKED_AT:]])
+    """Checks the ids at both ends: a vocabulary that is too small is found here, not by an assertion on a GPU."""
+    ends = np.concatenate([file.tokens[:_CHECKED_TOKENS], file.tokens[-_CHECKED_TOKENS:]])
     low, high = int(ends.min(initial=0)), int(ends.max(initial=0))
     if low < 0 or high >= vocab_size:
-        why = f"{file.prefix} holds the id {low if low < 0 else high}, the tokenizer has {vocab_size} ids"
+        why = f"{file.prefix} holds the id {low if low < 0 else high}, and the tokenizer has {vocab_size} ids"
         raise ConfigError(field, tokenizer, why=why, remedy="name the tokenizer that made it")
 
 
 def _hash(path: Path) -> str:
-    """Of a file of up to `_PIECES` pieces the sum, of a larger one that of so many from its beginning to its end."""
+    """Checksum of a file; of one larger than `_PIECES` pieces, of so many evenly spaced pieces."""
     digest, last = xxhash.xxh3_128(), max(0, path.stat().st_size - _PIECE_BYTES)
     pieces = min(_PIECES, 1 + -(-last // _PIECE_BYTES))
     with path.open("rb") as file:

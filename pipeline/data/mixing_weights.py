@@ -1,4 +1,4 @@
-"""How much of each source a run draws: weights, budgets in epochs or tokens, stages, and limits on repetition."""
+"""Mixing weights of a run's sources, from weights, budgets or a curriculum; and limits on repetition."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from headrace.base.errors import ConfigError
 from pipeline.config.schema import DataSection
 from pipeline.data.order import MixtureStage, SampleOrder
 
-_SLACK: Final = 1e-3
-_FEW: Final = 2
-"""A limit that is met exactly must not fail for rounding: of a source so large a share more may be drawn, and so many
-samples. The order of 3,000 random blends of up to 40 sources was off by 2.2 samples at most."""
+_RELATIVE_TOLERANCE: Final = 1e-3
+_SAMPLE_TOLERANCE: Final = 2
+"""Tolerances of a limit, relative and in samples, so that one that is met exactly does not fail for rounding. The order
+of 3,000 random mixtures of up to 40 sources was off by 2.2 samples at most."""
 _SMALL: Final = 1 / 65_536
-"""A smaller share that is not drawn once is taken for a mistake; of a larger one, the run may just be a short trial."""
+"""A smaller share that draws no sample is refused as a mistake; with a larger one, the run may be a short trial."""
 
 
 @dataclass(frozen=True)
 class Extent:
-    """How long a run is: `steps` of `per_step` samples each."""
+    """Length of a run: `steps` optimizer steps of `per_step` samples each."""
 
     steps: int
     per_step: int
@@ -34,25 +34,25 @@ class Extent:
 
 
 def make_order(data: DataSection, windows: Sequence[int], *, seed: int, extent: Extent | None) -> SampleOrder:
-    """The order of a run's samples.
+    """The order in which a run draws samples from its sources.
 
     Args:
         data: the config's section.
-        windows: of each source.
-        seed: the run's.
-        extent: of the run; needed for stages, budgets and limits.
+        windows: number of windows of each source.
+        seed: seed of the run.
+        extent: length of the run; needed for a curriculum, budgets and limits.
 
     Raises:
-        ConfigError: budgets and the run's length do not fit each other, or a source would be seen too often or never.
+        ConfigError: budgets do not fit the length of the run, or a source would be repeated too often or never drawn.
         DataError: see `SampleOrder`.
     """
     stages = [MixtureStage(0, tuple(source.weight or 1.0 for source in data.sources))]
     if data.curriculum is not None:
-        assert extent is not None, "stages are counted in steps"
+        assert extent is not None, "a curriculum is given in steps"
         named = [(stage.after_step * extent.per_step, stage.weights) for stage in data.curriculum]
         stages = [MixtureStage(start, tuple(weights[name] for name in data.names)) for start, weights in named]
     elif any(source.epochs or source.tokens for source in data.sources):
-        assert extent is not None, "what share a budget is depends on the length of the run"
+        assert extent is not None, "the mixing weight of a budget depends on the length of the run"
         stages = [MixtureStage(0, _shares(data, windows, extent))]
     order = SampleOrder(windows, weights=stages[0].weights, seed=seed, later=stages[1:])
     if extent is not None:
@@ -62,7 +62,7 @@ def make_order(data: DataSection, windows: Sequence[int], *, seed: int, extent: 
 
 
 def _shares(data: DataSection, windows: Sequence[int], extent: Extent) -> tuple[float, ...]:
-    """Samples of each source: those of the budgets, and of the others what is left, by weight."""
+    """Samples of each source: its budget, or its share by weight of what the budgets leave."""
     budgets = [
         source.epochs * size if source.epochs else source.tokens / data.sequence_length if source.tokens else None
         for source, size in zip(data.sources, windows, strict=True)
@@ -72,19 +72,21 @@ def _shares(data: DataSection, windows: Sequence[int], extent: Extent) -> tuple[
     open_ = sum(weight for weight, budget in zip(weights, budgets, strict=True) if budget is None)
     if rest < -extent.per_step or (rest > extent.per_step and not open_) or (open_ and rest <= 0):
         wanted, length = round(fixed * data.sequence_length), extent.samples * data.sequence_length
-        why = f"the budgets of data.sources are {wanted:,} tokens, the run has {length:,}"
+        why = f"the budgets of data.sources are {wanted:,} tokens, and the run has {length:,}"
         more = "" if open_ else ", or give one source a weight in place of its budget"
-        raise ConfigError("data.sources", why=why, remedy=f"run.tokens {wanted:,}{' or more' if open_ else ''}{more}")
+        raise ConfigError(
+            "data.sources", why=why, remedy=f"use run.tokens {wanted:,}{' or more' if open_ else ''}{more}"
+        )
     return tuple(
         budget if budget is not None else rest * weight / open_ for weight, budget in zip(weights, budgets, strict=True)
     )
 
 
 def _check_drawn(data: DataSection, order: SampleOrder, stages: Sequence[MixtureStage], extent: Extent) -> None:
-    """Refuses a budget, and a small weight of a stage, of which not one sample is drawn."""
+    """Refuses a budget, and a small weight of a stage, of which no sample would be drawn."""
     ends = [*(stage.start for stage in stages[1:]), extent.samples]
     for number, (stage, end) in enumerate(zip(stages, ends, strict=True)):
-        drawn, total = order.drawn(end) - order.drawn(stage.start), sum(stage.weights)
+        drawn, total = order.samples_drawn(end) - order.samples_drawn(stage.start), sum(stage.weights)
         for which, share in enumerate(stage.weights):
             budget = data.sources[which].epochs or data.sources[which].tokens
             if share > 0 and not drawn[which] and (budget or share < _SMALL * total):
@@ -97,41 +99,47 @@ def _never_drawn(data: DataSection, stage: MixtureStage, *, number: int, which: 
     budget, field = source.epochs or source.tokens, f"data.sources.{which}"
     if budget:
         why += f": it is {share:.2g} of a sample of {data.sequence_length:,} tokens"
-        least = _rounded_up(budget * _FEW / share) if source.epochs else f"{math.ceil(budget * _FEW / share):,}"
-        remedy = f"{least} or more, or leave the source out"
+        least = (
+            _rounded_up(budget * _SAMPLE_TOLERANCE / share)
+            if source.epochs
+            else f"{math.ceil(budget * _SAMPLE_TOLERANCE / share):,}"
+        )
+        remedy = f"use {least} or more, or leave the source out"
         return ConfigError(f"{field}.{'epochs' if source.epochs else 'tokens'}", budget, why=why, remedy=remedy)
     why += f": its share is {share / (share + others):.2g}"
     if any(s.epochs or s.tokens for s in data.sources):
-        return ConfigError(field, why=why, remedy="smaller budgets for others, a longer run, or leave the source out")
-    least = f"{_rounded_up(others * _FEW / max(1, samples - _FEW))} or more"
+        return ConfigError(
+            field, why=why, remedy="use smaller budgets for others, a longer run, or leave the source out"
+        )
+    least = f"{_rounded_up(others * _SAMPLE_TOLERANCE / max(1, samples - _SAMPLE_TOLERANCE))} or more"
     if data.curriculum is not None:
         field = f"data.curriculum.{number}.weights.{data.names[which]}"
-        return ConfigError(field, share, why=why, remedy=f"{least}, or 0")
-    return ConfigError(f"{field}.weight", share, why=why, remedy=f"{least}, or leave the source out")
+        return ConfigError(field, share, why=why, remedy=f"use {least}, or 0")
+    return ConfigError(f"{field}.weight", share, why=why, remedy=f"use {least}, or leave the source out")
 
 
 def _check_limits(data: DataSection, order: SampleOrder, extent: Extent) -> None:
-    drawn = order.drawn(extent.samples)
+    drawn = order.samples_drawn(extent.samples)
     for number, source in enumerate(data.sources):
         if source.max_epochs is None:
             continue
         size = int(order.windows[number])
-        most = source.max_epochs * size * (1 + _SLACK) + _FEW
+        most = source.max_epochs * size * (1 + _RELATIVE_TOLERANCE) + _SAMPLE_TOLERANCE
         if drawn[number] > most:
             seen = f"{drawn[number]:,} samples are drawn from its {size:,} in {extent.steps:,} steps"
-            why = f"{data.names[number]} would be seen {drawn[number] / size:.2f} times: {seen}"
-            remedy = _what_fits(data, order, extent, number=number, most=most)
+            why = f"{data.names[number]} would be repeated for {drawn[number] / size:.2f} epochs: {seen}"
+            remedy = _remedy(data, order, extent, number=number, most=most)
             raise ConfigError(f"data.sources.{number}.max_epochs", source.max_epochs, why=why, remedy=remedy)
 
 
-def _what_fits(data: DataSection, order: SampleOrder, extent: Extent, *, number: int, most: float) -> str:
+def _remedy(data: DataSection, order: SampleOrder, extent: Extent, *, number: int, most: float) -> str:
     def drawn(step: int) -> int:
-        return int(order.drawn(step * extent.per_step)[number])
+        return int(order.samples_drawn(step * extent.per_step)[number])
 
     source, fits = data.sources[number], []
     budgets = any(s.epochs or s.tokens for s in data.sources)
     steps = bisect_right(range(extent.steps + 1), most, key=drawn) - 1
-    # budgets are shared out anew over a run of another length, and every stage has to begin
+    # in a run of another length budgets have other weights, and every stage has to begin
     if not budgets and steps > (data.curriculum[-1].after_step if data.curriculum else 0):
         fits.append(f"run.steps {steps:,} or less")
     others = sum(s.weight or 1.0 for i, s in enumerate(data.sources) if i != number)
@@ -143,7 +151,7 @@ def _what_fits(data: DataSection, order: SampleOrder, extent: Extent, *, number:
     if source.epochs or source.tokens:
         fits.append(f"a smaller budget than {'epochs' if source.epochs else 'tokens'} {source.epochs or source.tokens}")
     seen = math.ceil(100 * drawn(extent.steps) / int(order.windows[number])) / 100
-    return ", or ".join([*fits, f"max_epochs {seen}"])
+    return "use " + ", or ".join([*fits, f"max_epochs {seen}"])
 
 
 def _rounded_down(value: float) -> str:

@@ -1,4 +1,4 @@
-"""The datasets of a run, opened and checked against each other, read in the order of law 1."""
+"""Data mixture: opens the datasets of a run, checks that they fit together, and reads samples in global order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace.base.errors import ConfigError, DataError
 from pipeline.config.schema import DataSection, SourceSection
 from pipeline.data import megatron
 from pipeline.data.dataset import TokenDataset, tokenizer_details
-from pipeline.data.documents import Borders, join
+from pipeline.data.documents import DocumentBoundaries, join
 from pipeline.data.files import OpenFiles
 from pipeline.data.fim import Fim, make_fim
 from pipeline.data.mixing_weights import Extent, make_order
@@ -27,8 +27,8 @@ class DataMixture:
 
     Args:
         sources: opened datasets, in the config's order.
-        order: which window of which of them is sample i; or `weights`, the share of each, and the run's `seed`.
-        fim: what the loader does to samples besides; `read` gives them as they lie.
+        order: maps a global sample number to a source and its window; or give mixing `weights` and the run's `seed`.
+        fim: fill-in-the-middle transformation, which the loader applies; `read` returns samples without it.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class DataMixture:
         self.fim = fim
 
     def read(self, samples: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """Gathers samples.
+        """Reads samples.
 
         Args:
             samples: int64 [n], global sample numbers from 0.
@@ -54,17 +54,21 @@ class DataMixture:
         Returns:
             int64 [n, T + 1].
         """
-        return self.rows(self.order.place(samples)).astype(np.int64)
+        return self.rows(self.order.locate(samples)).astype(np.int64)
 
-    def rows(self, place: SampleLocation) -> npt.NDArray[Any]:
-        """The samples of some places, [n, T + 1], in the dtype of the files."""
-        present = np.unique(place.source)
+    def rows(self, location: SampleLocation) -> npt.NDArray[Any]:
+        """Samples at the given locations, [n, T + 1], in the dtype of the files."""
+        present = np.unique(location.source)
         if present.size == 1:
-            return self.sources[int(present[0])].rows(place.window)
-        parts = [(mine := place.source == number, self.sources[number].rows(place.window[mine])) for number in present]
+            return self.sources[int(present[0])].rows(location.window)
+        masks = [location.source == number for number in present]
+        parts = [
+            (mine, self.sources[number].rows(location.window[mine]))
+            for number, mine in zip(present, masks, strict=True)
+        ]
         width = self.sequence_length + 1
         rows: npt.NDArray[Any] = np.empty(
-            (place.source.size, width), dtype=np.result_type(*(part.dtype for _, part in parts))
+            (location.source.size, width), dtype=np.result_type(*(part.dtype for _, part in parts))
         )
         for mine, part in parts:
             rows[mine] = part
@@ -72,34 +76,34 @@ class DataMixture:
 
     @property
     def masked(self) -> bool:
-        """Whether some tokens are not learnt: those of conversations that the assistant does not say."""
+        """Whether any source has a loss mask, as conversations do: only the assistant's tokens are targets."""
         return any(source.masked for source in self.sources)
 
-    def learnt(self, place: SampleLocation) -> npt.NDArray[np.bool_]:
-        """For each token of the samples of some places whether the loss may be taken on it: bool [n, T + 1]."""
-        learnt = np.empty((place.source.size, self.sequence_length + 1), dtype=np.bool_)
-        for number in np.unique(place.source):
-            mine = place.source == number
-            learnt[mine] = self.sources[number].learnt(place.window[mine])
-        return learnt
+    def loss_mask(self, location: SampleLocation) -> npt.NDArray[np.bool_]:
+        """Loss mask of the samples at the given locations: bool [n, T + 1]."""
+        loss_mask = np.empty((location.source.size, self.sequence_length + 1), dtype=np.bool_)
+        for number in np.unique(location.source):
+            mine = location.source == number
+            loss_mask[mine] = self.sources[number].loss_mask(location.window[mine])
+        return loss_mask
 
-    def hint(self, place: SampleLocation) -> None:
-        """Has the system begin to read what lies at some places, without waiting for it."""
-        for number in np.unique(place.source):
-            self.sources[number].hint(place.window[place.source == number])
+    def read_ahead(self, location: SampleLocation) -> None:
+        """Readahead: asks the kernel to read the samples at the given locations in the background."""
+        for number in np.unique(location.source):
+            self.sources[number].read_ahead(location.window[location.source == number])
 
-    def borders(self, samples: npt.ArrayLike) -> Borders:
-        """Where documents begin within samples; see `TokenDataset.borders`. No token is read."""
-        place = self.order.place(samples)
+    def boundaries(self, samples: npt.ArrayLike) -> DocumentBoundaries:
+        """Document boundaries within samples; see `TokenDataset.boundaries`. No token is read."""
+        location = self.order.locate(samples)
         parts = []
-        for number in np.unique(place.source):
-            mine = np.flatnonzero(place.source == number)
-            parts.append((mine, self.sources[number].borders(place.window[mine])))
+        for number in np.unique(location.source):
+            mine = np.flatnonzero(location.source == number)
+            parts.append((mine, self.sources[number].boundaries(location.window[mine])))
         return join(parts)
 
     @property
     def packed(self) -> bool:
-        """Whether samples are packed documents, and may end with padding."""
+        """Whether samples are packed documents, which may end with padding."""
         return any(isinstance(source, PackedDataset) for source in self.sources)
 
     @property
@@ -124,20 +128,20 @@ def open_mixture(data: DataSection, *, seed: int, extent: Extent | None = None) 
 
     Args:
         data: the config's section.
-        seed: the run's.
-        extent: how long the run is; needed where there are stages or budgets, and for limits to be checked.
+        seed: seed of the run.
+        extent: length of the run; needed for a curriculum, for budgets, and to check limits on repetition.
 
     Raises:
         DataError: a source is missing, damaged or too short.
-        ConfigError: two sources were made with different tokenizers, or the shares do not fit the run.
+        ConfigError: two sources were made with different tokenizers, or budgets and limits do not fit the run.
     """
     files, manifests = OpenFiles(random_access=True), _Manifests()
     opened = [_open(source, i, data, files=files, manifests=manifests) for i, source in enumerate(data.sources)]
     for number, dataset in enumerate(opened):
         _check_tokenizer(f"data.sources.{number}.path", dataset, like=opened[0])
     if data.fim is not None and any(dataset.masked for dataset in opened):
-        why = "tokens of conversations carry a loss mask, which moving their middles would tear apart"
-        raise ConfigError("data.fim", why=why, remedy="remove the section, or train on them without it")
+        why = "conversations have a loss mask, which fill-in-the-middle would misalign"
+        raise ConfigError("data.fim", why=why, remedy="remove the section, or the sources of conversations")
     order = make_order(data, [dataset.windows for dataset in opened], seed=seed, extent=extent)
     return DataMixture(opened, order=order, fim=_make_fim(data, opened[0], seed=seed))
 
@@ -149,14 +153,14 @@ def _make_fim(data: DataSection, dataset: TokenDataset, *, seed: int) -> Fim | N
     return make_fim(data.fim, seed=seed, length=data.sequence_length, tokenizer=dataset.tokenizer, eos=eos)
 
 
-def open_heldout(data: DataSection, blend: DataMixture) -> list[TokenDataset]:
-    """Opens the held-out split of every source that has one, each once, in contiguous windows.
+def open_heldout(data: DataSection, mixture: DataMixture) -> list[TokenDataset]:
+    """Opens the held-out split of every source that has one, each split once, as contiguous windows.
 
     Raises:
         DataError: one is damaged or too short.
         ConfigError: none of the sources has one, or a `heldout` was made with another tokenizer.
     """
-    found = {(str(dataset.path), dataset.source): dataset for dataset in _heldout(data, blend)}
+    found = {(str(dataset.path), dataset.source): dataset for dataset in _heldout(data, mixture)}
     if not found:
         why = "none of the sources has held-out text, so nothing could be evaluated"
         remedy = "name a tokens directory made with the same tokenizer"
@@ -164,24 +168,24 @@ def open_heldout(data: DataSection, blend: DataMixture) -> list[TokenDataset]:
     return list(found.values())
 
 
-def _heldout(data: DataSection, blend: DataMixture) -> Iterator[TokenDataset]:
+def _heldout(data: DataSection, mixture: DataMixture) -> Iterator[TokenDataset]:
     length = data.sequence_length
-    for number, (section, dataset) in enumerate(zip(data.sources, blend.sources, strict=True)):
+    for number, (section, dataset) in enumerate(zip(data.sources, mixture.sources, strict=True)):
         splits = dataset.manifest.details["splits"]
         if section.heldout is not None:
             opened = _open_heldout(section.heldout, f"data.sources.{number}.heldout", length, of=dataset)
-            _check_tokenizer(f"data.sources.{number}.heldout", opened, like=blend.sources[0])
+            _check_tokenizer(f"data.sources.{number}.heldout", opened, like=mixture.sources[0])
             yield opened
         elif section.source is None and not megatron.is_prefix(section.path):
             yield TokenDataset.open(section.path, split="heldout", sequence_length=length, manifest=dataset.manifest)
-        elif "heldout" in splits:  # a small source may have not one window of it
+        elif "heldout" in splits:  # of a small source it may be shorter than one window
             about: dict[str, Any] = {"split": "heldout", "sequence_length": length, "source": section.source}
             if TokenDataset(dataset.path, dataset.manifest, **about).windows:
                 yield TokenDataset.open(dataset.path, manifest=dataset.manifest, **about)
 
 
 class _Manifests(dict[str, Manifest]):
-    """Manifests of tokens directories, each read once however many of its sources are named."""
+    """Manifests of tokens directories; each is read once, however many of its sources are in the mixture."""
 
     def __missing__(self, path: str) -> Manifest:
         self[path] = read_manifest(path, kind="tokens")
@@ -197,7 +201,7 @@ def _open(
     _refuse_suffix(section.path)
     manifest = manifests[section.path]
     if section.tokenizer is not None:
-        why = f"{section.path} has its own, with which it was made"
+        why = f"{section.path} has the tokenizer that it was made with"
         raise ConfigError(f"{field}.tokenizer", section.tokenizer, why=why, remedy="leave it out")
     kind = PackedDataset if data.packing == "best_fit" else TokenDataset
     return kind.open(
@@ -212,14 +216,14 @@ def _open(
 
 def _open_prefix(section: SourceSection, field: str, data: DataSection, *, files: OpenFiles) -> TokenDataset:
     if section.tokenizer is None:
-        why = f"{section.path}.idx does not say which tokenizer made it"
+        why = f"{section.path}.idx does not name the tokenizer that made it"
         raise ConfigError(f"{field}.tokenizer", why=why, remedy="name its Hugging Face folder")
     if section.source is not None:
-        why = f"{section.path}.idx knows no sources"
+        why = f"{section.path} is a Megatron-LM dataset, which has no named sources"
         raise ConfigError(f"{field}.source", section.source, why=why, remedy="leave it out")
     if data.packing != "contiguous":
-        why = f"{section.path} is not a tokens directory, which data_prep could have packed"
-        raise ConfigError("data.packing", data.packing, why=why, remedy="contiguous")
+        why = f"{section.path} is a Megatron-LM dataset, which data_prep cannot pack"
+        raise ConfigError("data.packing", data.packing, why=why, remedy="use contiguous")
     field = f"{field}.tokenizer"
     return _prefix(section.path, field, data.sequence_length, tokenizer=Path(section.tokenizer), files=files)
 
@@ -235,17 +239,17 @@ def _prefix(
     path: str, field: str, length: int, *, tokenizer: Path, split: str = "train", files: OpenFiles | None = None
 ) -> TokenDataset:
     prefix = Path(path)
-    manifest = megatron.described(prefix, tokenizer=str(tokenizer), field=field, split=split)
+    manifest = megatron.manifest_of(prefix, tokenizer=str(tokenizer), field=field, split=split)
     about: dict[str, Any] = {"split": split, "sequence_length": length, "tokenizer": tokenizer, "files": files}
     dataset = TokenDataset(prefix, manifest, folder=prefix.parent, **about)
-    dataset.refuse_short()
+    dataset.check_not_empty()
     return dataset
 
 
 def _refuse_suffix(path: str) -> None:
     stem, dot, suffix = path.rpartition(".")
     if dot and suffix in ("bin", "idx") and megatron.is_prefix(stem):
-        raise DataError(f"{path} is one file of a pair\n  try: {stem}")
+        raise DataError(f"{path} is one file of a Megatron-LM dataset\n  try: {stem}")
 
 
 def _check_tokenizer(field: str, dataset: TokenDataset, *, like: TokenDataset) -> None:

@@ -1,4 +1,4 @@
-"""A split whose samples are whole documents packed together, as `python -m data_prep pack` has laid them out."""
+"""Packed dataset: samples are whole documents, packed best-fit by `python -m data_prep pack`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy.typing as npt
 from data_prep.formats.packfile import PACK_SUFFIX, PACKING_KIND, PackFile, packing_name
 from headrace.base.directory import Manifest, check_sizes, read_manifest
 from headrace.base.errors import DataError
-from pipeline.data.dataset import Spans, TokenDataset, check_part
-from pipeline.data.documents import I64, Borders
+from pipeline.data.dataset import Spans, TokenDataset, check_files
+from pipeline.data.documents import I64, DocumentBoundaries
 from pipeline.data.files import MOST, OpenFiles
 
 
 class PackedDataset(TokenDataset):
-    """Bins of a packing, in place of windows. Use `PackedDataset.open`.
+    """Samples are the bins of a packing instead of windows. Use `PackedDataset.open`.
 
     Attributes:
         packing: the packing's manifest.
@@ -25,7 +25,7 @@ class PackedDataset(TokenDataset):
     """
 
     def __init__(self, path: Path, manifest: Manifest, *, packing: Manifest, **about: Any) -> None:
-        """`about` is what `TokenDataset` takes."""
+        """`about` is passed on to `TokenDataset`."""
         self.packing, self.packed = packing, path / packing_name(about["sequence_length"])
         self._packs: dict[int, PackFile] = {}
         super().__init__(path, manifest, **about)
@@ -44,39 +44,39 @@ class PackedDataset(TokenDataset):
         """As `TokenDataset.open`.
 
         Raises:
-            DataError: also where there is no packing for this length, or it was made of other tokens.
+            DataError: also if there is no packing of this length, or it was made from other tokens.
         """
         path = Path(path)
         manifest = manifest or read_manifest(path, kind="tokens")
-        check_part(path, manifest, split=split, source=source)
+        check_files(path, manifest, split=split, source=source)
         packed = path / packing_name(sequence_length)
         how = f"python -m data_prep pack {path} --length {sequence_length}"
         if not packed.is_dir():
             raise DataError(f"{path} is not packed for samples of {sequence_length} tokens\n  try: {how}")
         packing = read_manifest(packed, kind=PACKING_KIND)
         if packing.parents["tokens"]["fingerprint"] != manifest.fingerprint:
-            raise DataError(f"{packed} was made of other tokens than {path} holds\n  try: remove it, and {how}")
+            raise DataError(f"{packed} was made from other tokens than those in {path}\n  try: remove it, and {how}")
         if split not in packing.details["splits"]:
             raise DataError(f"{packed} has no split '{split}'\n  try: data.packing contiguous")
         check_sizes(packed, packing)
         about: dict[str, Any] = {"split": split, "sequence_length": sequence_length, "source": source, "files": files}
         dataset = cls(path, manifest, packing=packing, **about)
-        dataset.refuse_short()
+        dataset.check_not_empty()
         return dataset
 
     @property
-    def trains(self) -> float:
-        """Share of the places of its samples that are targets when documents are masked."""
+    def target_fraction(self) -> float:
+        """Fraction of the positions that are targets with `mask_documents`."""
         targets = sum(int(shard["targets"]) for shard in self._shards())
         return targets / (self.windows * self.sequence_length)
 
     @property
     def summary(self) -> str:
         """See `TokenDataset.summary`."""
-        return f"{super().summary} of packed documents, of which {100 * self.trains:.2f} % train"
+        return f"{super().summary} of packed documents, {100 * self.target_fraction:.2f} % of positions are targets"
 
     def spans(self, windows: npt.ArrayLike) -> Spans:
-        """See `TokenDataset.spans`; places that are left over at the end of a sample have shard -1."""
+        """See `TokenDataset.spans`; padding at the end of a sample has shard -1."""
         shards, bins = self.locate(windows)
         parts = [self._pieces(int(s), mine, bins[mine]) for s in np.unique(shards) for mine in [_where(shards, s)]]
         window, at, shard, start, length = map(np.concatenate, zip(*parts, strict=True))
@@ -89,13 +89,13 @@ class PackedDataset(TokenDataset):
         order = np.lexsort((joined[1], joined[0]))
         return Spans(*(column[order] for column in joined))
 
-    def borders(self, windows: npt.ArrayLike) -> Borders:
-        """See `TokenDataset.borders`; with how much of each sample is no padding."""
+    def boundaries(self, windows: npt.ArrayLike) -> DocumentBoundaries:
+        """See `TokenDataset.boundaries`; `used` is the length of each sample without padding."""
         spans, samples = self.spans(windows), np.size(windows)
         whole = spans.shard >= 0
         used = np.bincount(spans.window[whole], weights=spans.length[whole], minlength=samples)
         inside = whole & (spans.at > 0)
-        return Borders(spans.window[inside], spans.at[inside], used.astype(np.int64))
+        return DocumentBoundaries(spans.window[inside], spans.at[inside], used.astype(np.int64))
 
     def _pieces(self, shard: int, windows: I64, bins: I64) -> tuple[I64, ...]:
         pack = self._pack(shard)
@@ -112,7 +112,7 @@ class PackedDataset(TokenDataset):
             path = self.packed / self.split / f"{self._names[shard]}{PACK_SUFFIX}"
             pack = PackFile.open(path)
             if (pack.length, pack.bins) != (self.sequence_length, self._shards()[shard]["bins"]):
-                raise DataError(f"{path} is not what its manifest says\n  try: remove {self.packed}, and pack again")
+                raise DataError(f"{path} does not match its manifest\n  try: remove {self.packed}, and pack again")
             while len(self._packs) >= MOST:
                 self._packs.pop(next(iter(self._packs)))
             self._packs[shard] = pack

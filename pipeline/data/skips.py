@@ -1,7 +1,7 @@
-"""Which data of a run is passed over: what a run that went back to a checkpoint does not want to see again.
+"""Skipped data of a run: after a rollback, training continues behind the data that led to the bad step.
 
-The data state of a run stays a pure function: step s trains on the samples of data step `data_step(s)`, which is s and
-what has been skipped up to there. A run without skips trains on data step s in step s.
+The data order stays a pure function: step s trains on the samples of data step `data_step(s)`, which is s plus the
+data steps skipped before it. A run without skips trains on data step s in step s.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Skip:
-    """From step `at` on, the data lies `steps` data steps further."""
+    """From step `at` on, `steps` more data steps are skipped."""
 
     at: int
     steps: int
@@ -21,23 +21,22 @@ class Skip:
 
 @dataclass(frozen=True)
 class Skips:
-    """All skips of a run, in the order in which they were decided."""
+    """All skips of a run, in chronological order."""
 
     skips: tuple[Skip, ...] = ()
 
     def data_step(self, step: int) -> int:
-        """Number, from 1, of the data step that a step trains on."""
+        """The data step, from 1, that a step trains on."""
         return step + sum(skip.steps for skip in self.skips if skip.at <= step)
 
     def past(self, bad_step: int, *, since: int) -> Skips:
-        """With all data passed over that has been seen since a checkpoint, up to and with a bad step.
+        """These skips and a new one: all data from a checkpoint up to and including a bad step.
 
-        Skips since the checkpoint go: their steps are executed again, on data behind what they left out, which lies in
-        what is passed over now.
+        Skips after the checkpoint are dropped, since the new one covers their data.
 
         Args:
-            bad_step: a step after the checkpoint, numbered as in this run.
-            since: the step after which the checkpoint was written.
+            bad_step: a step after the checkpoint.
+            since: the step of the checkpoint.
         """
         assert since < bad_step, (since, bad_step)
         window = self.data_step(bad_step) - self.data_step(since + 1) + 1
@@ -45,7 +44,7 @@ class Skips:
         return Skips((*before, Skip(since + 1, window)))
 
     def samples(self, step: int, *, per_step: int) -> range:
-        """Numbers of the global samples of a step; `per_step` samples are in each."""
+        """Global sample numbers of a step of `per_step` samples."""
         first = (self.data_step(step) - 1) * per_step
         return range(first, first + per_step)
 
@@ -55,7 +54,7 @@ class Skips:
 
     @classmethod
     def of(cls, plain: Iterable[Sequence[int]] | None) -> Skips:
-        """From what `plain` gave; none from None."""
+        """The inverse of `plain`; no skips from None."""
         return cls(tuple(Skip(int(at), int(steps)) for at, steps in plain or ()))
 
 
@@ -63,14 +62,14 @@ NO_SKIPS = Skips()
 
 
 def skips_of(details: Mapping[str, Any], events: Iterable[Mapping[str, Any]], *, step: float) -> Skips:
-    """The skips with which a run goes on after a step: those of its newest order to go back that reaches there.
+    """The skips of a run that resumes after a step: those of the newest rollback up to it, or else the checkpoint's.
 
-    An order is in the journal before the next checkpoint knows of it.
+    A rollback is in the journal before the next checkpoint records it.
 
     Args:
-        details: of the manifest of the checkpoint that is gone on from; may lack them.
-        events: rows of the journal, in order.
-        step: after which it was written; infinity where all that is known is wanted.
+        details: of the manifest of the checkpoint that is resumed; may have no skips.
+        events: event rows of the journal, in order.
+        step: the step of the checkpoint; infinity for all known skips.
     """
     ordered = [row["skips"] for row in events if row.get("event") == "rollback" and row["step"] <= step]
     return Skips.of(ordered[-1] if ordered else details.get("skips"))

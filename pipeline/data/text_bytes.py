@@ -1,7 +1,7 @@
-"""How many UTF-8 bytes of text token ids stand for, from the tokenizer alone: for datasets that do not say it.
+"""UTF-8 bytes of the text that token ids encode, from the tokenizer alone, for datasets that do not record it.
 
-In a byte-level vocabulary every character of a token stands for a byte. In one that falls back to bytes, as
-sentencepiece's, `<0x0A>` is a byte, and U+2581 a blank. Special tokens are no text.
+In a byte-level vocabulary every character of a token is a byte. In one with byte fallback, such as sentencepiece's,
+`<0x0A>` is a byte and U+2581 a space. Special tokens are not text.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ def text_bytes(file: TokenFile, tokenizer: Path) -> int:
     """UTF-8 bytes of all text of a token file; every token is read.
 
     Args:
-        file: open.
+        file: an open token file.
         tokenizer: a Hugging Face folder.
 
     Raises:
-        DataError: the tokenizer's decoder is neither byte-level nor falls back to bytes, or the file holds ids that
-            the tokenizer does not have.
+        DataError: the tokenizer's decoder is neither byte-level nor has byte fallback, or the file holds ids that the
+            tokenizer does not have.
     """
-    sizes, blanks = _sizes(tokenizer)
+    sizes, spaces = _sizes(tokenizer)
     counted = np.zeros(sizes.size, dtype=np.int64)
     for start in range(0, file.tokens.size, _CHUNK_TOKENS):
         ids = file.tokens[start : start + _CHUNK_TOKENS]
         _check_ids(file, ids, start=start, known=sizes.size, tokenizer=tokenizer)
         counted += np.bincount(ids, minlength=sizes.size)
-    return int(counted @ sizes) - blanks * file.documents
+    return int(counted @ sizes) - spaces * file.documents
 
 
 def _check_ids(file: TokenFile, ids: npt.NDArray[Any], *, start: int, known: int, tokenizer: Path) -> None:
@@ -53,12 +53,12 @@ def _check_ids(file: TokenFile, ids: npt.NDArray[Any], *, start: int, known: int
 
 
 def _sizes(folder: Path) -> tuple[npt.NDArray[np.int64], int]:
-    """Bytes of each id, int64 [ids], and blanks that were put before each document."""
+    """Bytes of each id, int64 [ids], and the number of spaces that the tokenizer adds before each document."""
     kinds = _decoders(json.loads((folder / TOKENIZER_JSON).read_text(encoding="utf-8"))["decoder"])
     if not kinds & {"ByteLevel", "ByteFallback"}:
         found = ", ".join(sorted(kinds)) or "none"
         raise DataError(
-            f"{folder}: bytes of text are known of byte-level tokenizers and of those that fall back to bytes,"
+            f"{folder}: text bytes can be counted for byte-level tokenizers and those with byte fallback,"
             f" but its decoder is {found}\n  try: a tokens directory made by data_prep as data.sources.N.heldout"
         )
     tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_JSON))

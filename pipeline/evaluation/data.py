@@ -73,7 +73,7 @@ def count_targets(dataset: TokenDataset, windows: npt.NDArray[np.int64]) -> int:
     if not dataset.masked:
         return windows.size * dataset.sequence_length
     pieces = np.array_split(windows, -(-windows.size // _COUNTED_WINDOWS))
-    found = sum(int(dataset.learnt(piece)[:, 1:].sum()) for piece in pieces)
+    found = sum(int(dataset.loss_mask(piece)[:, 1:].sum()) for piece in pieces)
     if not found:
         which = f"the {windows.size:,} windows of {dataset.sequence_length} tokens that would be scored"
         why = f"{dataset.label}: its loss mask lets nothing be learnt in {which}"

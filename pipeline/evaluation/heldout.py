@@ -109,11 +109,11 @@ def _loss(
 ) -> torch.Tensor:
     """Summed loss of B windows over the targets that are learnt, float64 scalar."""
     tokens = torch.from_numpy(dataset.read(windows)).to(device)
-    learnt = torch.from_numpy(dataset.learnt(windows)[:, 1:]).to(device)
+    loss_mask = torch.from_numpy(dataset.loss_mask(windows)[:, 1:]).to(device)
     logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
     # window by window: float32 logits of a whole batch would be 8 GB at B=8, T=2048, V=128k
     losses = [
         F.cross_entropy(one.float(), target, reduction="none")[counts]
-        for one, target, counts in zip(logits, tokens[:, 1:], learnt, strict=True)
+        for one, target, counts in zip(logits, tokens[:, 1:], loss_mask, strict=True)
     ]
     return torch.stack([loss.double().sum() for loss in losses]).sum()

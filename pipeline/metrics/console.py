@@ -1,4 +1,4 @@
-"""What a person sees of a run: one progress bar on a terminal, one line every few seconds in a log file."""
+"""Console output of a run: a progress bar on a terminal, a line every few seconds in a log file."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class TrainingDisplay:
     Args:
         first: steps already done.
         total: steps of the whole run.
-        shown: true on the one rank that speaks.
+        shown: true on the rank that prints, rank 0.
     """
 
     def __init__(self, *, first: int, total: int, shown: bool) -> None:
         self._console = Console(stderr=True, quiet=not shown)
         self._live = shown and self._console.is_terminal
-        self._total, self._shown, self._said_at = total, shown, 0.0
-        # as wide as a terminal of 80 columns holds, so that no number is cut
+        self._total, self._shown, self._printed_at = total, shown, 0.0
+        # fits a terminal of 80 columns, so that no number is truncated
         columns = (BarColumn(bar_width=10), MofNCompleteColumn(), TextColumn("{task.fields[now]}"))
         left = (TextColumn("eta"), TimeRemainingColumn(elapsed_when_finished=True))
         self._bar = Progress(*columns, *left, console=self._console, disable=not self._live)
@@ -49,6 +49,6 @@ class TrainingDisplay:
         now = f"loss {loss:.4f}  lr {lr:.2e}  {tokens_per_second:,.0f} tok/s" + (f"  MFU {mfu:.1%}" if mfu else "")
         if self._live:
             self._bar.update(self._task, completed=step, now=now)
-        elif self._shown and (time.monotonic() - self._said_at > LOG_INTERVAL_S or step == self._total):
-            self._said_at = time.monotonic()
+        elif self._shown and (time.monotonic() - self._printed_at > LOG_INTERVAL_S or step == self._total):
+            self._printed_at = time.monotonic()
             self.say(f"step {step}/{self._total}  {now}")

@@ -1,8 +1,8 @@
-"""`metrics.jsonl`: one JSON object per line, appended as a run goes. Always written, needs no service.
+"""Metrics journal `metrics.jsonl`: one JSON object per line, appended during the run. Always written, needs no service.
 
 Rows have a `kind`: `step` (loss, lr, grad_norm, ...), `eval` (held-out loss, ...), `event` (resumed, finished, ...).
-A process that dies may leave rows of steps that are done again after the resume, and half a line. Opening the journal
-at step k cuts both off, so the joined file reads as that of a run that was never stopped.
+A process that dies may leave rows of steps that are repeated after the resume, and a partial line. Opening the journal
+at step k removes both, so that the file is that of a run that was never interrupted.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from headrace.base.errors import TrainingError
 
 NAME = "metrics.jsonl"
 _SHOWN = 8
-"""Damaged lines that a warning lists."""
+"""Number of damaged lines that a warning lists."""
 
 
 class Journal:
-    """Appends rows to a run's metrics.jsonl. On a full disk they are kept until there is room: training goes on.
+    """Appends rows to a run's metrics.jsonl. On a full disk rows stay in memory until there is room.
 
     Args:
         run_dir: the run's directory.
-        from_step: rows of later steps are cut off first; 0 for a fresh run.
+        from_step: rows of later steps are removed first; 0 for a new run.
 
     Raises:
         TrainingError: the file cannot be written.
     """
 
     def __init__(self, run_dir: Path, *, from_step: int) -> None:
-        self._path, self._kept, self._warned = run_dir / NAME, b"", False
+        self._path, self._unwritten, self._warned = run_dir / NAME, b"", False
         try:
-            _cut(self._path, from_step)
+            _truncate(self._path, from_step)
             self._file = self._path.open("ab", buffering=0)
         except OSError as error:
             raise TrainingError(
@@ -44,33 +44,37 @@ class Journal:
             ) from None
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Appends a row and hands it to the operating system, so that it outlives this process."""
-        self._kept += json.dumps({"kind": kind, "step": step, **values}).encode() + b"\n"
-        self._hand_over()
+        """Appends a row and writes it to the operating system at once, so that it survives a crash of the process."""
+        self._unwritten += json.dumps({"kind": kind, "step": step, **values}).encode() + b"\n"
+        self._write_out()
 
     def close(self) -> None:
         """Flushes to disk."""
-        self._hand_over()
+        self._write_out()
         with suppress(OSError), self._file:
             os.fsync(self._file.fileno())
 
-    def _hand_over(self) -> None:
+    def _write_out(self) -> None:
         try:
-            while self._kept:
-                self._kept = self._kept[self._file.write(self._kept) :]
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
         except OSError as error:
             if not self._warned:
-                print(f"warning: {self._path} cannot be written ({error}): rows are kept", file=sys.stderr, flush=True)
-        self._warned = bool(self._kept)
+                print(
+                    f"warning: {self._path} cannot be written ({error}): rows are kept in memory",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        self._warned = bool(self._unwritten)
 
 
 def read_rows(run_dir: str | Path, *, kind: str | None = None) -> list[dict[str, Any]]:
-    """The rows of a run's journal in order; half a last line is passed over, and damaged ones with a warning."""
+    """The rows of a run's journal in order; skips a partial last line, and damaged lines with a warning."""
     path = Path(run_dir) / NAME
     rows = [_row(line) for line in _whole_lines(path)]
     if damaged := [str(number) for number, row in enumerate(rows, start=1) if row is None]:
         shown = ", ".join(damaged[:_SHOWN]) + (", ..." if len(damaged) > _SHOWN else "")
-        print(f"warning: {path} is damaged in line {shown}, which is passed over", file=sys.stderr, flush=True)
+        print(f"warning: {path} is damaged in line {shown}, which is skipped", file=sys.stderr, flush=True)
     return [row for row in rows if row is not None and kind in (None, row["kind"])]
 
 
@@ -81,10 +85,10 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
         yield from (line for line in file if line.endswith(b"\n"))
 
 
-def _cut(path: Path, from_step: int) -> None:
+def _truncate(path: Path, from_step: int) -> None:
     if not path.exists():
         return
-    kept = [line for line in _whole_lines(path) if _belongs(line, from_step)]
+    kept = [line for line in _whole_lines(path) if _is_kept(line, from_step)]
     partial = path.with_name(f".{NAME}.partial")
     with partial.open("wb") as file:
         file.writelines(kept)
@@ -93,14 +97,14 @@ def _cut(path: Path, from_step: int) -> None:
     partial.replace(path)
 
 
-def _belongs(line: bytes, from_step: int) -> bool:
-    """Whether a row is of a step up to `from_step`. A damaged line stays as it is: a run must not be lost to it."""
+def _is_kept(line: bytes, from_step: int) -> bool:
+    """Whether a row is of a step up to `from_step`. A damaged line is kept: it must not keep a run from resuming."""
     row = _row(line)
     return row is None or row["step"] <= from_step
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """None of a damaged line: one that no journal has written."""
+    """The row of a line; None if the line is damaged."""
     try:
         row = json.loads(line)
     except ValueError:

@@ -1,13 +1,13 @@
-"""A rank's own time: what it needs for its part of a step, without waiting for others.
+"""A rank's own time per step: the time of its own work, without waiting for other ranks. For straggler detection.
 
-Synchronous ranks all take equally long for a step, since the fast ones wait in collectives: with ZeRO-3, tensor and
-context parallelism in every layer. So the time of a step says nothing about who is slow; what does is the time of a
-step in which a rank does not wait. Three clocks, of which no one sees all:
+Synchronous ranks all take equally long for a step, since fast ones wait in collectives: with ZeRO-3, tensor and context
+parallelism in every layer. So step times do not show a straggler; the part of a step in which a rank does not wait
+does. Three clocks, none of which covers everything:
 
-- host: one profiled step, without the times at which a message is under way and no operator runs. Sees whatever makes
-  the host longer: a slow or shared core, a process or a virtual machine that is stopped now and then;
-- cores: time of the main thread on a core, and runnable in the queue for one, median of all steps. Also sees that a
-  rank gets its core late whenever a message has come. Not where a GPU is used: who waits for one does so on a core;
+- host: one profiled step, without the times in which communication is in flight and no operator runs. Shows what slows
+  the host down: a slow or shared core, a process or virtual machine that is suspended now and then;
+- cores: CPU time of the main thread and its time in the run queue, median of all steps. Also shows that a rank is
+  scheduled late after each message. Not used with a GPU, since waiting for one spins on a core;
 - kernels: the GPU's kernels and copies in the profiled step, without NCCL's.
 
 A rank's own time is the longest of the three.
@@ -30,18 +30,18 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 _COMMUNICATION = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem"}
 _MESSAGES = ("gloo:", "mpi:")
-"""How the profiler's names of messages that are under way begin."""
+"""Prefixes of the profiler's names of communication in flight."""
 _DRIVER = ("cuda_runtime", "cuda_driver")
 _STEP = "headrace::step"
 
 
 class Span(NamedTuple):
-    """Something the profiler saw. A tuple, since there are thousands, and a dataclass takes four times as long to make.
+    """A profiled span. A tuple, since there are thousands and a dataclass takes four times as long to create.
 
     Attributes:
         name: of an operator or a kernel.
-        kind: Kineto's word: cpu_op, cuda_runtime, kernel, gpu_memcpy, ...
-        thread: where it ran; of no meaning on a device.
+        kind: Kineto's activity type: cpu_op, cuda_runtime, kernel, gpu_memcpy, ...
+        thread: thread id on the host; no meaning on a device.
         start: in ns.
         end: in ns.
     """
@@ -55,16 +55,16 @@ class Span(NamedTuple):
 
 @contextmanager
 def profiled(*, gpu: bool) -> Iterator[list[Span]]:
-    """Fills the list with what ran inside; leaves it empty where somebody profiles already.
+    """Profiles the block and fills the list with its spans; leaves it empty if another profiler is active.
 
     Args:
-        gpu: also ask the GPU for its kernels.
+        gpu: also record GPU kernels.
     """
     found: list[Span] = []
-    if torch.autograd._profiler_enabled():  # a second profiler beside it ends in a segmentation fault
+    if torch.autograd._profiler_enabled():  # a second, concurrent profiler ends in a segmentation fault
         yield found
         return
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it says on stderr that it starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it logs to stderr when it starts and stops
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
     profiler = profile(activities=activities)  # acc_events=True would cost ten times as much
     profiler.start()
@@ -77,16 +77,16 @@ def profiled(*, gpu: bool) -> Iterator[list[Span]]:
 
 
 def _spans(profiler: profile) -> list[Span]:
-    inner: Any = profiler.profiler  # torch's own table of the events takes ten times as long to make
+    inner: Any = profiler.profiler  # torch's own table of events takes ten times as long to build
     events = inner.kineto_results.events()
     return [Span(e.name(), e.activity_type(), e.start_thread_id(), e.start_ns(), e.end_ns()) for e in events]
 
 
 def host_seconds(spans: Iterable[Span]) -> float:
-    """Time of the step in which the host did not wait; 0 where no step was profiled.
+    """Seconds of the step in which the host did not wait; 0 if no step was profiled.
 
-    It waits where a message is under way, or a call of the driver, and no thread is inside of an operator that does not
-    communicate. Python beside a message that is sent in the background is taken for waiting, too.
+    The host waits while communication or a driver call is in flight and no thread is inside an operator that does not
+    communicate. Python code beside a message that is sent in the background counts as waiting, too.
     """
     threads: dict[int, list[_Timed]] = defaultdict(list)
     waits: list[tuple[int, int]] = []
@@ -99,14 +99,14 @@ def host_seconds(spans: Iterable[Span]) -> float:
             waits.append((start, end))
         elif name == _STEP:
             length = end - start
-    works = [piece for each in threads.values() for piece in _works(each)]
+    works = [interval for each in threads.values() for interval in _works(each)]
     return (length - _outside(waits, works)) / 1e9 if length else 0.0
 
 
 _Timed = tuple[int, int, bool]
-"""(start, minus the end, whether it is work): in this order what encloses another comes first."""
+"""(start, -end, is work): sorted, an enclosing span comes before those inside it."""
 _NOTHING, _WORK, _CALL, _MESSAGE = range(4)
-"""A call waits in its thread; a message is under way, in whichever thread it is listed."""
+"""A call blocks its thread; a message is in flight, whichever thread it is listed in."""
 
 
 @lru_cache(maxsize=4096)  # thousands of spans have some hundred names
@@ -120,7 +120,7 @@ def _meaning(name: str, kind: str) -> int:
 
 
 def _works(spans: list[_Timed]) -> Iterator[tuple[int, int]]:
-    """When a thread works: is in an operator, and not in a collective or the driver called from there."""
+    """Intervals in which a thread works: inside an operator, but not in a collective or driver call within it."""
     around: list[tuple[int, bool]] = [(1 << 63, False)]
     at = 0
     for start, minus_end, is_work in sorted(spans):
@@ -140,7 +140,7 @@ def _works(spans: list[_Timed]) -> Iterator[tuple[int, int]]:
 
 
 def _outside(waits: list[tuple[int, int]], works: list[tuple[int, int]]) -> int:
-    """Total of the times at which there is a wait and no work."""
+    """Total time, in ns, with a wait and no work."""
     marks = [mark for start, end in waits for mark in ((start, 1, 0), (end, -1, 0))]
     marks += [mark for start, end in works for mark in ((start, 0, 1), (end, 0, -1))]
     total = last = waiting = working = 0
@@ -152,25 +152,25 @@ def _outside(waits: list[tuple[int, int]], works: list[tuple[int, int]]) -> int:
 
 
 def kernel_seconds(spans: Iterable[Span]) -> float:
-    """Time of the GPU's kernels, copies and fills, without those of NCCL, added up over its streams."""
+    """Seconds of GPU kernels, copies and fills, without NCCL's, summed over streams."""
     own = (s for s in spans if s.kind in ("kernel", "gpu_memcpy", "gpu_memset") and not s.name.startswith("nccl"))
     return sum(span.end - span.start for span in own) / 1e9
 
 
 class CoreClock:
-    """Time the thread that makes it has been on a core or in the queue for one.
+    """Time the creating thread has been running or in the run queue.
 
-    Source: Documentation/scheduler/sched-stats.rst of Linux, /proc/PID/schedstat. Without it, the time on a core.
+    Source: Documentation/scheduler/sched-stats.rst of Linux, /proc/PID/schedstat. Without that file, CPU time alone.
     """
 
     def __init__(self) -> None:
         self._file: FileIO | None = None
         with suppress(OSError):
-            # kept open: to open it anew for every step takes longer than to read it
+            # kept open: opening it for every step takes longer than reading it
             self._file = Path("/proc/thread-self/schedstat").open("rb", buffering=0)  # noqa: SIM115
 
     def seconds(self) -> float:
-        """Since the thread began."""
+        """Seconds since the thread started."""
         if self._file is None:
             return time.thread_time()
         self._file.seek(0)

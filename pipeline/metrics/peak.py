@@ -1,7 +1,7 @@
-"""Peak floating-point rates of devices, for model FLOPs utilisation.
+"""Peak FLOP/s of devices, for model FLOPs utilization (MFU).
 
 Dense bf16 tensor-core rates from NVIDIA's data sheets (A100 2020, H100 and H200 2023, B200 2024, L40S 2023, L4 2023).
-For a device that is not in the table, and for a CPU, no utilisation is printed.
+For a device that is not in the table, and for a CPU, no MFU is reported.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _BF16_DENSE_TFLOPS = {
 
 
 def peak_flops(device_name: str, *, bf16: bool) -> float | None:
-    """Peak FLOP/s of a device by its name as torch gives it, or None where it is not known.
+    """Peak FLOP/s of a device by the name that torch reports, or None if unknown.
 
-    Only bf16 has an entry: an fp32 run uses tensor cores or not by settings that the name does not tell.
+    Only bf16 has an entry: whether an fp32 run uses tensor cores depends on settings that the name does not show.
     """
     if not bf16:
         return None

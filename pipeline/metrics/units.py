@@ -1,4 +1,4 @@
-"""Conversions between the units that results are given in."""
+"""Metrics of a language model: perplexity and bits per byte from the mean cross-entropy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def perplexity(nats_per_token: float) -> float:
-    """exp of the mean cross-entropy; infinite where it does not fit a float, and not a number for what is none."""
+    """exp of the mean cross-entropy in nats per token; infinite where it overflows a float, NaN for NaN."""
     return math.inf if nats_per_token > 700 else math.exp(nats_per_token)
 
 
@@ -24,5 +24,5 @@ def bits_per_byte(nats_per_token: float, *, tokens: int, text_bytes: int) -> flo
 
 
 def show_bits_per_byte(value: float | None) -> str:
-    """As people read it; "-" where there is none, as of text of which a part is not learnt."""
+    """Formats bits per byte; "-" for None, as for text with a loss mask."""
     return "-" if value is None else f"{value:.4f}"

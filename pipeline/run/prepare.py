@@ -22,6 +22,7 @@ from pipeline.data.mixing_weights import Extent
 from pipeline.data.mixture import DataMixture, open_heldout, open_mixture
 from pipeline.engines.common import model_dtype
 from pipeline.evaluation.model_folder import ModelFolder
+from pipeline.metrics.tensorboard_sink import check_tensorboard
 from pipeline.models import attention
 from pipeline.models.count import ModelSize, measure
 from pipeline.models.hf_config import read_hf_config, resolve_hf_config
@@ -84,6 +85,7 @@ def prepare(run: ResolvedRun) -> PreparedRun:
     model = build_meta(hf_config, dtype=model_dtype(config), attn_implementation=attention_of(run))
     check_layout(run, model)
     check_disks(config)
+    check_tensorboard(config)
     values = first_values(config, model)
     size = measure(model, hf_config, sequence_length=config.data.sequence_length)
     section = config.run

@@ -31,6 +31,7 @@ from pipeline.metrics.journal import Journal, read_rows
 from pipeline.metrics.peak import peak_flops
 from pipeline.metrics.sinks import Sink, Sinks
 from pipeline.metrics.stragglers import Stragglers, peers_of
+from pipeline.metrics.tensorboard_sink import TensorBoardSink
 from pipeline.metrics.wandb_sink import WandbSink
 from pipeline.models.meta import parameter_shapes
 from pipeline.models.values import ReportsProgress, Zeros
@@ -153,11 +154,15 @@ class Session:
 
     def open_services(self, stack: ExitStack) -> list[Sink]:
         """The tracking services that the config enables; on rank 0 only. `stack` closes them."""
-        if not (self._first and self.prepared.run.config.wandb.enabled):
-            return []
-        wandb_sink = WandbSink(self.prepared.run.config, self.prepared.run_dir)
-        stack.callback(wandb_sink.close)
-        return [wandb_sink]
+        config = self.prepared.run.config
+        sinks: list[WandbSink | TensorBoardSink] = []
+        if self._first and config.wandb.enabled:
+            sinks.append(WandbSink(config, self.prepared.run_dir))
+        if self._first and config.tensorboard.enabled:
+            sinks.append(TensorBoardSink(config))
+        for sink in sinks:
+            stack.callback(sink.close)
+        return [*sinks]
 
     def load(self, engine: Engine, checkpoint: Checkpoint | None) -> None:
         """Loads parameters and optimizer state from a checkpoint, if there is one. Collective."""

@@ -14,8 +14,8 @@ import pytest
 
 from data_prep.formats.tokenfile import TokenFile, shard_prefix
 from pipeline.data.dataset import TokenDataset
+from pipeline.data.document_slices import document_slices
 from pipeline.data.mixture import DataMixture
-from pipeline.data.passages import passages
 from tests import warm
 from tests.conftest import launch, tiny_config, write_config
 
@@ -67,10 +67,10 @@ def test_the_tokens_of_the_passages_are_those_that_were_trained_on(tokens: Path)
     dataset = TokenDataset.open(tokens, split="train", sequence_length=300)
     blend = DataMixture([dataset], weights=[1.0], seed=7)
     for number in range(40):
-        window = int(blend.order.place([number]).window[0])
+        window = int(blend.order.locate([number]).window[0])
         shard = int(dataset.locate([window])[0][0])
         file = TokenFile.open(shard_prefix(tokens, "train", shard))
-        parts = list(passages(dataset, window))
+        parts = list(document_slices(dataset, window))
         assert np.array_equal(np.concatenate([part.tokens for part in parts]), blend.read([number])[0])
         for part in parts:
             sequence = int(file.document_index[part.document - int(dataset.first_document[shard])])

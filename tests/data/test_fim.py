@@ -1,4 +1,4 @@
-"""Fill in the middle: taken back it is the text, every layout does the same to it, and borders move along."""
+"""Fill-in-the-middle: it can be undone, is the same in every layout, and boundaries follow."""
 
 from __future__ import annotations
 
@@ -43,13 +43,15 @@ def opened(tokens: Path, *, packing: str = "contiguous", **fim: float | str) -> 
     return open_mixture(parse(DataSection, data), seed=5)
 
 
-def gathered(blend: DataMixture, batch: BatchSizes, *, rank: int = 0, step: int = 2, masked: bool = True) -> StepBatch:
-    return StepLoader(blend, batch, dp_rank=rank, steps=(1, 99), mask_documents=masked).gather(step)
+def gathered(
+    mixture: DataMixture, batch: BatchSizes, *, rank: int = 0, step: int = 2, masked: bool = True
+) -> StepBatch:
+    return StepLoader(mixture, batch, dp_rank=rank, steps=(1, 99), mask_documents=masked).gather(step)
 
 
-def taken_back(part: list[int], blend: DataMixture) -> tuple[str, list[int]]:
+def taken_back(part: list[int], mixture: DataMixture) -> tuple[str, list[int]]:
     """How a part was changed, and what it was."""
-    fim = blend.fim
+    fim = mixture.fim
     assert fim is not None
     if part[0] != fim.prefix:
         return "plain", part
@@ -61,19 +63,19 @@ def taken_back(part: list[int], blend: DataMixture) -> tuple[str, list[int]]:
 
 
 @pytest.mark.parametrize("packing", ["contiguous", "best_fit"])
-def test_taken_back_every_document_holds_the_tokens_it_had(tokens: Path, packing: str) -> None:
-    blend, kinds = opened(tokens, packing=packing, rate=0.6), []
+def test_undoing_fim_gives_every_document_its_tokens_back(tokens: Path, packing: str) -> None:
+    mixture, kinds = opened(tokens, packing=packing, rate=0.6), []
     for step in range(1, 25):
-        (micro,) = gathered(blend, BatchSizes(SAMPLES, SAMPLES, 1, 1, T), step=step).micro_batches
+        (micro,) = gathered(mixture, BatchSizes(SAMPLES, SAMPLES, 1, 1, T), step=step).micro_batches
         samples = np.arange((step - 1) * SAMPLES, step * SAMPLES)
-        rows, borders = blend.read(samples), blend.borders(samples)
+        rows, boundaries = mixture.read(samples), mixture.boundaries(samples)
         for i in range(SAMPLES):
-            used = T + 1 if borders.used is None else int(borders.used[i])
-            before = np.split(rows[i, :used], np.sort(borders.at[borders.sample == i]))
+            used = T + 1 if boundaries.used is None else int(boundaries.used[i])
+            before = np.split(rows[i, :used], np.sort(boundaries.at[boundaries.sample == i]))
             documents = micro.documents[i].numpy()
             after = np.split(micro.input_ids[i].numpy(), np.flatnonzero(np.diff(documents)) + 1)
             for was, now in zip(before, after[:-1], strict=False):  # the last may be cut off
-                kind, ids = taken_back(now.tolist(), blend)
+                kind, ids = taken_back(now.tolist(), mixture)
                 kinds.append(kind)
                 if kind in ("plain", "psm"):
                     assert ids == was.tolist()
@@ -84,12 +86,12 @@ def test_taken_back_every_document_holds_the_tokens_it_had(tokens: Path, packing
     assert min(shares["psm"], shares["spm or psm without a prefix"]) > 0.15
 
 
-def test_psm_and_spm_are_what_the_paper_writes(tokens: Path) -> None:
+def test_psm_and_spm_have_the_order_of_the_paper(tokens: Path) -> None:
     for spm_rate in (0.0, 1.0):
         fim = opened(tokens, spm_rate=spm_rate).fim
         assert fim is not None
         piece = np.arange(10, 20)
-        moved = fim._moved(piece, (1 << 60, 3 << 60), spm=bool(spm_rate)).tolist()
+        moved = fim._rearranged(piece, (1 << 60, 3 << 60), spm=bool(spm_rate)).tolist()
         low, high = 11 // 4, 33 // 4
         prefix, middle, suffix = (piece[a:b].tolist() for a, b in ((0, low), (low, high), (high, 10)))
         psm = [fim.prefix, *prefix, fim.suffix, *suffix, fim.middle, *middle]
@@ -98,22 +100,22 @@ def test_psm_and_spm_are_what_the_paper_writes(tokens: Path) -> None:
 
 
 @pytest.mark.parametrize("spm", [False, True])
-def test_the_token_that_begins_a_document_stays_in_front_of_the_three(tokens: Path, spm: bool) -> None:
+def test_the_bos_token_stays_in_front_of_the_fim_tokens(tokens: Path, spm: bool) -> None:
     known = opened(tokens).fim
     assert known is not None
     fim = replace(known, bos=7, eos=8)
     for piece in ([7, *range(10, 20), 8], [7, 10, 8], [7, 10, 11]):
         for drawn in ((0, 0), (0, 1 << 61), (1 << 60, 3 << 60), ((1 << 62) - 1, 0)):
-            moved = fim._moved(np.array(piece), drawn, spm=spm).tolist()
+            moved = fim._rearranged(np.array(piece), drawn, spm=spm).tolist()
             assert moved[:2] == [7, fim.prefix]
             assert (moved[-1] == 8) == (piece[-1] == 8)
             assert len(moved) == len(piece) + 3
             assert sorted(moved) == sorted([*piece, fim.prefix, fim.middle, fim.suffix])
     # a piece that goes on with a document has no such token
-    assert fim._moved(np.arange(10, 20), (0, 1 << 60), spm=spm)[0] == fim.prefix
+    assert fim._rearranged(np.arange(10, 20), (0, 1 << 60), spm=spm)[0] == fim.prefix
 
 
-def test_documents_that_begin_with_a_token_still_do_when_their_middle_was_moved(tokens: Path, tmp_path: Path) -> None:
+def test_documents_with_a_bos_token_still_begin_with_it_after_fim(tokens: Path, tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     for i in range(60):
         (tmp_path / "text" / f"{i}.txt").write_text(f"mill {i} " + "water turns the wheel. " * (i % 9))
@@ -121,26 +123,26 @@ def test_documents_that_begin_with_a_token_still_do_when_their_middle_was_moved(
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": BEGIN}))
     made = make_tokens(tmp_path, [tmp_path / "text"], tokenizer={"path": str(folder)}, prepend_bos=True)
-    blend = opened(made, rate=1.0)
-    assert blend.fim is not None
-    bos, samples = blend.fim.bos, np.arange(20)
-    rows, borders = blend.read(samples), blend.borders(samples)
+    mixture = opened(made, rate=1.0)
+    assert mixture.fim is not None
+    bos, samples = mixture.fim.bos, np.arange(20)
+    rows, boundaries = mixture.read(samples), mixture.boundaries(samples)
     assert bos is not None
-    assert (rows[borders.sample, borders.at] == bos).all()
-    after, moved = blend.fim.borders(borders, samples), blend.fim.rows(rows, borders, samples)
+    assert (rows[boundaries.sample, boundaries.at] == bos).all()
+    after, moved = mixture.fim.boundaries(boundaries, samples), mixture.fim.rows(rows, boundaries, samples)
     assert after.at.size > 20
     assert (moved[after.sample, after.at] == bos).all()
 
 
 @pytest.mark.parametrize("packing", ["contiguous", "best_fit"])
 @pytest.mark.parametrize("masked", [True, False])
-def test_every_layout_does_the_same_and_knows_the_targets(tokens: Path, packing: str, masked: bool) -> None:
-    blend = opened(tokens, packing=packing)
-    whole = gathered(blend, BatchSizes(8, 8, 1, 1, T), masked=masked)
+def test_fim_gives_the_same_samples_and_targets_in_every_layout(tokens: Path, packing: str, masked: bool) -> None:
+    mixture = opened(tokens, packing=packing)
+    whole = gathered(mixture, BatchSizes(8, 8, 1, 1, T), masked=masked)
     assert whole.targets == sum(int((m.labels != IGNORE).sum()) for m in whole.micro_batches)
     for dp, micro, accumulation in ((2, 2, 2), (8, 1, 1), (3, 1, 3)):
         batch = BatchSizes(8, micro, accumulation, dp, T)
-        ranks = [gathered(blend, batch, rank=rank, masked=masked) for rank in range(dp)]
+        ranks = [gathered(mixture, batch, rank=rank, masked=masked) for rank in range(dp)]
         assert {rank.targets for rank in ranks} == {whole.targets}
         for field in ("input_ids", "labels", "positions", "documents"):
             expected = getattr(whole.micro_batches[0], field)
@@ -149,17 +151,17 @@ def test_every_layout_does_the_same_and_knows_the_targets(tokens: Path, packing:
                 assert torch.equal(torch.cat([part for each in of_all for part in each])[:8], expected), (dp, field)
 
 
-def test_another_seed_moves_other_documents(tokens: Path) -> None:
+def test_another_seed_selects_other_documents(tokens: Path) -> None:
     data = {"sources": [{"path": str(tokens)}], "sequence_length": T, "fim": {}}
     one, two = (open_mixture(parse(DataSection, data), seed=seed).fim for seed in (1, 2))
     assert one is not None
     assert two is not None
     samples = np.arange(50)
-    rows, borders = opened(tokens).read(samples), opened(tokens).borders(samples)
-    assert not np.array_equal(one.rows(rows, borders, samples), two.rows(rows, borders, samples))
-    assert np.array_equal(one.rows(rows, borders, samples), one.rows(rows, borders, samples))
+    rows, boundaries = opened(tokens).read(samples), opened(tokens).boundaries(samples)
+    assert not np.array_equal(one.rows(rows, boundaries, samples), two.rows(rows, boundaries, samples))
+    assert np.array_equal(one.rows(rows, boundaries, samples), one.rows(rows, boundaries, samples))
 
 
-def test_a_token_that_the_tokenizer_lacks_is_refused(tokens: Path) -> None:
+def test_a_fim_token_that_the_tokenizer_lacks_is_refused(tokens: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.fim\.middle = '<MID>'"):
         opened(tokens, middle="<MID>")

@@ -21,7 +21,7 @@ from tests.conftest import make_tokens
 T = 32
 
 
-def blend_of(*paths: Path) -> DataMixture:
+def mixture_of(*paths: Path) -> DataMixture:
     section = DataSection(sources=tuple(SourceSection(path=str(p)) for p in paths), sequence_length=T)
     return open_mixture(section, seed=5)
 
@@ -31,41 +31,43 @@ def some(tensor: torch.Tensor | None) -> torch.Tensor:
     return tensor
 
 
-def step_of(blend: DataMixture, *, dp: int, micro: int, step: int) -> torch.Tensor:
+def step_of(mixture: DataMixture, *, dp: int, micro: int, step: int) -> torch.Tensor:
     """All samples of a step in global order, put together from what each rank sees: int64 [samples, T + 1]."""
     batch = BatchSizes(24, micro, 24 // (dp * micro), dp, T)
-    ranks = [StepLoader(blend, batch, dp_rank=r, steps=(step, step)).gather(step).micro_batches for r in range(dp)]
+    ranks = [StepLoader(mixture, batch, dp_rank=r, steps=(step, step)).gather(step).micro_batches for r in range(dp)]
     rows = [torch.cat([m.input_ids, m.labels[:, -1:]], 1) for per_micro in zip(*ranks, strict=True) for m in per_micro]
     return torch.cat(rows)
 
 
-def test_a_step_holds_the_same_samples_in_every_layout(tokens: Path) -> None:
-    blend = blend_of(tokens)
-    expected = torch.from_numpy(blend.read(np.arange(48, 72)))
+def test_a_step_has_the_same_samples_in_every_layout(tokens: Path) -> None:
+    mixture = mixture_of(tokens)
+    expected = torch.from_numpy(mixture.read(np.arange(48, 72)))
     for dp, micro in ((1, 24), (1, 1), (2, 3), (3, 8), (4, 2), (24, 1)):
-        assert torch.equal(step_of(blend, dp=dp, micro=micro, step=3), expected), (dp, micro)
+        assert torch.equal(step_of(mixture, dp=dp, micro=micro, step=3), expected), (dp, micro)
 
 
-def test_a_loader_that_starts_late_goes_on_where_the_other_was(tokens: Path) -> None:
-    blend, batch = blend_of(tokens), BatchSizes(4, 2, 2, 1, T)
-    whole = list(StepLoader(blend, batch, dp_rank=0, steps=(1, 9)))
-    late = list(StepLoader(blend, batch, dp_rank=0, steps=(6, 9)))
+def test_a_loader_that_starts_at_a_later_step_continues_the_same_order(tokens: Path) -> None:
+    mixture, batch = mixture_of(tokens), BatchSizes(4, 2, 2, 1, T)
+    whole = list(StepLoader(mixture, batch, dp_rank=0, steps=(1, 9)))
+    late = list(StepLoader(mixture, batch, dp_rank=0, steps=(6, 9)))
     assert [s.step for s in late] == [6, 7, 8, 9]
     for a, b in zip(whole[5:], late, strict=True):
         assert all(torch.equal(x.input_ids, y.input_ids) for x, y in zip(a.micro_batches, b.micro_batches, strict=True))
 
 
 def test_labels_are_the_next_tokens(tokens: Path) -> None:
-    micro = StepLoader(blend_of(tokens), BatchSizes(2, 2, 1, 1, T), dp_rank=0, steps=(1, 1)).gather(1).micro_batches[0]
+    micro = (
+        StepLoader(mixture_of(tokens), BatchSizes(2, 2, 1, 1, T), dp_rank=0, steps=(1, 1)).gather(1).micro_batches[0]
+    )
     assert torch.equal(micro.input_ids[:, 1:], micro.labels[:, :-1])
     assert micro.input_ids.shape == micro.labels.shape == (2, T)
 
 
-def test_an_error_in_the_gathering_thread_reaches_the_loop(tokens: Path) -> None:
-    blend = blend_of(tokens)
-    blend.sources[0].rows = None  # type: ignore[method-assign, assignment]
+def test_an_error_in_the_prefetch_thread_is_raised_in_the_loop(tokens: Path) -> None:
+    mixture = mixture_of(tokens)
+    mixture.sources[0].rows = None  # type: ignore[method-assign, assignment]
     with pytest.raises(TypeError):
-        next(iter(StepLoader(blend, BatchSizes(2, 2, 1, 1, T), dp_rank=0, steps=(1, 3))))
+        next(iter(StepLoader(mixture, BatchSizes(2, 2, 1, 1, T), dp_rank=0, steps=(1, 3))))
 
 
 def test_windows_cover_a_split_in_order_and_share_one_token(tokens: Path) -> None:
@@ -81,7 +83,7 @@ def test_windows_cover_a_split_in_order_and_share_one_token(tokens: Path) -> Non
 
 
 @pytest.mark.parametrize("dp", [1, 2, 3])
-def test_heldout_batches_count_every_target_once_in_every_layout(tokens: Path, dp: int) -> None:
+def test_held_out_batches_have_every_target_once_in_every_layout(tokens: Path, dp: int) -> None:
     dataset = TokenDataset.open(tokens, split="heldout", sequence_length=T)
     ranks = [list(heldout_batches(dataset, batch_size=4, dp=dp, dp_rank=r, samples=21)) for r in range(dp)]
     assert len({len(batches) for batches in ranks}) == 1
@@ -90,7 +92,7 @@ def test_heldout_batches_count_every_target_once_in_every_layout(tokens: Path, d
     assert sum(int(c.sum()) for c in counted) == int(dataset.read(choose_windows(dataset.windows, 21))[:, 1:].sum())
 
 
-def test_a_truncated_token_file_is_refused_by_name(tokens: Path, tmp_path: Path) -> None:
+def test_a_truncated_token_file_is_refused_and_named(tokens: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(tokens, tmp_path / "copy")
     path = copy / "train/shard-00000.bin"
     path.write_bytes(path.read_bytes()[:-10])
@@ -98,29 +100,29 @@ def test_a_truncated_token_file_is_refused_by_name(tokens: Path, tmp_path: Path)
         TokenDataset.open(copy, split="train", sequence_length=T)
 
 
-def test_a_split_or_directory_that_is_not_there_is_refused(tokens: Path, tmp_path: Path) -> None:
+def test_a_missing_split_or_directory_is_refused(tokens: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no split 'valid'; it has"):
         TokenDataset.open(tokens, split="valid", sequence_length=T)
     with pytest.raises(DataError, match="python -m data_prep"):
         TokenDataset.open(tmp_path / "nowhere", split="train", sequence_length=T)
-    with pytest.raises(DataError, match="not one sample"):
+    with pytest.raises(DataError, match="no shard holds a sample"):
         TokenDataset.open(tokens, split="train", sequence_length=10**7)
 
 
-def test_datasets_of_different_tokenizers_are_not_blended(tokens: Path, tmp_path: Path) -> None:
+def test_a_mixture_of_datasets_with_different_tokenizers_is_refused(tokens: Path, tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.mkdir()
     for i in range(30):
         (text / f"{i}.txt").write_text(f"water wheel number {i} turns and turns " * 40)
     other = make_tokens(tmp_path, [text], tokenizer={"train": "bpe", "vocab_size": 300})
     with pytest.raises(ConfigError, match=r"data\.sources\.1\.path"):
-        blend_of(tokens, other)
+        mixture_of(tokens, other)
 
 
-def test_the_pieces_of_a_sequence_put_together_are_the_sequence(tokens: Path) -> None:
-    blend, batch = blend_of(tokens), BatchSizes(8, 2, 2, 2, T)
+def test_the_parts_of_context_parallel_ranks_make_up_the_sequence(tokens: Path) -> None:
+    mixture, batch = mixture_of(tokens), BatchSizes(8, 2, 2, 2, T)
     for masked in (False, True):
-        make = partial(StepLoader, blend, batch, dp_rank=1, steps=(1, 9), mask_documents=masked)
+        make = partial(StepLoader, mixture, batch, dp_rank=1, steps=(1, 9), mask_documents=masked)
         whole = make().gather(4)
         pieces = [make(cp=4, cp_rank=rank).gather(4) for rank in range(4)]
         assert {piece.targets for piece in pieces} == {whole.targets}
@@ -133,7 +135,7 @@ def test_the_pieces_of_a_sequence_put_together_are_the_sequence(tokens: Path) ->
                 assert all(torch.equal(some(micro.documents), some(p.documents)) for p in parts)
 
 
-def test_heldout_pieces_put_together_are_the_split(tokens: Path) -> None:
+def test_held_out_parts_of_context_parallel_ranks_make_up_the_split(tokens: Path) -> None:
     dataset = TokenDataset.open(tokens, split="heldout", sequence_length=T)
     make = partial(heldout_batches, dataset, batch_size=1, dp=2, dp_rank=1, samples=21, mask_documents=True)
     for whole, *parts in zip(make(), *(make(cp=2, cp_rank=rank) for rank in range(2)), strict=True):
@@ -144,13 +146,13 @@ def test_heldout_pieces_put_together_are_the_split(tokens: Path) -> None:
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("dp", "micro", "accumulation"), [(3, 2, 2), (5, 1, 2), (11, 1, 1), (3, 3, 1)])
-def test_ranks_that_do_not_divide_a_step_see_each_of_its_samples_once_and_filling(
+def test_ranks_that_do_not_divide_a_step_see_each_sample_once_and_padding_rows(
     tokens: Path, dp: int, micro: int, accumulation: int, masked: bool
 ) -> None:
-    blend, whole, cut = blend_of(tokens), BatchSizes(8, 8, 1, 1, T), BatchSizes(8, micro, accumulation, dp, T)
+    mixture, whole, cut = mixture_of(tokens), BatchSizes(8, 8, 1, 1, T), BatchSizes(8, micro, accumulation, dp, T)
 
     def gathered(batch: BatchSizes, rank: int) -> StepBatch:
-        return StepLoader(blend, batch, dp_rank=rank, steps=(3, 3), mask_documents=masked).gather(3)
+        return StepLoader(mixture, batch, dp_rank=rank, steps=(3, 3), mask_documents=masked).gather(3)
 
     expected, ranks = gathered(whole, 0), [gathered(cut, rank) for rank in range(dp)]
     assert {rank.targets for rank in ranks} == {expected.targets}

@@ -1,4 +1,4 @@
-"""Tokens that are not learnt: their labels are taken away, and the step counts what is left, however it is cut."""
+"""Loss masks: labels are masked, and the step counts the remaining targets in every layout."""
 
 from __future__ import annotations
 
@@ -57,23 +57,23 @@ def talks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return work / "tokens"
 
 
-def blend_of(talks: Path, **fields: object) -> DataMixture:
+def mixture_of(talks: Path, **fields: object) -> DataMixture:
     return open_mixture(DataSection(sources=[{"path": str(talks)}], sequence_length=T, **fields), seed=3)
 
 
 @pytest.mark.parametrize("packing", ["contiguous", "best_fit"])
 @pytest.mark.parametrize("mask_documents", [False, True])
 @pytest.mark.parametrize(("dp", "cp"), [(1, 1), (2, 1), (3, 1), (1, 2)])
-def test_all_ranks_together_learn_what_is_marked_and_know_how_much_that_is(
+def test_all_ranks_together_have_the_targets_of_the_loss_mask_and_their_count(
     talks: Path, packing: str, mask_documents: bool, dp: int, cp: int
 ) -> None:
-    blend = blend_of(talks, packing=packing)
+    mixture = mixture_of(talks, packing=packing)
     batch = BatchSizes(samples=6, micro=6 // dp, accumulation=1, dp=dp, sequence_length=T)
     found, promised = 0, set()
     for dp_rank in range(dp):
         for cp_rank in range(cp):
-            place = {"dp_rank": dp_rank, "cp": cp, "cp_rank": cp_rank}
-            loader = StepLoader(blend, batch, steps=(1, 3), mask_documents=mask_documents, **place)
+            location = {"dp_rank": dp_rank, "cp": cp, "cp_rank": cp_rank}
+            loader = StepLoader(mixture, batch, steps=(1, 3), mask_documents=mask_documents, **location)
             for step in loader:
                 promised.add((step.step, step.targets))
                 found += sum(int((micro.labels != IGNORE).sum()) for micro in step.micro_batches)
@@ -82,13 +82,13 @@ def test_all_ranks_together_learn_what_is_marked_and_know_how_much_that_is(
     assert found < 3 * 6 * T
 
 
-def test_what_is_learnt_is_what_the_assistant_says(talks: Path) -> None:
+def test_the_loss_mask_covers_the_tokens_of_the_assistant(talks: Path) -> None:
     from tokenizers import Tokenizer  # noqa: PLC0415
 
     tokenizer = Tokenizer.from_file(str(talks / "tokenizer" / "tokenizer.json"))
-    blend = blend_of(talks)
+    mixture = mixture_of(talks)
     batch = BatchSizes(samples=4, micro=4, accumulation=1, dp=1, sequence_length=T)
-    for step in StepLoader(blend, batch, dp_rank=0, steps=(1, 4)):
+    for step in StepLoader(mixture, batch, dp_rank=0, steps=(1, 4)):
         for micro in step.micro_batches:
             labels = micro.labels.numpy()
             for row in labels:
@@ -98,11 +98,11 @@ def test_what_is_learnt_is_what_the_assistant_says(talks: Path) -> None:
                 assert "<|endoftext|>" not in said
 
 
-def test_held_out_batches_count_only_what_is_learnt(talks: Path) -> None:
+def test_held_out_batches_have_only_the_targets_of_the_loss_mask(talks: Path) -> None:
     dataset = TokenDataset.open(talks, split="heldout", sequence_length=T)
     assert dataset.masked
     windows = np.arange(dataset.windows)
-    expected = int(dataset.learnt(windows)[:, 1:].sum())
+    expected = int(dataset.loss_mask(windows)[:, 1:].sum())
     for cp in (1, 2):
         found = 0
         for cp_rank in range(cp):
@@ -113,36 +113,36 @@ def test_held_out_batches_count_only_what_is_learnt(talks: Path) -> None:
 
 
 @pytest.mark.parametrize("packing", ["contiguous", "best_fit"])
-def test_the_masks_of_all_samples_of_a_step_are_hinted_on_every_rank(
+def test_every_rank_reads_ahead_the_masks_of_all_samples_of_a_step(
     talks: Path, packing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blend = blend_of(talks, packing=packing)
-    (dataset,) = blend.sources
+    mixture = mixture_of(talks, packing=packing)
+    (dataset,) = mixture.sources
     hinted: list[tuple[int, int]] = []
     monkeypatch.setattr(dataset_module, "will_need", lambda address, size: hinted.append((address, size)))
     batch = BatchSizes(samples=6, micro=1, accumulation=1, dp=6, sequence_length=T)
-    for step in StepLoader(blend, batch, dp_rank=1, steps=(1, 4), prefetch=1):
-        spans = dataset.spans(blend.order.place(np.arange(6) + 6 * (step.step - 1)).window)
+    for step in StepLoader(mixture, batch, dp_rank=1, steps=(1, 4), prefetch=1):
+        spans = dataset.spans(mixture.order.locate(np.arange(6) + 6 * (step.step - 1)).window)
         for shard, start, length in zip(spans.shard, spans.start, spans.length, strict=True):
             if shard >= 0:
                 assert (dataset._mask(int(shard)).address + start, length) in hinted
 
 
-def test_a_mask_that_is_missing_or_of_another_length_is_refused(talks: Path, tmp_path: Path) -> None:
+def test_a_missing_loss_mask_or_one_of_another_length_is_refused(talks: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(talks, tmp_path / "copy")
     dataset = TokenDataset.open(copy, split="train", sequence_length=T)
     path = copy / f"train/shard-00000{MASK}"
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
     with pytest.raises(DataError, match=rf"has {len(whole) - 1} bytes for {len(whole)} tokens"):
-        dataset.learnt([0])
+        dataset.loss_mask([0])
     path.unlink()
     with pytest.raises(DataError, match=r"shard-00000\.mask is missing"):
-        dataset.learnt([0])
+        dataset.loss_mask([0])
     assert open_mask(copy / "train/shard-00000", tokens=len(whole)) is None
 
 
-def test_middles_of_masked_tokens_are_not_moved(talks: Path) -> None:
+def test_fim_on_a_source_with_a_loss_mask_is_refused(talks: Path) -> None:
     fim = {"rate": 0.5, "prefix": "a", "middle": "b", "suffix": "c"}
     with pytest.raises(ConfigError, match="loss mask"):
-        blend_of(talks, fim=fim)
+        mixture_of(talks, fim=fim)

@@ -1,4 +1,4 @@
-"""Sources of one directory, budgets, limits and stages: what is drawn from where, and what is refused."""
+"""Data mixture: named sources, budgets, limits on repetition and curriculum stages, and their refusals."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def opened(*sources: dict[str, Any], steps: int = 100, per_step: int = 8, **fiel
     return open_mixture(data, seed=5, extent=Extent(steps, per_step))
 
 
-def test_a_named_source_is_its_shards_and_no_others(two: Path) -> None:
+def test_a_named_source_has_its_own_shards_only(two: Path) -> None:
     parts = [opened({"path": str(two), "source": name}).sources[0] for name in ("json", "email")]
     whole = opened({"path": str(two)}).sources[0]
     assert sum(part.tokens for part in parts) == whole.tokens
@@ -56,31 +56,31 @@ def test_a_named_source_is_its_shards_and_no_others(two: Path) -> None:
     assert [part.tokens for part in parts] == [sums[name]["tokens"] for name in ("json", "email")]
 
 
-def test_held_out_text_is_that_of_the_named_sources(two: Path) -> None:
+def test_held_out_data_is_that_of_the_named_sources(two: Path) -> None:
     data = section({"path": str(two), "source": "json"}, {"path": str(two), "source": "email"})
-    blend = open_mixture(data, seed=5)
-    held = open_heldout(data, blend)
-    assert sum(h.tokens for h in held) <= blend.sources[0].manifest.details["splits"]["heldout"]["tokens"]
+    mixture = open_mixture(data, seed=5)
+    held = open_heldout(data, mixture)
+    assert sum(h.tokens for h in held) <= mixture.sources[0].manifest.details["splits"]["heldout"]["tokens"]
     assert {h.source for h in held} <= {"json", "email"}
     assert [h.source for h in held] == list(dict.fromkeys(h.source for h in held))
 
 
-def test_a_source_that_is_not_there_is_refused_with_those_that_are(two: Path) -> None:
+def test_an_unknown_source_is_refused_with_those_that_exist(two: Path) -> None:
     with pytest.raises(DataError, match="no source 'emial'; it has email, json"):
         opened({"path": str(two), "source": "emial"})
 
 
-def test_budgets_are_what_the_run_draws(two: Path) -> None:
+def test_a_run_draws_its_budgets(two: Path) -> None:
     json_, email = ({"path": str(two), "source": name} for name in ("json", "email"))
-    blend = opened(json_ | {"epochs": 2.5}, email, steps=1000)
-    drawn = blend.order.drawn(8000)
+    mixture = opened(json_ | {"epochs": 2.5}, email, steps=1000)
+    drawn = mixture.order.samples_drawn(8000)
     assert drawn.sum() == 8000
-    assert drawn[0] == pytest.approx(2.5 * blend.sources[0].windows, abs=1)
-    blend = opened(json_ | {"tokens": 3200}, email | {"weight": 1.0}, steps=1000)
-    assert blend.order.drawn(8000)[0] == pytest.approx(100, abs=1)
+    assert drawn[0] == pytest.approx(2.5 * mixture.sources[0].windows, abs=1)
+    mixture = opened(json_ | {"tokens": 3200}, email | {"weight": 1.0}, steps=1000)
+    assert mixture.order.samples_drawn(8000)[0] == pytest.approx(100, abs=1)
 
 
-def test_budgets_that_do_not_fit_the_run_are_refused_with_what_does(two: Path) -> None:
+def test_budgets_that_do_not_fit_the_run_are_refused_with_a_length_that_does(two: Path) -> None:
     json_, email = ({"path": str(two), "source": name} for name in ("json", "email"))
     with pytest.raises(ConfigError, match=r"run\.tokens 2,560,000 or more"):
         opened(json_ | {"tokens": 2_560_000}, email)
@@ -90,7 +90,7 @@ def test_budgets_that_do_not_fit_the_run_are_refused_with_what_does(two: Path) -
         opened(json_ | {"weight": 2.0, "epochs": 1.0}, email)
 
 
-def test_a_source_seen_too_often_is_refused_and_what_is_proposed_fits(two: Path) -> None:
+def test_a_source_repeated_too_often_is_refused_and_the_remedies_work(two: Path) -> None:
     json_, email = ({"path": str(two), "source": name} for name in ("json", "email"))
     with pytest.raises(ConfigError) as refused:
         opened(json_ | {"max_epochs": 4.0}, email, steps=1000)
@@ -112,8 +112,8 @@ LONG = Extent(steps=476_838, per_step=1024)
 """Of 1T tokens in samples of 2,048: of so many samples, one part in 65,536 is 7,451."""
 
 
-def dealt(windows: list[int], *sources: dict[str, Any], extent: Extent = LONG, **fields: Any) -> SampleOrder:
-    """The order of datasets of so many windows, which need not be there."""
+def order_of(windows: list[int], *sources: dict[str, Any], extent: Extent = LONG, **fields: Any) -> SampleOrder:
+    """The sample order of sources with so many windows; the datasets need not exist."""
     data = section(*({"path": f"s{i}", **source} for i, source in enumerate(sources)), **fields)
     check_data(data)
     return make_order(data, windows, seed=5, extent=extent)
@@ -121,10 +121,10 @@ def dealt(windows: list[int], *sources: dict[str, Any], extent: Extent = LONG, *
 
 @pytest.mark.parametrize("windows", [50, 5000, 10_000, 10**6])
 @pytest.mark.parametrize("epochs", [1.0, 2.5])
-def test_a_budget_is_met_to_two_samples_however_small_its_share(windows: int, epochs: float) -> None:
+def test_a_budget_is_met_to_two_samples_however_small_its_weight(windows: int, epochs: float) -> None:
     small, large = {"epochs": epochs, "max_epochs": epochs}, {"tokens": 10**6 * T}
-    order = dealt([windows, 10**9, 10**7, 10**9], small, {}, large, {"weight": 7.0})
-    drawn = order.drawn(LONG.samples)
+    order = order_of([windows, 10**9, 10**7, 10**9], small, {}, large, {"weight": 7.0})
+    drawn = order.samples_drawn(LONG.samples)
     assert drawn[0] == pytest.approx(epochs * windows, abs=2)
     assert drawn[2] == pytest.approx(10**6, abs=2)
     assert drawn[3] == pytest.approx(7 * drawn[1], rel=1e-6)
@@ -133,59 +133,59 @@ def test_a_budget_is_met_to_two_samples_however_small_its_share(windows: int, ep
 def test_a_limit_holds_for_a_source_of_few_windows() -> None:
     small, large = {"max_epochs": 1.0}, {"weight": 65_535.0}
     with pytest.raises(ConfigError) as refused:
-        dealt([50, 10**9], small, large)
-    assert "149.02 times: 7,451 samples are drawn from its 50 in 476,838 steps" in str(refused.value)
+        order_of([50, 10**9], small, large)
+    assert "149.02 epochs: 7,451 samples are drawn from its 50 in 476,838 steps" in str(refused.value)
     words = str(refused.value).replace(",", "").split()
-    dealt([50, 10**9], small, large, extent=Extent(int(words[words.index("run.steps") + 1]), LONG.per_step))
-    dealt([50, 10**9], small | {"weight": float(words[words.index("data.sources.0.weight") + 1])}, large)
-    dealt([50, 10**9], {"max_epochs": float(words[-1])}, large)
+    order_of([50, 10**9], small, large, extent=Extent(int(words[words.index("run.steps") + 1]), LONG.per_step))
+    order_of([50, 10**9], small | {"weight": float(words[words.index("data.sources.0.weight") + 1])}, large)
+    order_of([50, 10**9], {"max_epochs": float(words[-1])}, large)
 
 
-def test_a_shorter_run_is_proposed_only_where_the_shares_would_stay() -> None:
-    with pytest.raises(ConfigError, match=r"try: a smaller budget than epochs 9\.0, or max_epochs 9\.0"):
-        dealt([50, 10**9], {"epochs": 9.0, "max_epochs": 4.0}, {})
+def test_a_shorter_run_is_proposed_only_if_the_mixing_weights_would_stay() -> None:
+    with pytest.raises(ConfigError, match=r"try: use a smaller budget than epochs 9\.0, or max_epochs 9\.0"):
+        order_of([50, 10**9], {"epochs": 9.0, "max_epochs": 4.0}, {})
     curriculum = [{"after_step": at, "weights": {"s0": 1, "s1": 1}} for at in (0, 5)]
-    with pytest.raises(ConfigError, match="try: a smaller weight of 's0'"):
-        dealt(
+    with pytest.raises(ConfigError, match="try: use a smaller weight of 's0'"):
+        order_of(
             [50, 10**9], {"max_epochs": 4.0}, {}, curriculum=curriculum
         )  # its 200 samples are drawn in the first stage
 
 
-def test_what_would_never_be_drawn_is_refused_and_what_is_proposed_is_drawn() -> None:
+def test_a_source_that_would_never_be_drawn_is_refused_and_the_remedy_draws_it() -> None:
     def remedy(error: pytest.ExceptionInfo[ConfigError]) -> float:
-        return float(str(error.value).partition("try: ")[2].split()[0].replace(",", ""))
+        return float(str(error.value).partition("try: use ")[2].split()[0].replace(",", ""))
 
     with pytest.raises(ConfigError, match=r"data\.sources\.1\.weight = 1e-12\n.*s1 would not be drawn once") as refused:
-        dealt([50, 50], {}, {"weight": 1e-12})
-    assert dealt([50, 50], {}, {"weight": remedy(refused)}).drawn(LONG.samples)[1] > 0
+        order_of([50, 50], {}, {"weight": 1e-12})
+    assert order_of([50, 50], {}, {"weight": remedy(refused)}).samples_drawn(LONG.samples)[1] > 0
 
     with pytest.raises(ConfigError, match=r"data\.sources\.1\.tokens = 5\n.*0\.16 of a sample of 32 tokens") as refused:
-        dealt([50, 50], {}, {"tokens": 5})
-    assert dealt([50, 50], {}, {"tokens": remedy(refused)}).drawn(LONG.samples)[1] > 0
+        order_of([50, 50], {}, {"tokens": 5})
+    assert order_of([50, 50], {}, {"tokens": remedy(refused)}).samples_drawn(LONG.samples)[1] > 0
     with pytest.raises(ConfigError, match=r"data\.sources\.1\.epochs = 0\.001\n") as refused:
-        dealt([50, 50], {}, {"epochs": 0.001})
-    assert dealt([50, 50], {}, {"epochs": remedy(refused)}).drawn(LONG.samples)[1] > 0
+        order_of([50, 50], {}, {"epochs": 0.001})
+    assert order_of([50, 50], {}, {"epochs": remedy(refused)}).samples_drawn(LONG.samples)[1] > 0
     with pytest.raises(
-        ConfigError, match=r"data\.sources\.1\n.*not be drawn once.*\n.*try: smaller budgets for others"
+        ConfigError, match=r"data\.sources\.1\n.*not be drawn once.*\n.*try: use smaller budgets for others"
     ):
-        dealt([50, 50], {"tokens": LONG.samples * T - 1}, {})
+        order_of([50, 50], {"tokens": LONG.samples * T - 1}, {})
 
     def staged(weight: float) -> SampleOrder:
         curriculum = [{"after_step": at, "weights": {"s0": 1, "s1": share}} for at, share in ((0, 1), (9, weight))]
-        return dealt([50, 50], {}, {}, curriculum=curriculum, extent=Extent(20, 8))
+        return order_of([50, 50], {}, {}, curriculum=curriculum, extent=Extent(20, 8))
 
     with pytest.raises(ConfigError, match=r"data\.curriculum\.1\.weights\.s1 = 1e-05\n.*once in 88 samples") as refused:
         staged(1e-5)
     order = staged(remedy(refused))
-    assert order.drawn(160)[1] > order.drawn(72)[1]
-    assert staged(0.0).drawn(160)[1] == 36
+    assert order.samples_drawn(160)[1] > order.samples_drawn(72)[1]
+    assert staged(0.0).samples_drawn(160)[1] == 36
 
 
-def test_a_short_trial_of_a_blend_need_not_draw_from_all_of_it() -> None:
-    assert dealt([50, 50], {}, {"weight": 0.001}, extent=Extent(2, 8)).drawn(16).tolist() == [16, 0]
+def test_a_short_trial_of_a_mixture_need_not_draw_from_every_source() -> None:
+    assert order_of([50, 50], {}, {"weight": 0.001}, extent=Extent(2, 8)).samples_drawn(16).tolist() == [16, 0]
 
 
-def test_a_stage_that_would_never_begin_is_refused(tmp_path: Path) -> None:
+def test_a_curriculum_stage_that_would_never_begin_is_refused(tmp_path: Path) -> None:
     def run(*sets: str) -> None:
         config = tiny_config(tmp_path / "t", tmp_path / "r", engine="torch", zero_optimization={"stage": 0})
         config["data"]["sources"] = [{"path": "t", "source": "json"}, {"path": "t", "source": "email"}]
@@ -201,22 +201,22 @@ def stages(*weights: tuple[int, float, float]) -> list[dict[str, Any]]:
     return [{"after_step": at, "weights": {"json": json_, "email": email}} for at, json_, email in weights]
 
 
-def test_a_schedule_draws_what_it_says_from_the_step_on_that_it_says(two: Path) -> None:
+def test_a_curriculum_changes_the_mixing_weights_at_its_steps(two: Path) -> None:
     sources = [{"path": str(two), "source": name} for name in ("json", "email")]
-    blend = opened(*sources, curriculum=stages((0, 1, 0), (3, 1, 1), (5, 0, 1)))
-    source = blend.order.place(np.arange(10 * 8)).source.reshape(10, 8)
+    mixture = opened(*sources, curriculum=stages((0, 1, 0), (3, 1, 1), (5, 0, 1)))
+    source = mixture.order.locate(np.arange(10 * 8)).source.reshape(10, 8)
     assert source.mean(axis=1).tolist() == [0, 0, 0, 0.5, 0.5, 1, 1, 1, 1, 1]
-    assert blend.order.drawn(80).tolist() == [3 * 8 + 8, 8 + 5 * 8]
+    assert mixture.order.samples_drawn(80).tolist() == [3 * 8 + 8, 8 + 5 * 8]
 
 
-def test_a_schedule_is_seen_alike_in_every_layout_and_after_a_restart(two: Path) -> None:
+def test_a_curriculum_gives_the_same_samples_in_every_layout_and_after_a_restart(two: Path) -> None:
     sources = [{"path": str(two), "source": name} for name in ("json", "email")]
-    blend = opened(*sources, curriculum=stages((0, 3, 1), (4, 1, 3)))
+    mixture = opened(*sources, curriculum=stages((0, 3, 1), (4, 1, 3)))
     for step in (3, 4, 5, 6):
-        expected = blend.read(np.arange((step - 1) * 8, step * 8))[:, :-1]
+        expected = mixture.read(np.arange((step - 1) * 8, step * 8))[:, :-1]
         for dp, micro in ((1, 8), (2, 2), (4, 1), (8, 1)):
             batch = BatchSizes(8, micro, 8 // (dp * micro), dp, T)
-            late = [next(iter(StepLoader(blend, batch, dp_rank=r, steps=(step, 9)))) for r in range(dp)]
+            late = [next(iter(StepLoader(mixture, batch, dp_rank=r, steps=(step, 9)))) for r in range(dp)]
             parts = [m.input_ids for each in zip(*(s.micro_batches for s in late), strict=True) for m in each]
             assert np.array_equal(np.concatenate(parts), expected), (step, dp, micro)
 
@@ -226,23 +226,23 @@ def test_a_schedule_is_seen_alike_in_every_layout_and_after_a_restart(two: Path)
     cuts=st.lists(st.integers(1, 200_000), min_size=1, max_size=3, unique=True),
     weights=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5), st.integers(0, 3)), min_size=4, max_size=4),
 )
-def test_stages_go_on_counting_so_that_an_epoch_sees_every_window_once(
+def test_stages_continue_the_counts_so_that_an_epoch_has_every_window_once(
     cuts: list[int], weights: list[tuple[int, int, int]]
 ) -> None:
     windows = [700, 3000, 50]
     later = [MixtureStage(start, weights[i + 1]) for i, start in enumerate(sorted(cuts))]
     order = SampleOrder(windows, weights=weights[0], seed=1, later=later)
     start = max(0, cuts[0] - 4000)
-    whole = order.place(np.arange(start, start + 8000))
+    whole = order.locate(np.arange(start, start + 8000))
     for number, size in enumerate(windows):
-        before, after = order.drawn(start)[number], order.drawn(start + 8000)[number]
+        before, after = order.samples_drawn(start)[number], order.samples_drawn(start + 8000)[number]
         seen = whole.window[whole.source == number]
         assert len(seen) == after - before
         first = -before % size  # of the sample that begins an epoch
         for at in range(first, len(seen) - size + 1, size):
             assert len(set(seen[at : at + size].tolist())) == size
     for i in (0, 1, 3999, 4000, 4001, 7999):
-        alone = order.place([start + i])
+        alone = order.locate([start + i])
         assert (alone.source[0], alone.window[0]) == (whole.source[i], whole.window[i])
 
 
@@ -256,13 +256,13 @@ def test_stages_go_on_counting_so_that_an_epoch_sees_every_window_once(
         ([{"after_step": 0, "weights": {"json": 1, "emial": 1}}], "did you mean 'email'"),
     ],
 )
-def test_stages_that_leave_something_open_are_refused(curriculum: list[dict[str, Any]], message: str) -> None:
+def test_incomplete_or_misordered_stages_are_refused(curriculum: list[dict[str, Any]], message: str) -> None:
     data = section({"path": "t", "source": "json"}, {"path": "t", "source": "email"}, curriculum=curriculum)
     with pytest.raises(ConfigError, match=message):
         check_data(data)
 
 
-def test_names_in_a_schedule_must_tell_sources_apart() -> None:
+def test_a_curriculum_needs_unique_source_names() -> None:
     sources = [{"path": "a", "source": "web"}, {"path": "b", "source": "web"}]
     curriculum = [{"after_step": 0, "weights": {"web": 1}}]
     with pytest.raises(ConfigError, match=r"data\.sources\.1\.name"):
@@ -271,7 +271,7 @@ def test_names_in_a_schedule_must_tell_sources_apart() -> None:
         check_data(section(sources[0] | {"weight": 2.0}, curriculum=curriculum))
 
 
-def test_what_is_off_is_none_in_the_curve_and_what_is_on_is_in_it(tmp_path: Path) -> None:
+def test_features_that_are_off_are_none_among_the_curve_fields(tmp_path: Path) -> None:
     def curve(**data: Any) -> dict[str, Any]:
         config = tiny_config(tmp_path / "t", tmp_path / "r", engine="torch", zero_optimization={"stage": 0})
         config["data"] |= data

@@ -49,7 +49,7 @@ def held_bytes(directory: Path, files: OpenFiles) -> int:
     return held
 
 
-def test_what_is_held_does_not_grow_with_tokens_and_nothing_is_mapped(tmp_path: Path) -> None:
+def test_opening_maps_nothing_and_its_memory_does_not_grow_with_the_tokens(tmp_path: Path) -> None:
     files = OpenFiles()
     held = [
         held_bytes(write_sparse(tmp_path / str(tokens), shards=SHARDS, tokens=tokens, documents=tokens // 500), files)
@@ -61,7 +61,7 @@ def test_what_is_held_does_not_grow_with_tokens_and_nothing_is_mapped(tmp_path: 
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts open files as Linux shows them")
-def test_shards_that_were_read_keep_no_descriptor_open(tmp_path: Path) -> None:
+def test_shards_that_were_read_keep_no_file_descriptor(tmp_path: Path) -> None:
     directory = write_sparse(tmp_path / "many", shards=SHARDS, tokens=5000, documents=10)
     dataset = TokenDataset.open(directory, split="train", sequence_length=2048)
     before = descriptors()
@@ -70,7 +70,7 @@ def test_shards_that_were_read_keep_no_descriptor_open(tmp_path: Path) -> None:
 
 
 def masked(directory: Path, *, tokens: int) -> Manifest:
-    """Gives each shard a mask of so many tokens, in which nothing is learnt; returns a manifest that lists them."""
+    """Gives each shard a loss mask of zeros; returns a manifest that lists the masks."""
     manifest, masks = read_manifest(directory, kind="tokens"), {}
     for shard in manifest.details["splits"]["train"]["shards"]:
         path = mask_path(directory / "train" / shard["name"])
@@ -90,13 +90,13 @@ manifest = masked(Path(sys.argv[1]), tokens=50)
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 dataset = TokenDataset.open(sys.argv[1], split="train", sequence_length=T, manifest=manifest)
 assert dataset.windows == SHARDS
-print(dataset.learnt(np.arange(SHARDS)).shape)
-dataset.hint_masks(np.arange(SHARDS))
+print(dataset.loss_mask(np.arange(SHARDS)).shape)
+dataset.read_ahead_masks(np.arange(SHARDS))
 """
 """A process that may have 64 files open looks at the masks of 300 shards."""
 
 
-def test_more_masks_are_read_than_files_may_be_open(tmp_path: Path) -> None:
+def test_more_masks_are_read_than_file_descriptors_are_allowed(tmp_path: Path) -> None:
     directory = write_sparse(tmp_path / "many", shards=SHARDS, tokens=50, documents=2)
     command = [sys.executable, "-c", FEW_DESCRIPTORS, str(directory)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -105,16 +105,16 @@ def test_more_masks_are_read_than_files_may_be_open(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").is_file(), reason="looks at maps as Linux shows them")
-def test_masks_beyond_the_most_are_given_up(tmp_path: Path) -> None:
+def test_masks_beyond_the_limit_are_closed(tmp_path: Path) -> None:
     directory = write_sparse(tmp_path / "some", shards=9, tokens=50, documents=2)
     manifest, files = masked(directory, tokens=50), OpenFiles(most=2)
     dataset = TokenDataset.open(directory, split="train", sequence_length=T, manifest=manifest, files=files)
-    assert not dataset.learnt(np.arange(dataset.windows)).any()
+    assert not dataset.loss_mask(np.arange(dataset.windows)).any()
     maps = Path("/proc/self/maps").read_text().splitlines()
     assert sum(str(directory) in line and line.endswith(".mask") for line in maps) == 2
 
 
-def test_files_beyond_the_most_are_given_up_and_opened_again(tokens: Path) -> None:
+def test_files_beyond_the_limit_are_closed_and_opened_again(tokens: Path) -> None:
     plain = TokenDataset.open(tokens, split="train", sequence_length=T)
     files = OpenFiles(most=1)
     one = TokenDataset.open(tokens, split="train", sequence_length=T, files=files)
@@ -124,7 +124,7 @@ def test_files_beyond_the_most_are_given_up_and_opened_again(tokens: Path) -> No
     assert len(files) == 1
 
 
-def test_slices_of_a_file_that_was_given_up_stay_valid(tokens: Path) -> None:
+def test_slices_of_a_closed_file_stay_valid(tokens: Path) -> None:
     file = TokenFile.open(tokens / "train/shard-00000")
     part, expected = file.tokens[10:50], np.fromfile(tokens / "train/shard-00000.bin", np.uint16)[10:50]
     file.close()
@@ -134,27 +134,25 @@ def test_slices_of_a_file_that_was_given_up_stay_valid(tokens: Path) -> None:
         part[0] = 1
 
 
-def test_a_shard_of_another_size_than_the_manifest_says_is_refused_when_it_is_read(
-    tokens: Path, tmp_path: Path
-) -> None:
+def test_a_shard_that_does_not_match_the_manifest_is_refused_when_it_is_read(tokens: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(tokens, tmp_path / "copy")
     dataset = TokenDataset.open(copy, split="train", sequence_length=T)
     for suffix in (".bin", ".idx"):
         shutil.copyfile(copy / f"train/shard-00001{suffix}", copy / f"train/shard-00000{suffix}")
-    with pytest.raises(DataError, match=r"shard-00000 has \d+ tokens, its manifest says"):
+    with pytest.raises(DataError, match=r"shard-00000 has \d+ tokens, its manifest lists"):
         dataset.read([0])
 
 
-def test_hints_change_nothing_and_reach_over_all_sources(tokens: Path) -> None:
-    blend = opened({"path": str(tokens)}, {"path": str(tokens), "weight": 2.0})
-    place = blend.order.place(np.arange(64))
-    before = blend.rows(place)
-    blend.hint(place)
-    assert np.array_equal(blend.rows(place), before)
+def test_readahead_covers_all_sources_and_changes_no_sample(tokens: Path) -> None:
+    mixture = opened({"path": str(tokens)}, {"path": str(tokens), "weight": 2.0})
+    location = mixture.order.locate(np.arange(64))
+    before = mixture.rows(location)
+    mixture.read_ahead(location)
+    assert np.array_equal(mixture.rows(location), before)
 
 
 @pytest.mark.parametrize("steps", [(1, 3), (5, 2500)])
-def test_places_found_ahead_are_those_of_each_step(tokens: Path, steps: tuple[int, int]) -> None:
+def test_locations_computed_ahead_are_those_of_each_step(tokens: Path, steps: tuple[int, int]) -> None:
     loader = StepLoader(opened({"path": str(tokens)}), BatchSizes(4, 2, 2, 1, T), dp_rank=0, steps=steps)
     for number, step in enumerate(loader):
         assert step.step == steps[0] + number
@@ -184,35 +182,35 @@ def megatron(prefix: Path, *, dtype: str = "<i4", documents: int = 40) -> list[l
 
 
 @pytest.mark.parametrize("dtype", ["<i4", "<u2", "<i8"])
-def test_a_dataset_of_megatrons_own_tool_is_read_as_it_lies(tokens: Path, tmp_path: Path, dtype: str) -> None:
+def test_a_megatron_dataset_is_read_in_place(tokens: Path, tmp_path: Path, dtype: str) -> None:
     documents = megatron(tmp_path / "web.v1_text_document", dtype=dtype)
     files = {path: path.read_bytes() for path in tmp_path.iterdir()}
     prefix = {"path": str(tmp_path / "web.v1_text_document"), "tokenizer": str(tokens / "tokenizer")}
-    blend = opened(prefix)
-    (dataset,) = blend.sources
+    mixture = opened(prefix)
+    (dataset,) = mixture.sources
     flat = [i for document in documents for i in document]
     rows = dataset.read(np.arange(dataset.windows))
     assert rows[:, :-1].ravel().tolist() == flat[: dataset.windows * T]
     assert (dataset.tokens, dataset.windows) == (len(flat), (len(flat) - 1) // T)
     begins = set(np.cumsum([len(document) for document in documents]).tolist())
-    borders = dataset.borders(np.arange(dataset.windows))
-    found = {int(s) * T + int(at) for s, at in zip(borders.sample, borders.at, strict=True)}
+    boundaries = dataset.boundaries(np.arange(dataset.windows))
+    found = {int(s) * T + int(at) for s, at in zip(boundaries.sample, boundaries.at, strict=True)}
     assert found == {at for at in begins if at <= dataset.windows * T}
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == files
 
 
-def test_a_prefix_and_a_tokens_directory_are_blended(tokens: Path, tmp_path: Path) -> None:
+def test_a_megatron_dataset_and_a_tokens_directory_are_mixed(tokens: Path, tmp_path: Path) -> None:
     megatron(tmp_path / "web")
     data = {"sources": [{"path": str(tmp_path / "web"), "tokenizer": str(tokens / "tokenizer")}, {"path": str(tokens)}]}
     section = parse(DataSection, {**data, "sequence_length": T})
-    blend = open_mixture(section, seed=5)
-    rows, place = blend.read(np.arange(50)), blend.order.place(np.arange(50))
-    for row, source, window in zip(rows, place.source, place.window, strict=True):
-        assert np.array_equal(row, blend.sources[source].read([window])[0])
-    assert [str(held.path) for held in open_heldout(section, blend)] == [str(tokens)]
+    mixture = open_mixture(section, seed=5)
+    rows, location = mixture.read(np.arange(50)), mixture.order.locate(np.arange(50))
+    for row, source, window in zip(rows, location.source, location.window, strict=True):
+        assert np.array_equal(row, mixture.sources[source].read([window])[0])
+    assert [str(held.path) for held in open_heldout(section, mixture)] == [str(tokens)]
 
 
-def test_the_fingerprint_of_a_prefix_is_that_of_its_sizes_and_index(tokens: Path, tmp_path: Path) -> None:
+def test_the_fingerprint_of_a_megatron_dataset_covers_its_sizes_and_index(tokens: Path, tmp_path: Path) -> None:
     def fingerprint(prefix: Path) -> str:
         (dataset,) = opened({"path": str(prefix), "tokenizer": str(tokens / "tokenizer")}).sources
         return dataset.manifest.fingerprint
@@ -225,14 +223,14 @@ def test_the_fingerprint_of_a_prefix_is_that_of_its_sizes_and_index(tokens: Path
     assert fingerprint(tmp_path / "b") != first
 
 
-def test_what_a_prefix_does_not_say_is_asked_for(tokens: Path, tmp_path: Path) -> None:
+def test_a_megatron_dataset_without_a_tokenizer_in_the_config_is_refused(tokens: Path, tmp_path: Path) -> None:
     megatron(tmp_path / "web")
     prefix, tokenizer = str(tmp_path / "web"), str(tokens / "tokenizer")
-    with pytest.raises(ConfigError, match=r"data\.sources\.0\.tokenizer\n.*does not say which tokenizer"):
+    with pytest.raises(ConfigError, match=r"data\.sources\.0\.tokenizer\n.*does not name the tokenizer"):
         opened({"path": prefix})
     with pytest.raises(ConfigError, match=r"data\.sources\.0\.source"):
         opened({"path": prefix, "tokenizer": tokenizer, "source": "web"})
-    with pytest.raises(ConfigError, match="has its own"):
+    with pytest.raises(ConfigError, match="has the tokenizer"):
         opened({"path": str(tokens), "tokenizer": tokenizer})
     with pytest.raises(DataError, match="one file of a pair"):
         opened({"path": f"{prefix}.bin", "tokenizer": tokenizer})
@@ -250,5 +248,5 @@ def test_a_tokenizer_that_is_too_small_for_the_ids_is_refused(tokens: Path, tmp_
     header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 4, 1, 2)
     body = np.array([1000], "<i4").tobytes() + np.array([0], "<i8").tobytes() + np.array([0, 1], "<i8").tobytes()
     (tmp_path / "web.idx").write_bytes(header + body)
-    with pytest.raises(ConfigError, match="holds the id 512, the tokenizer has 512 ids"):
+    with pytest.raises(ConfigError, match="holds the id 512, and the tokenizer has 512 ids"):
         opened({"path": str(tmp_path / "web"), "tokenizer": str(tokens / "tokenizer")})

@@ -27,11 +27,11 @@ from headrace.base.errors import ConfigError, DataError
 from headrace.base.section import parse
 from pipeline.config.batch import BatchSizes
 from pipeline.config.schema import DataSection
-from pipeline.data.documents import find_borders
+from pipeline.data.document_slices import document_slices
+from pipeline.data.documents import find_boundaries
 from pipeline.data.loader import IGNORE, StepBatch, StepLoader
 from pipeline.data.mixture import DataMixture, open_mixture
 from pipeline.data.packed import PackedDataset
-from pipeline.data.passages import passages
 from tests.conftest import make_tokens
 
 T, LOOK_AHEAD = 32, 40
@@ -80,7 +80,7 @@ def plain_best_fit(lengths: list[int], size: int) -> list[int]:
 
 @settings(max_examples=200, deadline=None)
 @given(size=st.integers(1, 30), data=st.data())
-def test_the_bins_are_those_of_placing_one_piece_after_the_other(size: int, data: st.DataObject) -> None:
+def test_bins_equal_those_of_placing_pieces_one_by_one(size: int, data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, size), max_size=60))
     number = best_fit(np.array(lengths, dtype=np.int64), size=size)
     filled = np.bincount(number, weights=lengths, minlength=0)
@@ -91,7 +91,7 @@ def test_the_bins_are_those_of_placing_one_piece_after_the_other(size: int, data
 
 @given(lengths=st.lists(st.integers(0, 40), max_size=20), length=st.integers(1, 9))
 @settings(max_examples=100, deadline=None)
-def test_cut_documents_have_every_target_exactly_once(lengths: list[int], length: int) -> None:
+def test_split_documents_have_every_target_exactly_once(lengths: list[int], length: int) -> None:
     bounds = np.concatenate([[7], 7 + np.cumsum(lengths, dtype=np.int64)])
     starts, sizes = cut_documents(bounds, length=length)
     targets = [at for start, size in zip(starts, sizes, strict=True) for at in range(start + 1, start + size)]
@@ -117,11 +117,11 @@ def test_every_target_of_every_document_is_in_one_sample(tokens: Path) -> None:
     assert len({shard for shard, _ in expected}) > 3, "one shard shows little"
 
 
-def test_documents_that_meet_lay_within_the_look_ahead(tokens: Path) -> None:
+def test_documents_packed_together_are_within_the_look_ahead(tokens: Path) -> None:
     dataset = opened(tokens).sources[0]
     widest = 0
     for window in range(dataset.windows):
-        numbers = [part.document for part in passages(dataset, window)]
+        numbers = [part.document for part in document_slices(dataset, window)]
         assert max(numbers) - min(numbers) < LOOK_AHEAD
         shard = int(dataset.locate([window])[0][0])
         assert len({(n - int(dataset.first_document[shard])) // LOOK_AHEAD for n in numbers}) == 1
@@ -140,29 +140,29 @@ def test_any_number_of_workers_writes_the_same_bytes(tokens: Path, tmp_path: Pat
     assert pack(copy, length=T, look_ahead=LOOK_AHEAD).details == pack(tokens, length=T, look_ahead=LOOK_AHEAD).details
 
 
-def test_the_manifest_counts_what_there_is(tokens: Path) -> None:
+def test_the_manifest_has_the_right_counts(tokens: Path) -> None:
     entry = read_manifest(tokens / f"packed-{T}", kind="packing").details["splits"]["train"]
-    blend = opened(tokens, mask_documents=True)
-    (dataset,) = blend.sources
+    mixture = opened(tokens, mask_documents=True)
+    (dataset,) = mixture.sources
     assert isinstance(dataset, PackedDataset)
-    borders = dataset.borders(np.arange(dataset.windows))
-    assert borders.used is not None
-    assert entry["padding"] == int((T + 1 - borders.used).sum()) > 0
-    assert entry["targets"] == dataset.windows * T - borders.without_target(length=T, masked=True)
-    assert dataset.trains == entry["targets"] / (dataset.windows * T)
+    boundaries = dataset.boundaries(np.arange(dataset.windows))
+    assert boundaries.used is not None
+    assert entry["padding"] == int((T + 1 - boundaries.used).sum()) > 0
+    assert entry["targets"] == dataset.windows * T - boundaries.count_non_targets(length=T, masked=True)
+    assert dataset.target_fraction == entry["targets"] / (dataset.windows * T)
 
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_labels_are_the_next_tokens_of_the_same_document_and_padding_has_none(tokens: Path, masked: bool) -> None:
-    blend, batch, padded = opened(tokens), BatchSizes(6, 2, 3, 1, T), 0
+    mixture, batch, padded = opened(tokens), BatchSizes(6, 2, 3, 1, T), 0
     for step in range(1, 30):
-        whole = StepLoader(blend, batch, dp_rank=0, steps=(1, 30), mask_documents=masked).gather(step)
+        whole = StepLoader(mixture, batch, dp_rank=0, steps=(1, 30), mask_documents=masked).gather(step)
         assert whole.targets == sum(int((m.labels != IGNORE).sum()) for m in whole.micro_batches)
         samples = range((step - 1) * 6, step * 6)
         rows = [row for m in whole.micro_batches for row in zip(m.input_ids, m.labels, strict=True)]
         for sample, (ids, labels) in zip(samples, rows, strict=True):
-            place = blend.order.place([sample])
-            parts = [part.tokens for part in passages(blend.sources[0], int(place.window[0]))]
+            location = mixture.order.locate([sample])
+            parts = [part.tokens for part in document_slices(mixture.sources[0], int(location.window[0]))]
             expected = [x for part in parts for x in ([*part[1:], IGNORE] if masked else part)]
             expected = expected[:-1] if masked else expected[1:]
             expected += [IGNORE] * (T - len(expected))
@@ -172,19 +172,19 @@ def test_labels_are_the_next_tokens_of_the_same_document_and_padding_has_none(to
     assert padded > 0
 
 
-def test_masks_are_those_of_documents_apart(tokens: Path) -> None:
-    blend, apart = opened(tokens), 0
+def test_the_document_mask_separates_packed_documents(tokens: Path) -> None:
+    mixture, apart = opened(tokens), 0
     for step in range(1, 12):
-        gathered = StepLoader(blend, BatchSizes(8, 8, 1, 1, T), dp_rank=0, steps=(1, 12), mask_documents=True).gather(
+        gathered = StepLoader(mixture, BatchSizes(8, 8, 1, 1, T), dp_rank=0, steps=(1, 12), mask_documents=True).gather(
             step
         )
         (micro,) = gathered.micro_batches
         assert micro.positions is not None
         assert micro.documents is not None
         for row, sample in enumerate(range((step - 1) * 8, step * 8)):
-            window = int(blend.order.place([sample]).window[0])
+            window = int(mixture.order.locate([sample]).window[0])
             at = 0
-            for number, part in enumerate(passages(blend.sources[0], window)):
+            for number, part in enumerate(document_slices(mixture.sources[0], window)):
                 mine = slice(at, min(at + len(part.tokens), T))
                 size = mine.stop - mine.start
                 assert micro.positions[row, mine].tolist() == list(range(size))
@@ -198,11 +198,11 @@ def test_masks_are_those_of_documents_apart(tokens: Path) -> None:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_every_layout_sees_the_same_packed_samples(tokens: Path, masked: bool) -> None:
-    blend = opened(tokens)
+def test_every_layout_has_the_same_packed_samples(tokens: Path, masked: bool) -> None:
+    mixture = opened(tokens)
 
     def gathered(batch: BatchSizes, rank: int, **piece: int) -> StepBatch:
-        return StepLoader(blend, batch, dp_rank=rank, steps=(2, 2), mask_documents=masked, **piece).gather(2)
+        return StepLoader(mixture, batch, dp_rank=rank, steps=(2, 2), mask_documents=masked, **piece).gather(2)
 
     whole = gathered(BatchSizes(8, 8, 1, 1, T), 0)
     for dp, micro, accumulation in ((2, 2, 2), (8, 1, 1), (3, 1, 3)):
@@ -233,7 +233,7 @@ def test_the_tokens_keep_their_fingerprint_and_the_packing_has_its_own(tokens: P
     assert set(packed) - set(plain) == {"data.sources.0.packing"}
 
 
-def test_what_is_not_packed_or_of_other_tokens_is_refused(tokens: Path, tmp_path: Path) -> None:
+def test_a_missing_packing_or_one_of_other_tokens_is_refused(tokens: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"python -m data_prep pack .* --length 16"):
         opened(tokens, sequence_length=16)
     other = shutil.copytree(tokens, tmp_path / "other")
@@ -241,7 +241,7 @@ def test_what_is_not_packed_or_of_other_tokens_is_refused(tokens: Path, tmp_path
     fingerprint = read_manifest(tokens, kind="tokens").fingerprint
     text = "".join(line for line in path.read_text().splitlines(True) if '"checksum"' not in line)
     path.write_text(text.replace(fingerprint, "0" * 64))
-    with pytest.raises(DataError, match="was made of other tokens"):
+    with pytest.raises(DataError, match="was made from other tokens"):
         opened(other)
     shutil.copyfile(tokens / "manifest.json", path)
     bins = next((other / f"packed-{T}").rglob("*.bins"))
@@ -272,7 +272,7 @@ def assert_whole(directory: Path) -> None:
     assert not list(directory.glob(".packed-*")), "neither staging nor lock are left"
 
 
-def test_who_packs_what_another_process_is_packing_is_refused(tokens: Path, tmp_path: Path) -> None:
+def test_packing_is_refused_while_another_process_packs_the_same_tokens(tokens: Path, tmp_path: Path) -> None:
     directory = unpacked(tokens, tmp_path)
     first = packing_process(directory, "-c", STOPPED_AT_WORK)
     try:
@@ -289,7 +289,9 @@ def test_who_packs_what_another_process_is_packing_is_refused(tokens: Path, tmp_
     assert_whole(directory)
 
 
-def test_processes_that_pack_at_once_leave_a_whole_packing_and_no_traceback(tokens: Path, tmp_path: Path) -> None:
+def test_processes_that_pack_concurrently_leave_a_complete_packing_and_no_traceback(
+    tokens: Path, tmp_path: Path
+) -> None:
     directory = unpacked(tokens, tmp_path)
     racing = [packing_process(directory, "-m", "data_prep") for _ in range(3)]
     said = [process.communicate(timeout=60)[1] for process in racing]
@@ -299,7 +301,7 @@ def test_processes_that_pack_at_once_leave_a_whole_packing_and_no_traceback(toke
     assert_whole(directory)
 
 
-def test_a_file_that_is_gone_when_a_packing_is_finished_is_missed(
+def test_a_file_that_disappears_before_a_packing_is_finished_is_reported(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = packing._run
@@ -314,12 +316,12 @@ def test_a_file_that_is_gone_when_a_packing_is_finished_is_missed(
         pack(unpacked(tokens, tmp_path), length=T)
 
 
-def test_prefixes_of_megatron_are_not_packed(tokens: Path) -> None:
+def test_packing_a_megatron_dataset_is_refused(tokens: Path) -> None:
     source = {"path": str(tokens / "train/shard-00000"), "tokenizer": str(tokens / "tokenizer")}
     with pytest.raises(ConfigError, match=r"data\.packing"):
         opened(tokens, sources=[source])
 
 
-def test_contiguous_borders_have_no_padding(tokens: Path) -> None:
+def test_boundaries_of_contiguous_windows_have_no_padding(tokens: Path) -> None:
     file = TokenFile.open(tokens / "train/shard-00000")
-    assert find_borders(file, np.array([0]), length=T).used is None
+    assert find_boundaries(file, np.array([0]), length=T).used is None

@@ -24,7 +24,7 @@ def test_the_permutation_of_a_seed_never_changes() -> None:
     assert permute([0, 1, 10**12 - 1], size=10**12, key=7).tolist() == [181898638028, 980027242478, 101060926037]
 
 
-def test_a_trillion_samples_cost_no_memory() -> None:
+def test_a_permutation_of_a_trillion_needs_no_memory() -> None:
     picks = permute(np.arange(0, 10**12, 10**8), size=10**12, key=3)
     assert len(set(picks.tolist())) == 10_000
     assert 0.45e12 < picks.mean() < 0.55e12  # uniform: the mean of 10,000 has a standard deviation of 0.003e12

@@ -12,7 +12,7 @@ def data_steps(skips: Skips, first: int, last: int) -> list[int]:
     return [skips.data_step(step) for step in range(first, last + 1)]
 
 
-def test_a_skip_of_a_future_that_is_executed_again_is_not_applied_again() -> None:
+def test_a_skip_after_the_checkpoint_is_dropped_on_rollback() -> None:
     skips = Skips((Skip(11, 5),))
     assert data_steps(skips, 5, 13) == [5, 6, 7, 8, 9, 10, 16, 17, 18]
     # back behind the skip, as when the newer checkpoint is damaged: up to data step 18 all is passed over, and no more
@@ -21,14 +21,14 @@ def test_a_skip_of_a_future_that_is_executed_again_is_not_applied_again() -> Non
     assert again.plain() == [[6, 13]]
 
 
-def test_a_skip_from_the_same_checkpoint_or_an_older_one_stays() -> None:
+def test_a_skip_from_the_same_or_an_older_checkpoint_is_kept() -> None:
     skips = Skips((Skip(4, 2), Skip(11, 5)))
     assert data_steps(skips.past(12, since=10), 2, 13) == [2, 3, *range(6, 13), 20, 21, 22]
     assert data_steps(skips.past(12, since=7), 2, 13) == [2, 3, *range(6, 10), *range(20, 26)]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_wherever_a_run_goes_back_to_it_sees_all_data_but_what_it_has_passed_over(seed: int) -> None:
+def test_after_any_rollbacks_all_data_is_seen_except_what_was_skipped(seed: int) -> None:
     draw = np.random.default_rng(seed)
     skips, done = NO_SKIPS, 0
     for _ in range(8):

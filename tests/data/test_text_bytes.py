@@ -29,14 +29,14 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return make_tokens(work, [work / "text"], tokenizer={"train": request.param, "vocab_size": 400})
 
 
-def test_bytes_are_those_that_data_prep_counted(made: Path) -> None:
+def test_text_bytes_equal_those_counted_by_data_prep(made: Path) -> None:
     splits = read_manifest(made, kind="tokens").details["splits"]
     for split in ("train", "heldout"):
         for shard in splits[split]["shards"]:
             assert text_bytes(TokenFile.open(made / split / shard["name"]), made / "tokenizer") == shard["bytes"]
 
 
-def test_another_prefix_may_be_what_a_prefix_is_evaluated_on(made: Path) -> None:
+def test_a_megatron_dataset_may_be_evaluated_on_another_one(made: Path) -> None:
     source = {"path": str(made / "train/shard-00000"), "tokenizer": str(made / "tokenizer")}
     data = {"sources": [source | {"heldout": str(made / "heldout/shard-00000")}], "sequence_length": 16}
     section = parse(DataSection, data)
@@ -46,7 +46,7 @@ def test_another_prefix_may_be_what_a_prefix_is_evaluated_on(made: Path) -> None
 
 
 @pytest.mark.parametrize("wrong", [400, 65_000, -1])
-def test_an_id_that_the_tokenizer_lacks_is_named_wherever_it_lies(made: Path, tmp_path: Path, wrong: int) -> None:
+def test_an_id_outside_the_vocabulary_is_named_wherever_it_is(made: Path, tmp_path: Path, wrong: int) -> None:
     # between the ends that are looked at when a prefix is opened
     ids = np.full(200_000, 5, dtype=np.int32)
     ids[123_456] = wrong
@@ -62,7 +62,7 @@ def test_an_id_that_the_tokenizer_lacks_is_named_wherever_it_lies(made: Path, tm
     assert f"{made / 'tokenizer'} has {known} ids\n  try: " in str(refused.value)
 
 
-def test_a_tokenizer_whose_bytes_are_not_known_is_refused(made: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_without_countable_bytes_is_refused(made: Path, tmp_path: Path) -> None:
     text = (made / "tokenizer/tokenizer.json").read_text()
     start = text.index('"decoder"')
     end = text.index('"model"', start)

@@ -56,14 +56,14 @@ def make_tokens(final: Path, texts: list[str] = TEXTS) -> Path:
     return final
 
 
-def make_masked(final: Path, tokens: Path, learnt: Callable[[np.ndarray, str], np.ndarray]) -> Path:
+def make_masked(final: Path, tokens: Path, loss_mask: Callable[[np.ndarray, str], np.ndarray]) -> Path:
     """Writes a copy of a tokens directory with loss masks: `learnt` takes a shard's ids and the name of its split."""
     manifest, staging = read_manifest(tokens, kind="tokens"), staging_path(final)
     shutil.copytree(tokens, staging, ignore=shutil.ignore_patterns(MANIFEST))
     for split in manifest.details["splits"]:
         for prefix in (path.with_suffix("") for path in (staging / split).glob("*.bin")):
             ids = np.asarray(TokenFile.open(prefix).tokens)
-            mask_path(prefix).write_bytes(learnt(ids, split).astype(np.uint8).tobytes())
+            mask_path(prefix).write_bytes(loss_mask(ids, split).astype(np.uint8).tobytes())
     commit(staging, final, kind="tokens", config={}, details=manifest.details)
     return final
 

@@ -31,11 +31,11 @@ def plain_loss(model: torch.nn.Module, dataset: TokenDataset) -> float:
     """Token by token, one window at a time, in float64: slow and plain."""
     total, count = 0.0, 0
     for window in range(dataset.windows):
-        row, learnt = dataset.read([window])[0], dataset.learnt([window])[0]
+        row, loss_mask = dataset.read([window])[0], dataset.loss_mask([window])[0]
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([row[:-1].tolist()])).logits[0].double()
         for position, target in enumerate(row[1:]):
-            if not learnt[position + 1]:
+            if not loss_mask[position + 1]:
                 continue
             scores = logits[position]
             total += math.log(torch.exp(scores).sum().item()) - scores[int(target)].item()

@@ -1,4 +1,4 @@
-"""Numbers on their way out: the journal after a crash, units, peaks, and W&B without a login."""
+"""Metrics: the journal after a crash, perplexity and bits per byte, peak FLOP/s, and the W&B sink."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.conftest import command_line, losses, tiny_config, write_config
 from tests.metrics.offline import logged
 
 
-def test_reopening_a_journal_cuts_rows_that_will_be_written_again_and_half_a_line(tmp_path: Path) -> None:
+def test_reopening_a_journal_removes_later_rows_and_a_partial_line(tmp_path: Path) -> None:
     journal = Journal(tmp_path, from_step=0)
     for step in range(1, 6):
         journal.write("step", step, loss=1.0 / step)
@@ -35,18 +35,18 @@ def test_reopening_a_journal_cuts_rows_that_will_be_written_again_and_half_a_lin
     assert [(row["step"], row["loss"]) for row in read_rows(tmp_path, kind="step")][-2:] == [(3, 1 / 3), (4, 9.0)]
 
 
-def test_a_damaged_line_stays_is_named_and_does_not_keep_a_run_from_going_on(
+def test_a_damaged_line_is_kept_and_named_and_does_not_prevent_a_resume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = ['{"kind": "step", "step": 1}', "nonsense", "[1]", "\0" * 9, '{"kind": "step", "step": 2}']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     assert [row["step"] for row in read_rows(tmp_path)] == [1, 2]
-    assert "metrics.jsonl is damaged in line 2, 3, 4, which is passed over" in capsys.readouterr().err
+    assert "metrics.jsonl is damaged in line 2, 3, 4, which is skipped" in capsys.readouterr().err
     Journal(tmp_path, from_step=1).close()
     assert (tmp_path / "metrics.jsonl").read_text() == "\n".join(lines[:-1]) + "\n"
 
 
-def test_rows_that_a_full_disk_does_not_take_are_kept_until_there_is_room(
+def test_rows_are_kept_in_memory_while_the_disk_is_full(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     journal = Journal(tmp_path, from_step=0)
@@ -63,7 +63,7 @@ def test_rows_that_a_full_disk_does_not_take_are_kept_until_there_is_room(
 
 @contextmanager
 def room_for(size: int) -> Iterator[None]:
-    """No file of this process can grow past so many bytes."""
+    """Limits the size of every file this process writes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -93,7 +93,7 @@ def test_bits_per_byte_does_not_depend_on_the_tokenizer() -> None:
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", True, None),
     ],
 )
-def test_a_peak_is_given_only_where_it_is_known(name: str, bf16: bool, tflops: float | None) -> None:
+def test_peak_flops_are_reported_for_known_devices_only(name: str, bf16: bool, tflops: float | None) -> None:
     assert peak_flops(name, bf16=bf16) == (None if tflops is None else tflops * 1e12)
 
 
@@ -108,10 +108,10 @@ def test_wandb_without_a_login_records_offline_under_the_run(tokens: Path, tmp_p
     assert {row["loss"] for row in rows if "loss" in row} == set(losses(tmp_path / "run").values())
 
 
-def test_training_goes_on_when_wandb_has_gone(
+def test_training_continues_when_the_wandb_process_dies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In a process of its own, since W&B takes one for all of a process's runs."""
+    """In a subprocess, since W&B starts one service for all runs of a process."""
     code = f"""
 import os, signal
 from pathlib import Path
@@ -132,20 +132,20 @@ os._exit(0)
 """
     monkeypatch.setenv("WANDB_MODE", "offline")
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert capfd.readouterr().err.count("warning: W&B does not answer") == 1
+    assert capfd.readouterr().err.count("warning: W&B cannot be reached") == 1
 
 
-def test_the_iterable_feeds_a_loop_of_ones_own(tokens: Path) -> None:
+def test_the_step_loader_feeds_a_plain_pytorch_loop(tokens: Path) -> None:
     code = f"""
 import torch
 from pipeline.config.batch import BatchSizes
 from pipeline.config.schema import DataSection, SourceSection
 from pipeline.data.mixture import open_mixture
 from pipeline.data.loader import StepLoader
-blend = open_mixture(DataSection(sources=(SourceSection(path={str(tokens)!r}),), sequence_length=16), seed=1)
+mixture = open_mixture(DataSection(sources=(SourceSection(path={str(tokens)!r}),), sequence_length=16), seed=1)
 model = torch.nn.Sequential(torch.nn.Embedding(512, 8), torch.nn.Linear(8, 512))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in StepLoader(blend, BatchSizes(4, 2, 2, 1, 16), dp_rank=0, steps=(1, 3)):
+for step in StepLoader(mixture, BatchSizes(4, 2, 2, 1, 16), dp_rank=0, steps=(1, 3)):
     for micro in step.micro_batches:
         torch.nn.functional.cross_entropy(model(micro.input_ids).flatten(0, 1), micro.labels.flatten()).backward()
     optimizer.step()

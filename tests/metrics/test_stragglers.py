@@ -1,4 +1,4 @@
-"""The rank that others wait for is named, though all need equally long; and nobody is where nobody is slow."""
+"""Straggler detection: the rank that others wait for is named, and none where all are equally fast."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tests import warm
 from tests.conftest import entry_point, launch, losses, tiny_config, write_config
 
 
-def said(judge: StragglerDetector, *reports: list[float]) -> list[list[int]]:
-    return [judge.hear(seconds)[1] for seconds in reports]
+def new_stragglers(detector: StragglerDetector, *reports: list[float]) -> list[list[int]]:
+    return [detector.update(seconds)[1] for seconds in reports]
 
 
-def test_a_rank_is_named_once_when_it_is_slower_than_its_peers_in_two_reports_in_a_row() -> None:
-    judge = StragglerDetector([0] * 4, threshold=0.1)
+def test_a_rank_is_named_once_after_two_slow_reports_in_a_row() -> None:
+    detector = StragglerDetector([0] * 4, threshold=0.1)
     quiet, slow = [1.0, 1.01, 1.02, 1.0], [1.0, 1.01, 1.2, 1.0]
-    assert said(judge, quiet, quiet, slow, quiet, slow, slow, slow, quiet, slow, slow) == [
+    assert new_stragglers(detector, quiet, quiet, slow, quiet, slow, slow, slow, quiet, slow, slow) == [
         *([[]] * 5),
         [2],
         *([[]] * 3),
@@ -39,36 +39,36 @@ def test_a_rank_is_named_once_when_it_is_slower_than_its_peers_in_two_reports_in
 
 def test_ranks_are_compared_with_those_of_their_own_pipeline_stage() -> None:
     peers = peers_of(Topology(pp=2, dp=3), ring=False)
-    judge = StragglerDetector(peers, threshold=0.1)
+    detector = StragglerDetector(peers, threshold=0.1)
     stages = [1.0, 1.0, 1.0, 3.0, 3.0, 3.6]
-    assert said(judge, stages, stages, stages) == [[], [], [5]]
-    assert judge.hear(stages)[0] == pytest.approx([1, 1, 1, 1, 1, 1.2])
+    assert new_stragglers(detector, stages, stages, stages) == [[], [], [5]]
+    assert detector.update(stages)[0] == pytest.approx([1, 1, 1, 1, 1, 1.2])
 
 
-def test_in_a_ring_later_pieces_of_a_sequence_have_other_peers_and_two_peers_can_be_compared() -> None:
+def test_ring_attention_ranks_are_compared_with_the_same_part_of_the_sequence() -> None:
     topology = Topology(dp=2, cp=2)
     assert len(set(peers_of(topology, ring=False))) == 1
-    judge = StragglerDetector(peers_of(topology, ring=True), threshold=0.1)
+    detector = StragglerDetector(peers_of(topology, ring=True), threshold=0.1)
     uneven = [1.0, 2.0, 1.0, 2.5]
-    assert said(judge, uneven, uneven, uneven) == [[], [], [3]]
+    assert new_stragglers(detector, uneven, uneven, uneven) == [[], [], [3]]
 
 
-def test_a_rank_without_peers_and_times_that_were_not_measured_name_nobody() -> None:
-    judge = StragglerDetector([0, 1], threshold=0.1)
-    assert said(judge, *[[1.0, 9.0]] * 4) == [[]] * 4
-    assert said(StragglerDetector([0, 0], threshold=0.1), *[[0.0, 0.0]] * 4) == [[]] * 4
+def test_a_rank_without_peers_or_without_measurements_is_not_named() -> None:
+    detector = StragglerDetector([0, 1], threshold=0.1)
+    assert new_stragglers(detector, *[[1.0, 9.0]] * 4) == [[]] * 4
+    assert new_stragglers(StragglerDetector([0, 0], threshold=0.1), *[[0.0, 0.0]] * 4) == [[]] * 4
 
 
-def test_where_every_report_differs_by_a_fifth_nobody_is_named_for_less() -> None:
-    random, judge = Random(0), StragglerDetector([0, 0], threshold=0.1)
+def test_no_rank_is_named_for_less_than_the_variation_between_reports() -> None:
+    random, detector = Random(0), StragglerDetector([0, 0], threshold=0.1)
     noise = [[random.lognormvariate(0.0, 0.13) for _ in range(2)] for _ in range(200)]  # as seen on two shared cores
-    named = sum(len(ranks) for ranks in said(judge, *noise))
+    named = sum(len(ranks) for ranks in new_stragglers(detector, *noise))
     assert named <= 4  # 2 standard deviations, twice in a row: 0.05 % of 200, and as much again while little is known
     slow = [[a, 2 * b] for a, b in noise[:6]]
-    assert [1] in said(StragglerDetector([0, 0], threshold=0.1), *slow)
+    assert [1] in new_stragglers(StragglerDetector([0, 0], threshold=0.1), *slow)
 
 
-def test_the_host_waits_where_a_message_is_under_way_and_no_operator_runs() -> None:
+def test_host_time_excludes_communication_during_which_no_operator_runs() -> None:
     spans = [
         Span("headrace::step", "user_annotation", 1, 1000, 2000),
         Span("gloo:all_reduce", "user_annotation", 3, 1050, 1300),
@@ -94,7 +94,7 @@ def test_the_host_waits_where_a_message_is_under_way_and_no_operator_runs() -> N
     assert host_seconds(spans[1:]) == 0
 
 
-def test_time_on_a_core_does_not_count_waiting() -> None:
+def test_core_time_does_not_count_sleeping() -> None:
     clock, waited = CoreClock(), []
     for _ in range(5):  # on a busy machine one may wait for a core after having slept, and that counts
         before = clock.seconds()
@@ -107,7 +107,7 @@ def test_time_on_a_core_does_not_count_waiting() -> None:
     assert clock.seconds() - before > 0.1
 
 
-def test_beside_another_profiler_nothing_is_measured_and_nothing_breaks(capfd: pytest.CaptureFixture[str]) -> None:
+def test_with_another_profiler_active_nothing_is_measured_and_nothing_breaks(capfd: pytest.CaptureFixture[str]) -> None:
     with profiled(gpu=False) as theirs:
         with profiled(gpu=False) as ours:
             torch.ones(3) + 1
@@ -120,7 +120,7 @@ SLOWED = """
 import os, runpy, signal, sys, time
 if os.environ["RANK"] == sys.argv[1]:
     rank = os.getpid()
-    if not os.fork():  # stops its parent for three quarters of the time, in turns far shorter than a report
+    if not os.fork():  # suspends its parent for three quarters of the time, in intervals far shorter than a report
         while os.getppid() == rank and not os.path.exists("run/metrics.jsonl"):
             time.sleep(0.01)
         while os.getppid() == rank:
@@ -138,11 +138,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "deepspeed-3": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 64}},
     "torch-tp-2": {"engine": "torch", "parallel": {"tp": 2}, "zero_optimization": {"stage": 0}},
 }
-"""Where ranks wait for each other in every layer."""
+"""Layouts in which ranks wait for each other in every layer."""
 
 
 def trained(tokens: Path, work: Path, layout: str, *, slow: int, threshold: float) -> tuple[list[dict[str, Any]], str]:
-    """The reports of a short run on two ranks, one of which may be slowed, and what was said."""
+    """The straggler reports and the output of a short run on two ranks, one of which may be slowed."""
     run: dict[str, Any] = {"dir": str(work / "run"), "steps": 20, "seed": 7}
     config = tiny_config(
         tokens, work / "run", run=run, stragglers={"every": 2, "threshold": threshold}, **LAYOUTS[layout]
@@ -158,11 +158,11 @@ def trained(tokens: Path, work: Path, layout: str, *, slow: int, threshold: floa
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_rank_that_is_really_slow_is_named_wherever_ranks_wait(tokens: Path, tmp_path: Path, layout: str) -> None:
-    reports, said = trained(tokens, tmp_path, layout, slow=1, threshold=0.3)
+def test_a_rank_that_is_suspended_most_of_the_time_is_named(tokens: Path, tmp_path: Path, layout: str) -> None:
+    reports, output = trained(tokens, tmp_path, layout, slow=1, threshold=0.3)
     host = socket.gethostname()
-    assert re.search(rf"rank 1 on {host} needs \d\.\d\d times the median's time for its own work", said)
-    # it is the slowest in most reports, though in a step of milliseconds it may happen not to be stopped
+    assert re.search(rf"rank 1 on {host} takes \d\.\d\d times the median of its peers for its own work", output)
+    # it is the slowest in most reports, though in a step of milliseconds it may happen not to be suspended
     assert statistics.median(row["slowest"][0]["rank"] for row in reports) == 1
     assert statistics.median(row["seconds"]["max"] / row["seconds"]["min"] for row in reports) > 1.5
 
@@ -175,31 +175,31 @@ from pipeline.config.schema import StragglersSection
 from pipeline.metrics import stragglers
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-for bearable_s in (0.01, 60.0):
-    stragglers._SHORT_S = bearable_s
+for limit_s in (0.01, 60.0):
+    stragglers._MAX_REPORT_S = limit_s
     measuring = stragglers.Stragglers(StragglersSection(every=2), peers=[0, 0], rank=rank, gpu=False)
     for step in range(1, 9):
         with measuring.measured(step):
             for _ in range(4000 if rank == 1 else 1):
                 torch.ones(1)
-        report = measuring.report(step)  # hangs unless both agree
+        report = measuring.report(step)  # hangs unless both ranks decide alike
         if report:
             print(step, *(line for line in report.lines() if "from now on" in line), flush=True)
 os._exit(0)
 """
 
 
-def test_reports_whose_profile_takes_long_come_half_as_often() -> None:
+def test_reports_become_rarer_when_profiling_takes_long() -> None:
     done = warm.run("-c", LONG_PROFILES, processes=2, timeout_s=60)
-    told = [line.replace(":", " ").split() for line in done.stdout.splitlines()]
-    assert [int(line[0]) for line in told] == [2, 4, 8, 2, 4, 6, 8], done.stderr
-    assert [line[-2] for line in told if len(line) > 1] == ["4", "8", "16"]
+    lines = [line.replace(":", " ").split() for line in done.stdout.splitlines()]
+    assert [int(line[0]) for line in lines] == [2, 4, 8, 2, 4, 6, 8], done.stderr
+    assert [line[-2] for line in lines if len(line) > 1] == ["4", "8", "16"]
 
 
-def test_where_nobody_is_slow_nobody_is_named(tokens: Path, tmp_path: Path) -> None:
+def test_no_rank_is_named_where_none_is_slow(tokens: Path, tmp_path: Path) -> None:
     # twice as slow: other tests share the machine and slow ranks down: 1.6 in two reports in a row was seen
-    reports, said = trained(tokens, tmp_path, "deepspeed-3", slow=2, threshold=1.0)
-    assert "the median's time" not in said
+    reports, output = trained(tokens, tmp_path, "deepspeed-3", slow=2, threshold=1.0)
+    assert "straggler:" not in output
     slowest = reports[-1]["slowest"][0]
     assert slowest["seconds"] == reports[-1]["seconds"]["max"]
     assert slowest["seconds"] == max(slowest[c] for c in ("host", "cores", "kernels")) + slowest["loading"]

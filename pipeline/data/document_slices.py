@@ -1,4 +1,4 @@
-"""Where the tokens of a sample come from: which documents, and which part of each."""
+"""Provenance of a sample: the documents its tokens come from, and which part of each."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pipeline.data.dataset import TokenDataset
 
 
 @dataclass(frozen=True)
-class Passage:
-    """Neighbouring tokens of one document.
+class DocumentSlice:
+    """Contiguous tokens of one document.
 
     Attributes:
-        document: its number in the split, from 0, in the order in which the corpus was read.
-        first: place of the first of them in the document, from 0.
+        document: index of the document in the split, from 0, in the order in which the corpus was read.
+        first: position of the first token in the document, from 0.
         length: tokens of the whole document.
         tokens: int64 [n].
     """
@@ -30,12 +30,12 @@ class Passage:
     tokens: npt.NDArray[np.int64]
 
 
-def passages(dataset: TokenDataset, window: int) -> Iterator[Passage]:
-    """The passages of a sample's T + 1 tokens, in order; padding is none.
+def document_slices(dataset: TokenDataset, window: int) -> Iterator[DocumentSlice]:
+    """The documents' parts that make up a sample's T + 1 tokens, in order, without padding.
 
     Args:
         dataset: a split.
-        window: number of the sample in it.
+        window: index of the sample in it.
     """
     spans = dataset.spans([window])
     for shard, start, length in zip(spans.shard.tolist(), spans.start.tolist(), spans.length.tolist(), strict=True):
@@ -44,20 +44,20 @@ def passages(dataset: TokenDataset, window: int) -> Iterator[Passage]:
             yield from _within(dataset.file(shard), start, start + length, before=first)
 
 
-def _within(file: TokenFile, at: int, end: int, *, before: int) -> Iterator[Passage]:
-    # of documents without tokens, which begin where the next one does, the last
+def _within(file: TokenFile, at: int, end: int, *, before: int) -> Iterator[DocumentSlice]:
+    # an empty document begins where the next one does: take the last of those that begin here
     number = bisect_right(range(file.documents), at, key=lambda document: _begin(file, document)) - 1
     while at < end:
         begin, stop = _begin(file, number), _begin(file, number + 1)
         upto = min(stop, end)
         if upto > at:
             tokens = np.asarray(file.tokens[at:upto]).astype(np.int64)
-            yield Passage(before + number, at - begin, stop - begin, tokens)
+            yield DocumentSlice(before + number, at - begin, stop - begin, tokens)
         at, number = max(at, upto), number + 1
 
 
 def _begin(file: TokenFile, document: int) -> int:
-    """First token of a document of a token file; of the one after the last, the file's end."""
+    """Position of a document's first token in a token file; one past the last document, the file's end."""
     sequence = int(file.document_index[document])
     if sequence == len(file.byte_offsets):
         return int(file.tokens.size)
