@@ -232,7 +232,7 @@ def test_a_megatron_dataset_without_a_tokenizer_in_the_config_is_refused(tokens:
         opened({"path": prefix, "tokenizer": tokenizer, "source": "web"})
     with pytest.raises(ConfigError, match="has the tokenizer"):
         opened({"path": str(tokens), "tokenizer": tokenizer})
-    with pytest.raises(DataError, match="one file of a pair"):
+    with pytest.raises(DataError, match="one file of a Megatron-LM dataset"):
         opened({"path": f"{prefix}.bin", "tokenizer": tokenizer})
     data = parse(DataSection, {"sources": [{"path": prefix, "tokenizer": tokenizer}], "sequence_length": T})
     with pytest.raises(ConfigError, match=r"data\.sources\.0\.heldout"):
