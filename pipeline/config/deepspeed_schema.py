@@ -61,15 +61,17 @@ class SchedulerParams(Section):
         " linear",
     )
     warmup_min_lr: NonNegativeFloat | None = Field(
-        None, description="Learning rate at the start of the warmup (WarmupLR, WarmupDecayLR); default 0"
+        None, description="Learning rate at the start of the warmup (WarmupLR, WarmupDecayLR), e.g. 1e-6; default 0"
     )
     warmup_max_lr: PositiveFloat | None = Field(
         None,
-        description="Learning rate at the end of the warmup (WarmupLR, WarmupDecayLR); default: optimizer.params.lr",
+        description="Learning rate at the end of the warmup (WarmupLR, WarmupDecayLR), e.g. 3e-4; default:"
+        " optimizer.params.lr",
     )
     warmup_min_ratio: NonNegativeFloat | None = Field(
         None,
-        description="Learning rate at the start of the warmup as a fraction of the peak (WarmupCosineLR); default 0",
+        description="Learning rate at the start of the warmup as a fraction of the peak (WarmupCosineLR), e.g. 0.1;"
+        " default 0",
     )
     cos_min_ratio: NonNegativeFloat | None = Field(
         None,
@@ -77,10 +79,10 @@ class SchedulerParams(Section):
         " default 0.0001",
     )
     total_num_steps: Count | None = Field(
-        None, description="Length of the whole schedule in optimizer steps; default: the steps of the run"
+        None, description="Length of the whole schedule in optimizer steps, e.g. 10000; default: the steps of the run"
     )
     decay_num_steps: Count | None = Field(
-        None, description="Length of WSD's final decay in optimizer steps; default: 10 % of total_num_steps"
+        None, description="Length of WSD's final decay in optimizer steps, e.g. 1000; default: 10 % of total_num_steps"
     )
     min_ratio: NonNegativeFloat | None = Field(
         None, description="Final learning rate of WSD's decay as a fraction of the peak, e.g. 0.1; default 0"
@@ -114,7 +116,8 @@ class OffloadOptimizerSection(Section):
         " memory that cannot be swapped out",
     )
     buffer_count: Count | None = Field(
-        None, description="Buffers in host memory for optimizer states swapped from NVMe; DeepSpeed's default is 4"
+        None,
+        description="Buffers in host memory for optimizer states swapped from NVMe, e.g. 5; DeepSpeed's default is 4",
     )
     pipeline_read: bool | None = Field(
         None, description="true: overlap reading the next optimizer states from NVMe with the update; default false"
@@ -151,23 +154,26 @@ class OffloadParamSection(Section):
         " takes memory that cannot be swapped out",
     )
     buffer_count: Count | None = Field(
-        None, description="Buffers in host memory for parameters swapped from NVMe; DeepSpeed's default is 5"
+        None, description="Buffers in host memory for parameters swapped from NVMe, e.g. 6; DeepSpeed's default is 5"
     )
     buffer_size: Count | None = Field(
-        None, description="Size of each of these buffers in elements; DeepSpeed's default is 1e8"
+        None, description="Size of each of these buffers in elements, e.g. 2e8; DeepSpeed's default is 1e8"
     )
     max_in_cpu: Index | None = Field(
-        None, description="Parameter elements kept in host memory with device nvme; DeepSpeed's default is 1e9"
+        None,
+        description="Parameter elements kept in host memory with device nvme, e.g. 2e9; DeepSpeed's default is 1e9",
     )
 
 
 class AioSection(Section):
     """Asynchronous I/O of DeepSpeed for offload to NVMe. Absent keys keep DeepSpeed's defaults."""
 
-    block_size: Count | None = Field(None, description="I/O block size in bytes; DeepSpeed's default is 1048576")
-    queue_depth: Count | None = Field(None, description="I/O queue depth; DeepSpeed's default is 8")
+    block_size: Count | None = Field(
+        None, description="I/O block size in bytes, e.g. 8388608; DeepSpeed's default is 1048576"
+    )
+    queue_depth: Count | None = Field(None, description="I/O queue depth, e.g. 16; DeepSpeed's default is 8")
     intra_op_parallelism: Count | None = Field(
-        None, description="Threads that share one read or write; DeepSpeed's default is 1"
+        None, description="Threads that share one read or write, e.g. 2; DeepSpeed's default is 1"
     )
     single_submit: bool | None = Field(
         None, description="true: submit I/O requests one by one instead of in batches; DeepSpeed's default is false"
@@ -196,7 +202,7 @@ class ZeroSection(Section):
     )
     reduce_bucket_size: Count | None = Field(
         None,
-        description="Elements per gradient bucket of a reduce; smaller takes less memory, larger fewer calls."
+        description="Elements per gradient bucket of a reduce, e.g. 5e7; smaller takes less memory, larger fewer calls."
         " DeepSpeed's default is 5e8",
     )
     allgather_partitions: bool | None = Field(
@@ -205,7 +211,9 @@ class ZeroSection(Section):
         " DeepSpeed's default is true",
     )
     allgather_bucket_size: Count | None = Field(
-        None, description="Elements per all-gather of updated parameters (stages 1 and 2); DeepSpeed's default is 5e8"
+        None,
+        description="Elements per all-gather of updated parameters (stages 1 and 2), e.g. 5e7; DeepSpeed's default"
+        " is 5e8",
     )
     overlap_comm: bool = Field(
         False,
@@ -213,7 +221,8 @@ class ZeroSection(Section):
         " versions gave NaN with it",
     )
     sub_group_size: Count | None = Field(
-        None, description="Elements per optimizer update of stage 3, bounds its memory; DeepSpeed's default is 1e9"
+        None,
+        description="Elements per optimizer update of stage 3, e.g. 1e8; bounds its memory. DeepSpeed's default is 1e9",
     )
     round_robin_gradients: bool | None = Field(
         None,
@@ -225,19 +234,24 @@ class ZeroSection(Section):
         description="true: parameters without a gradient in a backward pass are no error; DeepSpeed's default is true",
     )
     stage3_max_live_parameters: Index | None = Field(
-        None, description="Most parameter elements gathered on a rank at a time (stage 3); DeepSpeed's default is 1e9"
+        None,
+        description="Most parameter elements gathered on a rank at a time (stage 3), e.g. 1e8; DeepSpeed's default"
+        " is 1e9",
     )
     stage3_max_reuse_distance: Index | None = Field(
         None,
-        description="A gathered parameter is kept if it is used again within so many elements (stage 3); DeepSpeed's"
+        description="A gathered parameter is kept if it is used again within so many elements, e.g. 1e8 (stage 3);"
+        " DeepSpeed's"
         " default is 1e9",
     )
     stage3_prefetch_bucket_size: Index | None = Field(
-        None, description="Parameter elements gathered ahead of their use (stage 3); DeepSpeed's default is 5e7"
+        None,
+        description="Parameter elements gathered ahead of their use (stage 3), e.g. 2e7; DeepSpeed's default is 5e7",
     )
     stage3_param_persistence_threshold: Index | None = Field(
         None,
-        description="Parameters of fewer elements stay whole on every rank (stage 3); DeepSpeed's default is 1e5",
+        description="Parameters of fewer elements stay whole on every rank (stage 3), e.g. 1e4; DeepSpeed's default"
+        " is 1e5",
     )
     stage3_gather_16bit_weights_on_model_save: bool | None = Field(
         None,
@@ -289,7 +303,9 @@ class TensorParallelSection(Section):
     """DeepSpeed's section for tensor parallelism; the same as `parallel.tp`."""
 
     autotp_size: Count | None = Field(
-        None, description="Tensor-parallel size: ranks that share each layer's matrices. The same as parallel.tp"
+        None,
+        description="Tensor-parallel size: ranks that each layer's matrices are split over, e.g. 8. The same as"
+        " parallel.tp",
     )
 
 
@@ -297,7 +313,9 @@ class PipelineSection(Section):
     """DeepSpeed's section for pipeline parallelism; the same as `parallel.pp`."""
 
     stages: Count | None = Field(
-        None, description="Pipeline-parallel size: stages the decoder layers are split into. The same as parallel.pp"
+        None,
+        description="Pipeline-parallel size: stages that the decoder layers are split into, e.g. 4. The same as"
+        " parallel.pp",
     )
 
 
@@ -317,9 +335,11 @@ class WandbSection(Section):
     enabled: bool = Field(
         False, description="true: log metrics to Weights & Biases; offline under run.dir when there is no login"
     )
-    group: str | None = Field(None, description="W&B group that the run is listed in; none when absent")
-    team: str | None = Field(None, description="W&B entity (team or user); the login's default when absent")
-    project: str | None = Field(None, description='W&B project; "headrace" when absent')
+    group: str | None = Field(None, description="W&B group that the run is listed in, e.g. ablations; none when absent")
+    team: str | None = Field(
+        None, description="W&B entity (team or user), e.g. my-team; the login's default when absent"
+    )
+    project: str | None = Field(None, description='W&B project, e.g. llama-1b; "headrace" when absent')
 
 
 class TensorBoardSection(Section):
@@ -334,5 +354,7 @@ class TensorBoardSection(Section):
         " They are written to output_path/job_name",
     )
     job_name: str | None = Field(
-        None, description="Folder within output_path, which TensorBoard shows as the run; default: the name of run.dir"
+        None,
+        description="Folder within output_path, e.g. llama-1b, which TensorBoard shows as the run; default: the name"
+        " of run.dir",
     )

@@ -33,11 +33,12 @@ class ModelSection(Section):
     config: dict[str, Any] | None = Field(
         None,
         description="Hugging Face model config as a JSON object; model_type names the architecture, e.g."
-        ' {"model_type": "llama", "hidden_size": 512, ...}. Weights are initialized randomly. Give it or model.path',
+        ' {"model_type": "llama", "hidden_size": 512}. Weights are initialized randomly. Give it or model.path',
     )
     path: str | None = Field(
         None,
-        description="Hugging Face model folder: its config and, unless model.fresh, its weights are loaded. Give it or"
+        description="Hugging Face model folder, e.g. out/demo/model: its config and, unless model.fresh, its weights"
+        " are loaded. Give it or"
         " model.config",
     )
     fresh: bool = Field(
@@ -64,15 +65,17 @@ class SourceSection(Section):
         " (PREFIX.bin and PREFIX.idx)"
     )
     source: str | None = Field(
-        None, description="Train on this named source of the tokens directory only; on all of them when absent"
+        None,
+        description="Train on this named source of the tokens directory only, e.g. web; on all of them when absent",
     )
     name: str | None = Field(
-        None, description="Name of the source in data.curriculum; default: 'source', or else 'path'"
+        None, description="Name of the source in data.curriculum, e.g. code; default: 'source', or else 'path'"
     )
     weight: PositiveFloat | None = Field(
         None,
-        description="Mixing weight: share of the samples drawn from this source, relative to the other sources; 1 when"
-        " absent. Give one of weight, epochs, tokens",
+        description="Mixing weight: share of the samples drawn from this source, relative to the other sources, e.g."
+        " 3; 1"
+        " when absent. Give one of weight, epochs, tokens",
     )
     epochs: PositiveFloat | None = Field(
         None, description="Epochs of this source over the whole run, e.g. 2.5, in place of a mixing weight"
@@ -87,13 +90,14 @@ class SourceSection(Section):
     )
     tokenizer: str | None = Field(
         None,
-        description="Hugging Face folder of the tokenizer that a Megatron-LM dataset was made with, since its index"
-        " does not name it",
+        description="Hugging Face folder of the tokenizer that a Megatron-LM dataset was made with, e.g."
+        " tokens/tokenizer,"
+        " since its index does not name it",
     )
     heldout: str | None = Field(
         None,
-        description="Held-out data of this source in place of its own held-out split: a tokens directory with one, or"
-        " PREFIX of a Megatron-LM dataset",
+        description="Held-out data of this source in place of its own held-out split: a tokens directory with one, e.g."
+        " out/valid/tokens, or PREFIX of a Megatron-LM dataset",
     )
 
 
@@ -101,7 +105,7 @@ class StageSection(Section):
     """One stage of the data curriculum: mixing weights from a step on."""
 
     after_step: Index = Field(
-        description="The stage begins after this many optimizer steps; 0 for the first stage, larger for each later one"
+        description="The stage begins after this many optimizer steps, e.g. 9000; 0 for the first stage"
     )
     weights: dict[str, NonNegativeFloat] = Field(
         description='Mixing weight of every source by name, e.g. {"web": 2, "books": 1}; 0 draws nothing from it'
@@ -189,7 +193,7 @@ class MemorySection(Section):
         " (recompute all but matrix products and attention). Saves memory for compute, changes no result",
     )
     every_n_layers: Count = Field(
-        1, description="Apply activation checkpointing to every n-th decoder layer only; 1 is every layer"
+        1, description="Apply activation checkpointing to every n-th decoder layer only, e.g. 2; 1 is every layer"
     )
 
 
@@ -198,23 +202,25 @@ class ParallelSection(Section):
 
     pp: Count | None = Field(
         None,
-        description="Pipeline-parallel size: ranks that the decoder layers are split over; 1 when absent (DeepSpeed's"
+        description="Pipeline-parallel size: ranks that the decoder layers are split over, e.g. 4; 1 when absent"
+        " (DeepSpeed's"
         " pipeline.stages)",
     )
     tp: Count | None = Field(
         None,
-        description="Tensor-parallel size: ranks that each layer's matrices are split over; 1 when absent (DeepSpeed's"
+        description="Tensor-parallel size: ranks that each layer's matrices are split over, e.g. 8; 1 when absent"
+        " (DeepSpeed's"
         " tensor_parallel.autotp_size)",
     )
     cp: Count | None = Field(
         None,
-        description="Context-parallel size: ranks that each sequence is split over; 1 when absent (DeepSpeed's"
+        description="Context-parallel size: ranks that each sequence is split over, e.g. 2; 1 when absent (DeepSpeed's"
         " sequence_parallel_size)",
     )
     hybrid_shard_size: Count | None = Field(
         None,
         description="Hybrid sharding (HSDP): ranks that parameters are sharded over, replicated across groups of so"
-        " many, e.g. the GPUs of a node; all data ranks when absent. Engine torch, ZeRO stage 2 or 3",
+        " many, e.g. 8, the GPUs of a node; all data ranks when absent. Engine torch, ZeRO stage 2 or 3",
     )
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] = Field(
         "1f1b",
@@ -223,7 +229,8 @@ class ParallelSection(Section):
     )
     virtual_stages: Count | None = Field(
         None,
-        description="Virtual stages: model chunks per pipeline rank. 2 when absent with schedule interleaved_1f1b or"
+        description="Virtual stages: model chunks per pipeline rank, e.g. 2. 2 when absent with schedule"
+        " interleaved_1f1b or"
         " zero_bubble, else 1. More make the pipeline bubble smaller",
     )
     cp_method: Literal["ulysses", "ring"] = Field(
@@ -243,16 +250,18 @@ class RunSection(Section):
 
     dir: str = Field(description="Directory of the run: config, metrics and checkpoints, e.g. runs/zero3")
     steps: Count | None = Field(
-        None, description="Length of the run in optimizer steps. Give exactly one of run.steps and run.tokens"
+        None,
+        description="Length of the run in optimizer steps, e.g. 10000. Give exactly one of run.steps and run.tokens",
     )
     tokens: Count | None = Field(
         None,
         description="Length of the run in training tokens, e.g. 1e10, rounded up to whole steps. Give exactly one of"
         " run.steps and run.tokens",
     )
-    seed: Index = Field(0, description="Random seed of weight initialization and data order")
+    seed: Index = Field(0, description="Random seed of weight initialization and data order, e.g. 42")
     checkpoint_every: Count | None = Field(
-        None, description="Steps between checkpoints; when absent, only the last step is saved, as it always is"
+        None,
+        description="Steps between checkpoints, e.g. 1000; when absent, only the last step is saved, as it always is",
     )
     keep_checkpoints: Count = Field(2, description="Number of newest checkpoints kept on disk; older ones are deleted")
     keep_every: Count | None = Field(
@@ -287,7 +296,7 @@ class LaunchSection(Section):
     )
     timeout: PositiveFloat = Field(
         300.0,
-        description="Timeout in seconds of the rendezvous and of each pre-flight check between ranks",
+        description="Timeout in seconds of the rendezvous and of each pre-flight check between ranks, e.g. 600",
     )
 
 
@@ -313,7 +322,9 @@ class EvaluationSection(Section):
     """Held-out evaluation during training, on the held-out split of every source."""
 
     every: Count | None = Field(
-        None, description="Steps between evaluations of the held-out loss; when absent, only at the end of the run"
+        None,
+        description="Steps between evaluations of the held-out loss, e.g. 1000; when absent, only at the end of the"
+        " run",
     )
     samples: Count | None = Field(
         None,
@@ -377,7 +388,9 @@ class AnomaliesSection(Section):
 class DistillSection(Section):
     """Knowledge distillation: loss = alpha t^2 KL(teacher, student) + (1 - alpha) cross-entropy."""
 
-    teacher: str = Field(description="Hugging Face folder of the teacher model, whose weights stay frozen")
+    teacher: str = Field(
+        description="Hugging Face folder of the teacher model, e.g. out/demo/teacher; its weights stay frozen"
+    )
     temperature: PositiveFloat = Field(
         2.0, description="Softmax temperature t of teacher and student in the KL term; its loss is scaled by t^2"
     )
@@ -411,17 +424,19 @@ class Config(Section):
 
     train_batch_size: Count | None = Field(
         None,
-        description="Global batch size: samples per optimizer step over all ranks = micro-batch x gradient accumulation"
-        " x data-parallel ranks; derived when absent",
+        description="Global batch size: samples per optimizer step over all ranks, e.g. 512 = micro-batch x gradient"
+        " accumulation x data-parallel ranks; derived when absent",
     )
     train_micro_batch_size_per_gpu: Count | None = Field(
         None,
-        description="Micro-batch size: samples per forward/backward pass on one rank; derived from train_batch_size"
+        description="Micro-batch size: samples per forward/backward pass on one rank, e.g. 4; derived from"
+        " train_batch_size"
         " when absent",
     )
     gradient_accumulation_steps: Count | None = Field(
         None,
-        description="Gradient accumulation: micro-batches whose gradients are accumulated per optimizer step; derived"
+        description="Gradient accumulation: micro-batches whose gradients are accumulated per optimizer step, e.g."
+        " 8; derived"
         " from the batch sizes when absent",
     )
     optimizer: OptimizerSection = OptimizerSection()
@@ -439,13 +454,15 @@ class Config(Section):
     tensor_parallel: TensorParallelSection = TensorParallelSection()
     pipeline: PipelineSection = PipelineSection()
     sequence_parallel_size: Count | None = Field(
-        None, description="DeepSpeed's key for the context-parallel size. The same as parallel.cp"
+        None, description="DeepSpeed's key for the context-parallel size, e.g. 2. The same as parallel.cp"
     )
     aio: AioSection = AioSection()
     data_types: DataTypesSection = DataTypesSection()
     wandb: WandbSection = WandbSection()
     tensorboard: TensorBoardSection = TensorBoardSection()
-    steps_per_print: Count | None = Field(None, description="Steps between DeepSpeed's own log lines; none when absent")
+    steps_per_print: Count | None = Field(
+        None, description="Steps between DeepSpeed's own log lines, e.g. 100; none when absent"
+    )
     wall_clock_breakdown: bool = Field(
         False, description="true: DeepSpeed times forward, backward and optimizer step and logs it"
     )
