@@ -35,7 +35,7 @@ test-matrix: $(READY)  ## every legal layout against the reference: thousands of
 
 test-faults: $(READY)  ## 300 kills, stops, full disks and damaged checkpoints at random moments: over an hour on two cores
 	python -m tests.faults.campaign --kills 200 --report out/faults_campaign.md
-	python -m tests.data_prep.campaign --strikes 105 --report out/data_prep_campaign.md
+	python -m tests.data_prep.campaign --faults 105 --report out/data_prep_campaign.md
 
 clean:  ## remove what the demo and the tests made; the environment stays
 	rm -rf out/demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -187,7 +187,7 @@ def _compare(words: str, texts: list[str], rounds: int) -> list[dict[str, Any]]:
 
 
 def _line(row: dict[str, Any]) -> str:
-    speeds = f"ours {row['ours_mb_s']:6.1f} MB/s  datatrove {row['theirs_mb_s']:6.2f}  ratio {row['ratio']:5.1f}"
+    speeds = f"headrace {row['ours_mb_s']:6.1f} MB/s  datatrove {row['theirs_mb_s']:6.2f}  ratio {row['ratio']:5.1f}"
     same = f"kept {row['kept']:.3f}  same decision {row['same_decision']:.4f}  same text {row['same_text']:.4f}"
     return f"{row['words']:12} {row['steps']:18} {speeds}  {same}  {row['differ'] or ''}"
 

@@ -87,8 +87,10 @@ def main() -> None:
         classes = words.tokenizer_token_classes(Path(arguments.tokenizer))
         for ngram, of in ((5, "words"), (4, "words"), (6, "words"), (5, "tokens"), (8, "tokens")):
             section, table = NearSection(ngram=ngram), classes if of == "words" else None
-            name = f"ours, {ngram}-grams of {of}" + ", the default" * (section == NearSection() and table is not None)
-            found[name] = ours(ids, offsets, section, Path(work, f"{ngram}{of}"), classes=table)
+            name = f"headrace, {ngram}-grams of {of}" + ", the default" * (
+                section == NearSection() and table is not None
+            )
+            found[name] = headrace(ids, offsets, section, Path(work, f"{ngram}{of}"), classes=table)
         found["numpy, a hash per slot, 5-grams of tokens"] = hash_per_slot(ids, offsets, NearSection())
         if arguments.peers:
             write_shards(corpus.texts, ids, offsets, Path(work))
@@ -200,7 +202,7 @@ def in_batches(compute: Callable[[Array, Array], Array], ids: Array, offsets: Ar
     )
 
 
-def ours(ids: Array, offsets: Array, section: NearSection, work: Path, *, classes: Array | None) -> Found:
+def headrace(ids: Array, offsets: Array, section: NearSection, work: Path, *, classes: Array | None) -> Found:
     """Signatures and all tasks of this project, with a run per shard."""
 
     def compute_bands(ids: Array, offsets: Array) -> Array:

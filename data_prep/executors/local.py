@@ -100,11 +100,11 @@ def start_fork_server() -> None:
 def _start() -> _Worker:
     start_fork_server()
     context = mp.get_context("forkserver")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    parent_end, child_end = context.Pipe()
+    process = context.Process(target=_serve, args=(child_end,), daemon=True)
     process.start()
-    theirs.close()
-    return _Worker(ours, process)
+    child_end.close()
+    return _Worker(parent_end, process)
 
 
 def _send(worker: _Worker, task: Task) -> None:

@@ -89,7 +89,7 @@ class _Chain:
         environment = os.environ | {"HEADRACE_ROOT": str(self._script.parents[1])}
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         if done.returncode:
-            why = f"sbatch refuses the {name} job: {done.stderr.strip() or done.returncode}"
+            why = f"sbatch failed for the {name} job: {done.stderr.strip() or done.returncode}"
             remedy = "edit the header of slurm/data_prep.sbatch, or --workers N (Slurm's MaxArraySize is the limit)"
             raise ConfigError("--executor", "slurm", why=why, remedy=remedy)
         number = done.stdout.strip().split(";")[0]  # ID, or ID;CLUSTER

@@ -54,10 +54,10 @@ class TokenizerTask(DirectoryTask):
         if self.config.has_conversations:
             from data_prep.chat import encoder  # noqa: PLC0415 - brings jinja2 along
 
-            encoder.open_chat_encoder(folder, special=policy.special)  # refuses a template that does not compile
+            encoder.open_chat_encoder(folder, special=policy.parse_special_tokens)  # raises if the template is invalid
         load.check_usable(folder, policy)
         texts = tokenizer_sample.proof_texts(self.units, self.config)
-        choice = proof.choose(section.engine, folder, special=policy.special, sample=texts)
+        choice = proof.choose(section.engine, folder, special=policy.parse_special_tokens, sample=texts)
         write_json(scratch / ENGINE_FILE, {"engine": choice.engine, "refused": list(choice.refused)})
         report(Counts())
         return load.describe(folder, kind=section.train or "given")

@@ -1,6 +1,6 @@
 """Fault injection campaign for data prep: kills and suspends processes and fills the disk, at random moments.
 
-    python -m tests.data_prep.campaign --strikes 100 --report FILE
+    python -m tests.data_prep.campaign --faults 100 --report FILE
 
 A corpus of source files of this machine goes through all phases (cleaning, line deduplication, exact and near
 duplicates). One job runs without faults: its manifest is the expected one. Then faults are injected into jobs, which
@@ -298,14 +298,14 @@ def report(results: dict[str, FaultResults], seconds: float) -> str:
 def main() -> int:
     """Runs a campaign and prints its report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strikes", type=int, default=100, metavar="N", help="number of faults (default: 100)")
+    parser.add_argument("--faults", type=int, default=100, metavar="N", help="number of faults (default: 100)")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of kinds and times (default: 1)")
     parser.add_argument("--report", type=Path, metavar="FILE", help="also write the report to this file")
     args = parser.parse_args()
     with small_disk() as work:
         campaign = Campaign(work, args.seed)
         try:
-            campaign.run(args.strikes, log=lambda line: print(line, flush=True))
+            campaign.run(args.faults, log=lambda line: print(line, flush=True))
         finally:
             text = report(campaign.results, campaign.seconds)
             print(text)
