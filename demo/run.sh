@@ -29,7 +29,7 @@ step "Tokenise and shard it" python -m data_prep --config demo/corpus.json --set
 step "What would be trained?" python -m pipeline check --config demo/teacher.json
 step "Train a teacher" deepspeed --log_level warning "${processes[@]}" pipeline/train.py --config demo/teacher.json
 once $o/models/teacher step "Export it for Hugging Face" python -m pipeline export $o/runs/teacher $o/models/teacher
-step "Distil it into half its layers" deepspeed --log_level warning "${processes[@]}" pipeline/distill.py --config demo/student.json
+step "Distil it into two of its three layers" deepspeed --log_level warning "${processes[@]}" pipeline/distill.py --config demo/student.json
 once $o/models/student step "Export the student" python -m pipeline export $o/runs/student $o/models/student
 once $o/models/student-int8 step "Quantize to 8 bits" python pipeline/quantize.py --config demo/int8.json
 once $o/models/student-int4 step "Quantize to 4 bits" python pipeline/quantize.py --config demo/int4.json
@@ -37,6 +37,9 @@ step "Compare them all" python -m pipeline report $o/report.html \
   --run teacher=$o/runs/teacher --run student=$o/runs/student \
   --model teacher=$o/models/teacher --model student=$o/models/student \
   --model int8=$o/models/student-int8 --model int4=$o/models/student-int4 \
-  --data $o/tokens --sequence-length 128 --max-tokens 40000 --prompt '    def __init__(self' --tokens 48
+  --data $o/tokens --sequence-length 128 --max-tokens 40000
+step "Let the smallest one write code" python -m pipeline complete $o/models/student-int4 \
+  --prompt 'def read_file(' --tokens 80
+step "... and prose" python -m pipeline complete $o/models/student-int4 --prompt 'Return the number of' --tokens 48
 echo
 echo "Open $o/report.html. Next: deepspeed ${processes[*]} pipeline/train.py --config ds_configs/zero3.json"
