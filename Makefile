@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test test-matrix test-faults check clean help
+.PHONY: demo test test-integration sweep-parity sweep-faults check clean help
 
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/ - /'
@@ -27,15 +27,17 @@ check: $(READY)  ## style, types, import contracts
 	lint-imports
 
 # more workers than cores: some tests wait for time limits. The tests of a file share what they set up
-test: check  ## everything; what this machine cannot run is skipped, and says why
-	pytest -n 3 --dist loadfile
+test: check  ## style, types and the tests that need no heavy service; what this machine cannot run is skipped, and says why
+	pytest -n 3 --dist loadfile -m 'not integration'
 
-test-matrix: $(READY)  ## every legal layout against the reference: thousands of runs, hours
-	pytest -m matrix
+test-integration: $(READY)  ## the long tests: Slurm, Ray, Spark, S3, GCS, launchers, all pairs of layout options, faults
+	pytest -n 3 --dist loadfile -m integration
 
-test-faults: $(READY)  ## 300 kills, stops, full disks and damaged checkpoints at random moments: over an hour on two cores
-	python -m tests.faults.campaign --kills 200 --report out/faults_campaign.md
-	python -m tests.data_prep.campaign --faults 105 --report out/data_prep_campaign.md
+sweep-parity: $(READY)  ## every legal layout against the reference: thousands of runs, hours; resumable (docs/sweeps/)
+	python -m tests.sweeps parity
+
+sweep-faults: $(READY)  ## kills, stops, full disks and damaged checkpoints at random moments: hours; resumable
+	python -m tests.sweeps faults
 
 clean:  ## remove what the demo and the tests made; the environment stays
 	rm -rf out/demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

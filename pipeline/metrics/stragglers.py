@@ -169,7 +169,7 @@ class Stragglers:
                 self._cores.append(self._clock.seconds() - started)
 
     def report(self, step: int) -> StragglerReport | None:
-        """Gathers and evaluates own times at report steps, collectively. None at other steps and on ranks other than 0."""
+        """Gathers and evaluates own times at report steps. Collective. None at other steps and on ranks > 0."""
         if self._every is None or step % self._every:
             return None
         cores = statistics.median(self._cores) if self._cores else 0.0

@@ -19,9 +19,9 @@ import torch
 import zstandard
 from transformers import AutoTokenizer
 
-from data_prep.tokenfile import TokenFileWriter, dtype_for, shard_name, shard_prefix
+from data_prep.formats.tokenfile import TokenFileWriter, dtype_for, shard_name, shard_prefix
 from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
-from headrace.directory import commit, staging_path
+from headrace.base.directory import commit, staging_path
 from pipeline.data.dataset import TokenDataset
 from pipeline.evaluation.heldout import HeldOut, evaluate
 from pipeline.evaluation.loading import load_model, pick_device

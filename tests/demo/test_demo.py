@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from data_prep.hashing import HELDOUT, below, content_hashes
+from data_prep.hashing import HELDOUT, content_hashes, select_fraction
 from pipeline.config.load import load_config
 from pipeline.config.rules import resolve
 from tests.conftest import ROOT
@@ -20,7 +20,7 @@ def test_the_documents_that_models_are_scored_on_are_held_out() -> None:
     config = json.loads((DEMO / "corpus.json").read_text())
     hashes = content_hashes([document["text"] for document in documents()])[:, 0]
     assert len(hashes) == 50
-    assert below(hashes, share=config["heldout_fraction"], seed=config["seed"], purpose=HELDOUT).all()
+    assert select_fraction(hashes, fraction=config["heldout_fraction"], seed=config["seed"], purpose=HELDOUT).all()
     # these would change the text before it is hashed
     assert not {"clean", "dedup"} & set(config)
 

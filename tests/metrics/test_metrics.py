@@ -46,9 +46,7 @@ def test_a_damaged_line_is_kept_and_named_and_does_not_prevent_a_resume(
     assert (tmp_path / "metrics.jsonl").read_text() == "\n".join(lines[:-1]) + "\n"
 
 
-def test_rows_are_kept_in_memory_while_the_disk_is_full(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_are_kept_in_memory_while_the_disk_is_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     journal = Journal(tmp_path, from_step=0)
     journal.write("step", 1, loss=1.0)
     with room_for((tmp_path / "metrics.jsonl").stat().st_size + 10):

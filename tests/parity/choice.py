@@ -16,6 +16,7 @@ from typing import Any
 from tests.parity.matrix import LAYOUT, NUMBERS, PRECISIONS, Values, config_of, curve_of, is_legal
 from tests.parity.set_cover import Cell, Search
 
+GATING_RANKS = 4
 PAIRS = Path(__file__).with_name("pairs.json")
 
 Pairs = set[tuple[str, Any, str, Any]]
@@ -136,9 +137,32 @@ def _candidates(number: int, generator: random.Random, count: int = 60) -> Itera
 
 
 def read_pairs() -> list[Values]:
-    """The cells that `make test` runs."""
+    """The cells that `make test-integration` runs."""
     cells: list[Values] = json.loads(PAIRS.read_text())
     return cells
+
+
+def gating() -> list[Values]:
+    """The cells that `make test` runs for a few steps: of those on at most 4 ranks, as few as have every value."""
+    small = [values for values in read_pairs() if config_of(values, "")[1] <= GATING_RANKS]
+    missing = {(name, value) for values in small for name, value in values.items()}
+    chosen: list[Values] = []
+    while missing:
+        best = max(small, key=lambda values: len(missing & set(values.items())) / (5 + cost(values)))
+        chosen.append(best)
+        missing -= set(best.items())
+    return chosen
+
+
+def gating_curves() -> list[Values]:
+    """One cell per engine for the whole curve: of those on at most 4 ranks, the one with the most uncommon values."""
+    small = [values for values in read_pairs() if config_of(values, "")[1] <= GATING_RANKS]
+    plainest = {name: choices[0] for name, choices in (LAYOUT | NUMBERS).items()}
+    engines = {engine: [v for v in small if v["sharding"].startswith(engine)] for engine in ("deepspeed", "torch")}
+    return [
+        max(cells, key=lambda values: sum(values[name] != plainest[name] for name in plainest))
+        for cells in engines.values()
+    ]
 
 
 def groups() -> list[str]:

@@ -5,6 +5,7 @@ The config rules define which combinations are legal; `choice.py` selects those 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from headrace.base.errors import ConfigError
@@ -16,8 +17,23 @@ from pipeline.proof.shrunk_run import reference_config, with_precision
 
 MOST_RANKS = 8
 SAMPLES = 8
-SAVED = 15
-"""The step after which every cell saves its state, from which the next cell resumes."""
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """How long a cell is run.
+
+    Attributes:
+        steps: of the run.
+        saved: the step after which it saves its state, from which the next cell resumes.
+    """
+
+    steps: int
+    saved: int
+
+
+LONG, SHORT = RunLength(20, 15), RunLength(6, 4)
+"""The curve, and what `make test` has time for: the first gradient alone tells a wrong layout from a right one."""
 SEQUENCE = 32
 VOCABULARY = 128
 
@@ -50,7 +66,7 @@ CURVE = ("tied", "mask", "z_loss", "clip", "precision")
 """Factors that change the training curve; a reference is run for each combination that occurs."""
 
 
-def config_of(values: Values, tokens: str) -> tuple[dict[str, Any], int]:
+def config_of(values: Values, tokens: str, *, steps: int = LONG.steps) -> tuple[dict[str, Any], int]:
     """The config of a cell, legal or not, and its number of processes."""
     engine, stage = values["sharding"].split("-")
     schedule, _, pp = values["pipeline"].partition("-")
@@ -82,7 +98,7 @@ def config_of(values: Values, tokens: str) -> tuple[dict[str, Any], int]:
         "gradient_clipping": values["clip"],
         "zero_optimization": _zero(engine, int(stage), values["extra"]),
         "fp16": {"initial_scale_power": 12},
-        "run": {"dir": "replaced", "steps": 20, "seed": 7},
+        "run": {"dir": "replaced", "steps": steps, "seed": 7},
     }
     return with_precision(config, values["precision"]), processes
 
@@ -157,14 +173,14 @@ def curve_of(values: Values) -> tuple[Any, ...]:
     return tuple(values[name] for name in CURVE)
 
 
-def case_of(values: Values, tokens: str, *, resume_from: tuple[str, int] | None = None) -> Case:
+def case_of(values: Values, tokens: str, *, length: RunLength, resume_from: tuple[str, int] | None = None) -> Case:
     """A cell as a case."""
-    config, processes = config_of(values, tokens)
-    return Case(name_of(values), config, processes, save=(1, SAVED), resume_from=resume_from)
+    config, processes = config_of(values, tokens, steps=length.steps)
+    return Case(name_of(values), config, processes, save=(1, length.saved), resume_from=resume_from)
 
 
-def reference_of(values: Values, tokens: str) -> Case:
+def reference_of(values: Values, tokens: str, *, length: RunLength) -> Case:
     """The reference run on one plain process that a cell is compared with."""
-    config, _ = config_of({**values, "dp": 1}, tokens)
+    config, _ = config_of({**values, "dp": 1}, tokens, steps=length.steps)
     made = reference_config({**config, "gradient_accumulation_steps": 4}, dp=1)
-    return Case("reference-" + "-".join(map(str, curve_of(values))), made, 1, save=(1, SAVED))
+    return Case("reference-" + "-".join(map(str, curve_of(values))), made, 1, save=(1, length.saved))

@@ -9,10 +9,12 @@ from pipeline.proof.case import Case, CaseResult, read_result, write_cases
 from pipeline.proof.equivalence import ProofResult, check_equivalence
 from pipeline.proof.tokens import write_tokens
 from tests import warm
-from tests.parity.matrix import SAVED, SEQUENCE, VOCABULARY, Values, case_of, reference_of
+from tests.parity.matrix import LONG, SEQUENCE, VOCABULARY, RunLength, Values, case_of, reference_of
 
 
-def cases_of(cells: Iterable[Values], tokens: str) -> tuple[list[Case], dict[str, tuple[str, str]]]:
+def cases_of(
+    cells: Iterable[Values], tokens: str, *, length: RunLength = LONG
+) -> tuple[list[Case], dict[str, tuple[str, str]]]:
     """The cases to run, references first, and the names of each cell's reference and fp32 reference.
 
     At its end, every cell resumes from the state of the previous cell with the same reference, so that states are
@@ -23,20 +25,21 @@ def cases_of(cells: Iterable[Values], tokens: str) -> tuple[list[Case], dict[str
     reference_names: dict[str, tuple[str, str]] = {}
     previous: dict[str, str] = {}
     for values in cells:
-        reference = reference_of(values, tokens)
-        fp32 = reference_of({**values, "precision": "fp32"}, tokens)
+        reference = reference_of(values, tokens, length=length)
+        fp32 = reference_of({**values, "precision": "fp32"}, tokens, length=length)
         references |= {reference.name: reference, fp32.name: fp32}
-        case = case_of(values, tokens, resume_from=(previous.get(reference.name, reference.name), SAVED))
+        origin = (previous.get(reference.name, reference.name), length.saved)
+        case = case_of(values, tokens, length=length, resume_from=origin)
         previous[reference.name] = case.name
         reference_names[case.name] = (reference.name, fp32.name)
         cases.append(case)
     return [*references.values(), *cases], reference_names
 
 
-def run(cells: list[Values], work: Path) -> dict[str, ProofResult]:
+def run(cells: list[Values], work: Path, *, length: RunLength = LONG) -> dict[str, ProofResult]:
     """Runs cells in one launch; the results by name of the cell."""
     tokens = write_tokens(work / "tokens", vocab_size=VOCABULARY, tokens=12_000, longest=2 * SEQUENCE)
-    cases, reference_names = cases_of(cells, str(tokens))
+    cases, reference_names = cases_of(cells, str(tokens), length=length)
     known = launch(cases, work)
     return {
         name: check_equivalence(known[name], known[reference], fp32_reference=known[fp32])

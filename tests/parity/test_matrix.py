@@ -1,16 +1,19 @@
 """Law 3 (equivalence) and law 4 (re-layout) for every legal pair of layout options.
 
 20 steps of every cell are compared with one plain process: every loss, every gradient norm, every tensor of the first
-gradient, the held-out loss, and the last 5 steps repeated from the state that another layout saved.
+gradient, the held-out loss, and the last 5 steps repeated from the state that another layout saved. `make test` runs a
+few cells for 6 steps and one cell per engine for 20; `make test-integration` runs all of them.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from pipeline.proof.equivalence import ProofResult
-from tests.parity.choice import full, groups, is_runnable, legal_pairs, pairs_of, precision_pairs, read_pairs
-from tests.parity.matrix import LAYOUT, NUMBERS, Values, is_legal, name_of
+from tests.parity.choice import gating, gating_curves, is_runnable, legal_pairs, pairs_of, precision_pairs, read_pairs
+from tests.parity.matrix import LAYOUT, LONG, NUMBERS, SHORT, is_legal, name_of
 from tests.parity.run import failure_text, run
 
 CELLS = {name_of(values): values for values in read_pairs()}
@@ -24,9 +27,21 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return run([CELLS[name] for name in names], tmp_path_factory.mktemp("parity"))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", CELLS)
 def test_a_cell_follows_the_reference(results: dict[str, ProofResult], name: str) -> None:
     assert results[name].passed, failure_text(name, results[name])
+
+
+def test_every_value_of_every_option_follows_the_reference_for_a_few_steps(tmp_path: Path) -> None:
+    found = run(gating(), tmp_path, length=SHORT)
+    assert [failure_text(name, result) for name, result in found.items() if not result.passed] == []
+
+
+def test_a_layout_of_each_engine_follows_the_reference_for_20_steps(tmp_path: Path) -> None:
+    found = run(gating_curves(), tmp_path, length=LONG)
+    assert len(found) == 2
+    assert [failure_text(name, result) for name, result in found.items() if not result.passed] == []
 
 
 def test_every_legal_pair_of_values_is_covered_by_a_cell() -> None:
@@ -38,12 +53,3 @@ def test_every_legal_pair_of_values_is_covered_by_a_cell() -> None:
 
 def test_every_cell_is_legal() -> None:
     assert [name for name, v in CELLS.items() if not (is_legal(v) and is_runnable(v, v["precision"]))] == []
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("group", groups())
-def test_the_full_matrix(tmp_path_factory: pytest.TempPathFactory, group: str) -> None:
-    cells: list[Values] = full()[group]
-    found = run(cells, tmp_path_factory.mktemp("matrix"))
-    wrong = [failure_text(name, result) for name, result in found.items() if not result.passed]
-    assert not wrong, "\n".join([f"{len(wrong)} of {len(found)} cells", *wrong])

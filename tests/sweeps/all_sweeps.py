@@ -16,7 +16,7 @@ from tests.faults.campaign.layouts import LAYOUTS
 from tests.faults.campaign.strikes import KINDS
 from tests.parity.choice import full
 from tests.parity.matrix import name_of
-from tests.parity.run import run, told
+from tests.parity.run import failure_text, run
 from tests.sweeps.sweep import Sweep
 
 Outcomes = Mapping[str, tuple[bool, str]]
@@ -31,7 +31,8 @@ def parity() -> Sweep:
     def run_batch(cells: Sequence[str]) -> Outcomes:
         with tempfile.TemporaryDirectory(prefix="headrace-parity-") as work:
             found = run([by_name[cell] for cell in cells], Path(work))
-        return {cell: (result.holds, "" if result.holds else told(cell, result)) for cell, result in found.items()}
+        notes = {cell: "" if result.passed else failure_text(cell, result) for cell, result in found.items()}
+        return {cell: (result.passed, notes[cell]) for cell, result in found.items()}
 
     return Sweep(
         name="parity",
