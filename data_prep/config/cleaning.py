@@ -352,7 +352,7 @@ def _parse_one(raw: object, *, at: str) -> object:
     if not isinstance(raw, dict):
         return raw
     name = raw.get("step")
-    if name not in SECTIONS:
+    if not isinstance(name, str) or name not in SECTIONS:
         near = suggest(str(name), sorted(SECTIONS))
         remedy = f"did you mean '{near}'?" if near else f"the steps are: {', '.join(SECTIONS)}"
         raise ConfigError(f"{at}.step", name, why="there is no such step", remedy=remedy)

@@ -21,6 +21,7 @@ from data_prep.config.corpus import CorpusConfig
 from data_prep.job.directory import Job
 from data_prep.job.phases import phases_of
 from headrace.base.errors import ConfigError, DataError
+from headrace.base.shipped import SHARE
 
 DEFAULT_SHARES = 8
 _PREFIX = "headrace-"
@@ -55,11 +56,9 @@ class _Chain:
 
     def __init__(self, root: Path, config: list[str]) -> None:
         self._root, self._config = root, config
-        self._script = Path(__file__).parents[2] / "slurm" / "data_prep.sbatch"
+        # in a checkout the real file, beside which the environment is
+        self._script = (SHARE / "slurm" / "data_prep.sbatch").resolve()
         self._jobs: list[tuple[str, str]] = []
-        if not self._script.is_file():
-            why, remedy = f"there is no {self._script}", 'install from the repository: pip install -e "PATH"'
-            raise ConfigError("--executor", "slurm", why=why, remedy=remedy)
 
     def submit(self, phases: Sequence[str], shares: int) -> str:
         """See the docstring of this module. If a submission fails, the jobs submitted before are cancelled."""
@@ -87,6 +86,9 @@ class _Chain:
         common = ["--parsable", "--export=ALL", "--kill-on-invalid-dep=yes", f"--comment={self._root}"]
         command = ["sbatch", *common, f"--job-name={_PREFIX}{name}", *options, str(self._script), *arguments]
         environment = os.environ | {"HEADRACE_ROOT": str(self._script.parents[1])}
+        if not (self._script.parents[1] / ".venv").is_dir():  # an installed wheel: the environment that runs now
+            activate = Path(sys.prefix) / "bin" / "activate"
+            environment.setdefault("HEADRACE_VENV", sys.prefix if activate.is_file() else "")
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         if done.returncode:
             why = f"sbatch failed for the {name} job: {done.stderr.strip() or done.returncode}"

@@ -19,7 +19,7 @@ _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds `--config FILE` (required) and `--set KEY=VALUE` (repeatable)."""
-    parser.add_argument("--config", required=True, metavar="FILE", help="the JSON config")
+    parser.add_argument("--config", required=True, metavar="FILE", help="the config: JSON or YAML")
     parser.add_argument(
         "--set",
         dest="overrides",

@@ -294,9 +294,9 @@ def _restore(final: Path) -> None:
 
 def _how_to_make(kind: str) -> str:
     makers = {
-        "tokens": "python -m data_prep --config corpus.json",
-        "run": "deepspeed pipeline/train.py --config CONFIG",
-        "checkpoint": "deepspeed pipeline/train.py --config CONFIG",
-        "model": "python -m pipeline export RUN OUT",
+        "tokens": "headrace prep --config CORPUS",
+        "run": "headrace train --config CONFIG",
+        "checkpoint": "headrace train --config CONFIG",
+        "model": "headrace export RUN OUT",
     }
     return f"make one with: {makers[kind]}" if kind in makers else "make it again"

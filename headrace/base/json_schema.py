@@ -6,10 +6,12 @@ explain`, the reference page and the completion of editors all come from it, so 
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
@@ -22,7 +24,8 @@ NO_DEFAULT = object()
 """In place of the default of a key that is required, or of a section."""
 
 
-def schema_of(section: type[BaseModel]) -> dict[str, Any]:
+@cache
+def schema_of(section: type[BaseModel]) -> Node:
     """The JSON Schema of a config class, with `$defs` for its sections."""
     schema: dict[str, Any] = section.model_json_schema()
     return {name: _polished(value, is_node=name != "$defs") for name, value in schema.items() if name != "title"}
@@ -34,7 +37,7 @@ def for_editors(section: type[BaseModel], *, title: str) -> dict[str, Any]:
     A key that is required may stand in the file that is extended; so only the objects of lists, which are always
     replaced as a whole, keep their required keys.
     """
-    schema = schema_of(section)
+    schema: dict[str, Any] = copy.deepcopy(dict(schema_of(section)))
     in_lists = set(re.findall(r'"#/\$defs/(\w+)"', json.dumps([node["items"] for node in _nodes(schema, "items")])))
     schema.pop("required", None)
     for name, definition in schema.get("$defs", {}).items():
@@ -138,6 +141,8 @@ def example(node: Node, schema: Node) -> object:
     stated = re.search(r"\be\.g\. (?=\S)", str(node.get("description", "")))
     if stated:
         value = _value_at(node["description"], stated.end())
+        if isinstance(value, float) and any(each.get("type") == "integer" for each in alternatives):
+            value = int(value)
         if any(_fits(value, each) for each in alternatives):
             return value
     first, default = alternatives[0], node.get("default")

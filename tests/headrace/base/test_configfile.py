@@ -1,4 +1,4 @@
-"""Config files: extends, overrides, and what is refused with which words."""
+"""Config files in JSON and YAML: extends, overrides, and what is refused with which words."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def test_a_key_that_appears_twice_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_json_is_refused_with_its_line(tmp_path: Path) -> None:
-    path = write(tmp_path / "c.json", '{\n "a": 1,\n}')
-    with pytest.raises(ConfigError, match=r"line 3, column 1|line 2"):
+    path = write(tmp_path / "c.json", '{\n "a": 1\n "b": 2}')
+    with pytest.raises(ConfigError, match=r"line 3, column 2"):
         configfile.load(path)
 
 
@@ -117,3 +117,91 @@ def test_a_count_may_be_written_with_an_exponent() -> None:
     assert parse(Outer, {"inner": {"depth": 5e8}}).inner.depth == 500_000_000
     with pytest.raises(ConfigError, match=r"inner\.depth = 1\.5"):
         parse(Outer, {"inner": {"depth": 1.5}})
+
+
+def test_comments_and_trailing_commas_are_allowed(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.json", '{\n  // a comment\n  "a": 40e9, /* another */\n  "b": [1, 2,],\n}')
+    assert configfile.load(path) == {"a": 40e9, "b": [1, 2]}
+
+
+def test_a_repeated_key_is_refused_in_json_with_comments_too(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="twice"):
+        configfile.load(write(tmp_path / "c.json", '{"a": 1, // x\n "a": 2}'))
+
+
+def test_the_error_is_placed_behind_the_comments(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="line 3, column 6"):
+        configfile.load(write(tmp_path / "c.json", '{ // x\n "a": 1,\n "b" 2}'))
+
+
+def test_the_schema_for_editors_is_ignored(tmp_path: Path) -> None:
+    write(tmp_path / "base.json", {"$schema": "x.json", "a": 1})
+    assert configfile.load(write(tmp_path / "c.json", {"$schema": "y.json", "extends": "base.json"})) == {"a": 1}
+
+
+def test_yaml_numbers_and_words_are_read_as_in_json(tmp_path: Path) -> None:
+    text = """
+    lr: 1e-4              # a string in YAML 1.1
+    big: 40e9
+    steps: 1_000          # a number in YAML 1.1, text in 1.2
+    words: [no, off, yes, on, y, N, 2024-01-01, 1:30, "5"]
+    constants: [true, false, null, ~, 007, 0x10, 0o17, .5, -1.5e3, +1]
+    nothing:
+    """
+    assert configfile.load(write(tmp_path / "c.yaml", text)) == {
+        "lr": 1e-4,
+        "big": 40e9,
+        "steps": "1_000",
+        "words": ["no", "off", "yes", "on", "y", "N", "2024-01-01", "1:30", "5"],
+        "constants": [True, False, None, None, 7, 16, 15, 0.5, -1500.0, 1],
+        "nothing": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: 1\nb:\n  c: 1\n  c: 2", r"c = 2\n.*twice.*line 4"),
+        ("1: x", "keys are text"),
+        ("<<: {a: 1}", "extends"),
+        ("a: [1,\nb: 2", "line 2, column"),
+        ("a: 1\n\tb: 2", "line 2, column 1"),
+        ("a: *nowhere", "line 1, column 4"),
+        ("a: !!python/object:os.system x", "not YAML"),
+        ("a: 1\n---\na: 2", "line 2"),
+        ("- 1", "holds a list, not an object"),
+        ("", "holds nothing, not an object"),
+    ],
+)
+def test_yaml_that_cannot_be_a_config_is_refused_with_its_line(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        configfile.load(write(tmp_path / "c.yaml", text))
+
+
+def test_files_of_different_formats_extend_each_other(tmp_path: Path) -> None:
+    write(tmp_path / "base.json", '{"a": {"x": 1, "y": 2}, /* c */ "b": 1}')
+    write(tmp_path / "middle.yaml", "extends: base.json\na: {y: 3}\n")
+    child = write(tmp_path / "child.json", {"extends": "middle.yaml", "b": 2})
+    assert configfile.load(child) == {"a": {"x": 1, "y": 3}, "b": 2}
+
+
+def test_a_shipped_config_is_found_by_its_name_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert configfile.load("ds_configs/zero1.json")["zero_optimization"] == {"stage": 1}
+    (tmp_path / "ds_configs").mkdir()
+    write(tmp_path / "ds_configs" / "zero1.json", {"own": True})
+    assert configfile.load("ds_configs/zero1.json") == {"own": True}
+    with pytest.raises(ConfigError, match="no such file"):
+        configfile.load("../ds_configs/zero1.json")
+
+
+def test_whole_numbers_may_be_written_with_an_exponent_in_any_field() -> None:
+    class Plain(Section):
+        count: int = 1
+        ratio: float = 1.0
+        anything: dict[str, object] | None = None
+
+    parsed = parse(Plain, {"count": 40e9, "ratio": 2.0, "anything": {"theta": 1e4}})
+    assert (parsed.count, type(parsed.count)) == (40_000_000_000, int)
+    assert type(parsed.ratio) is float
+    assert type((parsed.anything or {})["theta"]) is float  # what a field does not describe stays as it is

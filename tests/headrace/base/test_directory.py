@@ -125,7 +125,7 @@ def test_a_manifest_in_which_one_character_changed_is_damaged(tmp_path: Path) ->
 
 def test_a_directory_of_another_kind_is_refused_with_how_to_make_the_right_one(tmp_path: Path) -> None:
     build(tmp_path / "out")
-    with pytest.raises(DataError, match=r"holds a 'tokens', but a 'model' is needed\n.*pipeline export"):
+    with pytest.raises(DataError, match=r"holds a 'tokens', but a 'model' is needed\n.*headrace export"):
         read_manifest(tmp_path / "out", kind="model")
 
 

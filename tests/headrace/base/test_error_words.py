@@ -1,0 +1,102 @@
+"""Every field of every config, given a value of every JSON type: an error says it in our words, never in pydantic's."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from headrace.base.errors import ConfigError
+from headrace.base.json_schema import Key
+from headrace.base.section import parse
+from headrace.commands.config_kinds import KINDS, keys
+
+VALUES = (None, True, 7, -1, 1.5, math.nan, "word", "", [], [1], ["a", 1], {}, {"a": 1}, {"step": 5})
+PYDANTIC = re.compile(
+    r"pydantic|Input|input should|valid (dict|integer|string|number|boolean|list)|instance of|Section\b|[a-z]_type:|"
+    r"extra_forbidden|Value error|value_error|union_tag|type=|function-|Traceback",
+)
+REQUIRED = {
+    "run": {
+        "model": {"config": {"model_type": "llama"}},
+        "data": {"sources": [{"path": "x"}], "sequence_length": 8},
+        "run": {"dir": "d"},
+    },
+    "corpus": {"output": "o", "sources": [{"path": "x"}], "tokenizer": {"train": "bpe"}},
+    "quantize": {"model": "m", "output": "o", "weights": "int8", "data": {"path": "t"}},
+}
+
+
+def placed(kind: str, key: Key, value: Any) -> dict[str, Any]:
+    """A config that is right but for one key."""
+    for name in reversed(re.findall(r"\[[^\]]*\]|[^.\[\]]+", key.path)):
+        if not name.startswith("["):
+            value = {name: value}
+        else:
+            value = [{**({"step": name[1:-1]} if name != "[]" else {}), **value}]
+    name = next(iter(value))
+    old = REQUIRED[kind].get(name)
+    both = isinstance(old, dict) and isinstance(value[name], dict)
+    return {**REQUIRED[kind], name: {**old, **value[name]} if both else value[name]}
+
+
+def refusals(kind: str) -> Iterator[tuple[Key, ConfigError]]:
+    """The errors of all keys with values of all JSON types."""
+    section = KINDS[kind].section()
+    for key in keys(kind):
+        for value in VALUES:
+            try:
+                parse(section, placed(kind, key, value))
+            except ConfigError as error:
+                yield key, error
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_error_speaks_of_pydantic(kind: str) -> None:
+    found = list(refusals(kind))
+    assert len(found) > 3 * len(keys(kind))  # the walk reached what it is meant to
+    for key, error in found:
+        said = f"{error.field}: {error.why}: {error.remedy}"
+        assert not PYDANTIC.search(said), f"{key.path}: {error}"
+        assert error.why
+        assert error.remedy
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_unknown_key_of_any_section_is_answered_with_the_nearest(kind: str) -> None:
+    section = KINDS[kind].section()
+    for key in keys(kind):
+        path, _, name = key.path.rpartition(".")
+        if not path or key.is_section:
+            continue
+        wrong = Key(f"{path}.{name}x", key.node, key.schema, required=False)
+        with pytest.raises(ConfigError, match=r"no such key\n  try: did you mean|required"):
+            parse(section, placed(kind, wrong, 1))
+
+
+def test_the_message_has_what_was_given_what_is_wanted_and_an_example() -> None:
+    section = KINDS["run"].section()
+    with pytest.raises(ConfigError) as caught:
+        parse(section, {**REQUIRED["run"], "run": {"dir": "d", "keep_every": "ten"}})
+    field, why, remedy = str(caught.value).splitlines()
+    assert field == "run.keep_every = 'ten'"
+    assert why == "  why: it has to be a whole number, at least 1, or null; this is text"
+    assert remedy.startswith("  try: 100 (checkpoints of every")
+
+
+def test_a_section_that_is_no_object_is_refused_with_an_example() -> None:
+    section: type[BaseModel] = KINDS["run"].section()
+    with pytest.raises(ValidationError):
+        section.model_validate({**REQUIRED["run"], "bf16": True})
+    with pytest.raises(ConfigError, match=r'bf16 = True\n.*has to be an object; this is true\n.*\{"enabled": true\}'):
+        parse(section, {**REQUIRED["run"], "bf16": True})  # type: ignore[type-var]
+
+
+def test_a_misspelt_choice_is_answered_with_the_nearest() -> None:
+    section = KINDS["run"].section()
+    with pytest.raises(ConfigError, match=r"did you mean 'rollback'\?"):
+        parse(section, {**REQUIRED["run"], "anomalies": {"spikes": "rolback"}})
