@@ -31,11 +31,16 @@ def schema_of(section: type[BaseModel]) -> Node:
     return {name: _polished(value, is_node=name != "$defs") for name, value in schema.items() if name != "title"}
 
 
-def for_editors(section: type[BaseModel], *, title: str) -> dict[str, Any]:
+def for_editors(section: type[BaseModel], *, title: str, auto: bool = False) -> dict[str, Any]:
     """The schema of a whole config file, which may extend another one.
 
     A key that is required may stand in the file that is extended; so only the objects of lists, which are always
     replaced as a whole, keep their required keys.
+
+    Args:
+        section: the class of the file.
+        title: of the schema.
+        auto: any value may be "auto", which leaves the key out.
     """
     schema: dict[str, Any] = copy.deepcopy(dict(schema_of(section)))
     in_lists = set(re.findall(r'"#/\$defs/(\w+)"', json.dumps([node["items"] for node in _nodes(schema, "items")])))
@@ -43,6 +48,8 @@ def for_editors(section: type[BaseModel], *, title: str) -> dict[str, Any]:
     for name, definition in schema.get("$defs", {}).items():
         if name not in in_lists:
             definition.pop("required", None)
+    for holder in list(_nodes(schema, "properties")) if auto else ():
+        holder["properties"] = {name: _or_auto(node) for name, node in holder["properties"].items()}
     own = {
         "$schema": {"type": "string", "description": "this schema; ignored when the file is read"},
         "extends": {
@@ -187,6 +194,15 @@ def _polished(node: Any, *, is_node: bool = True) -> Any:
         else _polished(value, is_node=name != "properties")
         for name, value in kept.items()
     }
+
+
+def _or_auto(node: Node) -> Node:
+    outside = {name: node[name] for name in ("description", "default") if name in node}
+    inside = {name: value for name, value in node.items() if name not in outside}
+    if "$ref" in inside or "properties" in inside or inside.get("type") == "string":
+        return node
+    branches = inside["anyOf"] if list(inside) == ["anyOf"] else [inside]
+    return {**outside, "anyOf": [*branches, {"const": "auto"}]}
 
 
 def _nodes(node: Any, key: str) -> Iterator[Any]:

@@ -6,7 +6,6 @@ their options are declared in those packages. Nothing here imports torch.
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from typing import Annotated
 
@@ -97,4 +96,4 @@ def _headrace(
 ) -> None:
     """From raw text to a small language model that serves. 'headrace VERB --help' shows the options of a verb."""
     if ctx.invoked_subcommand is None:
-        sys.stdout.write(ctx.get_help())
+        typer.echo(ctx.get_help())

@@ -36,7 +36,8 @@ class Kind:
 
     def schema(self) -> dict[str, Any]:
         """The JSON Schema of a file, for editors."""
-        return for_editors(self.section(), title=f"headrace: {self.what}")
+        # as in configs that are made for the Trainer of transformers
+        return for_editors(self.section(), title=f"headrace: {self.what}", auto=self.name == "run")
 
 
 KINDS = {

@@ -118,9 +118,8 @@ def _free_or_refused(path: str, asked: tuple[str, ...]) -> Iterator[str]:
 
 def _nearest(path: str) -> str:
     paths = [key.path for kind in KINDS for key in keys(kind)]
-    near = suggest(path, paths)
-    if near is None:
-        by_name = {parts_of(each)[-1]: each for each in paths}
-        last = suggest((parts_of(path) or (path,))[-1], list(by_name))
-        near = by_name[last] if last else None
-    return f"did you mean '{near}'?" if near else "headrace explain, without a key, lists the sections"
+    by_name = {parts_of(each)[-1]: each for each in reversed(paths)}
+    name = suggest((parts_of(path) or (path,))[-1], list(by_name))
+    near = [suggest(path, paths), by_name[name] if name else None]
+    found = next((each for each in (near if "." in path else reversed(near)) if each), None)
+    return f"did you mean '{found}'?" if found else "headrace explain, without a key, lists the sections"

@@ -37,7 +37,7 @@ def make_app() -> typer.Typer:
                 ctx.fail(f"give the options after '{ctx.invoked_subcommand}'")
             return
         if not given:
-            typer.echo(ctx.get_help(), nl=False)
+            typer.echo(ctx.get_help())
             return
         if not values["config"]:
             ctx.fail("Missing option '--config'.")
