@@ -1,0 +1,117 @@
+"""`headrace status`: what it says of runs that train, have finished, were killed or are none."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.base.directory import write_manifest
+from headrace.base.errors import DataError
+from pipeline.faults.report import NAME as FAULTS
+from pipeline.metrics.journal import NAME as JOURNAL
+from pipeline.run.lock import exclusive_run
+from pipeline.run.status import read_status
+from tests.conftest import write_config
+from tests.headrace.commands.test_app import run
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run of 20 steps that has got to step 7."""
+    directory = tmp_path / "runs" / "small"
+    directory.mkdir(parents=True)
+    details = {"step": 5, "steps": 20, "finished": False}
+    write_manifest(directory, kind="run", config={}, details=details)
+    rows: list[dict[str, Any]] = [{"kind": "event", "step": 0, "event": "started", "world_size": 2}]
+    rows += [
+        {"kind": "step", "step": step, "loss": 7.0 - step / 10, "tokens_per_second": 1234.5, "tokens": 256 * step}
+        for step in range(1, 8)
+    ]
+    rows.insert(6, {"kind": "eval", "step": 5, "loss": 6.75})
+    rows.insert(7, {"kind": "event", "step": 5, "event": "checkpoint_failed", "why": "no space left"})
+    (directory / JOURNAL).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "checkpoints" / "step-00000005").mkdir(parents=True)
+    fault = {"kind": "event", "step": 3, "event": "fault", "fault": "lost", "ranks": [{"rank": 1}]}
+    (directory / FAULTS).write_text(json.dumps(fault) + "\n")
+    return directory
+
+
+def test_the_newest_step_checkpoint_and_faults_are_told(run_dir: Path) -> None:
+    done = run("status", run_dir)
+    assert done.exit_code == 0
+    lines = dict(line.strip().split("  ", 1) for line in done.output.splitlines() if "fault" not in line)
+    assert lines["step"] == "7 of 20 (35 %)"
+    assert lines["loss"] == "6.3000 nats/token"
+    assert lines["held-out loss"] == "6.7500 nats/token"
+    assert lines["speed"] == "1,234 tokens/s"
+    assert lines["checkpoint"] == str(run_dir / "checkpoints/step-00000005")
+    assert lines["process"].startswith("none; the journal was written ")
+    assert "fault at step 3: lost, rank 1" in done.output
+    assert "checkpoint_failed at step 5: no space left" in done.output
+
+
+def test_json_has_the_same_for_a_program(run_dir: Path) -> None:
+    found = json.loads(run("status", run_dir, "--json").output)
+    assert (found["step"], found["steps"], found["checkpoint_step"]) == (7, 20, 5)
+    assert (found["training"], found["finished"]) == (False, False)
+    assert [fault["step"] for fault in found["faults"]] == [3, 5]
+
+
+def test_a_process_that_trains_is_seen_and_not_disturbed(run_dir: Path) -> None:
+    with exclusive_run(run_dir):
+        assert read_status(run_dir).training is True
+        assert "training now" in run("status", run_dir).output
+    with (run_dir / ".lock").open() as file:  # nothing is held any more
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert read_status(run_dir).training is False
+
+
+def test_half_a_line_and_a_run_without_a_step_are_no_error(run_dir: Path) -> None:
+    (run_dir / JOURNAL).write_text('{"kind": "event", "step": 0, "event": "started"}\n{"kind": "st')
+    done = run("status", run_dir)
+    assert done.exit_code == 0
+    assert "0 of 20 (0 %)" in done.output
+
+
+def test_the_config_of_a_run_stands_for_its_directory(run_dir: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "c.json", {"run": {"dir": str(run_dir)}})
+    assert run("status", config).output == run("status", run_dir).output
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        ("corpus", "headrace prep status --config"),
+        ("tokens", "headrace prep stats"),
+        ("job", "headrace prep status"),
+        ("checkpoint", "headrace status"),
+        ("nowhere", "no such directory"),
+        ("empty", "no run has begun there"),
+        ("config without run.dir", "run.dir"),
+    ],
+)
+def test_what_is_no_run_is_refused_with_where_to_look(tmp_path: Path, made: str, words: str) -> None:
+    path = tmp_path / made
+    if made == "corpus":
+        path = write_config(tmp_path / "corpus.json", {"output": "tokens", "sources": []})
+    elif made.startswith("config"):
+        path = write_config(tmp_path / "c.json", {"model": {}})
+    elif made != "nowhere":
+        path.mkdir()
+    if made in ("tokens", "checkpoint"):
+        write_manifest(path, kind=made, config={})
+    if made == "job":
+        (path / "job.json").write_text("{}")
+    done = run("status", path)
+    assert done.exit_code == 2
+    assert words in done.output
+
+
+def test_a_damaged_manifest_is_told_of(run_dir: Path) -> None:
+    (run_dir / "manifest.json").write_text("{")
+    with pytest.raises(DataError, match="damaged"):
+        read_status(run_dir)
