@@ -41,9 +41,9 @@ def limit(corpus: str, tokenizer: str) -> None:
     from data_prep.sources.bytesource import Digest  # noqa: PLC0415
     from data_prep.sources.jsonl import read  # noqa: PLC0415
     from data_prep.sources.records import WantedFields  # noqa: PLC0415
-    from data_prep.tokenizer.engines import Fastokens  # noqa: PLC0415
+    from data_prep.tokenizer.engines import FastokensEngine  # noqa: PLC0415
 
-    engine, unused = Fastokens(Path(tokenizer), special=False), Digest(corpus, start=0, end=0)
+    engine, unused = FastokensEngine(Path(tokenizer), parse_special_tokens=False), Digest(corpus, start=0, end=0)
     with open("ids.bin", "wb") as file:  # noqa: PTH123
         wanted = {"start": 0, "end": None, "wanted": WantedFields("text"), "digest": unused}
         batches = read(corpus, source="", file="", **wanted)

@@ -1,6 +1,6 @@
-"""Conversations as token ids with a loss mask: 1 where the assistant speaks, 0 elsewhere.
+"""Encodes conversations as token ids with a loss mask: 1 for tokens that the assistant generates, 0 elsewhere.
 
-The `tokenizers` library does it, which knows where each token lies in the text; the fast engines do not. The ids are
+It uses the `tokenizers` library, which returns each token's offset in the text; the fast engines do not. The ids are
 those of `apply_chat_template`.
 """
 
@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from data_prep.chat.template import MARKS, ChatTemplate, Rendered
-from data_prep.sources.conversation import TEMPLATE_FILE, ConversationError, opened
+from data_prep.chat.template import MARKERS, ChatTemplate, Rendered
+from data_prep.sources.conversation import TEMPLATE_FILE, ConversationError, parse_conversation
 from data_prep.tokenizer.fingerprint import TOKENIZER_JSON
 from data_prep.tokenizer.load import TOKENIZER_CONFIG
 from headrace.base.errors import DataError
@@ -27,13 +27,13 @@ _NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
-    """A conversation as it is trained on.
+class EncodedConversation:
+    """A conversation as training data.
 
     Attributes:
-        text: as the template writes it.
-        ids: uint32 [n].
-        mask: uint8 [n], 1 for what is learnt.
+        text: rendered by the chat template.
+        ids: uint32 [n], token ids.
+        mask: uint8 [n], loss mask: 1 for tokens that count in the loss.
     """
 
     text: str
@@ -42,79 +42,87 @@ class Conversation:
 
 
 class ChatEncoder:
-    """Renders and tokenises conversations.
+    """Renders and tokenizes conversations.
 
     Args:
-        folder: of the tokenizer, with its chat template.
-        special: whether a conversation may hold a special token that is spelt out; it then becomes the token.
+        folder: of the tokenizer, which has a chat template.
+        parse_special_tokens: whether a message may contain a literal special token, which then becomes that token.
     """
 
-    def __init__(self, folder: Path, *, special: bool) -> None:
-        self._template = compiled(read_template(folder), named_tokens(_config(folder)))
+    def __init__(self, folder: Path, *, parse_special_tokens: bool) -> None:
+        self._template = compile_template(read_template(folder), template_tokens(_config(folder)))
         self._tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_JSON))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         added = self._tokenizer.get_added_tokens_decoder().values()
-        self._forbidden = () if special else tuple(token.content for token in added if token.special)
+        self._forbidden = () if parse_special_tokens else tuple(token.content for token in added if token.special)
 
-    def encode(self, line: str, *, everything: bool) -> Conversation:
-        """A conversation, from `canonical`.
+    def encode(self, line: str, *, everything: bool) -> EncodedConversation:
+        """Encodes a conversation.
 
         Args:
-            everything: all of it is learnt, not only what the assistant says.
+            line: JSON, from `conversation_line`.
+            everything: sets the loss mask to 1 for all tokens, not only the assistant's.
 
         Raises:
-            ConversationError: a message or a tool holds a special token, the tools are no list, the template refuses
-                it, or nothing of it is learnt.
+            ConversationError: a message or a tool contains a special token, the tools are not a list, the template
+                raises an error, or the loss mask is all zeros.
         """
-        messages, tools = opened(line)
-        check_texts(messages, self._forbidden, where="a message")
-        check_texts(tools, self._forbidden, where="a tool")
+        messages, tools = parse_conversation(line)
+        check_no_special_tokens(messages, self._forbidden, where="a message")
+        check_no_special_tokens(tools, self._forbidden, where="a tool")
         rendered = self._template.render(messages, tools=tools)
         encoding = self._tokenizer.encode(rendered.text, add_special_tokens=False)
         ids = np.array(encoding.ids, np.uint32)
-        mask = np.ones(len(ids), np.uint8) if everything else _mask(encoding.offsets, rendered)
+        mask = np.ones(len(ids), np.uint8) if everything else _assistant_mask(encoding.offsets, rendered)
         if not mask.any():
-            raise ConversationError("the assistant says nothing")
-        return Conversation(rendered.text, ids, mask)
+            raise ConversationError("the assistant says nothing: no token would count in the loss")
+        return EncodedConversation(rendered.text, ids, mask)
 
 
 @cache
-def open_chat_encoder(folder: Path, *, special: bool) -> ChatEncoder:
-    """A `ChatEncoder`; kept for the next task of the same process."""
-    return ChatEncoder(folder, special=special)
+def open_chat_encoder(folder: Path, *, parse_special_tokens: bool) -> ChatEncoder:
+    """Opens a `ChatEncoder`; cached for the process's next tasks."""
+    return ChatEncoder(folder, parse_special_tokens=parse_special_tokens)
 
 
-def check_texts(value: Any, forbidden: Sequence[str], *, where: str) -> None:
-    """Refuses messages or tools that spell out one of the `forbidden` tokens, or a sign of the template's own.
+def check_no_special_tokens(value: Any, forbidden: Sequence[str], *, where: str) -> None:
+    """Refuses messages or tools that contain a literal special token, or a marker of `template.MARKERS`.
+
+    Args:
+        value: JSON value; its strings and keys are searched.
+        forbidden: texts of the special tokens.
+        where: subject of the error message, e.g. "a message".
 
     Raises:
-        ConversationError: a string in them, or a key, does.
+        ConversationError: one of them occurs.
     """
     for text in _strings(value):
         if found := next((token for token in forbidden if token in text), None):
-            raise ConversationError(f"{where} holds {found!r}, which would become a special token")
-        if found := next((mark for mark in MARKS if mark in text), None):
-            raise ConversationError(f"{where} holds {found!a}, which marks what the assistant says")
+            raise ConversationError(f"{where} contains {found!r}, which would become a special token")
+        if found := next((marker for marker in MARKERS if marker in text), None):
+            raise ConversationError(f"{where} contains {found!a}, which is reserved as a marker of assistant output")
 
 
-def compiled(source: str, tokens: Mapping[str, str | None]) -> ChatTemplate:
-    """A chat template that is ready to render; `tokens` as in `ChatTemplate`.
+def compile_template(source: str, tokens: Mapping[str, str | None]) -> ChatTemplate:
+    """Compiles a chat template; `tokens` as in `ChatTemplate`.
 
     Raises:
-        DataError: it does not compile.
+        DataError: the template does not compile.
     """
     try:
         return ChatTemplate(source, tokens)
     except ConversationError as error:
-        raise DataError(f"{error}\n  try: mend it, or name another tokenizer.chat_template") from None
+        raise DataError(
+            f"{error}\n  try: correct the template, or set tokenizer.chat_template to another file"
+        ) from None
 
 
 def read_template(folder: Path) -> str:
     """The chat template of a tokenizer folder.
 
     Raises:
-        DataError: it has none.
+        DataError: the folder has none.
     """
     path = folder / TEMPLATE_FILE
     if path.is_file():
@@ -123,33 +131,33 @@ def read_template(folder: Path) -> str:
     if isinstance(template, list):  # several, by name
         template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
     if not isinstance(template, str):
-        raise no_template()
+        raise missing_template_error()
     return template
 
 
-def no_template() -> DataError:
-    """There are conversations, and nothing says how they become text."""
-    why = "the tokenizer has no chat template, and a source has conversations"
-    return DataError(f'{why}\n  try: "tokenizer": {{"chat_template": "FILE.jinja"}}')
+def missing_template_error() -> DataError:
+    """The error for conversations without a chat template."""
+    why = "a source has conversations, and the tokenizer has no chat template"
+    return DataError(f'{why}\n  try: set "tokenizer": {{"chat_template": "FILE.jinja"}}')
 
 
-def named_tokens(config: Mapping[str, Any]) -> dict[str, str | None]:
-    """What a template may name, of a tokenizer with this tokenizer_config.json."""
+def template_tokens(config: Mapping[str, Any]) -> dict[str, str | None]:
+    """The special tokens that a chat template may use, from the contents of tokenizer_config.json."""
     named = {name: config.get(name) for name in _NAMED}
     return {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
 
 
-def _mask(offsets: Sequence[tuple[int, int]], rendered: Rendered) -> npt.NDArray[np.uint8]:
-    """A token is learnt when it begins inside a span."""
-    begins = np.array([first for first, _ in offsets], np.int64)
-    mask = np.zeros(len(begins), np.uint8)
+def _assistant_mask(offsets: Sequence[tuple[int, int]], rendered: Rendered) -> npt.NDArray[np.uint8]:
+    """The loss mask: 1 for tokens that begin inside a span of the assistant."""
+    starts = np.array([first for first, _ in offsets], np.int64)
+    mask = np.zeros(len(starts), np.uint8)
     for first, end in rendered.spans:
-        mask[np.searchsorted(begins, first) : np.searchsorted(begins, end)] = 1
+        mask[np.searchsorted(starts, first) : np.searchsorted(starts, end)] = 1
     return mask
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """All strings in a JSON value, keys included."""
+    """All strings in a JSON value, including keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

@@ -1,8 +1,9 @@
-"""Conversations as text, by a tokenizer's chat template, with the parts of the assistant marked.
+"""Chat templates: renders a conversation as text and finds the spans that the assistant generates (for the loss mask).
 
-Chat templates are Jinja templates as Hugging Face's `apply_chat_template` runs them: sandboxed, with `trim_blocks` and
-`lstrip_blocks`, loop controls, `raise_exception`, a `tojson` that keeps non-ASCII, and `{% generation %}` blocks around
-what the assistant says. `strftime_now` is refused. A template without such blocks is rendered turn by turn instead.
+Chat templates are Jinja templates, run as Hugging Face's `apply_chat_template` does: sandboxed, with `trim_blocks` and
+`lstrip_blocks`, loop controls, `raise_exception`, a `tojson` that keeps non-ASCII characters, and `{% generation %}`
+blocks around the assistant's output. `strftime_now` is refused. A template without such blocks is rendered turn by
+turn.
 """
 
 from __future__ import annotations
@@ -21,25 +22,30 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from data_prep.sources.conversation import ConversationError
 
-MARKS = BEGIN, END = "\U0010fff1", "\U0010fff2"
-"""Stand around the assistant's parts while a template is rendered: private characters that a message must not hold. One
-character each, so that none can come of what two messages hold.
+MARKERS = BEGIN, END = "\U0010fff1", "\U0010fff2"
+"""Markers around the assistant's spans during rendering: private-use characters that a message must not contain. Each
+is a single character, so that concatenated messages cannot form one.
 """
-_SIGN = re.compile(f"([{BEGIN}{END}])")
+_MARKER = re.compile(f"([{BEGIN}{END}])")
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A conversation as text. spans: (first character, end) of each part that the assistant says."""
+    """A rendered conversation.
+
+    Attributes:
+        text: the output of the template.
+        spans: (start, end) in characters, end exclusive, of each part that the assistant generates.
+    """
 
     text: str
     spans: tuple[tuple[int, int], ...]
 
 
 class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}`. found: whether the template has any."""
+    """The block `{% generation %} ... {% endgeneration %}`. found: whether the template has one."""
 
-    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
     found = False
 
     def parse(self, parser: Parser) -> nodes.Node:
@@ -59,10 +65,10 @@ class ChatTemplate:
 
     Args:
         source: the template.
-        tokens: what it may name: `bos_token`, `eos_token` and the like.
+        tokens: variables of the template: `bos_token`, `eos_token` and the like.
 
     Raises:
-        ConversationError: it does not compile.
+        ConversationError: the template does not compile.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str | None]) -> None:
@@ -70,24 +76,24 @@ class ChatTemplate:
         environment = _environment()
         try:
             self._template = environment.from_string(source)
-        except Exception as error:  # a `break` outside a loop is Python's SyntaxError
-            raise ConversationError(f"the chat template does not compile: {_words(error)}") from None
+        except Exception as error:  # a `break` outside a loop raises Python's SyntaxError
+            raise ConversationError(f"the chat template does not compile: {_message(error)}") from None
         generation = environment.extensions[_Generation.identifier]
         assert isinstance(generation, _Generation)
-        self._marks = generation.found
+        self._has_generation_blocks = generation.found
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None) -> Rendered:
-        """The text of a conversation.
+        """Renders a conversation.
 
         Args:
             messages: {"role", "content", ...} of each turn.
-            tools: what the template may list.
+            tools: tool descriptions that the template may list.
 
         Raises:
-            ConversationError: the template refuses it, or it cannot be seen where the assistant speaks.
+            ConversationError: the template raises an error, or the assistant's spans cannot be determined.
         """
-        if self._marks:
-            return _unmarked(self._render(messages, tools))
+        if self._has_generation_blocks:
+            return _extract_spans(self._render(messages, tools))
         return self._turn_by_turn(messages, tools)
 
     def _render(
@@ -95,14 +101,16 @@ class ChatTemplate:
     ) -> str:
         try:
             return self._template.render(messages=messages, tools=tools, add_generation_prompt=prompt, **self._tokens)
-        except Exception as error:  # whatever a template's expressions raise
-            raise ConversationError(_words(error)) from None
+        except Exception as error:  # a template's expressions can raise any type
+            raise ConversationError(_message(error)) from None
 
     def _turn_by_turn(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None) -> Rendered:
-        """What a turn of the assistant adds to the text before it, with the prompt that asks for it."""
+        """An assistant turn's span: what it adds to the text before it, generation prompt included there."""
         whole = self._render(messages, tools)
-        if _SIGN.search(whole):
-            raise ConversationError("the text holds a sign for what the assistant says, and the template sets none")
+        if _MARKER.search(whole):
+            raise ConversationError(
+                "the text contains a marker of assistant output, and the template has no generation blocks"
+            )
         spans = []
         for i, message in enumerate(messages):
             if message.get("role") != "assistant":
@@ -110,38 +118,38 @@ class ChatTemplate:
             before = self._render(messages[:i], tools, prompt=True) if i else ""
             after = self._render(messages[: i + 1], tools)
             if not whole.startswith(after) or not after.startswith(before):
-                why = "the chat template writes earlier turns otherwise when later ones follow"
+                why = "the chat template renders earlier turns differently when later ones follow"
                 raise ConversationError(f"{why}: it needs {{% generation %}} blocks")
             spans.append((len(before), len(after)))
         return Rendered(whole, tuple(spans))
 
 
-def _unmarked(text: str) -> Rendered:
-    """Takes the signs out, and returns where they were.
+def _extract_spans(text: str) -> Rendered:
+    """Removes the markers and returns their positions as spans.
 
     Raises:
-        ConversationError: they do not come in pairs.
+        ConversationError: the markers are not in pairs.
     """
-    pieces = _SIGN.split(text)  # text and sign by turns
-    texts, signs = pieces[::2], pieces[1::2]
-    if signs != [BEGIN, END] * (len(signs) // 2):
-        raise ConversationError("a {% generation %} block of the chat template holds another, or is left half-way")
-    places = list(accumulate(map(len, texts)))[:-1]
-    return Rendered("".join(texts), tuple(zip(places[::2], places[1::2], strict=True)))
+    pieces = _MARKER.split(text)  # texts and markers alternate
+    texts, markers = pieces[::2], pieces[1::2]
+    if markers != [BEGIN, END] * (len(markers) // 2):
+        raise ConversationError("a {% generation %} block of the chat template contains another, or does not end")
+    positions = list(accumulate(map(len, texts)))[:-1]
+    return Rendered("".join(texts), tuple(zip(positions[::2], positions[1::2], strict=True)))
 
 
-def _words(error: Exception) -> str:
-    said = str(error)
-    if isinstance(error, TemplateError) and said:  # often the template's own words
-        return said
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+def _message(error: Exception) -> str:
+    message = str(error)
+    if isinstance(error, TemplateError) and message:  # often written by the template's author
+        return message
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
     extensions = [_Generation, "jinja2.ext.loopcontrols"]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _refuse
+    environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _no_clock
     return environment
 
@@ -150,9 +158,9 @@ def _tojson(value: Any, *, ensure_ascii: bool = False, indent: int | None = None
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
 
 
-def _refuse(message: str) -> None:
+def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
 def _no_clock(_format: str) -> str:
-    raise TemplateError("the template asks for today's date: the same input would give other bytes tomorrow")
+    raise TemplateError("the template asks for today's date (strftime_now): the output would not be reproducible")

@@ -206,7 +206,7 @@ class CorpusConfig(Section):
     )
     append_eos: bool = Field(True, description="true ends every document with the end-of-document (EOS) token")
     prepend_bos: bool = Field(
-        False, description="true begins every document with the beginning-of-sequence (BOS) token, if there is one"
+        False, description="true begins every document with the tokenizer's beginning-of-sequence (BOS) token"
     )
     parse_special_tokens: bool = Field(
         False,

@@ -28,7 +28,7 @@ from headrace.base.errors import DataError
 
 _PRELOADED = [
     *("data_prep.executors.local", "data_prep.tasks.map", "fastokens"),
-    *("data_prep.tokenizer.given", "data_prep.tasks.tokenizer_sample"),
+    *("data_prep.tokenizer.existing", "data_prep.tasks.tokenizer_sample"),
 ]
 _REPORT_INTERVAL_S = 0.1
 

@@ -1,7 +1,8 @@
 """Read-only memory maps that keep no file descriptor open, and read-ahead hints (madvise).
 
-Python's `mmap` keeps a descriptor open per map, and a process may usually have 1,024: ten thousand shards need the
-system call itself. Maps are shared; an array made from a map keeps it alive, and the map is removed with the last array.
+Python's `mmap` keeps a descriptor open per map, and a process may usually have 1,024: ten thousand shards need
+the system call itself. Maps are shared; an array made from a map keeps it alive, and the last such array to be freed
+unmaps the file.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from data_prep.sources.conversation import ConversationError, canonical
+from data_prep.sources.conversation import ConversationError, conversation_line
 from data_prep.sources.records import BadRecord, TextBatch, WantedFields
 from headrace.base.errors import ConfigError
 
@@ -86,7 +86,7 @@ def _conversation(messages: Any, tools: Any) -> Any:
         if isinstance(cell, UnicodeDecodeError):
             return cell
     try:
-        return canonical(messages, tools)
+        return conversation_line(messages, tools)
     except (ConversationError, TypeError) as error:
         return error
 

@@ -1,4 +1,4 @@
-"""What a conversation is: messages with roles, handed on as one line of JSON."""
+"""Conversations (chat messages with roles), represented as one line of JSON."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 import orjson
 
 TEMPLATE_FILE = "chat_template.jinja"
-"""Of a tokenizer folder, as `AutoTokenizer` reads and writes it."""
+"""Chat template file in a tokenizer folder, as `AutoTokenizer` reads and writes it."""
 
 
 class ConversationError(ValueError):
-    """A conversation that cannot be trained on; says why."""
+    """A conversation that cannot be used for training; the message is the reason."""
 
 
-def canonical(messages: Any, tools: Any = None) -> str:
-    """A conversation as one line of JSON: what readers hand on as its text.
+def conversation_line(messages: Any, tools: Any = None) -> str:
+    """Serializes a conversation as one line of JSON, which readers pass on as the document's text.
 
     Raises:
-        ConversationError: it is no list of turns with a role.
+        ConversationError: the messages are not a non-empty list of objects with a "role".
     """
     if not isinstance(messages, list) or not messages:
         raise ConversationError("not a list of messages")
@@ -28,11 +28,14 @@ def canonical(messages: Any, tools: Any = None) -> str:
     return orjson.dumps({"messages": messages, "tools": tools}).decode()
 
 
-def opened(line: str) -> tuple[list[dict[str, Any]], list[Any] | None]:
-    """Messages and tools of a line from `canonical`; tools that are a string are read as JSON.
+def parse_conversation(line: str) -> tuple[list[dict[str, Any]], list[Any] | None]:
+    """Parses a line from `conversation_line`; tools given as a string are parsed as JSON.
+
+    Returns:
+        the messages, and the tools or None.
 
     Raises:
-        ConversationError: the tools are no list.
+        ConversationError: the tools are not a list.
     """
     content = orjson.loads(line)
     tools = content["tools"]
@@ -42,20 +45,20 @@ def opened(line: str) -> tuple[list[dict[str, Any]], list[Any] | None]:
         except orjson.JSONDecodeError as error:
             raise ConversationError(f"the tools are a string that is not JSON: {error}") from None
     if tools is not None and not isinstance(tools, list):
-        raise ConversationError(f"the tools are no list, but a JSON {type(tools).__name__}")
+        raise ConversationError(f"the tools must be a list, not a JSON {type(tools).__name__}")
     return content["messages"], tools
 
 
-def plain(line: str) -> str:
-    """What is said in a conversation, without any template: what a tokenizer learns from."""
-    said = (message.get("content") for message in orjson.loads(line)["messages"])
-    return "\n".join(content for content in said if isinstance(content, str))
+def message_text(line: str) -> str:
+    """The messages' contents, without any template: the text for tokenizer training."""
+    contents = (message.get("content") for message in orjson.loads(line)["messages"])
+    return "\n".join(content for content in contents if isinstance(content, str))
 
 
-def why_no_conversation(messages: Any) -> tuple[str, str] | None:
-    """Reason and detail of what `canonical` refuses; None for what it takes."""
+def conversation_problem(messages: Any) -> tuple[str, str] | None:
+    """Reason and detail if `conversation_line` refuses the messages, else None."""
     try:
-        canonical(messages)
+        conversation_line(messages)
     except (ConversationError, TypeError) as error:
         return "not a conversation", str(error)
     return None

@@ -15,7 +15,7 @@ import numpy as np
 import orjson
 
 from data_prep.sources.bytesource import DECOMPRESSION_ERRORS, DamagedFileError, Digest
-from data_prep.sources.conversation import canonical, why_no_conversation
+from data_prep.sources.conversation import conversation_line, conversation_problem
 from data_prep.sources.lines import blocks, count_lines
 from data_prep.sources.records import BATCH_DOCUMENTS, BadRecord, TextBatch, WantedFields
 
@@ -146,7 +146,7 @@ def _parsed(line: memoryview, wanted: WantedFields) -> dict[str, Any] | tuple[st
     try:
         record: dict[str, Any] = orjson.loads(line)
         if wanted.conversation:
-            record[wanted.text] = canonical(record[wanted.text], record.get(wanted.tools or ""))
+            record[wanted.text] = conversation_line(record[wanted.text], record.get(wanted.tools or ""))
         if type(record[wanted.text]) is str and (wanted.id is None or isinstance(record[wanted.id], str | int)):
             return record
     except (ValueError, LookupError, TypeError):  # LookupError, TypeError: not an object, or without the field
@@ -170,7 +170,7 @@ def _why(line: bytes, wanted: WantedFields) -> tuple[str, str] | None:
 def _why_not_taken(record: dict[str, Any], wanted: WantedFields) -> tuple[str, str]:
     if wanted.text not in record:
         return "no text field", f"no '{wanted.text}' among: {', '.join(list(record)[:8]) or 'no keys'}"
-    if wanted.conversation and (refused := why_no_conversation(record[wanted.text])):
+    if wanted.conversation and (refused := conversation_problem(record[wanted.text])):
         return refused
     if not wanted.conversation and not isinstance(record[wanted.text], str):
         return "text is not a string", f"'{wanted.text}' is a {type(record[wanted.text]).__name__}"

@@ -37,13 +37,13 @@ class TokenizerTask(DirectoryTask):
     def _work(self, scratch: Path, report: Report) -> dict[str, Any]:
         # not at the top of the module: no other task needs them
         from data_prep.tasks import tokenizer_sample  # noqa: PLC0415
-        from data_prep.tokenizer import given, load, proof, train  # noqa: PLC0415
+        from data_prep.tokenizer import engine_choice, existing, load, train  # noqa: PLC0415
 
         folder = scratch / _FOLDER
         folder.mkdir()
         section = self.config.tokenizer
         if section.path is not None:
-            given.take(section.path, folder)
+            existing.import_tokenizer(section.path, folder)
         else:
             train.train(tokenizer_sample.sample_texts(self.units, self.config), folder, section)
         if section.chat_template is not None:
@@ -54,11 +54,14 @@ class TokenizerTask(DirectoryTask):
         if self.config.has_conversations:
             from data_prep.chat import encoder  # noqa: PLC0415 - brings jinja2 along
 
-            encoder.open_chat_encoder(folder, special=policy.parse_special_tokens)  # raises if the template is invalid
+            # raises if the template is invalid
+            encoder.open_chat_encoder(folder, parse_special_tokens=policy.parse_special_tokens)
         load.check_usable(folder, policy)
         texts = tokenizer_sample.proof_texts(self.units, self.config)
-        choice = proof.choose(section.engine, folder, special=policy.parse_special_tokens, sample=texts)
-        write_json(scratch / ENGINE_FILE, {"engine": choice.engine, "refused": list(choice.refused)})
+        choice = engine_choice.choose_engine(
+            section.engine, folder, parse_special_tokens=policy.parse_special_tokens, sample=texts
+        )
+        write_json(scratch / ENGINE_FILE, {"engine": choice.engine, "refused": list(choice.rejected)})
         report(Counts())
         return load.describe(folder, kind=section.train or "given")
 

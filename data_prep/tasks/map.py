@@ -69,7 +69,7 @@ class _Mapper:
     def __init__(self, task: MapTask, scratch: Path, stream: TextStream, report: Report) -> None:
         self._task, self._config, self._stream, self._report = task, task.config, stream, report
         self._encoder: Encoder = open_encoder(task.tokenizer, task.config.text_policy())
-        frame = self._encoder.before, self._encoder.after
+        frame = self._encoder.prefix_ids, self._encoder.suffix_ids
         self._runs = RunWriter(scratch, self._encoder.dtype, *frame, masked=task.config.has_conversations)
         self._minhasher = open_minhasher(task.tokenizer.parent) if _near(task.config) is not None else None
         self._lines = LineRemover(task.config, task.lines, index=task.index) if task.lines else None
@@ -100,13 +100,13 @@ class _Mapper:
 
     def _map_conversations(self, batch: DocumentBatch) -> None:
         """Renders and tokenises conversations; those that cannot be trained on count as unreadable records."""
-        from data_prep.chat.encoder import Conversation, open_chat_encoder  # noqa: PLC0415 - brings jinja2 along
+        from data_prep.chat.encoder import EncodedConversation, open_chat_encoder  # noqa: PLC0415 - brings jinja2 along
         from data_prep.sources.line_numbers import place_of  # noqa: PLC0415
 
         number = int(batch.unit[0])
         everything = self._stream.source_of(number).learn == "everything"
-        encoder = open_chat_encoder(self._task.tokenizer, special=self._config.parse_special_tokens)
-        found: list[Conversation] = []
+        encoder = open_chat_encoder(self._task.tokenizer, parse_special_tokens=self._config.parse_special_tokens)
+        found: list[EncodedConversation] = []
         kept: list[int] = []
         for i, (line, position) in enumerate(zip(batch.texts, batch.at.tolist(), strict=True)):
             try:
@@ -162,7 +162,7 @@ class _Mapper:
             if self._minhasher is not None:
                 metadata = replace(metadata, bands=self._minhasher.bands(tokens, section=_near(self._config)))
             self._runs.add(tokens, metadata, mask=mask)
-        lengths = np.diff(tokens.offsets) + self._encoder.frame
+        lengths = np.diff(tokens.offsets) + self._encoder.added_ids
         sums = (np.ones_like(lengths), lengths, metadata.bytes)
         for column, values in enumerate(sums):
             np.add.at(self._counts[:, :, column], (metadata.source, metadata.split), values)

@@ -14,7 +14,7 @@ import numpy as np
 
 from data_prep.config.corpus import CorpusConfig, Source
 from data_prep.hashing import HELDOUT, SAMPLE, U64, content_hashes, document_keys, select_fraction, unit_key
-from data_prep.sources.conversation import ConversationError, opened, plain
+from data_prep.sources.conversation import ConversationError, message_text, parse_conversation
 from data_prep.sources.read_unit import read_unit, wanted_of
 from data_prep.sources.records import TextBatch
 from data_prep.sources.units import Unit
@@ -71,7 +71,7 @@ def proof_texts(units: Sequence[Unit], config: CorpusConfig) -> list[str]:
 def _beginnings(piece: Unit, source: Source) -> Iterator[str]:
     for batch in _batches(piece, source):
         for text in batch.texts:
-            yield (plain(text) if source.messages_field is not None else text)[:_LONGEST_IN_PROOF]
+            yield (message_text(text) if source.messages_field is not None else text)[:_LONGEST_IN_PROOF]
 
 
 class _SampleReader:
@@ -121,7 +121,7 @@ class _SampleReader:
                 rendered.append(self._render(line))
             except ConversationError:
                 continue
-            contents.append(plain(line))
+            contents.append(message_text(line))
         return contents, rendered
 
     def _heldout(self, texts: list[str]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -135,15 +135,15 @@ def _renderer(config: CorpusConfig) -> Callable[[str], str]:
 
     section = config.tokenizer
     if section.chat_template is None:
-        raise encoder.no_template()
+        raise encoder.missing_template_error()
     source = Path(section.chat_template).read_text(encoding="utf-8")
-    template = encoder.compiled(source, encoder.named_tokens({"eos_token": section.eos_token}))
+    template = encoder.compile_template(source, encoder.template_tokens({"eos_token": section.eos_token}))
     forbidden = () if config.parse_special_tokens else (section.eos_token, *section.special_tokens)
 
     def render(line: str) -> str:
-        messages, tools = opened(line)
-        encoder.check_texts(messages, forbidden, where="a message")
-        encoder.check_texts(tools, forbidden, where="a tool")
+        messages, tools = parse_conversation(line)
+        encoder.check_no_special_tokens(messages, forbidden, where="a message")
+        encoder.check_no_special_tokens(tools, forbidden, where="a tool")
         return template.render(messages, tools=tools).text
 
     return render

@@ -1,7 +1,7 @@
-"""Engines that turn texts into ids: `tokenizers`, which is the reference, and faster ones that must reproduce it.
+"""Tokenization engines: `tokenizers`, the reference, and faster libraries that must reproduce its ids.
 
-An engine gives one flat array for a batch of texts, so that no token is ever a Python object (but in the reference,
-which has no such interface). Parallelism is over tasks: each engine is held to one thread.
+An engine returns one flat array per batch of texts, so that no token becomes a Python object (except in the reference,
+whose API has no such call). Tasks run in parallel, so each engine is limited to one thread.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from data_prep.tokenizer.load import load
 
 EngineName = Literal["fastokens", "gigatoken", "tokenizers"]
 CANDIDATES: tuple[EngineName, ...] = ("fastokens", "gigatoken")
-"""In this order; the first that is installed, takes the tokenizer and gives its ids is used."""
+"""Fast engines in order of preference: the first that is installed, supports the tokenizer and reproduces its ids is
+used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Ids of a batch of texts.
+    """Token ids of a batch of texts.
 
     Attributes:
         ids: uint32 [n].
-        offsets: int64 [texts + 1]; those of text i are at offsets[i]:offsets[i + 1].
+        offsets: int64 [texts + 1]; text i has ids[offsets[i]:offsets[i + 1]].
     """
 
     ids: npt.NDArray[np.uint32]
@@ -40,21 +41,21 @@ class Tokens:
 
 
 class Engine(Protocol):
-    """Turns texts into ids."""
+    """Encodes texts as token ids."""
 
     name: EngineName
 
     def encode(self, texts: list[str]) -> Tokens:
-        """The ids of each text, without any token around it."""
+        """The ids of each text, without BOS and EOS."""
 
 
-class Reference:
-    """The `tokenizers` library."""
+class TokenizersEngine:
+    """The `tokenizers` library: the reference."""
 
     name: EngineName = "tokenizers"
 
-    def __init__(self, folder: Path, *, special: bool) -> None:
-        self._tokenizer = load(folder, special=special)
+    def __init__(self, folder: Path, *, parse_special_tokens: bool) -> None:
+        self._tokenizer = load(folder, parse_special_tokens=parse_special_tokens)
 
     def encode(self, texts: list[str]) -> Tokens:
         """See `Engine.encode`."""
@@ -65,36 +66,36 @@ class Reference:
         return Tokens(np.concatenate([np.empty(0, np.uint32), *parts]), offsets)
 
 
-class Fastokens:
-    """The `fastokens` library: byte-level and sentencepiece-like BPE."""
+class FastokensEngine:
+    """The `fastokens` library: byte-level and sentencepiece-style BPE."""
 
     name: EngineName = "fastokens"
 
-    def __init__(self, folder: Path, *, special: bool) -> None:
-        os.environ["FASTOKENS_BPE_THREADS"] = "1"  # read when the library starts
+    def __init__(self, folder: Path, *, parse_special_tokens: bool) -> None:
+        os.environ["FASTOKENS_BPE_THREADS"] = "1"  # read when the library is imported
         from fastokens import Tokenizer  # noqa: PLC0415
 
         self._tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_JSON))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._special = special
+        self._parse_special_tokens = parse_special_tokens
 
     def encode(self, texts: list[str]) -> Tokens:
         """See `Engine.encode`."""
-        ids, offsets = self._tokenizer.encode_batch_flat(texts, False, not self._special)
+        ids, offsets = self._tokenizer.encode_batch_flat(texts, False, not self._parse_special_tokens)
         return Tokens(np.frombuffer(ids, "<u4"), np.frombuffer(offsets, "<i8"))
 
 
-class Gigatoken:
-    """The `gigatoken` library: byte-level BPE with a pattern that it knows, and sentencepiece-like BPE."""
+class GigatokenEngine:
+    """The `gigatoken` library: byte-level BPE with one of its built-in split patterns, and sentencepiece-style BPE."""
 
     name: EngineName = "gigatoken"
 
-    def __init__(self, folder: Path, *, special: bool) -> None:
+    def __init__(self, folder: Path, *, parse_special_tokens: bool) -> None:
         from gigatoken import Tokenizer  # noqa: PLC0415
 
         content = json.loads((folder / TOKENIZER_JSON).read_text(encoding="utf-8"))
-        if not special:  # it always takes a literal special token for the token
+        if not parse_special_tokens:  # it always parses literal special tokens
             content["added_tokens"] = [t for t in content["added_tokens"] if not t["special"]]
         self._backend = Tokenizer.from_json(json.dumps(content)).backend
 
@@ -104,22 +105,31 @@ class Gigatoken:
         return Tokens(np.asarray(layout.content.data), np.asarray(layout.offsets.data, dtype=np.int64))
 
 
-_MAKERS: dict[str, Callable[..., Engine]] = {"tokenizers": Reference, "fastokens": Fastokens, "gigatoken": Gigatoken}
+_ENGINES: dict[str, Callable[..., Engine]] = {
+    "tokenizers": TokenizersEngine,
+    "fastokens": FastokensEngine,
+    "gigatoken": GigatokenEngine,
+}
 
 
-def open_engine(name: EngineName, folder: Path, *, special: bool) -> Engine:
-    """Loads a tokenizer folder into an engine; kept for the next task of the same process, wherever the folder is then.
+def open_engine(name: EngineName, folder: Path, *, parse_special_tokens: bool) -> Engine:
+    """Loads a tokenizer folder into an engine.
+
+    Engines are cached by the content of tokenizer.json, for the next tasks of the process, which may see the folder
+    under another path.
 
     Args:
-        special: whether a special token that is spelt out in a text becomes the token.
+        name: of the engine.
+        folder: of the tokenizer.
+        parse_special_tokens: whether a literal special token in a text becomes that token.
 
     Raises:
-        Exception: of any kind, when the engine does not take this tokenizer.
+        Exception: of any type, if the engine does not support this tokenizer.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    key = name, xxhash.xxh3_128_digest((folder / TOKENIZER_JSON).read_bytes()), special
+    key = name, xxhash.xxh3_128_digest((folder / TOKENIZER_JSON).read_bytes()), parse_special_tokens
     if key not in _OPENED:
-        _OPENED[key] = _MAKERS[name](folder, special=special)
+        _OPENED[key] = _ENGINES[name](folder, parse_special_tokens=parse_special_tokens)
     return _OPENED[key]
 
 
@@ -127,12 +137,19 @@ _OPENED: dict[tuple[EngineName, bytes, bool], Engine] = {}
 
 
 def installed(name: EngineName) -> bool:
-    """Whether an engine's library is there."""
+    """Whether an engine's library is installed."""
     return importlib.util.find_spec(name) is not None
 
 
-def difference(engine: Engine, reference: Engine, texts: list[str], expected: Tokens) -> str | None:
-    """A text of a batch to which two engines give different ids, or None. expected: the reference's of all."""
+def find_mismatch(engine: Engine, reference: Engine, texts: list[str], expected: Tokens) -> str | None:
+    """Finds a text for which two engines give different ids.
+
+    Args:
+        expected: the reference's ids of `texts`.
+
+    Returns:
+        the text, or None if all ids are equal.
+    """
     found = engine.encode(texts)
     if np.array_equal(found.offsets, expected.offsets) and np.array_equal(found.ids, expected.ids):
         return None

@@ -1,4 +1,4 @@
-"""The files of a given tokenizer: what is looked at before any library is asked."""
+"""Files of an existing tokenizer: checks and a fingerprint that need no tokenizer library."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ def check_path(path: str) -> None:
     """Refuses a path that is neither a tokenizer folder nor a .model file.
 
     Raises:
-        ConfigError: with what was looked for.
+        ConfigError: the path does not exist or is something else.
     """
-    here = Path(path)
-    remedy = "a folder with tokenizer.json, or a sentencepiece .model file, on this machine"
-    if not here.exists():
+    root = Path(path)
+    remedy = "name a local folder with a tokenizer.json, or a sentencepiece .model file"
+    if not root.exists():
         raise ConfigError("tokenizer.path", path, why="there is no such file or folder", remedy=remedy)
-    if here.is_dir() and not _files(here) - _matching(here, ("config.json", *_TEMPLATES)):
-        raise ConfigError("tokenizer.path", path, why="the folder holds no tokenizer", remedy=remedy)
-    if here.is_file() and here.suffix != ".model":
-        raise ConfigError("tokenizer.path", path, why="a file, but no .model file", remedy=remedy)
+    if root.is_dir() and not _files(root) - _matching(root, ("config.json", *_TEMPLATES)):
+        raise ConfigError("tokenizer.path", path, why="the folder contains no tokenizer", remedy=remedy)
+    if root.is_file() and root.suffix != ".model":
+        raise ConfigError("tokenizer.path", path, why="the file is not a .model file", remedy=remedy)
 
 
 def content_fingerprint(path: str) -> str:
-    """SHA-256 of the tokenizer's files and chat templates; model weights beside them do not enter."""
-    here = Path(path)
+    """SHA-256 of the tokenizer's files and chat templates; model weights in the same folder are ignored."""
+    root = Path(path)
     digest = hashlib.sha256()
-    for file in sorted(_files(here)) if here.is_dir() else [here]:
-        name = file.relative_to(here).as_posix() if file != here else file.name
+    for file in sorted(_files(root)) if root.is_dir() else [root]:
+        name = file.relative_to(root).as_posix() if file != root else file.name
         digest.update(f"{name}\0{sha256_of_file(file)}\n".encode())
     return digest.hexdigest()
 

@@ -1,4 +1,4 @@
-"""One hash that says whether two tokenizer folders turn text into the same ids."""
+"""Tokenizer fingerprint: a hash that is equal if two tokenizer folders encode text as the same ids."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ TOKENIZER_FILES = (
     "merges.txt",
     "*.model",
 )
-"""What transformers' tokenizers are made of, as patterns; chat templates aside."""
+"""Globs of the files that make up a tokenizer of transformers, without chat templates."""
 
 _IRRELEVANT = ("version", "truncation", "padding", "post_processor")
-"""Parts of tokenizer.json that do not enter the ids of a document: they cut, pad or frame a prompt, and transformers
-rewrites them with every `save_pretrained`."""
+"""Keys of tokenizer.json that do not affect the ids of a document: they truncate, pad or wrap a prompt, and
+transformers rewrites them with every `save_pretrained`."""
 
 
 def tokenizer_fingerprint(folder: Path) -> str:
-    """SHA-256 of the canonical JSON of what turns text into ids: normaliser, pre-tokeniser, model, added tokens.
+    """SHA-256 of the canonical JSON of the parts that encode text: normalizer, pre-tokenizer, model, added tokens.
 
-    The file is read and written by `tokenizers` first, so that older spellings of the same tokenizer (merges as "a b",
-    missing defaults) hash alike, and a folder keeps its fingerprint through `AutoTokenizer...save_pretrained`.
+    `tokenizers` loads and re-serializes the file first, so that older serializations of the same tokenizer (merges as
+    "a b", missing defaults) hash alike, and a folder keeps its fingerprint through `AutoTokenizer...save_pretrained`.
 
     Raises:
-        DataError: there is no readable tokenizer.json.
+        DataError: tokenizer.json is missing or damaged.
     """
-    from tokenizers import Tokenizer  # noqa: PLC0415 - the readers of a manifest need the name above, not the library
+    from tokenizers import Tokenizer  # noqa: PLC0415 - modules that only read manifests import this one, and need no library
 
     path = Path(folder) / TOKENIZER_JSON
     if not path.is_file():
@@ -43,7 +43,7 @@ def tokenizer_fingerprint(folder: Path) -> str:
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exceptions
-        raise DataError(f"{path} is damaged: {error}\n  try: get the tokenizer again") from None
+        raise DataError(f"{path} is damaged: {error}\n  try: download or copy the tokenizer again") from None
     return fingerprint_of_loaded(tokenizer)
 
 

@@ -1,4 +1,4 @@
-"""A tokenizer folder, opened by the `tokenizers` library, and what its files say of its special tokens."""
+"""Loading of a tokenizer folder with the `tokenizers` library, its vocabulary size and its special token ids."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ from headrace.base.errors import DataError
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
-def load(folder: Path, *, special: bool = False) -> Any:
-    """The folder's `tokenizers.Tokenizer`, which cuts nothing. Kept for whoever asks next: it must not be changed.
+def load(folder: Path, *, parse_special_tokens: bool = False) -> Any:
+    """The folder's `tokenizers.Tokenizer`, without truncation and padding. It is cached: do not modify it.
 
     Args:
-        special: whether a literal special token in a text becomes the token.
+        folder: with a tokenizer.json.
+        parse_special_tokens: whether a literal special token in a text becomes that token.
     """
-    return _loaded((folder / TOKENIZER_JSON).read_bytes(), special)
+    return _loaded((folder / TOKENIZER_JSON).read_bytes(), parse_special_tokens)
 
 
 @lru_cache(maxsize=4)
-def _loaded(content: bytes, special: bool) -> Any:
+def _loaded(content: bytes, parse_special_tokens: bool) -> Any:
     tokenizer = Tokenizer.from_buffer(content)
-    tokenizer.encode_special_tokens = not special
+    tokenizer.encode_special_tokens = not parse_special_tokens
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
 def vocab_size(tokenizer: Any) -> int:
-    """Highest id + 1, added tokens included."""
+    """Vocabulary size: highest id + 1, added tokens included."""
     return 1 + int(max(tokenizer.get_vocab(with_added_tokens=True).values()))
 
 
 def special_ids(folder: Path, tokenizer: Any) -> dict[str, int | None]:
-    """{"eos_id", "bos_id", "pad_id"}: what tokenizer_config.json names, as ids; None where it names none."""
+    """Ids of the special tokens in tokenizer_config.json: {"eos_id", "bos_id", "pad_id"}; None for one it lacks."""
     path = folder / TOKENIZER_CONFIG
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     ids: dict[str, int | None] = {}
@@ -59,22 +60,27 @@ def describe(folder: Path, *, kind: str) -> dict[str, Any]:
 
 
 def check_usable(folder: Path, policy: TextPolicy) -> None:
-    """Refuses a tokenizer with which shards would not mean what they say.
+    """Refuses a tokenizer that cannot fulfil the policy.
 
     Raises:
-        DataError: no token for the end or the beginning of a document though one is to be added, or a special token
-            that can be typed though it must not be.
+        DataError: EOS or BOS is to be added and the tokenizer has none, or the model encodes the literal text of a
+            special token as that token although the policy forbids it.
     """
     tokenizer = load(folder)
     ids = special_ids(folder, tokenizer)
-    framing = ((policy.eos, "eos", "end", "append_eos"), (policy.bos, "bos", "beginning", "prepend_bos"))
-    for asked, kind, word, key in framing:
-        if asked and ids[f"{kind}_id"] is None:
-            remedy = f'name an "{kind}_token" in its tokenizer_config.json, or set {key} to false'
-            raise DataError(f"the tokenizer names no {word}-of-document token, and {key} is true\n  try: {remedy}")
-    if policy.special:
+    added = (
+        (policy.append_eos, "eos", "end", "append_eos"),
+        (policy.prepend_bos, "bos", "beginning", "prepend_bos"),
+    )
+    for wanted, kind, word, key in added:
+        if wanted and ids[f"{kind}_id"] is None:
+            remedy = f'set "{kind}_token" in its tokenizer_config.json, or set {key} to false'
+            raise DataError(f"the tokenizer has no {word}-of-document token, and {key} is true\n  try: {remedy}")
+    if policy.parse_special_tokens:
         return
     for number, token in tokenizer.get_added_tokens_decoder().items():
         if token.special and number in tokenizer.encode(token.content, add_special_tokens=False).ids:
-            why = f"the tokenizer turns the text {token.content!r} into its special id {number} even when told not to"
-            raise DataError(f"{why}\n  try: a tokenizer whose model does not hold its special tokens as pieces")
+            why = (
+                f"the tokenizer encodes the text {token.content!r} as its special id {number}, though it must stay text"
+            )
+            raise DataError(f"{why}\n  try: a tokenizer whose model does not contain its special tokens as pieces")

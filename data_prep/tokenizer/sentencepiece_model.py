@@ -1,7 +1,7 @@
-"""A sentencepiece model as a `tokenizers` tokenizer.
+"""Conversion of a sentencepiece model (unigram or BPE) to a `tokenizers` tokenizer.
 
-The shards are made by the converted tokenizer, which is also what `AutoTokenizer` loads: the two agree by construction.
-That it agrees with sentencepiece itself is checked on adversarial text for every model (`check`).
+The converted tokenizer encodes the shards, and `AutoTokenizer` loads the same one, so the two agree by construction.
+`check_conversion` compares it with sentencepiece itself on adversarial texts, for every model.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ MODEL_FILE = "tokenizer.model"
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _UNIGRAM, _BPE = 1, 2
-_BLANK = "▁"
-_NEVER = -1e6
-"""Score of pieces that no text may reach (`<s>`, `<0x0A>`): a unigram model would take their literal spelling for
-them, since tokenizers looks up every piece, sentencepiece only the normal ones. Enough where the characters of that
-spelling are pieces themselves; a model where they are not fails `check`."""
+_SPACE_MARK = "▁"
+_UNREACHABLE = -1e6
+"""Score of pieces that no text may become (`<s>`, `<0x0A>`): a unigram model would encode their literal text as them,
+since tokenizers looks up every piece, sentencepiece only normal ones. It suffices if the characters of that text are
+pieces themselves; a model where they are not fails `check_conversion`."""
 
 
 def convert(model: bytes) -> Any:
     """Builds the equivalent `tokenizers.Tokenizer`.
 
     Raises:
-        DataError: no sentencepiece model, or neither a unigram nor a BPE one.
+        DataError: it is not a sentencepiece model, or neither a unigram nor a BPE one.
     """
     proto = _parse(model)
     kind = proto.trainer_spec.model_type
     if kind not in (_UNIGRAM, _BPE):
-        raise DataError("the sentencepiece model is of words or characters\n  try: a unigram or a BPE model")
+        raise DataError("the sentencepiece model is a word or character model\n  try: a unigram or a BPE model")
     tokenizer = Tokenizer(_unigram(proto) if kind == _UNIGRAM else _bpe(proto))
     tokenizer.normalizer = _normalizer(proto.normalizer_spec)
     splitter = _splitter(p.piece for p in proto.pieces if p.type in (_NORMAL, _USER_DEFINED))
@@ -51,45 +51,56 @@ def convert(model: bytes) -> Any:
     return tokenizer
 
 
-def end_tokens(model: bytes) -> tuple[str | None, str | None]:
-    """The model's own (eos, bos) pieces; None where it has none."""
+def eos_and_bos(model: bytes) -> tuple[str | None, str | None]:
+    """The model's (EOS, BOS) pieces; None for one that it lacks."""
     processor = _processor(model)
     ids = (processor.eos_id(), processor.bos_id())
     eos, bos = (processor.id_to_piece(i) if i >= 0 else None for i in ids)
     return eos, bos
 
 
-def check(tokenizer: Any, model: bytes, *, texts: Iterable[str]) -> None:
+def check_conversion(tokenizer: Any, model: bytes, *, texts: Iterable[str]) -> None:
     """Compares the converted tokenizer with sentencepiece itself.
 
-    A unigram model can cut a text in several ways of the same score, such as a run of blanks; sentencepiece adds scores
-    in single precision, tokenizers in double, and each then takes another of the best. That is no difference.
+    A unigram model can segment a text, such as a run of spaces, in several ways of equal score; sentencepiece adds
+    scores in single precision, tokenizers in double, so that they may choose different ones. That is not counted as a
+    mismatch.
+
+    Args:
+        tokenizer: from `convert`; its `encode_special_tokens` is set.
+        model: bytes of the .model file.
+        texts: to compare on.
 
     Raises:
-        DataError: the first text that gets other ids, of another score or another meaning.
+        DataError: a text gets different ids with another score or another decoding; names the first such text.
     """
     processor = _processor(model)
     tokenizer.encode_special_tokens = True
     for text in texts:
         ours, theirs = tokenizer.encode(text, add_special_tokens=False).ids, processor.encode(text)
-        if ours != theirs and not _as_good(processor, ours, theirs):
-            words = f"sentencepiece gives {theirs[:12]}, its conversion {ours[:12]} for {text[:60]!r}"
+        if ours != theirs and not _equivalent(processor, ours, theirs):
+            why = f"for {text[:60]!r} sentencepiece gives the ids {theirs[:12]}, and its conversion {ours[:12]}"
             raise DataError(
-                f"{words}\n  try: name a Hugging Face folder with a tokenizer.json instead of the .model file"
+                f"{why}\n  try: name a Hugging Face folder with a tokenizer.json instead of the .model file"
             )
 
 
-def _as_good(processor: Any, ours: list[int], theirs: list[int]) -> bool:
+def _equivalent(processor: Any, ours: list[int], theirs: list[int]) -> bool:
     scores = [sum(processor.get_score(i) for i in ids) for ids in (ours, theirs)]
     same_text = processor.decode(ours) == processor.decode(theirs)
-    return same_text and math.isclose(*scores, rel_tol=1e-5)  # single precision adds up to about 1e-6 over a text
+    return same_text and math.isclose(
+        *scores, rel_tol=1e-5
+    )  # rounding in single precision adds up to about 1e-6 over a text
 
 
 def read_model(path: Path) -> bytes:
-    """The bytes of a .model file, after checking that it is one.
+    """Reads and validates a .model file.
+
+    Returns:
+        its bytes.
 
     Raises:
-        DataError: it is none.
+        DataError: it is not a sentencepiece model.
     """
     model = path.read_bytes()
     try:
@@ -113,18 +124,18 @@ def _parse(model: bytes) -> Any:
     except DecodeError:
         proto = None
     if proto is None or not proto.pieces:
-        raise DataError("not a sentencepiece model\n  try: a .model file that sentencepiece wrote")
+        raise DataError("not a sentencepiece model\n  try: name a .model file that sentencepiece wrote")
     return proto
 
 
 def _unigram(proto: Any) -> Any:
-    scores = [(p.piece, p.score if p.type in (_NORMAL, _USER_DEFINED) else _NEVER) for p in proto.pieces]
+    scores = [(p.piece, p.score if p.type in (_NORMAL, _USER_DEFINED) else _UNREACHABLE) for p in proto.pieces]
     unknown = next(i for i, p in enumerate(proto.pieces) if p.type == _UNKNOWN)
     return models.Unigram(scores, unk_id=unknown, byte_fallback=proto.trainer_spec.byte_fallback)
 
 
 def _bpe(proto: Any) -> Any:
-    """Sentencepiece merges the pair whose joined piece scores best: the merges are all ways to join two pieces."""
+    """Sentencepiece merges the pair whose joined piece scores best, so every split of a piece into two is a merge."""
     vocab = {p.piece: i for i, p in enumerate(proto.pieces)}
     normal = {p.piece: p.score for p in proto.pieces if p.type == _NORMAL}
     merges = [
@@ -144,26 +155,26 @@ def _normalizer(spec: Any) -> Any:
     if spec.precompiled_charsmap:
         steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
     if spec.remove_extra_whitespaces:
-        # only U+0020 counts: Strip would take line ends, too
+        # sentencepiece removes only U+0020; Strip would also remove line ends
         steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     if spec.add_dummy_prefix:
-        steps.append(normalizers.Prepend(_BLANK))
-    return normalizers.Sequence([*steps, normalizers.Replace(" ", _BLANK)])
+        steps.append(normalizers.Prepend(_SPACE_MARK))
+    return normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE_MARK)])
 
 
 def _splitter(pieces: Iterable[str]) -> Any:
-    """Cuts where no piece reaches across, so that the cut changes no id and lets equal words share the cache."""
+    """Pre-tokenizer that splits where no piece spans the boundary: the same ids, and equal words hit the cache."""
     listed = list(pieces)
-    if any(re.search(f"[^{_BLANK}]{_BLANK}", piece) for piece in listed):
+    if any(re.search(f"[^{_SPACE_MARK}]{_SPACE_MARK}", piece) for piece in listed):
         return None
     newline = "" if any("\n" in piece and piece != "\n" for piece in listed) else "\n"
     lone = f"{newline}|" if newline else ""
-    pattern = f"{lone}{_BLANK}+[^{_BLANK}{newline}]*|[^{_BLANK}{newline}]+"
+    pattern = f"{lone}{_SPACE_MARK}+[^{_SPACE_MARK}{newline}]*|[^{_SPACE_MARK}{newline}]+"
     return pre_tokenizers.Split(Regex(pattern), behavior="isolated")
 
 
 def _decoder(spec: Any) -> Any:
-    steps: list[Any] = [decoders.Replace(_BLANK, " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps: list[Any] = [decoders.Replace(_SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
     if spec.add_dummy_prefix:
         steps.append(decoders.Strip(" ", 1, 0))
     return decoders.Sequence(steps)

@@ -1,7 +1,7 @@
-"""Training a tokenizer and writing it as a Hugging Face folder.
+"""Tokenizer training (byte-level BPE, sentencepiece unigram and BPE), written as a Hugging Face folder.
 
-Deterministic: byte-level BPE breaks ties by ids (seen equal with 1 and 2 threads), sentencepiece sums floats per thread
-and so is given the same number of threads everywhere.
+Training is deterministic: byte-level BPE breaks ties by ids (verified equal with 1 and 2 threads); sentencepiece sums
+floats per thread, so its number of threads is a constant.
 """
 
 from __future__ import annotations
@@ -25,18 +25,23 @@ _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""How Llama 3 cuts text before merging: words with one leading mark, up to three digits, runs of blanks."""
+"""Llama 3's split pattern: words with one leading punctuation mark, up to three digits, runs of whitespace."""
 
-_THREADS = 4  # of sentencepiece; a constant, since its result depends on it (about 1.8 times as fast as one)
-_LONGEST_LINE = 1 << 16
-_UNBOUNDED = 10**30  # what transformers writes for "no limit"
+_THREADS = 4  # of sentencepiece; a constant, since the model depends on it (4 threads are about 1.8 times as fast as 1)
+_MAX_LINE_BYTES = 1 << 16
+_UNBOUNDED = 10**30  # transformers' value for "no limit"
 
 
 def train(texts: Iterable[str], folder: Path, section: TokenizerSection) -> None:
-    """Learns from `texts` and writes tokenizer.json and tokenizer_config.json (and tokenizer.model) into `folder`.
+    """Trains a tokenizer and writes tokenizer.json and tokenizer_config.json (and tokenizer.model) into `folder`.
+
+    Args:
+        texts: training texts.
+        folder: existing directory to write into.
+        section: the config: kind, vocabulary size, special tokens.
 
     Raises:
-        ConfigError: the texts do not suffice for a vocabulary of that size.
+        ConfigError: the texts are too few for a vocabulary of that size.
     """
     if section.train == "bpe":
         tokenizer = _train_bpe(texts, section)
@@ -48,8 +53,8 @@ def train(texts: Iterable[str], folder: Path, section: TokenizerSection) -> None
 
 
 def write_folder(tokenizer: Any, folder: Path, *, eos_token: str | None, bos_token: str | None = None) -> None:
-    """Writes a tokenizer as a folder that `AutoTokenizer.from_pretrained` takes exactly as it is."""
-    # its own `save` raises a bare Exception when there is no room
+    """Writes a tokenizer as a folder that `AutoTokenizer.from_pretrained` loads without changes."""
+    # its own `save` raises a bare Exception for a full disk
     (folder / TOKENIZER_JSON).write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     names = {"eos_token": eos_token, "bos_token": bos_token}
     config = {
@@ -81,19 +86,19 @@ def _train_sentencepiece(texts: Iterable[str], section: TokenizerSection) -> byt
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_lines(texts),
+            sentence_iterator=_training_lines(texts),
             model_writer=model,
             model_type=str(section.train).removeprefix("sentencepiece-"),
             vocab_size=section.vocab_size,
             num_threads=_THREADS,
-            max_sentence_length=_LONGEST_LINE,
+            max_sentence_length=_MAX_LINE_BYTES,
             control_symbols=section.special_tokens,
             minloglevel=2,
             **_LOSSLESS,
-            **_ids(section.eos_token),
+            **_special_token_ids(section.eos_token),
         )
     except RuntimeError as error:
-        remedy = "a smaller vocab_size, or more text"
+        remedy = "set a smaller vocab_size, or give more text"
         raise ConfigError("tokenizer.vocab_size", section.vocab_size, why=str(error), remedy=remedy) from None
     return model.getvalue()
 
@@ -106,19 +111,20 @@ _LOSSLESS: dict[str, Any] = {
     "split_digits": True,
     "allow_whitespace_only_pieces": True,
     "hard_vocab_limit": False,
-    # every printable ASCII character is a piece, however rare
+    # every printable ASCII character is a piece, even if it is rare
     "required_chars": "".join(map(chr, range(0x21, 0x7F))),
 }
-"""Every text decodes to itself (except that a literal U+2581, sentencepiece's own sign for a blank, becomes one)."""
+"""Settings under which every text decodes to itself (except a literal U+2581, sentencepiece's mark for a space, which
+decodes to a space)."""
 
 
-def _ids(eos_token: str) -> dict[str, Any]:
+def _special_token_ids(eos_token: str) -> dict[str, Any]:
     return {"unk_id": 0, "eos_id": 1, "bos_id": -1, "pad_id": -1, "eos_piece": eos_token}
 
 
-def _lines(texts: Iterable[str]) -> Iterator[str]:
-    """Sentencepiece learns from lines; NUL would end one early, and a line over the limit would be dropped."""
+def _training_lines(texts: Iterable[str]) -> Iterator[str]:
+    """Sentencepiece trains on lines. A NUL would end a line early, and a line over the size limit would be dropped."""
     for text in texts:
         for line in text.replace("\0", " ").split("\n"):
-            for at in range(0, len(line), _LONGEST_LINE // 4):
-                yield line[at : at + _LONGEST_LINE // 4]
+            for start in range(0, len(line), _MAX_LINE_BYTES // 4):
+                yield line[start : start + _MAX_LINE_BYTES // 4]

@@ -20,7 +20,7 @@ DOCUMENTS = st.lists(st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=20
 
 
 def parse(prefix: Path) -> tuple[int, Documents, list[int]]:
-    """Reads a token file by the published layout, without the tested code: dtype code, sequences, document index."""
+    """Reads a token file by the published layout alone: dtype code, sequences, document index."""
     raw = Path(f"{prefix}.idx").read_bytes()
     data = Path(f"{prefix}.bin").read_bytes()
     assert raw[:9] == b"MMIDIDX\x00\x00"

@@ -15,7 +15,7 @@ import pytest
 from data_prep.chat.encoder import ChatEncoder
 from data_prep.config.corpus import CorpusConfig, TokenizerSection
 from data_prep.hashing import HELDOUT, content_hashes, select_fraction
-from data_prep.sources.conversation import canonical
+from data_prep.sources.conversation import conversation_line
 from data_prep.sources.listing import resolve
 from data_prep.sources.units import Unit, units
 from data_prep.tasks import tokenizer_sample
@@ -159,8 +159,8 @@ def test_conversations_held_out_of_training_are_held_out_of_the_sample(work: Pat
     folder.mkdir()
     train(["mill wheel"], folder, TokenizerSection.model_validate(section))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    encoder = ChatEncoder(folder, special=False)
-    rendered = [encoder.encode(canonical(talk), everything=False).text for talk in talks[:-1]]
+    encoder = ChatEncoder(folder, parse_special_tokens=False)
+    rendered = [encoder.encode(conversation_line(talk), everything=False).text for talk in talks[:-1]]
     heldout = is_heldout(rendered, config)
     assert any(heldout)
     expected = [f"mill {i}?\nwheel {i}" for i in range(200) if not heldout[i]]

@@ -1,9 +1,10 @@
-"""A fast engine is used where it gives the reference's ids, and nowhere else."""
+"""Choice of the tokenization engine: a fast engine is used only if it gives the ids of the reference."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ import numpy as np
 import pytest
 
 from data_prep.config.corpus import TokenizerSection
-from data_prep.tokenizer import engines, proof
+from data_prep.tokenizer import engine_choice, engines
+from data_prep.tokenizer.adversarial_texts import ADVERSARIAL_TEXTS, random_texts
 from data_prep.tokenizer.engines import Engine, Tokens, open_engine
-from data_prep.tokenizer.probes import PROBES
 from data_prep.tokenizer.train import train
 from headrace.base.errors import ConfigError, DataError
 
@@ -28,13 +29,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Wrong:
-    """An engine that differs on one word."""
+class WrongEngine:
+    """An engine that gives wrong ids for one word."""
 
     name = "fastokens"
 
-    def __init__(self, folder: Path, *, special: bool, word: str) -> None:
-        self._reference = engines.Reference(folder, special=special)
+    def __init__(self, folder: Path, *, parse_special_tokens: bool, word: str) -> None:
+        self._reference = engines.TokenizersEngine(folder, parse_special_tokens=parse_special_tokens)
         self._word = word
 
     def encode(self, texts: list[str]) -> Tokens:
@@ -42,70 +43,79 @@ class Wrong:
 
 
 @pytest.fixture
-def wrong(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Makes fastokens an engine that takes a word for another, in capitals."""
+def make_fastokens_wrong(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Replaces fastokens by an engine that encodes one word as if it were in upper case."""
 
-    def made(word: str) -> None:
-        maker = lambda folder, *, special: Wrong(folder, special=special, word=word)  # noqa: E731
-        monkeypatch.setitem(engines._MAKERS, "fastokens", maker)
+    def replace(word: str) -> None:
+        monkeypatch.setitem(engines._ENGINES, "fastokens", partial(WrongEngine, word=word))
         monkeypatch.setattr(engines, "_OPENED", {})
 
-    return made
+    return replace
 
 
-def test_the_fast_engine_gives_the_references_ids_and_is_taken(folder: Path) -> None:
-    choice = proof.choose("auto", folder, special=False, sample=TEXTS)
-    assert (choice.engine, choice.refused) == ("fastokens", ())
-    ours, theirs = (open_engine(name, folder, special=False) for name in ("fastokens", "tokenizers"))
-    texts = [*PROBES, *proof.fuzz(), *TEXTS, "", "\x00", "a<|endoftext|>b"]
-    for fast, slow in zip(vars_of(ours.encode(texts)), vars_of(theirs.encode(texts)), strict=True):
+def test_a_fast_engine_that_gives_the_references_ids_is_chosen(folder: Path) -> None:
+    choice = engine_choice.choose_engine("auto", folder, parse_special_tokens=False, sample=TEXTS)
+    assert (choice.engine, choice.rejected) == ("fastokens", ())
+    ours, theirs = (open_engine(name, folder, parse_special_tokens=False) for name in ("fastokens", "tokenizers"))
+    texts = [*ADVERSARIAL_TEXTS, *random_texts(), *TEXTS, "", "\x00", "a<|endoftext|>b"]
+    for fast, slow in zip(ids_and_offsets(ours.encode(texts)), ids_and_offsets(theirs.encode(texts)), strict=True):
         assert np.array_equal(fast, slow)
 
 
-def vars_of(tokens: Tokens) -> tuple[Any, Any]:
+def ids_and_offsets(tokens: Tokens) -> tuple[Any, Any]:
     return tokens.ids, tokens.offsets
 
 
-def test_an_engine_that_differs_on_the_corpus_is_replaced(folder: Path, wrong: Callable[[str], None]) -> None:
-    wrong("rivière")  # in no probe
-    assert proof.choose("auto", folder, special=False, sample=[]).engine == "fastokens"
-    choice = proof.choose("auto", folder, special=False, sample=TEXTS[:3])
+def test_an_engine_that_differs_on_the_corpus_is_replaced(
+    folder: Path, make_fastokens_wrong: Callable[[str], None]
+) -> None:
+    make_fastokens_wrong("rivière")  # in no adversarial text
+    assert engine_choice.choose_engine("auto", folder, parse_special_tokens=False, sample=[]).engine == "fastokens"
+    choice = engine_choice.choose_engine("auto", folder, parse_special_tokens=False, sample=TEXTS[:3])
     assert choice.engine != "fastokens"
-    assert choice.refused[0][0] == "fastokens"
-    assert "gives other ids than tokenizers for 'Document 0" in choice.refused[0][1]
+    assert choice.rejected[0][0] == "fastokens"
+    assert "gives other ids than tokenizers for 'Document 0" in choice.rejected[0][1]
     with pytest.raises(ConfigError, match="gives other ids") as refused:
-        proof.choose("fastokens", folder, special=False, sample=TEXTS[:3])
+        engine_choice.choose_engine("fastokens", folder, parse_special_tokens=False, sample=TEXTS[:3])
     assert "tokenizers" in str(refused.value)
 
 
-def test_an_engine_that_differs_in_a_task_ends_the_job(folder: Path, wrong: Callable[[str], None]) -> None:
-    wrong("wheel")
-    engine = open_engine("fastokens", folder, special=False)
-    proof.check_sample(engine, folder, ["nothing of the sort"], special=False, where="map task 3")
+def test_an_engine_that_differs_in_a_map_task_ends_the_job(
+    folder: Path, make_fastokens_wrong: Callable[[str], None]
+) -> None:
+    make_fastokens_wrong("wheel")
+    engine = open_engine("fastokens", folder, parse_special_tokens=False)
+    engine_choice.check_sample(engine, folder, ["nothing of the sort"], parse_special_tokens=False, where="map task 3")
     with pytest.raises(DataError, match="map task 3: fastokens and tokenizers give different ids for 'the wheel'"):
-        proof.check_sample(engine, folder, ["fine", "the wheel"], special=False, where="map task 3")
+        engine_choice.check_sample(
+            engine, folder, ["fine", "the wheel"], parse_special_tokens=False, where="map task 3"
+        )
 
 
-def test_an_engine_that_refuses_the_tokenizer_is_passed_over(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(_folder: Path, *, special: bool) -> Engine:
-        raise RuntimeError(f"no such pre-tokenizer\nspecial is {special}")
+def test_an_engine_that_does_not_support_the_tokenizer_is_skipped(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(_folder: Path, *, parse_special_tokens: bool) -> Engine:
+        raise RuntimeError(f"no such pre-tokenizer\nspecial is {parse_special_tokens}")
 
-    monkeypatch.setitem(engines._MAKERS, "fastokens", refuses)
+    monkeypatch.setitem(engines._ENGINES, "fastokens", unsupported)
     monkeypatch.setattr(engines, "_OPENED", {})
-    choice = proof.choose("auto", folder, special=False, sample=[])
-    assert choice.refused[0] == ("fastokens", "no such pre-tokenizer")
-    assert proof.choose("tokenizers", folder, special=False, sample=[]) == proof.Choice("tokenizers", ())
+    choice = engine_choice.choose_engine("auto", folder, parse_special_tokens=False, sample=[])
+    assert choice.rejected[0] == ("fastokens", "no such pre-tokenizer")
+    assert engine_choice.choose_engine(
+        "tokenizers", folder, parse_special_tokens=False, sample=[]
+    ) == engine_choice.ChosenEngine("tokenizers", ())
 
 
-def test_a_tokenizer_is_known_by_its_content_not_by_its_place(folder: Path, tmp_path: Path) -> None:
+def test_engines_are_cached_by_the_tokenizers_content_not_by_its_path(folder: Path, tmp_path: Path) -> None:
     here = tmp_path / "here"
     here.mkdir()
     content = json.loads((folder / "tokenizer.json").read_text())
     (here / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
-    engine = open_engine("fastokens", folder, special=False)
-    assert open_engine("fastokens", here, special=False) is engine
-    assert open_engine("fastokens", here, special=True) is not engine
+    engine = open_engine("fastokens", folder, parse_special_tokens=False)
+    assert open_engine("fastokens", here, parse_special_tokens=False) is engine
+    assert open_engine("fastokens", here, parse_special_tokens=True) is not engine
     content["model"]["merges"] = content["model"]["merges"][:-50]
     (here / "tokenizer.json").write_text(json.dumps(content))
-    other = open_engine("fastokens", here, special=False)
+    other = open_engine("fastokens", here, parse_special_tokens=False)
     assert len(other.encode(TEXTS).ids) > len(engine.encode(TEXTS).ids)

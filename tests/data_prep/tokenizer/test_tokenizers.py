@@ -1,4 +1,5 @@
-"""Shards, AutoTokenizer and the manifest speak of one tokenizer, and training it twice gives it twice."""
+"""Shards, AutoTokenizer and the manifest use the same tokenizer; training and import of tokenizers are
+deterministic."""
 
 from __future__ import annotations
 
@@ -20,11 +21,10 @@ from hypothesis import strategies as st
 from data_prep.config.corpus import TokenizerSection
 from data_prep.config.text_policy import TextPolicy
 from data_prep.formats.tokenfile import TokenFile, shard_prefix
-from data_prep.tokenizer import files, sentencepiece_model
-from data_prep.tokenizer import given as given_tokenizer
+from data_prep.tokenizer import existing, files, sentencepiece_model
+from data_prep.tokenizer.adversarial_texts import ADVERSARIAL_TEXTS
 from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
 from data_prep.tokenizer.load import check_usable, describe, load
-from data_prep.tokenizer.probes import PROBES
 from data_prep.tokenizer.train import train
 from headrace.base.errors import ConfigError, DataError
 
@@ -56,33 +56,33 @@ def auto(folder: Path) -> Any:
 
 def test_autotokenizer_gives_the_ids_of_the_shards(folder: Path) -> None:
     tokenizer = auto(folder)
-    for text in (*PROBES, *TEXTS[:3]):
+    for text in (*ADVERSARIAL_TEXTS, *TEXTS[:3]):
         assert tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] == ids(folder, text), (
             text
         )
-        if "<|endoftext|>" not in text:  # in a prompt, it may well mean the token
+        if "<|endoftext|>" not in text:  # in a prompt, it is parsed as the token
             assert tokenizer(text)["input_ids"] == ids(folder, text), text
 
 
-def test_autotokenizer_gives_these_ids_also_beside_a_models_config(folder: Path, tmp_path: Path) -> None:
-    """Some classes that transformers chooses by model type rebuild the tokenizer their own way."""
+def test_autotokenizer_gives_the_same_ids_beside_a_models_config_json(folder: Path, tmp_path: Path) -> None:
+    """Some classes that transformers chooses by model type rebuild the tokenizer from its vocabulary."""
     shutil.copytree(folder, tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text(
         json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
     )
-    for text in PROBES:
+    for text in ADVERSARIAL_TEXTS:
         found = auto(tmp_path / "model")(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         assert found == ids(folder, text), text
 
 
-def test_text_survives_the_round_trip(folder: Path) -> None:
+def test_decoding_the_ids_gives_the_text_back(folder: Path) -> None:
     tokenizer = load(folder)
-    for text in (*PROBES, *TEXTS[:3]):
-        blank = text if folder.name == "bpe" else text.replace("▁", " ")  # sentencepiece's own sign for a blank
-        assert tokenizer.decode(ids(folder, text), skip_special_tokens=False) == blank
+    for text in (*ADVERSARIAL_TEXTS, *TEXTS[:3]):
+        expected = text if folder.name == "bpe" else text.replace("▁", " ")  # sentencepiece's mark for a space
+        assert tokenizer.decode(ids(folder, text), skip_special_tokens=False) == expected
 
 
-def test_a_literal_special_token_is_text(folder: Path) -> None:
+def test_a_literal_special_token_is_encoded_as_text(folder: Path) -> None:
     special = describe(folder, kind="bpe")["eos_id"]
     for text in ("<|endoftext|>", "a<|endoftext|>b", "<unk><s></s><0x0A>"):
         found = ids(folder, text)
@@ -94,14 +94,16 @@ def test_a_literal_special_token_is_text(folder: Path) -> None:
 def test_the_fingerprint_survives_save_pretrained_and_use(folder: Path, tmp_path: Path) -> None:
     tokenizer = auto(folder)
     tokenizer.pad_token = tokenizer.eos_token
-    tokenizer(["long " * 50, "short"], padding="max_length", max_length=8, truncation=True)  # leaves its traces inside
+    tokenizer(
+        ["long " * 50, "short"], padding="max_length", max_length=8, truncation=True
+    )  # writes truncation and padding into tokenizer.json
     tokenizer.save_pretrained(str(tmp_path / "again"))
     assert tokenizer_fingerprint(tmp_path / "again") == tokenizer_fingerprint(folder)
     auto(tmp_path / "again").save_pretrained(str(tmp_path / "thrice"))
     assert tokenizer_fingerprint(tmp_path / "thrice") == tokenizer_fingerprint(folder)
 
 
-def test_another_tokenizer_has_another_fingerprint(folder: Path, tmp_path: Path) -> None:
+def test_a_different_tokenizer_has_a_different_fingerprint(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "other")
     path = tmp_path / "other" / "tokenizer.json"
     content = json.loads(path.read_text())
@@ -124,8 +126,8 @@ def test_the_manifest_entry_counts_added_tokens_and_names_the_special_ids(tmp_pa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_is_the_same_in_every_process_whatever_its_threads(kind: str, tmp_path: Path) -> None:
-    """A new process each: hash seeds and thread pools are new, too."""
+def test_training_is_deterministic_across_processes_and_thread_counts(kind: str, tmp_path: Path) -> None:
+    """Each training runs in a new process, with its own hash seed and thread pool."""
     program = f"""if True:
         import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
         from pathlib import Path
@@ -146,23 +148,23 @@ def test_training_is_the_same_in_every_process_whatever_its_threads(kind: str, t
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
-def test_the_converted_model_is_sentencepiece(kind: str, tmp_path: Path) -> None:
+def test_the_converted_tokenizer_gives_the_ids_of_sentencepiece(kind: str, tmp_path: Path) -> None:
     model = (trained(tmp_path / "a", kind) / "tokenizer.model").read_bytes()
     converted = sentencepiece_model.convert(model)
-    sentencepiece_model.check(converted, model, texts=(*PROBES, *TEXTS[:20]))
+    sentencepiece_model.check_conversion(converted, model, texts=(*ADVERSARIAL_TEXTS, *TEXTS[:20]))
 
     @given(text=st.text(st.sampled_from("ab n°\n\t ▁<0x>é😀\x00mill_whe1"), max_size=40))
     @settings(max_examples=150, deadline=None)
     def agrees(text: str) -> None:
-        sentencepiece_model.check(converted, model, texts=[text])
+        sentencepiece_model.check_conversion(converted, model, texts=[text])
 
     agrees()
 
 
 @pytest.mark.parametrize("rule", ["nmt_nfkc", "identity"])
 @pytest.mark.parametrize("model_type", ["unigram", "bpe"])
-def test_a_models_own_normalisation_is_kept(rule: str, model_type: str, work: Path) -> None:
-    """As most published .model files have it: NFKC, a blank in front, blanks run together."""
+def test_the_normalization_of_a_sentencepiece_model_is_kept(rule: str, model_type: str, work: Path) -> None:
+    """Most published .model files use NFKC, a leading space and merged spaces."""
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter("\n".join(TEXTS).split("\n")),
         model_prefix="m",
@@ -170,27 +172,27 @@ def test_a_models_own_normalisation_is_kept(rule: str, model_type: str, work: Pa
         vocab_size=450,
         normalization_rule_name=rule,
         byte_fallback=True,
-        required_chars="<>/_|[]()" + "".join(map(chr, range(0x30, 0x7B))),  # as any large corpus has them
+        required_chars="<>/_|[]()" + "".join(map(chr, range(0x30, 0x7B))),  # as in any large corpus
         hard_vocab_limit=False,
         minloglevel=2,
     )
-    (work / "taken").mkdir()
-    given_tokenizer.take("m.model", work / "taken")
+    (work / "imported").mkdir()
+    existing.import_tokenizer("m.model", work / "imported")
     processor = sentencepiece.SentencePieceProcessor(model_file="m.model")
-    assert ids(work / "taken", "  ﬁne   wheel ") == processor.encode("  ﬁne   wheel ")
-    entry = describe(work / "taken", kind="given")
+    assert ids(work / "imported", "  ﬁne   wheel ") == processor.encode("  ﬁne   wheel ")
+    entry = describe(work / "imported", kind="given")
     assert (entry["eos_id"], entry["bos_id"]) == (processor.eos_id(), processor.bos_id())
-    check_usable(work / "taken", TextPolicy(prepend_bos=False, append_eos=True, parse_special_tokens=False))
+    check_usable(work / "imported", TextPolicy(prepend_bos=False, append_eos=True, parse_special_tokens=False))
 
 
-def test_a_given_folder_ends_up_as_autotokenizer_sees_it(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "taken").mkdir()
-    given_tokenizer.take(str(folder), tmp_path / "taken")
-    assert tokenizer_fingerprint(tmp_path / "taken") == tokenizer_fingerprint(folder)
-    assert describe(tmp_path / "taken", kind="given")["eos_id"] == describe(folder, kind="given")["eos_id"]
+def test_an_imported_folder_keeps_its_fingerprint_and_special_ids(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "imported").mkdir()
+    existing.import_tokenizer(str(folder), tmp_path / "imported")
+    assert tokenizer_fingerprint(tmp_path / "imported") == tokenizer_fingerprint(folder)
+    assert describe(tmp_path / "imported", kind="given")["eos_id"] == describe(folder, kind="given")["eos_id"]
 
 
-def test_a_tokenizer_without_an_end_is_refused_when_ends_are_appended(folder: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_without_eos_is_refused_when_append_eos_is_set(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "a")
     (tmp_path / "a" / "tokenizer_config.json").write_text("{}")
     check_usable(tmp_path / "a", TextPolicy(prepend_bos=False, append_eos=False, parse_special_tokens=False))
@@ -198,19 +200,19 @@ def test_a_tokenizer_without_an_end_is_refused_when_ends_are_appended(folder: Pa
         check_usable(tmp_path / "a", TextPolicy(prepend_bos=False, append_eos=True, parse_special_tokens=False))
 
 
-def test_a_tokenizer_whose_special_tokens_can_be_typed_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_that_encodes_literal_special_tokens_as_special_ids_is_refused(tmp_path: Path) -> None:
     folder = trained(tmp_path / "a", "sentencepiece-unigram")
     path = folder / "tokenizer.json"
     content = json.loads(path.read_text())
-    content["model"]["vocab"][1][1] = 0.0  # the best of all scores for the piece <|endoftext|>, as others convert it
+    content["model"]["vocab"][1][1] = (
+        0.0  # the best of all scores for the piece <|endoftext|>, as other converters set it
+    )
     path.write_text(json.dumps(content))
     with pytest.raises(DataError, match="special id 1"):
         check_usable(folder, TextPolicy(prepend_bos=False, append_eos=True, parse_special_tokens=False))
 
 
-def test_documents_begin_with_the_beginning_and_spelt_out_tokens_are_read_when_the_config_asks_for_it(
-    work: Path,
-) -> None:
+def test_prepend_bos_and_parse_special_tokens_take_effect_in_the_shards(work: Path) -> None:
     (work / "texts").mkdir()
     for i in range(40):
         (work / "texts" / f"{i}.txt").write_text(f"{i} turns <|endoftext|> the wheel")
@@ -235,14 +237,14 @@ def test_documents_begin_with_the_beginning_and_spelt_out_tokens_are_read_when_t
     assert {(ids[0], ids[-1], ids.count(eos)) for ids in found[True]} == {(eos, eos, 3)}
 
 
-def test_a_vocabulary_that_the_text_cannot_fill_is_refused(tmp_path: Path) -> None:
+def test_a_vocabulary_size_that_the_text_cannot_fill_is_refused(tmp_path: Path) -> None:
     section = TokenizerSection(train="sentencepiece-bpe", vocab_size=300, special_tokens=[f"<{i}>" for i in range(100)])
     with pytest.raises(ConfigError, match="vocab_size"):
         train(["x"], tmp_path, section)
 
 
-def test_a_model_whose_byte_pieces_can_be_typed_is_refused(work: Path) -> None:
-    """Without `<` among its pieces, a converted unigram model reads the text <0x0A> as the byte piece of that name."""
+def test_a_model_that_encodes_literal_byte_pieces_is_refused(work: Path) -> None:
+    """Without `<` among its pieces, a converted unigram model encodes the text <0x0A> as that byte piece."""
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXTS),
         model_prefix="m",
@@ -251,12 +253,12 @@ def test_a_model_whose_byte_pieces_can_be_typed_is_refused(work: Path) -> None:
         hard_vocab_limit=False,
         minloglevel=2,
     )
-    (work / "taken").mkdir()
+    (work / "imported").mkdir()
     with pytest.raises(DataError, match="<0x0A>"):
-        given_tokenizer.take("m.model", work / "taken")
+        existing.import_tokenizer("m.model", work / "imported")
 
 
-def test_what_is_no_tokenizer_is_refused(work: Path) -> None:
+def test_a_path_that_is_not_a_tokenizer_is_refused(work: Path) -> None:
     (work / "empty").mkdir()
     (work / "a.txt").write_text("x")
     (work / "bad.model").write_text("no model")
@@ -264,10 +266,10 @@ def test_what_is_no_tokenizer_is_refused(work: Path) -> None:
         with pytest.raises(ConfigError, match=r"tokenizer\.path"):
             files.check_path(path)
     with pytest.raises(DataError, match="not a sentencepiece model"):
-        given_tokenizer.take("bad.model", work / "empty")
+        existing.import_tokenizer("bad.model", work / "empty")
 
 
-def test_shards_from_a_given_folder_are_those_of_the_training_run(
+def test_a_job_with_the_tokenizer_of_another_job_gives_the_same_shards(
     finished: Path, write_config: Callable[..., str], cli: Any
 ) -> None:
     config = json.loads((finished / "corpus.json").read_text())

@@ -1,0 +1,93 @@
+"""Choice of the tokenization engine: the fastest one that reproduces the ids of the `tokenizers` library.
+
+An engine is verified once when the tokenizer is made, on adversarial texts and on a sample of the corpus, and again in
+every map task, on a sample of its documents. An engine that fails the first check is replaced by the next candidate;
+one that fails the second ends the job, since earlier documents may have wrong ids, too.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_prep.tokenizer.adversarial_texts import ADVERSARIAL_TEXTS, random_texts
+from data_prep.tokenizer.engines import CANDIDATES, Engine, EngineName, Tokens, find_mismatch, installed, open_engine
+from headrace.base.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class ChosenEngine:
+    """The tokenization engine of a job.
+
+    Attributes:
+        engine: its name.
+        rejected: (name, reason) of each faster candidate that was not taken.
+    """
+
+    engine: EngineName
+    rejected: tuple[tuple[str, str], ...]
+
+
+def choose_engine(wanted: str, folder: Path, *, parse_special_tokens: bool, sample: list[str]) -> ChosenEngine:
+    """Chooses the engine for a tokenizer.
+
+    Args:
+        wanted: an engine's name, or "auto".
+        folder: of the tokenizer.
+        parse_special_tokens: see `open_engine`.
+        sample: texts of the corpus.
+
+    Raises:
+        ConfigError: the engine that was named is not installed, or does not give the ids of `tokenizers`.
+    """
+    names = CANDIDATES if wanted == "auto" else [n for n in CANDIDATES if n == wanted]
+    with ThreadPoolExecutor(1) as pool:  # loading takes 0.3 s and 0.2 s, and neither holds the GIL
+        for name in names[:1]:
+            pool.submit(open_engine, name, folder, parse_special_tokens=parse_special_tokens)
+        reference = open_engine("tokenizers", folder, parse_special_tokens=parse_special_tokens)
+        texts = [*ADVERSARIAL_TEXTS, *random_texts(), *sample]
+        expected = reference.encode(texts)
+    rejected: list[tuple[str, str]] = []
+    for name in names:
+        reason = _rejection(
+            name, reference, folder, parse_special_tokens=parse_special_tokens, texts=texts, expected=expected
+        )
+        if reason is None:
+            return ChosenEngine(name, tuple(rejected))
+        rejected.append((name, reason))
+    if wanted not in ("auto", "tokenizers"):
+        raise ConfigError("tokenizer.engine", wanted, why=rejected[0][1], remedy='set it to "auto" or "tokenizers"')
+    return ChosenEngine("tokenizers", tuple(rejected))
+
+
+def check_sample(engine: Engine, folder: Path, texts: list[str], *, parse_special_tokens: bool, where: str) -> None:
+    """Compares an engine with the reference (`tokenizers`) on some texts.
+
+    Args:
+        where: the task that checks, for the error message, e.g. `map task 3`.
+
+    Raises:
+        DataError: their ids differ; names a text.
+    """
+    if engine.name == "tokenizers" or not texts:
+        return
+    reference = open_engine("tokenizers", folder, parse_special_tokens=parse_special_tokens)
+    mismatch = find_mismatch(engine, reference, texts, reference.encode(texts))
+    if mismatch is not None:
+        why = f"{where}: {engine.name} and tokenizers give different ids for {mismatch[:80]!r}"
+        raise DataError(f'{why}\n  try: "tokenizer": {{"engine": "tokenizers"}}, and remove the job directory')
+
+
+def _rejection(
+    name: EngineName, reference: Engine, folder: Path, *, parse_special_tokens: bool, texts: list[str], expected: Tokens
+) -> str | None:
+    if not installed(name):
+        return "not installed"
+    try:
+        mismatch = find_mismatch(
+            open_engine(name, folder, parse_special_tokens=parse_special_tokens), reference, texts, expected
+        )
+    except Exception as error:  # engines raise any type for a tokenizer that they do not support
+        return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return None if mismatch is None else f"gives other ids than tokenizers for {mismatch[:60]!r}"

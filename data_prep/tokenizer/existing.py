@@ -1,0 +1,100 @@
+"""Import of an existing tokenizer, a Hugging Face folder or a sentencepiece .model file, into the job's own folder.
+
+Later users of the model get what `AutoTokenizer` makes of a folder, and in transformers 5 that is not always its
+tokenizer.json (some classes rebuild their own from the vocabulary). So `AutoTokenizer` loads the folder and saves it,
+and the original and the saved copy must give the same ids.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from data_prep.tokenizer import sentencepiece_model
+from data_prep.tokenizer.adversarial_texts import ADVERSARIAL_TEXTS
+from data_prep.tokenizer.fingerprint import TOKENIZER_JSON
+from data_prep.tokenizer.load import TOKENIZER_CONFIG, load
+from data_prep.tokenizer.train import write_folder
+from headrace.base.errors import DataError
+
+
+def import_tokenizer(path: str, folder: Path) -> None:
+    """Writes the tokenizer at `path` into `folder`.
+
+    It may import transformers, and so torch: run it in a separate process.
+
+    Raises:
+        DataError: the tokenizer cannot be loaded, or two implementations of it give different ids.
+    """
+    if Path(path).is_dir():
+        _import_folder(path, folder)
+    else:
+        model = sentencepiece_model.read_model(Path(path))
+        (folder / sentencepiece_model.MODEL_FILE).write_bytes(model)
+        tokenizer = sentencepiece_model.convert(model)
+        sentencepiece_model.check_conversion(tokenizer, model, texts=ADVERSARIAL_TEXTS)
+        eos, bos = sentencepiece_model.eos_and_bos(model)
+        write_folder(tokenizer, folder, eos_token=eos, bos_token=bos)
+
+
+_PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Classes that transformers builds from tokenizer.json without changes."""
+_PLAIN_FILES = (TOKENIZER_JSON, TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja")
+
+
+def _import_folder(path: str, folder: Path) -> None:
+    if _is_plain(Path(path)):  # loading it with transformers takes seconds and changes nothing
+        for name in _PLAIN_FILES:
+            if (Path(path) / name).is_file():
+                shutil.copyfile(Path(path) / name, folder / name)
+        load(folder)
+        return
+    original = _load_with_transformers(path)
+    _save(original, path, folder)
+    if not (folder / TOKENIZER_JSON).is_file():
+        why = (
+            f"{path}: its class {type(original).__name__} has no tokenizer.json: it does not use the tokenizers library"
+        )
+        raise DataError(f"{why}\n  try: name a folder with a tokenizer.json")
+    ours, saved = load(folder), _load_with_transformers(str(folder))
+    for text in ADVERSARIAL_TEXTS:
+        first = original(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        second = saved(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        third = ours.encode(text, add_special_tokens=False).ids
+        if not first == second == third:
+            why = f"{path}: AutoTokenizer and its own saved copy give different ids for {text[:60]!r}"
+            remedy = 'set "tokenizer_class": "PreTrainedTokenizerFast" in its tokenizer_config.json'
+            raise DataError(f"{why}\n  try: {remedy}")
+
+
+def _is_plain(folder: Path) -> bool:
+    """Whether a folder has a tokenizer.json that `AutoTokenizer` loads without changes."""
+    try:
+        config = json.loads((folder / TOKENIZER_CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    named = isinstance(config, dict) and config.get("tokenizer_class") in _PLAIN_CLASSES and "auto_map" not in config
+    return named and (folder / TOKENIZER_JSON).is_file()
+
+
+def _save(tokenizer: Any, path: str, folder: Path) -> None:
+    try:
+        tokenizer.save_pretrained(str(folder))
+    except OSError:
+        raise
+    except Exception as error:  # tokenizers raises bare Exceptions, even for a full disk
+        remedy = "free disk space, or name a folder that save_pretrained wrote"
+        raise DataError(f"{path}: a copy of it cannot be written: {error}\n  try: {remedy}") from None
+
+
+def _load_with_transformers(path: str) -> Any:
+    from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds and imports torch
+
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # of any type; the user sees the library's message
+        message = str(error).strip().splitlines()
+        remedy = "name a folder that AutoTokenizer.from_pretrained loads offline"
+        raise DataError(f"{path}: {message[0] if message else type(error).__name__}\n  try: {remedy}") from None
