@@ -14,7 +14,7 @@ from data_prep.hashing import HELDOUT, content_hashes, select_fraction
 from data_prep.sources.bad_records import BadRecordCount
 from data_prep.sources.bytesource import DamagedFileError
 from data_prep.sources.listing import ResolvedSource, resolve
-from data_prep.sources.read_unit import read_unit, wanted_of
+from data_prep.sources.read_unit import read_unit, wanted_fields
 from data_prep.sources.records import DAMAGED_FILE, BadRecord, TextBatch
 from data_prep.sources.units import Unit
 from data_prep.tokenizer.files import check_path, content_fingerprint
@@ -102,7 +102,7 @@ def check_documents(units: Iterable[Unit], config: CorpusConfig) -> None:
     bad = BadRecordCount(config)
     damaged: list[str] = []
     for unit in units:
-        for record in read_unit(unit, wanted_of(sources[unit.source])):
+        for record in read_unit(unit, wanted_fields(sources[unit.source])):
             if isinstance(record, BadRecord):
                 bad.add(record)
                 bad.check()
@@ -166,7 +166,7 @@ def _damaged_files(source: ResolvedSource, given: Source, *, at: str) -> list[Ba
     damaged = []
     for file in source.files:
         try:
-            check(file.path, at=at, wanted=wanted_of(given))
+            check(file.path, at=at, wanted=wanted_fields(given))
         except DamagedFileError as error:
             damaged.append(BadRecord(source.label, file.name, "file", None, DAMAGED_FILE, str(error)))
     return damaged

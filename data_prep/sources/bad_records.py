@@ -1,4 +1,4 @@
-"""How much may be unreadable, and the message when it is more."""
+"""Limits on unreadable records and damaged files (`max_bad_records`, `max_bad_files`), and the error beyond them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SHOWN = 5
 
 
 class BadRecordCount:
-    """Counts unreadable records and files against the config's limits; keeps the first few for the message."""
+    """Counts unreadable records and damaged files against the config's limits; keeps the first few for the message."""
 
     def __init__(self, config: CorpusConfig) -> None:
         self.records = 0
@@ -22,7 +22,7 @@ class BadRecordCount:
         self._config = config
 
     def add(self, bad: BadRecord) -> None:
-        """Counts one more; a file is counted once, however often it turns up."""
+        """Counts one record or file; a file is counted once, even if it is reported several times."""
         if bad.reason != DAMAGED_FILE:
             self.records += 1
             self._first_records += [bad] if len(self._first_records) < _SHOWN else []
@@ -31,16 +31,17 @@ class BadRecordCount:
             self._first_files += [bad] if len(self._first_files) < _SHOWN else []
 
     def check(self) -> None:
-        """Raises when a limit is passed.
+        """Checks the counts against the limits.
 
         Raises:
-            DataError: with the first few places and reasons, and the limit that would let them pass.
+            DataError: a limit is exceeded; names the first few records, their reasons, and the limit that would allow
+            them.
         """
         self._check_one("files", len(self._files), self._config.max_bad_files, self._first_files)
         self._check_one("records", self.records, self._config.max_bad_records, self._first_records)
 
     def add_all(self, listed: Iterable[BadRecord]) -> None:
-        """Counts all, then checks, so that the message has the full number."""
+        """Counts all records, then checks, so that the message has the full number."""
         for bad in listed:
             self.add(bad)
         self.check()
@@ -50,6 +51,6 @@ class BadRecordCount:
             return
         lines = [f"  {bad.source}: {bad.place()}: {bad.reason} ({bad.detail})" for bad in first]
         lines += [f"  ... and {found - len(first)} more"] if found > len(first) else []
-        remedy = f"mend them, or set max_bad_{noun} to {found} or more to leave them out"
+        remedy = f"repair them, or set max_bad_{noun} to {found} or more to skip them"
         shown = "\n".join(lines)
         raise DataError(f"{found} unreadable {noun} so far, max_bad_{noun} is {limit}:\n{shown}\n  try: {remedy}")

@@ -1,4 +1,4 @@
-"""Opening a file as a stream of bytes, decompressed by suffix, hashed on the way, with damage told from the end."""
+"""Byte streams of input files: decompressed by suffix, hashed while read, with damage distinguished from the end."""
 
 from __future__ import annotations
 
@@ -18,55 +18,55 @@ from headrace.base.errors import DataError
 
 _CHUNK_BYTES = 1 << 20
 _PIECE_BYTES = 16 << 10
-"""What a decompressor is given at a time: at 4 KiB gzip takes 8 % longer, at 1 MiB 25 %."""
-_ZSTD_WINDOW_BYTES = 1 << 31  # what `zstd --long=31` writes; a frame's window takes memory as it fills
-_GZIP_WBITS = 31  # zlib's name for deflate within a gzip header and trailer
+"""Compressed bytes per call of a decompressor: with 4 KiB gzip takes 8 % longer, with 1 MiB 25 %."""
+_ZSTD_WINDOW_BYTES = 1 << 31  # window of `zstd --long=31`; memory is used only as a frame fills it
+_GZIP_WBITS = 31  # zlib's code for deflate with a gzip header and trailer
 
 DECOMPRESSION_ERRORS: tuple[type[Exception], ...] = (
     *(EOFError, zlib.error, cast(type[Exception], isal_zlib.error)),
     *(gzip.BadGzipFile, zstandard.ZstdError),
 )
-"""What reading a damaged or truncated compressed file raises."""
+"""Exceptions that reading a damaged or truncated compressed file raises."""
 
 
 class DamagedFileError(DataError):
-    """A file that ends too early or cannot be decoded from some point on."""
+    """A file is truncated, or cannot be decoded from some point on."""
 
 
 class Digest:
-    """XXH3-128 of bytes [start, end) of a file as stored, taken while they are read for another purpose."""
+    """XXH3-128 of bytes [start, end) of a file as stored, computed from what a reader reads anyway."""
 
     def __init__(self, path: str, *, start: int, end: int) -> None:
         self._path, self._start, self._next, self._end = path, start, start, end
         self._hash = xxhash.xxh3_128()
 
     @property
-    def passed(self) -> int:
-        """How many bytes it has been shown."""
+    def hashed_bytes(self) -> int:
+        """Number of bytes hashed so far."""
         return self._next - self._start
 
-    def pass_by(self, data: memoryview, at: int) -> None:
-        """Takes bytes that were read at offset `at`, as far as they are the next ones."""
-        first, last = self._next - at, min(self._end - at, len(data))
+    def update(self, data: memoryview, offset: int) -> None:
+        """Hashes the part of `data`, read at `offset`, that continues what was hashed so far; ignores the rest."""
+        first, last = self._next - offset, min(self._end - offset, len(data))
         if 0 <= first < last:
             self._hash.update(data[first:last])
             self._next += last - first
 
     def finish(self) -> str:
-        """Reads what nobody has read, and returns the sum in hexadecimal."""
+        """Reads and hashes the bytes that no reader has read; returns the digest in hexadecimal."""
         if self._next < self._end:
             with storage.open_raw(self._path) as file:
                 file.seek(self._next)
                 while self._next < self._end and (chunk := file.read(min(self._end - self._next, _CHUNK_BYTES))):
-                    self.pass_by(memoryview(chunk), self._next)
+                    self.update(memoryview(chunk), self._next)
         return self._hash.hexdigest()
 
 
-class Passing(io.RawIOBase):
-    """A file as a raw stream that shows what it reads to a `Digest`."""
+class HashingReader(io.RawIOBase):
+    """Raw stream of a file that passes everything it reads to a `Digest`."""
 
     def __init__(self, file: BinaryIO, digest: Digest) -> None:
-        self._file, self._digest, self._at = file, digest, 0
+        self._file, self._digest, self._offset = file, digest, 0
 
     def readable(self) -> bool:
         return True
@@ -75,16 +75,16 @@ class Passing(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = self._file.seek(offset, whence)
-        return self._at
+        self._offset = self._file.seek(offset, whence)
+        return self._offset
 
     def tell(self) -> int:
-        return self._at
+        return self._offset
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         count = self._file.readinto(buffer) or 0  # type: ignore[attr-defined]
-        self._digest.pass_by(memoryview(buffer)[:count], self._at)
-        self._at += count
+        self._digest.update(memoryview(buffer)[:count], self._offset)
+        self._offset += count
         return int(count)
 
     def close(self) -> None:
@@ -92,23 +92,23 @@ class Passing(io.RawIOBase):
         super().close()
 
 
-class _Decompressed(io.RawIOBase):
-    """A compressed file as a raw stream: its frames (zstd) or members (gzip), one after the other.
+class _Decompressor(io.RawIOBase):
+    """Raw stream of a compressed file's contents: its frames (zstd) or members (gzip), concatenated.
 
-    It is decompressed in small pieces, and an error waits until what came before it has been read, so that damage
-    costs at most a piece. ISA-L is about twice as fast as zlib.
+    It decompresses small pieces, and raises an error only after all data before it has been read, so that damage costs
+    at most one piece. ISA-L is about twice as fast as zlib.
     """
 
     def __init__(self, file: io.RawIOBase, *, zstd: bool) -> None:
         self._file = file
-        self._begin: Callable[[], Any] = partial(isal_zlib.decompressobj, _GZIP_WBITS)
+        self._new_frame: Callable[[], Any] = partial(isal_zlib.decompressobj, _GZIP_WBITS)
         if zstd:
-            self._begin = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES).decompressobj
+            self._new_frame = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES).decompressobj
         self._frame: Any = None
-        self._padding = b""  # what may lie between frames: zeros, between the members of a gzip file
+        self._padding = b""  # allowed between frames: zero bytes, between the members of a gzip file
         self._between = b"" if zstd else b"\0"
-        self._stored = memoryview(b"")
-        self._plain = memoryview(b"")
+        self._compressed = memoryview(b"")
+        self._decompressed = memoryview(b"")
         self._error: Exception | None = None
 
     def readable(self) -> bool:
@@ -116,9 +116,9 @@ class _Decompressed(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         filled = 0
-        while filled < len(buffer) and (self._plain or self._more()):
-            n = min(len(buffer) - filled, len(self._plain))
-            buffer[filled : filled + n], self._plain = self._plain[:n], self._plain[n:]
+        while filled < len(buffer) and (self._decompressed or self._decompress()):
+            n = min(len(buffer) - filled, len(self._decompressed))
+            buffer[filled : filled + n], self._decompressed = self._decompressed[:n], self._decompressed[n:]
             filled += n
         if self._error is not None and not filled:
             raise self._error
@@ -128,45 +128,49 @@ class _Decompressed(io.RawIOBase):
         self._file.close()
         super().close()
 
-    def _more(self) -> bool:
-        """Decompresses until there is something; False at the end and at damage."""
-        while not self._plain and self._error is None:
-            if not self._stored:
-                self._stored = memoryview(self._file.read(_CHUNK_BYTES) or b"")
-            if not self._stored:
-                self._error = None if self._frame is None else EOFError("the file ends too early")
+    def _decompress(self) -> bool:
+        """Decompresses until there is data; returns False at the end of the file or at damage."""
+        while not self._decompressed and self._error is None:
+            if not self._compressed:
+                self._compressed = memoryview(self._file.read(_CHUNK_BYTES) or b"")
+            if not self._compressed:
+                self._error = None if self._frame is None else EOFError("the file is truncated")
                 return False
             try:
                 self._step()
             except DECOMPRESSION_ERRORS as error:
                 self._error = error
-        return bool(self._plain)
+        return bool(self._decompressed)
 
     def _step(self) -> None:
-        """Decompresses one piece of what is stored, or passes over the padding in front of the next frame."""
-        piece = self._stored[:_PIECE_BYTES]
+        """Decompresses one piece of the buffered input, or skips padding before the next frame."""
+        piece = self._compressed[:_PIECE_BYTES]
         left = len(piece)
         if self._frame is None:
             left = len(bytes(piece).lstrip(self._padding))
         if left == len(piece):
-            self._frame = self._frame or self._begin()
-            self._plain = memoryview(self._frame.decompress(piece))
+            self._frame = self._frame or self._new_frame()
+            self._decompressed = memoryview(self._frame.decompress(piece))
             left = len(self._frame.unused_data)
             if self._frame.eof:
                 self._frame, self._padding = None, self._between
-        self._stored = self._stored[len(piece) - left :]
+        self._compressed = self._compressed[len(piece) - left :]
 
 
 def open_bytes(path: str, digest: Digest) -> io.RawIOBase:
-    """Opens a file as a raw stream of its text; `.gz` and `.zst` are decompressed.
+    """Opens a file as a raw stream; `.gz` and `.zst` are decompressed.
+
+    Args:
+        path: local path or URL.
+        digest: is updated with the stored (compressed) bytes that are read.
 
     Raises:
-        DamagedFileError: a compressed file of 0 bytes. What is read later may raise one of `DECOMPRESSION_ERRORS`.
+        DamagedFileError: a compressed file of 0 bytes. Reading may raise one of `DECOMPRESSION_ERRORS` later.
     """
-    file = Passing(storage.open_raw(path), digest)
+    file = HashingReader(storage.open_raw(path), digest)
     if not path.endswith((".gz", ".zst")):
         return file
     if storage.stat(path).bytes == 0:
         file.close()
-        raise DamagedFileError("0 bytes: not even a header")
-    return _Decompressed(file, zstd=path.endswith(".zst"))
+        raise DamagedFileError("0 bytes: it has no header")
+    return _Decompressor(file, zstd=path.endswith(".zst"))

@@ -1,4 +1,4 @@
-"""From Arrow batches to documents: what parquet and `datasets` share."""
+"""Conversion of Arrow record batches to text batches, for the readers of parquet and `datasets`."""
 
 from __future__ import annotations
 
@@ -13,54 +13,64 @@ from headrace.base.errors import ConfigError
 
 
 def check_schema(schema: Any, *, path: str, at: str, wanted: WantedFields) -> None:
-    """Refuses a table without the columns that the config names.
+    """Checks that a table has the columns that the config names.
 
     Raises:
-        ConfigError: a column is missing, or the text column holds no strings.
+        ConfigError: a column is missing, or the text column does not hold strings.
     """
     text = "messages_field" if wanted.conversation else "text_field"
     for key, column in ((text, wanted.text), ("id_field", wanted.id), ("tools_field", wanted.tools)):
         if column is not None and column not in schema.names:
-            raise ConfigError(f"{at}.{key}", column, why=f"{path} has no such column", remedy=", ".join(schema.names))
+            raise ConfigError(
+                f"{at}.{key}",
+                column,
+                why=f"{path} has no such column",
+                remedy=f"its columns are: {', '.join(schema.names)}",
+            )
     kind = schema.field(wanted.text).type
     if wanted.conversation:
         if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
-            why, remedy = f"the column in {path} holds {kind}", "a column with a list of messages in each row"
+            why, remedy = (
+                f"the column in {path} has the type {kind}",
+                "name a column with a list of messages in each row",
+            )
             raise ConfigError(f"{at}.messages_field", wanted.text, why=why, remedy=remedy)
         return
     plain = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not (pa.types.is_string(plain) or pa.types.is_large_string(plain) or pa.types.is_string_view(plain)):
         strings = [f.name for f in schema if "string" in str(f.type)]
         remedy = f"columns of strings: {', '.join(strings) or 'none'}"
-        raise ConfigError(f"{at}.text_field", wanted.text, why=f"the column in {path} holds {kind}", remedy=remedy)
+        raise ConfigError(
+            f"{at}.text_field", wanted.text, why=f"the column in {path} has the type {kind}", remedy=remedy
+        )
 
 
 def batches(
     batch: Any, *, first_row: int, source: str, file: str, wanted: WantedFields
 ) -> Iterator[TextBatch | BadRecord]:
-    """Yields the rows of a record batch, whose first row is row `first_row` of the file."""
+    """Yields the rows of a record batch; its first row is row `first_row` of the file."""
     extra = {name: _cells(batch.column(name)) for name in wanted.extra if name in batch.schema.names}
     texts = _conversations(batch, wanted) if wanted.conversation else _cells(batch.column(wanted.text))
-    made = TextBatch()
+    pending = TextBatch()
     for i, text in enumerate(texts):
-        refused = _refused(text, i, extra, wanted)
-        if refused is not None:
-            if made.texts:
-                yield made
-                made = TextBatch()
-            yield BadRecord(source, file, "row", first_row + i, *refused)
+        problem = _row_problem(text, i, extra, wanted)
+        if problem is not None:
+            if pending.texts:
+                yield pending
+                pending = TextBatch()
+            yield BadRecord(source, file, "row", first_row + i, *problem)
             continue
         if wanted.extra:
-            made.fields.append({name: extra[name][i] if name in extra else None for name in wanted.extra})
-        if made.add(text, first_row + i):
-            yield made
-            made = TextBatch()
-    if made.texts:
-        yield made
+            pending.fields.append({name: extra[name][i] if name in extra else None for name in wanted.extra})
+        if pending.add(text, first_row + i):
+            yield pending
+            pending = TextBatch()
+    if pending.texts:
+        yield pending
 
 
 def _cells(column: Any) -> list[Any]:
-    """Values, None for null, and the error of what is not UTF-8."""
+    """The column's values: None for null, a `UnicodeDecodeError` for a string that is not UTF-8."""
     try:
         cells: list[Any] = column.to_pylist()
     except UnicodeDecodeError:
@@ -76,7 +86,7 @@ def _cell(cell: Any) -> Any:
 
 
 def _conversations(batch: Any, wanted: WantedFields) -> list[Any]:
-    """Conversations as lines of JSON, and the error of what is none."""
+    """Conversations as lines of JSON; an exception for a row that is not one."""
     tools = [None] * batch.num_rows if wanted.tools is None else _cells(batch.column(wanted.tools))
     return [_conversation(*cells) for cells in zip(_cells(batch.column(wanted.text)), tools, strict=True)]
 
@@ -91,11 +101,11 @@ def _conversation(messages: Any, tools: Any) -> Any:
         return error
 
 
-def _refused(text: Any, row: int, extra: dict[str, list[Any]], wanted: WantedFields) -> tuple[str, str] | None:
-    """Reason and detail of a row that is not taken."""
+def _row_problem(text: Any, row: int, extra: dict[str, list[Any]], wanted: WantedFields) -> tuple[str, str] | None:
+    """Reason and detail if the row cannot be used, else None."""
     if isinstance(text, UnicodeDecodeError):
         return "not UTF-8", str(text)
-    if extra:  # of every row, and most sources have none
+    if extra:  # checked per row, and most sources have no extra columns
         for name, column in extra.items():
             if isinstance(column[row], UnicodeDecodeError):
                 return "not UTF-8", f"'{name}': {column[row]}"

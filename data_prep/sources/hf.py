@@ -1,4 +1,4 @@
-"""Hugging Face `datasets` on disk, read as the Arrow streams they consist of; `saved.py` knows which these are."""
+"""Reader of saved Hugging Face `datasets`: the Arrow stream files that `saved.saved_files` lists."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from data_prep.sources.records import BadRecord, TextBatch, WantedFields
 
 
 def check(path: str, *, at: str, wanted: WantedFields) -> None:
-    """Reads the schema and refuses a file without the columns.
+    """Reads the schema of a file and checks its columns.
 
     Raises:
-        DamagedFileError: no readable schema. ConfigError: a column is missing or holds no strings.
+        DamagedFileError: the schema is not readable.
+        ConfigError: a column is missing or does not hold strings.
     """
     columns.check_schema(_open(path).schema, path=path, at=at, wanted=wanted)
 
@@ -25,7 +26,7 @@ def read(path: str, *, source: str, file: str, wanted: WantedFields) -> Iterator
     """Yields the rows of one Arrow stream file.
 
     Raises:
-        DamagedFileError: the stream ends too early; the rows before have been yielded.
+        DamagedFileError: the stream is truncated; the rows before the damage have been yielded.
     """
     stream, row = _open(path), 0
     names = None

@@ -1,8 +1,7 @@
-"""Lines of JSON: one object per line, plain or compressed, whole files or byte ranges of plain ones.
+"""JSON Lines reader: one object per line, from plain or compressed files, or byte ranges of plain files.
 
-Lines as they should be are read by an extension in C (`_jsonl.c`), which makes their strings and nothing else, in a
-third of the time. What it passes over, and everything where it could not be compiled, is for orjson: the result is the
-same.
+A C extension (`_jsonl.c`) reads well-formed lines and creates only the requested strings, in a third of orjson's time.
+Lines that it skips, and all lines where it could not be compiled, are parsed by orjson: the result is the same.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from data_prep.sources.records import BATCH_DOCUMENTS, BadRecord, TextBatch, Wan
 
 try:
     from data_prep.sources import _jsonl as extension
-except ImportError:  # no compiler when this was installed
+except ImportError:  # there was no compiler at installation
     extension = None  # type: ignore[assignment]
 if getattr(extension, "VERSION", None) != 1:  # compiled from another version of its source
     extension = None  # type: ignore[assignment]
@@ -32,8 +31,8 @@ _NEWLINE = 10
 Columns = Sequence[Sequence[str | None]]
 
 
-class _Refusal(NamedTuple):
-    """A line that cannot be used; `line`: its number in the block."""
+class _BadLine(NamedTuple):
+    """A line that cannot be used. line: its index in the block."""
 
     line: int
     reason: str
@@ -47,28 +46,28 @@ def read(
 
     Args:
         path: the file; `.gz` and `.zst` are decompressed and must be read whole (start 0, end None).
-        source, file: how reports call it.
-        end: None reads to the end of the file.
-        wanted: keys of the object.
-        digest: is shown the bytes.
+        source, file: names of the source and the file in reports.
+        start, end: byte range; end None reads to the end of the file.
+        wanted: keys of the object to read.
+        digest: is updated with the stored bytes that are read.
 
     Raises:
-        DamagedFileError: the compressed file ends too early; the records before the damage have been yielded.
+        DamagedFileError: the compressed file is truncated or damaged; the records before have been yielded.
     """
     batch, lines = TextBatch(), 0
-    lines_before = cache(count_lines)  # they are only counted for the sake of a report
+    lines_before = cache(count_lines)  # counted only if a bad line is reported
     try:
         for offset, block in blocks(path, start, end, digest):
             columns, starts = _strings(block, wanted)
             for record in _records(block, offset, columns, starts, wanted):
                 if isinstance(record, TextBatch):
-                    batch = batch.joined(record)
+                    batch = batch.extended(record)
                     if not batch.full:
                         continue
                 if batch.texts:
                     yield batch
                     batch = TextBatch()
-                if isinstance(record, _Refusal):
+                if isinstance(record, _BadLine):
                     line = lines_before(path, start) + lines + record.line + 1
                     yield BadRecord(source, file, "line", line, record.reason, record.detail)
             lines += len(starts)
@@ -81,14 +80,14 @@ def read(
 
 
 def _strings(block: memoryview, wanted: WantedFields) -> tuple[Columns, list[int]]:
-    """What can be told quickly of a block's lines.
+    """Reads a block's lines with the C extension, as far as it can.
 
     Returns:
-        the strings under `wanted.text` and `wanted.extra`, a list for each; all are None of a line that has to be
-        parsed. And where the lines start.
+        a list of strings for `wanted.text` and for each of `wanted.extra`, one entry per line, all None for a line that
+        orjson has to parse; and the offsets at which the lines start.
     """
     keys = wanted.text, *wanted.extra
-    if extension is not None and not wanted.conversation and _plain(keys):
+    if extension is not None and not wanted.conversation and _supported(keys):
         *columns, starts = extension.strings(block, keys, 1 if wanted.id is None else 2)
         return columns, np.frombuffer(starts, np.int64).tolist()
     ends = np.flatnonzero(np.frombuffer(block, np.uint8) == _NEWLINE)
@@ -99,8 +98,8 @@ def _strings(block: memoryview, wanted: WantedFields) -> tuple[Columns, list[int
 
 
 @cache
-def _plain(keys: tuple[str, ...]) -> bool:
-    """Whether the extension reads these keys."""
+def _supported(keys: tuple[str, ...]) -> bool:
+    """Whether the extension can read these keys."""
     try:
         "".join(keys).encode()
     except UnicodeEncodeError:
@@ -110,8 +109,8 @@ def _plain(keys: tuple[str, ...]) -> bool:
 
 def _records(
     block: memoryview, offset: int, columns: Columns, starts: list[int], wanted: WantedFields
-) -> Iterator[TextBatch | _Refusal]:
-    """The records of a block's lines, in order."""
+) -> Iterator[TextBatch | _BadLine]:
+    """The records of a block's lines, in order; lines that the extension skipped are parsed here."""
     texts, *extra = columns
     found = [text for text in texts if text is not None]
     if len(found) == len(texts) <= BATCH_DOCUMENTS:
@@ -131,53 +130,53 @@ def _records(
             batch.add(text, offset + start)
             continue
         line = block[start : stop - (block[stop - 1] == _NEWLINE)]
-        record = _parsed(line if offset + start or line[:3] != _BOM else line[3:], wanted)
+        record = _parse(line if offset + start or line[:3] != _BOM else line[3:], wanted)
         if isinstance(record, tuple):
             yield batch
             batch = TextBatch()
-            yield _Refusal(i, *record)
+            yield _BadLine(i, *record)
         elif record:
-            batch.take(record, wanted, offset + start)
+            batch.add_record(record, wanted, offset + start)
     yield batch
 
 
-def _parsed(line: memoryview, wanted: WantedFields) -> dict[str, Any] | tuple[str, str] | None:
-    """The object of a line; or the reason and the detail of its refusal; or None for a blank one."""
+def _parse(line: memoryview, wanted: WantedFields) -> dict[str, Any] | tuple[str, str] | None:
+    """Parses a line: the object, or (reason, detail) if it cannot be used, or None for a blank line."""
     try:
         record: dict[str, Any] = orjson.loads(line)
         if wanted.conversation:
             record[wanted.text] = conversation_line(record[wanted.text], record.get(wanted.tools or ""))
         if type(record[wanted.text]) is str and (wanted.id is None or isinstance(record[wanted.id], str | int)):
             return record
-    except (ValueError, LookupError, TypeError):  # LookupError, TypeError: not an object, or without the field
+    except (ValueError, LookupError, TypeError):  # LookupError, TypeError: not an object, or the field is missing
         pass
-    return _why(bytes(line), wanted)
+    return _problem(bytes(line), wanted)
 
 
-def _why(line: bytes, wanted: WantedFields) -> tuple[str, str] | None:
-    """Reason and detail of a line that was refused; None for a blank one."""
+def _problem(line: bytes, wanted: WantedFields) -> tuple[str, str] | None:
+    """Reason and detail of a line that cannot be used; None for a blank line."""
     if not line.strip():
         return None
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        return _why_not_json(line, error)
+        return _syntax_problem(line, error)
     if not isinstance(record, dict):
         return "not an object", f"a JSON {type(record).__name__}"
-    return _why_not_taken(record, wanted)
+    return _record_problem(record, wanted)
 
 
-def _why_not_taken(record: dict[str, Any], wanted: WantedFields) -> tuple[str, str]:
+def _record_problem(record: dict[str, Any], wanted: WantedFields) -> tuple[str, str]:
     if wanted.text not in record:
         return "no text field", f"no '{wanted.text}' among: {', '.join(list(record)[:8]) or 'no keys'}"
-    if wanted.conversation and (refused := conversation_problem(record[wanted.text])):
-        return refused
+    if wanted.conversation and (problem := conversation_problem(record[wanted.text])):
+        return problem
     if not wanted.conversation and not isinstance(record[wanted.text], str):
         return "text is not a string", f"'{wanted.text}' is a {type(record[wanted.text]).__name__}"
-    return "no id", f"'{wanted.id}' is missing, or no string or integer"
+    return "no id", f"'{wanted.id}' is missing, or neither a string nor an integer"
 
 
-def _why_not_json(line: bytes, error: orjson.JSONDecodeError) -> tuple[str, str]:
+def _syntax_problem(line: bytes, error: orjson.JSONDecodeError) -> tuple[str, str]:
     try:
         line.decode("utf-8")
     except UnicodeDecodeError as bad:

@@ -1,4 +1,4 @@
-"""Where a conversation that is refused lies: documents are known by their byte, and reported by their line."""
+"""Line numbers for error reports: jsonl documents are identified by byte offset, but reported by line."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from data_prep.sources.units import Unit
 _CHUNK_BYTES = 1 << 20
 
 
-def place_of(unit: Unit, at: int) -> tuple[str, int]:
-    """What counts the documents of a unit ("line", "row"), and the number there of the one `at`."""
-    return ("line", _open(unit.path, unit.file_version).at(at)) if unit.type == "jsonl" else ("row", at)
+def record_position(unit: Unit, at: int) -> tuple[str, int]:
+    """How a document of a unit is reported: ("line", its number from 1) for jsonl, else ("row", its number from 0)."""
+    return ("line", _open(unit.path, unit.file_version).line_of(at)) if unit.type == "jsonl" else ("row", at)
 
 
 class LineNumbers:
     """Line numbers, from 1, of byte offsets in a decompressed file.
 
-    Asked for in ascending order, they take one more reading of the file, as far as the last of them.
+    Queries in ascending order read the file once, up to the last offset.
     """
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._rewind()
 
-    def at(self, offset: int) -> int:
-        """The number of the line that starts at `offset`."""
-        if offset < self._passed:
+    def line_of(self, offset: int) -> int:
+        """Number of the line that starts at `offset`."""
+        if offset < self._offset:
             self._stream.close()
             self._rewind()
-        while self._passed < offset and (chunk := self._stream.read(min(offset - self._passed, _CHUNK_BYTES))):
+        while self._offset < offset and (chunk := self._stream.read(min(offset - self._offset, _CHUNK_BYTES))):
             self._line += chunk.count(b"\n")
-            self._passed += len(chunk)
+            self._offset += len(chunk)
         return self._line
 
     def _rewind(self) -> None:
         self._stream = open_bytes(self._path, Digest(self._path, start=0, end=0))
-        self._passed, self._line = 0, 1
+        self._offset, self._line = 0, 1
 
 
 @lru_cache(maxsize=1)
-def _open(path: str, version: str) -> LineNumbers:  # noqa: ARG001 - a file that was written anew is another
+def _open(path: str, version: str) -> LineNumbers:  # noqa: ARG001 - the version invalidates the cache when the file is rewritten
     return LineNumbers(path)

@@ -1,4 +1,4 @@
-"""From a source in the config to the list of files it names, with sizes, in an order that every machine agrees on."""
+"""Lists the input files of a source: resolves paths, globs and types; sizes and order are the same on every machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TEXT_SUFFIXES = """
     py pyi pyx ipy c h cc cpp cxx hpp hh cu cuh rs go java kt scala swift m cs fs js mjs ts jsx tsx php rb pl pm lua
     r jl sh bash zsh fish ps1 sql hs ml mli ex exs erl clj el lisp scm zig nim dart v vhd cmake mk proto toml ini cfg
     yaml yml
-""".split()  # noqa: SIM905 - a list of words, not of lines
+""".split()  # noqa: SIM905 - shorter than a list literal
 _TEXT = (*(f"*.{suffix}" for suffix in _TEXT_SUFFIXES), "README*", "LICENSE*", "Makefile", "Dockerfile")
 _DEFAULTS: dict[SourceType, tuple[str, ...]] = {"text": _TEXT, "jsonl": _JSONL, "parquet": ("*.parquet",)}
 
@@ -31,7 +31,11 @@ _DEFAULTS: dict[SourceType, tuple[str, ...]] = {"text": _TEXT, "jsonl": _JSONL, 
 class InputFile:
     """One file of a source.
 
-    name: stable within the source; path: where it lies now; bytes: its size as stored; version: see `storage.Stat`.
+    Attributes:
+        name: identifies the file within the source, whatever directory the source is in.
+        path: current path or URL.
+        bytes: size as stored.
+        version: see `storage.Stat`.
     """
 
     name: str
@@ -42,7 +46,7 @@ class InputFile:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A file, and whether a path or its pattern names it itself, rather than a directory that it lies in."""
+    """A file. named: whether the path or glob matches the file itself, rather than a directory that contains it."""
 
     file: InputFile
     named: bool
@@ -50,7 +54,7 @@ class _Found:
 
 @dataclass(frozen=True)
 class ResolvedSource:
-    """A source with its type and its files, sorted by name."""
+    """A source with its type and its files, sorted by name. label: the source's name."""
 
     label: str
     type: SourceType
@@ -58,7 +62,7 @@ class ResolvedSource:
 
     @property
     def bytes(self) -> int:
-        """Size of all files as stored."""
+        """Total size of the files, as stored."""
         return sum(file.bytes for file in self.files)
 
 
@@ -67,34 +71,35 @@ def resolve(source: Source, *, at: str, without: Iterable[Path] = ()) -> Resolve
 
     Args:
         source: a source with paths.
-        at: its place in the config, for messages.
-        without: directories that are never read: the output is one of them.
+        at: its dotted path in the config, for messages.
+        without: directories that are never read, e.g. the output.
 
     Raises:
-        ConfigError: a path that names nothing, files whose type cannot be told, or fields of what has none.
+        ConfigError: a path matches nothing, the type of the files is ambiguous, or record fields are set for text
+        files.
     """
-    hidden = {str(Path(os.path.abspath(p))) for p in without}  # noqa: PTH100 - must not follow links
+    excluded = {str(Path(os.path.abspath(p))) for p in without}  # noqa: PTH100 - must not follow links
     found: dict[str, InputFile] = {}
     kinds: set[SourceType] = set()
     for path in source.paths:
-        kind, files = _expand(path, source, at, hidden)
+        kind, files = _expand(path, source, at, excluded)
         kinds.add(kind)
         many = len(source.paths) > 1
         for file in files:
             named = replace(file, name=f"{path}/{file.name}") if many else file
             found.setdefault(_key(file.path), named)
     if len(kinds) > 1:
-        raise _cannot_tell(at, ", ".join(sorted(kinds)))
+        raise _ambiguous_type(at, ", ".join(sorted(kinds)))
     kind = kinds.pop()
     for key in ("messages_field", "id_field") if kind == "text" else ():
         if (value := getattr(source, key)) is not None:
             why = "its files are plain text, which has no fields"
-            raise ConfigError(f"{at}.{key}", value, why=why, remedy="leave it out, or jsonl or parquet files")
+            raise ConfigError(f"{at}.{key}", value, why=why, remedy="remove it, or give jsonl or parquet files")
     return ResolvedSource(source.label, kind, sorted(found.values(), key=lambda f: f.name))
 
 
 def listing_fingerprint(sources: Iterable[ResolvedSource]) -> str:
-    """SHA-256 of all names and sizes: changes when a file is added, removed, renamed or resized."""
+    """SHA-256 of all names and sizes: it changes when a file is added, removed, renamed or resized."""
     digest = hashlib.sha256()
     for source in sources:
         for file in source.files:
@@ -103,33 +108,33 @@ def listing_fingerprint(sources: Iterable[ResolvedSource]) -> str:
 
 
 def _key(path: str) -> str:
-    """By which a file is known that several paths name."""
+    """Identity of a file that several paths match."""
     return path if storage.is_remote(path) else os.path.abspath(path)  # noqa: PTH100 - must not follow links
 
 
-def _expand(path: str, source: Source, at: str, hidden: set[str]) -> tuple[SourceType, list[InputFile]]:
-    """The type of one path, and all files it names."""
+def _expand(path: str, source: Source, at: str, excluded: set[str]) -> tuple[SourceType, list[InputFile]]:
+    """The type of one path, and all files that it matches."""
     if _is_saved_dataset(path, source):
         return "datasets", [_local(name, file) for name, file in saved.saved_files(path, source.split, at=at)]
-    found = _listed(path, hidden)
+    found = _listed(path, excluded)
     if not found:
         remedy = f"check the path; it is relative to the directory you are in ({Path.cwd()})"
-        raise ConfigError(f"{at}.path", path, why="there is no such file, or nothing in it", remedy=remedy)
+        raise ConfigError(f"{at}.path", path, why="there is no such file, or the directory is empty", remedy=remedy)
     names = [entry.file.name for entry in found]
     kind = source.type or _infer(names, source, at)
     chosen = _chosen(path, found, source, kind, at)
     if not chosen:
-        why = f"none of its {len(found)} files is chosen as {kind}: {_census(names)}"
-        remedy = 'list what to read in "include", e.g. ["*.txt"], or set "type"'
+        why = f"none of its {len(found)} files has a name of the type {kind}: {_census(names)}"
+        remedy = 'list the files to read in "include", e.g. ["*.txt"], or set "type"'
         raise ConfigError(f"{at}.path", path, why=why, remedy=remedy)
     return kind, chosen
 
 
 def _chosen(path: str, found: list[_Found], source: Source, kind: SourceType, at: str) -> list[InputFile]:
-    """What `include` and `exclude` leave; without `include`, the usual names of the type, and what is named itself.
+    """The files that `include` and `exclude` select; without `include`, the usual names of the type and named files.
 
     Raises:
-        ConfigError: the type was told from the names, and a pattern that says more than `*` matches others, too.
+        ConfigError: the type was inferred from the names, and a glob more specific than `*` matches other types, too.
     """
     left = [entry for entry in found if not _matches(entry.file.name, source.exclude)]
     if source.include:
@@ -140,7 +145,7 @@ def _chosen(path: str, found: list[_Found], source: Source, kind: SourceType, at
     odd = [entry.file.name for entry in left if entry.named and not _matches(entry.file.name, usual)]
     if odd and path.rsplit("/", 1)[-1].strip("*"):
         why = f"the pattern also matches {len(odd)} files that are not {kind} by their names: {', '.join(odd[:5])}"
-        remedy = f'a narrower pattern, "exclude", or "type": "{kind}" if they are of it'
+        remedy = f'narrow the pattern, use "exclude", or set "type": "{kind}" if they are {kind}'
         raise ConfigError(f"{at}.path", path, why=why, remedy=remedy)
     return [entry.file for entry in left if _matches(entry.file.name, usual)]
 
@@ -150,45 +155,47 @@ def _is_saved_dataset(path: str, source: Source) -> bool:
     return local and (source.type == "datasets" or (source.type is None and saved.is_saved(path)))
 
 
-def _listed(path: str, hidden: set[str]) -> list[_Found]:
-    """Everything below a folder, or the file itself, or what a pattern matches and what is below that."""
+def _listed(path: str, excluded: set[str]) -> list[_Found]:
+    """The files of a path: the file itself, all files in a directory, or those that a glob matches or contains."""
     if storage.is_remote(path):
         listed = storage.listing(path)
         return [_Found(InputFile(e.name, e.url, e.stat.bytes, e.stat.version), e.named) for e in listed]
     if Path(path).is_dir():
-        return [_Found(_local(name, file), named=False) for name, file in _walk(path, hidden)]
+        return [_Found(_local(name, file), named=False) for name, file in _walk(path, excluded)]
     if Path(path).is_file():
         return [_Found(_local(Path(path).name, path), named=True)]
-    return _globbed(path, hidden)
+    return _globbed(path, excluded)
 
 
-def _globbed(pattern: str, hidden: set[str]) -> list[_Found]:
-    """What a pattern matches. Folders at its front that exist by their very names are no patterns."""
+def _globbed(pattern: str, excluded: set[str]) -> list[_Found]:
+    """The files that a glob matches. Leading directories that exist under their literal name are not patterns."""
     root = pattern
     while root and not Path(root).is_dir():
-        root = os.path.dirname(root)  # noqa: PTH120 - keeps the path as it is written
+        root = os.path.dirname(root)  # noqa: PTH120 - keeps the path as written
     found: dict[str, _Found] = {}
     hits = glob.glob(glob.escape(root) + pattern[len(root) :], recursive=True)  # noqa: PTH207 - may be absolute
     last = None
     for folder in sorted(f"{hit.rstrip('/')}/" for hit in hits):
         hit = folder[:-1]
         name = os.path.relpath(hit, root or ".")
-        if _is_hidden(hit, hidden) or storage.SKIPPED_FOLDERS.intersection(name.split("/")) - set(pattern.split("/")):
+        if _is_excluded(hit, excluded) or storage.SKIPPED_FOLDERS.intersection(name.split("/")) - set(
+            pattern.split("/")
+        ):
             continue
         if Path(hit).is_file():
             found[name] = _Found(_local(name, hit), named=True)
         elif Path(hit).is_dir() and not (last and folder.startswith(last)):
             last = folder
-            for inner, file in _walk(hit, hidden):
-                below = os.path.normpath(f"{name}/{inner}")
-                found.setdefault(below, _Found(_local(below, file), named=False))
+            for inner, file in _walk(hit, excluded):
+                nested = os.path.normpath(f"{name}/{inner}")
+                found.setdefault(nested, _Found(_local(nested, file), named=False))
     return list(found.values())
 
 
-def _is_hidden(path: str, hidden: set[str]) -> bool:
-    """Whether it is one of the hidden folders, or in one."""
+def _is_excluded(path: str, excluded: set[str]) -> bool:
+    """Whether a path is one of the excluded directories, or in one."""
     absolute = f"{os.path.abspath(path)}/"  # noqa: PTH100 - must not follow links
-    return any(absolute.startswith(f"{folder}/") for folder in hidden)
+    return any(absolute.startswith(f"{folder}/") for folder in excluded)
 
 
 def _local(name: str, file: str) -> InputFile:
@@ -196,14 +203,14 @@ def _local(name: str, file: str) -> InputFile:
     return InputFile(name, file, stat.bytes, stat.version)
 
 
-def _walk(root: str, hidden: set[str]) -> Iterator[tuple[str, str]]:
-    if _is_hidden(root, hidden):
+def _walk(root: str, excluded: set[str]) -> Iterator[tuple[str, str]]:
+    if _is_excluded(root, excluded):
         return
     for here, directories, files in os.walk(root, onerror=_raise):
         directories[:] = [
             d
             for d in directories
-            if d[0] != "." and d not in storage.SKIPPED_FOLDERS and os.path.abspath(f"{here}/{d}") not in hidden  # noqa: PTH100
+            if d[0] != "." and d not in storage.SKIPPED_FOLDERS and os.path.abspath(f"{here}/{d}") not in excluded  # noqa: PTH100
         ]
         for file in files:
             path = f"{here}/{file}"
@@ -212,7 +219,9 @@ def _walk(root: str, hidden: set[str]) -> Iterator[tuple[str, str]]:
 
 
 def _raise(error: OSError) -> None:
-    raise DataError(f"{error.filename}: {error.strerror}\n  try: make the directory readable, or exclude it")
+    raise DataError(
+        f"{error.filename} cannot be listed: {error.strerror}\n  try: make the directory readable, or exclude it"
+    )
 
 
 def _infer(names: list[str], source: Source, at: str) -> SourceType:
@@ -221,11 +230,11 @@ def _infer(names: list[str], source: Source, at: str) -> SourceType:
         return next(iter(counts))
     if source.include and not counts:
         return "text"
-    raise _cannot_tell(at, ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())) or _census(names))
+    raise _ambiguous_type(at, ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())) or _census(names))
 
 
-def _cannot_tell(at: str, found: str) -> ConfigError:
-    remedy = '"text", "jsonl", "parquet" or "datasets"; or one source for each'
+def _ambiguous_type(at: str, found: str) -> ConfigError:
+    remedy = 'set it to "text", "jsonl", "parquet" or "datasets", or use one source per type'
     return ConfigError(f"{at}.type", why=f"the files are of several types or of an unknown one: {found}", remedy=remedy)
 
 

@@ -1,4 +1,4 @@
-"""Parquet files, by row groups; only the text and id columns are read."""
+"""Parquet reader, by row groups; only the needed columns are read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ROWS = 1024
 
 
 def row_group_bytes(path: str) -> list[int]:
-    """Compressed bytes of each row group; empty when the footer cannot be read (the reader will say why)."""
+    """Compressed bytes of each row group; empty if the footer cannot be read (the reader reports the error)."""
     try:
         metadata = _open(path).metadata
     except DamagedFileError:
@@ -26,10 +26,11 @@ def row_group_bytes(path: str) -> list[int]:
 
 
 def check(path: str, *, at: str, wanted: WantedFields) -> None:
-    """Reads the footer and refuses a file without the columns.
+    """Reads the footer of a file and checks its columns.
 
     Raises:
-        DamagedFileError: no readable footer. ConfigError: a column is missing or holds no strings.
+        DamagedFileError: the footer is not readable.
+        ConfigError: a column is missing or does not hold strings.
     """
     columns.check_schema(_open(path).schema_arrow, path=path, at=at, wanted=wanted)
 
@@ -39,11 +40,12 @@ def read(
 ) -> Iterator[TextBatch | BadRecord]:
     """Yields the rows of row groups [first_group, end_group).
 
-    A row group that cannot be decoded from some page on ends with a `BadRecord` of the reason `DAMAGED_FILE`, and the
-    next one follows. Each is read by itself, so nothing depends on how the groups are cut into units.
+    A row group with a page that cannot be decoded ends with a `BadRecord` of the reason `DAMAGED_FILE`, and reading
+    goes on with the next one. Each row group is read separately, so the result does not depend on the division into
+    units.
 
     Raises:
-        DamagedFileError: no readable footer.
+        DamagedFileError: the footer is not readable.
     """
     table = _open(path)
     names = [name for name in wanted.columns if name in table.schema_arrow.names]

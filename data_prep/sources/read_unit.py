@@ -1,4 +1,4 @@
-"""Reading a unit of the plan, whatever its type."""
+"""Reads a unit of input with the reader of its type; checks that the file has not changed since the plan."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from data_prep.sources.units import Unit
 from headrace.base.errors import DataError
 
 
-def wanted_of(source: Source, others: Sequence[str] = ()) -> WantedFields:
-    """What is read of the records of a source: its text, its id, and what the job asks for besides."""
+def wanted_fields(source: Source, others: Sequence[str] = ()) -> WantedFields:
+    """The record fields to read from a source: text or messages, id, and `others` that the job needs."""
     if source.messages_field is not None:
         return WantedFields(
             source.messages_field, source.id_field, tuple(others), conversation=True, tools=source.tools_field
@@ -21,35 +21,34 @@ def wanted_of(source: Source, others: Sequence[str] = ()) -> WantedFields:
     return WantedFields(source.text_field, source.id_field, tuple(others))
 
 
-def digest_of(unit: Unit) -> Digest:
-    """The sum of the bytes that a unit answers for, still to be taken."""
+def unit_digest(unit: Unit) -> Digest:
+    """A new digest for the bytes of a unit."""
     return Digest(unit.path, start=unit.start, end=unit.end)
 
 
 def read_unit(unit: Unit, wanted: WantedFields, digest: Digest | None = None) -> Iterator[TextBatch | BadRecord]:
-    """Yields the documents of a unit, and what was not readable.
+    """Yields the documents of a unit in batches, and its unreadable records.
 
-    A damaged file, or row group of a parquet file, ends with a `BadRecord` of the reason `DAMAGED_FILE`; what was read
-    before the damage stands.
+    A damaged file, or row group of a parquet file, ends with a `BadRecord` of the reason `DAMAGED_FILE`; the documents
+    before the damage are kept.
 
     Args:
-        digest: of the unit; is shown the bytes that are read.
+        unit: to read.
+        wanted: record fields to read.
+        digest: of the unit; is updated with the bytes that are read.
 
     Raises:
-        DataError: the file is not the one that was planned: it is gone, or has changed; or its storage fails.
+        DataError: the file was removed or changed since the job was planned, or its storage fails.
     """
-    _check_same(unit)
+    _check_unchanged(unit)
     try:
-        yield from _batches(unit, wanted, digest or digest_of(unit))
+        yield from _batches(unit, wanted, digest or unit_digest(unit))
     except DamagedFileError as error:
         yield BadRecord(unit.source, unit.file, "file", None, DAMAGED_FILE, str(error))
-    except (
-        OSError,
-        storage.StorageError,
-    ):  # a remote file that was replaced refuses to be read on, in its storage's words
-        _check_same(unit)
+    except (OSError, storage.StorageError):  # a remote file that was replaced fails with an error of its storage
+        _check_unchanged(unit)
         raise
-    _check_same(unit)
+    _check_unchanged(unit)
 
 
 def _batches(unit: Unit, wanted: WantedFields, digest: Digest) -> Iterator[TextBatch | BadRecord]:
@@ -67,14 +66,14 @@ def _batches(unit: Unit, wanted: WantedFields, digest: Digest) -> Iterator[TextB
     return hf.read(path, source=source, file=file, wanted=wanted)
 
 
-def _check_same(unit: Unit) -> None:
+def _check_unchanged(unit: Unit) -> None:
     try:
         found = storage.stat(unit.path)
     except FileNotFoundError:
-        raise DataError(f"{unit.path} has gone since the job was planned\n  try: bring it back and run again") from None
+        raise DataError(f"{unit.path} was removed after the job was planned\n  try: restore it and run again") from None
     planned = storage.Stat(unit.file_bytes, unit.file_version)
-    if found.is_another(planned):
-        sizes = f": {found.bytes:,} bytes, and had {planned.bytes:,}" if found.bytes != planned.bytes else ""
+    if found.differs_from(planned):
+        sizes = f": it has {found.bytes:,} bytes, and had {planned.bytes:,}" if found.bytes != planned.bytes else ""
         raise DataError(
             f"{unit.path} has changed since the job was planned{sizes}\n"
             "  try: restore it, or remove the job directory to start over"

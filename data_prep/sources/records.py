@@ -1,4 +1,4 @@
-"""What readers give: batches of texts, and records that could not be read, each with its reason."""
+"""Output of the readers: batches of texts, and unreadable records with their reasons."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 BATCH_CHARACTERS = 1 << 20
-"""About how much text is in a batch: enough that what is done once per batch costs little."""
+"""Approximate size of a batch, in characters: large enough that the cost per batch is negligible."""
 BATCH_DOCUMENTS = 4096
 
 
@@ -18,10 +18,10 @@ class TextBatch:
 
     Attributes:
         texts: the texts.
-        at: where each lies: the byte offset of its line, or the number of its row. It does not depend on how the input
-            was cut, and names the document together with its file.
-        fields: of each text, the other fields that were asked for; empty when none were.
-        characters: of all texts.
+        at: position of each text in its file: the byte offset of its line, or its row number. It does not depend on the
+            division into units, and identifies the document together with its file.
+        fields: the other requested fields of each text's record; empty if none were requested.
+        characters: total length of the texts.
     """
 
     texts: list[str] = field(default_factory=list)
@@ -30,14 +30,14 @@ class TextBatch:
     characters: int = 0
 
     def add(self, text: str, at: int) -> bool:
-        """Adds a text; tells whether the batch is full."""
+        """Adds a text; returns whether the batch is full."""
         self.texts.append(text)
         self.at.append(at)
         self.characters += len(text)
         return self.full
 
-    def joined(self, other: TextBatch) -> TextBatch:
-        """With those of another batch behind them; both are used up."""
+    def extended(self, other: TextBatch) -> TextBatch:
+        """Returns a batch with the texts of both, in order. Reuses their lists: use neither afterwards."""
         if not self.texts:
             return other
         self.texts += other.texts
@@ -48,11 +48,11 @@ class TextBatch:
 
     @property
     def full(self) -> bool:
-        """Whether it is large enough to be handed on."""
+        """Whether the batch has reached its size limit."""
         return self.characters >= BATCH_CHARACTERS or len(self.texts) >= BATCH_DOCUMENTS
 
-    def take(self, record: Mapping[str, Any], wanted: WantedFields, at: int) -> bool:
-        """Adds a record's text and what else is wanted of it; tells whether the batch is full."""
+    def add_record(self, record: Mapping[str, Any], wanted: WantedFields, at: int) -> bool:
+        """Adds a record's text and its wanted fields; returns whether the batch is full."""
         if wanted.extra:
             self.fields.append({name: record.get(name) for name in wanted.extra})
         return self.add(record[wanted.text], at)
@@ -60,14 +60,14 @@ class TextBatch:
 
 @dataclass(frozen=True)
 class WantedFields:
-    """What is read of a record.
+    """The fields (jsonl) or columns (tables) to read from each record.
 
     Attributes:
-        text: the field or column of the text.
-        tools: where the text is a conversation, the field of its tools; None: there is none.
-        conversation: whether `text` holds messages. They are handed on as one line of JSON.
-        id: of the document's id, which must be there; None: the position is the id.
-        others: further ones, which may be missing.
+        text: field of the text, or of the messages of a conversation.
+        id: field of the document id, which every record must have; None: the position identifies the document.
+        others: further fields, which may be missing.
+        conversation: whether `text` holds messages, which are passed on as one line of JSON.
+        tools: for conversations, the field of their tools, or None.
     """
 
     text: str
@@ -78,20 +78,25 @@ class WantedFields:
 
     @cached_property
     def extra(self) -> tuple[str, ...]:
-        """All but the text."""
+        """All fields but the text (and the tools), each once."""
         return tuple(dict.fromkeys(([self.id] if self.id else []) + list(self.others)))
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """All that is read of a table."""
+        """All columns to read from a table."""
         return tuple(dict.fromkeys((self.text, *([self.tools] if self.tools else []), *self.extra)))
 
 
 @dataclass(frozen=True, slots=True)
 class BadRecord:
-    """A record (or a whole file) that was not readable.
+    """An unreadable record, or a damaged file or row group.
 
-    at: the line (counted from 1), row or row group (from 0), or None for the whole file. unit: what `at` counts.
+    Attributes:
+        source, file: names of the source and the file.
+        unit: what `at` counts: "line", "row", "row group" or "file".
+        at: number of the line (from 1), row or row group (from 0), or None for the whole file.
+        reason: one of a fixed set, by which the manifest counts.
+        detail: free text.
     """
 
     source: str
@@ -102,7 +107,7 @@ class BadRecord:
     detail: str
 
     def place(self) -> str:
-        """`file:line`, `file, row 7` or `file`."""
+        """The position as text: `file:line`, `file, row 7` or `file`."""
         if self.at is None:
             return self.file
         return f"{self.file}:{self.at}" if self.unit == "line" else f"{self.file}, {self.unit} {self.at}"
@@ -113,4 +118,4 @@ class BadRecord:
 
 
 DAMAGED_FILE = "damaged file"
-"""The reason of a `BadRecord` that stands for the rest of a file or of a row group: counted against `max_bad_files`."""
+"""Reason of a `BadRecord` for the rest of a damaged file or row group; it counts against `max_bad_files`."""

@@ -1,4 +1,4 @@
-"""What `save_to_disk` of Hugging Face `datasets` leaves, and fetching a builder's data into that form."""
+"""Saved Hugging Face `datasets` (`save_to_disk`): lists their files, and downloads a builder's data in that form."""
 
 from __future__ import annotations
 
@@ -18,31 +18,32 @@ def is_saved(path: str) -> bool:
 
 
 def saved_files(path: str, split: str | None, *, at: str) -> list[tuple[str, str]]:
-    """(name, path) of the Arrow files of a saved dataset, or of one split of a saved dictionary of datasets.
+    """(name, path) of the Arrow files of a saved `Dataset`, or of one split of a saved `DatasetDict`.
 
     Raises:
-        ConfigError: not a saved dataset, or a dictionary and no such split is named.
+        ConfigError: the path is not a saved dataset, or a `DatasetDict` without this split.
+        DataError: a file is missing.
     """
     root = Path(path)
     if (root / _DICT).is_file():
         known = json.loads((root / _DICT).read_text())["splits"]
         chosen = split or (known[0] if len(known) == 1 else None)
         if chosen is None or chosen not in known:
-            why = f"{path} holds several splits" if split is None else f"{path} has no such split"
+            why = f"{path} has several splits" if split is None else f"{path} has no such split"
             raise ConfigError(f"{at}.split", split, why=why, remedy=f"one of: {', '.join(known)}")
         root /= chosen
     if not (root / _STATE).is_file():
-        why = f"not a dataset saved with save_to_disk: no {_STATE}"
-        raise ConfigError(f"{at}.path", path, why=why, remedy='name its directory, or set another "type"')
+        why = f"it is not a dataset saved with save_to_disk: there is no {_STATE}"
+        raise ConfigError(f"{at}.path", path, why=why, remedy='name the saved directory, or set another "type"')
     names = [entry["filename"] for entry in json.loads((root / _STATE).read_text())["_data_files"]]
     missing = [name for name in names if not (root / name).is_file()]
     if missing:
-        raise DataError(f"{root / missing[0]} is missing; {_STATE} lists it\n  try: save the dataset again")
+        raise DataError(f"{root / missing[0]} is missing, and {_STATE} lists it\n  try: save the dataset again")
     return [(name, str(root / name)) for name in names]
 
 
 def materialise(source: Source, target: Path, *, at: str) -> None:
-    """Downloads or builds a builder's data and saves it under `target`, whole or not at all.
+    """Downloads a builder's data and saves it as `target`, atomically: by one rename.
 
     Raises:
         DataError: `datasets.load_dataset` failed, e.g. without a network.
@@ -57,9 +58,9 @@ def materialise(source: Source, target: Path, *, at: str) -> None:
         datasets.disable_progress_bars()
         dataset = datasets.load_dataset(source.builder, split=source.split, **source.kwargs)
         dataset.save_to_disk(str(partial))
-    except Exception as error:  # whatever a builder raises, the user sees the builder's own words
-        words = f"{at}: datasets.load_dataset({source.builder!r}) failed: {type(error).__name__}: {error}"
+    except Exception as error:  # of any type; the user sees the builder's message
+        why = f"{at}: datasets.load_dataset({source.builder!r}) failed: {type(error).__name__}: {error}"
         raise DataError(
-            f"{words}\n  try: check the name and the network, or save it elsewhere and give its path"
+            f"{why}\n  try: check the name and the network, or save it elsewhere and give its path"
         ) from None
     partial.rename(target)

@@ -1,7 +1,7 @@
-"""Where input lies: local files, or anything `fsspec` opens (`s3://`, `hf://`, `gs://`, ...), named by its URL.
+"""Input storage: local files, or URLs that `fsspec` opens (`s3://`, `hf://`, `gs://`, ...).
 
-Everything that touches the bytes of an input goes through here. Outputs and job directories are local or shared paths:
-they need renames that are whole or absent, which object stores do not have.
+All access to input bytes goes through this module. Outputs and job directories are on local or shared file systems:
+they need atomic renames, which object stores lack.
 """
 
 from __future__ import annotations
@@ -19,36 +19,43 @@ from typing import Any, BinaryIO, cast
 from headrace.base.errors import DataError, HeadraceError
 
 SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules"})
-"""Of a corpus, read no more than hidden ones are."""
-_SIGN = re.compile(r"[*?\[]")  # that a path with it may be a pattern
-_BLOCK_BYTES = 8 << 20  # of a remote file, per request
-_MARKS = ("ETag", "etag", "md5Hash", "blob_id", "mtime", "LastModified", "last_modified")
-"""By which the kinds of storage tell one content of a file from another."""
+"""Directories of a corpus that are skipped, like hidden ones."""
+_GLOB_CHARACTER = re.compile(r"[*?\[]")
+_BLOCK_BYTES = 8 << 20  # per request of a remote file
+_VERSION_KEYS = ("ETag", "etag", "md5Hash", "blob_id", "mtime", "LastModified", "last_modified")
+"""Keys of file metadata by which the storage types distinguish versions of a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """One state of a file. bytes: its size as stored; version: `MARK=VALUE`, or empty where the storage has no mark."""
+    """Size and version of a file.
+
+    Attributes:
+        bytes: size as stored.
+        version: `KEY=VALUE` from the storage's metadata, or empty if it has none.
+    """
 
     bytes: int
     version: str
 
-    def is_another(self, before: Stat) -> bool:
-        """Whether the file has been changed since."""
-        marks = [stat.version.partition("=")[0] for stat in (self, before)]
-        return self.bytes != before.bytes or (marks[0] == marks[1] and self.version != before.version)
+    def differs_from(self, before: Stat) -> bool:
+        """Whether the file was changed since `before`: another size, or another value of the same version key."""
+        keys = [stat.version.partition("=")[0] for stat in (self, before)]
+        return self.bytes != before.bytes or (keys[0] == keys[1] and self.version != before.version)
 
 
 class StorageError(DataError):
-    """A remote file that cannot be opened or read, in the words of its storage."""
+    """A remote file cannot be opened or read; the message contains the storage's own error."""
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class RemoteFile:
     """A remote file of a listing.
 
-    name: relative to what was listed; url, stat: of the file; named: by the address or its pattern itself, not found in
-    a folder.
+    Attributes:
+        name: relative to the listed URL.
+        url, stat: of the file.
+        named: whether the URL or its glob matches the file itself, rather than a directory that contains it.
     """
 
     name: str
@@ -66,31 +73,32 @@ def stat(path: str) -> Stat:
     """Size and version of a file.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: the file does not exist.
     """
     if not is_remote(path):
         found = os.stat(path)  # noqa: PTH116 - called for a million files
         return Stat(found.st_size, f"mtime={found.st_mtime_ns}")
-    with _told(path):
+    with _storage_errors(path):
         filesystem, inner = _filesystem(path)
         return _stat(filesystem.info(inner))
 
 
 def open_raw(path: str) -> BinaryIO:
-    """Opens a file for reading, unbuffered where it is local; it can seek.
+    """Opens a file for reading; it is seekable, and unbuffered if it is local.
 
     Raises:
-        OSError: of a local file. StorageError: whatever goes wrong with a remote one, now or when it is read.
+        OSError: a local file cannot be opened.
+        StorageError: any error of a remote file, now or on a later read.
     """
     if not is_remote(path):
         return cast(BinaryIO, io.FileIO(path))
-    with _told(path, missing=True):
+    with _storage_errors(path, missing=True):
         filesystem, inner = _filesystem(path)
-        return cast(BinaryIO, _Remote(filesystem.open(inner, "rb", block_size=_BLOCK_BYTES), path))
+        return cast(BinaryIO, _RemoteReader(filesystem.open(inner, "rb", block_size=_BLOCK_BYTES), path))
 
 
-class _Remote(io.RawIOBase):
-    """A remote file whose storage's own kinds of errors are told as a `StorageError`."""
+class _RemoteReader(io.RawIOBase):
+    """A remote file; exceptions of its storage become a `StorageError`."""
 
     def __init__(self, file: Any, url: str) -> None:
         self._file, self._url = file, url
@@ -108,11 +116,11 @@ class _Remote(io.RawIOBase):
         return int(self._file.tell())
 
     def read(self, size: int = -1) -> bytes:
-        with _told(self._url, missing=True):
+        with _storage_errors(self._url, missing=True):
             return cast(bytes, self._file.read(size))
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        with _told(self._url, missing=True):
+        with _storage_errors(self._url, missing=True):
             return int(self._file.readinto(buffer))
 
     def close(self) -> None:
@@ -120,21 +128,22 @@ class _Remote(io.RawIOBase):
         super().close()
 
 
-def listing(path: str) -> list[Listed]:
-    """All files that a URL names: itself, everything below it, or what its pattern matches and what is below that.
+def listing(path: str) -> list[RemoteFile]:
+    """Lists the files of a URL: the file itself, all files in a directory, or those that a glob matches or contains.
 
-    A file or folder of the very name comes first: `data[1].jsonl` is a pattern only where there is none.
+    An existing file or directory of the literal name has precedence: `data[1].jsonl` is a glob only if there is none.
 
     Returns:
-        the files, sorted by name. Hidden files and folders are left out, and `SKIPPED_FOLDERS`.
+        the files, sorted by name, without hidden files and directories and `SKIPPED_FOLDERS`.
 
     Raises:
-        StorageError: the place cannot be reached. DataError: the package for it is missing.
+        StorageError: the storage cannot be reached.
+        DataError: the package for the protocol is missing.
     """
-    with _told(path, missing=True):
+    with _storage_errors(path, missing=True):
         filesystem, inner = _filesystem(path)
-        if _SIGN.search(inner) and not _is_there(filesystem, inner):
-            root = inner[: _SIGN.search(inner).start()].rpartition("/")[0]  # type: ignore[union-attr]
+        if _GLOB_CHARACTER.search(inner) and not _exists(filesystem, inner):
+            root = inner[: _GLOB_CHARACTER.search(inner).start()].rpartition("/")[0]  # type: ignore[union-attr]
             named, inside = _matching(filesystem, inner)
         else:
             found = filesystem.find(inner, detail=True)
@@ -142,7 +151,7 @@ def listing(path: str) -> list[Listed]:
             root = inner.rpartition("/")[0] if itself else inner.rstrip("/")
             named, inside = (found, {}) if itself else ({}, found)
         listed = [
-            Listed(name[len(root) :].lstrip("/"), filesystem.unstrip_protocol(name), _stat(info), name in named)
+            RemoteFile(name[len(root) :].lstrip("/"), filesystem.unstrip_protocol(name), _stat(info), name in named)
             for name, info in (inside | named).items()
             if _is_file(info)
         ]
@@ -150,7 +159,7 @@ def listing(path: str) -> list[Listed]:
 
 
 def _matching(filesystem: Any, pattern: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a pattern matches, and what is in the folders that it matches."""
+    """The files that a glob matches, and the files in the directories that it matches."""
     named = filesystem.glob(pattern, detail=True)
     inside: dict[str, Any] = {}
     last = None
@@ -161,21 +170,21 @@ def _matching(filesystem: Any, pattern: str) -> tuple[dict[str, Any], dict[str, 
     return named, inside
 
 
-def _is_there(filesystem: Any, name: str) -> bool:
+def _exists(filesystem: Any, name: str) -> bool:
     try:
         return bool(filesystem.exists(name))
-    except Exception:  # a name that a storage refuses, such as a bucket with a star in it, is none
+    except Exception:  # a storage may refuse an invalid name, such as a bucket with a star in it
         return False
 
 
 def parquet_source(path: str) -> Any:
-    """What pyarrow opens: a path, which it maps, or an open remote file."""
+    """The argument for pyarrow: a local path, which it memory-maps, or an open remote file."""
     return open_raw(path) if is_remote(path) else path
 
 
 def _stat(info: dict[str, Any]) -> Stat:
-    marks = (f"{key}={info[key]}" for key in _MARKS if info.get(key))
-    return Stat(int(info["size"]), next(marks, ""))
+    versions = (f"{key}={info[key]}" for key in _VERSION_KEYS if info.get(key))
+    return Stat(int(info["size"]), next(versions, ""))
 
 
 def _is_file(info: dict[str, Any]) -> bool:
@@ -187,11 +196,12 @@ def _hidden(name: str) -> bool:
 
 
 @contextmanager
-def _told(path: str, *, missing: bool = False) -> Iterator[None]:
-    """Turns what a storage raises, of which each has its own kinds, into a `StorageError`.
+def _storage_errors(path: str, *, missing: bool = False) -> Iterator[None]:
+    """Converts the exceptions of a storage, which has its own types, into a `StorageError`.
 
     Args:
-        missing: also a `FileNotFoundError`.
+        path: for the message.
+        missing: whether to convert `FileNotFoundError`, too.
     """
     try:
         yield
@@ -200,9 +210,9 @@ def _told(path: str, *, missing: bool = False) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, FileNotFoundError) and not missing:
             raise
-        words = f"{path} cannot be read: {type(error).__name__}: {error}"
+        why = f"{path} cannot be read: {type(error).__name__}: {error}"
         remedy = "check the address, the network and the credentials, then run again"
-        raise StorageError(f"{words}\n  try: {remedy}") from None
+        raise StorageError(f"{why}\n  try: {remedy}") from None
 
 
 @cache
@@ -210,9 +220,11 @@ def _protocol(protocol: str) -> Any:
     import fsspec  # noqa: PLC0415 - local corpora do not need it
 
     try:
-        return fsspec.filesystem(protocol, use_listings_cache=False)  # sizes must be those of this moment
+        return fsspec.filesystem(protocol, use_listings_cache=False)  # sizes must be current
     except (ImportError, ValueError) as error:
-        raise DataError(f"{protocol}:// cannot be opened: {error}") from None
+        raise DataError(
+            f"{protocol}:// URLs cannot be opened: {error}\n  try: check the URL, and install the fsspec package for it"
+        ) from None
 
 
 def _filesystem(path: str) -> tuple[Any, str]:

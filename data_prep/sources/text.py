@@ -1,4 +1,4 @@
-"""Text files: one file is one document."""
+"""Text file reader: one file is one document."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from data_prep.sources.records import BadRecord, TextBatch
 
 
 def read(path: str, *, source: str, file: str, digest: Digest) -> Iterator[TextBatch | BadRecord]:
-    """Yields the one document of a UTF-8 file, without a byte-order mark; line ends stay as they are.
+    """Yields the document of a UTF-8 file, without a byte-order mark; line ends are not changed.
 
     Raises:
-        DamagedFileError: a compressed file that ends too early.
+        DamagedFileError: a compressed file is truncated or damaged.
     """
     try:
         with open_bytes(path, digest) as stream:

@@ -1,8 +1,8 @@
-"""Cutting the input into units and the units into map tasks.
+"""Division of the input into units, and of the units into map tasks.
 
-A unit is what one reader reads in one go: a file, a byte range of an uncompressed jsonl file, some row groups of a
-parquet file. Units lie in the order source, file name, position; a map task is a run of neighbouring units, so the
-order of tasks is the order of documents. The plan depends on names, sizes and the config, on nothing else.
+A unit is the input of one reader call: a file, a byte range of an uncompressed jsonl file, or some row groups of a
+parquet file. Units are ordered by source, file name and position; a map task is a run of consecutive units, so the
+order of tasks is the order of documents. The plan depends only on names, sizes and the config.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ from data_prep.sources.listing import InputFile, ResolvedSource
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What one reader reads in one go.
+    """The input of one reader call.
 
-    Args:
-        source: the source's label. file: the name within the source. path: where it lies.
-        start, end: the bytes of the file that this unit answers for (and hashes); the units of a file cover it.
-        first_group, end_group: row groups [first, end) of a parquet file; 0, 0 elsewhere.
+    Attributes:
+        source: name of the source.
+        type: of the source.
+        file: name of the file within the source.
+        path: of the file.
+        start, end: byte range of the file that this unit hashes (and reads, if jsonl); the units of a file cover it.
+        first_group, end_group: row groups [first, end) of a parquet file; 0, 0 for other types.
         part, parts: this is unit `part` of the `parts` of its file.
-        file_bytes, file_version: the state of the file when the job was planned; see `storage.Stat`.
+        file_bytes, file_version: state of the file when the job was planned; see `storage.Stat`.
     """
 
     source: str
@@ -52,21 +55,21 @@ def units(sources: Iterable[ResolvedSource], *, task_bytes: int) -> Iterator[Uni
 
 
 def group(all_units: Iterable[Unit], *, task_bytes: int) -> list[list[Unit]]:
-    """Neighbouring units, put together until they hold about `task_bytes`: half a unit more or less."""
+    """Groups consecutive units into map tasks of about `task_bytes` each, give or take half a unit."""
     tasks: list[list[Unit]] = []
-    room = 0.0
+    remaining = 0.0
     for unit in all_units:
         size = unit.end - unit.start
-        if not tasks or room < size / 2:
+        if not tasks or remaining < size / 2:
             tasks.append([])
-            room = task_bytes
+            remaining = task_bytes
         tasks[-1].append(unit)
-        room -= size
+        remaining -= size
     return tasks
 
 
 def _units_of(source: ResolvedSource, file: InputFile, task_bytes: int) -> Iterator[Unit]:
-    groups = _cut_groups(file, task_bytes) if source.type == "parquet" else []
+    groups = _split_row_groups(file, task_bytes) if source.type == "parquet" else []
     if groups:
         parts = len(groups)
     elif source.type == "jsonl" and not file.path.endswith((".gz", ".zst")):
@@ -80,15 +83,15 @@ def _units_of(source: ResolvedSource, file: InputFile, task_bytes: int) -> Itera
         yield Unit(source.label, source.type, file.name, file.path, *place, file.bytes, file.version)
 
 
-def _cut_groups(file: InputFile, task_bytes: int) -> list[tuple[int, int]]:
-    from data_prep.sources.parquet import row_group_bytes  # noqa: PLC0415 - Arrow takes a while, and others need it not
+def _split_row_groups(file: InputFile, task_bytes: int) -> list[tuple[int, int]]:
+    from data_prep.sources.parquet import row_group_bytes  # noqa: PLC0415 - importing Arrow is slow, and only parquet needs it
 
-    cuts: list[tuple[int, int]] = []
-    first, held = 0, 0
+    parts: list[tuple[int, int]] = []
+    first, size_so_far = 0, 0
     sizes = row_group_bytes(file.path)
     for i, size in enumerate(sizes):
-        held += size
-        if held >= task_bytes or i == len(sizes) - 1:
-            cuts.append((first, i + 1))
-            first, held = i + 1, 0
-    return cuts
+        size_so_far += size
+        if size_so_far >= task_bytes or i == len(sizes) - 1:
+            parts.append((first, i + 1))
+            first, size_so_far = i + 1, 0
+    return parts

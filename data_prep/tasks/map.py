@@ -101,7 +101,7 @@ class _Mapper:
     def _map_conversations(self, batch: DocumentBatch) -> None:
         """Renders and tokenises conversations; those that cannot be trained on count as unreadable records."""
         from data_prep.chat.encoder import EncodedConversation, open_chat_encoder  # noqa: PLC0415 - brings jinja2 along
-        from data_prep.sources.line_numbers import place_of  # noqa: PLC0415
+        from data_prep.sources.line_numbers import record_position  # noqa: PLC0415
 
         number = int(batch.unit[0])
         everything = self._stream.source_of(number).learn == "everything"
@@ -114,7 +114,7 @@ class _Mapper:
                 kept.append(i)
             except ConversationError as error:
                 unit = self._task.units[number]
-                where = place_of(unit, position)
+                where = record_position(unit, position)
                 self._stream.skip_record(BadRecord(unit.source, unit.file, *where, "not a conversation", str(error)))
         if not found:
             return

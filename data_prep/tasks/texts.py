@@ -18,7 +18,7 @@ import numpy as np
 from data_prep.config.corpus import CorpusConfig, Source
 from data_prep.hashing import U64, document_keys, id_keys, unit_key
 from data_prep.sources.bad_records import BadRecordCount
-from data_prep.sources.read_unit import digest_of, read_unit, wanted_of
+from data_prep.sources.read_unit import read_unit, unit_digest, wanted_fields
 from data_prep.sources.records import BATCH_CHARACTERS, BadRecord, TextBatch
 from data_prep.sources.units import Unit
 from data_prep.task import Counts, Report
@@ -114,9 +114,9 @@ class TextStream:
         """Yields all texts that are kept."""
         pending = _Pending()
         for number, unit in enumerate(self._units):
-            digest = digest_of(unit)
+            digest = unit_digest(unit)
             conversations = self.source_of(number).messages_field is not None
-            for record in read_unit(unit, wanted_of(self.source_of(number), self.cleaner.fields), digest):
+            for record in read_unit(unit, wanted_fields(self.source_of(number), self.cleaner.fields), digest):
                 if isinstance(record, BadRecord):
                     self.skip_record(record)
                 elif conversations:
@@ -127,7 +127,7 @@ class TextStream:
                 if pending.characters >= BATCH_CHARACTERS:
                     yield from self._cleaned(pending)
                     pending = _Pending()
-                self._report_input(digest.passed)
+                self._report_input(digest.hashed_bytes)
             self.files.append([unit.source, unit.file, unit.file_bytes, unit.part, unit.parts, digest.finish()])
             self._report_input(unit.end - unit.start)
             self._reported_bytes = 0

@@ -15,7 +15,7 @@ import numpy as np
 from data_prep.config.corpus import CorpusConfig, Source
 from data_prep.hashing import HELDOUT, SAMPLE, U64, content_hashes, document_keys, select_fraction, unit_key
 from data_prep.sources.conversation import ConversationError, message_text, parse_conversation
-from data_prep.sources.read_unit import read_unit, wanted_of
+from data_prep.sources.read_unit import read_unit, wanted_fields
 from data_prep.sources.records import TextBatch
 from data_prep.sources.units import Unit
 from data_prep.tasks.cleaning import Cleaner
@@ -154,7 +154,7 @@ def _source_of(piece: Unit, config: CorpusConfig) -> Source:
 
 
 def _batches(piece: Unit, source: Source, others: Sequence[str] = ()) -> Iterator[TextBatch]:
-    return (record for record in read_unit(piece, wanted_of(source, others)) if isinstance(record, TextBatch))
+    return (record for record in read_unit(piece, wanted_fields(source, others)) if isinstance(record, TextBatch))
 
 
 def _select_pieces(pieces: Sequence[Unit], wanted_bytes: int, seed: int) -> list[Unit]:

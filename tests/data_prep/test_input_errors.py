@@ -27,11 +27,11 @@ Write = Callable[..., str]
 def bad_sources() -> list[tuple[dict[str, Any], str]]:
     return [
         ({"path": "nowhere"}, "no such file"),
-        ({"path": "hollow"}, "no such file, or nothing in it"),
+        ({"path": "hollow"}, "no such file, or the directory is empty"),
         ({"path": "zero"}, "the corpus is empty"),
         ({"path": "blank"}, "no documents with text"),
         ({"path": "one"}, "leave none for 'heldout'"),
-        ({"path": "texts", "type": "jsonl"}, "is chosen as jsonl"),
+        ({"path": "texts", "type": "jsonl"}, "has a name of the type jsonl"),
         ({"path": "texts", "type": "datasets"}, "not a dataset saved with save_to_disk"),
         ({"path": "texts", "id_field": "id"}, "plain text, which has no fields"),
         ({"path": "texts", "messages_field": "messages"}, "plain text, which has no fields"),

@@ -1,4 +1,4 @@
-"""The extension that reads JSON lines takes nothing that orjson does not take, and makes the same strings of it."""
+"""The C extension for JSON lines accepts only lines that orjson accepts, and gives the same strings."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ PIECES += [b"\\u", b"\\ud83d", b"\\ude00", b'\\"', b'"text"', b"true", b"null", 
 
 
 def strings(line: bytes, *keys: str, required: int = 1) -> tuple[Any, ...]:
-    """Of one line: what is under each key."""
+    """The strings of one line under each key."""
     *columns, starts = extension.strings(memoryview(line), keys or ("text",), required)
     assert np.frombuffer(starts, np.int64).tolist() == [0]
     return tuple(values[0] for values in columns)
 
 
 def by_orjson(line: bytes) -> object:
-    """The text of a line, or None where there is none."""
+    """The text of a line by orjson, or None if there is none."""
     try:
         found = orjson.loads(line)
     except orjson.JSONDecodeError:
@@ -53,7 +53,7 @@ def by_orjson(line: bytes) -> object:
 
 @settings(max_examples=300)
 @given(OBJECTS, st.booleans(), st.sampled_from([(",", ":"), (", ", ": "), (" ,\t", "\r: ")]))
-def test_what_it_makes_of_an_object_is_what_orjson_makes_of_it(
+def test_the_strings_of_an_object_are_those_of_orjson(
     value: dict[str, Any], ascii_only: bool, separators: tuple[str, str]
 ) -> None:
     line = json.dumps(value, ensure_ascii=ascii_only, separators=separators).encode()
@@ -69,7 +69,7 @@ def test_what_it_makes_of_an_object_is_what_orjson_makes_of_it(
     ),
 )
 @example({"text": "a"}, True, [(12, 0, b"\x00")])
-def test_damaged_lines_that_it_takes_are_lines_that_orjson_takes(
+def test_a_damaged_line_that_is_accepted_is_accepted_by_orjson(
     value: dict[str, Any], ascii_only: bool, edits: list[tuple[int, int, bytes]]
 ) -> None:
     line = json.dumps(value, ensure_ascii=ascii_only).encode()
@@ -81,8 +81,8 @@ def test_damaged_lines_that_it_takes_are_lines_that_orjson_takes(
 
 @pytest.mark.parametrize("piece", ["a", "\n", "é", "\U0001f600", '"', "\\", "\x01", "ab\tc\u2028"])
 @pytest.mark.parametrize("ascii_only", [True, False])
-def test_it_takes_lines_as_they_should_be(piece: str, ascii_only: bool) -> None:
-    for size in (*range(40), 1000, 100_000):  # around the 16 bytes that it looks at at once
+def test_well_formed_lines_are_accepted(piece: str, ascii_only: bool) -> None:
+    for size in (*range(40), 1000, 100_000):  # around the 16 bytes that one SSE2 step compares
         text = (piece * (size // len(piece) + 1))[:size]
         rest = {"id": 7, "meta": {"tags": ["x", None, True, -1.5], "empty": [{}, []]}, "titel": "Ü"}
         for value in ({"text": text, **rest}, {**rest, "text": text}):
@@ -128,14 +128,14 @@ def test_it_takes_lines_as_they_should_be(piece: str, ascii_only: bool) -> None:
         b'\xef\xbb\xbf{"text":"a"}',
     ],
 )
-def test_it_passes_over_what_is_in_doubt(line: bytes) -> None:
+def test_doubtful_lines_are_skipped(line: bytes) -> None:
     starts = [0] if line else []
     *columns, found = extension.strings(memoryview(line), ("text",), 1)
     assert columns == [[None] * len(starts)]
     assert np.frombuffer(found, np.int64).tolist() == starts
 
 
-def test_several_keys_of_which_some_need_not_be_there() -> None:
+def test_several_keys_some_of_them_optional() -> None:
     block = b'{"url":"u","text":"a","id":"1"}\n\n{"text":"b","id":"2"}\n{"text":"c","url":"x"}\n'
     block += b'{"id":"4","text":"d","url":3}'
     texts, ids, urls, starts = extension.strings(memoryview(block), ("text", "id", "url"), 2)
@@ -147,12 +147,12 @@ def test_several_keys_of_which_some_need_not_be_there() -> None:
 
 
 @pytest.mark.parametrize(("keys", "required"), [((), 1), (("a",), 0), (("a",), 2), (("a",) * 17, 1)])
-def test_it_says_how_many_keys_it_can_read(keys: tuple[str, ...], required: int) -> None:
+def test_an_unsupported_number_of_keys_is_refused(keys: tuple[str, ...], required: int) -> None:
     with pytest.raises(ValueError, match="1 to 16 can be read"):
         extension.strings(memoryview(b"{}"), keys, required)
 
 
-AWKWARD = [
+UNSUPPORTED_KEYS = [
     WantedFields("text", others=("text",)),
     WantedFields("a\\n"),
     WantedFields("\ud800"),
@@ -182,28 +182,33 @@ LINES = st.lists(
 
 @settings(max_examples=100)
 @given(LINES, st.sampled_from([b"", b"\xef\xbb\xbf"]), st.sampled_from([b"", b"\n"]), st.data())
-def test_records_are_the_same_with_and_without_it(
+def test_records_are_the_same_with_and_without_the_extension(
     lines: list[bytes], mark: bytes, end: bytes, data: st.DataObject
 ) -> None:
     content = mark + b"\n".join(lines) + end
     cut = data.draw(st.integers(0, len(content)))
     wanted = data.draw(
         st.sampled_from(
-            [WantedFields("text"), WantedFields("text", id="id"), WantedFields("text", others=("id", "url")), *AWKWARD]
+            [
+                WantedFields("text"),
+                WantedFields("text", id="id"),
+                WantedFields("text", others=("id", "url")),
+                *UNSUPPORTED_KEYS,
+            ]
         )
     )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "x.jsonl"
         path.write_bytes(content)
         with pytest.MonkeyPatch.context() as patch:
-            with_it = [*_read(path, 0, cut, wanted), *_read(path, cut, None, wanted)]
+            with_extension = [*_read(path, 0, cut, wanted), *_read(path, cut, None, wanted)]
             patch.setattr(jsonl, "extension", None)
-            without = [*_read(path, 0, cut, wanted), *_read(path, cut, None, wanted)]
-            assert with_it == without == [*_read(path, 0, None, wanted)]
+            without_extension = [*_read(path, 0, cut, wanted), *_read(path, cut, None, wanted)]
+            assert with_extension == without_extension == [*_read(path, 0, None, wanted)]
 
 
 def _read(path: Path, start: int, end: int | None, wanted: WantedFields) -> list[object]:
-    """Every document as (place, text, other fields), and every `BadRecord`, in order."""
+    """Every document as (position, text, other fields), and every `BadRecord`, in order."""
     found: list[object] = []
     digest = Digest(str(path), start=0, end=0)
     for record in jsonl.read(str(path), source="s", file="f", start=start, end=end, wanted=wanted, digest=digest):

@@ -1,4 +1,4 @@
-"""Readers give every document once, and every unreadable record with its place and its reason."""
+"""Readers yield every document once, and every unreadable record with its position and reason."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from data_prep.config.corpus import Source
 from data_prep.sources import bytesource, parquet
 from data_prep.sources.listing import resolve
-from data_prep.sources.read_unit import digest_of, read_unit, wanted_of
+from data_prep.sources.read_unit import read_unit, unit_digest, wanted_fields
 from data_prep.sources.records import BadRecord, TextBatch
 from data_prep.sources.units import Unit, group, units
 from headrace.base.errors import ConfigError, DataError
@@ -39,15 +39,15 @@ def read(source: Source, task_bytes: int = 1 << 20) -> tuple[list[Document], lis
     documents: list[Document] = []
     bad: list[BadRecord] = []
     for unit in planned(source, task_bytes):
-        for record in read_unit(unit, wanted_of(source)):
+        for record in read_unit(unit, wanted_fields(source)):
             if isinstance(record, TextBatch):
-                documents += spread(unit, record, source.id_field)
+                documents += documents_of(unit, record, source.id_field)
             else:
                 bad.append(record)
     return documents, bad
 
 
-def spread(unit: Unit, batch: TextBatch, id_field: str | None) -> list[Document]:
+def documents_of(unit: Unit, batch: TextBatch, id_field: str | None) -> list[Document]:
     if id_field:
         names = [f"{unit.source}/{fields[id_field]}" for fields in batch.fields]
     else:
@@ -72,7 +72,7 @@ def test_byte_ranges_read_every_line_of_a_jsonl_file_once(
     assert [d.text for d in documents] == texts
     assert not bad
     assert len({d.id for d in documents}) == len(texts)
-    assert [d.id for d in documents] == [d.id for d in read(source)[0]]  # an id does not depend on the cut
+    assert [d.id for d in documents] == [d.id for d in read(source)[0]]  # an id does not depend on the byte ranges
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
@@ -90,7 +90,7 @@ def test_each_kind_of_bad_line_is_reported_with_its_line_and_reason(work: Path, 
     ]
     compress = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}[suffix]
     (work / f"a.jsonl{suffix}").write_bytes(compress(b"\n".join(rows)))
-    for task_bytes in (1 << 20, 11):  # a plain file is cut into ranges, and the lines are still the file's
+    for task_bytes in (1 << 20, 11):  # a plain file is read in byte ranges; line numbers are still the file's
         documents, bad = read(Source(path=f"a.jsonl{suffix}"), task_bytes)
         assert [d.text for d in documents] == ["good", "good too"]
         assert [(b.at, b.reason) for b in bad] == [
@@ -104,7 +104,7 @@ def test_each_kind_of_bad_line_is_reported_with_its_line_and_reason(work: Path, 
         assert bad[0].place() == f"a.jsonl{suffix}:2"
 
 
-def test_several_frames_and_members_are_one_file(work: Path) -> None:
+def test_all_frames_and_members_of_a_compressed_file_are_read(work: Path) -> None:
     rows = [json.dumps({"text": f"row {i}"}).encode() + b"\n" for i in range(4)]
     (work / "a.jsonl.zst").write_bytes(b"".join(zstandard.ZstdCompressor().compress(row) for row in rows))
     (work / "a.jsonl.gz").write_bytes(b"".join(gzip.compress(row) for row in rows))
@@ -113,7 +113,7 @@ def test_several_frames_and_members_are_one_file(work: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.txt.gz", "a.parquet"])
-def test_a_truncated_file_is_a_damaged_file_wherever_it_is_cut(work: Path, name: str) -> None:
+def test_a_file_truncated_anywhere_is_reported_as_damaged(work: Path, name: str) -> None:
     path = work / name
     rows = b"".join(json.dumps({"text": f"row {i} {i * 7919}"}).encode() + b"\n" for i in range(200))
     compress = {"gz": gzip.compress, "zst": zstandard.ZstdCompressor().compress}
@@ -136,9 +136,12 @@ def jsonl_rows(count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
-def test_a_truncated_file_keeps_the_whole_records_that_were_stored(work: Path, suffix: str) -> None:
+def test_complete_records_of_a_truncated_file_are_kept(work: Path, suffix: str) -> None:
     compress = {"gz": gzip.compress, "zst": zstandard.ZstdCompressor().compress}[suffix]
-    for count, lost in ((10, 10 * (suffix == "zst")), (80_000, 2000)):  # of a zstd block, 128 KiB, nothing is had early
+    for count, lost in (
+        (10, 10 * (suffix == "zst")),
+        (80_000, 2000),
+    ):  # a zstd block of 128 KiB is decoded whole or not at all
         rows = jsonl_rows(count)
         (work / f"a.jsonl.{suffix}").write_bytes(compress("".join(rows).encode())[:-9])
         documents, bad = read(Source(path=f"a.jsonl.{suffix}"))
@@ -147,19 +150,19 @@ def test_a_truncated_file_keeps_the_whole_records_that_were_stored(work: Path, s
         assert [d.text for d in documents] == [json.loads(row)["text"] for row in rows[: len(documents)]]
 
 
-def test_damage_within_a_compressed_file_costs_what_is_behind_it(work: Path) -> None:
+def test_records_before_the_damage_of_a_compressed_file_are_kept(work: Path) -> None:
     rows = jsonl_rows(20_000)
     stored = bytearray(gzip.compress("".join(rows).encode()))
     place = len(stored) * 3 // 4
     stored[place : place + 100] = bytes(100)
     (work / "a.jsonl.gz").write_bytes(stored)
     documents, bad = read(Source(path="a.jsonl.gz"))
-    assert bad[-1].reason == "damaged file"  # deflate may take some for text until then
-    # of 15,000 in front of it: a piece of 16 KiB holds 400
+    assert bad[-1].reason == "damaged file"  # deflate may decode some garbage before it fails
+    # 15,000 are before the damage; a piece of 16 KiB holds 400
     assert [d.text for d in documents[:14_000]] == [json.loads(row)["text"] for row in rows[:14_000]]
 
 
-def test_zeros_between_and_behind_the_members_of_a_gzip_file_are_padding(work: Path) -> None:
+def test_zeros_between_and_after_the_members_of_a_gzip_file_are_padding(work: Path) -> None:
     member = gzip.compress(b'{"text": "x"}\n')
     (work / "a.jsonl.gz").write_bytes(member + bytes(40_000) + member + bytes(512))
     documents, bad = read(Source(path="a.jsonl.gz"))
@@ -171,7 +174,7 @@ def test_zeros_between_and_behind_the_members_of_a_gzip_file_are_padding(work: P
     assert [b.reason for b in bad] == ["damaged file"]
 
 
-def test_a_zstd_file_may_have_a_window_of_more_than_128_mib(work: Path) -> None:
+def test_a_zstd_window_of_more_than_128_mib_is_supported(work: Path) -> None:
     line = b'{"text": "from far back"}\n'
     # RFC 8878: magic, no content size, window 2^(10 + 20) = 1 GiB (as --long=30), one last raw block
     frame = b"\x28\xb5\x2f\xfd" + bytes([0, 20 << 3]) + (len(line) << 3 | 1).to_bytes(3, "little") + line
@@ -181,7 +184,7 @@ def test_a_zstd_file_may_have_a_window_of_more_than_128_mib(work: Path) -> None:
     assert not bad
 
 
-def test_a_long_line_takes_time_in_proportion_to_its_length(work: Path) -> None:
+def test_the_time_to_read_a_long_line_is_linear_in_its_length(work: Path) -> None:
     (work / "a.jsonl").write_bytes(b'{"text": "' + b"x" * (64 << 20) + b'"}\n{"text": "last"}\n')
     source = Source(path="a.jsonl")
     began = time.process_time()
@@ -190,24 +193,24 @@ def test_a_long_line_takes_time_in_proportion_to_its_length(work: Path) -> None:
     assert [len(d.text) for d in documents] == [64 << 20, 4]
 
 
-def test_a_range_within_a_line_of_another_one_reads_no_further_than_its_own_end(
+def test_a_byte_range_within_a_line_of_the_previous_range_reads_only_its_own_bytes(
     work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (work / "a.jsonl").write_bytes(b'{"text": "' + b"x" * (16 << 20) + b'"}\n{"text": "last"}\n')
     source = Source(path="a.jsonl")
     parts = planned(source, task_bytes=4 << 20)
     read_bytes = 0
-    passing = bytesource.Passing.readinto
+    original = bytesource.HashingReader.readinto
 
-    def counted(self: bytesource.Passing, buffer: memoryview) -> int:
+    def counted(self: bytesource.HashingReader, buffer: memoryview) -> int:
         nonlocal read_bytes
-        count = passing(self, buffer)
+        count = original(self, buffer)
         read_bytes += count
         return count
 
-    monkeypatch.setattr(bytesource.Passing, "readinto", counted)
-    digest = digest_of(parts[1])
-    assert not list(read_unit(parts[1], wanted_of(source), digest))
+    monkeypatch.setattr(bytesource.HashingReader, "readinto", counted)
+    digest = unit_digest(parts[1])
+    assert not list(read_unit(parts[1], wanted_fields(source), digest))
     size = parts[1].end - parts[1].start
     assert read_bytes <= size + (1 << 20)
     stored = (work / "a.jsonl").read_bytes()[parts[1].start : parts[1].end]
@@ -216,13 +219,13 @@ def test_a_range_within_a_line_of_another_one_reads_no_further_than_its_own_end(
 
 
 @pytest.mark.parametrize("task_bytes", [1, 30_000, 1 << 30])
-def test_a_damaged_page_costs_its_row_group_however_the_groups_are_cut(work: Path, task_bytes: int) -> None:
+def test_a_damaged_page_costs_its_row_group_for_any_division_into_units(work: Path, task_bytes: int) -> None:
     texts = [f"row {i} {i * 7919}" for i in range(12_000)]
     pq.write_table(
         pa.table({"text": texts}), work / "a.parquet", row_group_size=3000, use_dictionary=False, compression="none"
     )
     stored = bytearray((work / "a.parquet").read_bytes())
-    place = stored.index(b"row 4500 ") - 4  # the length of a string: no longer one that lies in the page
+    place = stored.index(b"row 4500 ") - 4  # the length of a string: now larger than the page
     stored[place : place + 4] = b"\xff\xff\xff\x7f"
     (work / "a.parquet").write_bytes(stored)
     documents, bad = read(Source(path="a.parquet"), task_bytes)
@@ -231,17 +234,17 @@ def test_a_damaged_page_costs_its_row_group_however_the_groups_are_cut(work: Pat
     kept = [int(d.id.rsplit("#", 1)[1]) for d in documents]
     assert [d.text for d in documents] == [texts[i] for i in kept]
     assert {*range(3000), *range(6000, 12_000)} <= set(kept)
-    assert len(set(kept)) == len(documents) == 10_024  # of group 1 the first 1,024 rows, a batch
+    assert len(set(kept)) == len(documents) == 10_024  # group 1 keeps its first batch of 1,024 rows
 
 
 def not_utf8(values: list[bytes]) -> pa.Array:
-    """A column of strings with any bytes in it."""
+    """A string column with arbitrary bytes."""
     binary = pa.array(values, pa.binary())
     return pa.StringArray.from_buffers(len(values), *binary.buffers()[1:])
 
 
 @pytest.mark.parametrize("which", ["id", "url", "messages", "tools"])
-def test_a_record_that_is_not_utf8_in_any_column_is_left_out_alone(work: Path, which: str) -> None:
+def test_only_the_record_that_is_not_utf8_is_skipped(work: Path, which: str) -> None:
     broken = not_utf8([b"one", b"tw\xff", b"three"])
     plain = pa.array(["one", "two", "three"])
     turns = pa.StructArray.from_arrays(
@@ -256,30 +259,28 @@ def test_a_record_that_is_not_utf8_in_any_column_is_left_out_alone(work: Path, w
     if which in ("messages", "tools"):
         source = Source(path="a.parquet", messages_field="messages", tools_field="tools")
     (unit,) = planned(source)
-    records = list(read_unit(unit, wanted_of(source, ["url"])))
+    records = list(read_unit(unit, wanted_fields(source, ["url"])))
     assert [(r.at, r.reason) for r in records if isinstance(r, BadRecord)] == [(1, "not UTF-8")]
     assert [at for r in records if isinstance(r, TextBatch) for at in r.at] == [0, 2]
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("fields", "message"),
     [
         ({"messages_field": "messages", "tools_field": "functions"}, "tools_field = 'functions'"),
         ({"messages_field": "turns"}, "messages_field = 'turns'"),
         ({"id_field": "key"}, "id_field = 'key'"),
     ],
 )
-def test_a_column_that_the_config_names_and_the_table_lacks_is_refused(
-    work: Path, fields: dict[str, str], says: str
-) -> None:
+def test_a_configured_column_that_the_table_lacks_is_refused(work: Path, fields: dict[str, str], message: str) -> None:
     rows = [[{"role": "user", "content": "x"}]]
     pq.write_table(pa.table({"text": ["x"], "messages": rows}), work / "a.parquet")
-    wanted = wanted_of(Source.model_validate({"path": "a.parquet"} | fields))
-    with pytest.raises(ConfigError, match=says):
+    wanted = wanted_fields(Source.model_validate({"path": "a.parquet"} | fields))
+    with pytest.raises(ConfigError, match=message):
         parquet.check("a.parquet", at="sources.0", wanted=wanted)
 
 
-def test_a_text_file_is_one_document_with_its_line_ends_and_without_its_byte_order_mark(work: Path) -> None:
+def test_a_text_file_is_one_document_without_its_byte_order_mark(work: Path) -> None:
     (work / "t").mkdir()
     (work / "t" / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\x00\n")
     (work / "t" / "b.txt").write_bytes(b"fine\nnot \xff fine")
@@ -327,7 +328,7 @@ def test_the_units_of_a_file_cover_its_bytes(work: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst", "a.jsonl.gz", "a.parquet", "t/a.txt"])
-def test_the_sum_of_a_unit_is_that_of_its_bytes_as_stored_however_it_was_read(work: Path, name: str) -> None:
+def test_the_digest_of_a_unit_is_that_of_its_stored_bytes_for_every_type(work: Path, name: str) -> None:
     rows = b'{"text": "a line of some length"}\n' * 50
     (work / "t").mkdir()
     if name == "a.parquet":
@@ -339,14 +340,14 @@ def test_the_sum_of_a_unit_is_that_of_its_bytes_as_stored_however_it_was_read(wo
         (work / name).write_bytes(compress(rows))
     source = Source(path=name)
     for unit in planned(source, task_bytes=300):
-        digest = digest_of(unit)
-        for _ in read_unit(unit, wanted_of(source), digest):
+        digest = unit_digest(unit)
+        for _ in read_unit(unit, wanted_fields(source), digest):
             pass
         stored = (work / name).read_bytes()[unit.start : unit.end]
         assert digest.finish() == xxhash.xxh3_128_hexdigest(stored)
 
 
-def test_tasks_are_runs_of_neighbouring_units_of_about_the_same_size(work: Path) -> None:
+def test_tasks_are_runs_of_consecutive_units_of_about_equal_size(work: Path) -> None:
     (work / "t").mkdir()
     for i in range(40):
         (work / "t" / f"{i:02d}.txt").write_text("x" * (i * 10))
@@ -362,21 +363,21 @@ def test_a_file_that_changed_since_the_plan_is_refused(work: Path) -> None:
     source = Source(path="a.txt")
     (unit,) = planned(source)
     (work / "a.txt").write_text("fives")
-    with pytest.raises(DataError, match="has changed since the job was planned: 5 bytes, and had 4"):
-        list(read_unit(unit, wanted_of(source)))
+    with pytest.raises(DataError, match="has changed since the job was planned: it has 5 bytes, and had 4"):
+        list(read_unit(unit, wanted_fields(source)))
     (work / "a.txt").write_text("FOUR")
     with pytest.raises(DataError, match="has changed since the job was planned"):
-        list(read_unit(unit, wanted_of(source)))
+        list(read_unit(unit, wanted_fields(source)))
     (work / "a.txt").unlink()
-    with pytest.raises(DataError, match="has gone"):
-        list(read_unit(unit, wanted_of(source)))
+    with pytest.raises(DataError, match="was removed"):
+        list(read_unit(unit, wanted_fields(source)))
 
 
 def names(source: dict[str, Any]) -> list[str]:
     return [file.name for file in resolve(Source(**source), at="sources.0").files]
 
 
-def test_a_folder_gives_text_files_by_name_and_skips_what_is_hidden(work: Path) -> None:
+def test_text_files_of_a_directory_are_sorted_by_name_without_hidden_ones(work: Path) -> None:
     for name in ("a.md", "b.py", "sub/c.rst", "sub/d.bin", ".git/e.md", "__pycache__/f.py", ".g.md", "README"):
         (work / "t" / name).parent.mkdir(parents=True, exist_ok=True)
         (work / "t" / name).write_text("x")
@@ -387,7 +388,7 @@ def test_a_folder_gives_text_files_by_name_and_skips_what_is_hidden(work: Path) 
     assert names({"path": ["t/a.md", "t/sub"]}) == ["t/a.md/a.md", "t/sub/c.rst"]
 
 
-def test_a_type_is_inferred_from_names_or_asked_for(work: Path) -> None:
+def test_the_type_is_inferred_from_file_names_or_must_be_set(work: Path) -> None:
     for name in ("j/a.jsonl", "j/b.jsonl.zst", "p/a.parquet", "mixed/a.jsonl", "mixed/b.md", "odd/a.xyz"):
         (work / name).parent.mkdir(exist_ok=True)
         (work / name).write_text("x")

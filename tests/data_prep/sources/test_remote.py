@@ -1,4 +1,4 @@
-"""Inputs behind a URL: servers on this machine, spoken to over HTTP, give the bytes that local files give."""
+"""Remote inputs: files read over HTTP from local S3, GCS and Hub servers give the same shards as local files."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ import pytest
 
 from data_prep.formats.tokenfile import open_split
 from headrace.base.directory import read_manifest
-from tests.data_prep.sources.hub import hub
+from tests.data_prep.sources.fake_hub import serve_hub
 
 Tree = dict[str, bytes]
 
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[Any]:
-    """An empty bucket `s3://corpus` on a server of its own; what boto needs is in the environment."""
+    """An empty bucket `s3://corpus` on a local server; boto's settings are in the environment."""
     moto = pytest.importorskip("moto.server", reason="needs moto and flask, an S3 server for tests")
     s3fs = pytest.importorskip("s3fs", reason="needs s3fs")
     server = moto.ThreadedMotoServer(port=0)
     server.start()
     _, port = server.get_host_and_port()
-    known = {
+    variables = {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
         "AWS_ACCESS_KEY_ID": "test",
         "AWS_SECRET_ACCESS_KEY": "test",
         "AWS_DEFAULT_REGION": "us-east-1",
     }
-    with environment(known):
+    with environment(variables):
         files = s3fs.S3FileSystem()
         files.mkdir("corpus")
         yield files
@@ -45,26 +45,26 @@ def s3() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def gs() -> Iterator[Any]:
-    """An empty bucket `gs://corpus` on a server of its own; what gcsfs needs is in the environment."""
+    """An empty bucket `gs://corpus` on a local server; gcsfs's settings are in the environment."""
     emulator = pytest.importorskip("gcp_storage_emulator.server", reason="needs gcp-storage-emulator")
     port = free_port()
     server = emulator.create_server("127.0.0.1", port, in_memory=True, default_bucket="corpus")
     server.start()
-    known = {
+    variables = {
         "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}",
         "FSSPEC_GS_TOKEN": "anon",
         "FSSPEC_GCS_TOKEN": "anon",
-        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # it would ask for the kind of bucket over TLS
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # else it queries the bucket type over TLS
     }
-    with environment(known):  # gcsfs looks at it when it is imported
+    with environment(variables):  # gcsfs reads it at import
         yield pytest.importorskip("gcsfs", reason="needs gcsfs").GCSFileSystem()
     server.stop()
 
 
 @contextmanager
-def environment(known: dict[str, str]) -> Iterator[None]:
+def environment(variables: dict[str, str]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for key, value in known.items():
+        for key, value in variables.items():
             patch.setenv(key, value)
         fsspec.config.conf.clear()
         fsspec.config.set_conf_env(fsspec.config.conf)
@@ -78,23 +78,23 @@ def free_port() -> int:
 
 
 def shards(tokens: Path) -> list[bytes]:
-    """Every shard's bytes, of both splits."""
+    """The bytes of every shard of both splits."""
     prefixes = [prefix for split in ("train", "heldout") for prefix in open_split(tokens, split=split)[0]]
     return [prefix.with_name(prefix.name + suffix).read_bytes() for prefix in prefixes for suffix in (".bin", ".idx")]
 
 
-def made_from(
+def shards_from(
     root: str, work: Path, cli: Any, write_config: Callable[..., str], *, texts: str = "texts"
 ) -> list[bytes]:
-    """The shards of a part of `mixed_corpus` that lies under `root`."""
+    """The shards made from a part of `mixed_corpus` under `root`."""
     paths = {"texts": f"{root}/{texts}", "rows": f"{root}/rows.parquet", "lines": f"{root}/*.jsonl.gz"}
-    output = f"from-{'here' if root == '.' else 'there'}"
+    output = f"from-{'local' if root == '.' else 'remote'}"
     sources = [{"name": name, "path": path} for name, path in paths.items()]
     cli("--config", write_config(sources=sources, output=output))
     return shards(work / output)
 
 
-def test_a_corpus_in_a_bucket_gives_the_shards_of_the_same_files_on_disk(
+def test_a_corpus_in_an_s3_bucket_gives_the_shards_of_local_files(
     s3: Any, finished: Path, cli: Any, write_config: Callable[..., str]
 ) -> None:
     names = ["plain.jsonl", "packed.jsonl.gz", "rows.parquet"]
@@ -114,9 +114,9 @@ def test_a_corpus_in_a_bucket_gives_the_shards_of_the_same_files_on_disk(
         shard_tokens=1 << 20,
     )
     cli("--config", config)
-    told = read_manifest(finished / "remote", kind="tokens").details["splits"]
+    remote = read_manifest(finished / "remote", kind="tokens").details["splits"]
     local = read_manifest(finished / "tokens", kind="tokens").details["splits"]
-    assert {split: entry["documents"] for split, entry in told.items()} == {
+    assert {split: entry["documents"] for split, entry in remote.items()} == {
         split: entry["documents"] for split, entry in local.items()
     }
     write_config(
@@ -130,35 +130,37 @@ def test_a_corpus_in_a_bucket_gives_the_shards_of_the_same_files_on_disk(
     assert shards(finished / "local") == shards(finished / "again")
 
 
-def test_so_does_one_in_a_bucket_of_google_s(
+def test_a_corpus_in_a_google_bucket_gives_the_shards_of_local_files(
     gs: Any, finished: Path, cli: Any, write_config: Callable[..., str]
 ) -> None:
     gs.put(str(finished / "texts"), "corpus/texts", recursive=True)
     gs.put(str(finished / "rows.parquet"), "corpus/rows.parquet")
     gs.put(str(finished / "packed.jsonl.gz"), "corpus/packed.jsonl.gz")
-    assert made_from("gs://corpus", finished, cli, write_config) == made_from(".", finished, cli, write_config)
+    assert shards_from("gs://corpus", finished, cli, write_config) == shards_from(".", finished, cli, write_config)
 
 
-def test_so_does_a_dataset_on_the_hub(
+def test_a_corpus_on_the_hub_gives_the_shards_of_local_files(
     finished: Path, cli: Any, write_config: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    with hub(finished) as address:
+    with serve_hub(finished) as address:
         monkeypatch.setenv("HF_ENDPOINT", address)
         place = "hf://datasets/headrace/corpus"
-        remote, local = (made_from(root, finished, cli, write_config, texts="texts/3.md") for root in (place, "."))
+        remote, local = (shards_from(root, finished, cli, write_config, texts="texts/3.md") for root in (place, "."))
         assert remote == local
 
         config = write_config(sources=[{"path": f"{place}/*.jsonl.gz"}, {"path": f"{place}/texts/3.md"}], output="late")
         cli("prepare", "--config", config)
         one = finished / "texts" / "3.md"
         one.write_bytes(one.read_bytes().replace(b"mill", b"loom"))
-        said = cli("--config", config, code=2).stderr
-        assert "3.md has changed since the job was planned" in said
+        error = cli("--config", config, code=2).stderr
+        assert "3.md has changed since the job was planned" in error
 
 
 @pytest.mark.usefixtures("s3", "work")
-def test_what_is_not_there_is_refused_before_any_work(cli: Any, write_config: Callable[..., str], work: Path) -> None:
+def test_a_missing_remote_input_is_refused_before_any_work(
+    cli: Any, write_config: Callable[..., str], work: Path
+) -> None:
     config = write_config(sources=[{"path": "s3://corpus/nothing/*.jsonl"}])
     assert "there is no such file" in cli("--config", config, code=2).stderr
     config = write_config(sources=[{"path": "s3://no-such-bucket/x.jsonl"}])
@@ -185,9 +187,9 @@ def test_an_object_that_is_replaced_while_it_is_read_is_refused(
         assert job.poll() is None, job.communicate()
         time.sleep(0.01)
     s3.pipe("corpus/large.jsonl", lines.replace(b"mill", b"loom"))
-    said = job.communicate()[1]
-    assert job.returncode == 2, said
-    assert "changed" in said
+    error = job.communicate()[1]
+    assert job.returncode == 2, error
+    assert "changed" in error
     assert not (work / "tokens").exists()
 
 

@@ -1,6 +1,6 @@
-"""A stand-in for the Hugging Face Hub, which no test can reach: it serves a folder as the dataset `headrace/corpus`.
+"""A fake Hugging Face Hub for tests without a network: serves a folder as the dataset `headrace/corpus`.
 
-It speaks the part of the Hub's HTTP API that `huggingface_hub`'s file system asks for; the client is the real one.
+It implements the part of the Hub's HTTP API that `huggingface_hub`'s file system uses; the client is the real one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _API, _FILES = "/api/datasets/headrace/corpus", "/datasets/headrace/corpus/resol
 
 
 @contextmanager
-def hub(folder: Path) -> Iterator[str]:
-    """Serves `folder`; gives the address."""
+def serve_hub(folder: Path) -> Iterator[str]:
+    """Serves `folder`; yields the address."""
 
     class Handler(_Handler):
         root = folder
@@ -50,17 +50,17 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._missing()
 
-    do_HEAD = do_GET  # noqa: N815 - its name in http.server
+    do_HEAD = do_GET  # noqa: N815 - the name that http.server calls
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"])).decode()
         if not self.path.startswith(f"{_API}/paths-info/"):
             return self._missing()
-        asked = json.loads(body)["paths"] if body.startswith("{") else parse_qs(body)["paths"]
-        return self._json([self._entry(self.root / name) for name in asked if (self.root / name).exists()])
+        names = json.loads(body)["paths"] if body.startswith("{") else parse_qs(body)["paths"]
+        return self._json([self._entry(self.root / name) for name in names if (self.root / name).exists()])
 
     def log_message(self, *_: Any) -> None:
-        """Says nothing."""
+        """Suppresses the access log."""
 
     def _tree(self, name: str) -> None:
         recursive = parse_qs(urlsplit(self.path).query).get("recursive", ["false"])[0].lower() in ("true", "1")
@@ -80,21 +80,21 @@ class _Handler(BaseHTTPRequestHandler):
             return self._missing()
         content = (self.root / name).read_bytes()
         first, last = 0, len(content) - 1
-        if given := self.headers.get("Range"):
-            low, _, high = given.removeprefix("bytes=").partition("-")
+        if byte_range := self.headers.get("Range"):
+            low, _, high = byte_range.removeprefix("bytes=").partition("-")
             first, last = int(low), min(int(high), last) if high else last
         headers = {"ETag": f'"{_oid(content)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
-        if given:
+        if byte_range:
             headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
-        return self._answer(206 if given else 200, content[first : last + 1], headers)
+        return self._respond(206 if byte_range else 200, content[first : last + 1], headers)
 
     def _json(self, value: Any) -> None:
-        self._answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+        self._respond(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
     def _missing(self) -> None:
-        self._answer(404, b'{"error": "EntryNotFound"}', {"X-Error-Code": "EntryNotFound"})
+        self._respond(404, b'{"error": "EntryNotFound"}', {"X-Error-Code": "EntryNotFound"})
 
-    def _answer(self, status: int, content: bytes, headers: dict[str, str]) -> None:
+    def _respond(self, status: int, content: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)
         for key, value in (headers | {"Content-Length": str(len(content))}).items():
             self.send_header(key, value)
