@@ -1,10 +1,10 @@
-/* Strings of JSON lines, without an object for anything else.
+/* JSON Lines parser that creates Python strings for the requested keys only, and no other objects.
  *
- * `strings(block, keys, required)` goes over the lines of a block. Of a line that is an object with strings under the
- * keys, it makes those strings. A line is passed over whenever there is the least doubt: what is not valid JSON, a key
- * twice or spelt with an escape, half a surrogate pair, a number with an exponent or of more than 15 characters, more
- * than MAX_DEPTH levels. Python then asks orjson, which alone decides what is wrong with a line. So what this file takes
- * must be a part of what orjson takes, with the same strings, and need not be all of it.
+ * `strings(block, keys, required)` parses the lines of a block. For a line that is an object with strings under the
+ * keys, it creates those strings. It skips a line in any doubtful case: invalid JSON, a duplicate key or one written with
+ * an escape, an unpaired surrogate, a number with an exponent or of more than MAX_NUMBER characters, more than MAX_DEPTH
+ * nested values. Python parses skipped lines with orjson, which alone reports what is wrong with a line. So the lines
+ * accepted here must be a subset of those that orjson accepts, with the same strings.
  *
  * JSON: RFC 8259. UTF-8: RFC 3629.
  */
@@ -19,10 +19,10 @@
 #endif
 
 enum { MAX_KEYS = 16, MAX_DEPTH = 32, MAX_NUMBER = 15, STEP = 16 };
-enum { VERSION = 1 }; /* that jsonl.py asks for: one that was compiled from an older file may lie about */
+enum { VERSION = 1 }; /* checked by jsonl.py: a library compiled from an older file may still be installed */
 
 typedef struct {
-    const unsigned char *at, *end; /* what is left of the line */
+    const unsigned char *at, *end; /* the rest of the line */
 } Cursor;
 
 typedef struct {
@@ -32,18 +32,18 @@ typedef struct {
 
 typedef struct {
     Key key[MAX_KEYS];
-    int count, required; /* the first ones must be there */
+    int count, required; /* the first `required` keys must be present */
 } Keys;
 
 typedef struct {
-    const unsigned char *start, *end; /* start is NULL: has not been met */
+    const unsigned char *start, *end; /* start is NULL if not found yet */
 } Span;
 
-/* Bytes that end a run of plain ones in a string: the quote, the backslash, and what must be escaped. */
+/* Whether a byte of a string stands for itself: not the quote, the backslash or a control character. */
 static inline bool is_plain(unsigned char c) { return c >= 0x20 && c != '"' && c != '\\'; }
 
-/* The first byte at or behind `p` that is not plain, or `end`. Copies what is before it to `to`, if that is not NULL,
- * and up to STEP - 1 bytes more. */
+/* Returns the first byte from `p` on that is not plain, or `end`. Copies the bytes before it to `to`, if that is not
+ * NULL, and up to STEP - 1 bytes more. */
 static inline const unsigned char *pass_plain(const unsigned char *p, const unsigned char *end, unsigned char *to)
 {
     const unsigned char *first = p;
@@ -98,7 +98,7 @@ static int hex4(const unsigned char *p, const unsigned char *end)
     return value;
 }
 
-/* What an escape of one letter stands for, or 0. */
+/* The character of a one-letter escape, or 0 if there is no such escape. */
 static unsigned char unescaped(unsigned char c)
 {
     switch (c) {
@@ -112,7 +112,7 @@ static unsigned char unescaped(unsigned char c)
     }
 }
 
-/* Reads \uXXXX, and a second one if the first is half of a pair. `p` is at the u. Gives the bytes read, 0 if refused. */
+/* Parses \uXXXX, and a second one after a high surrogate. `p` is at the u. Returns the bytes read, 0 if invalid. */
 static int code_point(const unsigned char *p, const unsigned char *end, uint32_t *code)
 {
     int first = hex4(p + 1, end), second;
@@ -150,8 +150,8 @@ static unsigned char *put_utf8(unsigned char *to, uint32_t code)
     return to;
 }
 
-/* Reads a string, from behind its first quote to behind its last. The escapes are checked, the UTF-8 is not.
- * Copies it without its escapes to `to`, if that is not NULL. Gives where the copy ends, or the string; NULL: refused. */
+/* Parses a string, from after its opening quote to after its closing one. Validates escapes, not UTF-8.
+ * Copies it unescaped to `to`, if that is not NULL. Returns the end of the copy, or of the string; NULL if invalid. */
 static inline const unsigned char *pass_string(Cursor *c, unsigned char *to)
 {
     for (;;) {
@@ -183,7 +183,7 @@ static inline const unsigned char *pass_string(Cursor *c, unsigned char *to)
     }
 }
 
-/* Whether bytes are UTF-8, without surrogates and in the shortest form. */
+/* Whether the bytes are valid UTF-8: no surrogates, no overlong forms. */
 static bool is_utf8(const unsigned char *p, const unsigned char *end)
 {
     while (p < end) {
@@ -211,7 +211,7 @@ static bool is_utf8(const unsigned char *p, const unsigned char *end)
     return true;
 }
 
-/* Goes over a string that nobody wants; `span`: its bytes as they stand. */
+/* Skips a string that was not requested; `span` is set to its raw bytes. */
 static bool skip_string(Cursor *c, Span *span)
 {
     span->start = c->at;
@@ -240,7 +240,7 @@ static bool skip_number(Cursor *c)
         if (c->at == first)
             return false;
     }
-    return c->at - start <= MAX_NUMBER; /* what follows must be a comma, a bracket or a blank, so an E is refused */
+    return c->at - start <= MAX_NUMBER; /* callers require a comma, bracket or blank next, so an E is rejected */
 }
 
 static bool skip_word(Cursor *c, const char *word, Py_ssize_t size)
@@ -267,7 +267,7 @@ static bool skip_scalar(Cursor *c)
     }
 }
 
-/* Goes over a key of an object and its colon; `name`: its bytes as they stand. */
+/* Skips a key of an object and its colon; `name` is set to its raw bytes. */
 static bool skip_key(Cursor *c, Span *name)
 {
     skip_blanks(c);
@@ -277,10 +277,10 @@ static bool skip_key(Cursor *c, Span *name)
     return take(c, ':');
 }
 
-/* Goes over any value. */
+/* Skips a value of any type. */
 static bool skip_value(Cursor *c)
 {
-    unsigned char open[MAX_DEPTH]; /* the brackets around where we are */
+    unsigned char open[MAX_DEPTH]; /* stack of the enclosing brackets */
     int depth = 0;
     Span name;
     for (;;) {
@@ -302,7 +302,7 @@ static bool skip_value(Cursor *c)
         } else if (!skip_scalar(c)) {
             return false;
         }
-        for (;;) { /* behind a value */
+        for (;;) { /* after a value */
             if (!depth)
                 return true;
             skip_blanks(c);
@@ -318,7 +318,7 @@ static bool skip_value(Cursor *c)
     }
 }
 
-/* Which of the keys a name is, or -1; -2 if it is spelt with an escape. */
+/* Index of a name among the keys; -1 if it is none of them; -2 if it is written with an escape. */
 static int which_key(const Span *name, const Keys *keys)
 {
     size_t size = (size_t)(name->end - name->start);
@@ -328,8 +328,8 @@ static int which_key(const Span *name, const Keys *keys)
     return memchr(name->start, '\\', size) ? -2 : -1;
 }
 
-/* Goes over a line; true if it is an object with strings under the keys. They are copied to `room`, which has place for
- * the line and STEP bytes for each key. */
+/* Parses a line; true if it is an object with strings under the keys. They are copied to `room`, whose size is that of
+ * the line plus STEP bytes for each key. */
 static bool scan_line(Cursor c, const Keys *keys, Span *found, unsigned char *room)
 {
     int met = 0;
@@ -366,8 +366,8 @@ static bool scan_line(Cursor c, const Keys *keys, Span *found, unsigned char *ro
     return c.at == c.end && met == keys->required;
 }
 
-/* A str, or None where nothing was found; NULL without an error if the bytes are not UTF-8, with one if there is no
- * memory. */
+/* A str, or None if the key was not found; NULL without an exception if the bytes are not UTF-8, and with one if memory is
+ * exhausted. */
 static PyObject *make_string(const Span *span)
 {
     PyObject *made = Py_None;
@@ -381,7 +381,7 @@ static PyObject *make_string(const Span *span)
     return made;
 }
 
-/* Appends a line's strings to the columns; None to each if the line was passed over. */
+/* Appends the strings of a line to the columns, or None to each of them if the line is skipped. */
 static int add_line(Cursor line, const Keys *keys, PyObject **columns, unsigned char *room)
 {
     Span found[MAX_KEYS];
@@ -398,7 +398,7 @@ static int add_line(Cursor line, const Keys *keys, PyObject **columns, unsigned 
     return failed;
 }
 
-/* Reads the lines of a block into the columns; gives the places where lines start, as bytes of int64. */
+/* Parses the lines of a block into the columns; returns the offsets at which lines start, as bytes of int64. */
 static PyObject *read_block(const Py_buffer *block, const Keys *keys, PyObject **columns)
 {
     const unsigned char *start = block->buf, *end = start + block->len, *line = start, *stop;
@@ -452,10 +452,10 @@ static bool read_keys(PyObject *given, Keys *keys)
 
 PyDoc_STRVAR(strings_doc,
              "strings(block, keys, required, /)\n--\n\n"
-             "The strings under each key in the lines of a block.\n\n"
-             "Returns: a tuple with a list for each key, of a str or None for each line, and where the lines start,\n"
-             "bytes of int64. None under the first key: the line was passed over. The first `required` keys are in\n"
-             "all lines that were not, another one need not be.");
+             "Parses the lines of a block and returns the strings under each key.\n\n"
+             "Returns: a tuple of a list for each key, with a str or None for each line, and the offsets at which\n"
+             "lines start, as bytes of int64. None under the first key means that the line was skipped. The first\n"
+             "`required` keys are present in every line that was not skipped; the others are optional.");
 
 static PyObject *strings(PyObject *module, PyObject *args)
 {
