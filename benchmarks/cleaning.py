@@ -28,7 +28,7 @@ from typing import Any
 
 import orjson
 
-from data_prep.clean.chain import Chain, Kept, build
+from data_prep.clean.chain import Chain, Kept, build_chain
 from data_prep.config.cleaning import parse_steps
 
 STEPS = ("unicode", "gopher_repetition", "gopher_quality", "c4", "fineweb_quality", "pii")
@@ -75,7 +75,7 @@ def our_cleaner(steps: Sequence[str], words: str) -> Cleaner:
     """This project's chain of these steps."""
     raw: list[dict[str, Any]] = [{"step": step} | ({"words": words} if step in WITH_WORDS else {}) for step in steps]
     raw = [r | ({"normalization": None} if r["step"] == "unicode" else {}) for r in raw]
-    chain: Chain = build(parse_steps(raw))
+    chain: Chain = build_chain(parse_steps(raw))
 
     def clean(text: str) -> Decision:
         outcome = chain.clean(text, {})

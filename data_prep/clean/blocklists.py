@@ -1,4 +1,4 @@
-"""Lists of domains, URLs and words that the user gives."""
+"""Blocklists of domains, URLs and words, from the user's files."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from data_prep.clean.lists import entries
+from data_prep.clean.document import Document
+from data_prep.clean.lists import read_entries
 from data_prep.clean.ngrams import KeySet
-from data_prep.clean.statistics import Statistics
 from data_prep.clean.words import PLAIN_WORDS
 from data_prep.config.cleaning import UrlBlocklistSection, WordBlocklistSection
 from headrace.base.errors import ConfigError
@@ -25,60 +25,62 @@ class UrlBlocklist:
 
     def __init__(self, section: UrlBlocklistSection, *, field: str) -> None:
         if not section.files():
-            raise ConfigError(field, why="there is no list", remedy="give files as domains, urls or words")
-        domains = entries(section.domains, field=f"{field}.domains")
+            raise ConfigError(field, why="the step has no blocklist", remedy="give files as domains, urls or words")
+        domains = read_entries(section.domains, field=f"{field}.domains")
         self._domains = frozenset(domain.lower().strip(".") for domain in domains)
-        self._urls = frozenset(map(_bare, entries(section.urls, field=f"{field}.urls")))
-        self._words = frozenset(word.lower() for word in entries(section.words, field=f"{field}.words"))
+        self._urls = frozenset(map(_normalized, read_entries(section.urls, field=f"{field}.urls")))
+        self._words = frozenset(word.lower() for word in read_entries(section.words, field=f"{field}.words"))
         self._section = section
 
-    def __call__(self, text: Statistics, fields: Mapping[str, Any]) -> Statistics | str:
+    def __call__(self, document: Document, fields: Mapping[str, Any]) -> Document | str:
         """See `chain.Rule`."""
         url = fields.get(self._section.field)
         if not isinstance(url, str) or not url:
-            return text if self._section.missing == "keep" else "no URL"
+            return document if self._section.missing == "keep" else "no URL"
         if not self._domains.isdisjoint(_domains(url)):
             return "blocked domain"
-        if self._urls and _bare(url) in self._urls:
+        if self._urls and _normalized(url) in self._urls:
             return "blocked URL"
         if self._words and not self._words.isdisjoint(_NOT_IN_URL_WORDS.split(url.lower())):
             return "blocked word in URL"
-        return text
+        return document
 
 
 class WordBlocklist:
-    """See `WordBlocklistSection`. Case does not matter; a word is blocked where no letter or digit stands beside it."""
+    """See `WordBlocklistSection`. Matching ignores case; a word matches where no letter or digit is next to it."""
 
     def __init__(self, section: WordBlocklistSection, *, field: str) -> None:
-        terms = sorted({term.lower() for term in entries(section.words, field=f"{field}.words")})
-        # only a text with the first word of a term can have the term; a term without letters has to be looked for
-        self._by_first: dict[int, list[re.Pattern[str]]] = {}
-        self._always: list[re.Pattern[str]] = []
+        terms = sorted({term.lower() for term in read_entries(section.words, field=f"{field}.words")})
+        # a text can contain a term only if it contains its first word; terms without letters are always searched for
+        self._by_first_word: dict[int, list[re.Pattern[str]]] = {}
+        self._search_always: list[re.Pattern[str]] = []
         if section.match == "substrings":
-            self._always.append(re.compile("|".join(map(re.escape, terms))))
+            self._search_always.append(re.compile("|".join(map(re.escape, terms))))
         else:
             for term in terms:
                 first = _WORD.search(term)
-                known = self._by_first.setdefault(PLAIN_WORDS.key(first.group()), []) if first else self._always
-                known.append(_whole(term))
-        self._first = KeySet(np.fromiter(self._by_first, np.uint64))
+                patterns = (
+                    self._by_first_word.setdefault(PLAIN_WORDS.key(first.group()), []) if first else self._search_always
+                )
+                patterns.append(_whole_words(term))
+        self._first_words = KeySet(np.fromiter(self._by_first_word, np.uint64))
 
-    def __call__(self, text: Statistics, _: Mapping[str, Any]) -> Statistics | str:
+    def __call__(self, document: Document, _: Mapping[str, Any]) -> Document | str:
         """See `chain.Rule`."""
-        patterns = list(self._always)
-        if self._by_first:
-            for key in set(self._first.common(text.folded_keys).tolist()):
-                patterns += self._by_first[key]
-        return "blocked word" if any(pattern.search(text.folded) for pattern in patterns) else text
+        patterns = list(self._search_always)
+        if self._by_first_word:
+            for key in set(self._first_words.intersection(document.folded_keys).tolist()):
+                patterns += self._by_first_word[key]
+        return "blocked word" if any(pattern.search(document.folded) for pattern in patterns) else document
 
 
-def _whole(term: str) -> re.Pattern[str]:
-    """The term, with any whitespace between its words, and no letter or digit beside it."""
+def _whole_words(term: str) -> re.Pattern[str]:
+    """Pattern of a term: any whitespace between its words, and no letter or digit next to it."""
     return re.compile(r"(?<!\w)" + r"\s+".join(map(re.escape, term.split())) + r"(?!\w)")
 
 
 def _domains(url: str) -> Iterator[str]:
-    """The host of the URL and every domain above it."""
+    """The host of a URL and all its parent domains."""
     try:
         host = urlsplit(url if "//" in url else f"//{url}").hostname or ""
     except ValueError:
@@ -88,6 +90,6 @@ def _domains(url: str) -> Iterator[str]:
         yield ".".join(labels[start:])
 
 
-def _bare(url: str) -> str:
-    """Without scheme, fragment and final slash."""
+def _normalized(url: str) -> str:
+    """The URL without scheme, fragment and final slash."""
     return url.partition("#")[0].rpartition("://")[2].rstrip("/")

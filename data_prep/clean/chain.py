@@ -1,7 +1,7 @@
-"""The cleaning chain: the config's steps, built once per process, applied to one text after the other.
+"""The cleaning chain: the config's cleaning steps, built once per process and applied to each text in order.
 
-A step drops the text with a reason, changes it, or lets it pass. The first drop ends the chain. What becomes of a
-text depends on the text, its fields and the config alone.
+A step drops the text with a reason, edits it, or passes it on. The first drop ends the chain. The result depends only
+on the text, its record's fields and the config.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from unicodedata import unidata_version
 from data_prep.clean.blocklists import UrlBlocklist, WordBlocklist
 from data_prep.clean.c4 import C4
 from data_prep.clean.decontamination import Decontaminate
+from data_prep.clean.document import Document
 from data_prep.clean.external import Datatrove
 from data_prep.clean.fineweb import FineWebQuality
 from data_prep.clean.gopher import GopherQuality, GopherRepetition
@@ -23,7 +24,6 @@ from data_prep.clean.language import Language
 from data_prep.clean.pii import PII
 from data_prep.clean.repair import Repair
 from data_prep.clean.spacy_words import SpacySplitter
-from data_prep.clean.statistics import Statistics
 from data_prep.clean.words import PUNCTUATION, WHITESPACE, Splitter
 from data_prep.config import cleaning as config
 from data_prep.config.cleaning import WordKind
@@ -31,32 +31,37 @@ from data_prep.config.cleaning import WordKind
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A text that passed, as the steps left it."""
+    """A text that passed all steps, with their edits."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A text that a step refused. step: its name in the config. reason: a few words that never change."""
+    """A text that a step dropped.
+
+    Attributes:
+        step: label of the step.
+        reason: one of a fixed set of short phrases, by which the manifest counts.
+    """
 
     step: str
     reason: str
 
 
 class Rule(Protocol):
-    """What a step does."""
+    """A cleaning step."""
 
-    def __call__(self, text: Statistics, fields: Mapping[str, Any], /) -> Statistics | str:
-        """The same text, a new one, or the reason why it is dropped."""
+    def __call__(self, document: Document, fields: Mapping[str, Any], /) -> Document | str:
+        """Returns the same document, an edited one, or the reason for dropping it."""
 
 
 class Chain:
-    """Steps in order. Made by `build`.
+    """Cleaning steps in order. Made by `build_chain`.
 
     Attributes:
-        fields: names of the record's further fields that the steps read.
-        edits: texts changed so far, by step; a text that was dropped later counts too.
+        fields: names of the other record fields that the steps read.
+        edits: number of texts edited so far, by step, including texts that a later step dropped.
     """
 
     def __init__(self, rules: Sequence[tuple[str, Rule]], fields: tuple[str, ...]) -> None:
@@ -65,42 +70,42 @@ class Chain:
         self.edits: Counter[str] = Counter()
 
     def clean(self, text: str, fields: Mapping[str, Any]) -> Kept | Dropped:
-        """What is left of a text.
+        """Applies the steps to a text.
 
         Args:
             text: the text.
-            fields: the values of those of `self.fields` that the record has.
+            fields: values of those of `self.fields` that the record has.
         """
-        here = Statistics(text)
+        document = Document(text)
         for name, rule in self._rules:
-            outcome = rule(here, fields)
+            outcome = rule(document, fields)
             if isinstance(outcome, str):
                 return Dropped(name, outcome)
-            if outcome is not here:
+            if outcome is not document:
                 self.edits[name] += 1
                 if not outcome.text:
                     return Dropped(name, "nothing left")
-                here = outcome
-        return Kept(here.text)
+                document = outcome
+        return Kept(document.text)
 
 
-def build(steps: Sequence[config.StepSection], *, at: str = "clean") -> Chain:
-    """The chain of these steps: loads libraries, models and lists.
+def build_chain(steps: Sequence[config.StepSection], *, at: str = "clean") -> Chain:
+    """Builds the chain of cleaning steps: loads libraries, models and lists.
 
     Args:
-        steps: sections, in the order in which they are to be applied.
-        at: the config field that holds them.
+        steps: sections, in the order of application.
+        at: dotted config path of the list of steps, for error messages.
 
     Raises:
-        ConfigError: a package is not installed, or a file is missing or has nothing in it.
+        ConfigError: a package is not installed, or a file is missing or has no entries.
     """
-    shop = _Workshop()
-    rules = [(label(section), shop.make(section, field=f"{at}.{i}")) for i, section in enumerate(steps)]
+    factory = _RuleFactory()
+    rules = [(step_label(section), factory.make(section, field=f"{at}.{i}")) for i, section in enumerate(steps)]
     return Chain(rules, record_fields(steps))
 
 
 def record_fields(steps: Sequence[config.StepSection]) -> tuple[str, ...]:
-    """Names of the record's further fields that the steps read, each once, in order."""
+    """Names of the other record fields that the steps read, each once, in order."""
     names: list[str] = []
     for section in steps:
         if isinstance(section, config.UrlBlocklistSection):
@@ -110,13 +115,13 @@ def record_fields(steps: Sequence[config.StepSection]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def label(section: config.StepSection) -> str:
-    """What drops and edits call the step: its name, and for a filter of datatrove that of its class."""
+def step_label(section: config.StepSection) -> str:
+    """Label of a step in counts of drops and edits: its name, with the class name for a filter of datatrove."""
     return f"datatrove.{section.filter}" if isinstance(section, config.DatatroveSection) else section.step
 
 
-def versions(steps: Sequence[config.StepSection]) -> dict[str, str]:
-    """Versions of what the steps' results may depend on: packages ("missing" if not installed), and Unicode."""
+def dependency_versions(steps: Sequence[config.StepSection]) -> dict[str, str]:
+    """Versions on which the steps' results may depend: packages ("missing" if not installed), and Unicode."""
     packages = {package for section in steps for package in section.packages()}
     return {"unicode": unidata_version} | {package: _version(package) for package in sorted(packages)} if steps else {}
 
@@ -128,8 +133,8 @@ def _version(package: str) -> str:
         return "missing"
 
 
-class _Workshop:
-    """Makes the rules of one chain, with one splitter per definition of a word."""
+class _RuleFactory:
+    """Makes the rules of one chain; rules with the same word definition share a splitter."""
 
     def __init__(self) -> None:
         self._splitters: dict[WordKind, Splitter] = {"whitespace": WHITESPACE, "punctuation": PUNCTUATION}
@@ -147,9 +152,9 @@ class _Workshop:
                 return PII(section)
             case config.DatatroveSection():
                 return Datatrove(section, field=field)
-        return self._quality(section, field) or self._list(section, field)
+        return self._quality_rule(section, field) or self._list_rule(section, field)
 
-    def _quality(self, section: config.StepSection, field: str) -> Rule | None:
+    def _quality_rule(self, section: config.StepSection, field: str) -> Rule | None:
         match section:
             case config.GopherRepetitionSection():
                 return GopherRepetition(section, self._splitter(section.words, field))
@@ -159,7 +164,7 @@ class _Workshop:
                 return FineWebQuality(section, self._splitter(section.words, field))
         return None
 
-    def _list(self, section: config.StepSection, field: str) -> Rule:
+    def _list_rule(self, section: config.StepSection, field: str) -> Rule:
         match section:
             case config.UrlBlocklistSection():
                 return UrlBlocklist(section, field=field)

@@ -1,4 +1,4 @@
-"""Characters of a text as an array, and of which kind each is: words are found and judged without Python objects."""
+"""Character classes of a text as numpy arrays, so that words are found without a Python object per character."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import numpy as np
 import numpy.typing as npt
 
 Codes = npt.NDArray[Any]
-"""Code points: uint8[characters] if all are ASCII, uint32[characters] else."""
+"""Code points: uint8[characters] if all are ASCII, else uint32[characters]."""
 Kinds = npt.NDArray[np.uint8]
-"""Of each character its class (the lower three bits) and flags."""
+"""Class (the lower three bits) and flags of each character: uint8[characters]."""
 
-CLASS = 7
-BLANK, MARK, LETTERLIKE, DIGIT, APOSTROPHE, DOT, COMMA, STROKE = range(8)
-r"""Whitespace as `str.split` has it; LETTERLIKE and DIGIT are what `re` calls \w; an @ is an APOSTROPHE too; all else
-is a MARK."""
+CLASS_MASK = 7
+SPACE, OTHER, LETTERLIKE, DIGIT, APOSTROPHE, DOT, COMMA, STROKE = range(8)
+r"""Character classes. SPACE is whitespace as in `str.split`; LETTERLIKE and DIGIT together are \w of `re`; @ counts as
+an APOSTROPHE; everything else is OTHER."""
 LETTER = 8
-"""A letter, as `str.isalpha` has it."""
+"""Flag: a letter, as in `str.isalpha`."""
 PLAIN = 16
-"""Neither punctuation, sign, control nor blank: outside of Unicode's categories P, S, C and Z."""
+"""Flag: not punctuation, symbol, control or separator: outside of Unicode's categories P, S, C and Z."""
 _KNOWN = 128
 
-# of signs in a row, spaCy takes STROKEs together, and others one by one
+# spaCy joins a run of STROKEs into one token, and splits runs of other punctuation
 _SPECIAL = {
     "'": APOSTROPHE,
     "’": APOSTROPHE,
@@ -33,19 +33,19 @@ _SPECIAL = {
     **dict.fromkeys("-~|/\\^", STROKE),
 }
 
-# 0 where a character has not been met yet: finding out for all of them takes a second
+# cache, 0 for a character not seen yet: computing all of them takes a second
 _KINDS: Kinds = np.zeros(0x110000, np.uint8)
 
 
 def codes(text: str) -> Codes:
-    """The code points of a text."""
+    """The code points of a text: uint8 or uint32 [characters]."""
     if text.isascii():
         return np.frombuffer(text.encode("ascii"), np.uint8)
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.dtype("<u4"))
 
 
 def kinds(code: Codes) -> Kinds:
-    """The kinds of characters: uint8[characters]."""
+    """Class and flags of each character: uint8[characters]."""
     found: Kinds = _KINDS.take(code)
     if not found.all():
         new = np.unique(code[found == 0])
@@ -61,7 +61,7 @@ def _kind(c: str) -> int:
 
 def _class(c: str) -> int:
     if c.isspace():
-        return BLANK
+        return SPACE
     if c.isdecimal():
         return DIGIT
-    return LETTERLIKE if c.isalnum() or c == "_" else _SPECIAL.get(c, MARK)
+    return LETTERLIKE if c.isalnum() or c == "_" else _SPECIAL.get(c, OTHER)

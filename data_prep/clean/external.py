@@ -1,51 +1,51 @@
-"""Any filter of datatrove as a step."""
+"""Cleaning step that runs a filter of datatrove."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from data_prep.clean.optional import need
-from data_prep.clean.statistics import Statistics
+from data_prep.clean.document import Document
+from data_prep.clean.optional import import_optional
 from data_prep.config.cleaning import DatatroveSection
 from headrace.base.errors import ConfigError
 from headrace.base.section import suggest
 
-_RANDOM = "it draws at random, so that the output would depend on the order of the documents"
-_REFUSED = {
+_RANDOM = "it draws at random, so the output would depend on the order of the documents"
+_UNSUPPORTED = {
     "SamplerFilter": _RANDOM,
     "LambdaFilter": "its rule is Python code, which a config cannot hold",
 }
 
 
 class Datatrove:
-    """See `DatatroveSection`. What the filter answers is the reason of a drop; a text that it changes is changed."""
+    """See `DatatroveSection`. A drop's reason is the one that the filter returns; the filter may change the text."""
 
     def __init__(self, section: DatatroveSection, *, field: str) -> None:
-        filters = need("datatrove.pipeline.filters", package="datatrove", field=field)
-        self._document = need("datatrove.data", package="datatrove", field=field).Document
+        filters = import_optional("datatrove.pipeline.filters", package="datatrove", field=field)
+        self._document_class = import_optional("datatrove.data", package="datatrove", field=field).Document
         self._filter = _make(section, filters, field=field)
         self._metadata = section.metadata
 
-    def __call__(self, text: Statistics, fields: Mapping[str, Any]) -> Statistics | str:
+    def __call__(self, document: Document, fields: Mapping[str, Any]) -> Document | str:
         """See `chain.Rule`."""
         metadata = {name: fields.get(name) for name in self._metadata}
-        document = self._document(text=text.text, id="", metadata=metadata)
+        theirs = self._document_class(text=document.text, id="", metadata=metadata)
         try:
-            answer = self._filter.filter(document)
-        except Exception as error:  # whatever a filter stumbles over costs this text only
+            result = self._filter.filter(theirs)
+        except Exception as error:  # an exception of a filter drops this text only
             return f"failed: {type(error).__name__}"
-        kept, reason = answer if isinstance(answer, tuple) else (answer, None)
+        kept, reason = result if isinstance(result, tuple) else (result, None)
         if not kept:
             return reason or "filtered"
-        return text if document.text == text.text else Statistics(document.text)
+        return document if theirs.text == document.text else Document(theirs.text)
 
 
 def _make(section: DatatroveSection, filters: Any, *, field: str) -> Any:
-    names = sorted(name for name in vars(filters) if name.endswith("Filter") and name not in _REFUSED)
-    if section.filter in _REFUSED:
+    names = sorted(name for name in vars(filters) if name.endswith("Filter") and name not in _UNSUPPORTED)
+    if section.filter in _UNSUPPORTED:
         raise ConfigError(
-            f"{field}.filter", section.filter, why=_REFUSED[section.filter], remedy=f"one of {', '.join(names)}"
+            f"{field}.filter", section.filter, why=_UNSUPPORTED[section.filter], remedy=f"one of {', '.join(names)}"
         )
     if section.filter not in names:
         near = suggest(section.filter, names)
@@ -56,7 +56,7 @@ def _make(section: DatatroveSection, filters: Any, *, field: str) -> Any:
         raise ConfigError(f"{field}.args.keep_fraction", value, why=_RANDOM, remedy="leave it out")
     try:
         return getattr(filters, section.filter)(**section.args)
-    except Exception as error:  # it may be anything, for arguments that do not fit
+    except Exception as error:  # filters raise any type for wrong arguments
         why = f"{type(error).__name__}: {error}"
         remedy = f"see the arguments of datatrove's {section.filter}"
         raise ConfigError(f"{field}.args", section.args, why=why, remedy=remedy) from None

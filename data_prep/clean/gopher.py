@@ -1,7 +1,7 @@
-"""Gopher's rules: repetition and quality (Rae et al. 2021, arXiv 2112.11446, appendix A1.1).
+"""Gopher filters: repetition and quality (Rae et al. 2021, arXiv 2112.11446, appendix A1.1).
 
-Fractions are counted as datatrove counts them, so that thresholds mean the same: characters of the whole text are the
-denominator, a paragraph ends at two or more line feeds, repeated n-grams do not overlap.
+Fractions are computed as in datatrove, so that thresholds have the same meaning: the denominator is the characters of
+the whole text, a paragraph ends at two or more line feeds, and repeated n-grams do not overlap.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.clean.ngrams import Keys, heaviest, repeated
-from data_prep.clean.statistics import Statistics
+from data_prep.clean.document import Document
+from data_prep.clean.ngrams import Keys, max_weight_bound, repeated
 from data_prep.clean.words import Ints, Splitter, Words
 from data_prep.config.cleaning import GopherQualitySection, GopherRepetitionSection
 
 
 class GopherRepetition:
-    """Table A1: duplicate lines and paragraphs, frequent and repeated n-grams."""
+    """Repetition filter (table A1): duplicate lines and paragraphs, frequent and repeated n-grams."""
 
     def __init__(self, section: GopherRepetitionSection, splitter: Splitter) -> None:
         self._section = section
@@ -28,33 +28,33 @@ class GopherRepetition:
         name = "duplicate_{}grams"
         self._repeated = [(n, limits[name.format(n)]) for n in range(5, 11) if limits[name.format(n)] is not None]
 
-    def __call__(self, text: Statistics, _: Mapping[str, Any]) -> Statistics | str:
+    def __call__(self, document: Document, _: Mapping[str, Any]) -> Document | str:
         """See `chain.Rule`."""
-        return self._paragraphs(text) or self._lines(text) or self._ngrams(text) or text
+        return self._paragraphs(document) or self._lines(document) or self._ngrams(document) or document
 
-    def _paragraphs(self, text: Statistics) -> str | None:
-        paragraphs = [p for p in (part.lstrip("\n") for part in text.text.strip().split("\n\n")) if p]
+    def _paragraphs(self, document: Document) -> str | None:
+        paragraphs = [p for p in (part.lstrip("\n") for part in document.text.strip().split("\n\n")) if p]
         count, size = _duplicates(paragraphs)
         if _above(count, len(paragraphs), self._section.duplicate_paragraphs):
             return "duplicate paragraphs"
-        if _above(size, len(text.text), self._section.duplicate_paragraph_characters):
+        if _above(size, len(document.text), self._section.duplicate_paragraph_characters):
             return "characters in duplicate paragraphs"
         return None
 
-    def _lines(self, text: Statistics) -> str | None:
-        lines = [line for line in text.lines if line]
+    def _lines(self, document: Document) -> str | None:
+        lines = [line for line in document.lines if line]
         count, size = _duplicates(lines)
-        # a text that starts or ends with line feeds has an empty line there
-        ends = (text.lines[0] == "") + (text.lines[-1] == "")
+        # leading or trailing line feeds count as one empty line at each end, as in datatrove
+        ends = (document.lines[0] == "") + (document.lines[-1] == "")
         if _above(count + (ends == 2), len(lines) + ends, self._section.duplicate_lines):
             return "duplicate lines"
-        if _above(size, len(text.text), self._section.duplicate_line_characters):
+        if _above(size, len(document.text), self._section.duplicate_line_characters):
             return "characters in duplicate lines"
         return None
 
-    def _ngrams(self, text: Statistics) -> str | None:
-        words, total = text.words(self._splitter), len(text.text)
-        # characters before each word, and of all
+    def _ngrams(self, document: Document) -> str | None:
+        words, total = document.words(self._splitter), len(document.text)
+        # number of characters in the words before each word, and in all words
         before = np.zeros(len(words.length) + 1, np.int64)
         words.length.cumsum(out=before[1:])
         return self._top_ngrams(words, before, total) or self._repeated_ngrams(words, before, total)
@@ -62,9 +62,10 @@ class GopherRepetition:
     def _top_ngrams(self, words: Words, before: Ints, total: int) -> str | None:
         if len(words.length) < 2 or not self._top:
             return None
-        pairs = heaviest(words.ngrams.of(2), before[2:] - before[:-2] + 1)
+        pairs = max_weight_bound(words.ngrams.of(2), before[2:] - before[:-2] + 1)
         for n, limit in self._top:
-            # an n-gram is no longer than the n - 1 pairs of words in it, and each of them is as frequent
+            # upper bound: an n-gram is at most as long as its n - 1 word pairs, and each of them is at least as
+            # frequent
             if (
                 pairs * (n - 1) > limit * total
                 and _top_characters(words, before, n, at_most=limit * total) > limit * total
@@ -81,31 +82,36 @@ class GopherRepetition:
         for n in range(shortest, self._repeated[-1][0] + 1):
             if n > shortest:
                 starts, keys = _longer(words, starts, keys, n)
-            # words of a repeated longer n-gram are words of repeated shorter ones: most texts are done at once
+            # the words of a repeated longer n-gram are in repeated shorter ones, so most texts return at once
             if not len(starts) or _covered(words, starts, n) <= min(limits.values()) * total:
                 return None
             limit = limits.get(n, 1.0) * total
             sizes = before[starts + n] - before[starts]
-            # all of them together bound those that are counted one by one
+            # the total size is an upper bound of the exact count
             if sizes.sum() > limit and _repeated_characters(keys, starts, sizes, n) > limit:
                 return f"duplicate {n}-grams"
         return None
 
 
 class GopherQuality:
-    """Length, words, symbols, bullets, ellipses, letters and stop words."""
+    """Quality filter: rules on length, word length, symbols, bullets, ellipses, letters and stop words."""
 
     def __init__(self, section: GopherQualitySection, splitter: Splitter) -> None:
         self._section = section
         self._splitter = splitter
         self._stop = [np.uint64(splitter.key(word)) for word in dict.fromkeys(section.stop_words)]
 
-    def __call__(self, text: Statistics, _: Mapping[str, Any]) -> Statistics | str:
+    def __call__(self, document: Document, _: Mapping[str, Any]) -> Document | str:
         """See `chain.Rule`."""
-        words = text.words(self._splitter)
+        words = document.words(self._splitter)
         if not len(words.length):
             return "too few words"
-        return self._sizes(words) or self._symbols(text, len(words.length)) or self._kinds(words) or text
+        return (
+            self._sizes(words)
+            or self._symbols(document, len(words.length))
+            or self._letters_and_stop_words(words)
+            or document
+        )
 
     def _sizes(self, words: Words) -> str | None:
         section = self._section
@@ -121,17 +127,17 @@ class GopherQuality:
             return "words too long"
         return None
 
-    def _symbols(self, text: Statistics, words: int) -> str | None:
-        section, string = self._section, text.text
+    def _symbols(self, document: Document, words: int) -> str | None:
+        section, string = self._section, document.text
         if _above(string.count("#"), words, section.max_hashes):
             return "too many hashes"
         ellipses = string.count("...") + string.count("…")
         if _above(ellipses, words, section.max_ellipses):
             return "too many ellipses"
         lines = string.splitlines()
-        # signs in the whole text bound the lines that have one at an end, which would have to be looked at one by one
-        signs = string.count("-") + string.count("•")
-        if _above(signs, len(lines), section.max_bullet_lines):
+        # the count in the whole text is an upper bound of the lines that begin or end so, which are slow to check
+        bullet_characters = string.count("-") + string.count("•")
+        if _above(bullet_characters, len(lines), section.max_bullet_lines):
             bullets = sum(line.lstrip().startswith(("•", "-")) for line in lines)
             if _above(bullets, len(lines), section.max_bullet_lines):
                 return "too many bullets"
@@ -141,7 +147,7 @@ class GopherQuality:
                 return "too many lines end in an ellipsis"
         return None
 
-    def _kinds(self, words: Words) -> str | None:
+    def _letters_and_stop_words(self, words: Words) -> str | None:
         letters = int(np.count_nonzero(words.letters))
         if self._section.min_letter_words is not None and letters / len(words.length) < self._section.min_letter_words:
             return "too few words with letters"
@@ -159,11 +165,12 @@ class GopherQuality:
 
 
 def _above(part: int, whole: int, limit: float | None) -> bool:
+    """Whether part / whole exceeds the limit; None is no limit."""
     return limit is not None and whole > 0 and part / whole > limit
 
 
 def _duplicates(elements: list[str]) -> tuple[int, int]:
-    """Elements that occurred before, and their characters."""
+    """Number of elements that repeat an earlier one, and of their characters."""
     unique = set(elements)
     if len(unique) == len(elements):
         return 0, 0
@@ -171,13 +178,13 @@ def _duplicates(elements: list[str]) -> tuple[int, int]:
 
 
 def _top_characters(words: Words, before: Ints, n: int, *, at_most: float) -> float:
-    """Characters of all occurrences of the most frequent n-gram, blanks within included; of the first of equals.
+    """Characters in all occurrences of the most frequent n-gram (the first of equally frequent ones), spaces included.
 
-    May be any number up to `at_most` where the true one is not above it.
+    If the exact number is not above `at_most`, any number up to `at_most` may be returned.
     """
     keys = words.ngrams.of(n)
     sizes = before[n:] - before[:-n] + (n - 1)
-    if not len(keys) or heaviest(keys, sizes) <= at_most:
+    if not len(keys) or max_weight_bound(keys, sizes) <= at_most:
         return 0
     _, first, counts = np.unique(keys, return_index=True, return_counts=True)
     count = counts.max()
@@ -185,16 +192,16 @@ def _top_characters(words: Words, before: Ints, n: int, *, at_most: float) -> fl
 
 
 def _longer(words: Words, starts: Ints, keys: Keys, n: int) -> tuple[Ints, Keys]:
-    """The repeated n-grams, given the repeated ones of n - 1 words: where they start, and their keys."""
-    whole = starts + n <= len(words.length)
-    starts, keys = starts[whole], keys[whole]
+    """The repeated n-grams, found among the repeated (n-1)-grams: first words and keys."""
+    complete = starts + n <= len(words.length)
+    starts, keys = starts[complete], keys[complete]
     keys = words.ngrams.longer(keys, starts, n=n)
-    again = repeated(keys)
-    return starts[again], keys[again]
+    kept = repeated(keys)
+    return starts[kept], keys[kept]
 
 
 def _covered(words: Words, starts: Ints, n: int) -> int:
-    """Characters of the words within the n-grams that start at `starts`."""
+    """Number of characters of the words that are within the n-grams that start at `starts`."""
     inside = np.zeros(len(words.length) + 1, np.int32)
     inside[starts] += 1
     inside[starts + n] -= 1
@@ -202,13 +209,13 @@ def _covered(words: Words, starts: Ints, n: int) -> int:
 
 
 def _repeated_characters(keys: Keys, starts: Ints, sizes: Ints, n: int) -> int:
-    """Characters in n-grams that occurred before, from left to right, without overlap.
+    """Number of characters in n-grams that repeat an earlier one, from left to right, without overlap.
 
     Args:
         keys: keys of the n-grams that occur more than once, in order.
-        starts: the words at which they start.
-        sizes: their characters.
-        n: their words.
+        starts: index of the first word of each.
+        sizes: characters of each.
+        n: words in each.
     """
     seen: set[int] = set()
     total = free = 0

@@ -1,4 +1,4 @@
-"""Files that a step reads when the chain is built: lists of one entry per line, and evaluation data."""
+"""Readers of the files that cleaning steps need: lists with one entry per line, and evaluation data."""
 
 from __future__ import annotations
 
@@ -12,31 +12,33 @@ import orjson
 from headrace.base.errors import ConfigError
 
 
-def entries(paths: Sequence[str], *, field: str) -> list[str]:
-    """The lines of all files, without blanks around them, empty lines and lines that start with #.
+def read_entries(paths: Sequence[str], *, field: str) -> list[str]:
+    """The stripped lines of all files, without empty lines and comments (lines that start with #).
 
     Raises:
-        ConfigError: a file is missing, or none has an entry.
+        ConfigError: a file is missing, or no file has an entry.
     """
-    lines = [line.strip() for path in paths for line in read(path, field=field).splitlines()]
+    lines = [line.strip() for path in paths for line in read_text(path, field=field).splitlines()]
     found = [line for line in lines if line and not line.startswith("#")]
     if paths and not found:
-        raise ConfigError(field, list(paths), why="there is no entry in it", remedy="give a file with one per line")
+        raise ConfigError(
+            field, list(paths), why="the list has no entries", remedy="give a file with one entry per line"
+        )
     return found
 
 
-def texts(path: str, *, fields: Sequence[str] | None, field: str) -> Iterator[str]:
-    """The texts of an evaluation file: the strings in the records of a .jsonl, however deep; the whole of other files.
+def evaluation_texts(path: str, *, fields: Sequence[str] | None, field: str) -> Iterator[str]:
+    """The texts of an evaluation file: all strings in the records of a .jsonl, at any depth; other files as one text.
 
     Args:
         path: the file; .gz is decompressed.
-        fields: names of the fields of a record that count; None for all.
+        fields: names of the record fields to use; None for all.
         field: the config field that names the file.
 
     Raises:
-        ConfigError: the file is missing, is not UTF-8, has a line that is no JSON object, or one without the fields.
+        ConfigError: the file is missing or not UTF-8, or a line is not a JSON object or lacks one of the fields.
     """
-    whole = read(path, field=field)
+    whole = read_text(path, field=field)
     if not path.removesuffix(".gz").endswith((".jsonl", ".ndjson")):
         yield whole
         return
@@ -45,17 +47,17 @@ def texts(path: str, *, fields: Sequence[str] | None, field: str) -> Iterator[st
             yield from _strings(_record(line, fields, at=f"{path}:{number}", field=field))
 
 
-def read(path: str, *, field: str) -> str:
-    """The text of a file, decompressed if it is a .gz.
+def read_text(path: str, *, field: str) -> str:
+    """Reads a UTF-8 file; .gz is decompressed.
 
     Raises:
-        ConfigError: it cannot be read, or is not UTF-8.
+        ConfigError: the file cannot be read, or is not UTF-8.
     """
     try:
         raw = Path(path).read_bytes()
         return (gzip.decompress(raw) if path.endswith(".gz") else raw).decode("utf-8-sig")
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ConfigError(field, path, why=str(error), remedy="give a file of UTF-8 text that exists") from None
+        raise ConfigError(field, path, why=str(error), remedy="give an existing file of UTF-8 text") from None
 
 
 def _record(line: str, fields: Sequence[str] | None, *, at: str, field: str) -> list[Any]:
@@ -64,7 +66,7 @@ def _record(line: str, fields: Sequence[str] | None, *, at: str, field: str) -> 
     except orjson.JSONDecodeError as error:
         raise ConfigError(field, at, why=f"not JSON: {error}", remedy="give one JSON object per line") from None
     if not isinstance(record, dict):
-        raise ConfigError(field, at, why="the line is no JSON object", remedy="give one JSON object per line")
+        raise ConfigError(field, at, why="the line is not a JSON object", remedy="give one JSON object per line")
     if fields is None:
         return list(record.values())
     missing = [name for name in fields if name not in record]

@@ -1,4 +1,4 @@
-"""Runs of n words, as 64-bit keys: equal runs have equal keys, and two others collide once in 2^64."""
+"""Word n-grams as 64-bit keys: equal n-grams have equal keys; different ones collide with probability 2^-64."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import numpy.typing as npt
 
 Keys = npt.NDArray[np.uint64]
 
-_BASE = 0xD6E8FEB86659FD93  # any odd number: keys of words are stirred already
+_BASE = 0xD6E8FEB86659FD93  # any odd number suffices: keys of words are already well mixed
 
 
 class NGrams:
-    """The n-grams of one text, for any n, each from shorter ones.
+    """The n-grams of one text for any n, computed from shorter ones.
 
     The key of words w_1 .. w_n is the polynomial sum of w_i * base^(n - i), modulo 2^64.
 
@@ -23,7 +23,7 @@ class NGrams:
         self._of = {1: words}
 
     def of(self, n: int) -> Keys:
-        """Returns: uint64[words - n + 1], empty if the text has fewer than n words."""
+        """Keys of all n-grams: uint64[words - n + 1], empty if the text has fewer than n words."""
         if n not in self._of:
             start = n - n // 2
             size = max(0, len(self._of[1]) - n + 1)
@@ -32,12 +32,12 @@ class NGrams:
         return self._of[n]
 
     def longer(self, keys: Keys, starts: npt.NDArray[np.int64], *, n: int) -> Keys:
-        """The keys of the n-grams that start at `starts`, from `keys`, those of their first n - 1 words."""
+        """Keys of the n-grams that start at `starts`, given `keys`, those of their first n - 1 words."""
         return keys * np.uint64(_BASE) + self._of[1][starts + (n - 1)]
 
 
 class KeySet:
-    """A set of keys, asked for many at a time.
+    """A set of keys with vectorized lookup.
 
     Args:
         keys: uint64[keys], in any order.
@@ -45,19 +45,19 @@ class KeySet:
 
     def __init__(self, keys: Keys) -> None:
         self._keys = np.unique(keys)
-        # a table by the upper bits of a key answers for 15 of 16 that are not here; 64 MiB at most
+        # a table indexed by the upper bits rejects 15 of 16 absent keys; at most 64 MiB
         bits = min(26, max(16, (16 * len(keys)).bit_length()))
         self._shift = np.uint64(64 - bits)
         self._table = np.zeros(1 << bits, np.bool_)
         self._table[self._buckets(keys)] = True
 
-    def common(self, keys: Keys) -> Keys:
-        """Those of `keys` that are in the set."""
-        near = keys[self._table[self._buckets(keys)]]
-        if not len(near):
-            return near
-        at = np.minimum(np.searchsorted(self._keys, near), len(self._keys) - 1)
-        found: Keys = near[self._keys[at] == near]
+    def intersection(self, keys: Keys) -> Keys:
+        """The `keys` that are in the set, in order."""
+        candidates = keys[self._table[self._buckets(keys)]]
+        if not len(candidates):
+            return candidates
+        at = np.minimum(np.searchsorted(self._keys, candidates), len(self._keys) - 1)
+        found: Keys = candidates[self._keys[at] == candidates]
         return found
 
     def _buckets(self, keys: Keys) -> npt.NDArray[np.int64]:
@@ -65,7 +65,7 @@ class KeySet:
 
 
 def repeated(keys: Keys) -> npt.NDArray[np.bool_]:
-    """Which keys occur more than once: bool[keys]."""
+    """Whether each key occurs more than once: bool[keys]."""
     ordered = np.sort(keys)
     same = ordered[1:] == ordered[:-1]
     if not same.any():
@@ -77,10 +77,14 @@ def repeated(keys: Keys) -> npt.NDArray[np.bool_]:
     return found
 
 
-def heaviest(keys: Keys, weights: npt.NDArray[np.int64]) -> float:
-    """No key's weights, summed over its occurrences, exceed this: keys are thrown into 4 to 8 times as many buckets.
+def max_weight_bound(keys: Keys, weights: npt.NDArray[np.int64]) -> float:
+    """Upper bound of any key's total weight: keys are hashed into 4 to 8 times as many buckets as there are keys.
 
-    Much cheaper than to count each key, and nearly always enough to see that none is too heavy.
+    It is much cheaper than the exact sums, and nearly always suffices to show that none exceeds a limit.
+
+    Args:
+        keys: uint64[keys], well mixed.
+        weights: int64[keys], of each occurrence.
     """
     bits = max(4, (4 * len(keys)).bit_length())
     buckets = (keys >> np.uint64(64 - bits)).astype(np.int64)

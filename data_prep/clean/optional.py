@@ -1,4 +1,4 @@
-"""Libraries that only some steps need."""
+"""Import of optional dependencies that only some cleaning steps need."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 from headrace.base.errors import ConfigError
 
 
-def need(module: str, *, package: str, field: str) -> Any:
-    """The module, imported.
+def import_optional(module: str, *, package: str, field: str) -> Any:
+    """Imports a module of an optional package.
 
     Args:
-        module: what to import.
-        package: what pip calls it.
-        field: the config field that asks for it.
+        module: name of the module.
+        package: name of the package on PyPI.
+        field: the config field that needs it.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: the package is not installed.
     """
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        why = f"it needs the package '{package}' ({error})"
+        why = f"this step needs the package '{package}' ({error})"
         raise ConfigError(field, why=why, remedy=f"pip install {package}") from None

@@ -1,7 +1,7 @@
-"""The words of spaCy's English tokenizer, as datatrove has them: spaCy is asked once for each new piece of text.
+"""Words by spaCy's English tokenizer, as in datatrove, with a cache per whitespace-separated piece of text.
 
-What spaCy makes of a piece without whitespace depends on the piece alone, and text repeats itself: nearly all the
-pieces of a page have been seen before.
+spaCy's tokens of a piece without whitespace depend on the piece alone, and texts repeat themselves: nearly all pieces
+of a page are in the cache.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import xxhash
 
 from data_prep.clean import characters as kind
 from data_prep.clean.ngrams import NGrams
-from data_prep.clean.optional import need
+from data_prep.clean.optional import import_optional
 from data_prep.clean.words import Words
 
 _CAPACITY = 1 << 18
-"""Pieces remembered before all are forgotten: about 100 MB."""
-_CHARACTERS = 1 << 24
-"""Characters remembered: pieces of a text without whitespace can be very long."""
+"""Cached pieces before the cache is cleared: about 100 MB."""
+_CAPACITY_CHARACTERS = 1 << 24
+"""Cached characters before the cache is cleared: pieces of a text without whitespace can be very long."""
 
 
 class SpacySplitter:
@@ -31,18 +31,20 @@ class SpacySplitter:
     """
 
     def __init__(self, *, field: str, capacity: int = _CAPACITY) -> None:
-        self._tokenizer: Callable[[str], Any] = need("spacy", package="spacy", field=field).blank("en").tokenizer
+        self._tokenizer: Callable[[str], Any] = (
+            import_optional("spacy", package="spacy", field=field).blank("en").tokenizer
+        )
         self._capacity = capacity
         self._pieces: dict[str, tuple[int, ...]] = {}
         self._rows: dict[str, int] = {}
-        self._forget()
+        self._clear()
 
     def words(self, text: str) -> Words:
         """See `words.Splitter`."""
-        if len(self._pieces) > self._capacity or self._characters > _CHARACTERS:
-            self._forget()
+        if len(self._pieces) > self._capacity or self._characters > _CAPACITY_CHARACTERS:
+            self._clear()
         pieces, known = text.split(), self._pieces
-        rows = [row for piece in pieces for row in (known.get(piece) or self._enter(piece))]
+        rows = [row for piece in pieces for row in (known.get(piece) or self._add_piece(piece))]
         features = self._features[np.array(rows, np.intp)]
         flags = features[:, 1]
         return Words(
@@ -56,21 +58,21 @@ class SpacySplitter:
         """See `words.Splitter`."""
         return xxhash.xxh3_64_intdigest(word.encode("utf-8", "surrogatepass"))
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         self._pieces.clear()
         self._rows.clear()
         self._characters = 0
-        # of each word: length in characters, flags of its characters, key
+        # per word: length in characters, flags of its characters, key
         self._features = np.empty((1024, 3), np.uint64)
 
-    def _enter(self, piece: str) -> tuple[int, ...]:
-        """The rows of the words of a new piece."""
+    def _add_piece(self, piece: str) -> tuple[int, ...]:
+        """Tokenizes a new piece; returns the feature rows of its words."""
         words = (token.text.strip() for token in self._tokenizer(piece))
-        self._pieces[piece] = rows = tuple(self._row(word) for word in words if word)
+        self._pieces[piece] = rows = tuple(self._add_word(word) for word in words if word)
         self._characters += len(piece)
         return rows
 
-    def _row(self, word: str) -> int:
+    def _add_word(self, word: str) -> int:
         row = self._rows.get(word)
         if row is None:
             row = self._rows[word] = len(self._rows)

@@ -1,11 +1,11 @@
-"""The words of a text: where they are, a 64-bit key of each, and what rules ask about them.
+"""Word segmentation: the words of a text, with their lengths, flags and 64-bit keys.
 
-The Gopher paper (Rae et al. 2021, appendix A1.1) does not say what a word is. Dolma and RedPajama took what stands
-between blanks; FineWeb took tokens in which punctuation stands apart, from NLTK and later spaCy. The same thresholds
-then mean different things: a text whose every tenth character is a mark has about twice as many words.
+The Gopher paper (Rae et al. 2021, appendix A1.1) does not define a word. Dolma and RedPajama split at whitespace;
+FineWeb used tokens of NLTK, later of spaCy, which separate punctuation. The same thresholds then mean different things:
+if every tenth character is punctuation, a text has about twice as many words.
 
-numpy does all over the characters of the text: looking words up in a dictionary takes 170 ns each, a miss of the
-processor's cache, before anything is known about them.
+Everything is computed by numpy over the text's characters: a dictionary lookup per word costs 170 ns, a cache miss,
+before anything is computed about the word.
 """
 
 from __future__ import annotations
@@ -23,17 +23,21 @@ from data_prep.clean.ngrams import Keys, NGrams
 
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
-Joined = Callable[[int, int, int, int], bool]
-"""Whether the second and the third of four neighbours, given by their classes, are in one word."""
+JoinRule = Callable[[int, int, int, int], bool]
+"""Whether the second and third of four consecutive characters, given by their classes, belong to one word."""
 
-_BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2^64
-_BLOCK = 1 << 20  # characters hashed at once: bounds the memory for very long texts
+_BASE = 0x9E3779B97F4A7C15  # odd, so that it is invertible modulo 2^64
+_BLOCK = 1 << 20  # characters hashed at a time: bounds the memory for very long texts
 
 
 class Words(NamedTuple):
     """Arrays over the words of a text, in order.
 
-    length: int64, characters. plain: bool, more than punctuation and signs. letters: bool, at least one letter in it.
+    Attributes:
+        length: int64[words], in characters.
+        plain: bool[words], whether it contains more than punctuation and symbols.
+        letters: bool[words], whether it contains a letter.
+        ngrams: keys of the words and n-grams.
     """
 
     length: Ints
@@ -43,25 +47,25 @@ class Words(NamedTuple):
 
 
 class Splitter(Protocol):
-    """One definition of a word."""
+    """A definition of a word, as a function that splits texts."""
 
     def words(self, text: str) -> Words:
         """The words of a text."""
 
     def key(self, word: str) -> int:
-        """The key that a word has in `Words.ngrams.of(1)`."""
+        """The key of a word, as in `Words.ngrams.of(1)`."""
 
 
 class CharacterSplitter:
-    """Words as runs of characters, of which each pair is joined or not, depending on the two and one more on each side.
+    """Splits a text into runs of characters; whether two characters are joined depends on them and their neighbors.
 
     Args:
-        inside: the classes of characters that are in words at all.
-        joined: the rule for pairs of such characters.
+        inside: classes of the characters that can be in words.
+        joined: whether a pair of such characters belongs to one word.
     """
 
-    def __init__(self, inside: frozenset[int], joined: Joined) -> None:
-        # for each window of four classes: 1 if a word starts at its third, 2 if one ends before it
+    def __init__(self, inside: frozenset[int], joined: JoinRule) -> None:
+        # per window of four classes: bit 1 if a word starts at the third, bit 2 if one ends before it
         windows = product(range(8), repeat=4)
         self._edges = np.array([_edge(window, inside, joined) for window in windows], np.uint8)
 
@@ -70,13 +74,13 @@ class CharacterSplitter:
         code = kind.codes(text)
         kinds = kind.kinds(code)
         starts, ends = self._bounds(kinds)
-        # what may follow a word in its stretch has none of the flags asked for below, if it is blank
+        # reduceat includes the characters up to the next word, which have none of these flags if they are whitespace
         flags = np.bitwise_or.reduceat(kinds, starts) if len(starts) else np.empty(0, np.uint8)
         keys = word_keys(code, starts, ends)
         return Words(ends - starts, (flags & kind.PLAIN) != 0, (flags & kind.LETTER) != 0, NGrams(keys))
 
     def keys(self, text: str) -> Keys:
-        """The keys of the words alone: uint64[words]."""
+        """Keys of the words only: uint64[words]."""
         code = kind.codes(text)
         return word_keys(code, *self._bounds(kind.kinds(code)))
 
@@ -86,9 +90,9 @@ class CharacterSplitter:
         return int(word_keys(code, np.array([0]), np.array([len(code)]))[0])
 
     def _bounds(self, kinds: kind.Kinds) -> tuple[Ints, Ints]:
-        """Where words start, and where they end (exclusive): int64[words] each."""
+        """Start and end (exclusive) of each word, in characters: int64[words] each."""
         classes = np.zeros(len(kinds) + 4, np.uint16)
-        np.bitwise_and(kinds, kind.CLASS, out=classes[2:-2])
+        np.bitwise_and(kinds, kind.CLASS_MASK, out=classes[2:-2])
         pairs = classes[:-1] << 3
         pairs |= classes[1:]
         windows = pairs[:-2] << 6
@@ -98,42 +102,45 @@ class CharacterSplitter:
 
 
 def word_keys(code: kind.Codes, starts: Ints, ends: Ints) -> Keys:
-    """A hash of each word: the polynomial sum of code_i * base^i modulo 2^64, stirred.
+    """A hash of each word: the polynomial sum of code_i * base^i modulo 2^64, bit-mixed.
 
     Args:
         code: code points of the text.
-        starts: where words start, ascending.
-        ends: where they end; between an end and the next start may be anything.
+        starts: first character of each word, ascending.
+        ends: end of each word, exclusive; characters between words are ignored.
+
+    Returns:
+        uint64[words].
     """
     if len(code) <= _BLOCK:
-        return _stirred(_polynomials(code, starts, ends))
+        return _mixed(_polynomials(code, starts, ends))
     parts, at = [], 0
     while at < len(starts):
         upto = max(at + 1, int(np.searchsorted(ends, starts[at] + _BLOCK, side="right")))
         first, last = starts[at], ends[upto - 1]
         parts.append(_polynomials(code[first:last], starts[at:upto] - first, ends[at:upto] - first))
         at = upto
-    return _stirred(np.concatenate(parts)) if parts else np.empty(0, np.uint64)
+    return _mixed(np.concatenate(parts)) if parts else np.empty(0, np.uint64)
 
 
-def _edge(window: tuple[int, ...], inside: frozenset[int], joined: Joined) -> int:
+def _edge(window: tuple[int, ...], inside: frozenset[int], joined: JoinRule) -> int:
     before, here = window[1] in inside, window[2] in inside
     apart = not (before and here and joined(*window))
     return 1 * (here and apart) | 2 * (before and apart)
 
 
-def _always(*_: int) -> bool:
+def _join_all(*_: int) -> bool:
     return True
 
 
-def _marks_apart(first: int, a: int, b: int, last: int) -> bool:
-    """Letters and digits, with dots, apostrophes and @ between, and commas between digits; rows of dots or strokes."""
+def _separate_punctuation(first: int, a: int, b: int, last: int) -> bool:
+    """Joins letters and digits, across . ' @ between them and commas between digits; and runs of dots or strokes."""
     if a == b and a in (kind.DOT, kind.STROKE):
         return True
-    return (a in _WORD or _holds(first, a, b)) and (b in _WORD or _holds(a, b, last))
+    return (a in _WORD or _joins_neighbors(first, a, b)) and (b in _WORD or _joins_neighbors(a, b, last))
 
 
-def _holds(before: int, mark: int, after: int) -> bool:
+def _joins_neighbors(before: int, mark: int, after: int) -> bool:
     if mark == kind.COMMA:
         return before == after == kind.DIGIT
     return mark in (kind.DOT, kind.APOSTROPHE) and before in _WORD and after in _WORD
@@ -148,8 +155,8 @@ def _polynomials(code: kind.Codes, starts: Ints, ends: Ints) -> Keys:
     return keys
 
 
-def _stirred(keys: Keys) -> Keys:
-    """Mixes the bits (the finalizer of MurmurHash3): sums of unstirred polynomials would collide."""
+def _mixed(keys: Keys) -> Keys:
+    """Mixes the bits (finalizer of MurmurHash3): sums of unmixed polynomials would collide."""
     for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
         keys = (keys ^ (keys >> np.uint64(33))) * np.uint64(factor)
     return keys ^ (keys >> np.uint64(33))
@@ -166,11 +173,11 @@ def _powers(count: int) -> tuple[Keys, Keys]:
 
 
 _WORD = frozenset({kind.LETTERLIKE, kind.DIGIT})
-_NOT_BLANK = frozenset(range(8)) - {kind.BLANK}
+_NOT_BLANK = frozenset(range(8)) - {kind.SPACE}
 
-WHITESPACE = CharacterSplitter(_NOT_BLANK, _always)
-"""What `str.split` finds."""
-PUNCTUATION = CharacterSplitter(_NOT_BLANK, _marks_apart)
-"""Words without the marks around them, and the marks."""
-PLAIN_WORDS = CharacterSplitter(_WORD, _always)
-r"""What `re` finds by \w+: the words of blocklists and of decontamination, which read text in lower case."""
+WHITESPACE = CharacterSplitter(_NOT_BLANK, _join_all)
+"""Words as in `str.split`."""
+PUNCTUATION = CharacterSplitter(_NOT_BLANK, _separate_punctuation)
+"""Words without surrounding punctuation, and the punctuation marks as words of their own."""
+PLAIN_WORDS = CharacterSplitter(_WORD, _join_all)
+r"""Words as \w+ of `re`: used by blocklists and decontamination, on text in lower case."""

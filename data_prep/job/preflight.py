@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from data_prep.clean.chain import build, versions
+from data_prep.clean.chain import build_chain, dependency_versions
 from data_prep.config.corpus import CorpusConfig, Source
 from data_prep.formats.tokenfile import SPLITS
 from data_prep.hashing import HELDOUT, content_hashes, select_fraction
@@ -68,9 +68,12 @@ def cleaning_identity(config: CorpusConfig) -> dict[str, Any] | None:
     """
     if not config.clean:
         return None
-    build(config.clean)  # raises here what would fail in every task
+    build_chain(config.clean)  # raises here what would fail in every task
     files = sorted({file for section in config.clean for file in section.files()})
-    return {"files": {file: sha256_of_file(Path(file)) for file in files}, "versions": versions(config.clean)}
+    return {
+        "files": {file: sha256_of_file(Path(file)) for file in files},
+        "versions": dependency_versions(config.clean),
+    }
 
 
 def tokenizer_identity(config: CorpusConfig) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from data_prep.clean.chain import Chain, Dropped, build
+from data_prep.clean.chain import Chain, Dropped, build_chain
 from data_prep.config.corpus import CorpusConfig
 
 DROPPED_TEXTS = "dropped.jsonl"
@@ -27,7 +27,7 @@ class Cleaner:
 
     def __init__(self, config: CorpusConfig, directory: Path | None) -> None:
         """`directory`: where the list of dropped texts is written; None writes none."""
-        self._chain: Chain | None = build(config.clean) if config.clean else None
+        self._chain: Chain | None = build_chain(config.clean) if config.clean else None
         self._list: TextIO | None = None
         if config.list_dropped != "no" and directory is not None:
             self._list = (directory / DROPPED_TEXTS).open("w", encoding="ascii")

@@ -1,4 +1,4 @@
-"""One step on one text."""
+"""Fixtures: a function that runs one cleaning step on one text, and a text that passes all of them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from data_prep.clean.chain import Kept, build
+from data_prep.clean.chain import Kept, build_chain
 from data_prep.config.cleaning import parse_steps
 
 
 def clean(step: str, text: str, *, record: dict[str, Any] | None = None, **keys: Any) -> str:
-    """The text as the step leaves it, or "-- REASON" if it drops it."""
-    outcome = build(parse_steps([{"step": step, **keys}])).clean(text, record or {})
+    """The text after the step, or "-- REASON" if the step drops it."""
+    outcome = build_chain(parse_steps([{"step": step, **keys}])).clean(text, record or {})
     if isinstance(outcome, Kept):
         return outcome.text
     assert outcome.step == step
@@ -22,7 +22,7 @@ def clean(step: str, text: str, *, record: dict[str, Any] | None = None, **keys:
 
 @pytest.fixture
 def run() -> Callable[..., str]:
-    """`clean`, for test modules."""
+    """The function `clean`, for test modules."""
     return clean
 
 
@@ -37,5 +37,5 @@ PROSE = (
 
 @pytest.fixture
 def prose() -> str:
-    """Ninety words of plain English that every rule lets pass."""
+    """Ninety words of plain English, which pass every rule."""
     return PROSE

@@ -1,4 +1,4 @@
-"""C4's and FineWeb's rules at their thresholds."""
+"""C4 and FineWeb filters: each rule at its threshold."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_plain_prose_passes(run: Run, prose: str, step: str) -> None:
         "This site uses cookies to serve you.",
     ],
 )
-def test_c4_removes_lines_that_are_no_sentences(run: Run, line: str) -> None:
+def test_c4_removes_lines_that_are_not_sentences(run: Run, line: str) -> None:
     assert run("c4", "\n".join([*GOOD, line])) == "\n".join(GOOD)
 
 
@@ -47,7 +47,7 @@ def test_c4_drops_texts_with_placeholders_or_code(run: Run) -> None:
     assert run("c4", "\n".join([*GOOD, "It says { and nothing else."])) == "-- curly bracket"
 
 
-def test_c4_wants_five_sentences_however_they_are_laid_out(run: Run) -> None:
+def test_c4_requires_five_sentences_in_any_layout(run: Run) -> None:
     assert run("c4", " ".join(GOOD)) == " ".join(GOOD)
     assert run("c4", "\n".join(GOOD[:4])) == "-- too few sentences"
     assert run("c4", " ".join(GOOD[:4])) == "-- too few sentences"
@@ -63,12 +63,12 @@ def test_c4_rules_can_be_switched_off(run: Run) -> None:
 
 
 def fineweb(run: Run, text: str, **rule: object) -> str:
-    """One rule of FineWeb, the others off."""
+    """Runs one rule of FineWeb with the others off."""
     names = ("min_ended_lines", "max_short_lines", "max_duplicate_characters", "max_line_feeds")
     return run("fineweb_quality", text, **dict.fromkeys(names) | rule)
 
 
-def test_fineweb_wants_twelve_of_a_hundred_lines_to_end_a_sentence(run: Run) -> None:
+def test_fineweb_requires_that_12_percent_of_the_lines_end_a_sentence(run: Run) -> None:
     def text(ended: int) -> str:
         return "\n".join([f"{i} ends。" for i in range(ended)] + [f"{i} does not" for i in range(100 - ended)])
 
@@ -76,7 +76,7 @@ def test_fineweb_wants_twelve_of_a_hundred_lines_to_end_a_sentence(run: Run) -> 
     assert fineweb(run, text(11), min_ended_lines=0.12) == "-- few lines end a sentence"
 
 
-def test_fineweb_wants_a_third_of_the_lines_longer_than_thirty_characters(run: Run) -> None:
+def test_fineweb_requires_a_third_of_the_lines_longer_than_30_characters(run: Run) -> None:
     def text(short: int) -> str:
         return "\n\n".join(["s" * 30] * short + ["l" * 31] * (100 - short))
 
@@ -84,7 +84,7 @@ def test_fineweb_wants_a_third_of_the_lines_longer_than_thirty_characters(run: R
     assert fineweb(run, text(68), max_short_lines=0.67) == "-- many short lines"
 
 
-def test_fineweb_lets_one_of_a_hundred_characters_repeat(run: Run) -> None:
+def test_fineweb_allows_one_percent_of_characters_in_duplicate_lines(run: Run) -> None:
     text = "\n".join(["ab", "x" * 196, "ab"])
     assert fineweb(run, text, max_duplicate_characters=0.01) == text
     assert (
@@ -93,7 +93,7 @@ def test_fineweb_lets_one_of_a_hundred_characters_repeat(run: Run) -> None:
     )
 
 
-def test_fineweb_counts_line_feeds_against_words(run: Run) -> None:
+def test_fineweb_limits_line_feeds_per_word(run: Run) -> None:
     text = "one two three four five six seven eight nine ten\n\n\n"
     assert fineweb(run, text, max_line_feeds=0.3) == text
     assert fineweb(run, text + "\n", max_line_feeds=0.3) == "-- many line feeds"

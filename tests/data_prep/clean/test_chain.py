@@ -1,4 +1,4 @@
-"""The chain: order, counts, config errors, and words as numpy finds them."""
+"""The cleaning chain: order, counts and config errors; and the segmentation into words."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import Field
 
 from data_prep.clean import chain, words
-from data_prep.clean.chain import Dropped, Kept, build
+from data_prep.clean.chain import Dropped, Kept, build_chain
 from data_prep.clean.ngrams import NGrams
 from data_prep.config.cleaning import SECTIONS, CleaningSteps, StepSection, parse_steps
 from headrace.base.errors import ConfigError
@@ -20,13 +20,13 @@ from headrace.base.section import Section, parse
 
 
 class Config(Section):
-    """A config with the chain in it, as a job has it."""
+    """A config with a cleaning chain, like that of a job."""
 
-    clean: CleaningSteps = Field([], description="the steps")
+    clean: CleaningSteps = Field([], description="the cleaning steps")
 
 
 def test_steps_run_in_order_and_the_first_drop_ends_it(prose: str) -> None:
-    here = build(parse_steps([{"step": "pii"}, {"step": "c4"}, {"step": "gopher_quality"}]))
+    here = build_chain(parse_steps([{"step": "pii"}, {"step": "c4"}, {"step": "gopher_quality"}]))
     assert here.clean("Mail a@b.org", {}) == Dropped("c4", "too few sentences")
     assert here.clean(prose + "Mail a@b.org now, please.\nmenu", {}) == Kept(
         prose + "Mail email@example.com now, please."
@@ -35,27 +35,27 @@ def test_steps_run_in_order_and_the_first_drop_ends_it(prose: str) -> None:
 
 
 def test_an_empty_chain_keeps_everything() -> None:
-    assert build([]).clean("", {}) == Kept("")
+    assert build_chain([]).clean("", {}) == Kept("")
 
 
 @pytest.mark.parametrize("text", ["", " ", "\n\n", ".", "a", "\ud800", "#", "{", "@", "http://", "0.0.0.0", "漢" * 3])
 def test_no_rule_fails_on_tiny_texts(text: str) -> None:
     for step in ("unicode", "gopher_repetition", "gopher_quality", "c4", "fineweb_quality", "pii"):
         for section in ({}, {"words": "whitespace"}) if "words" in SECTIONS[step].model_fields else ({},):
-            assert build(parse_steps([{"step": step, **section}])).clean(text, {})
+            assert build_chain(parse_steps([{"step": step, **section}])).clean(text, {})
 
 
-def test_the_fields_that_steps_read_are_named_once() -> None:
+def test_the_record_fields_that_steps_read_are_listed_once() -> None:
     raw = [{"step": "url_blocklist", "field": "link", "domains": ["a.txt"]}, {"step": "pii"}]
     raw += [{"step": "datatrove", "filter": "URLFilter", "metadata": ["url", "link"], "reads": ["b.txt"]}]
     steps = parse_steps(raw)
     assert chain.record_fields(steps) == ("link", "url")
     assert [step.files() for step in steps] == [["a.txt"], [], ["b.txt"]]
-    assert chain.label(steps[2]) == "datatrove.URLFilter"
+    assert chain.step_label(steps[2]) == "datatrove.URLFilter"
 
 
-def test_versions_that_results_depend_on_are_told() -> None:
-    found = chain.versions(parse_steps([{"step": "unicode"}, {"step": "gopher_quality", "words": "spacy"}]))
+def test_the_versions_of_the_steps_dependencies_are_listed() -> None:
+    found = chain.dependency_versions(parse_steps([{"step": "unicode"}, {"step": "gopher_quality", "words": "spacy"}]))
     assert set(found) == {"unicode", "ftfy", "spacy"}
     assert re.fullmatch(r"\d+(\.\d+)+", found["ftfy"])
 
@@ -74,17 +74,17 @@ def test_versions_that_results_depend_on_are_told() -> None:
         ({"step": "gopher_quality", "words": "words"}, r"clean\.0\.words = 'words'\n"),
     ],
 )
-def test_wrong_steps_and_keys_are_refused_with_the_nearest(raw: dict[str, Any], message: str) -> None:
+def test_wrong_steps_and_keys_are_refused_with_the_nearest_valid_one(raw: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(Config, {"clean": [raw]})
 
 
-def test_sections_survive_a_dump() -> None:
+def test_sections_can_be_dumped_and_parsed_again() -> None:
     config = parse(Config, {"clean": [{"step": "c4", "min_sentences": 3}, {"step": "pii", "ip": None}]})
     assert parse(Config, config.model_dump()) == config
 
 
-def test_every_field_of_every_step_says_what_it_is_for() -> None:
+def test_every_field_of_every_step_has_a_description() -> None:
     for section in SECTIONS.values():
         assert issubclass(section, StepSection)
         assert section.__doc__
@@ -97,7 +97,7 @@ PUNCTUATED = re.compile(r"\w+(?:(?:[.'’@]|(?<=\d),(?=\d))\w+)*|\.{2,}|[-~|/\\^
 
 @given(MIXED)
 @settings(max_examples=500, deadline=None)
-def test_words_are_those_of_the_equal_expression(text: str) -> None:
+def test_words_are_those_of_the_equivalent_regular_expression(text: str) -> None:
     for splitter, found in (
         (words.WHITESPACE, text.split()),
         (words.PUNCTUATION, PUNCTUATED.findall(text)),
@@ -111,14 +111,14 @@ def test_words_are_those_of_the_equal_expression(text: str) -> None:
 
 @given(st.lists(st.sampled_from(["a", "b", "ab", "é", "0", "00"]), max_size=40), st.integers(1, 13))
 @settings(max_examples=200, deadline=None)
-def test_equal_ngrams_have_equal_keys_and_others_do_not(pieces: list[str], n: int) -> None:
+def test_equal_ngrams_have_equal_keys_and_different_ones_do_not(pieces: list[str], n: int) -> None:
     keys = words.WHITESPACE.words(" ".join(pieces)).ngrams.of(n).tolist()
     grams = [tuple(pieces[i : i + n]) for i in range(len(pieces) - n + 1)]
     assert len(keys) == len(grams)
     assert len(set(keys)) == len(set(grams)) == len(set(zip(keys, grams, strict=True)))
 
 
-def test_keys_of_words_are_the_same_in_every_process_and_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_word_keys_are_the_same_in_every_process_and_for_every_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "the quick brown fox " * 200
     whole = words.WHITESPACE.keys(text)
     assert whole[0] == KEY_OF_THE
@@ -128,16 +128,16 @@ def test_keys_of_words_are_the_same_in_every_process_and_block(monkeypatch: pyte
 
 
 KEY_OF_THE = 18435446918479136368
-"""A change of it changes which n-grams collide: one in 2^64."""
+"""If it changes, other n-grams collide (with probability 2^-64)."""
 
 
-def test_ngrams_of_short_texts_are_none() -> None:
+def test_a_text_shorter_than_n_words_has_no_ngrams() -> None:
     assert len(NGrams(words.WHITESPACE.keys("one two")).of(3)) == 0
 
 
-def test_a_long_text_takes_memory_in_proportion() -> None:
+def test_memory_is_linear_in_the_length_of_the_text() -> None:
     text = "the mill by the river turns and turns " * 100_000  # 3.8 million characters
-    here = build(parse_steps([{"step": "gopher_quality", "max_words": None}]))
+    here = build_chain(parse_steps([{"step": "gopher_quality", "max_words": None}]))
     here.clean("warm", {})
     tracemalloc.start()
     assert isinstance(here.clean(text, {}), Kept)

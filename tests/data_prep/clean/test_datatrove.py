@@ -1,4 +1,4 @@
-"""Against datatrove: its filters through the adapter, and our rules' decisions against its own.
+"""Comparison with datatrove: its filters through the adapter, and our rules' decisions with its own.
 
 Documents are the docstrings of Python's library: prose, lists, tables and code, some repetitive.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from data_prep.clean.chain import Dropped, Kept, build
+from data_prep.clean.chain import Dropped, Kept, build_chain
 from data_prep.config.cleaning import parse_steps
 from headrace.base.errors import ConfigError
 
@@ -50,7 +50,7 @@ REASONS = {
     "curly_bracket": "curly bracket",
     "too_few_sentences": "too few sentences",
 }
-"""Our reasons by datatrove's."""
+"""Our drop reasons by datatrove's."""
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +67,9 @@ def documents() -> list[str]:
     return found[:600]
 
 
-def answers(step: str, documents: list[str], **keys: Any) -> list[str]:
-    """For each document "kept" or the reason of the drop."""
-    here = build(parse_steps([{"step": step, **keys}]))
+def decisions(step: str, documents: list[str], **keys: Any) -> list[str]:
+    """For each document, "kept" or the reason for the drop."""
+    here = build_chain(parse_steps([{"step": step, **keys}]))
     outcomes = [here.clean(text, {}) for text in documents]
     return ["kept" if isinstance(outcome, Kept) else outcome.reason for outcome in outcomes]
 
@@ -83,12 +83,12 @@ def answers(step: str, documents: list[str], **keys: Any) -> list[str]:
         ("fineweb_quality", "FineWebQualityFilter"),
     ],
 )
-def test_with_the_same_words_the_decision_is_the_same(step: str, name: str, documents: list[str]) -> None:
-    ours = answers(step, documents, words="spacy")
-    theirs = answers("datatrove", documents, filter=name)
+def test_with_spacys_words_the_decisions_are_those_of_datatrove(step: str, name: str, documents: list[str]) -> None:
+    ours = decisions(step, documents, words="spacy")
+    theirs = decisions("datatrove", documents, filter=name)
     theirs = [REASONS.get(reason, reason) for reason in theirs]
     assert [a == "kept" for a in ours] == [b == "kept" for b in theirs]
-    # which characters are punctuation is told by Unicode here and by a list there, so that a mean may differ
+    # punctuation is defined by Unicode here and by a list there, so mean word lengths may differ
     assert sum(a == b for a, b in zip(ours, theirs, strict=True)) >= 0.99 * len(documents)
 
 
@@ -97,25 +97,25 @@ def test_with_the_same_words_the_decision_is_the_same(step: str, name: str, docu
     ("step", "name", "least"),
     [("fineweb_quality", "FineWebQualityFilter", 0.98), ("c4", "C4QualityFilter", 0.98)],
 )
-def test_with_our_words_and_sentences_it_is_nearly_the_same(
+def test_with_our_words_and_sentences_nearly_all_decisions_are_the_same(
     step: str, name: str, least: float, documents: list[str]
 ) -> None:
-    ours = answers(step, documents)
-    theirs = [REASONS.get(reason, reason) for reason in answers("datatrove", documents, filter=name)]
+    ours = decisions(step, documents)
+    theirs = [REASONS.get(reason, reason) for reason in decisions("datatrove", documents, filter=name)]
     assert sum(a == b for a, b in zip(ours, theirs, strict=True)) >= least * len(documents)
 
 
 @needs_datatrove
-def test_any_filter_can_be_named(prose: str) -> None:
+def test_a_datatrove_filter_can_be_used_by_its_name(prose: str) -> None:
     pattern = {"regex_exp": "headrace"}
-    here = build(parse_steps([{"step": "datatrove", "filter": "RegexFilter", "args": pattern}]))
+    here = build_chain(parse_steps([{"step": "datatrove", "filter": "RegexFilter", "args": pattern}]))
     assert isinstance(here.clean("no such word", {}), Kept)
     assert here.clean(prose, {}) == Dropped("datatrove.RegexFilter", "filtered")
 
 
 @needs_datatrove
 def test_a_filter_may_change_the_text(prose: str) -> None:
-    here = build(parse_steps([{"step": "datatrove", "filter": "C4QualityFilter"}]))
+    here = build_chain(parse_steps([{"step": "datatrove", "filter": "C4QualityFilter"}]))
     assert here.clean(prose + "menu\n", {}) == Kept(prose.strip())
     assert here.edits == {"datatrove.C4QualityFilter": 1}
 
@@ -131,7 +131,7 @@ def test_a_filter_may_change_the_text(prose: str) -> None:
         ({"filter": "GopherQualityFilter", "args": {"min_words": 3}}, r"clean\.0\.args.*\n.*TypeError.*min_words"),
     ],
 )
-def test_filters_that_cannot_work_are_refused(run: Run, keys: dict[str, Any], message: str) -> None:
+def test_unsupported_filters_are_refused(run: Run, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run("datatrove", "text", **keys)
 

@@ -1,4 +1,4 @@
-"""Every rule of Gopher's drops just beyond its threshold and not at it."""
+"""Gopher filters: every rule drops a text just beyond its threshold, and not at it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Run = Callable[..., str]
 
 
 def words(count: int, *, start: int = 0) -> str:
-    """So many different words of five letters."""
+    """`count` different words of five letters."""
     return " ".join(_word(i) for i in range(start, start + count))
 
 
@@ -19,13 +19,15 @@ def _word(i: int) -> str:
 
 
 def lines(count: int, *, start: int = 0) -> list[str]:
-    """So many different lines of ten different words."""
+    """`count` different lines of ten different words."""
     return [words(10, start=10 * i) for i in range(start, start + count)]
 
 
-WHOLE = ("duplicate_lines", "duplicate_paragraphs", "duplicate_line_characters", "duplicate_paragraph_characters")
-ONLY = dict.fromkeys([*WHOLE, "top_2gram", "top_3gram", "top_4gram", *(f"duplicate_{n}grams" for n in range(5, 11))])
-"""All rules of repetition off, to try one at a time."""
+LINE_RULES = ("duplicate_lines", "duplicate_paragraphs", "duplicate_line_characters", "duplicate_paragraph_characters")
+ALL_OFF = dict.fromkeys(
+    [*LINE_RULES, "top_2gram", "top_3gram", "top_4gram", *(f"duplicate_{n}grams" for n in range(5, 11))]
+)
+"""All repetition rules off, to test one at a time."""
 
 
 @pytest.mark.parametrize("step", ["gopher_repetition", "gopher_quality"])
@@ -37,14 +39,14 @@ def test_plain_prose_passes(run: Run, prose: str, step: str) -> None:
 @pytest.mark.parametrize(("copies", "kept"), [(3, True), (4, False)])
 def test_three_of_ten_lines_may_repeat(run: Run, copies: int, kept: bool) -> None:
     text = "\n".join(lines(10 - copies) + lines(1) * copies)
-    outcome = run("gopher_repetition", text, **ONLY | {"duplicate_lines": 0.3})
+    outcome = run("gopher_repetition", text, **ALL_OFF | {"duplicate_lines": 0.3})
     assert outcome == (text if kept else "-- duplicate lines")
 
 
 @pytest.mark.parametrize(("copies", "kept"), [(3, True), (4, False)])
 def test_three_of_ten_paragraphs_may_repeat(run: Run, copies: int, kept: bool) -> None:
     text = "\n\n\n".join(lines(10 - copies) + lines(1) * copies)
-    outcome = run("gopher_repetition", text, **ONLY | {"duplicate_paragraphs": 0.3})
+    outcome = run("gopher_repetition", text, **ALL_OFF | {"duplicate_paragraphs": 0.3})
     assert outcome == (text if kept else "-- duplicate paragraphs")
 
 
@@ -58,70 +60,71 @@ def test_three_of_ten_paragraphs_may_repeat(run: Run, copies: int, kept: bool) -
 def test_a_fifth_of_the_characters_may_be_in_repeated_lines(run: Run, rule: str, reason: str, joint: str) -> None:
     repeated, other = words(10), words(70, start=100)
     text = joint.join([repeated, repeated, other])
-    share = len(repeated) / len(text)
-    assert run("gopher_repetition", text, **ONLY | {rule: share}) == text
-    assert run("gopher_repetition", text, **ONLY | {rule: share - 1e-9}) == f"-- {reason}"
+    fraction = len(repeated) / len(text)
+    assert run("gopher_repetition", text, **ALL_OFF | {rule: fraction}) == text
+    assert run("gopher_repetition", text, **ALL_OFF | {rule: fraction - 1e-9}) == f"-- {reason}"
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_the_share_of_the_most_frequent_ngram_counts_its_blanks(run: Run, n: int) -> None:
+def test_the_fraction_of_the_most_frequent_ngram_includes_spaces(run: Run, n: int) -> None:
     gram = words(n)
     text = " ".join(f"{gram} {words(5, start=100 + 10 * i)}" for i in range(7))
-    share = 7 * len(gram) / len(text)
-    rule = {f"top_{n}gram": share}
-    assert run("gopher_repetition", text, words="whitespace", **ONLY | rule) == text
-    rule = {f"top_{n}gram": share - 1e-9}
-    assert run("gopher_repetition", text, words="whitespace", **ONLY | rule) == f"-- top {n}-gram"
+    fraction = 7 * len(gram) / len(text)
+    rule = {f"top_{n}gram": fraction}
+    assert run("gopher_repetition", text, words="whitespace", **ALL_OFF | rule) == text
+    rule = {f"top_{n}gram": fraction - 1e-9}
+    assert run("gopher_repetition", text, words="whitespace", **ALL_OFF | rule) == f"-- top {n}-gram"
 
 
 @pytest.mark.parametrize("n", range(5, 11))
-def test_the_share_of_repeated_ngrams_leaves_out_blanks_and_the_first(run: Run, n: int) -> None:
+def test_the_fraction_of_repeated_ngrams_excludes_spaces_and_the_first_occurrence(run: Run, n: int) -> None:
     gram = words(n)
     text = " ".join(f"{gram} {words(20, start=100 + 30 * i)}" for i in range(4))
-    share = 3 * 5 * n / len(text)
+    fraction = 3 * 5 * n / len(text)
     rule = f"duplicate_{n}grams"
-    assert run("gopher_repetition", text, words="whitespace", **ONLY | {rule: share}) == text
+    assert run("gopher_repetition", text, words="whitespace", **ALL_OFF | {rule: fraction}) == text
     assert (
-        run("gopher_repetition", text, words="whitespace", **ONLY | {rule: share - 1e-9}) == f"-- duplicate {n}-grams"
+        run("gopher_repetition", text, words="whitespace", **ALL_OFF | {rule: fraction - 1e-9})
+        == f"-- duplicate {n}-grams"
     )
 
 
 def test_repeated_ngrams_do_not_overlap(run: Run) -> None:
     text = " ".join(["abcde"] * 15)  # the first 5-gram, a repeated one from the second word, and one more: 50 of 89
-    assert run("gopher_repetition", text, words="whitespace", **ONLY | {"duplicate_5grams": 50 / 89}) == text
-    assert "5-grams" in run("gopher_repetition", text, words="whitespace", **ONLY | {"duplicate_5grams": 0.56})
+    assert run("gopher_repetition", text, words="whitespace", **ALL_OFF | {"duplicate_5grams": 50 / 89}) == text
+    assert "5-grams" in run("gopher_repetition", text, words="whitespace", **ALL_OFF | {"duplicate_5grams": 0.56})
 
 
 def quality(run: Run, text: str, **rule: object) -> str:
-    """One rule of quality, the others off."""
+    """Runs one quality rule with the others off."""
     sizes = ("min_words", "max_words", "min_word_length", "max_word_length")
-    signs = ("max_hashes", "max_ellipses", "max_bullet_lines", "max_ellipsis_lines")
-    off = dict.fromkeys([*sizes, *signs, "min_letter_words", "min_stop_words"])
+    symbols = ("max_hashes", "max_ellipses", "max_bullet_lines", "max_ellipsis_lines")
+    off = dict.fromkeys([*sizes, *symbols, "min_letter_words", "min_stop_words"])
     return run("gopher_quality", text, words="whitespace", **off | rule)
 
 
-def test_fifty_words_are_enough_and_signs_are_none(run: Run) -> None:
+def test_min_and_max_words_do_not_count_punctuation_and_symbols(run: Run) -> None:
     assert quality(run, words(50), min_words=50) == words(50)
     assert quality(run, words(49) + " -- $ ¿ ...", min_words=50) == "-- too few words"
     assert quality(run, words(51), max_words=50) == "-- too many words"
     assert quality(run, words(50) + " --", max_words=50) == words(50) + " --"
 
 
-def test_mean_word_length_is_between_three_and_ten(run: Run) -> None:
+def test_the_mean_word_length_must_be_between_three_and_ten(run: Run) -> None:
     assert quality(run, "abc abc", min_word_length=3) == "abc abc"
     assert quality(run, "abc ab", min_word_length=3) == "-- words too short"
     assert quality(run, "abcdefghij " * 2, max_word_length=10) == "abcdefghij " * 2
     assert quality(run, "abcdefghij abcdefghijk", max_word_length=10) == "-- words too long"
 
 
-def test_one_hash_or_ellipsis_per_ten_words(run: Run) -> None:
-    for sign, rule, reason in (
+def test_one_hash_or_ellipsis_per_ten_words_is_allowed(run: Run) -> None:
+    for symbol, rule, reason in (
         ("#", "max_hashes", "hashes"),
         ("...", "max_ellipses", "ellipses"),
         ("…", "max_ellipses", "ellipses"),
     ):
-        assert quality(run, words(10) + sign, **{rule: 0.1}) == words(10) + sign
-        assert quality(run, words(9) + sign, **{rule: 0.1}) == f"-- too many {reason}"
+        assert quality(run, words(10) + symbol, **{rule: 0.1}) == words(10) + symbol
+        assert quality(run, words(9) + symbol, **{rule: 0.1}) == f"-- too many {reason}"
 
 
 def test_nine_of_ten_lines_may_start_with_a_bullet(run: Run) -> None:
@@ -139,7 +142,7 @@ def test_three_of_ten_lines_may_end_in_an_ellipsis(run: Run) -> None:
         assert quality(run, more, max_ellipsis_lines=0.3) == "-- too many lines end in an ellipsis"
 
 
-def test_eight_of_ten_words_have_a_letter(run: Run) -> None:
+def test_eight_of_ten_words_must_have_a_letter(run: Run) -> None:
     assert quality(run, words(8) + " 12 34", min_letter_words=0.8) == words(8) + " 12 34"
     assert quality(run, words(7) + " 12 34 56", min_letter_words=0.8) == "-- too few words with letters"
 

@@ -1,4 +1,4 @@
-"""Language identification and masking."""
+"""Language identification and PII masking."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ def test_texts_in_other_languages_are_dropped(run: Run, prose: str) -> None:
     assert run("language", GERMAN, keep=["en", "de"]) == GERMAN
 
 
-def test_a_text_of_two_languages_needs_its_share(run: Run) -> None:
+def test_the_kept_languages_must_reach_min_share(run: Run) -> None:
     both = FRENCH + GERMAN
     assert run("language", both, keep=["fr"], min_share=0.25) == both
     assert run("language", both, keep=["fr"], min_share=0.75) == "-- other language"
     assert run("language", both, keep=["fr", "de"], min_share=0.9) == both
 
 
-def test_the_middle_of_a_long_text_decides(run: Run) -> None:
+def test_the_language_of_a_long_text_is_that_of_its_middle(run: Run) -> None:
     text = GERMAN + FRENCH * 5 + GERMAN
     assert run("language", text, keep=["fr"], characters=1000) == text
 
 
-def test_characters_that_the_detector_refuses_do_not_matter(run: Run, prose: str) -> None:
+def test_characters_that_cld2_refuses_are_ignored(run: Run, prose: str) -> None:
     odd = prose + "\x01\x7f\ud800\ufffe"
     assert run("language", odd, keep=["en"]) == odd
 
@@ -62,28 +62,28 @@ def test_an_unknown_language_is_refused_with_a_suggestion(run: Run) -> None:
         ("std::vector<int>::size, 12:30:45, dead::beef, 2001:db8::7", None),
     ],
 )
-def test_addresses_are_masked_and_what_looks_like_them_is_not(run: Run, text: str, masked: str | None) -> None:
+def test_addresses_are_masked_and_similar_strings_are_not(run: Run, text: str, masked: str | None) -> None:
     assert run("pii", text) == (masked or text)
 
 
-def test_kinds_of_addresses_can_be_left_alone(run: Run) -> None:
+def test_masking_can_be_switched_off_per_kind_of_address(run: Run) -> None:
     text = "a@b.org 8.8.8.8 2606:4700:4700::1111"
     assert run("pii", text, email=None, ip=None, ipv6=None) == text
     assert run("pii", text, email="EMAIL", ip="IP", ipv6="IP") == "EMAIL IP IP"
 
 
-def test_masking_does_not_depend_on_the_texts_before(run: Run) -> None:
+def test_masking_does_not_depend_on_earlier_matches(run: Run) -> None:
     assert run("pii", "a@b.org c@d.org") == "email@example.com email@example.com"
 
 
-HARD = ["@", "a.", "1.", "2001:", "x@y.", "@a", ".", "a ", "\n", "x", "... ", "Â", "&a;", "é\n", "1.1.1.1 "]
+REPEATED_PIECES = ["@", "a.", "1.", "2001:", "x@y.", "@a", ".", "a ", "\n", "x", "... ", "Â", "&a;", "é\n", "1.1.1.1 "]
 
 
-@pytest.mark.parametrize("piece", HARD)
-def test_texts_of_one_thing_take_seconds_at_most(run: Run, piece: str) -> None:
+@pytest.mark.parametrize("piece", REPEATED_PIECES)
+def test_repetitive_texts_take_linear_time(run: Run, piece: str) -> None:
     text = piece * (300_000 // len(piece))
     start = time.process_time()
     for step in ("unicode", "gopher_repetition", "gopher_quality", "fineweb_quality", "pii"):
         run(step, text)
     run("c4", text, max_word_length=None, min_words_per_line=0, terminal_punctuation=False)
-    assert time.process_time() - start < 15  # under one here; what is quadratic takes hours
+    assert time.process_time() - start < 15  # under one second here; a quadratic rule would take hours

@@ -1,4 +1,4 @@
-"""Blocklists and decontamination, from files."""
+"""Blocklists and decontamination, which read files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace.base.errors import ConfigError
 Run = Callable[..., str]
 
 
-def listing(path: Path, *lines: str) -> str:
+def write_list(path: Path, *lines: str) -> str:
     path.write_text("\n".join(["# a comment", "", *lines]) + "\n", encoding="utf-8")
     return str(path)
 
@@ -35,20 +35,18 @@ def listing(path: Path, *lines: str) -> str:
         (None, None),
     ],
 )
-def test_urls_are_blocked_by_domain_address_and_word(
-    run: Run, tmp_path: Path, url: str | None, reason: str | None
-) -> None:
+def test_urls_are_blocked_by_domain_url_and_word(run: Run, tmp_path: Path, url: str | None, reason: str | None) -> None:
     keys = {
-        "domains": [listing(tmp_path / "d", "example.com")],
-        "urls": [listing(tmp_path / "u", "fine.org/page")],
-        "words": [listing(tmp_path / "w", "Casino")],
+        "domains": [write_list(tmp_path / "d", "example.com")],
+        "urls": [write_list(tmp_path / "u", "fine.org/page")],
+        "words": [write_list(tmp_path / "w", "Casino")],
     }
     outcome = run("url_blocklist", "text", record={"url": url}, **keys)
     assert outcome == (f"-- {reason}" if reason else "text")
 
 
 def test_texts_without_url_may_be_dropped(run: Run, tmp_path: Path) -> None:
-    keys = {"domains": [listing(tmp_path / "d", "example.com")], "field": "source", "missing": "drop"}
+    keys = {"domains": [write_list(tmp_path / "d", "example.com")], "field": "source", "missing": "drop"}
     assert run("url_blocklist", "text", record={"url": "https://x.org"}, **keys) == "-- no URL"
     assert run("url_blocklist", "text", record={"source": "https://x.org"}, **keys) == "text"
 
@@ -67,13 +65,13 @@ def test_texts_without_url_may_be_dropped(run: Run, tmp_path: Path) -> None:
         ("ÉTÉ", True),
     ],
 )
-def test_words_are_blocked_where_they_stand_alone(run: Run, tmp_path: Path, text: str, blocked: bool) -> None:
-    path = listing(tmp_path / "w", "darn", "very bad", "a$$", "***", "été")
+def test_words_are_blocked_only_as_whole_words(run: Run, tmp_path: Path, text: str, blocked: bool) -> None:
+    path = write_list(tmp_path / "w", "darn", "very bad", "a$$", "***", "été")
     assert run("word_blocklist", text, words=[path]) == ("-- blocked word" if blocked else text)
 
 
-def test_substrings_are_blocked_in_languages_without_blanks(run: Run, tmp_path: Path) -> None:
-    path = listing(tmp_path / "w", "水車")
+def test_substrings_are_blocked_in_languages_without_spaces(run: Run, tmp_path: Path) -> None:
+    path = write_list(tmp_path / "w", "水車")
     assert run("word_blocklist", "古い水車小屋", words=[path]) == "古い水車小屋"
     assert run("word_blocklist", "古い水車小屋", words=[path], match="substrings") == "-- blocked word"
 
@@ -81,7 +79,7 @@ def test_substrings_are_blocked_in_languages_without_blanks(run: Run, tmp_path: 
 QUESTION = "Which of these wheels turns fastest when the gate of the headrace is opened wide?"  # 15 words
 
 
-def test_texts_that_share_thirteen_words_with_an_evaluation_are_dropped(run: Run, tmp_path: Path, prose: str) -> None:
+def test_texts_that_share_a_13_gram_with_evaluation_data_are_dropped(run: Run, tmp_path: Path, prose: str) -> None:
     path = tmp_path / "eval.jsonl"
     path.write_text(json.dumps({"question": QUESTION, "choices": ["undershot", {"b": prose}]}) + "\n", encoding="utf-8")
     words = QUESTION.upper().rstrip("?").split()
@@ -99,8 +97,8 @@ def test_evaluations_may_be_plain_or_compressed_text(run: Run, tmp_path: Path) -
     assert run("decontaminate", QUESTION, evaluations=[str(path)]) == "-- in evaluation data"
 
 
-def test_runs_may_be_shorter_or_longer(run: Run, tmp_path: Path) -> None:
-    path = listing(tmp_path / "eval.txt", QUESTION)
+def test_the_ngram_size_can_be_set(run: Run, tmp_path: Path) -> None:
+    path = write_list(tmp_path / "eval.txt", QUESTION)
     assert run("decontaminate", "which OF these: wheels", evaluations=[path], ngram=4) == "-- in evaluation data"
     assert run("decontaminate", QUESTION[:-6], evaluations=[path], ngram=15) == QUESTION[:-6]
 
@@ -109,18 +107,18 @@ def test_runs_may_be_shorter_or_longer(run: Run, tmp_path: Path) -> None:
     ("step", "keys", "message"),
     [
         ("word_blocklist", {"words": ["absent.txt"]}, "No such file"),
-        ("word_blocklist", {"words": ["empty.txt"]}, "there is no entry in it"),
-        ("url_blocklist", {}, "there is no list"),
+        ("word_blocklist", {"words": ["empty.txt"]}, "the list has no entries"),
+        ("url_blocklist", {}, "the step has no blocklist"),
         ("decontaminate", {"evaluations": ["bad.jsonl"]}, r"bad\.jsonl:2.*\n.*not JSON"),
         ("decontaminate", {"evaluations": ["good.jsonl"], "fields": ["answer"]}, "no field 'answer'"),
         ("decontaminate", {"evaluations": ["good.jsonl"]}, "has 13 words"),
     ],
 )
-def test_lists_that_cannot_be_used_are_refused_when_the_chain_is_built(
+def test_unusable_lists_are_refused_when_the_chain_is_built(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, keys: dict[str, object], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    listing(tmp_path / "empty.txt")
+    write_list(tmp_path / "empty.txt")
     (tmp_path / "bad.jsonl").write_text('{"a": "b"}\n{"a": \n')
     (tmp_path / "good.jsonl").write_text('{"a": "too short"}\n')
     with pytest.raises(ConfigError, match=message):

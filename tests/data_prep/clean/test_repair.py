@@ -1,4 +1,4 @@
-"""The unicode step is ftfy, only faster."""
+"""The unicode step gives the output of ftfy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.clean.chain import Chain, Kept, build
+from data_prep.clean.chain import Chain, Kept, build_chain
 from data_prep.config.cleaning import parse_steps
 
 Run = Callable[..., str]
@@ -42,10 +42,10 @@ KEYS: list[dict[str, Any]] = [
 
 
 def chain(**keys: Any) -> Chain:
-    return build(parse_steps([{"step": "unicode", **keys}]))
+    return build_chain(parse_steps([{"step": "unicode", **keys}]))
 
 
-def same_as_ftfy(keys: dict[str, Any], text: str) -> None:
+def assert_same_as_ftfy(keys: dict[str, Any], text: str) -> None:
     names = {
         "html_entities": "unescape_html",
         "mojibake": "fix_encoding",
@@ -72,10 +72,10 @@ def same_as_ftfy(keys: dict[str, Any], text: str) -> None:
 @given(text=TEXTS)
 @settings(max_examples=150, deadline=None)
 def test_the_output_is_that_of_ftfy(keys: dict[str, Any], text: str) -> None:
-    same_as_ftfy(keys, text)
+    assert_same_as_ftfy(keys, text)
 
 
-def test_mojibake_is_repaired_in_the_lines_that_have_it(run: Run) -> None:
+def test_mojibake_is_repaired_only_in_the_lines_that_contain_it(run: Run) -> None:
     good = "Une journée à la rivière.\n" * 50
     assert run("unicode", good + "La riviÃ¨re dâ€™Ã©tÃ©.\n" + good) == good + "La rivière d’été.\n" + good
 
@@ -84,12 +84,12 @@ def test_texts_are_normalised_to_nfc(run: Run) -> None:
     assert run("unicode", "riviere\u0300") == "rivierè"
 
 
-def test_edits_are_counted_and_sound_texts_are_no_edits() -> None:
+def test_only_texts_that_change_count_as_edits() -> None:
     here = chain()
     for text in ("Plain.", "été", "Ã©tÃ©", "a\x00b"):
         here.clean(text, {})
     assert here.edits == {"unicode": 2}
 
 
-def test_a_text_of_nothing_but_controls_is_dropped(run: Run) -> None:
+def test_a_text_of_control_characters_only_is_dropped(run: Run) -> None:
     assert run("unicode", "\x00\x01") == "-- nothing left"

@@ -1,4 +1,4 @@
-"""What the rules ask about a text, computed when the first one asks and kept for the others."""
+"""A text with lazily computed statistics, which the rules of the cleaning chain share."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from data_prep.clean.ngrams import Keys
 from data_prep.clean.words import PLAIN_WORDS, Splitter, Words
 
 
-class Statistics:
-    """A text, and what has been found out about it."""
+class Document:
+    """A text and its cached statistics."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self._words: dict[Splitter, Words] = {}
 
     def words(self, splitter: Splitter) -> Words:
-        """The text's words under one definition."""
+        """The text's words by one definition of a word."""
         if splitter not in self._words:
             self._words[splitter] = splitter.words(self.text)
         return self._words[splitter]
@@ -28,12 +28,12 @@ class Statistics:
 
     @cached_property
     def folded_keys(self) -> Keys:
-        """The keys of the runs of letters and digits in `folded`: uint64[words]."""
+        """Keys of the words (runs of letters and digits) of `folded`: uint64[words]."""
         return PLAIN_WORDS.keys(self.folded)
 
     @cached_property
     def lines(self) -> list[str]:
-        """What stands between line feeds, empty lines included."""
+        """The parts between line feeds, empty lines included."""
         return self.text.split("\n")
 
     @cached_property
