@@ -1,8 +1,8 @@
 /* JSON Lines parser that creates Python strings for the requested keys only, and no other objects.
  *
  * `strings(block, keys, required)` parses the lines of a block. For a line that is an object with strings under the
- * keys, it creates those strings. It skips a line in any doubtful case: invalid JSON, a duplicate key or one written with
- * an escape, an unpaired surrogate, a number with an exponent or of more than MAX_NUMBER characters, more than MAX_DEPTH
+ * keys, it creates those strings. It skips a line in any doubtful case: invalid JSON, a duplicate key or one with an
+ * escape, an unpaired surrogate, a number with an exponent or of more than MAX_NUMBER characters, more than MAX_DEPTH
  * nested values. Python parses skipped lines with orjson, which alone reports what is wrong with a line. So the lines
  * accepted here must be a subset of those that orjson accepts, with the same strings.
  *
@@ -366,8 +366,8 @@ static bool scan_line(Cursor c, const Keys *keys, Span *found, unsigned char *ro
     return c.at == c.end && met == keys->required;
 }
 
-/* A str, or None if the key was not found; NULL without an exception if the bytes are not UTF-8, and with one if memory is
- * exhausted. */
+/* A str, or None if the key was not found; NULL without an exception if the bytes are not UTF-8, with one if memory
+ * is exhausted. */
 static PyObject *make_string(const Span *span)
 {
     PyObject *made = Py_None;
