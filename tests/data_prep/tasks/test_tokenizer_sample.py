@@ -180,5 +180,5 @@ def test_the_fingerprint_of_a_given_tokenizer_covers_its_chat_templates(name: st
         fingerprints.append(files.content_fingerprint(str(tmp_path)))
     assert fingerprints[0] != fingerprints[1]
     (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match="holds no tokenizer"):
+    with pytest.raises(ConfigError, match="contains no tokenizer"):
         files.check_path(str(tmp_path))
