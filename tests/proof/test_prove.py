@@ -17,7 +17,7 @@ from pipeline.proof.tokens import write_tokens
 from tests import warm
 from tests.conftest import tiny_config, write_config
 from tests.parity.choice import read_pairs
-from tests.parity.matrix import SEQUENCE, VOCABULARY, reference_of
+from tests.parity.matrix import LONG, SEQUENCE, VOCABULARY, reference_of
 from tests.parity.run import launch
 
 
@@ -50,7 +50,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Case, Case
     work = tmp_path_factory.mktemp("runs")
     tokens = write_tokens(work / "tokens", vocab_size=VOCABULARY, tokens=12_000, longest=2 * SEQUENCE)
     values = {**read_pairs()[0], "clip": 0.1, "precision": "fp32"}
-    plain = reference_of(values, str(tokens))
+    plain = reference_of(values, str(tokens), length=LONG)
     params = plain.config["optimizer"]["params"]
     bare = {**plain.config, "gradient_clipping": 0.0}
     bare["optimizer"] = {"type": "AdamW", "params": {**params, "betas": [0.0, 0.0]}}
