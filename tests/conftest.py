@@ -136,11 +136,33 @@ def selected(session: pytest.Session, test: Any, parameter: str) -> list[str]:
 _LONGEST_FIRST = (
     "parity/test_matrix.py",
     "tests/test_slurm.py",
-    "pipeline/test_elastic.py",
-    "pipeline/test_kill_resume.py",
+    "run/test_elastic.py",
+    "run/test_kill_resume.py",
 )
+_INTEGRATION = (
+    # heavy services: Slurm, Ray, Spark, S3, GCS, the real launchers
+    "tests/test_slurm.py",
+    "cluster/test_cluster.py",
+    "executors/test_ray.py",
+    "executors/test_spark.py",
+    "sources/test_remote.py",
+    "launch/test_launchers.py",
+    # many starts, kills and restarts of whole runs and jobs
+    "run/test_elastic.py",
+    "run/test_kill_resume.py",
+    "faults/test_lost_runs.py",
+    "faults/test_campaign.py",
+    "data_prep/test_dedup_job.py",
+    "tasks/test_merge.py",
+    "compress/test_distillation.py",
+    "parity/test_shipped.py",
+)
+"""Files whose tests are `make test-integration`'s; single tests elsewhere carry the marker `integration` themselves."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files that take minutes begin first, or one worker would be left with them at the end."""
+    """Marks integration tests; puts files that take minutes first, or one worker would run them alone at the end."""
+    for item in items:
+        if item.path.as_posix().endswith(_INTEGRATION):
+            item.add_marker(pytest.mark.integration)
     items.sort(key=lambda item: not item.path.as_posix().endswith(_LONGEST_FIRST))
