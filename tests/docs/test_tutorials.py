@@ -1,0 +1,44 @@
+"""Every command of the tutorials runs as printed: a reader who copies block after block gets to the end."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+BLOCK = re.compile(r"(?P<note><!-- not run: [^>]*-->\n)?^```bash\n(?P<commands>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def commands_of(page: Path) -> list[str]:
+    """The bash blocks of a page that are to be run; a comment before a block says why another one is not."""
+    return [found["commands"] for found in BLOCK.finditer(page.read_text()) if not found["note"]]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_the_commands_of_a_tutorial_run_as_printed(page: Path, tmp_path: Path) -> None:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    script = "set -euo pipefail\n" + "\n".join(commands_of(page))
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+def test_every_tutorial_has_commands() -> None:
+    assert [page.name for page in TUTORIALS if not commands_of(page)] == []
