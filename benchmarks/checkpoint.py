@@ -1,10 +1,10 @@
-"""What a checkpoint costs: the wait of the step and the whole, against a bare `torch.save` of the same state.
+"""Cost of a checkpoint: time for which training is blocked and time until it is on disk, against `torch.save`.
 
     python -m benchmarks.checkpoint [--parameters 50e6] [--rounds 8] [--dir DIRECTORY]
 
-One process, fp32 weights and two moments (12 bytes per parameter) in tensors of 4M elements. The ways take turns, and
-every one flushes to disk. Ours also checksums every byte, writes the manifest, renames, and deletes the one before.
-Printed are medians with quartiles, of seconds and of the ratio to `torch.save` in the same round.
+One process, fp32 weights and two moments (12 bytes per parameter) in tensors of 4M elements. The methods
+alternate, and each one flushes to disk. Ours also checksums every byte, writes the manifest, renames, and deletes the
+previous one. Printed are medians with quartiles, of seconds and of the ratio to `torch.save` in the same round.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from pipeline.engines.common import MOMENTS
 
 TENSOR = 4 << 20
 """Elements of a tensor: a matrix of 2048 x 2048."""
-Way = Callable[[int], tuple[float, float]]
-"""Saves; returns the seconds until training could go on, and until everything is on disk."""
+Method = Callable[[int], tuple[float, float]]
+"""Saves; returns the seconds for which training is blocked, and until everything is on disk."""
 
 
 def main() -> None:
@@ -45,31 +45,31 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="torch.distributed is")
     state = make_state(int(arguments.parameters))
     with tempfile.TemporaryDirectory(dir=arguments.dir) as work:
-        ways = {
+        methods = {
             "torch.save": bare(state, Path(work, "bare")),
             "dcp.save": plain_dcp(state, Path(work, "dcp")),
-            "ours, waiting": ours(state, Path(work, "waiting"), background=False),
-            "ours, beside training": ours(state, Path(work, "beside"), background=True),
+            "ours, blocking": ours(state, Path(work, "blocking"), background=False),
+            "ours, in background": ours(state, Path(work, "background"), background=True),
         }
-        took: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in methods}
         for number in range(arguments.rounds + 1):
-            for name, way in ways.items():
-                os.sync()  # nobody waits for what another one has left in the cache
-                seconds = way(number)
-                if number > 0:  # the first makes buffers and plans
-                    took[name].append(seconds)
-    table(took, megabytes=sum(t.numel() for t in state.values()) * 4 / 1e6)
+            for name, method in methods.items():
+                os.sync()  # so that no method waits for the dirty pages of another
+                seconds = method(number)
+                if number > 0:  # the first one makes buffers and plans
+                    times[name].append(seconds)
+    table(times, megabytes=sum(t.numel() for t in state.values()) * 4 / 1e6)
 
 
 def make_state(parameters: int) -> dict[str, Tensor]:
-    """Named tensors, as an engine holds them."""
+    """Named tensors, as in an engine's state."""
     names = [f"model.layers.{n}.weight" for n in range(max(1, parameters // TENSOR))]
     kinds = [named_state.weight_key, *(lambda name, m=m: named_state.moment_key(m, name) for m in MOMENTS)]
     return {kind(name): torch.randn(2048, 2048) for name in names for kind in kinds}
 
 
-def bare(state: dict[str, Tensor], folder: Path) -> Way:
-    """One file, flushed."""
+def bare(state: dict[str, Tensor], folder: Path) -> Method:
+    """`torch.save` to one file, flushed."""
     folder.mkdir()
 
     def save(number: int) -> tuple[float, float]:
@@ -78,53 +78,53 @@ def bare(state: dict[str, Tensor], folder: Path) -> Way:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        took = time.perf_counter() - started
+        total = time.perf_counter() - started
         (folder / f"{number - 1}.pt").unlink(missing_ok=True)
-        return took, took
+        return total, total
 
     return save
 
 
-def plain_dcp(state: dict[str, Tensor], folder: Path) -> Way:
-    """torch.distributed.checkpoint as its documentation has it."""
+def plain_dcp(state: dict[str, Tensor], folder: Path) -> Method:
+    """torch.distributed.checkpoint as in its documentation."""
 
     def save(number: int) -> tuple[float, float]:
         started = time.perf_counter()
         dcp.save(dict(state), checkpoint_id=folder / str(number), no_dist=True)
-        took = time.perf_counter() - started
+        total = time.perf_counter() - started
         shutil.rmtree(folder / str(number - 1), ignore_errors=True)
-        return took, took
+        return total, total
 
     return save
 
 
-def ours(state: dict[str, Tensor], folder: Path, *, background: bool) -> Way:
-    """As the trainer saves."""
+def ours(state: dict[str, Tensor], folder: Path, *, background: bool) -> Method:
+    """The checkpoint writer of the trainer."""
     writer = CheckpointWriter(CheckpointStore(folder, keep=1), background=background)
     shards = {key: NamedShard(tuple(t.shape), start=0, values=t.view(-1)) for key, t in state.items()}
 
     def save(number: int) -> tuple[float, float]:
         started = time.perf_counter()
         writer.begin(CheckpointInfo(number, {}, {}, {}), lambda: shards)
-        waited = time.perf_counter() - started
-        saved = writer.wait()
-        assert saved is not None
-        assert saved.checkpoint is not None, saved.failure
-        took = time.perf_counter() - started
-        return (waited if background else took), took
+        blocked = time.perf_counter() - started
+        result = writer.wait()
+        assert result is not None
+        assert result.checkpoint is not None, result.failure
+        total = time.perf_counter() - started
+        return (blocked if background else total), total
 
     return save
 
 
-def table(took: dict[str, list[tuple[float, float]]], *, megabytes: float) -> None:
+def table(times: dict[str, list[tuple[float, float]]], *, megabytes: float) -> None:
     """Prints the figures."""
-    base = took["torch.save"]
+    base = times["torch.save"]
     print(f"{megabytes:,.0f} MB\n")
-    print("| | the step waits, s | in all, s | wait against torch.save | in all against torch.save |")
+    print("| | blocked, s | total, s | blocked / torch.save | total / torch.save |")
     print("|---|---|---|---|---|")
-    for name, times in took.items():
-        cells = [spread([t[kind] for t in times]) for kind in (0, 1)]
-        cells += [spread([t[kind] / b[1] for t, b in zip(times, base, strict=True)]) for kind in (0, 1)]
+    for name, rows in times.items():
+        cells = [spread([t[kind] for t in rows]) for kind in (0, 1)]
+        cells += [spread([t[kind] / b[1] for t, b in zip(rows, base, strict=True)]) for kind in (0, 1)]
         print(f"| {name} | {' | '.join(cells)} |")
 
 

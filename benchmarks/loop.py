@@ -275,13 +275,13 @@ def ours(prepared: PreparedRun, turns: Turns) -> None:
         run=run,
         engine=engine,
         stepper=GuardedStepper(
-            engine, run.config.anomalies, fp16=False, record=sinks.event, may_go_back=no_checkpoint, **given
+            engine, run.config.anomalies, fp16=False, record=sinks.event, can_roll_back=no_checkpoint, **given
         ),
         steps=turns.steps(iter(loader(prepared))),
         heldout=RankBatches(prepared, 0),
         writer=CheckpointWriter(prepared.store),
         manifest=RunManifest(prepared, 0),
-        signals=StopSignals(tells=False),
+        signals=StopSignals(announce=False),
         agreement=Agreement(device),
         watchdog=Watchdog(),
         sinks=sinks,

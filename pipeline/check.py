@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from headrace.base.cli import add_config_arguments
 from pipeline.arguments import has_begun
-from pipeline.checkpoint.naming import finished
+from pipeline.checkpoint.naming import finished_checkpoints
 from pipeline.config.load import load_config
 from pipeline.config.rules import ResolvedRun, resolve
 from pipeline.launch import detect
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the resolved run."""
     config = load_config(arguments.config, arguments.overrides)
     if arguments.progress:
-        newest = next(iter(finished(Path(config.run.dir))), None)
+        newest = next(iter(finished_checkpoints(Path(config.run.dir))), None)
         print(newest[0] if newest else 0, config.run.dir)
         return 0
     resolved = resolve(config, world_size=arguments.processes or detect().world_size, begun=has_begun(config))
@@ -88,7 +88,7 @@ def _print_prepared(prepared: PreparedRun) -> None:
         _line("data", f"{source.summary}, {seen:.2f} epochs")
     for source in prepared.heldout:
         _line("held-out", source.summary)
-    newest = prepared.store.all()[:1]
+    newest = prepared.store.checkpoints()[:1]
     _line("start", f"resume after step {newest[0].step}" if newest else "a new run")
 
 

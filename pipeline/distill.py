@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = resolved.config
     bf16, attention, z_loss = config.bf16.enabled, config.model.attn_implementation, config.loss.z_loss
     # torch takes seconds to import, and a refusal should not wait for it
-    with StopSignals(tells=detect().rank == 0) as signals:
+    with StopSignals(announce=detect().rank == 0) as signals:
         from pipeline.compress.distillation import Distillation  # noqa: PLC0415
         from pipeline.run.session import train  # noqa: PLC0415
 

@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
         remedy = "start pipeline/distill.py with this config, or remove the section"
         raise ConfigError("distill", why="train.py has no teacher", remedy=remedy)
     # torch takes seconds to import, and a refusal should not wait for it
-    with StopSignals(tells=detect().rank == 0) as signals:
+    with StopSignals(announce=detect().rank == 0) as signals:
         from pipeline.engines.objective import CrossEntropy  # noqa: PLC0415
         from pipeline.run.session import train  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""The job scripts in `slurm/` on a real Slurm of two nodes: tokens by an array of jobs, ZeRO-3 across the nodes."""
+"""The job scripts in `slurm/` on a real Slurm with two nodes: data prep by job arrays, ZeRO-3 across nodes, requeue."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.cluster import VirtualCluster, missing
+from tests.cluster.cluster import VirtualCluster, missing_requirements
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 # the jobs use the environment that the tests run in, wherever it is; one thread each, since both nodes share the cores
 JOB_ENV = {"HEADRACE_VENV": "", "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-SHARES = 4
+WORKERS = 4
 STEPS = 6
 LONG = 150
-"""Steps that take longer than it takes to interfere."""
+"""Steps of a run that is long enough to be interrupted."""
 
-pytestmark = [pytest.mark.slurm, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.skipif(missing_requirements() is not None, reason=str(missing_requirements())),
+]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +64,7 @@ def tokens(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-def test_arrays_of_jobs_write_the_same_tokens_as_one_machine_and_a_second_chain_meanwhile_is_refused(
+def test_job_arrays_write_the_same_tokens_as_one_machine_and_a_concurrent_submission_is_refused(
     cluster: VirtualCluster, corpus: Path, tokens: Path, tmp_path: Path
 ) -> None:
     submitted = _submit_tokens(cluster, corpus, tmp_path)
@@ -72,7 +75,7 @@ def test_arrays_of_jobs_write_the_same_tokens_as_one_machine_and_a_second_chain_
     jobs = {(job.name, job.element): job for job in cluster.jobs()}
     assert jobs["headrace-finish", None].state == "COMPLETED", log
     for phase in ("map", "reduce"):
-        assert {jobs[f"headrace-{phase}", str(element)].nodes for element in range(SHARES)} == {"n1", "n2"}
+        assert {jobs[f"headrace-{phase}", str(element)].nodes for element in range(WORKERS)} == {"n1", "n2"}
     made, expected = _manifest(tmp_path / "tokens"), _manifest(tokens)
     assert made["files"] == expected["files"]
     assert made["fingerprint"] == expected["fingerprint"]
@@ -82,7 +85,7 @@ def test_arrays_of_jobs_write_the_same_tokens_as_one_machine_and_a_second_chain_
     assert len(cluster.jobs()) == before
 
 
-def test_one_job_makes_the_tokens_with_the_cores_it_has(
+def test_a_single_job_writes_the_same_tokens_with_several_workers(
     cluster: VirtualCluster, corpus: Path, tokens: Path, tmp_path: Path
 ) -> None:
     options = ["--cpus-per-task=2", f"--output={tmp_path}/log"]
@@ -92,12 +95,12 @@ def test_one_job_makes_the_tokens_with_the_cores_it_has(
     assert _manifest(tmp_path / "tokens")["fingerprint"] == _manifest(tokens)["fingerprint"]
 
 
-def test_map_jobs_that_fail_or_are_killed_stop_the_chain_say_why_and_a_second_submission_completes(
+def test_failed_map_jobs_stop_the_chain_with_a_report_and_a_second_submission_completes_it(
     cluster: VirtualCluster, corpus: Path, tokens: Path, tmp_path: Path
 ) -> None:
     # a mount that is missing on one node: that node sees the corpus' directory, but empty
-    other = cluster.node("n2").machine
-    other.run("mount", "-t", "tmpfs", "tmpfs", str(corpus.parent / "text"))
+    second_node = cluster.node("n2").machine
+    second_node.run("mount", "-t", "tmpfs", "tmpfs", str(corpus.parent / "text"))
     before = len(cluster.jobs())
     submitted = _submit_tokens(cluster, corpus, tmp_path)
     _kill_a_map_job(cluster, node="n1")
@@ -111,7 +114,7 @@ def test_map_jobs_that_fail_or_are_killed_stop_the_chain_say_why_and_a_second_su
     assert "FAILED (NonZeroExitCode)" in log
     assert not (tmp_path / "tokens").exists()
 
-    other.run("umount", str(corpus.parent / "text"))
+    second_node.run("umount", str(corpus.parent / "text"))
     log = _end_of_chain(cluster, _submit_tokens(cluster, corpus, tmp_path))
     assert "error" not in log
     assert any("finished before" in file.read_text() for file in tmp_path.glob("*-map-*.out"))
@@ -121,23 +124,23 @@ def test_map_jobs_that_fail_or_are_killed_stop_the_chain_say_why_and_a_second_su
 def test_zero3_across_two_nodes_has_the_losses_of_one_machine(
     cluster: VirtualCluster, tokens: Path, tmp_path: Path
 ) -> None:
-    here = _training_config(tmp_path, name="one_machine", tokens=tokens)
-    command = [str(BIN / "deepspeed"), "--num_accelerators", "2", "pipeline/train.py", "--config", str(here)]
+    local = _training_config(tmp_path, name="one_machine", tokens=tokens)
+    command = [str(BIN / "deepspeed"), "--num_accelerators", "2", "pipeline/train.py", "--config", str(local)]
     cluster.run(*command, cwd=ROOT, env=JOB_ENV, timeout_s=240)
 
-    there = _training_config(tmp_path, name="two_nodes", tokens=tokens)
+    distributed = _training_config(tmp_path, name="two_nodes", tokens=tokens)
     options = ["--nodes=2", "--ntasks-per-node=1", f"--output={tmp_path}/train.out"]
     job = cluster.wait(
-        cluster.sbatch("slurm/train.sbatch", str(there), options=options, cwd=ROOT, env=JOB_ENV), timeout_s=240
+        cluster.sbatch("slurm/train.sbatch", str(distributed), options=options, cwd=ROOT, env=JOB_ENV), timeout_s=240
     )
     log = (tmp_path / "train.out").read_text()
     assert (job.state, job.nodes) == ("COMPLETED", "n[1-2]"), log
-    assert {"0: n1", "1: n2"} <= set(log.splitlines())  # the host names, as each host says its own
+    assert {"0: n1", "1: n2"} <= set(log.splitlines())  # the host names that the hosts report themselves
 
-    expected, seen = _losses(tmp_path / "one_machine"), _losses(tmp_path / "two_nodes")
+    expected, found = _losses(tmp_path / "one_machine"), _losses(tmp_path / "two_nodes")
     assert list(expected) == list(range(1, STEPS + 1))
     # fp32 and the same two ranks: only the order of a sum may differ, which is about 1e-7
-    assert seen == pytest.approx(expected, rel=1e-5)
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_config_that_is_refused_ends_the_job_with_exit_code_2_and_one_message(
@@ -151,21 +154,21 @@ def test_a_config_that_is_refused_ends_the_job_with_exit_code_2_and_one_message(
     assert "no such file" in log
 
 
-def test_as_many_tasks_as_gpus_or_refused(cluster: VirtualCluster, tmp_path: Path) -> None:
+def test_a_job_with_fewer_tasks_than_gpus_is_refused(cluster: VirtualCluster, tmp_path: Path) -> None:
     options = ["--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=2", f"--output={tmp_path}/train.out"]
     job = cluster.wait(cluster.sbatch("slurm/train.sbatch", "absent.json", options=options, cwd=ROOT, env=JOB_ENV))
     assert job.exit_code == 2
     assert "1 tasks but 2 GPUs per node" in (tmp_path / "train.out").read_text()
 
 
-def test_a_run_that_is_asked_to_stop_comes_back_and_ends_as_if_it_had_not_been(
+def test_a_job_that_gets_a_stop_signal_is_requeued_and_finishes_the_run(
     cluster: VirtualCluster, tokens: Path, tmp_path: Path
 ) -> None:
     config = _long_config(tmp_path, tokens)
     options = ["--nodes=2", f"--output={tmp_path}/train.out"]
     number = cluster.sbatch("slurm/train.sbatch", str(config), options=options, cwd=ROOT, env=JOB_ENV)
     _wait_for_step(tmp_path / "long", 5)
-    _ask_script(cluster, number)
+    _send_stop_signal(cluster, number)
     job = cluster.wait(number, timeout_s=240)
     log = (tmp_path / "train.out").read_text()
     assert job.state == "COMPLETED", log
@@ -175,30 +178,30 @@ def test_a_run_that_is_asked_to_stop_comes_back_and_ends_as_if_it_had_not_been(
     assert list(_losses(tmp_path / "long")) == list(range(1, LONG + 1))
 
 
-def test_a_job_that_is_asked_to_stop_while_no_step_runs_comes_back_and_is_held_when_that_was_in_vain_three_times(
+def test_a_job_stopped_three_times_before_its_first_checkpoint_is_held(
     cluster: VirtualCluster, tokens: Path, tmp_path: Path
 ) -> None:
     config, log = _long_config(tmp_path, tokens), tmp_path / "train.out"
     options = ["--nodes=2", f"--output={log}"]
     number = cluster.sbatch("slurm/train.sbatch", str(config), options=options, cwd=ROOT, env=JOB_ENV)
     for start in (1, 2, 3):
-        _wait_until(lambda begun=start: log.exists() and log.read_text().count("meeting at") == begun)
-        _ask_script(cluster, number)  # it looks at the config now
-        _wait_until(lambda asked=start: log.read_text().count("it was asked to stop") == asked)
+        _wait_until(lambda starts=start: log.exists() and log.read_text().count("rendezvous at") == starts)
+        _send_stop_signal(cluster, number)  # it checks the config now
+        _wait_until(lambda stops=start: log.read_text().count("it was asked to stop") == stops)
     _wait_until(lambda: "JobState=PENDING" in cluster.run("scontrol", "show", "job", str(number)))
     job = cluster.run("scontrol", "show", "job", str(number))
     cluster.run("scancel", str(number))
     assert "Priority=0 " in job  # held, for a person to release it
-    said = log.read_text()
-    assert said.count("back into the queue") == 2
-    assert "held, since 3 starts have not made a new checkpoint" in said
+    text = log.read_text()
+    assert text.count("back into the queue") == 2
+    assert "held, since 3 starts have not made a new checkpoint" in text
     assert not (tmp_path / "long/metrics.jsonl").exists()
 
 
-def test_a_run_that_loses_a_rank_and_then_a_node_goes_on_with_the_node_that_is_left(
+def test_a_run_that_loses_a_rank_and_then_a_node_continues_on_the_remaining_node(
     tokens: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """It may be started again once without a new checkpoint, and as often as there was one."""
+    """One restart is allowed without a new checkpoint; after a new checkpoint the count starts again."""
     config, env = _long_config(tmp_path, tokens), JOB_ENV | {"HEADRACE_RESTARTS": "1"}
     options = ["--nodes=2", f"--output={tmp_path}/train.out"]
     state = tmp_path_factory.mktemp("nodes")  # a socket's path has room for 108 characters
@@ -219,14 +222,14 @@ def test_a_run_that_loses_a_rank_and_then_a_node_goes_on_with_the_node_that_is_l
     assert list(_losses(tmp_path / "long")) == list(range(1, LONG + 1))
 
 
-def _ask_script(cluster: VirtualCluster, job: int) -> None:
-    """What Slurm does when the time is nearly over and the job has asked for --signal=B:USR1."""
+def _send_stop_signal(cluster: VirtualCluster, job: int) -> None:
+    """Does what Slurm does before the time limit for a job with --signal=B:USR1."""
     cluster.run("scancel", "--batch", "--signal=USR1", str(job))
 
 
-def _wait_until(seen: Callable[[], bool]) -> None:
+def _wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 120
-    while not seen():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
@@ -241,32 +244,32 @@ def _long_config(directory: Path, tokens: Path) -> Path:
 def _wait_for_step(run: Path, step: int) -> None:
     deadline = time.monotonic() + 120
     while not ((run / "metrics.jsonl").exists() and step in _losses(run)):
-        assert time.monotonic() < deadline, "the run does not get on"
+        assert time.monotonic() < deadline, "the run makes no progress"
         time.sleep(0.05)
 
 
 def _submit_tokens(cluster: VirtualCluster, corpus: Path, directory: Path) -> str:
     """Submits a chain of data-prep jobs from `directory`; returns what the command printed."""
-    command = [sys.executable, "-m", "data_prep", "--executor", "slurm", "--workers", str(SHARES)]
+    command = [sys.executable, "-m", "data_prep", "--executor", "slurm", "--workers", str(WORKERS)]
     output = ["--config", str(corpus), "--set", f"output={directory}/tokens"]
     return cluster.run(*command, *output, cwd=directory, env=JOB_ENV)
 
 
 def _status(corpus: Path, directory: Path) -> str:
-    """What `status` says here, on none of the nodes."""
+    """Output of `status` here, outside of the cluster."""
     command = [sys.executable, "-m", "data_prep", "status", "--config", str(corpus)]
     command += ["--set", f"output={directory}/tokens"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
 def _end_of_chain(cluster: VirtualCluster, submitted: str) -> str:
-    """Waits for all jobs; returns the log of the chain that a submission has spoken of."""
+    """Waits for all jobs; returns the log that the output of a submission names."""
     cluster.wait_for_all(timeout_s=120)
     return Path(submitted.split("logs: ")[1].partition(",")[0]).read_text()
 
 
 def _kill_a_map_job(cluster: VirtualCluster, *, node: str) -> None:
-    """Kills one of a node's map jobs as soon as there is one, as the kernel does when memory is out."""
+    """Kills a map job on a node as soon as there is one, as the kernel's out-of-memory killer would."""
 
     def killed() -> bool:
         try:

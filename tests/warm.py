@@ -1,8 +1,8 @@
-"""Processes that start at once, since they are forked from one that has imported what every rank imports.
+"""Fork server for tests: starts ranks quickly by forking a process that has already imported their modules.
 
-Imports take a rank 5 CPU seconds and torchrun 3 more, and the tests start hundreds of ranks. What is forked is a
-process like any other, with its own environment, arguments, output and exit code; it runs its script from the first
-line. Launchers themselves are started in `pipeline/test_launchers.py`, `pipeline/test_kill_resume.py`, `test_slurm.py`.
+Imports take a rank 5 CPU seconds and torchrun 3 more, and the tests start hundreds of ranks. A forked process has its
+own environment, arguments, output and exit code, and runs its script from the first line. Launchers themselves are
+tested in `launch/test_launchers.py`, `run/test_kill_resume.py`, `test_slurm.py`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ IMPORTED = (
     "pipeline.own_loop.deepspeed_engine",
     "pipeline.proof.command",
 )
-"""Besides what the proofs fork their ranks with."""
-PATIENCE_S = 5.0
-"""How long the other ranks have to end after one has failed."""
+"""In addition to the modules that `pipeline.proof.worker` preloads."""
+TERMINATE_S = 5.0
+"""Seconds that the other ranks have to exit after one has failed."""
 
 
 def run(
@@ -48,17 +48,17 @@ def run(
     merged: bool = False,
     timeout_s: float = 300.0,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `SCRIPT ARGUMENTS`, `-m MODULE ARGUMENTS` or `-c CODE ARGUMENTS` as python would, on so many ranks.
+    """Runs `SCRIPT ARGUMENTS`, `-m MODULE ARGUMENTS` or `-c CODE ARGUMENTS` as python would, on `processes` ranks.
 
     Args:
-        command: what follows `python`.
-        cwd: where.
-        processes: number of ranks; more than one have a launcher's variables.
-        merged: all that all ranks say is stdout; else that is rank 0's, and what else is said is stderr.
+        command: the arguments of `python`.
+        cwd: working directory.
+        processes: number of ranks; several ranks get a launcher's variables.
+        merged: all output of all ranks is stdout; otherwise stdout is rank 0's, and all other output is stderr.
         timeout_s: seconds until all are killed.
 
     Raises:
-        TimeoutExpired: they were.
+        TimeoutExpired: they were killed.
     """
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, "stdout"), Path(folder, "stdout" if merged else "stderr")]
@@ -78,16 +78,16 @@ def run(
         server.stdin.write(json.dumps(job) + "\n")
         server.stdin.flush()
         answer = json.loads(server.stdout.readline() or '"the server is gone"')
-        said, erred = (file.read_text(errors="replace") for file in files)
+        stdout, stderr = (file.read_text(errors="replace") for file in files)
     if not isinstance(answer, int):
-        raise subprocess.TimeoutExpired(job["command"], timeout_s, output=f"{answer}\n{said}\n{erred}")
-    return subprocess.CompletedProcess(job["command"], answer, stdout=said, stderr="" if merged else erred)
+        raise subprocess.TimeoutExpired(job["command"], timeout_s, output=f"{answer}\n{stdout}\n{stderr}")
+    return subprocess.CompletedProcess(job["command"], answer, stdout=stdout, stderr="" if merged else stderr)
 
 
 @cache
 def _server() -> subprocess.Popen[str]:
     command, pipe = [sys.executable, "-m", "tests.warm"], subprocess.PIPE
-    # a process that has looked for a GPU in the usual way cannot be forked any more
+    # after the usual CUDA check a process cannot be forked any more
     env = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     server = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT, env=env)
     atexit.register(server.kill)
@@ -96,13 +96,18 @@ def _server() -> subprocess.Popen[str]:
 
 @dataclass
 class Job:
-    """A started command: rank -> process id of those that still run."""
+    """A running command.
+
+    Attributes:
+        running: rank -> process id of those that still run.
+        deadline: when they are killed, on the monotonic clock.
+    """
 
     running: dict[int, int]
     deadline: float
 
     def wait(self) -> int | str:
-        """The exit code of the rank that failed first, or 0; a text when time was up."""
+        """The exit code of the rank that failed first, or 0; a message after a timeout."""
         while self.running:
             for rank, child in list(self.running.items()):
                 done, status = os.waitpid(child, os.WNOHANG)
@@ -119,11 +124,11 @@ class Job:
         return 0
 
     def _end(self) -> None:
-        for how, patience in ((signal.SIGTERM, PATIENCE_S), (signal.SIGKILL, 60.0)):
+        for number, timeout_s in ((signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, 60.0)):
             for child in self.running.values():
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(child, how)
-            deadline = time.monotonic() + patience
+                    os.kill(child, number)
+            deadline = time.monotonic() + timeout_s
             while self.running and time.monotonic() < deadline:
                 ended = {rank for rank, child in self.running.items() if os.waitpid(child, os.WNOHANG)[0]}
                 self.running = {rank: child for rank, child in self.running.items() if rank not in ended}
@@ -138,14 +143,14 @@ def _start(job: dict[str, Any]) -> Job:
         more = {name: str(value) for name, value in launcher.items()} if job["processes"] > 1 else {}
         child = os.fork()
         if not child:
-            said, erred = job["files"]
-            _become(job["command"], job["cwd"], [said if rank == 0 else erred, erred], {**job["env"], **more})
+            stdout, stderr = job["files"]
+            _become(job["command"], job["cwd"], [stdout if rank == 0 else stderr, stderr], {**job["env"], **more})
         ranks[rank] = child
     return Job(ranks, time.monotonic() + job["timeout_s"])
 
 
 def _become(command: Sequence[str], cwd: str, files: Sequence[str], env: Mapping[str, str]) -> None:
-    """Turns this process into one that python was started for; does not return."""
+    """Runs a command in this process as if python had been started for it; does not return."""
     code = 1
     try:
         for stream, path in enumerate((os.devnull, *files)):
@@ -155,16 +160,16 @@ def _become(command: Sequence[str], cwd: str, files: Sequence[str], env: Mapping
         os.chdir(cwd)
         os.environ.clear()
         os.environ.update(env)
-        how = command[0] if command[0] in ("-m", "-c") else ""
-        what, *arguments = command[1:] if how else command
-        sys.argv = [what if how != "-c" else "-c", *arguments]
-        sys.path[0] = cwd if how else str(Path(what).resolve().parent)
-        if how == "-m":
-            runpy.run_module(what, run_name="__main__", alter_sys=True)
-        elif how == "-c":
-            exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
+        option = command[0] if command[0] in ("-m", "-c") else ""
+        target, *arguments = command[1:] if option else command
+        sys.argv = [target if option != "-c" else "-c", *arguments]
+        sys.path[0] = cwd if option else str(Path(target).resolve().parent)
+        if option == "-m":
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        elif option == "-c":
+            exec(compile(target, "<string>", "exec"), {"__name__": "__main__"})
         else:
-            runpy.run_path(what, run_name="__main__")
+            runpy.run_path(target, run_name="__main__")
         code = 0
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
@@ -180,7 +185,7 @@ def _become(command: Sequence[str], cwd: str, files: Sequence[str], env: Mapping
 def main() -> None:
     """Serves until its input ends."""
     reply = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what imports say is no answer
+    os.dup2(2, 1)  # output of imports must not mix with the replies
     for name in IMPORTED:
         importlib.import_module(name)
     from pipeline.proof.worker import preload  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""`python -m pipeline checkpoint ls|verify|export`: looking at checkpoints, without a GPU or a process group."""
+"""`python -m pipeline checkpoint ls|verify|export`: lists, verifies and exports checkpoints, without a GPU."""
 
 from __future__ import annotations
 
@@ -12,28 +12,32 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from pipeline.checkpoint import command_export
 
-WHOLE, DAMAGED = 0, 1
+EXIT_INTACT, EXIT_DAMAGED = 0, 1
 _SHOWN = 8
 """Problems of one checkpoint that are printed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `python -m pipeline checkpoint`."""
+    """Adds the arguments of `python -m pipeline checkpoint`."""
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="ls|verify|export")
     text = "the checkpoints of a run, or the tensors of one checkpoint"
     listing = verbs.add_parser("ls", help=text, description=f"Lists {text}.")
     listing.add_argument("path", metavar="RUN|CHECKPOINT", help="a run directory, or one of its checkpoints")
     listing.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
-    text = "read every byte and compare it with what was written"
-    verify = verbs.add_parser("verify", help=text, description=f"{text.capitalize()}; exit code 1 when it differs.")
-    verify.add_argument("path", metavar="RUN|CHECKPOINT", help="of a run, the newest checkpoint is read")
+    text = "read every byte and compare it with the checksums and the manifest"
+    verify = verbs.add_parser(
+        "verify", help=text, description=f"{text.capitalize()}; exit code 1 when a checkpoint is damaged."
+    )
+    verify.add_argument(
+        "path", metavar="RUN|CHECKPOINT", help="a run directory (its newest checkpoint is read), or one checkpoint"
+    )
     verify.add_argument("--all", action="store_true", help="read all checkpoints of the run")
     export = verbs.add_parser("export", help="write the model as a Hugging Face folder: as python -m pipeline export")
     command_export.add_arguments(export)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Does what the verb says.
+    """Runs the chosen verb.
 
     Raises:
         CheckpointError: there is no such checkpoint.
@@ -43,25 +47,25 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    # these bring in torch, which takes seconds: `--help` should not wait for it
-    from pipeline.checkpoint import find, list_tensors  # noqa: PLC0415
+    # these import torch, which takes seconds: `--help` should not wait for it
+    from pipeline.checkpoint import find, listing  # noqa: PLC0415
 
     path = Path(arguments.path)
     found = find.find_checkpoints(path)
     one = find.is_checkpoint(path)
-    rows = list_tensors.tensor_rows(found[0]) if one else list_tensors.checkpoint_rows(found)
+    rows = listing.tensor_rows(found[0]) if one else listing.checkpoint_rows(found)
     if arguments.json:
         print(json.dumps(rows))
         return 0
     console = _console()
     if one:
-        title = f"{found[0].path}: {len(rows)} tensors, {list_tensors.in_words(sum(row['bytes'] for row in rows))}"
-        console.print(list_tensors.tensor_table(rows, title))
+        title = f"{found[0].path}: {len(rows)} tensors, {listing.format_bytes(sum(row['bytes'] for row in rows))}"
+        console.print(listing.tensor_table(rows, title))
         return 0
-    console.print(list_tensors.checkpoint_table(rows))
-    for name in list_tensors.unfinished(path):
+    console.print(listing.checkpoint_table(rows))
+    for name in listing.unfinished_checkpoints(path):
         console.print(f"{name}: being written, or left by a killed run; the next start removes it", markup=False)
-    console.print("only sizes were looked at; python -m pipeline checkpoint verify reads every byte", markup=False)
+    console.print("only file sizes were checked; python -m pipeline checkpoint verify reads every byte", markup=False)
     return 0
 
 
@@ -78,22 +82,22 @@ def _verify(arguments: argparse.Namespace) -> int:
             task = bar.add_task(checkpoint.path.name, total=_bytes(checkpoint.path))
             problems = verify_checkpoint(checkpoint, progress=lambda n, t=task, b=bar: b.advance(t, n))  # type: ignore[misc]
         damaged += bool(problems)
-        print(f"{checkpoint.path}: {'damaged' if problems else 'whole'}")
+        print(f"{checkpoint.path}: {'damaged' if problems else 'intact'}")
         for problem in problems[:_SHOWN]:
             print(f"  {problem.place}: {problem.what}")
         if len(problems) > _SHOWN:
             print(f"  and {len(problems) - _SHOWN} more")
     if damaged:
         print(_advice(damaged, len(chosen), every=len(chosen) == len(found)))
-    return DAMAGED if damaged else WHOLE
+    return EXIT_DAMAGED if damaged else EXIT_INTACT
 
 
 def _advice(damaged: int, read: int, *, every: bool) -> str:
     if damaged < read:
-        return "  try: nothing; a resume passes over what is damaged, and takes the newest that is whole"
+        return "  try: nothing; a resume skips damaged checkpoints, and takes the newest that is intact"
     if every:
-        return "  try: a copy from elsewhere; a resume refuses to start over while only damaged checkpoints are there"
-    return "  try: --all, to see whether an older one is whole; a resume goes back to it by itself"
+        return "  try: restore a copy; a resume refuses to start over while the run has only damaged checkpoints"
+    return "  try: --all, to see whether an older one is intact; a resume falls back to it by itself"
 
 
 def _bytes(directory: Path) -> int:
@@ -103,5 +107,5 @@ def _bytes(directory: Path) -> int:
 def _console(*, error: bool = False) -> Console:
     stream = sys.stderr if error else sys.stdout
     console = Console(file=stream, highlight=False)
-    # a log has no edge to wrap at
+    # a log has no width to wrap at
     return console if console.is_terminal else Console(file=stream, highlight=False, width=160)

@@ -9,16 +9,16 @@ from headrace.base.errors import DataError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of an export."""
+    """Adds the arguments of an export."""
     parser.add_argument("run", metavar="RUN", help="a run directory, or one of its checkpoints")
     parser.add_argument("out", metavar="OUT", help="the Hugging Face folder to write")
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), help="of the written weights (default: as trained)")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), help="dtype of the written weights (default: as trained)")
     parser.add_argument("--tokenizer", metavar="FOLDER", help="tokenizer folder (default: that of the run's dataset)")
     parser.add_argument("--replace", action="store_true", help="replace OUT when it exists")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exports, and says what was written."""
+    """Exports, and prints what was written."""
     out = Path(arguments.out)
     if out.exists() and not arguments.replace:
         raise DataError(f"{out} exists already\n  try: another folder, or --replace")

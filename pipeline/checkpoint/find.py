@@ -1,4 +1,4 @@
-"""Finding checkpoints by what a person types: a run, a checkpoint, `latest`."""
+"""Finds checkpoints by a path from the command line: a run directory, one checkpoint, or `latest`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pipeline.checkpoint.store import Checkpoint, CheckpointStore
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a path names one checkpoint and not a run."""
+    """Whether a path names one checkpoint rather than a run."""
     return path.name == LATEST or step_of(path.name) is not None
 
 
 def find_checkpoints(path: Path) -> list[Checkpoint]:
-    """The checkpoints of a run directory, newest first, or the one checkpoint that `path` is.
+    """The checkpoints of a run directory, newest first, or the one checkpoint at `path`.
 
     Raises:
         CheckpointError: there is none.
@@ -23,9 +23,13 @@ def find_checkpoints(path: Path) -> list[Checkpoint]:
     if is_checkpoint(path):
         path = path.resolve() if path.name == LATEST else path
         step = step_of(path.name)
-        return [Checkpoint(path, step)] if step is not None and path.is_dir() else _none(path)
-    found = CheckpointStore(path, keep=1).all()
-    return found or _none(path)
+        if step is None or not path.is_dir():
+            raise _not_found(path)
+        return [Checkpoint(path, step)]
+    found = CheckpointStore(path, keep=1).checkpoints()
+    if not found:
+        raise _not_found(path)
+    return found
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
@@ -33,6 +37,6 @@ def find_checkpoint(path: Path) -> Checkpoint:
     return find_checkpoints(path)[0]
 
 
-def _none(path: Path) -> list[Checkpoint]:
+def _not_found(path: Path) -> CheckpointError:
     why = "no such directory" if not path.is_dir() else "it has no finished checkpoint"
-    raise CheckpointError(f"{path}: {why}\n  try: a run.dir that has trained, or one of its checkpoints")
+    return CheckpointError(f"{path}: {why}\n  try: a run.dir that has trained, or one of its checkpoints")

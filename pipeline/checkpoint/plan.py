@@ -1,7 +1,7 @@
-"""Who writes what of a state that many ranks hold: agreed upon once, by the planners of torch.distributed.checkpoint.
+"""Write plan: which rank writes which shards, computed once by the planners of torch.distributed.checkpoint.
 
-A layout does not change while a run lasts, so neither does the plan. What several ranks hold (replicas) is dealt out
-among them, and each copies and writes its own share only.
+A layout does not change during a run, so neither does the plan. Replicas, which several ranks have, are divided among
+these ranks, and each rank copies and writes only its own share.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipeline.checkpoint.shards import NamedShard, SavePlanner
 
 T = TypeVar("T")
 State = Mapping[str, NamedShard | Tensor]
-"""What a rank holds, under the keys of `named_state`."""
+"""The state dict of a rank: its shards, under the keys of `named_state`."""
 
 
 @dataclass(frozen=True)
@@ -30,52 +30,52 @@ class WritePlan:
 
     Attributes:
         rank: of this process.
-        items: the pieces, as torch.distributed.checkpoint describes them.
-        held: key -> pieces of everything this rank holds: what the plan was made for.
+        items: the shards, as torch.distributed.checkpoint describes them.
+        layout: key -> layout of this rank's part of the state that the plan was made for.
         metadata: of the whole checkpoint; on rank 0 only.
     """
 
     rank: int
     items: SavePlan
-    held: dict[str, Any]
+    layout: dict[str, Any]
     metadata: Metadata | None
 
-    def fits(self, state: State) -> bool:
-        """Whether a state has the pieces the plan was made for."""
-        return _pieces(state) == self.held
+    def matches(self, state: State) -> bool:
+        """Whether a state has the layout that the plan was made for."""
+        return _layout(state) == self.layout
 
-    def source(self, state: State) -> Callable[[WriteItem], Tensor]:
-        """Finds the values of a piece in a state."""
+    def value_lookup(self, state: State) -> Callable[[WriteItem], Tensor]:
+        """A function that returns the values of an item of the plan from a state."""
         planner = _planner(state, coordinator=self.rank == 0)
         return lambda item: planner.lookup_object(item.index).detach()
 
 
 def make_write_plan(state: State) -> WritePlan:
-    """Deals the pieces of a state out among the ranks. Collective.
+    """Divides the shards of a state among the ranks. Collective.
 
     Raises:
-        CheckpointError: the pieces of all ranks overlap, or leave a part of a tensor out.
+        CheckpointError: the shards of all ranks overlap, or do not cover a tensor.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     planner = _planner(state, coordinator=rank == 0)
-    own = planner.create_local_plan()
-    plans: list[Any] = [own] * ranks if rank == 0 else []
+    local_plan = planner.create_local_plan()
+    plans: list[Any] = [local_plan] * ranks if rank == 0 else []
     if ranks > 1:
-        dist.gather_object(own, plans if rank == 0 else None)
+        dist.gather_object(local_plan, plans if rank == 0 else None)
     metadata: Metadata | None = None
-    outcome: list[Any] = [None] * ranks
+    outcomes: list[Any] = [None] * ranks
     if rank == 0:
         try:
             plans, metadata = planner.create_global_plan(plans)
-            outcome = [dataclasses.replace(plan, planner_data=None) for plan in plans]
+            outcomes = [dataclasses.replace(plan, planner_data=None) for plan in plans]
         except ValueError as error:
-            outcome = [str(error)] * ranks
-    got: list[Any] = outcome[:1]
+            outcomes = [str(error)] * ranks
+    received: list[Any] = outcomes[:1]
     if ranks > 1:
-        dist.scatter_object_list(got, outcome if rank == 0 else None)
-    if isinstance(got[0], str):
-        raise CheckpointError(f"the state of the ranks does not make a whole: {got[0]}")
-    return WritePlan(rank, got[0], _pieces(state), metadata)
+        dist.scatter_object_list(received, outcomes if rank == 0 else None)
+    if isinstance(received[0], str):
+        raise CheckpointError(f"the shards of all ranks do not make up a complete state: {received[0]}")
+    return WritePlan(rank, received[0], _layout(state), metadata)
 
 
 def _planner(state: State, *, coordinator: bool) -> SavePlanner:
@@ -84,8 +84,8 @@ def _planner(state: State, *, coordinator: bool) -> SavePlanner:
     return planner
 
 
-def _pieces(state: State) -> dict[str, Any]:
+def _layout(state: State) -> dict[str, Any]:
     return {
-        key: held.boxes if isinstance(held, NamedShard) else (tuple(held.shape), held.dtype)
-        for key, held in state.items()
+        key: value.layout if isinstance(value, NamedShard) else (tuple(value.shape), value.dtype)
+        for key, value in state.items()
     }

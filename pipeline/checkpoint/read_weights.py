@@ -1,4 +1,4 @@
-"""Reading the weights of a checkpoint one after another, without a process group."""
+"""Reads the weights of a checkpoint one tensor at a time, without a process group."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from headrace.base.errors import CheckpointError
-from pipeline.checkpoint.metadata import contents, read_metadata
+from pipeline.checkpoint.metadata import read_metadata, stored_tensors
 from pipeline.checkpoint.named_state import weight_key
 
 
-class FromCheckpoint:
-    """Parameter values read from a checkpoint's named shards. Its metadata is read once.
+class CheckpointWeights:
+    """Parameter values read from a checkpoint's shards. Its metadata is read once.
 
     Args:
         directory: of the checkpoint.
@@ -34,30 +34,30 @@ class FromCheckpoint:
         metadata, prefix = read_metadata(directory), weight_key("")
         self._directory = directory
         self._reader = _Reader(directory, metadata)
-        found = (each for each in contents(metadata) if each.key.startswith(prefix))
-        self.shapes = {each.key.removeprefix(prefix): torch.Size(each.shape) for each in found}
+        weights = (each for each in stored_tensors(metadata) if each.key.startswith(prefix))
+        self.shapes = {each.key.removeprefix(prefix): torch.Size(each.shape) for each in weights}
 
     def value(self, name: str) -> Tensor:
-        """The parameter's fp32 value on the CPU.
+        """The parameter's full fp32 value on the CPU.
 
         Raises:
             CheckpointError: a file is missing or damaged.
         """
-        whole = torch.empty(self.shapes[name], dtype=torch.float32)
+        value = torch.empty(self.shapes[name], dtype=torch.float32)
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.load({weight_key(name): whole}, storage_reader=self._reader, no_dist=True)
+                dcp.load({weight_key(name): value}, storage_reader=self._reader, no_dist=True)
         except (CheckpointException, RuntimeError, ValueError, OSError) as error:
-            said = str(error).strip().splitlines() or [repr(error)]
+            lines = str(error).strip().splitlines() or [repr(error)]
             raise CheckpointError(
-                f"{self._directory}: {name} cannot be read: {said[-1]}\n  try: python -m pipeline checkpoint verify"
+                f"{self._directory}: {name} cannot be read: {lines[-1]}\n  try: python -m pipeline checkpoint verify"
             ) from None
-        return whole
+        return value
 
 
 class _Reader(dcp.FileSystemReader):
-    """Torch's reader, which would read the metadata anew for every one of thousands of tensors."""
+    """Torch's reader with cached metadata, which it would read again for every one of thousands of tensors."""
 
     def __init__(self, directory: Path, metadata: Metadata) -> None:
         super().__init__(directory)

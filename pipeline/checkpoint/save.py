@@ -1,14 +1,15 @@
-"""Checkpoints written beside the training, one at a time.
+"""Asynchronous checkpoints: shards are copied to host memory, then written by a background thread, one save at a time.
 
-    begin     all ranks   plan (once), a directory, and a copy of this rank's share into host memory: the step waits for
-                          this and for nothing else
-              a thread    writes and flushes this rank's file, taking its checksum
-    settle    all ranks   once nobody writes any more: where everything lies goes to rank 0
+    begin     all ranks   write plan (once), staging directory, and a copy of this rank's shards into host memory: the
+                          step waits for this only
+              a thread    writes and flushes this rank's file, computing its checksum
+    advance   all ranks   once no rank is writing: gather the locations of all shards on rank 0
               a thread    of rank 0 writes metadata and manifest, flushes, renames, moves `latest`, deletes old ones
-    settle    all ranks   once that is done: the outcome
+    advance   all ranks   once that is done: the result
 
-Threads never talk to other ranks: two threads of a process in collectives at the same time would have to agree on their
-order. Whether all are done is found out by whoever calls `settle`, in the collective that a loop has at every step.
+Threads never communicate with other ranks: two threads of a process in collectives at the same time would have to agree
+on their order. The caller of `advance` determines whether all ranks are done, in the collective that a training loop
+has at every step.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ from headrace.base.directory import staging_path
 from headrace.base.errors import CheckpointError, HeadraceError
 from pipeline.checkpoint.plan import State, WritePlan, make_write_plan
 from pipeline.checkpoint.store import Checkpoint, CheckpointInfo, CheckpointStore, on_rank_zero
-from pipeline.checkpoint.write import Written, write_metadata, write_pieces
+from pipeline.checkpoint.write import WrittenShards, write_metadata, write_shards
 
-_GLANCE_S = 1.0
+_POLL_S = 1.0
 
 
 @dataclass(frozen=True)
-class Saved:
-    """How a checkpoint went.
+class SaveResult:
+    """Result of saving a checkpoint.
 
     Attributes:
         step: the last step that is in it.
-        checkpoint: it; None when it could not be written.
+        checkpoint: None when it could not be written.
         failure: why not.
-        waited_s: seconds that the loop waited for it at its beginning, on rank 0.
-        seconds: from its beginning to its name, on rank 0.
+        waited_s: seconds for which `begin` blocked the training loop, on rank 0.
+        seconds: from the beginning to the commit, on rank 0.
     """
 
     step: int
@@ -56,215 +57,215 @@ class Saved:
 
 
 @dataclass
-class _Flight:
-    """A checkpoint that is being written."""
+class _PendingSave:
+    """A checkpoint that is being written; `gathered` when rank 0 has the locations of all shards."""
 
-    about: CheckpointInfo
+    info: CheckpointInfo
     plan: WritePlan
-    began: float
+    start: float
     job: Future[Any]
     waited_s: float = 0.0
-    collected: bool = field(default=False)
+    gathered: bool = field(default=False)
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run. A process needs only one: its buffers are as large as the rank's share.
+    """Writes the checkpoints of a run. A process needs only one: its buffers are as large as the rank's shards.
 
     Args:
         store: names and deletes them.
-        background: beside the training; else `begin` returns when the files are written.
-        alive: called about once per second of waiting in which something was written.
+        background: write in the background; else `begin` returns when the files are written.
+        on_progress: called about once per second of waiting in which something was written.
     """
 
     def __init__(
-        self, store: CheckpointStore, *, background: bool = True, alive: Callable[[], None] = lambda: None
+        self, store: CheckpointStore, *, background: bool = True, on_progress: Callable[[], None] = lambda: None
     ) -> None:
         self._store, self._background = store, background
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._plan: WritePlan | None = None
         self._buffers: dict[Any, Tensor] = {}
-        self._locked: set[Any] = set()
-        self._flight: _Flight | None = None
-        self._alive, self._seen = alive, 0
+        self._page_locked: set[Any] = set()
+        self._pending: _PendingSave | None = None
+        self._on_progress, self._bytes_seen = on_progress, 0
         self._rank = dist.get_rank() if dist.is_initialized() else 0
 
     @property
-    def in_flight(self) -> bool:
-        """Whether a checkpoint has begun and is not settled; the same on all ranks."""
-        return self._flight is not None
+    def pending(self) -> bool:
+        """Whether a save has begun and its result has not been returned; the same on all ranks."""
+        return self._pending is not None
 
     @property
     def busy(self) -> bool:
-        """Whether this rank's thread is at work; while any rank's is, there is nothing to settle."""
-        return self._flight is not None and not self._flight.job.done()
+        """Whether this rank's thread is at work; while any rank's is, `advance` must not be called."""
+        return self._pending is not None and not self._pending.job.done()
 
-    def begin(self, about: CheckpointInfo, state: Callable[[], State]) -> None:
-        """Copies the state and starts to write it. Collective; nothing may be in flight.
+    def begin(self, info: CheckpointInfo, state: Callable[[], State]) -> None:
+        """Copies the state and starts to write it. Collective; no save may be pending.
 
         Args:
-            about: for its manifest.
-            state: gives this rank's shards; their values may change once this has returned.
+            info: for its manifest.
+            state: returns this rank's shards; their values may change once `begin` has returned.
 
         Raises:
-            CheckpointError: the directory cannot be made, or the state cannot be had. Nothing is in flight then.
+            CheckpointError: the directory cannot be made, or `state` fails. No save is pending then.
         """
-        assert self._flight is None, "one at a time: settle first"
-        began = time.perf_counter()
-        held = state()
-        on_rank_zero(lambda: self._store.stage(about.step))
-        if self._plan is None or not self._plan.fits(held):
-            self._release()
-            self._plan = make_write_plan(held)
-        plan, folder = self._plan, staging_path(self._store.final(about.step))
-        source = self._copied(plan, held) if self._background else plan.source(held)
-        job = self._threads.submit(write_pieces, plan, source, folder)
+        assert self._pending is None, "one save at a time: advance or wait first"
+        start = time.perf_counter()
+        shards = state()
+        on_rank_zero(lambda: self._store.create_staging(info.step))
+        if self._plan is None or not self._plan.matches(shards):
+            self._free_buffers()
+            self._plan = make_write_plan(shards)
+        plan, staging = self._plan, staging_path(self._store.path_of(info.step))
+        lookup = self._copy_to_host(plan, shards) if self._background else plan.value_lookup(shards)
+        job = self._threads.submit(write_shards, plan, lookup, staging)
         if not self._background:
-            self._wait_for(job, folder)  # how it ended comes out in `settle`
-        self._flight = _Flight(about, plan, began, job, waited_s=time.perf_counter() - began)
+            self._wait_for(job, staging)  # a failure is reported by `advance`
+        self._pending = _PendingSave(info, plan, start, job, waited_s=time.perf_counter() - start)
 
-    def settle(self) -> Saved | None:
-        """Goes one step further with what is in flight; to be called when no rank is busy. Collective.
+    def advance(self) -> SaveResult | None:
+        """Advances the pending save by one stage; to be called when no rank is busy. Collective.
 
         Returns:
-            The outcome when it is over, with its name or without; None when rank 0 is about to name it.
+            The result when the save is over, successful or not; None when rank 0 is about to commit it.
         """
-        flight = self._flight
-        assert flight is not None
-        if not flight.collected:
-            self._collect(flight)
+        pending = self._pending
+        assert pending is not None
+        if not pending.gathered:
+            self._gather(pending)
             return None
-        self._flight = None
-        failure, checkpoint = _outcome(flight.job)
-        seconds = time.perf_counter() - flight.began
-        told = Saved(flight.about.step, checkpoint, failure, flight.waited_s, seconds)
-        return on_rank_zero(lambda: told)
+        self._pending = None
+        failure, checkpoint = _outcome(pending.job)
+        seconds = time.perf_counter() - pending.start
+        result = SaveResult(pending.info.step, checkpoint, failure, pending.waited_s, seconds)
+        return on_rank_zero(lambda: result)
 
-    def wait(self) -> Saved | None:
-        """Waits until nothing is in flight any more; None when nothing was. Collective."""
-        saved = None
-        while self._flight is not None:
-            self._wait_for(self._flight.job, staging_path(self._store.final(self._flight.about.step)))
-            saved = self.settle()
-        return saved
+    def wait(self) -> SaveResult | None:
+        """Waits until no save is pending any more; None when none was. Collective."""
+        result = None
+        while self._pending is not None:
+            self._wait_for(self._pending.job, staging_path(self._store.path_of(self._pending.info.step)))
+            result = self.advance()
+        return result
 
-    def _wait_for(self, job: Future[Any], folder: Path) -> None:
-        while not futures.wait([job], timeout=_GLANCE_S).done:
-            written = _bytes_of(folder, self._rank)
-            if written != self._seen:
-                self._seen = written
-                self._alive()
+    def _wait_for(self, job: Future[Any], staging: Path) -> None:
+        while not futures.wait([job], timeout=_POLL_S).done:
+            written = _bytes_written(staging, self._rank)
+            if written != self._bytes_seen:
+                self._bytes_seen = written
+                self._on_progress()
 
-    def _copied(self, plan: WritePlan, held: State) -> Callable[[WriteItem], Tensor]:
-        """Copies this rank's share into buffers that stay for the next time."""
-        find, on_gpu = plan.source(held), False
+    def _copy_to_host(self, plan: WritePlan, state: State) -> Callable[[WriteItem], Tensor]:
+        """Copies this rank's shards into host buffers that are reused for the next save."""
+        lookup, on_gpu = plan.value_lookup(state), False
         for item in plan.items.items:
-            value = find(item)
+            value = lookup(item)
             if item.index not in self._buffers:
                 self._buffers[item.index] = torch.empty(value.shape, dtype=value.dtype)
-                if value.is_cuda and _lock(self._buffers[item.index], value.device):
-                    self._locked.add(item.index)
+                if value.is_cuda and _page_lock(self._buffers[item.index], value.device):
+                    self._page_locked.add(item.index)
             self._buffers[item.index].copy_(value, non_blocking=True)
             on_gpu = on_gpu or value.is_cuda
         if on_gpu:
             torch.cuda.synchronize()
         return lambda item: self._buffers[item.index]
 
-    def _release(self) -> None:
-        """Gives the buffers back: those of another state are of other sizes."""
+    def _free_buffers(self) -> None:
+        """Frees the buffers: those of another state have other sizes."""
         for index in list(self._buffers):
             buffer = self._buffers.pop(index)
-            if index in self._locked:
-                # memory that is locked still when it is given to somebody else gets copies in its old place
+            if index in self._page_locked:
+                # memory that is reused while still page-locked gets copies from a GPU at its old (physical) place
                 torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr()))
-        self._locked.clear()
+        self._page_locked.clear()
 
-    def _collect(self, flight: _Flight) -> None:
-        """Hands what this rank has written to rank 0, which starts to name it. Collective."""
-        error = flight.job.exception()
-        own: Written | str = flight.job.result() if error is None else _words(error)
+    def _gather(self, pending: _PendingSave) -> None:
+        """Gathers what all ranks have written on rank 0, whose thread then commits. Collective."""
+        error = pending.job.exception()
+        own: WrittenShards | str = pending.job.result() if error is None else _first_line(error)
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        everyone: list[Any] = [own] * ranks
+        written: list[Any] = [own] * ranks
         if ranks > 1:
-            dist.gather_object(own, everyone if flight.plan.rank == 0 else None)
-        flight.collected = True
-        if flight.plan.rank == 0:
-            flight.job = self._threads.submit(self._name, flight, everyone)
+            dist.gather_object(own, written if pending.plan.rank == 0 else None)
+        pending.gathered = True
+        if pending.plan.rank == 0:
+            pending.job = self._threads.submit(self._commit, pending, written)
 
-    def _name(self, flight: _Flight, everyone: list[Written | str]) -> Checkpoint:
+    def _commit(self, pending: _PendingSave, written: list[WrittenShards | str]) -> Checkpoint:
         try:
-            written = [each for each in everyone if isinstance(each, Written)]
-            for rank, each in enumerate(everyone):
+            shards = [each for each in written if isinstance(each, WrittenShards)]
+            for rank, each in enumerate(written):
                 if isinstance(each, str):
                     raise CheckpointError(f"rank {rank}: {each}")
-            folder = staging_path(self._store.final(flight.about.step))
-            write_metadata(flight.plan, folder, [each.results for each in written])
-            sha256: Mapping[str, str] = {name: s for each in written for name, s in each.sha256.items()}
-            return self._store.commit(flight.about, sha256)
+            staging = staging_path(self._store.path_of(pending.info.step))
+            write_metadata(pending.plan, staging, [each.results for each in shards])
+            sha256: Mapping[str, str] = {name: s for each in shards for name, s in each.sha256.items()}
+            return self._store.commit(pending.info, sha256)
         except BaseException:
-            self._store.abandon(flight.about.step)
+            self._store.discard_staging(pending.info.step)
             raise
 
 
-def _lock(buffer: Tensor, device: torch.device) -> bool:
-    """Locks host memory into place for copies from a GPU; unlocked it is only slower.
+def _page_lock(buffer: Tensor, device: torch.device) -> bool:
+    """Page-locks host memory for faster copies from a GPU; False when that fails, and copies are only slower.
 
-    Locked where it is: torch's own allocator of page-locked memory rounds sizes up to the next power of two.
+    In place: torch's own allocator of page-locked memory rounds sizes up to the next power of two.
     """
     if not buffer.numel():
         return False
     locked = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)) == 0
     if not locked:
-        with suppress(RuntimeError):  # CUDA remembers the failure, and the next kernel would be blamed for it
+        with suppress(RuntimeError):  # clears CUDA's sticky error, which the next kernel would raise
             torch.ones(1, device=device)
     return locked
 
 
-def _bytes_of(folder: Path, rank: int) -> int:
-    """What a rank has written so far; what is gone has been renamed or deleted by rank 0 just now."""
+def _bytes_written(staging: Path, rank: int) -> int:
+    """What a rank has written so far; files that vanish meanwhile have just been renamed or deleted by rank 0."""
     total = 0
     with suppress(OSError):
-        for path in folder.glob(f"__{rank}_*"):
+        for path in staging.glob(f"__{rank}_*"):
             total += path.stat().st_size
     return total
 
 
-def save_now(store: CheckpointStore, about: CheckpointInfo, state: Callable[[], State]) -> Checkpoint:
+def save_and_wait(store: CheckpointStore, info: CheckpointInfo, state: Callable[[], State]) -> Checkpoint:
     """Writes a checkpoint and waits for it. Collective.
 
     Raises:
-        CheckpointError: on all ranks when any could not write, e.g. on a full disk. Nothing has a final name then.
+        CheckpointError: on all ranks when any could not write, e.g. on a full disk. Nothing has been committed then.
     """
     writer = CheckpointWriter(store, background=False)
-    writer.begin(about, state)
-    saved = writer.wait()
-    assert saved is not None
-    return saved_or_error(saved)
+    writer.begin(info, state)
+    result = writer.wait()
+    assert result is not None
+    return checkpoint_or_error(result)
 
 
-def saved_or_error(saved: Saved) -> Checkpoint:
-    """The checkpoint, where there has to be one.
+def checkpoint_or_error(result: SaveResult) -> Checkpoint:
+    """The checkpoint of a save that must not fail.
 
     Raises:
         CheckpointError: it could not be written.
     """
-    if saved.checkpoint is None:
+    if result.checkpoint is None:
         raise CheckpointError(
-            f"the checkpoint of step {saved.step} could not be written: {saved.failure}\n"
+            f"the checkpoint of step {result.step} could not be written: {result.failure}\n"
             f"  try: free space there, then start again: it resumes"
         )
-    return saved.checkpoint
+    return result.checkpoint
 
 
 def _outcome(job: Future[Any]) -> tuple[str | None, Checkpoint | None]:
-    """On rank 0 why there is no checkpoint, or the checkpoint."""
+    """On rank 0 the failure, or the checkpoint."""
     error = job.exception()
     if error is not None:
-        return _words(error), None
+        return _first_line(error), None
     result = job.result()
     return None, result if isinstance(result, Checkpoint) else None
 
 
-def _words(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     if not isinstance(error, OSError | RuntimeError | HeadraceError):
         return repr(error)
     return (str(error) or repr(error)).splitlines()[0]

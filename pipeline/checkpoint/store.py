@@ -1,8 +1,8 @@
-"""The checkpoints of a run: `runs/NAME/checkpoints/step-00000100/`, whole or absent.
+"""The checkpoints of a run, `runs/NAME/checkpoints/step-00000100/`: atomic commit, retention, choice for a resume.
 
-Every rank writes its shards into a staging directory; when all are done rank 0 writes the manifest with everybody's
-checksums and renames it. A checkpoint that is deleted loses its name first. So a directory with a step's name is
-always whole. `latest` is a link to the newest; it is for people and other tools, since a resume looks for itself.
+Every rank writes its shards into a staging directory; when all are done rank 0 writes the manifest with the checksums
+of all ranks and renames the directory. A checkpoint is renamed before it is deleted. So a directory with a step's name
+is always complete. `latest` is a link to the newest, for people and other tools; a resume does not use it.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ import torch.distributed as dist
 
 from headrace.base.directory import Manifest, commit, fresh_staging, read_manifest, sha256_of_file, staging_path
 from headrace.base.errors import CheckpointError, HeadraceError
-from pipeline.checkpoint.naming import FOLDER, LATEST, PREFIX, finished
+from pipeline.checkpoint.naming import FOLDER, LATEST, PREFIX, finished_checkpoints
 
 T = TypeVar("T")
-_HASHING = 4
-"""Threads of a rank that read a checkpoint: one does not keep up with a disk."""
+_HASH_THREADS = 4
+"""Threads of a rank that hash a checkpoint: one is slower than a disk."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A finished checkpoint: its directory, and the step after which it was written."""
+    """A finished checkpoint: its directory, and the last step that is in it."""
 
     path: Path
     step: int
 
     @property
     def manifest(self) -> Manifest:
-        """Its manifest: config, parents, and in `details` the step, the samples and the curve's fields."""
+        """Its manifest: config, parents, and in `details` the step, the samples and the fields that fix the curve."""
         return read_manifest(self.path, kind="checkpoint")
 
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """What a checkpoint's manifest says besides its files."""
+    """What a checkpoint's manifest records besides its files."""
 
     step: int
     config: dict[str, Any]
@@ -50,77 +50,77 @@ class CheckpointInfo:
 
 
 class CheckpointStore:
-    """Names, finds and deletes the checkpoints of one run. `checkpoint.saving` writes them.
+    """Names, commits, finds and deletes the checkpoints of one run. `checkpoint.save` writes them.
 
     Args:
         run_dir: the run's directory.
-        keep: how many of the newest stay.
-        keep_every: those of every so many steps stay for ever; None for none.
+        keep: retention: how many of the newest are kept.
+        keep_every: those of steps divisible by this are kept for ever; None for none.
     """
 
     def __init__(self, run_dir: Path, *, keep: int, keep_every: int | None = None) -> None:
         self._root, self._keep, self._keep_every = run_dir / FOLDER, keep, keep_every
 
-    def all(self) -> list[Checkpoint]:
+    def checkpoints(self) -> list[Checkpoint]:
         """Finished checkpoints, newest first."""
-        return [Checkpoint(path, step) for step, path in finished(self._root.parent)]
+        return [Checkpoint(path, step) for step, path in finished_checkpoints(self._root.parent)]
 
-    def final(self, step: int) -> Path:
-        """What the checkpoint of a step is called."""
+    def path_of(self, step: int) -> Path:
+        """Final directory of the checkpoint of a step."""
         return self._root / f"{PREFIX}{step:08d}"
 
-    def stage(self, step: int) -> Path:
-        """An empty directory to write a step's checkpoint into. On one rank."""
-        return fresh_staging(self.final(step))
+    def create_staging(self, step: int) -> Path:
+        """Makes an empty staging directory for a step's checkpoint. On one rank."""
+        return fresh_staging(self.path_of(step))
 
-    def abandon(self, step: int) -> None:
-        """Deletes what was written for a step: a full disk gets its room back. On one rank."""
-        shutil.rmtree(staging_path(self.final(step)), ignore_errors=True)
+    def discard_staging(self, step: int) -> None:
+        """Deletes the staging directory of a step, which frees space on a full disk. On one rank."""
+        shutil.rmtree(staging_path(self.path_of(step)), ignore_errors=True)
 
-    def commit(self, about: CheckpointInfo, sha256: Mapping[str, str]) -> Checkpoint:
-        """Gives a written checkpoint its name, moves `latest` there, and deletes older ones. On one rank.
+    def commit(self, info: CheckpointInfo, sha256: Mapping[str, str]) -> Checkpoint:
+        """Renames a written checkpoint to its final name, moves `latest`, and deletes older ones. On one rank.
 
         Args:
-            about: goes into the manifest.
+            info: goes into the manifest.
             sha256: checksums of the files that need not be read again.
         """
-        final = self.final(about.step)
+        final = self.path_of(info.step)
         commit(
             staging_path(final),
             final,
             kind="checkpoint",
-            config=about.config,
-            parents=about.parents,
-            details=about.details,
+            config=info.config,
+            parents=info.parents,
+            details=info.details,
             replace=True,
             known_sha256=sha256,
         )
-        self._point_to(final)
-        with suppress(OSError):  # it has its name; what cannot be deleted is tried again after the next one
-            self._prune(about.step)
-        return Checkpoint(final, about.step)
+        self._link_latest(final)
+        with suppress(OSError):  # it is committed; a failed deletion is retried after the next one
+            self._prune(info.step)
+        return Checkpoint(final, info.step)
 
-    def newest_whole(
-        self, say: Callable[[str], None], *, alive: Callable[[], None] = lambda: None
+    def newest_intact(
+        self, log: Callable[[str], None], *, on_progress: Callable[[], None] = lambda: None
     ) -> Checkpoint | None:
-        """The newest checkpoint whose checksums hold, or None when the run has none at all. Collective.
+        """The newest checkpoint whose checksums match, or None when the run has none at all. Collective.
 
-        The ranks share the reading. A damaged one is passed over, and `say` is told.
+        Each rank verifies a share of the files. Damaged checkpoints are skipped with a warning.
 
         Args:
-            say: takes a line for people.
-            alive: called while files are read, which may take minutes.
+            log: called with each warning.
+            on_progress: called while files are read, which may take minutes.
 
         Raises:
-            CheckpointError: there are some, and none is whole.
+            CheckpointError: the run has checkpoints, and none is intact.
         """
-        on_rank_zero(self._clean)
-        candidates = on_rank_zero(self.all)
+        on_rank_zero(self._clean_up)
+        candidates = on_rank_zero(self.checkpoints)
         for candidate in candidates:
-            damage = damage_found_by_all(candidate, alive)
+            damage = find_damage_collective(candidate, on_progress)
             if damage is None:
                 return candidate
-            say(f"warning: {candidate.path} is damaged ({damage}); going back to the one before")
+            log(f"warning: {candidate.path} is damaged ({damage}); going back to the one before")
         if candidates:
             raise CheckpointError(
                 f"all {len(candidates)} checkpoints in {self._root} are damaged\n"
@@ -128,39 +128,39 @@ class CheckpointStore:
             )
         return None
 
-    def _point_to(self, final: Path) -> None:
+    def _link_latest(self, final: Path) -> None:
         link, new = self._root / LATEST, self._root / f".{LATEST}.new"
         try:
             new.unlink(missing_ok=True)
             new.symlink_to(final.name)
             new.replace(link)
-        except OSError:  # a file system without links: nothing of ours reads it
+        except OSError:  # a file system without symbolic links: nothing here reads it
             new.unlink(missing_ok=True)
 
     def _prune(self, newest: int) -> None:
-        """Deletes the oldest of those up to a step. Later ones are damaged: the run has gone back behind them."""
-        for old in [each for each in self.all() if each.step <= newest][self._keep :]:
+        """Deletes the oldest of those up to a step. Later ones are damaged: the run was resumed from before them."""
+        for old in [each for each in self.checkpoints() if each.step <= newest][self._keep :]:
             if self._keep_every is not None and old.step % self._keep_every == 0:
                 continue
-            doomed = old.path.with_name(f".{old.path.name}.deleted")
-            shutil.rmtree(doomed, ignore_errors=True)
-            old.path.rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)  # what stays is cleaned at the next start
+            deleted = old.path.with_name(f".{old.path.name}.deleted")
+            shutil.rmtree(deleted, ignore_errors=True)
+            old.path.rename(deleted)
+            shutil.rmtree(deleted, ignore_errors=True)  # what remains is deleted at the next start
 
-    def _clean(self) -> None:
-        """Deletes what a killed run left half-written or half-deleted; such a directory has no name of a checkpoint."""
-        for aside in self._root.glob(f".{PREFIX}*.replaced"):
-            name = aside.name.removeprefix(".").removesuffix(".replaced")
+    def _clean_up(self) -> None:
+        """Deletes what a killed run left half-written or half-deleted; such directories have other names."""
+        for replaced in self._root.glob(f".{PREFIX}*.replaced"):
+            name = replaced.name.removeprefix(".").removesuffix(".replaced")
             if not (self._root / name).exists():
-                aside.rename(self._root / name)  # killed between moving it aside and putting the new one
+                replaced.rename(self._root / name)  # killed between moving it aside and renaming the new one
         for leftover in (*self._root.glob(f".{PREFIX}*.partial"), *self._root.glob(f".{PREFIX}*.deleted")):
             shutil.rmtree(leftover, ignore_errors=True)
-        for newest in self.all()[:1]:
-            self._point_to(newest.path)
+        for newest in self.checkpoints()[:1]:
+            self._link_latest(newest.path)
 
 
 def on_rank_zero(action: Callable[[], T]) -> T:
-    """Runs `action` on rank 0 and gives its result, or its error, to all ranks; alone, it just runs it."""
+    """Runs `action` on rank 0 and broadcasts its result, or raises its error on all ranks. Collective."""
     outcome: list[Any] = [None, None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
@@ -177,51 +177,49 @@ def on_rank_zero(action: Callable[[], T]) -> T:
     return result
 
 
-def raise_together(failed: str | None, what: str) -> None:
-    """Raises CheckpointError on all ranks when `failed` says why on any. Collective."""
-    failures: list[str | None] = [failed]
+def raise_on_all_ranks(failure: str | None, what: str) -> None:
+    """Raises CheckpointError on all ranks when `failure` is not None on any. Collective."""
+    failures: list[str | None] = [failure]
     if dist.is_initialized():
         failures = [None] * dist.get_world_size()
-        dist.all_gather_object(failures, failed)
-    for rank, failure in enumerate(failures):
-        if failure is not None:
-            raise CheckpointError(
-                f"{what}: rank {rank}: {failure}\n  try: free space there, then start again: it resumes"
-            )
+        dist.all_gather_object(failures, failure)
+    for rank, each in enumerate(failures):
+        if each is not None:
+            raise CheckpointError(f"{what}: rank {rank}: {each}\n  try: free space there, then start again: it resumes")
 
 
-def damage_of(checkpoint: Checkpoint) -> str | None:
-    """What is wrong with a checkpoint's files, by their checksums; None when nothing is."""
+def find_damage(checkpoint: Checkpoint) -> str | None:
+    """Verifies a checkpoint's files by their checksums; returns what is damaged, or None."""
     return _damage(checkpoint, 0, 1, lambda: None)
 
 
-def damage_found_by_all(checkpoint: Checkpoint, alive: Callable[[], None]) -> str | None:
-    """The same, each rank reading a share of the files. Collective."""
+def find_damage_collective(checkpoint: Checkpoint, on_progress: Callable[[], None]) -> str | None:
+    """The same, each rank verifying a share of the files. Collective."""
     if not dist.is_initialized():
-        return _damage(checkpoint, 0, 1, alive)
+        return _damage(checkpoint, 0, 1, on_progress)
     found: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, _damage(checkpoint, dist.get_rank(), dist.get_world_size(), alive))
+    dist.all_gather_object(found, _damage(checkpoint, dist.get_rank(), dist.get_world_size(), on_progress))
     return next((damage for damage in found if damage is not None), None)
 
 
-def _damage(checkpoint: Checkpoint, rank: int, ranks: int, alive: Callable[[], None]) -> str | None:
-    """Of every file whose number is `rank` modulo `ranks`."""
+def _damage(checkpoint: Checkpoint, rank: int, ranks: int, on_progress: Callable[[], None]) -> str | None:
+    """Damage of the files whose index is `rank` modulo `ranks`."""
     try:
         files = list(checkpoint.manifest.files.items())[rank::ranks]
     except HeadraceError as error:
         return str(error).splitlines()[0]
 
-    def read(path: Path) -> str:
-        return sha256_of_file(path, lambda _bytes: alive())
+    def sha256_of(path: Path) -> str:
+        return sha256_of_file(path, lambda _bytes: on_progress())
 
-    def is_whole(name: str, entry: Mapping[str, Any]) -> bool:
+    def is_intact(name: str, entry: Mapping[str, Any]) -> bool:
         path = checkpoint.path / name
         try:
-            return path.stat().st_size == int(entry["bytes"]) and read(path) == str(entry["sha256"])
+            return path.stat().st_size == int(entry["bytes"]) and sha256_of(path) == str(entry["sha256"])
         except OSError:
             return False
 
-    with ThreadPoolExecutor(_HASHING) as readers:
-        whole = list(readers.map(lambda file: is_whole(*file), files))
-    bad = next((name for (name, _), good in zip(files, whole, strict=True) if not good), None)
-    return bad and f"{bad} does not have the checksum it was written with"
+    with ThreadPoolExecutor(_HASH_THREADS) as threads:
+        intact = list(threads.map(lambda file: is_intact(*file), files))
+    damaged = next((name for (name, _), good in zip(files, intact, strict=True) if not good), None)
+    return damaged and f"{damaged} does not have the checksum it was written with"

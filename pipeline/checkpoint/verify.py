@@ -1,10 +1,10 @@
-"""Is a checkpoint what its manifest says: every byte, every tensor, every shape. Without a GPU or a process group.
+"""Verifies a checkpoint against its manifest: every byte, every tensor, every shape. Needs no GPU or process group.
 
-Looked at in this order, each only when what it rests on is sound:
+Checked in this order, each only when the ones before passed:
 
-1. the manifest, and that every file it lists is there in full;
+1. the manifest, and that every file it lists exists with its size;
 2. the SHA-256 of every file;
-3. the metadata: the pieces of every tensor cover it exactly once, and each lies where it is said to lie;
+3. the metadata: the shards of every tensor cover it exactly once, and each lies where the metadata says;
 4. the tensors: those of the model that the manifest describes, in its shapes, with both moments.
 """
 
@@ -18,7 +18,13 @@ from pathlib import Path
 
 from headrace.base.directory import Manifest, sha256_of_file
 from headrace.base.errors import CheckpointError, DataError, HeadraceError
-from pipeline.checkpoint.metadata import StoredTensor, contents, misfit, misplaced, read_metadata
+from pipeline.checkpoint.metadata import (
+    StoredTensor,
+    coverage_error,
+    read_metadata,
+    storage_errors,
+    stored_tensors,
+)
 from pipeline.checkpoint.store import Checkpoint
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -31,7 +37,7 @@ class Problem:
 
     Attributes:
         place: a file or a tensor.
-        what: in words.
+        what: what is wrong with it.
     """
 
     place: str
@@ -41,25 +47,25 @@ class Problem:
 def verify_checkpoint(
     checkpoint: Checkpoint, *, progress: Callable[[int], None] = lambda _bytes: None
 ) -> list[Problem]:
-    """Reads all of a checkpoint.
+    """Reads and verifies all of a checkpoint.
 
     Args:
-        checkpoint: which.
-        progress: called with numbers of bytes, from several threads.
+        checkpoint: the checkpoint.
+        progress: called with the number of bytes read, from several threads.
 
     Returns:
-        what is wrong; nothing when it is whole.
+        The problems; empty when it is intact.
     """
     try:
         manifest = checkpoint.manifest
     except HeadraceError as error:
         return [Problem("manifest.json", str(error).splitlines()[0])]
-    wrong = missing_files(checkpoint.path, manifest) or _changed_files(checkpoint.path, manifest, progress)
-    return wrong or list(_wrong_tensors(checkpoint, manifest))
+    problems = missing_files(checkpoint.path, manifest) or _changed_files(checkpoint.path, manifest, progress)
+    return problems or list(_tensor_problems(checkpoint, manifest))
 
 
 def missing_files(directory: Path, manifest: Manifest) -> list[Problem]:
-    """Files that are not there, or not in the size that the manifest says: quick, reads nothing."""
+    """Files that do not exist, or not with the size in the manifest: quick, reads no contents."""
     found: list[Problem] = []
     for name, entry in manifest.files.items():
         try:
@@ -73,7 +79,7 @@ def missing_files(directory: Path, manifest: Manifest) -> list[Problem]:
 
 
 def _changed_files(directory: Path, manifest: Manifest, progress: Callable[[int], None]) -> list[Problem]:
-    def look(name: str) -> Problem | None:
+    def check(name: str) -> Problem | None:
         try:
             found = sha256_of_file(directory / name, progress)
         except OSError as error:
@@ -81,32 +87,32 @@ def _changed_files(directory: Path, manifest: Manifest, progress: Callable[[int]
         same = found == manifest.files[name]["sha256"]
         return None if same else Problem(name, "does not have the checksum it was written with")
 
-    # SHA-256 lets go of the interpreter's lock, and one core does not keep up with a disk
+    # hashlib releases the interpreter lock, and one core is slower than a disk
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-        return [problem for problem in threads.map(look, manifest.files) if problem]
+        return [problem for problem in threads.map(check, manifest.files) if problem]
 
 
-def _wrong_tensors(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[Problem]:
+def _tensor_problems(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[Problem]:
     try:
         metadata = read_metadata(checkpoint.path)
     except CheckpointError as error:
         yield Problem(".metadata", str(error))
         return
-    stored = contents(metadata)
-    for each in stored:
-        wrong = misfit(each)
-        if wrong is not None:
-            yield Problem(each.key, wrong)
+    stored = stored_tensors(metadata)
+    for tensor in stored:
+        gap_or_overlap = coverage_error(tensor)
+        if gap_or_overlap is not None:
+            yield Problem(tensor.key, gap_or_overlap)
     sizes = {name: int(entry["bytes"]) for name, entry in manifest.files.items()}
-    yield from (Problem(*each) for each in misplaced(metadata, sizes))
-    yield from _not_the_model(stored, manifest)
+    yield from (Problem(*each) for each in storage_errors(metadata, sizes))
+    yield from _model_problems(stored, manifest)
 
 
-def _not_the_model(stored: Sequence[StoredTensor], manifest: Manifest) -> Iterator[Problem]:
-    """Tensors that the manifest's model lacks, or has in another shape, or that are not there."""
-    if "hf_config" not in manifest.details:  # of a loop of somebody's own: what it trains is not said
+def _model_problems(stored: Sequence[StoredTensor], manifest: Manifest) -> Iterator[Problem]:
+    """Tensors that are missing, have another shape than in the manifest's model, or do not belong to it."""
+    if "hf_config" not in manifest.details:  # of a custom training loop, which does not record its model
         return
-    from pipeline.checkpoint.trained_model import trained_shapes  # noqa: PLC0415  brings transformers, seconds
+    from pipeline.checkpoint.trained_model import trained_shapes  # noqa: PLC0415  imports transformers, seconds
 
     try:
         shapes = trained_shapes(manifest)
@@ -117,7 +123,7 @@ def _not_the_model(stored: Sequence[StoredTensor], manifest: Manifest) -> Iterat
     found = {each.key: each.shape for each in stored if "/" in each.key}
     for key in sorted(needed.keys() | found.keys()):
         if key not in found:
-            yield Problem(key, f"is not there; the model has it as {needed[key]}")
+            yield Problem(key, f"is missing; the model has it as {needed[key]}")
         elif key not in needed:
             yield Problem(key, "belongs to no parameter of the model")
         elif found[key] != needed[key]:

@@ -1,4 +1,4 @@
-"""One rank's file of a checkpoint: written without a word to other ranks, flushed, and checksummed on the way.
+"""Writes one rank's checkpoint file without communication: shards are written, flushed, and checksummed on the way.
 
 The files are those of torch.distributed.checkpoint (`FileSystemWriter`); its reader reads them.
 """
@@ -24,17 +24,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from pipeline.checkpoint.plan import WritePlan
 
-_PATIENCE_S = 10.0
-METADATA = ".metadata"
-"""The file in which torch.distributed.checkpoint says what lies where."""
+_DIRECTORY_S = 10.0
 
 
 @dataclass(frozen=True)
-class Written:
-    """What a rank wrote.
+class WrittenShards:
+    """What a rank has written.
 
     Attributes:
-        results: where which piece lies.
+        results: file, offset and length of each shard.
         sha256: file name -> checksum.
     """
 
@@ -42,44 +40,44 @@ class Written:
     sha256: dict[str, str]
 
 
-def write_pieces(plan: WritePlan, source: Callable[[WriteItem], Tensor], directory: Path) -> Written:
-    """Writes and flushes a rank's pieces. Not collective; may run in any thread.
+def write_shards(plan: WritePlan, lookup: Callable[[WriteItem], Tensor], directory: Path) -> WrittenShards:
+    """Writes and flushes a rank's shards. Not collective; may run in any thread.
 
     Args:
-        plan: which pieces.
-        source: finds the values of a piece, on any device.
+        plan: which shards.
+        lookup: returns the values of a shard, on any device.
         directory: exists, and is the same for all ranks.
 
     Raises:
-        OSError, RuntimeError: it could not be written.
+        OSError, RuntimeError: a write failed.
     """
-    _wait_for(directory)
-    files = _Checksummed()
+    _wait_for_directory(directory)
+    files = _ChecksummedFiles()
     writer = _writer(directory, files)
     writer.set_up_storage_writer(plan.rank == 0)
     items = writer.prepare_global_plan([SavePlan([])] * plan.rank + [plan.items])[-1]
     before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)  # takes three times as long as SHA-256, and finds less
+    torch.serialization.set_crc32_options(False)  # takes three times as long as SHA-256, and detects less
     try:
-        results: list[WriteResult] = writer.write_data(items, cast("Any", _Source(source))).value()
+        results: list[WriteResult] = writer.write_data(items, cast("Any", _ValuePlanner(lookup))).value()
     finally:
         torch.serialization.set_crc32_options(before)
-    return Written(results, files.sha256)
+    return WrittenShards(results, files.sha256)
 
 
-def _wait_for(directory: Path) -> None:
-    """Rank 0 has made it; a network file system may show it here a moment later."""
-    deadline = time.monotonic() + _PATIENCE_S
+def _wait_for_directory(directory: Path) -> None:
+    """Waits for the directory that rank 0 has made: a network file system may show it here a moment later."""
+    deadline = time.monotonic() + _DIRECTORY_S
     while not directory.is_dir():
         if time.monotonic() > deadline:
             raise FileNotFoundError(
-                f"{directory} is not seen on {socket.gethostname()}: is run.dir on a shared file system?"
+                f"{directory} is not visible on {socket.gethostname()}: is run.dir on a shared file system?"
             )
         time.sleep(0.05)
 
 
 def write_metadata(plan: WritePlan, directory: Path, results: Sequence[list[WriteResult]]) -> None:
-    """Writes what tells a reader where everything lies; rank 0 does, when all have written."""
+    """Writes the metadata that locates every shard; on rank 0, when all ranks have written."""
     assert plan.metadata is not None
     _writer(directory, FileSystem()).finish(plan.metadata, list(results))
 
@@ -90,19 +88,19 @@ def _writer(directory: Path, files: FileSystem) -> FileSystemWriter:
     return writer
 
 
-class _Source:
+class _ValuePlanner:
     """The one method of a planner that a writer calls."""
 
-    def __init__(self, find: Callable[[WriteItem], Tensor]) -> None:
-        self._find = find
+    def __init__(self, lookup: Callable[[WriteItem], Tensor]) -> None:
+        self._lookup = lookup
 
     def resolve_data(self, item: WriteItem) -> Tensor:
-        assert item.type != WriteItemType.BYTE_IO, "a state has nothing but tensors"
-        return self._find(item)
+        assert item.type != WriteItemType.BYTE_IO, "a state has only tensors"
+        return self._lookup(item)
 
 
-class _Checksummed(FileSystem):
-    """Takes the checksum of every file while it is written, so that it need not be read again."""
+class _ChecksummedFiles(FileSystem):
+    """Computes the checksum of every file while it is written, so that it need not be read again."""
 
     def __init__(self) -> None:
         self.sha256: dict[str, str] = {}
@@ -110,45 +108,45 @@ class _Checksummed(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         with Path(path).open(mode, buffering=0) as file:
-            stream = _Stream(cast("io.FileIO", file))
+            stream = _ChecksummedStream(cast("io.FileIO", file))
             yield cast("io.IOBase", stream)
             if stream.error is not None:
                 raise stream.error
         self.sha256[Path(path).name] = stream.digest.hexdigest()
 
 
-class _Stream:
-    """A file that is only appended to. After an error nothing is written any more, and the error is kept.
+class _ChecksummedStream:
+    """An append-only file. After an error nothing more is written, and the error is stored.
 
-    Raised at once it would be lost: torch's zip writer goes on to write its end, and that error is the one it raises.
+    If it were raised at once it would be lost: torch's zip writer goes on to write its footer, and raises that error.
     """
 
     def __init__(self, file: io.FileIO) -> None:
-        self._file, self.digest, self._at = file, hashlib.sha256(), 0
+        self._file, self.digest, self._position = file, hashlib.sha256(), 0
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        whole = rest = memoryview(data).cast("B")
-        self._at += whole.nbytes
-        while rest and self.error is None:
+        view = remaining = memoryview(data).cast("B")
+        self._position += view.nbytes
+        while remaining and self.error is None:
             try:
-                rest = rest[self._file.write(rest) :]
+                remaining = remaining[self._file.write(remaining) :]
             except OSError as error:
                 self.error = error
-        self.digest.update(whole)
-        return whole.nbytes
+        self.digest.update(view)
+        return view.nbytes
 
     def tell(self) -> int:
-        return self._at
+        return self._position
 
     def flush(self) -> None:
-        """Nothing is kept back."""
+        """The file is unbuffered."""
 
     def fileno(self) -> int:
         return self._file.fileno()
 
     def close(self) -> None:
-        """Whoever opened the file closes it."""
+        """`create_stream` closes the file."""
 
     def writable(self) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""What all ranks must know of each other after every step, in one small all-reduce."""
+"""Max all-reduce of a few integers after every step, so that all ranks take the same decision (stop, commit, ...)."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import torch.distributed as dist
 
 
 class Agreement:
-    """Finds the highest of the ranks' numbers.
+    """Computes maxima over all ranks.
 
     Args:
-        device: of this rank; the message goes the way of the gradients, which is the fastest there is.
+        device: of this rank; the all-reduce uses the backend of the gradients, which is the fastest one.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def highest(self, *own: int) -> list[int]:
-        """The highest of each number over all ranks. Collective."""
+    def max_over_ranks(self, *values: int) -> list[int]:
+        """The maximum of each value over all ranks. Collective."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
-            return list(own)
-        numbers = torch.tensor(own, dtype=torch.int64, device=self._device)
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
-        found: list[int] = numbers.tolist()
-        return found
+            return list(values)
+        reduced = torch.tensor(values, dtype=torch.int64, device=self._device)
+        dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
+        maxima: list[int] = reduced.tolist()
+        return maxima

@@ -1,7 +1,7 @@
-"""Who is to blame: a judgement over what the ranks have told. No clock, no sockets, no files.
+"""Diagnosis of a failed run from the heartbeats: which ranks died, hang or failed. No clock, no sockets, no files.
 
-All ranks run the same program, so they come to the same places in the same order: the number of places a rank has come
-to says who is ahead and who is behind.
+All ranks run the same program, so they pass through the same (step, phase) transitions in the same order: the number
+of transitions of a rank tells whether it is ahead of the others or behind them.
 """
 
 from __future__ import annotations
@@ -11,64 +11,64 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.faults.stack_dumps import debugged, waits
+from pipeline.faults.stack_dumps import in_debugger, is_waiting
 
 SETTLE_S = 2.0
-"""Seconds in which the cause is waited for, after an error that looks like the consequence of another one."""
+"""Seconds to wait for the root cause, after an error that looks like the consequence of another rank's failure."""
 
 Kind = Literal["died", "silent", "stuck", "failed", "lost"]
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What is known of a rank.
+    """What the heartbeat server knows of a rank.
 
     Attributes:
         rank: global rank.
-        host: its name.
-        pid: of its process.
-        machine: identity of the kernel and the process namespace it runs in; equal where `pid` means the same.
-        born: when its process began, in the kernel's ticks: a pid may be given out again.
-        main: identity of its main thread.
-        heard: when it was heard last, in seconds of the listener's clock.
-        moved: when it was heard first to be where it is.
-        places: number of places (step, phase) it has come to.
-        ticks: signs of progress within the place.
-        step: the step it is in, or the last one.
+        host: host name.
+        pid: process id.
+        machine: identity of the kernel and the pid namespace of the process; equal where `pid` means the same process.
+        start_ticks: start time of the process in kernel clock ticks; tells it from a later process with the same pid.
+        main_thread: identity of its main thread.
+        last_heartbeat: time of the last heartbeat, in seconds of the server's clock.
+        last_progress: time of the last heartbeat that reported progress.
+        transitions: number of (step, phase) transitions so far.
+        ticks: progress reports within the current phase.
+        step: the current step, or the last one.
         phase: start-up, training, ...
         stack: of its main thread, innermost call first.
-        starved: its last sign of life was given without the interpreter's lock, which some call holds.
-        left: it has said goodbye.
-        gone: its connection is closed.
-        failed: first line of its own error.
-        consequence: that error looks like one that follows from another rank's end.
-        failed_at: when the error was told.
+        gil_held: the last heartbeat was a `faulthandler` dump: some call holds the interpreter lock (GIL).
+        finished: it has signed off.
+        disconnected: its connection is closed.
+        error: first line of its own error.
+        secondary: that error looks like a consequence of another rank's failure.
+        error_time: when the error was reported.
     """
 
     rank: int
     host: str
     pid: int
-    heard: float
-    moved: float
+    last_heartbeat: float
+    last_progress: float
     machine: str = ""
-    born: int = 0
-    main: int = 0
-    places: int = 0
+    start_ticks: int = 0
+    main_thread: int = 0
+    transitions: int = 0
     ticks: int = 0
     step: int = 0
     phase: str = "start-up"
     stack: tuple[str, ...] = ()
-    starved: bool = False
-    left: bool = False
-    gone: bool = False
-    failed: str | None = None
-    consequence: bool = False
-    failed_at: float = 0.0
+    gil_held: bool = False
+    finished: bool = False
+    disconnected: bool = False
+    error: str | None = None
+    secondary: bool = False
+    error_time: float = 0.0
 
     @property
-    def present(self) -> bool:
-        """It is to be heard of."""
-        return not self.left and not self.gone
+    def monitored(self) -> bool:
+        """Whether heartbeats are expected of it."""
+        return not self.finished and not self.disconnected
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,10 @@ class Diagnosis:
     """What ended the run.
 
     Attributes:
-        kind: died (its connection closed without a word), silent, stuck, failed (with an error of its own), or lost
-            (it lost its link to another rank, and none has died, failed or fallen silent).
-        ranks: to blame, in order.
-        seconds: since they were heard last; with "stuck", since anything moved.
+        kind: died (its connection closed without signing off), silent (no heartbeats), stuck (hang), failed (with an
+            error of its own), or lost (a broken link to another rank, while no rank has died, failed or gone silent).
+        ranks: the ranks at fault, in ascending order.
+        seconds: since their last heartbeat; for "stuck", since the last progress of any rank.
     """
 
     kind: Kind
@@ -88,60 +88,61 @@ class Diagnosis:
 
 
 def diagnose(
-    records: Sequence[RankStatus], now: float, *, silent_s: float, stuck_s: float, beat_s: float = 1.0
+    statuses: Sequence[RankStatus], now: float, *, silent_s: float, stuck_s: float, interval_s: float = 1.0
 ) -> Diagnosis | None:
-    """Looks at all ranks; None while nothing is wrong.
+    """Diagnoses the run from the status of all ranks; None while nothing is wrong.
 
     Args:
-        records: of the ranks that have come.
+        statuses: of the ranks that have registered.
         now: on the clock of their times.
-        silent_s: seconds without a sign of life after which a rank counts as stopped.
-        stuck_s: seconds without progress of any rank after which the run counts as stuck.
-        beat_s: seconds between signs of life.
+        silent_s: heartbeat timeout: seconds without a heartbeat after which a rank counts as stopped.
+        stuck_s: hang timeout: seconds without progress of any rank after which the run counts as stuck.
+        interval_s: seconds between heartbeats.
     """
-    present = [record for record in records if record.present]
-    failed = sorted((r for r in records if r.failed is not None), key=lambda r: r.failed_at)
-    causes = [r for r in failed if not r.consequence]
-    dead = [r for r in records if r.gone and not r.left and r.failed is None]
-    unlinked = [r for r in failed if r.gone or now - r.failed_at > SETTLE_S]
-    # nccl ends ranks half a minute after another's host has lost its power: who was overdue by then is the cause.
-    # Half the limit is what a call may take that keeps the interpreter's lock
-    overdue = [r for r in present if now - r.heard > silent_s / 2 + 2 * beat_s] if dead or unlinked else []
+    monitored = [status for status in statuses if status.monitored]
+    failed = sorted((s for s in statuses if s.error is not None), key=lambda s: s.error_time)
+    causes = [s for s in failed if not s.secondary]
+    dead = [s for s in statuses if s.disconnected and not s.finished and s.error is None]
+    unlinked = [s for s in failed if s.disconnected or now - s.error_time > SETTLE_S]
+    # nccl ends ranks half a minute after another's host has lost its power: a rank that is overdue by then is the
+    # cause. A call that holds the interpreter lock delays heartbeats by up to half the timeout
+    limit_s = silent_s / 2 + 2 * interval_s
+    overdue = [s for s in monitored if now - s.last_heartbeat > limit_s] if dead or unlinked else []
     return (
-        _blame("failed", causes[:1], now)
-        or _blame("silent", overdue, now)
-        or _blame("died", dead, now)
-        or _blame("lost", unlinked, now)
-        or _blame("silent", [r for r in present if now - r.heard > silent_s], now)
-        or _stuck(present, now, stuck_s)
+        _diagnosis("failed", causes[:1], now)
+        or _diagnosis("silent", overdue, now)
+        or _diagnosis("died", dead, now)
+        or _diagnosis("lost", unlinked, now)
+        or _diagnosis("silent", [s for s in monitored if now - s.last_heartbeat > silent_s], now)
+        or _hang(monitored, now, stuck_s)
     )
 
 
-def _blame(kind: Kind, guilty: Sequence[RankStatus], now: float) -> Diagnosis | None:
-    if not guilty:
+def _diagnosis(kind: Kind, at_fault: Sequence[RankStatus], now: float) -> Diagnosis | None:
+    if not at_fault:
         return None
-    ranks = tuple(sorted(record.rank for record in guilty))
-    return Diagnosis(kind, ranks, now - min(record.heard for record in guilty))
+    ranks = tuple(sorted(status.rank for status in at_fault))
+    return Diagnosis(kind, ranks, now - min(status.last_heartbeat for status in at_fault))
 
 
-def _stuck(present: Sequence[RankStatus], now: float, stuck_s: float) -> Diagnosis | None:
-    if not present or any(debugged(record.stack) for record in present):
+def _hang(monitored: Sequence[RankStatus], now: float, stuck_s: float) -> Diagnosis | None:
+    if not monitored or any(in_debugger(status.stack) for status in monitored):
         return None
-    still_s = now - max(record.moved for record in present)
-    if still_s <= stuck_s:
+    idle_s = now - max(status.last_progress for status in monitored)
+    if idle_s <= stuck_s:
         return None
-    return Diagnosis("stuck", tuple(sorted(record.rank for record in _behind(present))), still_s)
+    return Diagnosis("stuck", tuple(sorted(status.rank for status in _ranks_behind(monitored))), idle_s)
 
 
-def _behind(present: Sequence[RankStatus]) -> Sequence[RankStatus]:
-    """Who has come the least far; among equals who does not wait for others; among those the few that differ."""
-    first = min(record.places for record in present)
-    behind = [record for record in present if record.places == first]
-    if len(behind) < len(present):
+def _ranks_behind(monitored: Sequence[RankStatus]) -> Sequence[RankStatus]:
+    """Ranks with the fewest transitions; if all are equal, those not waiting; if still all, a minority by stack."""
+    fewest = min(status.transitions for status in monitored)
+    behind = [status for status in monitored if status.transitions == fewest]
+    if len(behind) < len(monitored):
         return behind
-    behind = [record for record in present if not waits(record.stack)] or behind
-    if len(behind) < len(present):
+    behind = [status for status in monitored if not is_waiting(status.stack)] or behind
+    if len(behind) < len(monitored):
         return behind
-    where = Counter(record.stack[:1] for record in behind)
-    rarest, count = min(where.items(), key=lambda item: item[1])
-    return [record for record in behind if record.stack[:1] == rarest] if count * 2 < len(behind) else behind
+    by_call = Counter(status.stack[:1] for status in behind)
+    rarest, count = min(by_call.items(), key=lambda item: item[1])
+    return [status for status in behind if status.stack[:1] == rarest] if count * 2 < len(behind) else behind

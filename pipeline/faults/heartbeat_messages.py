@@ -1,4 +1,4 @@
-"""Messages between ranks and the hub: one JSON object per line. Whatever else comes is handed on as text."""
+"""Heartbeat protocol between ranks and heartbeat server: one JSON object per line; other lines are kept as text."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-LONGEST = 1 << 20
-"""Bytes of a line; longer ones are no message of ours."""
+MAX_LINE_BYTES = 1 << 20
+"""Longest line; a longer one is not of this protocol and is dropped."""
 
 
-def line(message: dict[str, Any]) -> bytes:
-    """A message as it is sent."""
+def encode(message: dict[str, Any]) -> bytes:
+    """A message as one line."""
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
-class Lines:
-    """Cuts what a connection brings into messages (dict) and other lines (str)."""
+class MessageDecoder:
+    """Splits the bytes of a connection into messages (dict) and other lines (str)."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._incomplete = b""
 
     def feed(self, data: bytes) -> Iterator[dict[str, Any] | str]:
-        """Takes what has come; yields what is complete."""
-        *whole, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > LONGEST:
-            self._rest = b""
-        for each in whole:
-            yield _message(each)
+        """Takes received bytes; yields the lines that are complete."""
+        *complete, self._incomplete = (self._incomplete + data).split(b"\n")
+        if len(self._incomplete) > MAX_LINE_BYTES:
+            self._incomplete = b""
+        for line in complete:
+            yield _decode(line)
 
 
-def _message(raw: bytes) -> dict[str, Any] | str:
-    text = raw.decode(errors="replace")
+def _decode(line: bytes) -> dict[str, Any] | str:
+    text = line.decode(errors="replace")
     try:
         value = json.loads(text)
     except ValueError:
@@ -40,8 +40,8 @@ def _message(raw: bytes) -> dict[str, Any] | str:
     return value if isinstance(value, dict) else text
 
 
-def listen(address: str, backlog: int) -> socket.socket:
-    """A listening socket on a port of the system's choice: of all interfaces, or of the loopback if `address` is one.
+def listening_socket(address: str, backlog: int) -> socket.socket:
+    """A listening socket on a free port: of all interfaces, or of the loopback if `address` is a loopback address.
 
     IPv6 and IPv4 both where the host has both.
     """
@@ -50,6 +50,6 @@ def listen(address: str, backlog: int) -> socket.socket:
     if socket.has_dualstack_ipv6():
         try:
             return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
-        except OSError:  # built in, but switched off
+        except OSError:  # compiled in, but disabled
             pass
     return socket.create_server(("", 0), backlog=backlog)

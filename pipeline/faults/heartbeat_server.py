@@ -1,7 +1,7 @@
-"""Where the ranks' signs of life come together: a small process beside rank 0, which judges and tells all.
+"""Heartbeat server: a small process beside rank 0 that collects all ranks' heartbeats and diagnoses dead or hung ranks.
 
-A process and not a thread of rank 0: so it sees rank 0 die or stop as it sees any other, and no call of rank 0 that
-keeps the interpreter's lock can hold it up. It needs no torch, and ends when the last rank has gone.
+It is a process and not a thread of rank 0: so it sees rank 0 die or stop like any other rank, and a call of rank 0 that
+holds the interpreter lock does not delay it. It needs no torch, and exits when the last rank has disconnected.
 """
 
 from __future__ import annotations
@@ -23,30 +23,29 @@ from typing import Any
 from headrace.base.cli import ERROR_FILE
 from headrace.base.processes import STOPPED, TRACED, machine, state_of
 from pipeline.faults.diagnosis import SETTLE_S, Diagnosis, RankStatus, diagnose
-from pipeline.faults.heartbeat_messages import Lines, line
+from pipeline.faults.heartbeat_messages import MessageDecoder, encode
 from pipeline.faults.process_exit import kill_ranks, ranks_to_kill
-from pipeline.faults.report import claim, describe_fault, publish, within
-from pipeline.faults.report import row as row_of
-from pipeline.faults.stack_dumps import parsed
+from pipeline.faults.report import append_fault_once, describe_fault, fault_row, print_report, with_timeout
+from pipeline.faults.stack_dumps import parse_faulthandler_dump
 
-ARRIVAL_S = 120.0
-"""Seconds until ranks that have never been heard are told, and until a hub to which nobody came ends."""
-_DRAIN_S = 5.0
-"""Seconds in which ranks end after a verdict; what is left on this machine is killed then."""
+REGISTRATION_S = 120.0
+"""Seconds until ranks without any heartbeat are reported, and until a server that no rank has reached exits."""
+_EXIT_S = 5.0
+"""Seconds in which ranks exit after a diagnosis; those left on this machine are then killed."""
 _LOST = {"died", "silent", "stuck", "lost"}
 
 
 @dataclass(frozen=True)
-class Orders:
-    """What rank 0 tells its hub.
+class ServerConfig:
+    """Configuration of the heartbeat server, from rank 0.
 
     Attributes:
-        token: proves that a connection is of this start of this run.
+        token: a connection has to present it to count as a rank of this start of this run.
         world_size: number of ranks.
         run_dir: the run's directory.
-        silent_s: seconds without a sign of life.
-        stuck_s: seconds without progress.
-        beat_s: seconds between signs of life.
+        silent_s: heartbeat timeout, in seconds.
+        stuck_s: hang timeout, in seconds without progress.
+        interval_s: seconds between heartbeats.
     """
 
     token: str
@@ -54,77 +53,77 @@ class Orders:
     run_dir: str
     silent_s: float
     stuck_s: float
-    beat_s: float
+    interval_s: float
 
 
 @dataclass
-class _Peer:
-    """A connection; `record` is None until it has said who it is."""
+class _Connection:
+    """State of a connection; `status` is None until the rank has registered."""
 
-    lines: Lines = field(default_factory=Lines)
-    record: RankStatus | None = None
+    decoder: MessageDecoder = field(default_factory=MessageDecoder)
+    status: RankStatus | None = None
     dump: list[str] = field(default_factory=list)
 
 
 class HeartbeatServer:
-    """Listens to all ranks until they have gone.
+    """Receives the heartbeats of all ranks until they have disconnected.
 
     Args:
         listener: accepts their connections.
-        orders: from rank 0.
+        config: from rank 0.
     """
 
-    def __init__(self, listener: socket.socket, orders: Orders) -> None:
-        self._orders, self._peers = orders, dict[socket.socket, _Peer]()
-        self._parted: list[RankStatus] = []
+    def __init__(self, listener: socket.socket, config: ServerConfig) -> None:
+        self._config, self._connections = config, dict[socket.socket, _Connection]()
+        self._disconnected: list[RankStatus] = []
         self._listener, self._selector = listener, selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
-        self._alarmed = False
+        self._diagnose_now = False
 
     def run(self) -> None:
-        """Returns when all ranks have gone, or nobody ever came."""
-        begun = looked = beat_at = time.monotonic()
-        warned = self._orders.world_size == 1
-        while self._watches or not (self._parted or looked - begun > ARRIVAL_S):
-            self._receive(max(0.0, beat_at - time.monotonic()))
+        """Returns when all ranks have disconnected, or none has ever registered."""
+        start = last_check = next_heartbeat = time.monotonic()
+        warned = self._config.world_size == 1
+        while self._has_ranks or not (self._disconnected or last_check - start > REGISTRATION_S):
+            self._receive(max(0.0, next_heartbeat - time.monotonic()))
             now = time.monotonic()
-            if now - looked > 5 * self._orders.beat_s:  # this process was stopped itself: the ranks are not to blame
-                self._forgive(now)
-            looked = now
-            if not (self._alarmed or now >= beat_at):
+            if now - last_check > 5 * self._config.interval_s:  # this process itself was stopped, not the ranks
+                self._reset_timers(now)
+            last_check = now
+            if not (self._diagnose_now or now >= next_heartbeat):
                 continue
-            if verdict := self._judge(now):
-                self._conclude(verdict)
+            if diagnosis := self._diagnose(now):
+                self._end_run(diagnosis)
                 return
-            if now >= beat_at:
-                beat_at = now + self._orders.beat_s
-                self._send(line({"beat": 1}))
-            if not warned and now - begun > ARRIVAL_S:
-                warned = self._warn()
+            if now >= next_heartbeat:
+                next_heartbeat = now + self._config.interval_s
+                self._broadcast(encode({"heartbeat": 1}))
+            if not warned and now - start > REGISTRATION_S:
+                warned = self._warn_of_missing_ranks()
 
     @property
-    def _watches(self) -> bool:
-        """Whether a rank is there; connections of others do not keep this process."""
-        return any(peer.record for peer in self._peers.values())
+    def _has_ranks(self) -> bool:
+        """Whether a registered rank is connected; other connections do not keep this process alive."""
+        return any(connection.status for connection in self._connections.values())
 
     @property
-    def records(self) -> dict[int, RankStatus]:
-        """Rank -> what is known of it."""
-        known = [*self._parted, *(peer.record for peer in self._peers.values() if peer.record)]
-        return {record.rank: record for record in known}
+    def statuses(self) -> dict[int, RankStatus]:
+        """Rank -> its status."""
+        connected = (connection.status for connection in self._connections.values() if connection.status)
+        return {status.rank: status for status in (*self._disconnected, *connected)}
 
-    def _judge(self, now: float) -> Diagnosis | None:
-        self._alarmed = False
-        orders, records = self._orders, list(self.records.values())
-        limits = {"silent_s": orders.silent_s, "stuck_s": orders.stuck_s, "beat_s": orders.beat_s}
-        verdict = diagnose(records, now, **limits)
-        if verdict and verdict.kind in ("silent", "stuck") and held([r for r in records if r.present]):
-            self._forgive(now)
+    def _diagnose(self, now: float) -> Diagnosis | None:
+        self._diagnose_now = False
+        config, statuses = self._config, list(self.statuses.values())
+        limits = {"silent_s": config.silent_s, "stuck_s": config.stuck_s, "interval_s": config.interval_s}
+        diagnosis = diagnose(statuses, now, **limits)
+        if diagnosis and diagnosis.kind in ("silent", "stuck") and is_paused([s for s in statuses if s.monitored]):
+            self._reset_timers(now)
             return None
-        return verdict
+        return diagnosis
 
-    def _receive(self, patience_s: float) -> None:
-        for key, _ in self._selector.select(patience_s):
+    def _receive(self, timeout_s: float) -> None:
+        for key, _ in self._selector.select(timeout_s):
             if key.fileobj is self._listener:
                 self._accept()
             else:
@@ -132,137 +131,150 @@ class HeartbeatServer:
                 self._read(key.fileobj)
 
     def _accept(self) -> None:
-        with suppress(OSError):  # it has gone already, or there are no more file descriptors
-            connection, _ = self._listener.accept()
-            connection.setblocking(False)
-            self._selector.register(connection, selectors.EVENT_READ)
-            self._peers[connection] = _Peer()
+        with suppress(OSError):  # closed again already, or no file descriptors left
+            client, _ = self._listener.accept()
+            client.setblocking(False)
+            self._selector.register(client, selectors.EVENT_READ)
+            self._connections[client] = _Connection()
 
-    def _read(self, connection: socket.socket) -> None:
-        peer = self._peers[connection]
+    def _read(self, client: socket.socket) -> None:
+        connection = self._connections[client]
         try:
-            data = connection.recv(1 << 16)
+            data = client.recv(1 << 16)
         except BlockingIOError:
             return
-        except OSError:  # reset: the kernel closed it for a process that had not read all
+        except OSError:  # reset: the kernel closed it for a process that had unread data
             data = b""
         now = time.monotonic()
-        for message in peer.lines.feed(data):
-            if not self._take(connection, peer, message, now):
+        for message in connection.decoder.feed(data):
+            if not self._handle(client, connection, message, now):
                 data = b""
         if not data:
-            self._part(connection, now)
+            self._disconnect(client, now)
 
-    def _take(self, connection: socket.socket, peer: _Peer, message: dict[str, Any] | str, now: float) -> bool:
-        """Takes in one message; False when the other end is none of ours."""
-        if peer.record is None:
-            if isinstance(message, str) or message.pop("token", None) != self._orders.token:
+    def _handle(
+        self, client: socket.socket, connection: _Connection, message: dict[str, Any] | str, now: float
+    ) -> bool:
+        """Handles one message; False when the client is not a rank of this run and is to be disconnected."""
+        if connection.status is None:
+            if isinstance(message, str) or message.pop("token", None) != self._config.token:
                 return False
-            peer.record = RankStatus(**message, heard=now, moved=now)
-            with suppress(OSError):  # gone again already: that is seen when receiving
-                connection.send(line({"welcome": self._orders.token}))
+            connection.status = RankStatus(**message, last_heartbeat=now, last_progress=now)
+            with suppress(OSError):  # closed again already: noticed on receiving
+                client.send(encode({"registered": self._config.token}))
         elif isinstance(message, str):
-            peer.dump = [message] if message.startswith("Timeout") else [*peer.dump, message]
-            stack = parsed(peer.dump, thread=peer.record.main) or peer.record.stack
-            peer.record = replace(peer.record, heard=now, stack=stack, starved=True)
+            status = connection.status
+            connection.dump = [message] if message.startswith("Timeout") else [*connection.dump, message]
+            stack = parse_faulthandler_dump(connection.dump, thread=status.main_thread) or status.stack
+            connection.status = replace(status, last_heartbeat=now, stack=stack, gil_held=True)
         else:
-            peer.record = _updated(peer.record, message, now)
-            self._alarmed |= "failed" in message
+            connection.status = _updated(connection.status, message, now)
+            self._diagnose_now |= "error" in message
         return True
 
-    def _part(self, connection: socket.socket, now: float) -> None:
-        peer = self._peers.pop(connection)
-        self._selector.unregister(connection)
-        connection.close()
-        if peer.record is not None:
-            self._parted.append(replace(peer.record, gone=True, failed_at=peer.record.failed_at or now))
-            self._alarmed = True
+    def _disconnect(self, client: socket.socket, now: float) -> None:
+        connection = self._connections.pop(client)
+        self._selector.unregister(client)
+        client.close()
+        if (status := connection.status) is not None:
+            self._disconnected.append(replace(status, disconnected=True, error_time=status.error_time or now))
+            self._diagnose_now = True
 
-    def _forgive(self, now: float) -> None:
-        """Nobody's silence counts that was before this."""
-        for peer in self._peers.values():
-            if record := peer.record:
-                peer.record = replace(record, heard=now, moved=now)
+    def _reset_timers(self, now: float) -> None:
+        """Restarts the heartbeat and hang timeouts of all ranks."""
+        for connection in self._connections.values():
+            if status := connection.status:
+                connection.status = replace(status, last_heartbeat=now, last_progress=now)
 
-    def _send(self, message: bytes) -> None:
-        for connection, peer in self._peers.items():
-            with suppress(OSError):  # stopped, or gone: the next look will tell
-                if peer.record is not None:
-                    connection.send(message)
+    def _broadcast(self, message: bytes) -> None:
+        for client, connection in self._connections.items():
+            with suppress(OSError):  # stopped or gone: noticed at the next diagnosis
+                if connection.status is not None:
+                    client.send(message)
 
-    def _warn(self) -> bool:
-        missing = [rank for rank in range(self._orders.world_size) if rank not in self.records]
+    def _warn_of_missing_ranks(self) -> bool:
+        missing = [rank for rank in range(self._config.world_size) if rank not in self.statuses]
         if missing:
             shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
             port = self._listener.getsockname()[1]
-            text = f"warning: the watchdog hears nothing of ranks {shown}: can they reach port {port} of this host?"
+            text = (
+                f"warning: the watchdog has no heartbeat from ranks {shown}: can they reach port {port} of this host?"
+            )
             print(text, file=sys.stderr, flush=True)
         return True
 
-    def _conclude(self, verdict: Diagnosis) -> None:
-        """Tells the verdict: to people, to the ranks, to the run's directory; then waits until the ranks have gone."""
-        records, size = self.records, self._orders.world_size
-        report = describe_fault(verdict, records, world_size=size)
-        if verdict.kind in _LOST:
-            within(2.0, lambda: publish(report), otherwise=None)
-        doomed = ranks_to_kill(verdict, records)
-        self._send(line({"verdict": {"kind": verdict.kind, "ranks": verdict.ranks, "doomed": doomed}}))
-        kill_ranks(doomed)
-        claim(Path(self._orders.run_dir), row_of(verdict, records, world_size=size), token=self._orders.token)
-        left = self._drain()
-        if verdict.kind in _LOST:
-            kill_ranks([(r.machine, r.pid, r.born) for r in left])
-        elif ERROR_FILE not in os.environ and not all(_erred(record) for record in self.records.values()):
-            # else each has said it itself; and who collects errors in files shows the one of the rank itself
-            within(2.0, lambda: publish(report), otherwise=None)
+    def _end_run(self, diagnosis: Diagnosis) -> None:
+        """Reports the diagnosis on stderr, to the ranks and in the run directory; waits until the ranks have exited."""
+        statuses, world_size = self.statuses, self._config.world_size
+        report = describe_fault(diagnosis, statuses, world_size=world_size)
+        if diagnosis.kind in _LOST:
+            with_timeout(2.0, lambda: print_report(report), default=None)
+        kill = ranks_to_kill(diagnosis, statuses)
+        self._broadcast(encode({"diagnosis": {"kind": diagnosis.kind, "ranks": diagnosis.ranks, "kill": kill}}))
+        kill_ranks(kill)
+        row = fault_row(diagnosis, statuses, world_size=world_size)
+        append_fault_once(Path(self._config.run_dir), row, token=self._config.token)
+        remaining = self._wait_for_exits()
+        if diagnosis.kind in _LOST:
+            kill_ranks([(s.machine, s.pid, s.start_ticks) for s in remaining])
+        elif ERROR_FILE not in os.environ and not all(_has_own_error(status) for status in self.statuses.values()):
+            # otherwise each rank has printed it itself; a launcher that collects error files prints the failed rank's
+            with_timeout(2.0, lambda: print_report(report), default=None)
 
-    def _drain(self) -> list[RankStatus]:
-        deadline = time.monotonic() + _DRAIN_S + SETTLE_S
-        while self._watches and time.monotonic() < deadline:
+    def _wait_for_exits(self) -> list[RankStatus]:
+        """Waits until the ranks have disconnected; returns those that have not in time."""
+        deadline = time.monotonic() + _EXIT_S + SETTLE_S
+        while self._has_ranks and time.monotonic() < deadline:
             self._receive(0.1)
-        return [peer.record for peer in self._peers.values() if peer.record]
+        return [connection.status for connection in self._connections.values() if connection.status]
 
 
-def held(present: Sequence[RankStatus]) -> bool:
-    """Whether a person or a batch system holds the run: a debugger one of its ranks, or a signal all of them.
+def is_paused(monitored: Sequence[RankStatus]) -> bool:
+    """Whether the run is paused on purpose: one of its ranks by a debugger, or all of them by a signal (SIGSTOP).
 
-    Told only of ranks on this machine.
+    Known only of ranks on this machine.
     """
-    states = [state_of(r.pid)[0] if (r.machine, r.born) == (machine(), state_of(r.pid)[1]) else "" for r in present]
+
+    def process_state(status: RankStatus) -> str:
+        state, start_ticks = state_of(status.pid)
+        return state if (status.machine, status.start_ticks) == (machine(), start_ticks) else ""
+
+    states = [process_state(status) for status in monitored]
     return TRACED in states or set(states) == {STOPPED}
 
 
-def _erred(record: RankStatus) -> bool:
-    """Whether a rank has failed with an error of its own."""
-    return record.failed is not None and not record.consequence
+def _has_own_error(status: RankStatus) -> bool:
+    """Whether a rank has failed with an error that is not a consequence of another rank's failure."""
+    return status.error is not None and not status.secondary
 
 
-def _updated(record: RankStatus, message: dict[str, Any], now: float) -> RankStatus:
-    """A record after a sign of life: what the message does not tell stays as it was."""
+def _updated(status: RankStatus, message: dict[str, Any], now: float) -> RankStatus:
+    """The status after a heartbeat: fields that the message lacks stay as they were."""
     changed: dict[str, Any] = {
-        key: message[key] for key in ("step", "phase", "left", "failed", "consequence") if key in message
+        key: message[key] for key in ("step", "phase", "finished", "error", "secondary") if key in message
     }
-    places, ticks = message.get("places", record.places), message.get("ticks", record.ticks)
-    stack = tuple(message["stack"]) if "stack" in message else record.stack
-    moved = now if (places, ticks) != (record.places, record.ticks) else record.moved
-    changed |= {"places": places, "ticks": ticks, "stack": stack, "moved": moved, "heard": now, "starved": False}
-    if record.failed is None and "failed" in message:
-        changed["failed_at"] = now
-    return replace(record, **changed)
+    transitions, ticks = message.get("transitions", status.transitions), message.get("ticks", status.ticks)
+    stack = tuple(message["stack"]) if "stack" in message else status.stack
+    progress = (transitions, ticks) != (status.transitions, status.ticks)
+    changed |= {"transitions": transitions, "ticks": ticks, "stack": stack, "gil_held": False}
+    changed |= {"last_heartbeat": now, "last_progress": now if progress else status.last_progress}
+    if status.error is None and "error" in message:
+        changed["error_time"] = now
+    return replace(status, **changed)
 
 
 def main() -> None:
-    """Runs the hub: orders and the listening socket's file descriptor come as JSON on stdin."""
-    told_to = json.load(sys.stdin)
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP):
-        signal.signal(each, signal.SIG_IGN)  # they are meant for the ranks; it ends with the last of them
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    """Runs the server: its configuration and the listening socket's file descriptor come as JSON on stdin."""
+    config = json.load(sys.stdin)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP):
+        signal.signal(number, signal.SIG_IGN)  # they are meant for the ranks; the server exits with the last of them
+    _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    listener = socket.socket(fileno=told_to.pop("listener"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
+    listener = socket.socket(fileno=config.pop("listener"))
     listener.setblocking(False)
-    HeartbeatServer(listener, Orders(**told_to)).run()
-    os._exit(0)  # without waiting for a thread whose file system does not answer
+    HeartbeatServer(listener, ServerConfig(**config)).run()
+    os._exit(0)  # without joining a thread that is blocked on a dead file system
 
 
 if __name__ == "__main__":

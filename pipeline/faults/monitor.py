@@ -1,4 +1,4 @@
-"""The thread in each rank that sends signs of life to the hub, and obeys its verdict."""
+"""Heartbeat thread of each rank: sends heartbeats to the server, and ends the process when a rank is lost."""
 
 from __future__ import annotations
 
@@ -17,244 +17,246 @@ from typing import Any, Literal, Self
 from headrace.base.errors import EXIT_FOLLOWED, EXIT_LOST
 from headrace.base.processes import machine, state_of
 from pipeline.faults.diagnosis import SETTLE_S
-from pipeline.faults.heartbeat_messages import Lines, line
-from pipeline.faults.process_exit import kill_ranks, leave_now
-from pipeline.faults.stack_dumps import stack_of
-from pipeline.launch.local import INSIST_S
+from pipeline.faults.heartbeat_messages import MessageDecoder, encode
+from pipeline.faults.process_exit import exit_now, kill_ranks
+from pipeline.faults.stack_dumps import thread_stack
+from pipeline.launch.local import OWN_ERROR_S
 
-_GOODBYE = line({"left": True})
+_FINISHED = encode({"finished": True})
 
 
 @dataclass(frozen=True)
 class RankPosition:
-    """Where a main thread is. See `Record` for the fields."""
+    """Step and phase of the main thread. See `RankStatus` for the fields."""
 
     phase: str = "start-up"
     step: int = 0
-    places: int = 0
+    transitions: int = 0
     ticks: int = 0
 
-    def next(self, phase: str, step: int | None) -> RankPosition:
-        """Where it is after saying so: at a new place, or a bit further in the same one."""
+    def moved_to(self, phase: str, step: int | None) -> RankPosition:
+        """The position after a report: a transition, or one more tick when step and phase are the same."""
         step = self.step if step is None else step
         if (phase, step) == (self.phase, self.step):
-            return RankPosition(phase, step, self.places, self.ticks + 1)
-        return RankPosition(phase, step, self.places + 1, self.ticks)
+            return RankPosition(phase, step, self.transitions, self.ticks + 1)
+        return RankPosition(phase, step, self.transitions + 1, self.ticks)
 
 
 @dataclass(frozen=True)
-class Address:
-    """Where the hub listens.
+class ServerAddress:
+    """Where the heartbeat server listens.
 
     Attributes:
-        port: TCP.
-        token: what both ends prove themselves with.
-        hosts: names and numbers of its host.
-        beat_s: seconds between signs of life.
+        port: TCP port.
+        token: presented by both ends of a connection.
+        hosts: names and IP addresses of the server's host.
+        interval_s: seconds between heartbeats.
     """
 
     port: int
     token: str
     hosts: tuple[str, ...]
-    beat_s: float
+    interval_s: float
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """As JSON."""
-        return {"port": self.port, "token": self.token, "hosts": self.hosts, "beat_s": self.beat_s}
+        return {"port": self.port, "token": self.token, "hosts": self.hosts, "interval_s": self.interval_s}
 
     @classmethod
-    def of(cls, told: dict[str, Any]) -> Self:
+    def from_json(cls, fields: dict[str, Any]) -> Self:
         """From JSON."""
-        return cls(told["port"], told["token"], tuple(told["hosts"]), told["beat_s"])
+        return cls(fields["port"], fields["token"], tuple(fields["hosts"]), fields["interval_s"])
 
 
-def hello(rank: int) -> dict[str, Any]:
-    """Who this process is."""
+def registration(rank: int) -> dict[str, Any]:
+    """The first message of a rank: the identity of this process."""
     return {
         "rank": rank,
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "machine": machine(),
-        "born": state_of(os.getpid())[1],
-        "main": threading.main_thread().ident,
+        "start_ticks": state_of(os.getpid())[1],
+        "main_thread": threading.main_thread().ident,
     }
 
 
 class Monitor(threading.Thread):
-    """Sends where the main thread is, once per beat.
+    """Sends the position of the main thread, once per heartbeat interval.
 
-    When the interpreter's lock is held for long, so that no thread runs, `faulthandler` writes the stack into the
-    connection instead: its own thread needs no lock. So a rank that is in a long call is not taken for a dead one.
+    When the interpreter lock (GIL) is held for long, so that no Python thread runs, `faulthandler` writes the stack
+    into the connection instead: its own thread needs no lock. So a rank in a long C call is not taken for a dead one.
 
     Args:
         rank: of this process.
-        place: tells where the main thread is.
-        find: connects to the hub, or returns None.
-        lost: called when the hub is gone or silent, with the seconds of silence; 0 when its connection closed.
-        beat_s: seconds between signs of life.
-        silent_s: seconds of silence after which the other end counts as lost.
+        position: returns the position of the main thread.
+        connect: connects to the heartbeat server, or returns None.
+        on_server_lost: called when the server is gone or silent, with the seconds of silence; 0 when it disconnected.
+        interval_s: seconds between heartbeats.
+        timeout_s: heartbeat timeout: seconds of silence after which the server counts as lost.
 
     Attributes:
-        connected: set when the hub knows this rank, or is known not to be there.
+        connected: set when this rank is registered, or the server is known not to be reachable.
     """
 
     def __init__(
         self,
         rank: int,
         *,
-        place: Callable[[], RankPosition],
-        find: Callable[[], tuple[socket.socket, Lines] | None],
-        lost: Callable[[float], None],
-        beat_s: float,
-        silent_s: float,
+        position: Callable[[], RankPosition],
+        connect: Callable[[], tuple[socket.socket, MessageDecoder] | None],
+        on_server_lost: Callable[[float], None],
+        interval_s: float,
+        timeout_s: float,
     ) -> None:
         super().__init__(name="watchdog", daemon=True)
-        self._rank, self._place, self._find, self._lost = rank, place, find, lost
-        self._beat_s, self._silent_s = beat_s, silent_s
+        self._rank, self._position, self._connect, self._on_server_lost = rank, position, connect, on_server_lost
+        self._interval_s, self._timeout_s = interval_s, timeout_s
         self._lock, self.connected = threading.Lock(), threading.Event()
         self._socket: socket.socket | None = None
-        self._told: tuple[str, ...] = ()
-        self._own: Literal["", "cause", "consequence"] = ""
-        self._code = 1
-        self._judged, self._closing, self._orphaned = threading.Event(), False, False
+        self._sent_stack: tuple[str, ...] = ()
+        self._own_error: Literal["", "cause", "secondary"] = ""
+        self._exit_code = 1
+        self._diagnosed, self._closing, self._server_lost = threading.Event(), False, False
 
     def run(self) -> None:
-        """Until `close`, a verdict, or the end of the hub."""
-        found = self._find()
-        if found is None or not self._keep(found[0]):
+        """Runs until `close`, a diagnosis, or the loss of the server."""
+        found = self._connect()
+        if found is None or not self._adopt(found[0]):
             self.connected.set()
             return
-        connection, lines = found
+        connection, decoder = found
         self.connected.set()
         try:
-            silence = self._watch(connection, lines)
+            silence_s = self._exchange_heartbeats(connection, decoder)
         finally:
-            faulthandler.cancel_dump_traceback_later()  # before the descriptor can be another file's
+            faulthandler.cancel_dump_traceback_later()  # before the file descriptor can be reused
             with self._lock:
                 self._socket = None
                 connection.close()
-        if silence is not None and not self._closing:
-            self._orphaned = True
-            self._lost(silence)
+        if silence_s is not None and not self._closing:
+            self._server_lost = True
+            self._on_server_lost(silence_s)
 
-    def _keep(self, connection: socket.socket) -> bool:
-        """Takes a connection into use; False, and it is closed with a goodbye, when this rank is leaving already."""
+    def _adopt(self, connection: socket.socket) -> bool:
+        """Starts to use a connection; False, after signing off, when this rank is closing already."""
         with self._lock:
             if not self._closing:
                 self._socket = connection
                 _close_in_children(connection)
                 return True
         with suppress(OSError), connection:
-            connection.sendall(_GOODBYE)
+            connection.sendall(_FINISHED)
         return False
 
-    def fail(self, text: str, *, consequence: bool, code: int) -> None:
-        """Tells of an error of this rank. Called by the main thread.
+    def report_error(self, text: str, *, secondary: bool, exit_code: int) -> None:
+        """Reports an error of this rank to the server. Called by the main thread.
 
         Args:
             text: its first line.
-            consequence: it looks like one that follows from another rank's end.
-            code: what this process is about to leave with.
+            secondary: it looks like a consequence of another rank's failure.
+            exit_code: what this process is about to exit with.
         """
-        self._own, self._code = "consequence" if consequence else "cause", code
+        self._own_error, self._exit_code = "secondary" if secondary else "cause", exit_code
         self.connected.wait(SETTLE_S)
-        self._send({"failed": text, "consequence": consequence, **self._where()})
+        self._send({"error": text, "secondary": secondary, **self._heartbeat()})
 
-    def await_verdict(self, seconds: float) -> None:
-        """Gives the hub time to judge: this thread then ends the process, or returns when nobody else is to blame.
+    def await_diagnosis(self, seconds: float) -> None:
+        """Gives the server time to diagnose: this thread then ends the process, or returns when no rank is at fault.
 
-        A hub that has gone cannot judge, but rank 0 may have gone a moment after it: that is looked at once more.
+        A lost server sends no diagnosis, but rank 0 may have died a moment after it: that is checked once more.
         """
         deadline = time.monotonic() + seconds
-        while self.is_alive() and not self._judged.is_set() and time.monotonic() < deadline:
+        while self.is_alive() and not self._diagnosed.is_set() and time.monotonic() < deadline:
             self.join(0.05)
-        if self._orphaned and self._rank:
-            self._lost(0.0)
+        if self._server_lost and self._rank:
+            self._on_server_lost(0.0)
 
     def close(self) -> None:
-        """Says goodbye: what is closed after this is no death. Once `_closing` is set the thread closes all."""
+        """Signs off, so that the disconnect does not count as a death. Once `_closing` is set the thread cleans up."""
         with self._lock:
             if self._socket is not None:
                 with suppress(OSError):
-                    if not self._own:
-                        self._socket.sendall(_GOODBYE)
+                    if not self._own_error:
+                        self._socket.sendall(_FINISHED)
                     self._socket.shutdown(socket.SHUT_RDWR)
             self._closing = True
         self.join(2.0)
 
-    def _watch(self, connection: socket.socket, lines: Lines) -> float | None:
-        """Sends and receives. Returns None after a verdict, else for how long the hub has been silent."""
-        connection.settimeout(self._silent_s)
-        heard = looked = time.monotonic()
-        beat_at = 0.0
+    def _exchange_heartbeats(self, connection: socket.socket, decoder: MessageDecoder) -> float | None:
+        """Sends and receives. Returns None after a diagnosis, else for how long the server has been silent."""
+        connection.settimeout(self._timeout_s)
+        last_received = last_loop = time.monotonic()
+        next_heartbeat = 0.0
         with selectors.DefaultSelector() as selector:
             selector.register(connection, selectors.EVENT_READ)
             while not self._closing:
                 now = time.monotonic()
-                if now - looked > 5 * self._beat_s:  # this process was stopped itself
-                    heard += now - looked
-                looked = now
-                if now >= beat_at:
-                    faulthandler.dump_traceback_later(self._silent_s / 2, repeat=True, file=connection.fileno())
-                    beat_at = now + self._beat_s
-                    self._send(self._where())
-                if selector.select(max(0.0, beat_at - now)):
-                    heard = time.monotonic()
-                    if not self._receive(connection, lines):
-                        return None if self._judged.is_set() else 0.0
-                elif now - heard > self._silent_s:
-                    return now - heard
+                if now - last_loop > 5 * self._interval_s:  # this process itself was stopped
+                    last_received += now - last_loop
+                last_loop = now
+                if now >= next_heartbeat:
+                    faulthandler.dump_traceback_later(self._timeout_s / 2, repeat=True, file=connection.fileno())
+                    next_heartbeat = now + self._interval_s
+                    self._send(self._heartbeat())
+                if selector.select(max(0.0, next_heartbeat - now)):
+                    last_received = time.monotonic()
+                    if not self._receive(connection, decoder):
+                        return None if self._diagnosed.is_set() else 0.0
+                elif now - last_received > self._timeout_s:
+                    return now - last_received
         return None
 
-    def _receive(self, connection: socket.socket, lines: Lines) -> bool:
-        """Reads what has come; False when that was the last."""
+    def _receive(self, connection: socket.socket, decoder: MessageDecoder) -> bool:
+        """Handles received messages; False when the server has disconnected."""
         try:
             data = connection.recv(4096)
         except OSError:
             data = b""
-        for message in lines.feed(data):
-            if isinstance(message, dict) and "verdict" in message:
-                self._obey(**message["verdict"])
+        for message in decoder.feed(data):
+            if isinstance(message, dict) and "diagnosis" in message:
+                self._end_process(**message["diagnosis"])
         return bool(data)
 
-    def _where(self) -> dict[str, Any]:
-        place = self._place()
-        told = {"phase": place.phase, "step": place.step, "places": place.places, "ticks": place.ticks}
-        stack = stack_of(threading.main_thread().ident or 0)
-        if stack != self._told:
-            self._told = stack
-            told["stack"] = stack
-        return told
+    def _heartbeat(self) -> dict[str, Any]:
+        """Position and, when it has changed, the stack."""
+        position = self._position()
+        message: dict[str, Any] = {"phase": position.phase, "step": position.step}
+        message |= {"transitions": position.transitions, "ticks": position.ticks}
+        stack = thread_stack(threading.main_thread().ident or 0)
+        if stack != self._sent_stack:
+            self._sent_stack = stack
+            message["stack"] = stack
+        return message
 
     def _send(self, message: dict[str, Any]) -> None:
-        with self._lock, suppress(OSError):  # its end is seen when receiving
+        with self._lock, suppress(OSError):  # a disconnect is noticed on receiving
             if self._socket is not None:
-                self._socket.sendall(line(message))
+                self._socket.sendall(encode(message))
 
-    def _obey(self, kind: str, ranks: Sequence[int], doomed: Sequence[Sequence[object]]) -> None:
-        """Ends this process, unless it is ending with an error of its own that is worth telling."""
-        kill_ranks(doomed)
+    def _end_process(self, kind: str, ranks: Sequence[int], kill: Sequence[Sequence[object]]) -> None:
+        """Exits after a diagnosis; a rank with an error of its own first gets `OWN_ERROR_S` to print it."""
+        kill_ranks(kill)
         if kind == "failed" and self._rank not in ranks:
             self._wait_for_own_error(SETTLE_S)
-        if self._own == "cause" or (kind == "failed" and self._rank in ranks):
-            self._judged.set()
-            time.sleep(INSIST_S)
-            leave_now(self._code)
-        leave_now(EXIT_FOLLOWED if kind == "failed" else EXIT_LOST)
+        if self._own_error == "cause" or (kind == "failed" and self._rank in ranks):
+            self._diagnosed.set()
+            time.sleep(OWN_ERROR_S)
+            exit_now(self._exit_code)
+        exit_now(EXIT_FOLLOWED if kind == "failed" else EXIT_LOST)
 
     def _wait_for_own_error(self, seconds: float) -> None:
-        """Where all ranks refuse together, each tells so itself, a moment earlier or later."""
+        """Where all ranks raise the same error, each prints its own, a moment earlier or later."""
         deadline = time.monotonic() + seconds
-        while not self._own and time.monotonic() < deadline:
+        while not self._own_error and time.monotonic() < deadline:
             time.sleep(0.02)
 
 
 def _close_in_children(connection: socket.socket) -> None:
-    """A forked child would keep the connection open after this process has died."""
-    known = weakref.ref(connection)
+    """Closes the connection in forked children, which would keep it open after this process has died."""
+    reference = weakref.ref(connection)
 
     def close() -> None:
-        if held := known():
-            held.close()
+        if alive := reference():
+            alive.close()
 
     os.register_at_fork(after_in_child=close)

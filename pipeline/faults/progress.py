@@ -1,4 +1,4 @@
-"""Long work that tells nothing of itself: that the process reads is the sign that it gets on."""
+"""Progress of long calls that report none, such as loading a checkpoint, from the process's I/O counters."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_GLANCE_S = 1.0
-_LEAST = 4096
-"""Bytes in a glance that are progress: to look at the counters is itself some hundred."""
-_COUNTED = {"rchar", "wchar"}, {"read_bytes", "write_bytes"}
-"""What the calls of a process have asked for, and what came from disks: also for files that are mapped."""
+_POLL_S = 1.0
+_MIN_BYTES = 4096
+"""Bytes per poll that count as progress: reading the counters is itself some hundred."""
+_COUNTERS = {"rchar", "wchar"}, {"read_bytes", "write_bytes"}
+"""Bytes of read and write calls, and bytes read from and written to disk: the latter also for memory-mapped files."""
 
 
 @contextmanager
-def progress_by_reading(alive: Callable[[], None]) -> Iterator[None]:
-    """Calls `alive` about once per second in which this process has read or written some, until the block ends."""
-    over = threading.Event()
+def progress_from_io(report_progress: Callable[[], None]) -> Iterator[None]:
+    """Calls `report_progress` about once per second in which this process reads or writes, until the block ends."""
+    finished = threading.Event()
 
-    def look(before: list[int]) -> None:
-        while not over.wait(_GLANCE_S):
-            now = _moved()
-            if any(new - old >= _LEAST for new, old in zip(now, before, strict=True)):
-                alive()
+    def poll(before: list[int]) -> None:
+        while not finished.wait(_POLL_S):
+            now = _io_bytes()
+            if any(new - old >= _MIN_BYTES for new, old in zip(now, before, strict=True)):
+                report_progress()
             before = now
 
-    thread = threading.Thread(target=look, args=(_moved(),), name="progress", daemon=True)
+    thread = threading.Thread(target=poll, args=(_io_bytes(),), name="progress", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        finished.set()
         thread.join()
 
 
-def _moved() -> list[int]:
-    """Bytes that Linux counts of a process's input and output; nothing ever on other systems."""
+def _io_bytes() -> list[int]:
+    """Input and output bytes of this process as counted by Linux; constant on other systems."""
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
     except OSError:
         lines = []
-    counted = {name: int(number) for name, _, number in (line.partition(": ") for line in lines)}
-    return [sum(counted.get(name, 0) for name in names) for names in _COUNTED]
+    counters = {name: int(number) for name, _, number in (line.partition(": ") for line in lines)}
+    return [sum(counters.get(name, 0) for name in names) for names in _COUNTERS]

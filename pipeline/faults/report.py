@@ -1,6 +1,6 @@
-"""What is said of a fault, once: a text for a person, and a row of `faults.jsonl` in the run's directory.
+"""Fault reports: a text for a person, printed once, and a row of `faults.jsonl` in the run's directory.
 
-The rows stay when a run is resumed, whereas those of `metrics.jsonl` belong to steps and are cut off with them.
+The rows stay when a run is resumed, whereas those of `metrics.jsonl` belong to steps and are truncated with them.
 """
 
 from __future__ import annotations
@@ -22,65 +22,64 @@ from headrace.base.processes import STOPPED, TRACED, machine, state_of
 from pipeline.faults.diagnosis import Diagnosis, RankStatus
 
 T = TypeVar("T")
-NAME = "faults.jsonl"
+FILE_NAME = "faults.jsonl"
 _SHOWN = 4
-"""Ranks of one verdict that are described in full."""
+"""Ranks of one diagnosis that are described in full."""
 _STATES = {
     STOPPED: "the process is stopped (SIGSTOP, SIGTSTP or a batch system)",
     TRACED: "the process is stopped by a debugger",
-    "D": "the process waits in the kernel for a disk, a network file system or a device, and cannot be ended",
+    "D": "the process waits in the kernel for a disk, a network file system or a device, and cannot be killed",
     "Z": "the process has ended",
 }
 
 
-def describe_fault(verdict: Diagnosis, records: Mapping[int, RankStatus], *, world_size: int) -> str:
-    """The report, for a person.
+def describe_fault(diagnosis: Diagnosis, statuses: Mapping[int, RankStatus], *, world_size: int) -> str:
+    """The report for a person.
 
     Args:
-        verdict: what happened.
-        records: of all ranks that are known.
+        diagnosis: what happened.
+        statuses: of all ranks that have registered.
         world_size: number of ranks.
     """
-    guilty = [records[rank] for rank in verdict.ranks]
-    lines = [f"error: {_headline(verdict, guilty, world_size)}", f"  why: {_why(verdict, guilty[0])}"]
-    for record in guilty[:_SHOWN] if verdict.kind != "failed" else []:
-        lines += _stack(record, "is" if verdict.kind == "stuck" else "was last seen")
-    others = [record for record in records.values() if record.rank not in verdict.ranks and record.present]
-    unheard = [rank for rank in range(world_size) if rank not in records]
-    if unheard and verdict.kind != "failed":
-        lines.append(f"  never heard, so look at them first: {_numbers(unheard)}")
-    if others and verdict.kind != "failed":
-        lines.append(f"  the others: {_places(others)}")
-        if verdict.kind == "stuck":
-            lines += _stack(max(others, key=lambda record: record.places), "is")
+    at_fault = [statuses[rank] for rank in diagnosis.ranks]
+    lines = [f"error: {_headline(diagnosis, at_fault, world_size)}", f"  why: {_why(diagnosis, at_fault[0])}"]
+    for status in at_fault[:_SHOWN] if diagnosis.kind != "failed" else []:
+        lines += _stack(status, "is" if diagnosis.kind == "stuck" else "was last seen")
+    others = [status for status in statuses.values() if status.rank not in diagnosis.ranks and status.monitored]
+    unregistered = [rank for rank in range(world_size) if rank not in statuses]
+    if unregistered and diagnosis.kind != "failed":
+        lines.append(f"  no heartbeat was ever received from {_rank_ranges(unregistered)}: check these first")
+    if others and diagnosis.kind != "failed":
+        lines.append(f"  the others: {_positions(others)}")
+        if diagnosis.kind == "stuck":
+            lines += _stack(max(others, key=lambda status: status.transitions), "is")
     if others:
-        code = EXIT_FOLLOWED if verdict.kind == "failed" else EXIT_LOST
+        code = EXIT_FOLLOWED if diagnosis.kind == "failed" else EXIT_LOST
         lines.append(f"  the other ranks are ended (exit code {code})")
-    return "\n".join([*lines, f"  try: {_remedy(verdict, guilty[0])}"])
+    return "\n".join([*lines, f"  try: {_remedy(diagnosis, at_fault[0])}"])
 
 
-def row(verdict: Diagnosis, records: Mapping[int, RankStatus], *, world_size: int) -> dict[str, Any]:
-    """The same for a program; `seconds` since the ranks were heard, or since anything moved."""
-    guilty = [records[rank] for rank in verdict.ranks]
-    known = [
-        {"rank": r.rank, "host": r.host, "pid": r.pid, "step": r.step, "phase": r.phase, "stack": list(r.stack)}
-        | ({"error": r.failed} if r.failed else {})
-        for r in guilty
+def fault_row(diagnosis: Diagnosis, statuses: Mapping[int, RankStatus], *, world_size: int) -> dict[str, Any]:
+    """The report as a row of `faults.jsonl`; `seconds` as in `Diagnosis`."""
+    ranks = [
+        {"rank": s.rank, "host": s.host, "pid": s.pid, "step": s.step, "phase": s.phase, "stack": list(s.stack)}
+        | ({"error": s.error} if s.error else {})
+        for s in (statuses[rank] for rank in diagnosis.ranks)
     ]
     return {
         "kind": "event",
-        "step": max(record.step for record in records.values()),
+        "step": max(status.step for status in statuses.values()),
         "event": "fault",
-        "fault": verdict.kind,
-        "ranks": known,
-        "seconds": round(verdict.seconds, 3),
+        "fault": diagnosis.kind,
+        "ranks": ranks,
+        "seconds": round(diagnosis.seconds, 3),
         "world_size": world_size,
         "time": time.time(),
     }
 
 
-def publish(text: str) -> None:
-    """Shows the report: to whoever asked for errors in a file, else on stderr."""
+def print_report(text: str) -> None:
+    """Writes the report to the error file that the launcher has asked for, else to stderr."""
     if ERROR_FILE in os.environ:
         Path(os.environ[ERROR_FILE]).write_text(text)
         return
@@ -88,129 +87,125 @@ def publish(text: str) -> None:
     print(f"{start}{text}", file=sys.stderr, flush=True)
 
 
-def claim(run_dir: Path, entry: Mapping[str, Any], *, token: str) -> bool:
-    """Appends the row, unless a process of the same start has been first. Of several only one gets true.
+def append_fault_once(run_dir: Path, row: Mapping[str, Any], *, token: str) -> bool:
+    """Appends the row, unless another process of the same start has done so. True for only one of them.
 
-    True as well where the file system does not answer or has no locks: better two reports than none.
+    True as well where the file system does not respond or has no locks: two reports are better than none.
     """
-    return within(3.0, lambda: _append(run_dir / NAME, {**entry, "start": token}), otherwise=True)
+    return with_timeout(3.0, lambda: _append(run_dir / FILE_NAME, {**row, "start": token}), default=True)
 
 
 def read_faults(run_dir: str | Path) -> list[dict[str, Any]]:
     """The faults of a run, oldest first."""
-    path = Path(run_dir) / NAME
+    path = Path(run_dir) / FILE_NAME
     rows = []
-    for each in path.read_text().splitlines() if path.exists() else ():
-        with suppress(ValueError):  # half a line, from a full disk
-            rows.append(json.loads(each))
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with suppress(ValueError):  # a partial line, written to a full disk
+            rows.append(json.loads(line))
     return rows
 
 
-def within(seconds: float, action: Callable[[], T], *, otherwise: T) -> T:
-    """What `action` gives, or `otherwise` when it raises OSError or takes longer: a dead file system has no end."""
-    answers: list[T] = []
+def with_timeout(seconds: float, action: Callable[[], T], *, default: T) -> T:
+    """The result of `action`, or `default` when it raises OSError or takes longer, as on a dead file system."""
+    results: list[T] = []
 
     def act() -> None:
         try:
-            answers.append(action())
+            results.append(action())
         except OSError:
-            answers.append(otherwise)
+            results.append(default)
 
     thread = threading.Thread(target=act, daemon=True)
     thread.start()
     thread.join(seconds)
-    return answers[0] if answers else otherwise
+    return results[0] if results else default
 
 
-def _append(path: Path, entry: Mapping[str, Any]) -> bool:
+def _append(path: Path, row: Mapping[str, Any]) -> bool:
     with path.open("a+", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
         known = file.read()
-        if f'"start": "{entry["start"]}"' in known:
+        if f'"start": "{row["start"]}"' in known:
             return False
-        whole = not known or known.endswith("\n")
-        file.write("" if whole else "\n")
-        file.write(json.dumps(entry) + "\n")
+        last_line_complete = not known or known.endswith("\n")
+        file.write("" if last_line_complete else "\n")
+        file.write(json.dumps(row) + "\n")
         file.flush()
         os.fsync(file.fileno())
     return True
 
 
-def _headline(verdict: Diagnosis, guilty: Sequence[RankStatus], world_size: int) -> str:
-    first = guilty[0]
+def _headline(diagnosis: Diagnosis, at_fault: Sequence[RankStatus], world_size: int) -> str:
+    first = at_fault[0]
     pid = f" (pid {first.pid})" if first.pid else ""
-    who = f"rank {first.rank} of {world_size} on {first.host}{pid}"
-    more = f"; the same of {_listed(guilty[1:])}" if len(guilty) > 1 else ""
-    place = f"at step {first.step}, in {first.phase}"
-    match verdict.kind:
+    rank = f"rank {first.rank} of {world_size} on {first.host}{pid}"
+    more = f"; the same for {_rank_ranges(s.rank for s in at_fault[1:])}" if len(at_fault) > 1 else ""
+    position = f"at step {first.step}, in {first.phase}"
+    match diagnosis.kind:
         case "died":
-            return f"{who} died; heard {verdict.seconds:.1f} s before, {place}{more}"
+            return f"{rank} died {position}; its last heartbeat was {diagnosis.seconds:.1f} s before{more}"
         case "silent":
-            return f"{who} has been silent for {verdict.seconds:.1f} s; it was {place}{more}"
+            return f"{rank} has sent no heartbeat for {diagnosis.seconds:.1f} s; it was {position}{more}"
         case "lost":
-            return f"{who} lost its link to another rank {place}{more}"
+            return f"{rank} lost its connection to another rank {position}{more}"
         case "stuck":
-            return f"{who} hangs {place}, without progress for {verdict.seconds:.1f} s{more}"
+            return f"{rank} hangs {position}, without progress for {diagnosis.seconds:.1f} s{more}"
         case _:
-            return f"{who} failed {place}: {first.failed}"
+            return f"{rank} failed {position}: {first.error}"
 
 
-def _why(verdict: Diagnosis, first: RankStatus) -> str:
-    if verdict.kind == "died":
-        return "its connection closed without a word, as after kill -9, a crash or the kernel's out-of-memory killer"
-    if verdict.kind == "failed":
-        return "an error of its own; it is told in full where that rank writes"
-    if verdict.kind == "lost":
-        return f"no rank has died or failed by itself, but: {first.failed}"
-    if first.starved:
-        return "a call holds Python's interpreter lock, so that not even its watchdog runs"
-    if verdict.kind == "stuck":
-        return "no rank has come further; this is who has come the least far, or does not wait for others"
+def _why(diagnosis: Diagnosis, first: RankStatus) -> str:
+    if diagnosis.kind == "died":
+        return "its connection closed unexpectedly, as after kill -9, a crash or the kernel's out-of-memory killer"
+    if diagnosis.kind == "failed":
+        return "an error of its own; that rank prints it in full"
+    if diagnosis.kind == "lost":
+        return f"no rank has died or failed by itself, but: {first.error}"
+    if first.gil_held:
+        return "a call holds Python's interpreter lock (GIL), so that not even its heartbeat thread runs"
+    if diagnosis.kind == "stuck":
+        return "no rank makes progress; this rank is behind the others, or is not waiting for them"
     state = state_of(first.pid)[0] if first.machine == machine() else ""
-    return _STATES.get(state, "it is stopped, or its host or the network to it is gone")
+    return _STATES.get(state, "it is stopped, or its host or the network to it is down")
 
 
-def _remedy(verdict: Diagnosis, first: RankStatus) -> str:
-    again = "start again: the run goes on from its newest checkpoint"
-    match verdict.kind:
+def _remedy(diagnosis: Diagnosis, first: RankStatus) -> str:
+    restart = "start again: the run resumes from its newest checkpoint"
+    match diagnosis.kind:
         case "died":
-            return f"look for 'Out of memory' or a crash in `dmesg` on {first.host}; {again}"
+            return f"look for 'Out of memory' or a crash in `dmesg` on {first.host}; {restart}"
         case "silent":
-            return f"look at {first.host}; {again}. Raise watchdog.heartbeat_timeout if this was no fault"
+            return f"check {first.host}; {restart}. Raise watchdog.heartbeat_timeout if this was no fault"
         case "lost":
-            return f"{again}. If it happens again, look at the network between the hosts, and at {first.host}'s cards"
+            return f"{restart}. If it happens again, check the network between the hosts, and {first.host}'s cards"
         case "stuck":
-            return f"{again}. Raise watchdog.hang_timeout if this phase may take so long"
+            return f"{restart}. Raise watchdog.hang_timeout if this phase may take so long"
         case _:
-            return f"mend what it says; {again}"
+            return f"fix that error; {restart}"
 
 
-def _stack(record: RankStatus, when: str) -> list[str]:
-    if not record.stack:
-        return [f"  rank {record.rank} has told no stack yet"]
-    shown = [f"    {call}" for call in record.stack]
-    return [f"  where rank {record.rank} {when} (innermost call first):", *shown]
+def _stack(status: RankStatus, when: str) -> list[str]:
+    if not status.stack:
+        return [f"  rank {status.rank} has sent no stack yet"]
+    calls = [f"    {call}" for call in status.stack]
+    return [f"  where rank {status.rank} {when} (innermost call first):", *calls]
 
 
-def _places(records: Sequence[RankStatus]) -> str:
-    """Ranks by the place they are at: "ranks 0, 2-7 at step 17, in training"."""
-    found: dict[tuple[int, str], list[RankStatus]] = {}
-    for record in sorted(records, key=lambda record: record.rank):
-        found.setdefault((record.step, record.phase), []).append(record)
-    parts = [f"{_listed(group)} at step {step}, in {phase}" for (step, phase), group in found.items()]
+def _positions(statuses: Sequence[RankStatus]) -> str:
+    """Ranks grouped by position: "ranks 0, 2-7 at step 17, in training"."""
+    groups: dict[tuple[int, str], list[int]] = {}
+    for status in sorted(statuses, key=lambda status: status.rank):
+        groups.setdefault((status.step, status.phase), []).append(status.rank)
+    parts = [f"{_rank_ranges(ranks)} at step {step}, in {phase}" for (step, phase), ranks in groups.items()]
     return "; ".join(parts[:8]) + ("; ..." if len(parts) > 8 else "")
 
 
-def _listed(records: Sequence[RankStatus]) -> str:
-    """Numbers with ranges: "ranks 0, 2-7"."""
-    return _numbers(record.rank for record in records)
-
-
-def _numbers(numbers: Iterable[int]) -> str:
+def _rank_ranges(numbers: Iterable[int]) -> str:
+    """Ranks with ranges: "ranks 0, 2-7"."""
     ranks = sorted(numbers)
-    there = set(ranks)
-    starts = [rank for rank in ranks if rank - 1 not in there]
-    ends = [rank for rank in ranks if rank + 1 not in there]
-    runs = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(runs[:12])}" + (", ..." if len(runs) > 12 else "")
+    members = set(ranks)
+    starts = [rank for rank in ranks if rank - 1 not in members]
+    ends = [rank for rank in ranks if rank + 1 not in members]
+    ranges = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranges[:12])}" + (", ..." if len(ranges) > 12 else "")

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: it finishes its step, saves itself and leaves with an exit code that says so.
+"""Graceful stop on signals: the run finishes its step, saves a checkpoint and exits with a code that tells why.
 
 | signal | sent by | exit code |
 |---|---|---|
@@ -6,7 +6,7 @@
 | SIGUSR1 | Slurm, `--signal=B:USR1@180`, before the time limit | 75 |
 | SIGINT | Ctrl-C | 130 |
 
-75 (`EXIT_REQUEUE`) asks whoever started the run to start it again. A second Ctrl-C ends it at once.
+75 (`EXIT_REQUEUE`) asks the launcher or scheduler to start the run again. A second Ctrl-C ends it at once.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 
 from headrace.base.errors import EXIT_INTERRUPTED, EXIT_REQUEUE
 from pipeline.launch import Rendezvous
-from pipeline.launch.arrivals import STOPPED
+from pipeline.launch.rendezvous import RUN_STOPPED
 
-_LEFT = "left"
-_PATIENCE_S = 10.0
-_SETTLE_S = 1.0
+_READY_TO_EXIT = "ready-to-exit"
+_WAIT_S = 10.0
+_EXIT_S = 1.0
 
 
 class Stop(IntEnum):
@@ -39,7 +39,7 @@ class Stop(IntEnum):
 
     @property
     def exit_code(self) -> int:
-        """What the process leaves with."""
+        """Exit code of the process."""
         return {Stop.NO: 0, Stop.INTERRUPT: EXIT_INTERRUPTED}.get(self, EXIT_REQUEUE)
 
     def __str__(self) -> str:
@@ -50,66 +50,66 @@ _SIGNALS = {signal.SIGUSR1: Stop.WARNING, signal.SIGTERM: Stop.TERMINATE, signal
 
 
 class StopSignals:
-    """Notes the signals instead of dying of them, from `with` to the end of the block. In the main thread.
+    """Records stop signals instead of dying of them, from `with` to the end of the block. In the main thread.
 
-    Ctrl-C ends the process as ever until `take_interrupts`: while a run starts up there is nothing to save.
+    Ctrl-C ends the process as usual until `handle_interrupts`: while a run starts up there is nothing to save.
 
     Args:
-        tells: whether this process says so when it is asked.
+        announce: print a line when a signal arrives.
 
     Attributes:
-        asked: what this process was asked.
+        requested: the stop that was requested of this process.
     """
 
-    def __init__(self, *, tells: bool) -> None:
-        self.asked = Stop.NO
-        self._tells = tells
-        self._before: dict[int, Any] = {}
+    def __init__(self, *, announce: bool) -> None:
+        self.requested = Stop.NO
+        self._announce = announce
+        self._previous_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
-        """Takes the signals over that schedulers send; without effect in other threads than the main one."""
-        self._take(signal.SIGUSR1, signal.SIGTERM)
+        """Installs handlers for the signals that schedulers send; without effect outside the main thread."""
+        self._install(signal.SIGUSR1, signal.SIGTERM)
         return self
 
-    def take_interrupts(self) -> None:
-        """Takes Ctrl-C over, too."""
-        self._take(signal.SIGINT)
+    def handle_interrupts(self) -> None:
+        """Handles Ctrl-C (SIGINT) as well from here on."""
+        self._install(signal.SIGINT)
 
-    def _take(self, *numbers: signal.Signals) -> None:
+    def _install(self, *numbers: signal.Signals) -> None:
         if threading.current_thread() is threading.main_thread():
-            self._before |= {number: signal.signal(number, self._note) for number in numbers}
+            self._previous_handlers |= {number: signal.signal(number, self._handle) for number in numbers}
 
     def __exit__(self, *_: object) -> None:
-        """Gives them back."""
-        for number, handler in self._before.items():
+        """Restores the previous handlers."""
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        again = number == signal.SIGINT and self.asked is Stop.INTERRUPT
-        if again:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.requested is Stop.INTERRUPT:
             signal.default_int_handler(number, frame)
-        self.asked = max(self.asked, _SIGNALS[signal.Signals(number)])
-        if self._tells:
+        self.requested = max(self.requested, _SIGNALS[signal.Signals(number)])
+        if self._announce:
             hint = "; Ctrl-C again to stop at once" if number == signal.SIGINT else ""
-            with suppress(OSError):  # print would raise here, where the main thread has just begun to print
-                os.write(2, f"{self.asked}: the step is finished and saved first{hint}\n".encode())
+            with suppress(OSError):  # print would raise here, where the main thread is in the middle of printing
+                os.write(2, f"{self.requested}: the step is finished and saved first{hint}\n".encode())
 
 
-def leave_in_order(code: int, meeting: Rendezvous | None, *, launcher: str) -> int:
-    """The exit code of this rank, when all stop together: rank 0 has `code` and goes last, the others have 0.
+def coordinate_exit(code: int, rendezvous: Rendezvous | None, *, launcher: str) -> int:
+    """The exit code of this rank when all stop together: rank 0 exits with `code` and last, the others with 0.
 
-    To be called while the process group is open: the notes lie in its store. srun and deepspeed kill whoever is left
-    after the first exit code that is not 0, and then report the kill. Of torchrun's ranks all have `code`: for an agent
-    whose ranks have all left with 0 the run is over, and other agents would go on without it.
+    To be called while the process group is open, whose store carries the flags. srun and deepspeed kill the remaining
+    ranks after the first exit code that is not 0, and then report the kill. Of torchrun's ranks all exit with `code`:
+    for an agent whose ranks have all exited with 0 the run is over, and other agents would go on without it.
     """
-    if meeting is None or meeting.world_size == 1 or code == 0:
+    if rendezvous is None or rendezvous.world_size == 1 or code == 0:
         return code
-    if meeting.rank > 0:
-        meeting.note(f"{_LEFT}/{meeting.rank}")
+    if rendezvous.rank > 0:
+        rendezvous.set_flag(f"{_READY_TO_EXIT}/{rendezvous.rank}")
         return code if launcher == "torchrun" else 0
-    meeting.note(STOPPED)
-    deadline = time.monotonic() + _PATIENCE_S
-    while meeting.missing(_LEFT, range(1, meeting.world_size)) and time.monotonic() < deadline:
+    rendezvous.set_flag(RUN_STOPPED)
+    deadline = time.monotonic() + _WAIT_S
+    others = range(1, rendezvous.world_size)
+    while rendezvous.ranks_without(_READY_TO_EXIT, others) and time.monotonic() < deadline:
         time.sleep(0.05)
-    time.sleep(_SETTLE_S)  # from their note to their end
+    time.sleep(_EXIT_S)  # from their flag to their exit
     return code

@@ -1,11 +1,11 @@
-"""In each rank: says where the main thread is, and ends the process when another rank is lost.
+"""Watchdog of each rank: reports step and phase in heartbeats, and ends the process when another rank is lost.
 
-    with watched(launch, meeting, config=..., run_dir=...) as watchdog:
-        with watchdog:                       # tells the others of an error that leaves this block
-            watchdog.at("training", step)
+    with run_watchdog(launch, rendezvous, config=..., run_dir=...) as watchdog:
+        with watchdog:                       # reports an error that leaves this block to the other ranks
+            watchdog.enter_phase("training", step)
 
-A thread (`monitor.py`) sends signs of life to the hub beside rank 0 (`hub.py`), which judges (`verdict.py`). A rank
-that waits in a collective can do nothing itself; its thread ends it with `EXIT_LOST`.
+A thread (`monitor.py`) sends heartbeats to the server beside rank 0 (`heartbeat_server.py`), which diagnoses dead and
+hung ranks (`diagnosis.py`). A rank blocked in a collective cannot act itself; its thread exits with `EXIT_LOST`.
 """
 
 from __future__ import annotations
@@ -23,64 +23,64 @@ from typing import Self
 from headrace.base.errors import EXIT_INTERRUPTED, EXIT_LOST, HeadraceError
 from pipeline.config.schema import WatchdogSection
 from pipeline.faults.diagnosis import SETTLE_S, Diagnosis, RankStatus
-from pipeline.faults.heartbeat_messages import Lines
-from pipeline.faults.monitor import Address, Monitor, RankPosition, hello
-from pipeline.faults.process_exit import leave_now
-from pipeline.faults.rendezvous import (
+from pipeline.faults.heartbeat_connection import (
     connect,
     find_heartbeat_server,
     heartbeat_interval,
     heartbeat_timeout,
     start_heartbeat_server,
 )
-from pipeline.faults.report import claim, describe_fault, publish, row
+from pipeline.faults.heartbeat_messages import MessageDecoder
+from pipeline.faults.monitor import Monitor, RankPosition, ServerAddress, registration
+from pipeline.faults.process_exit import exit_now
+from pipeline.faults.report import append_fault_once, describe_fault, fault_row, print_report
 from pipeline.launch import Launch, Rendezvous
-from pipeline.launch.arrivals import ask
-from pipeline.launch.local import CONSEQUENCE
-from pipeline.launch.missing_ranks import arrive
+from pipeline.launch.local import SECONDARY_ERROR
+from pipeline.launch.missing_ranks import barrier
+from pipeline.launch.rendezvous import store_call
 
-_SKEW_S = 5.0
-"""Patience at least with ranks that arrive at the same place together."""
+_MIN_BARRIER_S = 5.0
+"""Timeout at least for ranks that reach the same barrier together."""
 
 
 class Watchdog:
-    """What the main thread tells. As a context manager it tells of errors."""
+    """Interface of the main thread to the watchdog. As a context manager it reports errors that leave the block."""
 
     def __init__(self) -> None:
-        self._place, self._signs = RankPosition(), 0
+        self._position, self._ticks = RankPosition(), 0
         self._monitor: Monitor | None = None
-        self._failed = False
+        self._error_reported = False
 
     @property
-    def place(self) -> RankPosition:
-        """Where the main thread is."""
-        return replace(self._place, ticks=self._place.ticks + self._signs)
+    def position(self) -> RankPosition:
+        """Step and phase of the main thread, with all progress reports counted."""
+        return replace(self._position, ticks=self._position.ticks + self._ticks)
 
-    def at(self, phase: str, step: int | None = None) -> None:
-        """Says where the main thread is. Takes about a microsecond; the same place again is a sign of progress.
+    def enter_phase(self, phase: str, step: int | None = None) -> None:
+        """Reports step and phase of the main thread. Takes about a microsecond; the same ones again report progress.
 
         Args:
             phase: a few words that complete "in ...", the same on all ranks and in the same order.
-            step: that is worked on; as before when None.
+            step: the current step; unchanged when None.
         """
-        self._place = self._place.next(phase, step)
+        self._position = self._position.moved_to(phase, step)
 
-    def alive(self) -> None:
-        """A sign of progress in the same place, from whatever thread: only some ranks may have one to give."""
-        self._signs += 1
+    def report_progress(self) -> None:
+        """Reports progress within the current phase, from any thread; other ranks need not report the same."""
+        self._ticks += 1
 
-    def begin(self, monitor: Monitor) -> None:
-        """From here on signs of life are sent."""
+    def start(self, monitor: Monitor) -> None:
+        """Starts to send heartbeats."""
         self._monitor = monitor
         monitor.start()
 
-    def wait_until_known(self, seconds: float) -> None:
-        """Waits until the hub knows this rank, or is known not to be there."""
+    def wait_until_registered(self, seconds: float) -> None:
+        """Waits until the server knows this rank, or is known not to be reachable."""
         if self._monitor is not None:
             self._monitor.connected.wait(seconds)
 
     def close(self) -> None:
-        """Says goodbye; to be called before a process leaves by `os._exit`, or it would count as dead."""
+        """Signs off; to be called before a process exits by `os._exit`, or it would count as dead."""
         if self._monitor is not None:
             self._monitor.close()
 
@@ -90,116 +90,124 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Tells of an error that leaves the block."""
+        """Reports an error that leaves the block."""
         if error is not None and not isinstance(error, SystemExit):
-            self.fail(error)
+            self.report_error(error)
 
-    def fail(self, error: BaseException) -> None:
-        """Tells the others of an error, once. One that follows from another rank's end ends this process instead."""
-        if self._monitor is None or self._failed:
+    def report_error(self, error: BaseException) -> None:
+        """Reports an error to the other ranks, once. If it is secondary, the diagnosis ends this process instead."""
+        if self._monitor is None or self._error_reported:
             return
-        self._failed = True
-        consequence = follows(error)
-        self._monitor.fail(_first_line(error), consequence=consequence, code=_code(error))
-        if consequence:
-            self._monitor.await_verdict(3 * SETTLE_S)
+        self._error_reported = True
+        secondary = is_secondary(error)
+        self._monitor.report_error(_first_line(error), secondary=secondary, exit_code=_exit_code(error))
+        if secondary:
+            self._monitor.await_diagnosis(3 * SETTLE_S)
 
 
-def follows(error: BaseException) -> bool:
-    """Whether an error looks like what a rank sees when another one has gone."""
+def is_secondary(error: BaseException) -> bool:
+    """Whether an error looks like a consequence of another rank's failure, such as a closed connection."""
     names = ("DistBackendError", "DistNetworkError", "DistStoreError")
-    return type(error).__name__ in names or CONSEQUENCE.search(str(error)) is not None
+    return type(error).__name__ in names or SECONDARY_ERROR.search(str(error)) is not None
 
 
 @contextmanager
-def watched(
-    launch: Launch, meeting: Rendezvous | None, *, config: WatchdogSection, run_dir: Path
+def run_watchdog(
+    launch: Launch, rendezvous: Rendezvous | None, *, config: WatchdogSection, run_dir: Path
 ) -> Iterator[Watchdog]:
-    """Watches over this rank until the block ends. Whatever fails in setting it up is a warning.
+    """Runs the watchdog of this rank until the block ends. A failure to set it up is only a warning.
 
     Args:
         launch: from `detect`.
-        meeting: from `process_group`; None where there is none.
-        config: the limits.
+        rendezvous: from `process_group`; None where there is none.
+        config: the timeouts.
         run_dir: where faults are recorded.
     """
     watchdog = Watchdog()
     if config.enabled:
-        _begin(watchdog, launch, meeting, config, run_dir)
+        _start(watchdog, launch, rendezvous, config, run_dir)
     try:
-        if meeting is not None:
-            _arrive(watchdog, meeting)
+        if rendezvous is not None:
+            _wait_for_all_ranks(watchdog, rendezvous)
         yield watchdog
     finally:
         watchdog.close()
 
 
-def _arrive(watchdog: Watchdog, meeting: Rendezvous) -> None:
-    """Waits until every rank is watched, or cannot be: of one that stops before that the hub would know nothing."""
-    began = time.monotonic()
-    watchdog.wait_until_known(meeting.timeout_s)
-    left_s = meeting.timeout_s - (time.monotonic() - began)
-    arrive(meeting, "at the watchdog's start", within_s=max(left_s, _SKEW_S))
+def _wait_for_all_ranks(watchdog: Watchdog, rendezvous: Rendezvous) -> None:
+    """Waits until every rank is registered, or cannot be: the server would miss one that stops before that."""
+    start = time.monotonic()
+    watchdog.wait_until_registered(rendezvous.timeout_s)
+    remaining_s = rendezvous.timeout_s - (time.monotonic() - start)
+    barrier(rendezvous, "at the watchdog's start", timeout_s=max(remaining_s, _MIN_BARRIER_S))
 
 
-def _begin(
-    watchdog: Watchdog, launch: Launch, meeting: Rendezvous | None, config: WatchdogSection, run_dir: Path
+def _start(
+    watchdog: Watchdog, launch: Launch, rendezvous: Rendezvous | None, config: WatchdogSection, run_dir: Path
 ) -> None:
-    first, found = launch.rank == 0, list[Address]()
+    is_rank_zero, server = launch.rank == 0, list[ServerAddress]()
     try:
-        if first:
-            found.append(start_heartbeat_server(launch, meeting, config=config, run_dir=run_dir))
+        if is_rank_zero:
+            server.append(start_heartbeat_server(launch, rendezvous, config=config, run_dir=run_dir))
     except OSError as error:
         _warn(f"the watchdog could not be started ({error})")
         return
 
-    def find() -> tuple[socket.socket, Lines] | None:
-        address = found[0] if first else find_heartbeat_server(meeting) if meeting else None
+    def connect_to_server() -> tuple[socket.socket, MessageDecoder] | None:
+        address = server[0] if is_rank_zero else find_heartbeat_server(rendezvous) if rendezvous else None
         if address is None:
             return None
-        found.append(address)
-        return connect(address, hello(launch.rank), local=first)
+        server.append(address)
+        return connect(address, registration(launch.rank), local=is_rank_zero)
 
-    def lost(silence_s: float) -> None:
-        if first:
-            _warn("the watchdog's own process has ended")
-        elif meeting is not None and not _answers(meeting):
-            _lose_rank_zero(meeting, watchdog.place, silence_s, token=found[-1].token, run_dir=run_dir)
+    def on_server_lost(silence_s: float) -> None:
+        if is_rank_zero:
+            _warn("the heartbeat server has exited")
+        elif rendezvous is not None and not _store_responds(rendezvous):
+            _report_rank_zero_lost(rendezvous, watchdog.position, silence_s, token=server[-1].token, run_dir=run_dir)
 
-    beat_s, silent_s = heartbeat_interval(launch.world_size), heartbeat_timeout(config, launch.world_size)
-    watchdog.begin(
-        Monitor(launch.rank, place=lambda: watchdog.place, find=find, lost=lost, beat_s=beat_s, silent_s=silent_s)
+    watchdog.start(
+        Monitor(
+            launch.rank,
+            position=lambda: watchdog.position,
+            connect=connect_to_server,
+            on_server_lost=on_server_lost,
+            interval_s=heartbeat_interval(launch.world_size),
+            timeout_s=heartbeat_timeout(config, launch.world_size),
+        )
     )
 
 
-def _answers(meeting: Rendezvous) -> bool:
-    """Whether the store does, which lives in rank 0 or in torchrun, which looks after rank 0 itself."""
-    return ask(lambda: meeting.store.check(["watchdog"]), otherwise=False)
+def _store_responds(rendezvous: Rendezvous) -> bool:
+    """Whether the store responds, which lives in rank 0 or in torchrun, which monitors rank 0 itself."""
+    return store_call(lambda: rendezvous.store.check(["watchdog"]), default=False)
 
 
-def _lose_rank_zero(meeting: Rendezvous, place: RankPosition, silence_s: float, *, token: str, run_dir: Path) -> None:
-    """Rank 0's host is gone, and with it the hub: whoever is first to write it down tells it."""
+def _report_rank_zero_lost(
+    rendezvous: Rendezvous, position: RankPosition, silence_s: float, *, token: str, run_dir: Path
+) -> None:
+    """Rank 0's host is lost, and with it the server: the first rank to record the fault prints the report."""
     now = time.monotonic()
-    record = RankStatus(0, meeting.first_host, 0, now - silence_s, now, step=place.step, phase=place.phase)
-    verdict = Diagnosis("silent" if silence_s else "died", (0,), silence_s)
-    records, size = {0: record}, meeting.world_size
-    if claim(run_dir, row(verdict, records, world_size=size), token=token):
-        publish(describe_fault(verdict, records, world_size=size))
-    leave_now(EXIT_LOST)
+    status = RankStatus(0, rendezvous.rank_zero_host, 0, now - silence_s, now, step=position.step, phase=position.phase)
+    diagnosis = Diagnosis("silent" if silence_s else "died", (0,), silence_s)
+    statuses, world_size = {0: status}, rendezvous.world_size
+    if append_fault_once(run_dir, fault_row(diagnosis, statuses, world_size=world_size), token=token):
+        print_report(describe_fault(diagnosis, statuses, world_size=world_size))
+    exit_now(EXIT_LOST)
 
 
 def _warn(what: str) -> None:
-    print(f"warning: {what}: the run goes on, but nobody will tell which rank dies or hangs", file=sys.stderr)
+    print(f"warning: {what}: the run goes on, but a rank that dies or hangs will not be reported", file=sys.stderr)
 
 
 def _first_line(error: BaseException) -> str:
-    said = (str(error).strip() or repr(error)).splitlines()[0]
+    line = (str(error).strip() or repr(error)).splitlines()[0]
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
-    return said if isinstance(error, HeadraceError) else f"{type(error).__name__}: {said}"
+    return line if isinstance(error, HeadraceError) else f"{type(error).__name__}: {line}"
 
 
-def _code(error: BaseException) -> int:
+def _exit_code(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED
     return error.exit_code if isinstance(error, HeadraceError) else 1

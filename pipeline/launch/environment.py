@@ -1,6 +1,6 @@
-"""Which process am I, and who started me? Told by the variables that every launcher leaves; no torch.
+"""Detects the launcher (torchrun, deepspeed, mpirun, srun, ...) and this process's rank from the environment; no torch.
 
-| launcher | rank | world size | rank on this host | known by |
+| launcher | rank | world size | local rank | detected by |
 |---|---|---|---|---|
 | torchrun | RANK | WORLD_SIZE | LOCAL_RANK | TORCHELASTIC_RUN_ID |
 | deepspeed | RANK | WORLD_SIZE | LOCAL_RANK | CROSS_RANK |
@@ -10,7 +10,7 @@
 | mpirun of MPICH, Intel MPI | PMI_RANK | PMI_SIZE | MPI_LOCALRANKID | MPI_LOCALRANKID |
 | srun | SLURM_PROCID | SLURM_STEP_NUM_TASKS | SLURM_LOCALID | SLURM_STEP_NUM_TASKS above 1 |
 
-The order counts: inside a Slurm job mpirun starts its own helpers by srun, and their variables are inherited.
+The order matters: inside a Slurm job mpirun starts its own helpers by srun, and their variables are inherited.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from headrace.base.errors import ConfigError
 
 @dataclass(frozen=True)
 class Launch:
-    """The place of this process among all.
+    """How this process was launched.
 
     Attributes:
-        launcher: who started it, e.g. torchrun, "mpirun (Open MPI)", or "python" for one process that nobody started.
+        launcher: e.g. torchrun, "mpirun (Open MPI)", or "python" for a single process without a launcher.
         rank: global rank.
         world_size: number of processes.
-        local_rank: number among the processes of this host.
-        master: address:port of rank 0; port 0 where it is alone and any will do.
+        local_rank: rank among the processes of this host.
+        master: address:port of rank 0; port 0 for a single process, which may use any.
     """
 
     launcher: str
@@ -45,30 +45,30 @@ class Launch:
         return f"{self.launcher}: {self.world_size} process{'es' if self.world_size > 1 else ''}"
 
 
-ALONE = Launch("python", 0, 1, 0, "127.0.0.1:0")
-"""One process that no launcher started."""
+SINGLE_PROCESS = Launch("python", 0, 1, 0, "127.0.0.1:0")
+"""One process without a launcher."""
 
 
 @dataclass(frozen=True)
 class _Launcher:
-    """What a launcher leaves in the environment.
+    """The environment variables that a launcher sets.
 
     Attributes:
-        name: in words.
-        mark: the variable it is known by.
-        rank, world, local: variables with the three numbers.
-        on_host: variable with the number of processes on this host, where the launcher says it.
-        job: variable whose value is the same on all ranks of a job, and on no other.
-        export: how it hands a variable to processes on other hosts; None where one process per host asks for it.
+        name: for messages.
+        marker: the variable the launcher is detected by.
+        rank, world_size, local_rank: variables with these numbers.
+        local_world_size: variable with the number of processes on this host, where the launcher sets one.
+        job_id: variable whose value is the same on all ranks of a job, and differs between jobs.
+        export: how to export a variable to the processes on other hosts with this launcher.
     """
 
     name: str
-    mark: str
+    marker: str
     rank: str = "RANK"
-    world: str = "WORLD_SIZE"
-    local: str = "LOCAL_RANK"
-    on_host: str | None = None
-    job: str | None = None
+    world_size: str = "WORLD_SIZE"
+    local_rank: str = "LOCAL_RANK"
+    local_world_size: str | None = None
+    job_id: str | None = None
     export: str = ""
 
 
@@ -78,8 +78,8 @@ _OPEN_MPI = _Launcher(
     "OMPI_COMM_WORLD_RANK",
     "OMPI_COMM_WORLD_SIZE",
     "OMPI_COMM_WORLD_LOCAL_RANK",
-    on_host="OMPI_COMM_WORLD_LOCAL_SIZE",
-    job="PMIX_NAMESPACE",
+    local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+    job_id="PMIX_NAMESPACE",
     export="mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 ..., with HOST the host of rank 0",
 )
 _HYDRA = _Launcher(
@@ -88,7 +88,7 @@ _HYDRA = _Launcher(
     "PMI_RANK",
     "PMI_SIZE",
     "MPI_LOCALRANKID",
-    on_host="MPI_LOCALNRANKS",
+    local_world_size="MPI_LOCALNRANKS",
     export="mpirun -genv MASTER_ADDR HOST -genv MASTER_PORT 29500 ..., with HOST the host of rank 0",
 )
 _SRUN = _Launcher(
@@ -99,12 +99,12 @@ _SRUN = _Launcher(
     "SLURM_LOCALID",
     export="start through slurm/train.sbatch, which sets them",
 )
-_BY_HAND = _Launcher("environment", "RANK", export="export both, the same on every process")
+_GENERIC = _Launcher("environment", "RANK", export="export both, the same on every process")
 _LAUNCHERS = (
-    _Launcher("torchrun", "TORCHELASTIC_RUN_ID", export=_BY_HAND.export),
-    _Launcher("deepspeed", "CROSS_RANK", export=_BY_HAND.export),
-    _Launcher("python --nproc", "HEADRACE_NPROC", export=_BY_HAND.export),
-    _BY_HAND,
+    _Launcher("torchrun", "TORCHELASTIC_RUN_ID", export=_GENERIC.export),
+    _Launcher("deepspeed", "CROSS_RANK", export=_GENERIC.export),
+    _Launcher("python --nproc", "HEADRACE_NPROC", export=_GENERIC.export),
+    _GENERIC,
     _OPEN_MPI,
     _HYDRA,
     _SRUN,
@@ -112,31 +112,32 @@ _LAUNCHERS = (
 
 
 def detect(environ: Mapping[str, str] = os.environ, *, parent: int | None = None) -> Launch:
-    """Reads the environment that a launcher set; without any this is one process.
+    """Reads the variables that a launcher has set; without any this is a single process.
 
     Args:
         environ: the environment.
         parent: id of the parent process; this process's own when None.
 
     Raises:
-        ConfigError: there are several processes, and nobody said where rank 0 is.
+        ConfigError: there are several processes, and the address of rank 0 is not set.
     """
-    found = next((each for each in _LAUNCHERS if _is(each, environ)), None)
-    if found is None:
-        return ALONE
-    rank, world = _number(found.rank, environ), _number(found.world, environ)
-    local = _number(found.local, environ) if found.local in environ else 0
-    if not rank < world:
-        why = f"{found.world} is {world}"
-        raise ConfigError(found.rank, rank, why=why, remedy="unset what an earlier launcher has left")
-    return Launch(found.name, rank, world, local, _master(found, environ, world, parent or os.getppid()))
+    launcher = next((each for each in _LAUNCHERS if _matches(each, environ)), None)
+    if launcher is None:
+        return SINGLE_PROCESS
+    rank, world_size = _number(launcher.rank, environ), _number(launcher.world_size, environ)
+    local_rank = _number(launcher.local_rank, environ) if launcher.local_rank in environ else 0
+    if not rank < world_size:
+        why = f"{launcher.world_size} is {world_size}"
+        raise ConfigError(launcher.rank, rank, why=why, remedy="unset the variables of an earlier launcher")
+    master = _master(launcher, environ, world_size, parent or os.getppid())
+    return Launch(launcher.name, rank, world_size, local_rank, master)
 
 
-def _is(launcher: _Launcher, environ: Mapping[str, str]) -> bool:
-    if not all(name in environ for name in (launcher.mark, launcher.rank, launcher.world)):
+def _matches(launcher: _Launcher, environ: Mapping[str, str]) -> bool:
+    if not all(name in environ for name in (launcher.marker, launcher.rank, launcher.world_size)):
         return False
     # the batch script of a job has most of srun's variables too, but is one process
-    return launcher is not _SRUN or environ[launcher.world] != "1"
+    return launcher is not _SRUN or environ[launcher.world_size] != "1"
 
 
 def _number(name: str, environ: Mapping[str, str]) -> int:
@@ -145,22 +146,23 @@ def _number(name: str, environ: Mapping[str, str]) -> int:
     return int(environ[name])
 
 
-def _master(launcher: _Launcher, environ: Mapping[str, str], world: int, parent: int) -> str:
+def _master(launcher: _Launcher, environ: Mapping[str, str], world_size: int, parent: int) -> str:
     address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
     if address and port:
         return f"{address}:{port}"
-    if world == 1:
-        return ALONE.master
-    if launcher.on_host is not None and environ.get(launcher.on_host) == environ[launcher.world]:
+    if world_size == 1:
+        return SINGLE_PROCESS.master
+    on_one_host = launcher.local_world_size and environ.get(launcher.local_world_size) == environ[launcher.world_size]
+    if on_one_host:
         return f"{address or '127.0.0.1'}:{port or _port(launcher, environ, parent)}"
-    why = f"{launcher.world} is {world}, but the processes do not know where rank 0 is"
+    why = f"{launcher.world_size} is {world_size}, but the address of rank 0 is not set"
     raise ConfigError("MASTER_ADDR / MASTER_PORT", why=why, remedy=launcher.export)
 
 
 def _port(launcher: _Launcher, environ: Mapping[str, str], parent: int) -> int:
-    """A port that all ranks of a job on one host agree on without talking, and another job rarely takes.
+    """A port that all ranks of a job on one host derive without communication, and that another job rarely uses.
 
-    Below 32768, where Linux takes ports at random.
+    Below 32768, where the ephemeral ports of Linux begin.
     """
-    job = environ.get(launcher.job, "") if launcher.job else ""
+    job = environ.get(launcher.job_id, "") if launcher.job_id else ""
     return 10000 + crc32((job or str(parent)).encode()) % 20000

@@ -1,4 +1,4 @@
-"""Opening the default process group: the backend follows the device, and whoever does not come is named."""
+"""Opens the default process group of torch.distributed: chooses the backend and reports ranks that do not join."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 
 from headrace.base.errors import ConfigError, TrainingError
 from pipeline.config.schema import LaunchSection
-from pipeline.launch.arrivals import OVER, STOPPED, Rendezvous, ask
 from pipeline.launch.environment import Launch
 from pipeline.launch.missing_ranks import UnreachableError, deadline
-from pipeline.launch.store import SPARE_S, meet
+from pipeline.launch.rendezvous import RUN_FINISHED, RUN_STOPPED, Rendezvous, store_call
+from pipeline.launch.store import EXTRA_S, open_rendezvous
 
 if TYPE_CHECKING:
     from torch.distributed import PrefixStore
 
 DEFAULTS = LaunchSection()
-_CONNECTED = "while the process group was opened"
+_CONNECTING = "while the process group was opened"
 
 
 @contextmanager
@@ -32,61 +32,61 @@ def process_group(
     timeout_s: float = 1800.0,
     config: LaunchSection = DEFAULTS,
 ) -> Iterator[Rendezvous]:
-    """Opens the default process group, and closes it whatever happens inside.
+    """Opens the default process group, and closes it on any exit from the block.
 
-    Without the close, a gloo process was seen to abort at exit in 55 of 80 runs.
+    Without closing it, a gloo process aborted at exit in 55 of 80 runs.
 
     Args:
         launch: from `detect`.
         gpu: index of this process's GPU among those it sees; None on the CPU.
-        timeout_s: seconds after which a collective gives up.
+        timeout_s: timeout of collectives.
         config: the backend, and how long ranks wait for each other here.
 
     Raises:
-        ConfigError: the backend is not there, or the port is taken.
-        LostError: a rank never came, or does not answer; says which.
-        TrainingError: all have come, but they do not reach each other.
+        ConfigError: the backend is not available, or the port is taken.
+        LostError: a rank did not join, or does not answer; names it.
+        TrainingError: all ranks have joined the rendezvous, but they do not reach each other.
     """
     import torch.distributed as dist  # noqa: PLC0415  so that `detect` needs no torch
 
-    chosen = backend_for(config.backend, gpu=gpu, launcher=launch.launcher)
+    backend = backend_for(config.backend, gpu=gpu, launcher=launch.launcher)
     os.environ.update(_torchrun_variables(launch, gpu))
-    meeting, store = meet(launch, config.timeout)
-    _connect(chosen, meeting, store)
+    rendezvous, store = open_rendezvous(launch, config.timeout)
+    _connect(backend, rendezvous, store)
     try:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
-        yield meeting
+        yield rendezvous
     except UnreachableError:
         raise
     except BaseException:
-        if gpu is None:  # nccl would wait for the collectives of ranks that do not know of this yet
+        if gpu is None:  # nccl would wait for collectives of ranks that have not failed yet
             _close()
         raise
     else:
-        if launch.rank == 0 and not ask(lambda: meeting.store.check([STOPPED]), otherwise=True):
-            ask(lambda: store.underlying_store.set(OVER, "1"), otherwise=None)
+        if launch.rank == 0 and not store_call(lambda: rendezvous.store.check([RUN_STOPPED]), default=True):
+            store_call(lambda: store.underlying_store.set(RUN_FINISHED, "1"), default=None)
         _close()
 
 
-def _connect(backend: str, meeting: Rendezvous, store: PrefixStore) -> None:
+def _connect(backend: str, rendezvous: Rendezvous, store: PrefixStore) -> None:
     import torch.distributed as dist  # noqa: PLC0415
 
-    start, began = timedelta(seconds=meeting.timeout_s), time.monotonic()
-    with deadline(meeting, _CONNECTED, spare_s=SPARE_S):
+    timeout, start = timedelta(seconds=rendezvous.timeout_s), time.monotonic()
+    with deadline(rendezvous, _CONNECTING, extra_s=EXTRA_S):
         try:
             dist.init_process_group(
-                backend, store=store, rank=meeting.rank, world_size=meeting.world_size, timeout=start
+                backend, store=store, rank=rendezvous.rank, world_size=rendezvous.world_size, timeout=timeout
             )
             return
         except (RuntimeError, ValueError) as error:
-            if time.monotonic() - began > 0.9 * meeting.timeout_s:
-                raise  # else it is this rank's own error
-            said = str(error).splitlines()[0]
+            if time.monotonic() - start > 0.9 * rendezvous.timeout_s:
+                raise  # a timeout; otherwise it is this rank's own error
+            reason = str(error).splitlines()[0]
         raise TrainingError(
-            f"rank {meeting.rank} on {socket.gethostname()} could not connect to the other ranks,"
-            f" though all have come: {said}\n"
-            f"  try: let GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the interface that the hosts share, and let"
-            f" their firewalls pass all ports between them"
+            f"rank {rendezvous.rank} on {socket.gethostname()} could not connect to the other ranks,"
+            f" though all have joined: {reason}\n"
+            f"  try: set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface that the hosts share, and"
+            f" open all ports between them in their firewalls"
         )
 
 
@@ -98,26 +98,28 @@ def _close() -> None:
 
 
 def backend_for(name: str, *, gpu: int | None, launcher: str) -> str:
-    """torch.distributed's words for a backend.
+    """The backend string for torch.distributed.
 
     Args:
         name: auto is nccl for tensors on a GPU and gloo for those on the CPU; or gloo, nccl or mpi.
         gpu: None on the CPU.
-        launcher: who started this process.
+        launcher: of this process.
 
     Raises:
-        ConfigError: this build of torch, this device or this launcher does not have it.
+        ConfigError: this build of torch, this device or this launcher does not support it.
     """
     import torch.distributed as dist  # noqa: PLC0415
 
-    there = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
-    if name in there and not there[name]():
+    available = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
+    if name in available and not available[name]():
         why = "torch was built without it"
         raise ConfigError("launch.backend", name, why=why, remedy="use auto, or a build of torch that has it")
     if name == "nccl" and gpu is None:
-        raise ConfigError("launch.backend", name, why="nccl needs a GPU, and none is seen", remedy="use auto or gloo")
+        raise ConfigError(
+            "launch.backend", name, why="nccl needs a GPU, and none is visible", remedy="use auto or gloo"
+        )
     if name == "mpi" and not launcher.startswith("mpirun"):
-        why = f"mpi has to be started by mpirun; this was {launcher}"
+        why = f"mpi has to be started by mpirun; this process was started by {launcher}"
         raise ConfigError("launch.backend", name, why=why, remedy="use auto, or mpirun")
     if name == "mpi":
         return name
@@ -127,9 +129,9 @@ def backend_for(name: str, *, gpu: int | None, launcher: str) -> str:
 
 
 def _torchrun_variables(launch: Launch, gpu: int | None) -> dict[str, str]:
-    """What torch.distributed and DeepSpeed read, whoever started us.
+    """The variables that torch.distributed and DeepSpeed read, for any launcher.
 
-    DeepSpeed takes LOCAL_RANK for the index of the GPU. It is not that where each task sees only its own one.
+    DeepSpeed takes LOCAL_RANK for the index of the GPU, which is wrong where each task sees only its own GPU.
     """
     address, port = launch.master.rsplit(":", 1)
     return {
@@ -142,7 +144,7 @@ def _torchrun_variables(launch: Launch, gpu: int | None) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port of this host that nobody listens on."""
+    """A port of this host on which no process listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -1,12 +1,12 @@
-"""`--nproc N`: N processes of this machine, started and watched over.
+"""Local launcher, `--nproc N`: starts and supervises N ranks on this machine.
 
 torchrun does this too, and may be used instead. Torch's `SubprocessContext` underneath it lets the others live for up
-to 30 s after a failure, shows the errors of all ranks mixed or of none, and leaves orphans when it is killed itself;
-and it needs torch in this process, which here waits in 20 MB.
+to 30 s after a failure, prints the errors of all ranks interleaved or none, and leaves orphans when it is killed
+itself; and it needs torch in this process, which here waits in 20 MB.
 
-Rank 0 writes to the terminal. What the others write is kept in files, and so are the errors of all ranks
-(`headrace.base.cli.guarded`): when one fails, the others often fail after it, and only the first error tells anything.
-When one is lost, the watchdog's report lies in one of those files too (`pipeline/faults`).
+Rank 0 writes to the terminal. The output of the others is kept in files, and so are the errors of all ranks
+(`headrace.base.cli.guarded`): when one fails, the others often fail after it, and only the first error is the cause.
+When one is lost, the watchdog's report is in one of those files too (`pipeline/faults`).
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from pathlib import Path
 from headrace.base.cli import ERROR_FILE
 from headrace.base.errors import EXIT_FOLLOWED, EXIT_INTERRUPTED, EXIT_LOST
 from headrace.base.processes import STOPPED, state_of
-from pipeline.launch.arrivals import listed
+from pipeline.launch.rendezvous import format_ranks
 
 _POLL_S = 0.05
-INSIST_S = 60.0
-"""Seconds that a rank with an error of its own has for telling it, before its watchdog ends it."""
+OWN_ERROR_S = 60.0
+"""Seconds that a rank with an error of its own has for printing it, before its watchdog ends it."""
 _SETTLE_S = 1.0
-"""Time in which ranks that fail together are seen to fail, so that the cause can be told from its consequences."""
+"""Seconds after the first failure in which other failures are collected, to tell the cause from its consequences."""
 _GRACE_S = 5.0
-"""Time between asking a process to end and ending it."""
+"""Seconds between a signal to terminate and SIGKILL."""
 _TAIL_LINES = 20
-CONSEQUENCE = re.compile(
+SECONDARY_ERROR = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|remote process|peer|did not answer", re.IGNORECASE
 )
-"""What a rank says when another one has gone."""
-_HANDED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Text of errors that a rank raises when another rank is gone."""
+_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class _Rank:
     def failed(self) -> bool:
         return self.process.poll() not in (None, 0)
 
-    def said(self) -> str:
-        """Its error, or the end of what it printed where it had no time to tell."""
+    def error_text(self) -> str:
+        """Its error, or the end of its output where it has written no error."""
         if self.error.exists():
             return self.error.read_text().rstrip()
         text = self.output.read_text(errors="replace") if self.output.exists() else ""
@@ -65,40 +65,40 @@ class _Rank:
 
 
 def supervise(command: Sequence[str], *, processes: int) -> int:
-    """Runs a command as so many ranks on this machine until all are done or one fails.
+    """Runs a command as `processes` ranks on this machine until all have finished or one fails.
 
-    Signals that ask for something (Ctrl-C, SIGTERM, ...) are handed on to every rank; a second Ctrl-C ends all.
+    Signals (Ctrl-C, SIGTERM, ...) are forwarded to every rank; a second Ctrl-C ends all.
 
     Args:
-        command: what every rank runs.
+        command: of every rank.
         processes: number of ranks.
 
     Returns:
         0, or the exit code of the rank that failed first; 128 + n when it was ended by signal n; `EXIT_LOST` when the
-        other ranks have found that one is lost, and `EXIT_FOLLOWED` when one has failed and does not come to its end.
+        watchdog of the other ranks has reported a lost one, and `EXIT_FOLLOWED` when the failed rank does not exit.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-")))
-        port = stack.enter_context(_held_port())
+        port = stack.enter_context(_reserved_port())
         ranks: list[_Rank] = []
-        stack.callback(_end, ranks, signal.SIGTERM)
+        stack.callback(_terminate, ranks, signal.SIGTERM)
         ranks.extend(_start(command, number, processes, folder, port) for number in range(processes))
-        stack.enter_context(_handing_on(ranks))
+        stack.enter_context(_forwarding_signals(ranks))
         try:
-            failures = _watch_through_interrupt(ranks)
+            failures = _wait_through_interrupt(ranks)
         except KeyboardInterrupt:
-            _end(ranks, signal.SIGINT)
+            _terminate(ranks, signal.SIGINT)
             return EXIT_INTERRUPTED
         if not failures:
             return 0
         own = [rank for rank in failures if rank.process.returncode not in (EXIT_LOST, EXIT_FOLLOWED)]
-        if _any_left_with(EXIT_LOST, failures) and all(rank.process.returncode < 0 for rank in own):
-            return _tell_loss(ranks, own)
+        if _any_exited_with(EXIT_LOST, failures) and all(rank.process.returncode < 0 for rank in own):
+            return _report_loss(ranks, own)
         if not own:
-            return _tell_nothing(ranks)
-        cause = next((rank for rank in own if not CONSEQUENCE.search(_last_lines(rank))), own[0])
-        _end(ranks, signal.SIGTERM)
-        return _tell(cause, processes)
+            return _report_no_cause(ranks)
+        cause = next((rank for rank in own if not SECONDARY_ERROR.search(_last_lines(rank))), own[0])
+        _terminate(ranks, signal.SIGTERM)
+        return _report_failure(cause, processes)
 
 
 def _start(command: Sequence[str], number: int, processes: int, folder: Path, port: int) -> _Rank:
@@ -116,62 +116,63 @@ def _start(command: Sequence[str], number: int, processes: int, folder: Path, po
         ERROR_FILE: str(error),
     }
     with ExitStack() as stack:
-        kept = None if number == 0 else stack.enter_context(output.open("wb"))
+        output_file = None if number == 0 else stack.enter_context(output.open("wb"))
         process = subprocess.Popen(
             command,
             env=environ,
             stdin=subprocess.DEVNULL,
-            stdout=kept,
-            stderr=kept and subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on
+            stdout=output_file,
+            stderr=output_file and subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches this process alone, which forwards it
             preexec_fn=_die_with_parent,  # noqa: PLW1509  there are no threads here
         )
     return _Rank(number, process, output, error)
 
 
 def _die_with_parent() -> None:
-    """Asks Linux to kill this process when its parent is gone, however the parent ended."""
+    """Asks Linux to kill this process when its parent has ended, in whatever way."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-def _watch(ranks: Sequence[_Rank]) -> list[_Rank]:
-    """Waits for the end of all, or for a failure; then a moment longer. Returns those that failed, first one first.
+def _wait(ranks: Sequence[_Rank]) -> list[_Rank]:
+    """Waits until all exit or one fails, then `_SETTLE_S` longer. Returns those that failed, in order.
 
-    Whoever has followed another rank's error is done before that rank, which may have much to close.
+    Ranks that exit because of another rank's error (`EXIT_FOLLOWED`) exit before that rank, which may have much to
+    close.
     """
     failures: list[_Rank] = []
-    deadline = waits_for_cause = float("inf")
-    while time.monotonic() < min(deadline, waits_for_cause) and any(rank.process.poll() is None for rank in ranks):
+    deadline = cause_deadline = float("inf")
+    while time.monotonic() < min(deadline, cause_deadline) and any(rank.process.poll() is None for rank in ranks):
         time.sleep(_POLL_S)
         failures += [rank for rank in ranks if rank.failed and rank not in failures]
-        if _any_left_with(EXIT_FOLLOWED, failures):
-            waits_for_cause = min(waits_for_cause, time.monotonic() + INSIST_S + _GRACE_S)
+        if _any_exited_with(EXIT_FOLLOWED, failures):
+            cause_deadline = min(cause_deadline, time.monotonic() + OWN_ERROR_S + _GRACE_S)
         if any(rank.process.returncode != EXIT_FOLLOWED for rank in failures):
             deadline = min(deadline, time.monotonic() + _SETTLE_S)
     return failures + [rank for rank in ranks if rank.failed and rank not in failures]
 
 
-def _any_left_with(code: int, ranks: Sequence[_Rank]) -> bool:
+def _any_exited_with(code: int, ranks: Sequence[_Rank]) -> bool:
     return any(rank.process.returncode == code for rank in ranks)
 
 
-def _watch_through_interrupt(ranks: Sequence[_Rank]) -> list[_Rank]:
-    """As `_watch`. The first Ctrl-C is handed on, for a run that saves itself before it ends; the second is raised."""
+def _wait_through_interrupt(ranks: Sequence[_Rank]) -> list[_Rank]:
+    """As `_wait`. The first Ctrl-C is forwarded, so that the run saves a checkpoint; the second one is raised."""
     try:
-        return _watch(ranks)
+        return _wait(ranks)
     except KeyboardInterrupt:
         for rank in ranks:
             _send(rank, signal.SIGINT)
-        return _watch(ranks)
+        return _wait(ranks)
 
 
-def _end(ranks: Sequence[_Rank], how: signal.Signals) -> None:
-    """Ends the processes that are left, and what they started: asks first, where they can act; then insists."""
+def _terminate(ranks: Sequence[_Rank], number: signal.Signals) -> None:
+    """Ends the remaining ranks and their children: by signal `number` where they can handle it, then by SIGKILL."""
     deadline = time.monotonic() + _GRACE_S
     for rank in ranks:
-        _send(rank, signal.SIGKILL if state_of(rank.process.pid)[0] == STOPPED else how)
+        _send(rank, signal.SIGKILL if state_of(rank.process.pid)[0] == STOPPED else number)
     while time.monotonic() < deadline and any(rank.process.poll() is None for rank in ranks):
         time.sleep(_POLL_S)
     for rank in ranks:
@@ -179,62 +180,62 @@ def _end(ranks: Sequence[_Rank], how: signal.Signals) -> None:
         rank.process.wait()
 
 
-def _send(rank: _Rank, how: signal.Signals) -> None:
+def _send(rank: _Rank, number: signal.Signals) -> None:
     if rank.process.poll() is None:
-        os.killpg(rank.process.pid, how)
+        os.killpg(rank.process.pid, number)
 
 
-def _tell_loss(ranks: Sequence[_Rank], dead: Sequence[_Rank]) -> int:
-    """Shows the watchdog's report, which names whoever was lost, and what only their parent knows: how they ended."""
+def _report_loss(ranks: Sequence[_Rank], dead: Sequence[_Rank]) -> int:
+    """Prints the watchdog's report, which names the lost rank, and the signals that ended ranks: only we know those."""
     ended = [f"  rank {rank.number} was ended by {signal.Signals(-rank.process.returncode).name}" for rank in dead]
-    _end(ranks, signal.SIGTERM)
+    _terminate(ranks, signal.SIGTERM)
     reports = [rank.error.read_text().rstrip() for rank in ranks if rank.error.exists()]
     print("\n".join([*reports[:1], *ended]), file=sys.stderr, flush=True)
     return EXIT_LOST
 
 
-def _tell_nothing(ranks: Sequence[_Rank]) -> int:
-    """All that have ended have followed an error, and whose it is has not come to its end."""
-    left = listed(rank.number for rank in ranks if rank.process.poll() is None)
-    _end(ranks, signal.SIGTERM)
-    waited = f"{left} of {len(ranks)} did not end within {INSIST_S + _GRACE_S:g} s"
-    print(f"error: a rank has failed without telling why; {waited}", file=sys.stderr, flush=True)
+def _report_no_cause(ranks: Sequence[_Rank]) -> int:
+    """All exited ranks have followed another rank's error, and the rank with that error has not exited."""
+    remaining = format_ranks(rank.number for rank in ranks if rank.process.poll() is None)
+    _terminate(ranks, signal.SIGTERM)
+    waited = f"{remaining} of {len(ranks)} did not exit within {OWN_ERROR_S + _GRACE_S:g} s"
+    print(f"error: a rank has failed without printing its error; {waited}", file=sys.stderr, flush=True)
     return EXIT_FOLLOWED
 
 
-def _tell(cause: _Rank, processes: int) -> int:
-    code, said = cause.process.returncode, cause.said()
+def _report_failure(cause: _Rank, processes: int) -> int:
+    code, text = cause.process.returncode, cause.error_text()
     if code < 0:
         print(f"error: rank {cause.number} of {processes} was ended by {signal.Signals(-code).name}", file=sys.stderr)
     elif cause.number > 0:
         print(f"error: rank {cause.number} of {processes} failed with exit code {code}:", file=sys.stderr)
-    if said:
-        print(said, file=sys.stderr, flush=True)
+    if text:
+        print(text, file=sys.stderr, flush=True)
     return 128 - code if code < 0 else code
 
 
 def _last_lines(rank: _Rank) -> str:
-    return "\n".join(rank.said().splitlines()[-3:])
+    return "\n".join(rank.error_text().splitlines()[-3:])
 
 
 @contextmanager
-def _handing_on(ranks: Sequence[_Rank]) -> Iterator[None]:
-    def hand_on(number: int, _frame: object) -> None:
+def _forwarding_signals(ranks: Sequence[_Rank]) -> Iterator[None]:
+    def forward(number: int, _frame: object) -> None:
         for rank in ranks:
             if rank.process.poll() is None:
                 rank.process.send_signal(number)
 
-    before = {which: signal.signal(which, hand_on) for which in _HANDED_ON}
+    previous = {number: signal.signal(number, forward) for number in _FORWARDED}
     try:
         yield
     finally:
-        for which, handler in before.items():
-            signal.signal(which, handler)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
-def _held_port() -> Iterator[int]:
-    """A free port that Linux gives to nobody else; rank 0 may still listen on it, as both allow its reuse."""
+def _reserved_port() -> Iterator[int]:
+    """A free port, bound so that no other process gets it; rank 0 may still listen on it: both set SO_REUSEADDR."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))

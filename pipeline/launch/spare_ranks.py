@@ -1,11 +1,11 @@
-"""Processes that a layout has no place for: they wait, and go when the run is over.
+"""Spare ranks: processes that the layout does not use wait until the run is over, and exit with it.
 
-They do not leave at once. A task of srun that ends early has the others killed (`srun --wait`), and a torchrun agent
-whose workers have all ended is lost to the run: when another node fails it does not join the next round, though its
+They do not exit at once. srun kills the other tasks when one exits early (`srun --wait`), and a torchrun agent whose
+workers have all exited is lost to the run: when another node fails it does not join the next rendezvous, though its
 spare processes are what the run then needs.
 
-Asked to stop, a spare process leaves with the ranks that train, once these have saved themselves. Only torchrun ends
-processes by themselves, to start them again with others: there it leaves at once.
+On a stop signal, a spare rank exits with the ranks that train, once these have saved their checkpoint. Only torchrun
+signals single processes, to restart them with others: there a spare rank exits at once.
 """
 
 from __future__ import annotations
@@ -19,81 +19,81 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from pipeline.config.schema import LaunchSection
-from pipeline.launch.arrivals import OVER, STOPPED
 from pipeline.launch.environment import Launch
+from pipeline.launch.rendezvous import RUN_FINISHED, RUN_STOPPED
 from pipeline.launch.store import open_store
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 _POLL_S = 0.5
-_ASKED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-_ENDS = (OVER, f"headrace/notes/{STOPPED}")
-"""Notes after which nothing is left to wait for; `Meeting` leaves the second one."""
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_END_KEYS = (RUN_FINISHED, f"headrace/notes/{RUN_STOPPED}")
+"""Keys that end the wait; the second one is set through `Rendezvous.set_flag`."""
 
 
-def stand_by(launch: Launch, *, processes: int, config: LaunchSection) -> None:
-    """Waits until the ranks that train have finished, have saved themselves, or have gone.
+def wait_as_spare(launch: Launch, *, processes: int, config: LaunchSection) -> None:
+    """Waits until the ranks that train have finished, have saved and stopped, or are gone.
 
     Args:
-        launch: of this process, whose rank has no place.
-        processes: ranks that train.
+        launch: of this process, whose rank the layout does not use.
+        processes: number of ranks that train.
         config: how long to wait for rank 0, at first and whenever it does not answer.
 
     Raises:
-        TrainingError: rank 0 never came.
+        TrainingError: rank 0 did not join.
     """
-    with _asked_to_stop() as asked, _looking(open_store(launch, config.timeout)) as end:
-        place = f"the layout takes {processes} of {launch.world_size} processes"
-        print(f"rank {launch.rank} is spare: {place}", file=sys.stderr, flush=True)
-        while not end.over.wait(_POLL_S) and not (asked and launch.launcher == "torchrun"):
-            if end.silence_s() > config.timeout:
-                silence = f"rank 0 has not answered for {config.timeout:g} s"
-                print(f"rank {launch.rank} is spare, and leaves: {silence}", file=sys.stderr, flush=True)
+    with _stop_requests() as requests, _polling(open_store(launch, config.timeout)) as poller:
+        reason = f"the layout takes {processes} of {launch.world_size} processes"
+        print(f"rank {launch.rank} is spare: {reason}", file=sys.stderr, flush=True)
+        while not poller.run_ended.wait(_POLL_S) and not (requests and launch.launcher == "torchrun"):
+            if poller.silence_s() > config.timeout:
+                reason = f"rank 0 has not answered for {config.timeout:g} s"
+                print(f"rank {launch.rank} is spare, and exits: {reason}", file=sys.stderr, flush=True)
                 return
 
 
-class _End(threading.Thread):
-    """Looks for the end of the run in a thread of its own: a store whose process is stopped lets a question wait."""
+class _EndPoller(threading.Thread):
+    """Polls for the end of the run in its own thread: a request to a store whose process is stopped blocks."""
 
     def __init__(self, store: Store) -> None:
         super().__init__(name="spare", daemon=True)
-        self._store, self._heard = store, time.monotonic()
-        self.over = threading.Event()
+        self._store, self._last_answer = store, time.monotonic()
+        self.run_ended = threading.Event()
 
     def run(self) -> None:
-        """Until a note tells it, or the store has gone, which lives in rank 0 or in torchrun."""
+        """Until an end key is set, or the store, which lives in rank 0 or in torchrun, is gone."""
         with suppress(RuntimeError):
-            while not any(self._store.check([note]) for note in _ENDS):
-                self._heard = time.monotonic()
-                if self.over.wait(_POLL_S):
+            while not any(self._store.check([key]) for key in _END_KEYS):
+                self._last_answer = time.monotonic()
+                if self.run_ended.wait(_POLL_S):
                     return
-        self.over.set()
+        self.run_ended.set()
 
     def silence_s(self) -> float:
-        """Seconds since the store answered."""
-        return time.monotonic() - self._heard
+        """Seconds since the store's last answer."""
+        return time.monotonic() - self._last_answer
 
 
 @contextmanager
-def _looking(store: Store) -> Iterator[_End]:
-    """Looks for the end of the run as long as the block lasts."""
-    end = _End(store)
-    end.start()
+def _polling(store: Store) -> Iterator[_EndPoller]:
+    """Polls for the end of the run until the block ends."""
+    poller = _EndPoller(store)
+    poller.start()
     try:
-        yield end
+        yield poller
     finally:
-        end.over.set()
-        end.join(2 * _POLL_S)  # in vain where the store does not answer
+        poller.run_ended.set()
+        poller.join(2 * _POLL_S)  # times out where the store does not answer
 
 
 @contextmanager
-def _asked_to_stop() -> Iterator[list[int]]:
-    """A list that is empty until a signal asks this process to stop."""
-    asked: list[int] = []
-    before = {which: signal.signal(which, lambda number, _frame: asked.append(number)) for which in _ASKED}
+def _stop_requests() -> Iterator[list[int]]:
+    """A list of the stop signals that have arrived."""
+    requests: list[int] = []
+    previous = {s: signal.signal(s, lambda number, _frame: requests.append(number)) for s in _STOP_SIGNALS}
     try:
-        yield asked
+        yield requests
     finally:
-        for which, handler in before.items():
-            signal.signal(which, handler)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from headrace.base.errors import TrainingError
 from headrace.base.interrupts import defer_interrupt
 from pipeline.checkpoint import named_state
-from pipeline.checkpoint.save import save_now
+from pipeline.checkpoint.save import save_and_wait
 from pipeline.checkpoint.store import CheckpointInfo, CheckpointStore
 from pipeline.config.schedule import Schedule
 from pipeline.own_loop.batches import in_dtype
@@ -163,7 +163,7 @@ class LoopEngine(ABC):
         config = self._parts.config.model_dump(mode="json")
         about = CheckpointInfo(self.steps, config, parents={}, details=details)
         with defer_interrupt(f"the checkpoint of step {self.steps}"):
-            return save_now(store, about, lambda: entries(self._pieces(), self.module)).path
+            return save_and_wait(store, about, lambda: entries(self._pieces(), self.module)).path
 
     def load(self, directory: str | Path) -> int:
         """Goes on from the newest whole checkpoint that `save` has written; does nothing when there is none.
@@ -174,7 +174,7 @@ class LoopEngine(ABC):
         Raises:
             CheckpointError: it is of another model or optimizer, or damaged.
         """
-        newest = CheckpointStore(Path(directory), keep=2).newest_whole(self.print)
+        newest = CheckpointStore(Path(directory), keep=2).newest_intact(self.print)
         if newest is None:
             return 0
         details = newest.manifest.details

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint import named_state
+from pipeline.checkpoint.read_weights import CheckpointWeights
 from pipeline.proof.case import Case, CaseResult
 from pipeline.proof.tolerance import Tolerance
 
@@ -50,7 +51,7 @@ def first_gradient(case: Case, result: CaseResult) -> dict[str, Tensor]:
     clipping factor follows from the norm. Elements that the state does not contain are NaN.
     """
     directory = result.state(1)
-    shapes = named_state.stored_shapes(directory)
+    shapes = CheckpointWeights(directory).shapes
     state = {named_state.moment_key("exp_avg", n): torch.full(s, math.nan) for n, s in shapes.items()}
     named_state.read(state, directory)
     params = case.config["optimizer"]["params"]

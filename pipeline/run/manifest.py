@@ -56,7 +56,7 @@ class RunManifest:
             "step": step,
             "samples": stepper.skips.data_step(step) * run.batch.samples,
             "skips": stepper.skips.plain(),
-            "anomalies": stepper.state(),
+            "anomalies": stepper.state_dict(),
             "topology": str(run.topology),
             "engine": run.config.engine,
             "curve": prepared.curve,

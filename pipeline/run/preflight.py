@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from headrace.base.errors import TrainingError
 from pipeline.launch import Rendezvous
-from pipeline.launch.arrivals import listed
-from pipeline.launch.missing_ranks import SETTLE_S, arrive, blamed, deadline, silence, unheard
+from pipeline.launch.missing_ranks import SETTLE_S, barrier, deadline, give_up, missing_ranks, unreachable
+from pipeline.launch.rendezvous import format_ranks
 from pipeline.parallel.mesh import Mesh
 
 _ELEMENTS = 1 << 15
@@ -40,10 +40,10 @@ def preflight(rendezvous: Rendezvous, make_mesh: Callable[[], Mesh], *, device: 
         UnreachableError: a rank did not take part within `launch.timeout`; the message names it and its host.
         TrainingError: an all-reduce over an axis gives a wrong sum.
     """
-    arrive(rendezvous, "before process groups were made")
+    barrier(rendezvous, "before process groups were made")
     with deadline(rendezvous, "while process groups were made"):
         mesh = make_mesh()
-    arrive(rendezvous, "before the first all-reduce")
+    barrier(rendezvous, "before the first all-reduce")
     world = dist.group.WORLD
     assert world is not None
     used = {axis: group for axis, group in _groups(mesh).items() if group is not None}
@@ -52,7 +52,7 @@ def preflight(rendezvous: Rendezvous, make_mesh: Callable[[], Mesh], *, device: 
         # nccl connects inside the call, before its own timeout counts
         watched = device.type == "cuda"
         where = f"in the all-reduce over {axis}"
-        with deadline(rendezvous, where, passed=f"passed/{axis}", spare_s=SETTLE_S) if watched else nullcontext():
+        with deadline(rendezvous, where, passed_flag=f"passed/{axis}", extra_s=SETTLE_S) if watched else nullcontext():
             _check(rendezvous, axis, group, device)
     with deadline(rendezvous, "in the all-reduces that are timed"):
         milliseconds = _timed([*used.values(), world], device)
@@ -83,20 +83,20 @@ def _check(rendezvous: Rendezvous, axis: str, group: dist.ProcessGroup, device: 
         _all_reduce(values, group, rendezvous.timeout_s)
     except RuntimeError as error:
         reason, seconds = _reason(error), time.monotonic() - started
-        where = f"in the all-reduce over {axis} ({listed(ranks)})"
-        missing = blamed(rendezvous, f"passed/{axis}", ranks)
+        where = f"in the all-reduce over {axis} ({format_ranks(ranks)})"
+        missing = give_up(rendezvous, f"passed/{axis}", ranks)
         # every rank of this group has given up: they wait for a rank of another group
-        missing = missing or unheard(rendezvous, f"passed/{_ALL}", rendezvous.everyone)
-        raise silence(rendezvous, missing, where, reason, seconds=seconds) from None
+        missing = missing or missing_ranks(rendezvous, f"passed/{_ALL}", rendezvous.ranks)
+        raise unreachable(rendezvous, missing, where, reason, seconds=seconds) from None
     expected = sum(ranks) + len(ranks)
     wrong = values[values != expected]
     if len(wrong):
         raise TrainingError(
-            f"the all-reduce over {axis} ({listed(ranks)}) is wrong: {len(wrong)} of {_ELEMENTS} sums, such as"
+            f"the all-reduce over {axis} ({format_ranks(ranks)}) is wrong: {len(wrong)} of {_ELEMENTS} sums, such as"
             f" {int(wrong[0])} where {expected} is right\n"
-            f"  try: {rendezvous.where(ranks)}: look for hardware that corrupts data, and for ranks of another run"
+            f"  try: {rendezvous.describe(ranks)}: look for hardware that corrupts data, and for ranks of another run"
         )
-    rendezvous.note(f"passed/{axis}/{rendezvous.rank}")
+    rendezvous.set_flag(f"passed/{axis}/{rendezvous.rank}")
 
 
 def _reason(error: RuntimeError) -> str:

@@ -35,7 +35,7 @@ def check_run_dir(run: ResolvedRun, store: CheckpointStore, curve: dict[str, Any
     """
     config = run.config
     _check_is_run(Path(config.run.dir))
-    checkpoints = store.all()
+    checkpoints = store.checkpoints()
     if not checkpoints:
         _refuse_lost_checkpoints(Path(config.run.dir))
         _check_writable(Path(config.run.dir))
@@ -96,7 +96,7 @@ def check_shared(run_dir: Path, meeting: Rendezvous) -> None:
     """
     if meeting.world_size == 1:
         return
-    with deadline(meeting, "when it was asked for what it sees of the run's directory", spare_s=_PATIENCE_S):
+    with deadline(meeting, "when it was asked for what it sees of the run's directory", extra_s=_PATIENCE_S):
         blind = _blind(run_dir)
     if blind:
         why = f"{', '.join(blind[:8])} do not see what rank 0 has written there"

@@ -22,10 +22,10 @@ from pipeline.engines.base import Engine, Objective
 from pipeline.engines.build import build_engine, pick_device
 from pipeline.engines.deepspeed.machine import check_machine
 from pipeline.faults.agreement import Agreement
-from pipeline.faults.progress import progress_by_reading
-from pipeline.faults.stop import Stop, StopSignals, leave_in_order
-from pipeline.faults.watchdog import Watchdog, watched
-from pipeline.launch import Launch, Rendezvous, detect, process_group, stand_by
+from pipeline.faults.progress import progress_from_io
+from pipeline.faults.stop import Stop, StopSignals, coordinate_exit
+from pipeline.faults.watchdog import Watchdog, run_watchdog
+from pipeline.launch import Launch, Rendezvous, detect, process_group, wait_as_spare
 from pipeline.metrics.console import TrainingDisplay
 from pipeline.metrics.journal import Journal, read_rows
 from pipeline.metrics.peak import peak_flops
@@ -63,7 +63,7 @@ def train(run: ResolvedRun, make_objective: Callable[[torch.device], Objective],
     # Start: find out which rank this is; check data, model and layout. Nothing has been touched when this refuses.
     launch = detect()
     if launch.rank >= run.topology.world_size:
-        stand_by(launch, processes=run.topology.world_size, config=run.config.launch)
+        wait_as_spare(launch, processes=run.topology.world_size, config=run.config.launch)
         return 0
     launch = replace(launch, world_size=run.topology.world_size)
     quiet_libraries(launch)
@@ -75,10 +75,10 @@ def train(run: ResolvedRun, make_objective: Callable[[torch.device], Objective],
         # Connect: lock the run's directory, form the process groups, start the watchdog.
         if launch.rank == 0:
             stack.enter_context(exclusive_run(prepared.run_dir))
-        signals.take_interrupts()
+        signals.handle_interrupts()
         rendezvous, mesh, preflight_summary = _connect(prepared, launch, device, stack)
         limits, run_dir = run.config.watchdog, prepared.run_dir
-        watchdog = stack.enter_context(watched(launch, rendezvous, config=limits, run_dir=run_dir))
+        watchdog = stack.enter_context(run_watchdog(launch, rendezvous, config=limits, run_dir=run_dir))
         session = Session(prepared, launch, signals, Agreement(device), watchdog)
         with watchdog:
             session.say(preflight_summary)
@@ -102,7 +102,7 @@ def train(run: ResolvedRun, make_objective: Callable[[torch.device], Objective],
                         rollback = order.with_traceback(None)
                     checkpoint = session.newest_checkpoint()
         # Finish: the ranks leave together; the exit code says whether to start the run again.
-        return leave_in_order(stop.exit_code, rendezvous, launcher=launch.launcher)
+        return coordinate_exit(stop.exit_code, rendezvous, launcher=launch.launcher)
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Session:
 
     def requested_stop(self) -> Stop:
         """The strongest stop signal that any rank has received. Collective."""
-        return Stop(self.agreement.highest(self.signals.asked)[0])
+        return Stop(self.agreement.max_over_ranks(self.signals.requested)[0])
 
     def newest_checkpoint(self) -> Checkpoint | None:
         """The newest checkpoint whose checksums hold; None where the run has none. Collective.
@@ -138,7 +138,7 @@ class Session:
         Raises:
             CheckpointError: there are checkpoints and all are damaged, or the newest whole one is of another run.
         """
-        checkpoint = self.prepared.store.newest_whole(self.say, alive=self.watchdog.alive)
+        checkpoint = self.prepared.store.newest_intact(self.say, on_progress=self.watchdog.report_progress)
         if checkpoint is not None:
             refuse_other_curve(checkpoint, self.prepared.curve, allowed=self.prepared.run.config.run.allow_change)
         return checkpoint
@@ -149,7 +149,7 @@ class Session:
         """Builds the engine: initialized or loaded from `model.path`; zeros when a checkpoint follows. Collective."""
         prepared = self.prepared
         values = prepared.values if checkpoint is None else Zeros(parameter_shapes(prepared.model))
-        reporting = ReportsProgress(values, self.watchdog.alive)
+        reporting = ReportsProgress(values, self.watchdog.report_progress)
         return build_engine(prepared.run, prepared.model, reporting, objective, device=device, mesh=mesh)
 
     def open_services(self, stack: ExitStack) -> list[Sink]:
@@ -167,7 +167,7 @@ class Session:
     def load(self, engine: Engine, checkpoint: Checkpoint | None) -> None:
         """Loads parameters and optimizer state from a checkpoint, if there is one. Collective."""
         if checkpoint is not None:
-            with progress_by_reading(self.watchdog.alive):
+            with progress_from_io(self.watchdog.report_progress):
                 engine.load(checkpoint.path)
 
     def train(
@@ -199,10 +199,10 @@ class Session:
                 samples=run.batch.samples,
                 skips=skips,
                 record=sinks.event,
-                may_go_back=self._has_checkpoint,
+                can_roll_back=self._has_checkpoint,
             )
             if checkpoint is not None:
-                stepper.load(checkpoint.manifest.details.get("anomalies", {}), after=rollback)
+                stepper.load_state_dict(checkpoint.manifest.details.get("anomalies", {}), after=rollback)
             self._announce(engine, checkpoint, rollback, sinks=sinks, display=display, skips=skips)
             batches = RankBatches(prepared, self.launch.rank)
             trainer = Trainer(
@@ -226,13 +226,13 @@ class Session:
             try:
                 stop = trainer.requested_stop() or self._missed_evaluation(trainer, done) or trainer.train()
             except Rollback:
-                self.watchdog.at("rolling back")
+                self.watchdog.enter_phase("rolling back")
                 trainer.wait_for_checkpoint()
                 raise
             except BaseException as error:
-                self.watchdog.fail(error)  # before the sinks are closed, which may take long
+                self.watchdog.report_error(error)  # before the sinks are closed, which may take long
                 raise
-            self.watchdog.at("finishing")
+            self.watchdog.enter_phase("finishing")
             display.say(closing_line(prepared, stop, step=trainer.progress.step))
             return stop
 
@@ -253,7 +253,7 @@ class Session:
         """Prints and records how this attempt begins: started, resumed (and what has changed since), or rolled back."""
         if rollback is not None:
             assert checkpoint is not None
-            display.say(rollback.told(checkpoint.step))
+            display.say(rollback.message(checkpoint.step))
             sinks.event(checkpoint.step, **rollback.event(skips))
             return
         for line in opening_lines(self.prepared, engine, self.launch, checkpoint):
@@ -283,7 +283,7 @@ class Session:
 
     def _has_checkpoint(self) -> bool:
         """Whether there is a checkpoint to roll back to. Collective."""
-        return bool(on_rank_zero(self.prepared.store.all))
+        return bool(on_rank_zero(self.prepared.store.checkpoints))
 
     def _open_journal(self, stack: ExitStack, *, from_step: int) -> Journal:
         journal = Journal(self.prepared.run_dir, from_step=from_step)
@@ -296,7 +296,7 @@ class Session:
         on_nvme = "nvme" in (zero.offload_optimizer.device, zero.offload_param.device)
         # state on a disk is brought into host memory to be written: a second copy of it would be too much
         background = config.run.async_checkpoints and not on_nvme
-        return CheckpointWriter(self.prepared.store, background=background, alive=self.watchdog.alive)
+        return CheckpointWriter(self.prepared.store, background=background, on_progress=self.watchdog.report_progress)
 
     def _stragglers(self) -> Stragglers:
         run = self.prepared.run

@@ -12,7 +12,7 @@ from typing import Any
 
 from headrace.base.directory import MANIFEST, read_manifest
 from headrace.base.errors import DataError
-from pipeline.checkpoint.naming import finished
+from pipeline.checkpoint.naming import finished_checkpoints
 from pipeline.faults.report import read_faults
 from pipeline.metrics.journal import NAME as JOURNAL
 from pipeline.metrics.journal import read_rows
@@ -78,7 +78,7 @@ def read_status(run_dir: Path) -> RunStatus:
     rows = read_rows(run_dir)
     newest: dict[str, Any] = next((row for row in reversed(rows) if row["kind"] == "step"), {"step": 0})
     evaluation: dict[str, Any] = next((row for row in reversed(rows) if row["kind"] == "eval"), {})
-    checkpoint_step, checkpoint = next(iter(finished(run_dir)), (None, None))
+    checkpoint_step, checkpoint = next(iter(finished_checkpoints(run_dir)), (None, None))
     events = [row for row in rows if row["kind"] == "event" and row.get("event") in _NOTABLE]
     return RunStatus(
         dir=run_dir,

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from headrace.base.errors import CheckpointError, TrainingError
 from pipeline.anomalies.guarded_step import GuardedStepper
-from pipeline.checkpoint.save import CheckpointWriter, Saved, saved_or_error
+from pipeline.checkpoint.save import CheckpointWriter, SaveResult, checkpoint_or_error
 from pipeline.config.rules import ResolvedRun
 from pipeline.data.dataset import TokenDataset
 from pipeline.data.loader import MicroBatch, StepBatch
@@ -110,7 +110,7 @@ class Trainer:
                     self._save_last(batch.step)
             if stop or last:
                 return stop
-            self.watchdog.at("reading data", batch.step + 1)
+            self.watchdog.enter_phase("reading data", batch.step + 1)
             started = time.perf_counter()
         return Stop.NO
 
@@ -120,7 +120,7 @@ class Trainer:
 
     def requested_stop(self) -> Stop:
         """The strongest stop signal that any rank has received. Collective."""
-        return Stop(self.agreement.highest(self.signals.asked)[0])
+        return Stop(self.agreement.max_over_ranks(self.signals.requested)[0])
 
     def evaluation_due(self, step: int) -> bool:
         """Whether there is an evaluation after a step."""
@@ -179,7 +179,7 @@ class Trainer:
     def _train_step(self, batch: StepBatch, started: float) -> None:
         """Runs one step and reports it; `started` is when this rank began to wait for its batch."""
         step = batch.step
-        self.watchdog.at("training", step)
+        self.watchdog.enter_phase("training", step)
         try:
             with self.stragglers.measured(step):
                 result = self.stepper.train(batch, lr=self.run.schedule.lr(step))
@@ -192,9 +192,9 @@ class Trainer:
 
     def _synchronize(self) -> Stop:
         """One small all-reduce after each step: is a stop requested, and is a checkpoint still being written?"""
-        stop, busy = self.agreement.highest(self.signals.asked, self.writer.busy)
-        if self.writer.in_flight and not busy:
-            self._report_saved(self.writer.settle())
+        stop, busy = self.agreement.max_over_ranks(self.signals.requested, self.writer.busy)
+        if self.writer.pending and not busy:
+            self._report_saved(self.writer.advance())
         return Stop(stop)
 
     def _report(self, step: int, result: StepResult, *, seconds: float) -> None:
@@ -221,16 +221,16 @@ class Trainer:
 
     def _save(self, step: int) -> None:
         """Starts writing a checkpoint once the previous one is written. A failure is reported, and training goes on."""
-        self.watchdog.at("saving", step)
+        self.watchdog.enter_phase("saving", step)
         self._report_saved(self.writer.wait())
         try:
             self.writer.begin(self.manifest.checkpoint(step, self.stepper), self.engine.state)
         except CheckpointError as error:
-            self._report_saved(Saved(step, None, str(error).splitlines()[0], 0.0, 0.0))
+            self._report_saved(SaveResult(step, None, str(error).splitlines()[0], 0.0, 0.0))
 
     def _save_last(self, step: int) -> None:
         """Writes the checkpoint after which the run ends, unless it is written already."""
-        self.watchdog.at("saving", step)
+        self.watchdog.enter_phase("saving", step)
         previous = self.writer.wait()
         self._report_saved(previous)
         if previous is not None and previous.step == step and previous.checkpoint is not None:
@@ -239,9 +239,9 @@ class Trainer:
         saved = self.writer.wait()
         assert saved is not None
         self._report_saved(saved, last=True)
-        saved_or_error(saved)
+        checkpoint_or_error(saved)
 
-    def _report_saved(self, saved: Saved | None, *, last: bool = False) -> None:
+    def _report_saved(self, saved: SaveResult | None, *, last: bool = False) -> None:
         if saved is None:
             return
         times = {"seconds": saved.seconds, "waited_seconds": saved.waited_s}
@@ -273,7 +273,7 @@ class _Interruptible:
     def batches(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """Yields batches until the run is asked to stop."""
         for batch in batches:
-            self._trainer.watchdog.at("evaluation")
+            self._trainer.watchdog.enter_phase("evaluation")
             self.stop = self._trainer.requested_stop()
             if self.stop:
                 return

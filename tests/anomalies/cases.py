@@ -1,4 +1,4 @@
-"""Cases that a module tries on several ranks, and what it has found."""
+"""Runs a module on several ranks with a file of cases, and returns its results."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from tests import warm
 
 
-def try_cases(module: str, cases: Any, work: Path, *, processes: int) -> dict[str, Any]:
-    """Hands a module's ranks a file of cases, and reads the file of results that they write."""
-    given, results = work / f"cases{processes}.json", work / f"results{processes}.json"
-    given.write_text(json.dumps(cases))
-    done = warm.run("-m", module, given, results, processes=processes)
-    assert done.returncode == 0, f"{done.returncode}\n{done.stderr[-40_000:]}"  # the first to fail may not be the last
-    found: dict[str, Any] = json.loads(results.read_text())
-    return found
+def run_cases(module: str, cases: Any, work: Path, *, processes: int) -> dict[str, Any]:
+    """Runs MODULE CASES.json RESULTS.json on so many ranks; returns the content of RESULTS.json."""
+    cases_file, results_file = work / f"cases{processes}.json", work / f"results{processes}.json"
+    cases_file.write_text(json.dumps(cases))
+    done = warm.run("-m", module, cases_file, results_file, processes=processes)
+    assert done.returncode == 0, f"{done.returncode}\n{done.stderr[-40_000:]}"  # the first error may not be at the end
+    results: dict[str, Any] = json.loads(results_file.read_text())
+    return results

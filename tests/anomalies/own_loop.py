@@ -1,4 +1,4 @@
-"""A loop of one's own in which one update's loss is not a number. own_loop.py CASES.json RESULTS.json on every rank."""
+"""A custom training loop in which the loss of one update is NaN. own_loop.py CASES.json RESULTS.json on every rank."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from headrace.base.errors import TrainingError
 from pipeline.own_loop import prepare
 from tests.own_loop.worker import BATCH, data, network, optimizer_of
 
-BAD = 2
+BAD_UPDATE = 2
 
 
-def held(engine: Any) -> list[Tensor]:
-    """This rank's fp32 weights and optimizer state, copied."""
+def local_state(engine: Any) -> list[Tensor]:
+    """A copy of this rank's fp32 weights and optimizer state."""
     found = []
     for piece in engine._pieces():
         found += [piece.shard(piece.holder.data), *(v for v in piece.state.values() if torch.is_tensor(v))]
@@ -28,19 +28,19 @@ def held(engine: Any) -> list[Tensor]:
     return [part.detach().clone() for each in parts for part in each]
 
 
-def trained(config: dict[str, Any], how: str) -> dict[str, Any]:
-    """Some updates, of which one is poisoned, left out, or neither."""
+def train(config: dict[str, Any], mode: str) -> dict[str, Any]:
+    """Some updates, of which one is "poisoned" or "left out"."""
     model = network("plain", seed=11)
     engine, _, loader = prepare(
         model, optimizer_of("adamw", model), DataLoader(TensorDataset(*data()), batch_size=BATCH), config=config
     )
     losses, found = [], {"raised": False, "same": False}
     for number, (x, y) in enumerate(loader):
-        if number == BAD and how == "left out":
+        if number == BAD_UPDATE and mode == "left out":
             continue
-        before = held(engine)  # FSDP2 gathers weights for the forward pass
+        before = local_state(engine)  # FSDP2 gathers weights for the forward pass
         loss = nn.functional.mse_loss(engine(x), y)
-        if number != BAD or how != "poisoned":
+        if number != BAD_UPDATE or mode != "poisoned":
             losses.append(float(engine.backward(loss)))
             engine.step()
             continue
@@ -48,19 +48,19 @@ def trained(config: dict[str, Any], how: str) -> dict[str, Any]:
         try:
             engine.step()
         except TrainingError:
-            after = held(engine)
+            after = local_state(engine)
             found = {"raised": True, "same": all(map(torch.equal, before, after)), "entries": len(before)}
     return {**found, "losses": losses}
 
 
 def main() -> None:
-    """Runs all cases; rank 0 writes what all ranks found."""
+    """Runs all cases; rank 0 writes the results of all ranks."""
     results: dict[str, Any] = {}
     for name, config in json.loads(Path(sys.argv[1]).read_text()).items():
-        own = {how: trained(config, how) for how in ("poisoned", "left out")}
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, own)
-        results[name] = everyone
+        own = {mode: train(config, mode) for mode in ("poisoned", "left out")}
+        results_of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(results_of_ranks, own)
+        results[name] = results_of_ranks
     if dist.get_rank() == 0:
         Path(sys.argv[2]).write_text(json.dumps(results))
 

@@ -1,4 +1,4 @@
-"""Poisons steps of real engines, and tells what was left of it. Every rank runs poison.py CASES.json RESULTS.json."""
+"""Makes steps of real engines non-finite, and compares their state. poison.py CASES.json RESULTS.json on every rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POISONED, LAST = 3, 5
 
 
 class _BadGradient(torch.autograd.Function):
-    """The identity, but its gradient is not a number."""
+    """The identity, with a NaN gradient."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:  # noqa: ARG004
@@ -35,25 +35,25 @@ class _BadGradient(torch.autograd.Function):
 
 
 class Poisonous(CrossEntropy):
-    """Cross-entropy that can be told to go wrong, on this rank.
+    """Cross-entropy with an injected fault on this rank.
 
     Attributes:
-        how: none, loss (which is NaN) or gradient (which is NaN, of a loss that is not).
+        fault: none, loss (NaN) or gradient (NaN, of a finite loss).
     """
 
-    how = "none"
+    fault = "none"
 
     def __call__(
         self, logits: Tensor, labels: Tensor, *extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
     ) -> Loss:
         """As `CrossEntropy`."""
         loss = super().__call__(logits, labels, *extra_targets, vocabulary=vocabulary)
-        total = loss.total * float("nan") if self.how == "loss" else loss.total
-        return Loss(_BadGradient.apply(total) if self.how == "gradient" else total, loss.parts)
+        total = loss.total * float("nan") if self.fault == "loss" else loss.total
+        return Loss(_BadGradient.apply(total) if self.fault == "gradient" else total, loss.parts)
 
 
-def held(engine: Any) -> dict[str, Tensor]:
-    """A copy of all that a checkpoint of this rank would hold."""
+def local_state(engine: Any) -> dict[str, Tensor]:
+    """A copy of this rank's state, as in a checkpoint."""
     found = {}
     for key, value in engine.state().items():
         parts = value._parts if hasattr(value, "_parts") else {(): value}
@@ -61,14 +61,14 @@ def held(engine: Any) -> dict[str, Tensor]:
     return found
 
 
-def evaluated(engine: Any, run: Any) -> float:
-    """A held-out sum: what is computed with, not only what is kept, must be as it was."""
+def evaluate(engine: Any, run: Any) -> float:
+    """A held-out loss sum, which also covers the weights used in the forward pass, not only the saved state."""
     batch: list[MicroBatch] = step_batch(run, 99).micro_batches
     return float(engine.evaluate(iter(batch)).nats)
 
 
-def poisoned(run: Any, how: str) -> dict[str, Any]:
-    """Five steps of which the third goes wrong."""
+def train_poisoned(run: Any, fault: str) -> dict[str, Any]:
+    """Five steps with a fault in the third."""
     objective = Poisonous()
     engine = make_engine(run, objective)
     losses, found = [], {}
@@ -76,30 +76,30 @@ def poisoned(run: Any, how: str) -> dict[str, Any]:
         if step != POISONED:
             losses.append(engine.train_step(step_batch(run, step), lr=1e-3).loss)
             continue
-        before, score = held(engine), evaluated(engine, run)
-        # on one data rank alone: the others must come to know
+        before, score = local_state(engine), evaluate(engine, run)
+        # on one data rank only: all others must notice
         own = run.plain or run.topology.coordinates(dist.get_rank())["dp"] == run.topology.dp - 1
-        objective.how = how if own else "none"
-        closed = {"update_gate": never_update} if how == "gate" else {}
+        objective.fault = fault if own else "none"
+        closed = {"update_gate": never_update} if fault == "gate" else {}
         result = engine.train_step(step_batch(run, step), lr=1e-3, **closed)
         again = engine.train_step(step_batch(run, step), lr=1e-3, **closed) if closed else result
-        objective.how = "none"
-        after = held(engine)
+        objective.fault = "none"
+        after = local_state(engine)
         same = before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
         found = {"outcome": result.outcome, "loss": str(result.loss), "norm": str(result.grad_norm)}
         found |= {"loss again": str(again.loss), "norm again": str(again.grad_norm)}
-        found |= {"same": same, "entries": len(before), "same score": score == evaluated(engine, run)}
+        found |= {"same": same, "entries": len(before), "same score": score == evaluate(engine, run)}
     return {**found, "losses": losses}
 
 
-def without(run: Any) -> list[float]:
-    """Losses of a run that never did the third step."""
+def train_without_step(run: Any) -> list[float]:
+    """Losses of a run without the third step."""
     engine = make_engine(run, Poisonous())
     return [engine.train_step(step_batch(run, s), lr=1e-3).loss for s in range(1, LAST + 1) if s != POISONED]
 
 
 def main() -> None:
-    """Runs all cases; rank 0 writes what all ranks found."""
+    """Runs all cases; rank 0 writes the results of all ranks."""
     several = "RANK" in os.environ
     if several:
         dist.init_process_group("gloo")
@@ -108,12 +108,13 @@ def main() -> None:
     results = {}
     for name, case in json.loads(Path(sys.argv[1]).read_text()).items():
         run = resolved(case, processes=dist.get_world_size() if several else 1)
-        own = {how: poisoned(run, how) for how in ("loss", "gradient", "gate")} | {"without": without(run)}
-        everyone: list[Any] = [own]
+        own = {fault: train_poisoned(run, fault) for fault in ("loss", "gradient", "gate")}
+        own["without"] = train_without_step(run)
+        results_of_ranks: list[Any] = [own]
         if several:
-            everyone = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, own)
-        results[name] = everyone
+            results_of_ranks = [None] * dist.get_world_size()
+            dist.all_gather_object(results_of_ranks, own)
+        results[name] = results_of_ranks
     if not several or dist.get_rank() == 0:
         Path(sys.argv[2]).write_text(json.dumps(results))
     if several:

@@ -1,4 +1,4 @@
-"""Flips one bit of a rank's weights, and checks the replicas before and after. replicas.py CASES.json RESULTS.json."""
+"""Replica check before and after one bit of a rank's weights is flipped. replicas.py CASES.json RESULTS.json."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def flip(values: Tensor) -> None:
     bits[bits.numel() // 2] ^= 1
 
 
-def said(engine: Any, step: int) -> str:
-    """What the check says; nothing when all is well."""
+def check(engine: Any, step: int) -> str:
+    """The error of the replica check; empty without one."""
     try:
         check_replicas(engine.replicas(), step=step)
     except TrainingError as error:
@@ -32,30 +32,30 @@ def said(engine: Any, step: int) -> str:
     return ""
 
 
-def tried(case: dict[str, Any]) -> dict[str, Any]:
-    """The check of an engine that has trained, and of the same engine with a flipped bit on `rank` in `name`."""
+def run_case(case: dict[str, Any]) -> dict[str, Any]:
+    """The check of a trained engine, and of the same engine with a flipped bit on `rank` in `name`."""
     rank, name = case.pop("rank"), case.pop("name")
     run = resolved(case, processes=dist.get_world_size())
     engine = make_engine(run)
     for step in (1, 2):
         engine.train_step(step_batch(run, step), lr=1e-3)
     names = sorted({replica.name for replica in engine.replicas()})
-    before = said(engine, 2)
+    before = check(engine, 2)
     if dist.get_rank() == rank:
         flip(next(replica.values for replica in engine.replicas() if replica.name == name))
-    return {"names": names, "before": before, "after": said(engine, 2)}
+    return {"names": names, "before": before, "after": check(engine, 2)}
 
 
 def main() -> None:
-    """Runs all cases; rank 0 writes what it found."""
+    """Runs all cases; rank 0 writes the results of all ranks."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     results = {}
     for name, case in json.loads(Path(sys.argv[1]).read_text()).items():
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, tried(case))
-        results[name] = everyone
+        results_of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(results_of_ranks, run_case(case))
+        results[name] = results_of_ranks
     if dist.get_rank() == 0:
         Path(sys.argv[2]).write_text(json.dumps(results))
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Numbers gone wrong never reach the weights: a step that is not applied is, for the engine, one that never was."""
+"""Non-finite updates and closed update gates: a step that is not applied leaves the engine's state unchanged."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 
-from tests.anomalies.cases import try_cases
+from tests.anomalies.cases import run_cases
 from tests.conftest import selected
 from tests.engines.comparison import layout
 
 FP16 = layout(0, engine="torch", micro=2, fp16={"enabled": True, "initial_scale_power": 10})
 HALF = {"bf16": {"enabled": True}}
-ALONE = {"reference": layout(0, engine="torch", micro=2), "reference, bf16": layout(0, engine="torch", micro=2, **HALF)}
+ON_ONE = {
+    "reference": layout(0, engine="torch", micro=2),
+    "reference, bf16": layout(0, engine="torch", micro=2, **HALF),
+}
 ON_TWO = {
     "FSDP2, sharded per layer": layout(3, engine="torch", micro=2),
     "FSDP2, bf16": layout(2, engine="torch", micro=2, **HALF),
@@ -40,47 +43,55 @@ ALWAYS = {"reference", "FSDP2, sharded per layer", "torch pipeline", "ZeRO-0, cl
     "ZeRO-2, bf16, clipped",
     "ZeRO-1 pipeline, bf16",
 }
-NAMES = [pytest.param(n, marks=[] if n in ALWAYS else pytest.mark.matrix) for n in (*ALONE, *ON_TWO)]
+NAMES = [pytest.param(n, marks=[] if n in ALWAYS else pytest.mark.matrix) for n in (*ON_ONE, *ON_TWO)]
 EXPECTED = {"loss": "non_finite", "gradient": "non_finite", "gate": "refused"}
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What every rank found, by the layout's name."""
-    work, found = tmp_path_factory.mktemp("poison"), {}
-    wanted = set(selected(request.session, test_a_step_gone_wrong_leaves_no_trace, "name")) | {"reference"}
-    for processes, every in ((1, {**ALONE, "fp16": FP16}), (2, ON_TWO)):
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[dict[str, Any]]]:
+    """Layout -> results of all ranks."""
+    work, results = tmp_path_factory.mktemp("poison"), {}
+    wanted = set(selected(request.session, test_a_step_that_is_not_applied_leaves_the_state_unchanged, "name")) | {
+        "reference"
+    }
+    for processes, every in ((1, {**ON_ONE, "fp16": FP16}), (2, ON_TWO)):
         cases = {name: layout for name, layout in every.items() if name in wanted | {"fp16"}}
         if not cases:
             continue
-        found |= try_cases("tests.anomalies.poison", cases, work, processes=processes)
-    return found
+        results |= run_cases("tests.anomalies.poison", cases, work, processes=processes)
+    return results
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("how", EXPECTED)
-def test_a_step_gone_wrong_leaves_no_trace(found: dict[str, list[dict[str, Any]]], name: str, how: str) -> None:
-    """Of a NaN loss, of a NaN gradient of a finite loss (both on one data rank alone), and of a closed gate."""
-    for own in found[name]:
-        tried = own[how]
-        assert tried["outcome"] == EXPECTED[how]
-        assert tried["entries"] > 30  # weights, moments and the step counter have been compared, in pieces
-        assert tried["same"]
-        assert tried["same score"]
-        assert tried["losses"] == own["without"]  # to the last bit
+@pytest.mark.parametrize("fault", EXPECTED)
+def test_a_step_that_is_not_applied_leaves_the_state_unchanged(
+    results: dict[str, list[dict[str, Any]]], name: str, fault: str
+) -> None:
+    """For a NaN loss, a NaN gradient of a finite loss (both on one data rank only), and a closed gate."""
+    for own in results[name]:
+        result = own[fault]
+        assert result["outcome"] == EXPECTED[fault]
+        assert result["entries"] > 30  # weights, moments and the step counter have been compared, in shards
+        assert result["same"]
+        assert result["same score"]
+        assert result["losses"] == own["without"]  # to the last bit
 
 
-def test_a_closed_gate_measures_what_an_open_one_would_have(found: dict[str, list[dict[str, Any]]]) -> None:
-    (own,) = found["reference"]
+def test_a_step_with_a_closed_gate_reports_the_same_loss_and_norm_as_an_applied_one(
+    results: dict[str, list[dict[str, Any]]],
+) -> None:
+    (own,) = results["reference"]
     assert float(own["gate"]["norm"]) > 0
     assert own["gate"]["norm"] == own["gate"]["norm again"]
-    assert own["gate"]["loss"] == own["gradient"]["loss"]  # it was the same loss, whose gradient was not a number
+    assert own["gate"]["loss"] == own["gradient"]["loss"]  # the same loss, with a NaN gradient
 
 
-def test_fp16_takes_note_of_an_overflow_and_not_of_a_closed_gate(found: dict[str, list[dict[str, Any]]]) -> None:
-    (own,) = found["fp16"]
+def test_fp16_counts_an_overflow_but_not_a_closed_gate(results: dict[str, list[dict[str, Any]]]) -> None:
+    (own,) = results["fp16"]
     assert own["gradient"]["outcome"] == "overflow"
-    assert not own["gradient"]["same"]  # one overflow less until the scale is lowered
+    assert not own["gradient"]["same"]  # one overflow fewer until the scale is lowered
     assert own["loss"]["outcome"] == "non_finite"  # no loss scale helps a forward pass
     assert own["loss"]["same"]
     assert own["gate"]["same"]

@@ -1,4 +1,4 @@
-"""In a loop of one's own, too, a gradient that is not finite raises, and leaves no trace."""
+"""In a custom training loop a non-finite gradient raises an error, and leaves the state unchanged."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What every rank found, by case."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """Case -> results of all ranks."""
     work = tmp_path_factory.mktemp("own_loop")
     (work / "cases.json").write_text(json.dumps(CASES))
     done = warm.run("-m", "tests.anomalies.own_loop", work / "cases.json", work / "out.json", processes=2)
@@ -29,11 +29,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_gradient_that_is_not_finite_raises_on_all_ranks_and_changes_nothing(
-    found: dict[str, list[dict[str, Any]]], name: str
+def test_a_non_finite_gradient_raises_on_all_ranks_and_leaves_the_state_unchanged(
+    results: dict[str, list[dict[str, Any]]], name: str
 ) -> None:
-    for own in found[name]:
+    for own in results[name]:
         assert own["poisoned"]["raised"]
         assert own["poisoned"]["same"]
         assert own["poisoned"]["entries"] >= 4
-        assert own["poisoned"]["losses"] == own["left out"]["losses"]  # to the last bit, of the updates that follow
+        assert own["poisoned"]["losses"] == own["left out"]["losses"]  # exactly, for the following updates

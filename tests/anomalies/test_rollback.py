@@ -1,4 +1,4 @@
-"""Going back to a checkpoint and passing over the data since then, from train.py's own session to its journal."""
+"""Rollback to a checkpoint with a skip of the data since then, in full runs of train.py: losses, events, manifests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SKIPPED = Skips((Skip(CHECKPOINT + 1, BAD_STEP - CHECKPOINT),))
 
 
 def run_poisoned(config: Path, *sets: str, processes: int = 1) -> str:
-    """Trains with the bad sample; returns what was said."""
+    """Trains with the bad sample; returns the output."""
     overrides = [word for text in sets for word in ("--set", text)]
     done = warm.run(SCRIPT, "--config", config, *overrides, cwd=config.parent, processes=processes, merged=True)
     assert done.returncode == 0, done.stdout[-4000:]
@@ -48,20 +48,20 @@ def events(run_dir: Path, *names: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def gone_back(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a config and its finished run, which went back once, on one process."""
+def rolled_back(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a config and its finished run with one rollback, on one process."""
     work = tmp_path_factory.mktemp("rollback")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("POISON", f"nan:{BAD_SAMPLE}")
         patch.setenv("WANDB_MODE", "offline")
         config = config_of(work, tokens, engine="torch", zero_optimization={"stage": 0})
-        said = run_poisoned(config, "wandb.enabled=true")
-    assert f"going back from step {BAD_STEP} to step {CHECKPOINT}" in said
+        output = run_poisoned(config, "wandb.enabled=true")
+    assert f"rolling back from step {BAD_STEP} to step {CHECKPOINT}" in output
     return work
 
 
 def expected(work: Path) -> dict[int, float]:
-    """Losses of one plain process from the checkpoint on, on the data after the bad step's."""
+    """Losses of a single process from the checkpoint on, with the data after the bad step's."""
     config = json.loads((work / "c.json").read_text()) | {"engine": "torch", "zero_optimization": {"stage": 0}}
     run = resolve(parse(Config, config | {"run": {**config["run"], "dir": str(work / "own")}}), world_size=1)
     made = prepare(run)
@@ -71,71 +71,71 @@ def expected(work: Path) -> dict[int, float]:
     return {batch.step: engine.train_step(batch, lr=run.schedule.lr(batch.step)).loss for batch in loader}
 
 
-def test_a_run_goes_back_passes_over_the_data_and_goes_on_on_what_comes_after(gone_back: Path) -> None:
-    found, after = losses(gone_back / "run"), expected(gone_back)
-    rows = [row["step"] for row in read_rows(gone_back / "run", kind="step")]
-    assert rows == list(range(1, 21))  # as if it had never been elsewhere
-    assert {step: found[step] for step in after} == after  # to the last bit
+def test_after_a_rollback_training_continues_with_the_data_after_the_bad_step(rolled_back: Path) -> None:
+    found, after = losses(rolled_back / "run"), expected(rolled_back)
+    rows = [row["step"] for row in read_rows(rolled_back / "run", kind="step")]
+    assert rows == list(range(1, 21))  # rows after the checkpoint were truncated
+    assert {step: found[step] for step in after} == after  # exactly
 
 
-def test_the_event_names_the_samples_the_numbers_and_what_is_skipped(gone_back: Path) -> None:
-    (event,) = events(gone_back / "run", "rollback", "non_finite", "spike")
+def test_the_event_records_the_samples_the_values_and_the_skips(rolled_back: Path) -> None:
+    (event,) = events(rolled_back / "run", "rollback", "non_finite", "spike")
     assert (event["event"], event["step"], event["bad_step"]) == ("rollback", CHECKPOINT, BAD_STEP)
     assert event["first_sample"] <= BAD_SAMPLE <= event["last_sample"]
     assert (event["cause"], event["what"], event["loss"], event["reproduced"]) == ("non_finite", "loss", None, True)
     assert event["skips"] == SKIPPED.plain()
 
 
-def test_wandb_keeps_the_rows_from_before_and_those_that_come_after(gone_back: Path) -> None:
-    rows = logged(gone_back / "run")
+def test_wandb_keeps_the_rows_from_before_and_after_the_rollback(rolled_back: Path) -> None:
+    rows = logged(rolled_back / "run")
     steps = [row["train_step"] for row in rows if "loss" in row]
     assert steps == [*range(1, BAD_STEP), *range(CHECKPOINT + 1, 21)]
     assert [row["train_step"] for row in rows if "event/bad_step" in row] == [CHECKPOINT]
-    # told when they are written, among rows of later steps
+    # logged when they are written, among rows of later steps
     assert [row["train_step"] for row in rows if "event/waited_seconds" in row] == [5, 10, 15, 20]
     assert [row["train_step"] for row in rows if "eval/loss" in row] == [20]
 
 
-def test_every_later_checkpoint_knows_what_was_passed_over(gone_back: Path) -> None:
+def test_every_later_checkpoint_records_the_skips(rolled_back: Path) -> None:
     for step in (15, 20):
-        details = read_manifest(gone_back / f"run/checkpoints/step-{step:08d}", kind="checkpoint").details
+        details = read_manifest(rolled_back / f"run/checkpoints/step-{step:08d}", kind="checkpoint").details
         assert details["skips"] == SKIPPED.plain()
         assert details["samples"] == (step + 3) * 8
 
 
 @pytest.mark.parametrize("kept", [15, CHECKPOINT])
-def test_a_run_killed_after_going_back_goes_on_as_one_that_was_not(
-    gone_back: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int
+def test_a_run_killed_after_a_rollback_resumes_to_the_same_losses(
+    rolled_back: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int
 ) -> None:
-    """At 15 the manifest knows; at 10, before any checkpoint could, the journal does."""
+    """At 15 the manifest has the skips; at 10, before any later checkpoint, the journal has them."""
     monkeypatch.setenv("POISON", f"nan:{BAD_SAMPLE}")
-    shutil.copytree(gone_back, tmp_path / "again")
+    shutil.copytree(rolled_back, tmp_path / "again")
     work = tmp_path / "again"
     for path in (work / "run/checkpoints").glob("step-*"):
         if int(path.name.removeprefix("step-")) > kept:
             shutil.rmtree(path)
-    said = run_poisoned(work / "c.json", f"run.dir={work / 'run'}")
-    assert f"resuming after step {kept}" in said
-    assert "going back" not in said
-    assert losses(work / "run") == losses(gone_back / "run")
+    output = run_poisoned(work / "c.json", f"run.dir={work / 'run'}")
+    assert f"resuming after step {kept}" in output
+    assert "rolling back" not in output
+    assert losses(work / "run") == losses(rolled_back / "run")
 
 
 @pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.matrix)])
-def test_sharded_on_two_processes_it_is_the_same_curve(
-    gone_back: Path, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int
+def test_a_rollback_of_a_sharded_run_on_two_processes_gives_the_same_curve(
+    rolled_back: Path, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int
 ) -> None:
     monkeypatch.setenv("POISON", f"nan:{BAD_SAMPLE}")
     config = config_of(tmp_path, tokens, zero_optimization={"stage": stage})
-    said = run_poisoned(config, processes=2)
-    assert f"going back from step {BAD_STEP} to step {CHECKPOINT}" in said
-    for step, loss in losses(gone_back / "run").items():
+    output = run_poisoned(config, processes=2)
+    assert f"rolling back from step {BAD_STEP} to step {CHECKPOINT}" in output
+    for step, loss in losses(rolled_back / "run").items():
         assert losses(tmp_path / "run")[step] == pytest.approx(loss, rel=1e-5), step
 
 
-def test_a_spike_of_a_whole_run_is_left_out_and_found_again_by_its_samples(
+def test_a_spike_in_a_full_run_is_skipped_and_recorded(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("POISON", f"60:{BAD_SAMPLE + 8 * 8}")  # of step 21, when there are enough to compare with
+    monkeypatch.setenv("POISON", f"60:{BAD_SAMPLE + 8 * 8}")  # of step 21, when there are enough steps to compare with
     anomalies = {"spikes": "skip", "window": 16, "deviations": 20.0}  # batches this small have norms that vary
     made = tiny_config(tokens, tmp_path / "run", anomalies=anomalies, engine="torch", zero_optimization={"stage": 0})
     made["run"]["steps"] = 24
@@ -147,7 +147,7 @@ def test_a_spike_of_a_whole_run_is_left_out_and_found_again_by_its_samples(
     assert [step for step, row in rows.items() if row.get("skipped")] == [BAD_STEP + 8]
 
 
-def test_a_run_that_stops_at_numbers_gone_wrong_can_go_on_by_another_answer(
+def test_a_run_that_stopped_at_a_non_finite_loss_can_resume_with_another_policy(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("POISON", f"nan:{BAD_SAMPLE}")
@@ -158,6 +158,6 @@ def test_a_run_that_stops_at_numbers_gone_wrong_can_go_on_by_another_answer(
     assert f"step {BAD_STEP}: the loss is nan" in done.stdout
     assert "Traceback" not in done.stdout
     assert max(losses(tmp_path / "run")) == BAD_STEP - 1
-    said = run_poisoned(config, "anomalies.non_finite=skip")
-    assert f"resuming after step {CHECKPOINT}" in said
+    output = run_poisoned(config, "anomalies.non_finite=skip")
+    assert f"resuming after step {CHECKPOINT}" in output
     assert list(losses(tmp_path / "run")) == list(range(1, 21))

@@ -1,4 +1,4 @@
-"""What is called a spike, and what is not; and which data a run passes over."""
+"""Spike detection, and the arithmetic of skipped data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.data.skips import NO_SKIPS, Skip, Skips, skips_of
 
 
 def curve(steps: int, *, seed: int) -> list[tuple[float, float]]:
-    """Losses and gradient norms as training has them: falling, noisy, the norm with a long tail."""
+    """Losses and gradient norms like those of training: falling, noisy, the norm with a long tail."""
     draw = np.random.default_rng(seed)
     at = np.arange(steps)
     losses = 2.5 + 6.0 * np.exp(-at / 150) + 0.05 * draw.standard_normal(steps)
@@ -21,74 +21,74 @@ def curve(steps: int, *, seed: int) -> list[tuple[float, float]]:
     return [(float(loss), float(norm)) for loss, norm in zip(losses, norms, strict=True)]
 
 
-def judge(**fields: int) -> SpikeDetector:
+def detector_with(**fields: int) -> SpikeDetector:
     return SpikeDetector(**{"window": 128, "deviations": 10.0, **fields})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_falling_noisy_curve_has_no_spikes(seed: int) -> None:
-    watching = judge()
+    detector = detector_with()
     for loss, norm in curve(2000, seed=seed):
-        assert watching.finding(loss, norm) is None
-        watching.take(loss, norm)
+        assert detector.check(loss, norm) is None
+        detector.add(loss, norm)
 
 
 def test_a_spike_of_the_loss_and_one_of_the_norm_are_found_with_their_thresholds() -> None:
-    watching = judge()
+    detector = detector_with()
     for loss, norm in curve(500, seed=1):
-        watching.take(loss, norm)
-    spike = watching.finding(5.0, 0.4)
+        detector.add(loss, norm)
+    spike = detector.check(5.0, 0.4)
     assert spike is not None
     assert (spike.kind, spike.what) == ("spike", "loss")
     assert spike.threshold is not None
     assert spike.median is not None
     assert 2.5 < spike.median < 2.9 < spike.threshold < 5.0
-    of_norm = watching.finding(2.6, 8.0)
+    of_norm = detector.check(2.6, 8.0)
     assert of_norm is not None
     assert of_norm.what == "grad_norm"
-    assert watching.finding(0.1, 0.01) is None  # below is never one
+    assert detector.check(0.1, 0.01) is None  # a low value is never a spike
 
 
-def test_a_flat_curve_does_not_alarm_at_a_rounding() -> None:
-    watching = judge()
+def test_a_flat_curve_raises_no_false_alarm() -> None:
+    detector = detector_with()
     for _ in range(200):
-        watching.take(2.0, 1.0)
-    assert watching.finding(2.05, 1.3) is None
-    assert watching.finding(2.5, 1.0) is not None
+        detector.add(2.0, 1.0)
+    assert detector.check(2.05, 1.3) is None
+    assert detector.check(2.5, 1.0) is not None
 
 
-def test_nothing_is_a_spike_before_there_are_steps_to_compare_with() -> None:
-    watching = judge()
+def test_there_are_no_spikes_before_enough_steps_to_compare_with() -> None:
+    detector = detector_with()
     for _ in range(31):
-        watching.take(2.0, 1.0)
-    assert watching.finding(200.0, 100.0) is None
-    watching.take(2.0, 1.0)
-    assert watching.finding(200.0, 100.0) is not None
+        detector.add(2.0, 1.0)
+    assert detector.check(200.0, 100.0) is None
+    detector.add(2.0, 1.0)
+    assert detector.check(200.0, 100.0) is not None
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_found_at_once_but_for_gradients_that_fp16_scaled(bad: float) -> None:
+def test_non_finite_values_are_detected_at_once_except_scaled_gradients_of_fp16(bad: float) -> None:
     for numbers in ((bad, 1.0), (1.0, bad)):
-        found = judge().finding(*numbers)
+        found = detector_with().check(*numbers)
         assert found is not None
         assert found.kind == "non_finite"
-    assert judge(scaled=True).finding(1.0, bad) is None
-    assert judge(scaled=True).finding(bad, bad) is not None
+    assert detector_with(scaled=True).check(1.0, bad) is None
+    assert detector_with(scaled=True).check(bad, bad) is not None
 
 
-def test_a_judge_goes_on_from_its_state_to_the_last_bit() -> None:
-    whole, first = judge(), judge()
+def test_a_detector_restored_from_its_state_gives_the_same_results() -> None:
+    whole, first = detector_with(), detector_with()
     numbers = curve(400, seed=4)
     for pair in numbers[:300]:
-        whole.take(*pair)
-        first.take(*pair)
-    second = judge()
-    second.load(json.loads(json.dumps(first.state())))
+        whole.add(*pair)
+        first.add(*pair)
+    second = detector_with()
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     for pair in numbers[300:]:
-        whole.take(*pair)
-        second.take(*pair)
-    assert second.state() == whole.state()
-    assert second.finding(9.0, 0.1) == whole.finding(9.0, 0.1)
+        whole.add(*pair)
+        second.add(*pair)
+    assert second.state_dict() == whole.state_dict()
+    assert second.check(9.0, 0.1) == whole.check(9.0, 0.1)
 
 
 def test_a_run_without_skips_trains_on_data_step_s_in_step_s() -> None:
@@ -96,7 +96,7 @@ def test_a_run_without_skips_trains_on_data_step_s_in_step_s() -> None:
     assert NO_SKIPS.samples(3, per_step=8) == range(16, 24)
 
 
-def test_after_going_back_all_data_since_the_checkpoint_is_passed_over() -> None:
+def test_after_a_rollback_all_data_since_the_checkpoint_is_skipped() -> None:
     skips = NO_SKIPS.past(13, since=10)
     assert [skips.data_step(step) for step in (9, 10, 11, 12)] == [9, 10, 14, 15]
     again = skips.past(12, since=10)  # its data was data step 15
@@ -106,7 +106,7 @@ def test_after_going_back_all_data_since_the_checkpoint_is_passed_over() -> None
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_data_is_seen_twice_and_none_after_a_bad_step_is_lost(seed: int) -> None:
+def test_no_data_is_repeated_and_none_after_a_bad_step_is_lost(seed: int) -> None:
     draw = np.random.default_rng(seed)
     skips, checkpoint = NO_SKIPS, 0
     for _ in range(5):
@@ -119,11 +119,11 @@ def test_no_data_is_seen_twice_and_none_after_a_bad_step_is_lost(seed: int) -> N
     assert seen == sorted(set(seen))
 
 
-def test_skips_come_from_the_newest_order_that_reaches_the_checkpoint_or_from_its_manifest() -> None:
+def test_skips_come_from_the_newest_rollback_event_up_to_the_checkpoint_or_from_its_manifest() -> None:
     skips = Skips((Skip(11, 3),))
     assert Skips.of(json.loads(json.dumps(skips.plain()))) == skips
     assert Skips.of(None) == NO_SKIPS
-    order = {"event": "rollback", "step": 10, "skips": [[11, 3], [11, 2]]}
+    rollback = {"event": "rollback", "step": 10, "skips": [[11, 3], [11, 2]]}
     assert skips_of({"skips": [[11, 3]]}, [], step=10) == skips
-    assert skips_of({"skips": [[11, 3]]}, [order], step=10).data_step(11) == 16
-    assert skips_of({}, [order], step=9) == NO_SKIPS  # that step is before the order, and will find out again
+    assert skips_of({"skips": [[11, 3]]}, [rollback], step=10).data_step(11) == 16
+    assert skips_of({}, [rollback], step=9) == NO_SKIPS  # that step is before the rollback, which will happen again

@@ -1,4 +1,4 @@
-"""`python -m pipeline samples`: the text that comes out is the text that went in."""
+"""`python -m pipeline samples` prints the text of the corpus that a step was trained on."""
 
 from __future__ import annotations
 
@@ -33,45 +33,45 @@ def work(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return work
 
 
-def samples(work: Path, *words: object) -> str:
-    """What the command prints."""
-    done = warm.run("-m", "pipeline", "samples", work / "run", *words)
+def samples(work: Path, *arguments: object) -> str:
+    """Output of the command."""
+    done = warm.run("-m", "pipeline", "samples", work / "run", *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def refused(work: Path, *words: object) -> str:
-    """What it says when it refuses."""
-    done = warm.run("-m", "pipeline", "samples", work / "run", *words)
+def refused(work: Path, *arguments: object) -> str:
+    """Error message of a refused command."""
+    done = warm.run("-m", "pipeline", "samples", work / "run", *arguments)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     return done.stderr
 
 
-def test_every_document_of_a_step_is_a_piece_of_the_corpus(work: Path) -> None:
+def test_every_document_of_a_step_is_text_of_the_corpus(work: Path) -> None:
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     files = [p for folder in ("json", "email") for kind in ("py", "rst") for p in (stdlib / folder).rglob(f"*.{kind}")]
     corpus = [path.read_text() for path in files]
-    said = samples(work, "--step", 3)
-    assert [int(number) for number, _ in HEADER.findall(said)] == list(range(16, 24))
-    assert {step for _, step in HEADER.findall(said)} == {"3"}
-    pieces = [part for part in re.split(r"^(?:==|--) .*\n", said, flags=re.MULTILINE) if part]
-    assert len(pieces) >= 8
-    for piece in pieces:
-        # a line of its own ends a text; tokens may cut a character in two
-        text = piece.removesuffix("\n").removesuffix(END).strip("\ufffd")
+    output = samples(work, "--step", 3)
+    assert [int(number) for number, _ in HEADER.findall(output)] == list(range(16, 24))
+    assert {step for _, step in HEADER.findall(output)} == {"3"}
+    texts = [part for part in re.split(r"^(?:==|--) .*\n", output, flags=re.MULTILINE) if part]
+    assert len(texts) >= 8
+    for printed in texts:
+        # a newline follows each text; token boundaries may split a character
+        text = printed.removesuffix("\n").removesuffix(END).strip("\ufffd")
         assert any(text in document for document in corpus), text
 
 
-def test_the_tokens_of_the_passages_are_those_that_were_trained_on(tokens: Path) -> None:
+def test_the_tokens_of_the_passages_are_those_of_the_training_samples(tokens: Path) -> None:
     dataset = TokenDataset.open(tokens, split="train", sequence_length=300)
-    blend = DataMixture([dataset], weights=[1.0], seed=7)
+    mixture = DataMixture([dataset], weights=[1.0], seed=7)
     for number in range(40):
-        window = int(blend.order.locate([number]).window[0])
+        window = int(mixture.order.locate([number]).window[0])
         shard = int(dataset.locate([window])[0][0])
         file = TokenFile.open(shard_prefix(tokens, "train", shard))
         parts = list(document_slices(dataset, window))
-        assert np.array_equal(np.concatenate([part.tokens for part in parts]), blend.read([number])[0])
+        assert np.array_equal(np.concatenate([part.tokens for part in parts]), mixture.read([number])[0])
         for part in parts:
             sequence = int(file.document_index[part.document - int(dataset.first_document[shard])])
             begin = int(file.byte_offsets[sequence]) // file.dtype.itemsize + part.first
@@ -81,25 +81,25 @@ def test_the_tokens_of_the_passages_are_those_that_were_trained_on(tokens: Path)
         assert all(part.first == 0 for part in parts[1:])
 
 
-def test_ranges_limits_and_sample_numbers(work: Path) -> None:
-    said = samples(work, "--step", "2:3", "--limit", 9)
-    assert [int(step) for _, step in HEADER.findall(said)] == [2] * 8 + [3]
+def test_step_ranges_limits_and_sample_numbers_select_samples(work: Path) -> None:
+    output = samples(work, "--step", "2:3", "--limit", 9)
+    assert [int(step) for _, step in HEADER.findall(output)] == [2] * 8 + [3]
     assert [int(number) for number, _ in HEADER.findall(samples(work, "--sample", "17:18"))] == [17, 18]
     one = samples(work, "--sample", 16).splitlines()[1:]
     assert one == samples(work, "--step", 3, "--limit", 1).splitlines()[1:]
 
 
-def test_in_rank_order_the_samples_of_a_rank_stand_together(work: Path, tmp_path: Path) -> None:
+def test_rank_order_sorts_the_samples_by_rank_and_micro_batch(work: Path, tmp_path: Path) -> None:
     shutil.copytree(work / "run", tmp_path / "run")
     row = {"kind": "event", "step": 0, "event": "resumed", "world_size": 2}
     with (tmp_path / "run/metrics.jsonl").open("a") as journal:
         journal.write(json.dumps(row) + "\n")
-    said = samples(tmp_path, "--step", 1, "--rank-order")  # 2 per micro-batch, 2 of them, on 2 ranks
-    assert [int(number) for number, _ in HEADER.findall(said)] == [0, 1, 4, 5, 2, 3, 6, 7]
-    assert said.count("(data rank 1, micro-batch 1)") == 2
+    output = samples(tmp_path, "--step", 1, "--rank-order")  # 2 per micro-batch, 2 of them, on 2 ranks
+    assert [int(number) for number, _ in HEADER.findall(output)] == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert output.count("(data rank 1, micro-batch 1)") == 2
 
 
-def test_data_that_was_passed_over_is_counted(work: Path, tmp_path: Path) -> None:
+def test_the_samples_after_a_rollback_account_for_skipped_data(work: Path, tmp_path: Path) -> None:
     shutil.copytree(work / "run", tmp_path / "run")
     row = {"kind": "event", "step": 10, "event": "rollback", "skips": [[11, 3]]}
     with (tmp_path / "run/metrics.jsonl").open("a") as journal:
@@ -108,7 +108,7 @@ def test_data_that_was_passed_over_is_counted(work: Path, tmp_path: Path) -> Non
     assert HEADER.findall(samples(tmp_path, "--step", 11, "--limit", 1)) == [("104", "11")]
 
 
-def test_what_cannot_be_shown_is_refused_with_the_reason(work: Path, tokens: Path, tmp_path: Path) -> None:
+def test_invalid_requests_are_refused_with_the_reason(work: Path, tokens: Path, tmp_path: Path) -> None:
     assert "the run has steps 1 to 20, not 21 to 21" in refused(work, "--step", 21)
     assert "no such directory" in refused(tmp_path, "--step", 1)
     assert "neither a number nor FIRST:LAST" in refused(work, "--step", "x")

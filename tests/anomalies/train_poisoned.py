@@ -1,6 +1,6 @@
-"""train.py with an objective that goes wrong at one sample of the run. POISON=HOW:SAMPLE, HOW being nan or a factor.
+"""train.py with an objective that multiplies the loss of one sample. POISON=FACTOR:SAMPLE, FACTOR may be nan.
 
-The sample is bad wherever it turns up: on whichever rank, in whichever step, however often.
+The sample is bad whenever it is seen: on any rank, in any step, any number of times.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class BadSample(CrossEntropy):
 def main() -> int:
     """Entry point."""
     run = resolve_run(parse_arguments("Train with a bad sample."))
-    how, sample = os.environ["POISON"].split(":")
+    factor, sample = os.environ["POISON"].split(":")
     row = open_mixture(run.config.data, seed=run.config.run.seed).read([int(sample)])[0]
-    with StopSignals(tells=detect().rank == 0) as signals:
-        return train(run, lambda _device: BadSample(torch.from_numpy(row[1:].copy()), float(how)), signals=signals)
+    with StopSignals(announce=detect().rank == 0) as signals:
+        return train(run, lambda _device: BadSample(torch.from_numpy(row[1:].copy()), float(factor)), signals=signals)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Export: a folder that any user of transformers can load, or no folder at all."""
+"""Export: a folder that transformers can load with the same logits, or no folder at all."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ print(json.dumps({"loss": loss, "text": tokenizer.decode(ids[0]), "new": made.sh
 """
 
 
-def test_a_user_of_transformers_loads_the_model_and_its_tokenizer(run_dir: Path, tmp_path: Path) -> None:
+def test_transformers_loads_the_exported_model_and_its_tokenizer(run_dir: Path, tmp_path: Path) -> None:
     done = export(run_dir, tmp_path / "model")
     assert done.returncode == 0, done.stderr
     assert "largest logit difference to the trained model 0" in done.stdout
     user = subprocess.run(
         [sys.executable, "-c", USER, str(tmp_path / "model")], capture_output=True, text=True, check=True
     )
-    seen = json.loads(user.stdout)
-    assert seen["text"] == "def loads(text):\n    return 1"
-    assert seen["loss"] < 6.5  # untrained it would be log(512) = 6.24 on average; a wrong head gives much more
+    result = json.loads(user.stdout)
+    assert result["text"] == "def loads(text):\n    return 1"
+    assert result["loss"] < 6.5  # untrained it would be log(512) = 6.24 on average; a wrong head gives much more
     manifest = read_manifest(tmp_path / "model", kind="model")
     checkpoint = read_manifest(run_dir / "checkpoints/step-00000006", kind="checkpoint")
     assert manifest.parents["checkpoint"]["fingerprint"] == checkpoint.fingerprint
@@ -64,17 +64,17 @@ def test_a_user_of_transformers_loads_the_model_and_its_tokenizer(run_dir: Path,
     assert mode == (tmp_path / "model/config.json").stat().st_mode & 0o777
 
 
-def test_the_held_out_loss_of_the_export_is_that_of_the_run(run_dir: Path, tokens: Path, tmp_path: Path) -> None:
+def test_the_exported_model_has_the_held_out_loss_of_the_run(run_dir: Path, tokens: Path, tmp_path: Path) -> None:
     assert export(run_dir, tmp_path / "model").returncode == 0
     command = ("-m", "pipeline", "eval", tmp_path / "model", "--data", tokens)
     done = warm.run(*command, "--sequence-length", 32, "--json")
     exported = json.loads(done.stdout)
     row = next(json.loads(r) for r in (run_dir / "metrics.jsonl").read_text().splitlines() if '"eval"' in r)
-    # training evaluated 16 windows from the start, this is the whole split: the first bound is that it is one model
+    # training evaluated 16 windows from the start, this is the whole split: the bound only tells one model from another
     assert exported["loss_nats"] == pytest.approx(row["loss"], rel=0.05)
 
 
-def test_weights_are_cut_into_files_of_bounded_size(run_dir: Path, tmp_path: Path) -> None:
+def test_weights_are_split_into_files_of_bounded_size(run_dir: Path, tmp_path: Path) -> None:
     code = (
         "import pipeline.checkpoint.export as e, sys; from pathlib import Path; e.SHARD_BYTES = 60_000;"
         "from pipeline.checkpoint.find import find_checkpoint;"
@@ -92,12 +92,12 @@ def test_weights_are_cut_into_files_of_bounded_size(run_dir: Path, tmp_path: Pat
     assert done.returncode == 0
 
 
-def test_bf16_is_written_on_request(run_dir: Path, tmp_path: Path) -> None:
+def test_bf16_weights_are_written_on_request(run_dir: Path, tmp_path: Path) -> None:
     assert export(run_dir, tmp_path / "model", "--dtype", "bf16").returncode == 0
     assert {t.dtype for t in load_file(tmp_path / "model/model.safetensors").values()} == {torch.bfloat16}
 
 
-def test_a_model_that_differs_from_the_trained_one_is_refused(run_dir: Path, tmp_path: Path) -> None:
+def test_an_export_with_other_logits_than_the_trained_model_is_refused(run_dir: Path, tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path
@@ -112,20 +112,20 @@ e.export(find_checkpoint(Path(sys.argv[1])), Path(sys.argv[2]))
 """
     done = warm.run("-c", code, run_dir, tmp_path / "model")
     assert "the export is refused" in done.stderr
-    assert list(tmp_path.iterdir()) == []  # nor is what it had begun left there
+    assert list(tmp_path.iterdir()) == []  # the staging directory is deleted, too
 
 
-def test_what_cannot_be_exported_is_refused_with_exit_code_2(run_dir: Path, tmp_path: Path) -> None:
+def test_an_impossible_export_is_refused_with_exit_code_2(run_dir: Path, tmp_path: Path) -> None:
     assert export(run_dir, tmp_path / "model").returncode == 0
     again = export(run_dir, tmp_path / "model")
     assert (again.returncode, "--replace" in again.stderr) == (2, True)
     assert export(run_dir, tmp_path / "model", "--replace").returncode == 0
-    nowhere = export(tmp_path / "nowhere", tmp_path / "other")
-    assert (nowhere.returncode, "no such directory" in nowhere.stderr) == (2, True)
-    strange = export(run_dir, tmp_path / "other", "--tokenizer", tmp_path)
-    assert (strange.returncode, "no tokenizer_config.json" in strange.stderr) == (2, True)
-    own = export(run_dir, tmp_path / "again", "--tokenizer", tmp_path / "model")
-    assert own.returncode == 0, own.stderr
+    missing = export(tmp_path / "nowhere", tmp_path / "other")
+    assert (missing.returncode, "no such directory" in missing.stderr) == (2, True)
+    no_tokenizer = export(run_dir, tmp_path / "other", "--tokenizer", tmp_path)
+    assert (no_tokenizer.returncode, "no tokenizer_config.json" in no_tokenizer.stderr) == (2, True)
+    explicit = export(run_dir, tmp_path / "again", "--tokenizer", tmp_path / "model")
+    assert explicit.returncode == 0, explicit.stderr
     copy = shutil.copytree(run_dir, tmp_path / "copy")
     damaged = copy / "checkpoints/step-00000006/__0_0.distcp"
     os.truncate(damaged, damaged.stat().st_size - 5000)

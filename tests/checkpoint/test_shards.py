@@ -1,4 +1,4 @@
-"""Named shards: any flat range of any tensor is a handful of boxes, and every layout reads every other."""
+"""Named shards: any flat range of a tensor splits into a few rectangles, and any layout reads any other."""
 
 from __future__ import annotations
 
@@ -12,29 +12,32 @@ from hypothesis import strategies as st
 
 from headrace.base.errors import CheckpointError
 from pipeline.checkpoint import named_state
-from pipeline.checkpoint.shards import NamedShard, rectangles
+from pipeline.checkpoint.read_weights import CheckpointWeights
+from pipeline.checkpoint.shards import NamedShard, split_flat_range
 
 SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
 
 
 @given(shape=SHAPES, data=st.data())
 @settings(deadline=None)
-def test_the_boxes_of_a_flat_range_are_that_range_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_the_rectangles_of_a_flat_range_are_that_range_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
     numel = math.prod(shape)
     start = data.draw(st.integers(0, numel))
     length = data.draw(st.integers(0, numel - start))
     whole = torch.arange(numel).reshape(shape)
-    boxes = rectangles(shape, start, length)
-    cut = [whole[tuple(slice(o, o + s) for o, s in zip(b.offsets, b.sizes, strict=True))].flatten() for b in boxes]
-    found = torch.cat(cut) if cut else torch.empty(0, dtype=torch.int64)
+    rectangles = split_flat_range(shape, start, length)
+    parts = [
+        whole[tuple(slice(o, o + s) for o, s in zip(b.offsets, b.sizes, strict=True))].flatten() for b in rectangles
+    ]
+    found = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
     assert found.tolist() == list(range(start, start + length))
-    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+    assert len(rectangles) <= max(1, 2 * len(shape) - 1)
 
 
 def test_a_flat_range_of_a_matrix_is_at_most_three_rectangles() -> None:
-    boxes = rectangles((5, 7), 3, 25)
-    assert [(b.offsets, b.sizes) for b in boxes] == [((0, 3), (1, 4)), ((1, 0), (3, 7))]
-    assert len(rectangles((5, 7), 3, 26)) == 3
+    rectangles = split_flat_range((5, 7), 3, 25)
+    assert [(b.offsets, b.sizes) for b in rectangles] == [((0, 3), (1, 4)), ((1, 0), (3, 7))]
+    assert len(split_flat_range((5, 7), 3, 26)) == 3
 
 
 def write_flat(tensor: torch.Tensor, directory: Path) -> None:
@@ -44,7 +47,9 @@ def write_flat(tensor: torch.Tensor, directory: Path) -> None:
 
 @given(data=st.data())
 @settings(deadline=None, max_examples=15)
-def test_any_part_can_be_read_from_a_whole(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_any_flat_range_can_be_read_from_a_full_tensor(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     tensor = torch.randn(6, 5)
     directory = tmp_path_factory.mktemp("ck")
     write_flat(tensor, directory)
@@ -63,8 +68,8 @@ def test_another_shape_and_a_missing_tensor_are_refused(tmp_path: Path) -> None:
             named_state.read({named_state.weight_key(name): shard}, tmp_path)
 
 
-def test_shapes_are_known_without_reading_tensors(tmp_path: Path) -> None:
+def test_shapes_are_read_from_the_metadata_alone(tmp_path: Path) -> None:
     write_flat(torch.randn(6, 5), tmp_path)
-    assert named_state.stored_shapes(tmp_path) == {"w": torch.Size([6, 5])}
+    assert CheckpointWeights(tmp_path).shapes == {"w": torch.Size([6, 5])}
     next(tmp_path.glob("*.distcp")).unlink()
-    assert named_state.stored_shapes(tmp_path) == {"w": torch.Size([6, 5])}
+    assert CheckpointWeights(tmp_path).shapes == {"w": torch.Size([6, 5])}

@@ -1,4 +1,4 @@
-"""A virtual cluster by hand: `python -m tests.cluster [--nodes 2] [COMMAND ...]`, as root.
+"""Starts a virtual Slurm cluster interactively: `python -m tests.cluster [--nodes 2] [COMMAND ...]`, as root.
 
 Opens a shell (or runs COMMAND) on the login node, where sbatch, squeue and scontrol work. The cluster ends with it.
 """
@@ -11,13 +11,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.cluster.cluster import VirtualCluster, missing
+from tests.cluster.cluster import VirtualCluster, missing_requirements
 
 
 def main() -> int:
-    """Returns the exit code of the shell or the command; 2 where no cluster can be."""
+    """Returns the exit code of the shell or the command; 2 where a cluster cannot be started."""
     args = _arguments()
-    if (reason := missing()) is not None:
+    if (reason := missing_requirements()) is not None:
         print(f"error: {reason}", file=sys.stderr)
         return 2
     with (

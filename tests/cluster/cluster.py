@@ -1,12 +1,12 @@
-"""A real Slurm of several hosts on one machine, for tests.
+"""A virtual Slurm cluster for tests: a real Slurm with several hosts (namespaces) on one machine.
 
     with VirtualCluster(tmp_path, nodes=2) as cluster:
         job = cluster.wait(cluster.sbatch("slurm/train.sbatch", "ds_configs/zero3.json", cwd=ROOT))
         assert job.state == "COMPLETED"
 
 The controller is a machine of namespaces with a bridge, munged and slurmctld; each node is a machine inside it, with a
-cable to the bridge and a slurmd. All share the file system, as on most clusters. Every cluster has a network of its
-own, so any number of them can run at once, with the same addresses and ports.
+veth link to the bridge and a slurmd. All share the file system, as on most clusters. Every cluster has its own network,
+so any number of them can run at once, with the same addresses and ports.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ T = TypeVar("T")
 
 
 @cache
-def missing() -> str | None:
-    """Why this machine cannot hold a virtual cluster, or None when it can."""
+def missing_requirements() -> str | None:
+    """Why this machine cannot run a virtual cluster, or None when it can."""
     absent = [program for program in _PROGRAMS if shutil.which(program) is None]
     if absent:
         return f"needs {', '.join(absent)} (Debian: slurm-wlm munge iproute2 util-linux)"
     if os.geteuid() != 0:
         return "needs root, to give every node its own host name, network and processes"
-    tried = subprocess.run(
+    probe = subprocess.run(
         ["unshare", "--uts", "--net", "--ipc", "--mount", "--pid", "--fork", "mount", "-t", "proc", "proc", "/proc"],
         capture_output=True,
         text=True,
         check=False,
     )
-    return f"namespaces are not allowed here: {tried.stderr.strip()}" if tried.returncode else None
+    return f"namespaces are not allowed here: {probe.stderr.strip()}" if probe.returncode else None
 
 
 class VirtualCluster:
     """A running cluster; use it as a context manager.
 
     Args:
-        directory: where it keeps everything, in a new subdirectory `slurm`. Short: sockets have 107 bytes for a path.
-        nodes: how many, named n1, n2, ...
+        directory: for all files, in a new subdirectory `slurm`. Short: the path of a socket is limited to 107 bytes.
+        nodes: number of nodes, named n1, n2, ...
         cpus: of each node, as Slurm counts them.
-        gpus: of each node. They are not real: Slurm counts and assigns them.
+        gpus: of each node. They do not exist: Slurm only counts and assigns them.
         down_after_s: seconds after which a silent node is declared dead.
     """
 
@@ -66,9 +66,9 @@ class VirtualCluster:
         self.state = directory / "slurm"
         self.state.mkdir(mode=0o755)
         conf = write_settings(self.state, nodes=nodes, cpus=cpus, gpus=gpus, down_after_s=down_after_s)
-        # without the variables of a Slurm job that the tests themselves may run in
-        outside = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "SBATCH", "SRUN"))}
-        self.env = outside | {"SLURM_CONF": str(conf)}
+        # without the variables of a Slurm job in which the tests themselves may run
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "SBATCH", "SRUN"))}
+        self.env = inherited | {"SLURM_CONF": str(conf)}
         self._names = [f"n{number}" for number in range(1, nodes + 1)]
 
     def __enter__(self) -> VirtualCluster:
@@ -94,7 +94,7 @@ class VirtualCluster:
         return list(self._nodes.values())
 
     def node(self, name: str) -> Node:
-        """The compute node of that name."""
+        """The compute node with a name."""
         return self._nodes[name]
 
     def run(
@@ -141,7 +141,7 @@ class VirtualCluster:
 
         def reached() -> bool:
             shown = self.run("sinfo", "--noheader", "--Node", "--format=%N %T").splitlines()
-            # a star marks a node that does not answer at the moment
+            # an asterisk marks a node that does not respond at the moment
             states = dict(line.rstrip("*").split() for line in shown)
             return all(states.get(name) == state for name in names)
 
@@ -159,7 +159,7 @@ class VirtualCluster:
 
     def _stop(self) -> None:
         self.controller.stop()
-        for node in self.nodes:  # they are dead by now; this only closes what we hold of them
+        for node in self.nodes:  # their processes are dead by now; this only closes our pipes
             node.stop()
 
     def _start_munge(self) -> None:
@@ -167,7 +167,7 @@ class VirtualCluster:
         key.touch(mode=0o600)
         key.write_bytes(os.urandom(128))
         files = [f"--{kind}-file={self.state}/munge.{kind}" for kind in ("key", "pid", "log", "seed")]
-        # --force: a test's directory is private to its user, munged would like others to reach the socket
+        # --force: a test's directory is private to its user, and munged warns that others cannot reach the socket
         self.controller.run("munged", "--force", f"--socket={self.state}/munge.socket", *files)
 
     def _until(self, probe: Callable[[], T | None], *, what: str, timeout_s: float) -> T:

@@ -1,4 +1,4 @@
-"""What Slurm says about jobs, as values."""
+"""Parses the jobs in the output of `scontrol show job`."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""A host that is made of namespaces: own name, own network, own processes, the same files.
+"""A virtual host made of Linux namespaces: own host name, network and processes, shared files.
 
-The first process of a machine (its *init*) waits for the end of its standard input, which its creator holds open. When
-init ends, the kernel kills every process of the machine and takes its network away. So nothing has to be cleaned up:
-not after `stop`, and not when the creator itself is killed, since a dead process holds no pipe open.
+The first process of a machine (its *init*) waits for the end of its standard input, which its creator keeps open. When
+init ends, the kernel kills every process of the machine and removes its network. So nothing has to be cleaned up: not
+after `stop`, and not when the creator itself is killed, since that closes the pipe.
 
-A machine started `inside` another one is in that one's network and process tree, and dies with it.
+A machine started `inside` another one is in that one's network and process tree, and ends with it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Machine:
         name: its host name.
         hosts: the text of its /etc/hosts.
         state: a directory for that file.
-        inside: the machine it is a part of; None: the real one.
+        inside: the machine in which it is started; None for the real one.
 
     Raises:
-        RuntimeError: the kernel or the container does not allow it; says what was refused.
+        RuntimeError: the kernel or the container does not allow it; with the reason.
     """
 
     def __init__(self, name: str, *, hosts: str, state: Path, inside: Machine | None = None) -> None:
@@ -54,7 +54,7 @@ class Machine:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # Ctrl-C is for the tests; they stop the machine in their own time
+            start_new_session=True,  # Ctrl-C must reach the tests only, which stop the machine
         )
         self.pid = self._process.stdout.readline().strip()
         if not self.pid:
@@ -62,7 +62,7 @@ class Machine:
         self._enter: list[str] = [*self._outer, "nsenter", f"--target={self.pid}", "--all"]
 
     def command(self, *command: str, cwd: Path = Path("/")) -> list[str]:
-        """What to execute on the real machine so that `command` runs in this one, in directory `cwd`."""
+        """The command line for the real machine that runs `command` in this one, in directory `cwd`."""
         return [*self._enter, "env", f"--chdir={cwd}", *command]
 
     def run(
@@ -71,15 +71,15 @@ class Machine:
         """Runs a command in the machine and returns its standard output.
 
         Raises:
-            RuntimeError: it failed; says what it printed.
+            RuntimeError: it failed; with its output.
             subprocess.TimeoutExpired: it took longer than `timeout_s`.
         """
         done = subprocess.run(
             self.command(*command, cwd=cwd), env=env, capture_output=True, text=True, timeout=timeout_s, check=False
         )
         if done.returncode:
-            said = (done.stderr + done.stdout).strip()
-            raise RuntimeError(f"on {self.name}: {' '.join(command)}: exit code {done.returncode}: {said}")
+            output = (done.stderr + done.stdout).strip()
+            raise RuntimeError(f"on {self.name}: {' '.join(command)}: exit code {done.returncode}: {output}")
         return done.stdout
 
     def ip(self, arguments: str) -> None:
@@ -87,7 +87,7 @@ class Machine:
         self.run("ip", *arguments.split())
 
     def stop(self) -> None:
-        """Ends the machine with all its processes, at once, as when the power fails. Twice is once."""
+        """Ends the machine with all its processes at once, as in a power failure. May be called twice."""
         self._process.stdin.close()
         self._process.wait()
         self._process.stdout.close()

@@ -9,7 +9,7 @@ from tests.cluster.settings import hosts_of, node_address
 
 
 class Node:
-    """One compute node, which can lose its power and come back."""
+    """One compute node, which can crash and boot again."""
 
     def __init__(self, name: str, *, controller: Machine, state: Path, env: dict[str, str]) -> None:
         self.name = name
@@ -23,7 +23,7 @@ class Node:
         return self._machine
 
     def up(self) -> None:
-        """Boots: a machine, a cable to the bridge, slurmd."""
+        """Boots: a machine, a veth link to the bridge, slurmd."""
         self._machine = Machine(self.name, hosts=hosts_of(self.name), state=self._state, inside=self._controller)
         address = node_address(self.name)
         # a fixed hardware address: after a reboot the others still know the old one
@@ -32,10 +32,10 @@ class Node:
         self._controller.ip(f"link set {self.name} master bridge up")
         self._machine.ip(f"address add {address}/24 dev eth0")
         self._machine.ip("link set eth0 up")
-        self._machine.run("slurmd", env=self._env)  # finds itself in slurm.conf by its host name
+        self._machine.run("slurmd", env=self._env)  # finds its entry in slurm.conf by the host name
 
     def crash(self) -> None:
-        """Power failure. The cable goes first: a dead host does not say good-bye to its connections."""
+        """Power failure. The network link goes first: a dead host does not close its connections."""
         self._controller.ip(f"link delete {self.name}")
         self.stop()
 

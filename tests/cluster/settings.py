@@ -1,4 +1,4 @@
-"""The configuration of the virtual cluster: slurm.conf, gres.conf, and why each line is there."""
+"""Configuration of the virtual cluster: slurm.conf and gres.conf, with the reason for each line."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ SlurmdSpoolDir={state}/spool.%n
 # cred_expire is also how long a requeued job waits before it may start again: 120 s by default
 AuthType=auth/munge
 AuthInfo=socket={state}/munge.socket,cred_expire=5
-# believe the CPUs written here: the machine below may have fewer
+# use the number of CPUs given here: the real machine may have fewer
 SlurmdParameters=config_overrides
-# no cgroups: the nodes of a test share those of the machine below
+# no cgroups: the virtual nodes share those of the real machine
 ProctrackType=proctrack/linuxproc
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 GresTypes=gpu
-# a dead node is noticed after this many seconds, and is welcome again when it comes back
+# a dead node is detected after this many seconds, and returns to service when it boots again
 SlurmdTimeout={down_after_s}
 ReturnToService=2
 MessageTimeout=5
 TCPTimeout=2
 KillWait=5
-# finished jobs can be asked about until the cluster ends
+# finished jobs stay visible until the cluster ends
 MinJobAge=86400
 # look for jobs to start every second; the defaults of 30 and 60 s save work on a cluster of thousands
 SchedulerType=sched/backfill
@@ -53,15 +53,15 @@ NodeName=n[1-{nodes}] Name=gpu File={state}/gpu[0-{last_gpu}]
 
 
 def node_address(name: str) -> str:
-    """The address of node `n3` is 10.77.0.3; the network is the cluster's own, so that every cluster can have it."""
+    """The address of node `n3` is 10.77.0.3; every cluster has its own network, so that all can use the same ones."""
     return f"10.77.0.{name.removeprefix('n')}"
 
 
 def hosts_of(name: str) -> str:
-    """/etc/hosts as Debian's installer writes it: a host knows its own name, at a loopback address, and no other.
+    """/etc/hosts as Debian's installer writes it: a host resolves its own name, to a loopback address, and no other.
 
-    Jobs that find each other by name, or listen where their own name points to, work on a desk and fail on many
-    clusters; here they fail too.
+    Jobs that resolve each other's names, or listen on the address of their own name, work on a workstation and fail on
+    many clusters; here they fail, too.
     """
     return f"127.0.0.1 localhost\n127.0.1.1 {name}\n"
 

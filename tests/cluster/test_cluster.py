@@ -1,4 +1,4 @@
-"""What the other tests rely on: nodes are hosts of their own, can crash, and nothing survives the cluster."""
+"""The virtual cluster itself: nodes are separate hosts, can crash, and no process outlives the cluster."""
 
 from __future__ import annotations
 
@@ -10,20 +10,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.cluster import VirtualCluster, missing
+from tests.cluster.cluster import VirtualCluster, missing_requirements
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.slurm, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.skipif(missing_requirements() is not None, reason=str(missing_requirements())),
+]
 
 
 def test_every_node_has_its_own_name_and_address(tmp_path: Path) -> None:
     with VirtualCluster(tmp_path, nodes=2) as cluster:
-        said = cluster.run("srun", "--nodes=2", "--ntasks=2", "sh", "-c", "echo $(hostname) $(ip -o -4 addr show eth0)")
-    fields = sorted(line.split() for line in said.splitlines())
+        output = cluster.run(
+            "srun", "--nodes=2", "--ntasks=2", "sh", "-c", "echo $(hostname) $(ip -o -4 addr show eth0)"
+        )
+    fields = sorted(line.split() for line in output.splitlines())
     assert [(line[0], line[4]) for line in fields] == [("n1", "10.77.0.1/24"), ("n2", "10.77.0.2/24")]
 
 
-def test_two_clusters_live_side_by_side(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_two_clusters_run_at_the_same_time(tmp_path_factory: pytest.TempPathFactory) -> None:
     with (
         VirtualCluster(tmp_path_factory.mktemp("a"), nodes=1) as one,
         VirtualCluster(tmp_path_factory.mktemp("b"), nodes=1) as other,
@@ -33,8 +38,8 @@ def test_two_clusters_live_side_by_side(tmp_path_factory: pytest.TempPathFactory
         assert other.jobs() == []
 
 
-def test_a_crashed_node_goes_down_and_its_job_starts_again_when_it_is_back(tmp_path: Path) -> None:
-    # with 5 s Slurm declares a silent node dead after about 10
+def test_a_crashed_node_goes_down_and_its_job_is_requeued_when_it_is_back(tmp_path: Path) -> None:
+    # with 5 s Slurm declares a node down after about 10
     with VirtualCluster(tmp_path, nodes=2, down_after_s=5) as cluster:
         script = tmp_path / "job.sh"
         script.write_text('#!/bin/sh\ntouch "started.${SLURM_RESTART_COUNT:-0}"\nsleep 1000\n')
@@ -46,7 +51,7 @@ def test_a_crashed_node_goes_down_and_its_job_starts_again_when_it_is_back(tmp_p
         _wait_for_file(tmp_path / "started.1")
 
 
-def test_nothing_outlives_a_cluster_whose_process_is_killed(tmp_path: Path) -> None:
+def test_no_process_outlives_a_cluster_that_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.cluster", "sleep", "1000"]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}
@@ -67,10 +72,10 @@ def _processes_of(directory: Path) -> list[str]:
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            told = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
-        except OSError:  # it ended while we looked
+            strings = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+        except OSError:  # it has ended meanwhile
             continue
-        if str(directory).encode() in told:
+        if str(directory).encode() in strings:
             found.append((process / "cmdline").read_text())
     return found
 

@@ -1,15 +1,15 @@
-"""The kill campaign in short: one strike of each sort, in random moments of a fixed seed (`make test-faults`: 200)."""
+"""A short fault injection campaign: one fault of each sort, with a fixed seed (`make test-faults` injects 200)."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tests.faults.campaign.driver import Campaign, broken
+from tests.faults.campaign.driver import Campaign, violations_of
+from tests.faults.campaign.injections import FAULTS, can_mount
 from tests.faults.campaign.layouts import LAYOUTS
-from tests.faults.campaign.strikes import KINDS, can_mount
 
 SEED = 4
-STRIKES = (
+FAULT_NAMES = (
     "SIGKILL, one rank, in a write",
     "SIGSTOP, one rank",
     "SIGTERM, the launcher",
@@ -21,18 +21,18 @@ STRIKES = (
 )
 
 
-def test_runs_that_are_struck_at_random_moments_go_on_as_if_nothing_had_been(tokens: Path, tmp_path: Path) -> None:
-    said: list[str] = []
+def test_runs_with_faults_at_random_moments_resume_without_a_failed_check(tokens: Path, tmp_path: Path) -> None:
+    log: list[str] = []
     campaign = Campaign(
         tmp_path,
         tokens,
         [layout for layout in LAYOUTS if layout.name == "torch FSDP2, dp 2"],
         ["warm"],
         SEED,
-        report=lambda outcome: said.append(str(outcome)),
-        say=said.append,
+        report=lambda outcome: log.append(str(outcome)),
+        log=log.append,
     )
-    names = [name for name in STRIKES if can_mount() or not KINDS[name].needs_small_disk]
+    names = [name for name in FAULT_NAMES if can_mount() or not FAULTS[name].needs_small_disk]
     outcomes = campaign.run(names, jobs=2)
-    assert sorted(outcome.kind for outcome in outcomes) == sorted(names), said
-    assert broken(outcomes) == [], said
+    assert sorted(outcome.kind for outcome in outcomes) == sorted(names), log
+    assert violations_of(outcomes) == [], log

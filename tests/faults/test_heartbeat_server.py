@@ -1,4 +1,4 @@
-"""The hub itself, as a process, with connections that are not what it expects."""
+"""The heartbeat server as a process: connections of other programs, ranks that sign off and ranks that do not."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.schema import WatchdogSection
-from pipeline.faults.heartbeat_messages import Lines, line
-from pipeline.faults.monitor import Address, Monitor, RankPosition, hello
-from pipeline.faults.rendezvous import connect, start_heartbeat_server
+from pipeline.faults.heartbeat_connection import connect, start_heartbeat_server
+from pipeline.faults.heartbeat_messages import MessageDecoder, encode
+from pipeline.faults.monitor import Monitor, RankPosition, ServerAddress, registration
 from pipeline.faults.report import read_faults
 from pipeline.launch import detect
 
 
 @pytest.fixture
-def address(tmp_path: Path) -> Address:
-    """Of a hub for one rank."""
+def address(tmp_path: Path) -> ServerAddress:
+    """Of a server for one rank."""
     return start_heartbeat_server(detect({}), None, config=WatchdogSection(heartbeat_timeout=30.0), run_dir=tmp_path)
 
 
-def closes(connection: socket.socket) -> bool:
-    """Whether the other end closes within 10 s; what it sends before is passed over."""
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the server closes the connection within 10 s; data before that is ignored."""
     connection.settimeout(10.0)
     try:
         while connection.recv(4096):
@@ -35,8 +35,8 @@ def closes(connection: socket.socket) -> bool:
     return True
 
 
-def refuses(address: Address) -> bool:
-    """Whether nobody listens any more, within 10 s."""
+def has_exited(address: ServerAddress) -> bool:
+    """Whether the server stops listening within 10 s."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         try:
@@ -47,47 +47,58 @@ def refuses(address: Address) -> bool:
     return False
 
 
-def test_a_stranger_is_sent_away_and_ends_nothing(address: Address, tmp_path: Path) -> None:
-    found = connect(address, hello(0), local=True)
+def test_a_connection_without_the_token_is_closed_and_does_not_disturb_the_run(
+    address: ServerAddress, tmp_path: Path
+) -> None:
+    found = connect(address, registration(0), local=True)
     assert found is not None
-    for said in (b"GET / HTTP/1.0\r\n\r\n", line({**hello(0), "token": "guessed"}), line({"failed": "no"})):
-        stranger = socket.create_connection(("127.0.0.1", address.port))
-        stranger.sendall(said)
-        assert closes(stranger)
-    found[0].sendall(line({"left": True}))
+    for data in (b"GET / HTTP/1.0\r\n\r\n", encode({**registration(0), "token": "guessed"}), encode({"error": "no"})):
+        other = socket.create_connection(("127.0.0.1", address.port))
+        other.sendall(data)
+        assert is_closed(other)
+    found[0].sendall(encode({"finished": True}))
     found[0].close()
-    assert refuses(address)
+    assert has_exited(address)
     assert read_faults(tmp_path) == []
 
 
-def test_a_stranger_that_stays_does_not_keep_the_hub(address: Address) -> None:
-    with socket.create_connection(("127.0.0.1", address.port)) as stranger:
-        found = connect(address, hello(0), local=True)
+def test_an_open_connection_of_another_program_does_not_keep_the_server_running(address: ServerAddress) -> None:
+    with socket.create_connection(("127.0.0.1", address.port)) as other:
+        found = connect(address, registration(0), local=True)
         assert found is not None
-        found[0].sendall(line({"left": True}))
+        found[0].sendall(encode({"finished": True}))
         found[0].close()
-        assert closes(stranger)
+        assert is_closed(other)
 
 
-@pytest.mark.parametrize("seconds", [0.3, 2.5], ids=["while it leaves", "after that"])
-def test_a_rank_that_leaves_before_it_has_found_the_hub_is_not_dead(
-    address: Address, tmp_path: Path, seconds: float
+@pytest.mark.parametrize("seconds", [0.3, 2.5], ids=["while it exits", "after that"])
+def test_a_rank_that_exits_before_it_has_connected_does_not_count_as_dead(
+    address: ServerAddress, tmp_path: Path, seconds: float
 ) -> None:
-    def find() -> tuple[socket.socket, Lines] | None:
-        found = connect(address, hello(0), local=True)
+    def connect_late() -> tuple[socket.socket, MessageDecoder] | None:
+        found = connect(address, registration(0), local=True)
         time.sleep(seconds)
         return found
 
-    monitor = Monitor(0, place=RankPosition, find=find, lost=lambda _seconds: None, beat_s=1.0, silent_s=30.0)
+    monitor = Monitor(
+        0,
+        position=RankPosition,
+        connect=connect_late,
+        on_server_lost=lambda _seconds: None,
+        interval_s=1.0,
+        timeout_s=30.0,
+    )
     monitor.start()
     monitor.close()
-    assert refuses(address)
+    assert has_exited(address)
     assert read_faults(tmp_path) == []
 
 
-def test_a_rank_that_closes_without_goodbye_is_written_down(address: Address, tmp_path: Path) -> None:
-    found = connect(address, hello(0), local=True)
+def test_a_rank_that_disconnects_without_signing_off_is_recorded_as_died(
+    address: ServerAddress, tmp_path: Path
+) -> None:
+    found = connect(address, registration(0), local=True)
     assert found is not None
     found[0].close()
-    assert refuses(address)
+    assert has_exited(address)
     assert [row["fault"] for row in read_faults(tmp_path)] == ["died"]

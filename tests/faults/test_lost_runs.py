@@ -1,4 +1,4 @@
-"""A real run under each launcher of one machine, and a rank that is killed or stopped in the middle of training."""
+"""A real run under each launcher, and a rank that is killed or stopped in the middle of training."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.conftest import ROOT, launch, losses, tiny_config, write_config
 
 START_S = 240.0
 """Until the first checkpoint, on a busy machine."""
-GONE_S = 10.0
-"""What a rank may take to go, after another one is known to be lost."""
+EXIT_S = 10.0
+"""Seconds in which ranks exit, after another one is known to be lost."""
 SILENT_S = 4.0
 TRAIN = str(ROOT / "pipeline/train.py")
 LAUNCHERS = {
@@ -33,7 +33,7 @@ LAUNCHERS = {
 
 @pytest.fixture
 def config(tokens: Path, tmp_path: Path) -> Path:
-    """A run without an end, on two ranks."""
+    """A run of a million steps, on two ranks."""
     fields = tiny_config(tokens, tmp_path / "run", engine="torch", zero_optimization={"stage": 2})
     fields["run"] |= {"steps": 1_000_000, "checkpoint_every": 4}
     fields["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}
@@ -42,7 +42,7 @@ def config(tokens: Path, tmp_path: Path) -> Path:
 
 
 def ranks_of(config: Path) -> dict[int, int]:
-    """Rank -> pid of the processes that train with a config: those with a rank and this config's directory."""
+    """Rank -> pid of the processes that train with a config: those with a rank in the environment and this config."""
     found = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -57,8 +57,8 @@ def ranks_of(config: Path) -> dict[int, int]:
     return found
 
 
-def hub_runs(work: Path) -> bool:
-    """Whether a process of the watchdog still has a directory as its own."""
+def server_runs(work: Path) -> bool:
+    """Whether a heartbeat server still runs in a directory."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if (
@@ -79,14 +79,14 @@ def wait_for(condition: Callable[[], bool], *, within_s: float, what: str) -> No
         time.sleep(0.02)
 
 
-def lose(config: Path, launcher: str, victim: int, how: signal.Signals) -> tuple[str, int]:
-    """Trains; does something to one rank after the first checkpoint. Returns what was said and the exit code."""
+def lose_rank(config: Path, launcher: str, victim: int, how: signal.Signals) -> tuple[str, int]:
+    """Trains; sends one rank a signal after the first checkpoint. Returns the output and the exit code."""
     command = list(LAUNCHERS[launcher])
     if launcher == "deepspeed":
         command[1:1] = ["--master_port", str(free_port())]
     work = config.parent
-    with (work / "said").open("w") as said:
-        process = subprocess.Popen([*command, "--config", str(config)], stdout=said, stderr=said, cwd=work)
+    with (work / "output").open("w") as output:
+        process = subprocess.Popen([*command, "--config", str(config)], stdout=output, stderr=output, cwd=work)
     try:
         checkpoints = work / "run/checkpoints"
         wait_for(
@@ -95,19 +95,19 @@ def lose(config: Path, launcher: str, victim: int, how: signal.Signals) -> tuple
             what="there was no checkpoint",
         )
         ranks = ranks_of(config)
-        assert sorted(ranks) == [0, 1], (work / "said").read_text()
-        time.sleep(3.0)  # signs of life come once per second: one from the midst of training
+        assert sorted(ranks) == [0, 1], (work / "output").read_text()
+        time.sleep(3.0)  # heartbeats come once per second: one from the middle of training
         os.kill(ranks[victim], how)
-        patience = GONE_S + (SILENT_S if how is signal.SIGSTOP else 0)
-        wait_for(lambda: not ranks_of(config), within_s=patience, what="ranks are left")
-        wait_for(lambda: not hub_runs(work), within_s=GONE_S, what="the watchdog is left")
+        limit_s = EXIT_S + (SILENT_S if how is signal.SIGSTOP else 0)
+        wait_for(lambda: not ranks_of(config), within_s=limit_s, what="ranks are left")
+        wait_for(lambda: not server_runs(work), within_s=EXIT_S, what="the watchdog is left")
         process.wait(timeout=60)  # of which torchrun and deepspeed take 5 to 15 s for themselves
     finally:
         for pid in ranks_of(config).values():
             os.kill(pid, signal.SIGKILL)
         process.kill()
         process.wait()
-    return (work / "said").read_text(), process.returncode
+    return (work / "output").read_text(), process.returncode
 
 
 @pytest.mark.parametrize(
@@ -119,29 +119,29 @@ def lose(config: Path, launcher: str, victim: int, how: signal.Signals) -> tuple
         ("deepspeed", 0, signal.SIGKILL),
     ],
 )
-def test_a_rank_that_is_lost_is_named_once_and_nothing_is_left_behind(
+def test_a_lost_rank_is_reported_once_and_all_processes_exit(
     config: Path, launcher: str, victim: int, how: signal.Signals
 ) -> None:
-    said, code = lose(config, launcher, victim, how)
-    reports = [line for line in said.splitlines() if line.startswith("error: rank")]
-    assert len(reports) == 1, said
+    output, code = lose_rank(config, launcher, victim, how)
+    reports = [line for line in output.splitlines() if line.startswith("error: rank")]
+    assert len(reports) == 1, output
     assert reports[0].startswith(f"error: rank {victim} of 2 on ")
     assert "at step " in reports[0]
-    assert ("silent" if how is signal.SIGSTOP else "died") in reports[0]
-    assert "trainer.py" in said  # the stack
-    assert "Connection closed by peer" not in said
+    assert ("has sent no heartbeat" if how is signal.SIGSTOP else "died") in reports[0]
+    assert "trainer.py" in output  # the stack
+    assert "Connection closed by peer" not in output
     if launcher == "nproc":
         assert code == EXIT_LOST
     (fault,) = read_faults(config.parent / "run")
     assert fault["ranks"][0]["rank"] == victim
-    goes_on(config)
-    assert read_faults(config.parent / "run") == [fault]  # what was cut off with the steps is elsewhere
+    resume(config)
+    assert read_faults(config.parent / "run") == [fault]  # faults are not truncated with the steps
 
 
-def goes_on(config: Path) -> None:
-    """Starts the run again, to a nearby end."""
+def resume(config: Path) -> None:
+    """Starts the run again, for a few steps."""
     fields = json.loads(config.read_text())
     fields["run"]["steps"] = max(losses(config.parent / "run")) + 8
-    said = launch("train.py", write_config(config, fields))
-    assert "resuming after step" in said
-    assert "finished" in said
+    output = launch("train.py", write_config(config, fields))
+    assert "resuming after step" in output
+    assert "finished" in output

@@ -19,7 +19,7 @@ import torch
 
 from headrace.base.cli import guarded, leave
 from pipeline.config.schema import LaunchSection, WatchdogSection
-from pipeline.faults.watchdog import watched
+from pipeline.faults.watchdog import run_watchdog
 from pipeline.launch import detect, group, process_group, store
 from pipeline.launch.group import free_port
 from pipeline.parallel.mesh import Mesh
@@ -82,7 +82,7 @@ def start_up(how: str, bad: int) -> None:
         reached("shared", how, bad)
         resume.check_shared(Path.cwd(), meeting)
         reached("watched", how, bad)
-        with watched(launch, meeting, config=WatchdogSection(), run_dir=Path.cwd()):
+        with run_watchdog(launch, meeting, config=WatchdogSection(), run_dir=Path.cwd()):
             print(line, flush=True)
 
 

@@ -22,9 +22,9 @@ from pipeline.compress.distillation import kl_sum
 from pipeline.data.loader import IGNORE
 from pipeline.engines.objective import CrossEntropy
 from pipeline.launch import Launch
-from pipeline.launch.arrivals import OVER, STOPPED
 from pipeline.launch.group import free_port
-from pipeline.launch.store import meet
+from pipeline.launch.rendezvous import RUN_FINISHED, RUN_STOPPED
+from pipeline.launch.store import open_rendezvous
 from tests.conftest import ROOT, command_line, entry_point, launch, losses, start, tiny_config, write_config
 from tests.engines.comparison import FP32, assert_within_tolerance, compare_layouts, layout
 
@@ -274,9 +274,9 @@ def test_nproc_starts_no_process_without_a_place(work: Path) -> None:
 STAND_BY = """
 import sys
 from pipeline.config.schema import LaunchSection
-from pipeline.launch import Launch, stand_by
+from pipeline.launch import Launch, wait_as_spare
 launch = Launch(sys.argv[2], 2, 3, 2, f"127.0.0.1:{sys.argv[1]}")
-stand_by(launch, processes=2, config=LaunchSection(timeout=float(sys.argv[3])))
+wait_as_spare(launch, processes=2, config=LaunchSection(timeout=float(sys.argv[3])))
 """
 
 
@@ -310,15 +310,15 @@ def test_a_spare_process_leaves_with_those_that_train_and_not_before(how: str, m
     port = free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
-    meeting, store = meet(Launch("srun", 0, 1, 0, f"127.0.0.1:{port}"), 60.0)
+    meeting, store = open_rendezvous(Launch("srun", 0, 1, 0, f"127.0.0.1:{port}"), 60.0)
     with spare_process(port, launcher="srun") as spare:
         spare.terminate()  # leaving now, it would have `srun --wait` kill those that still save themselves
         time.sleep(1.5)
         assert spare.poll() is None
         if how == "over":
-            store.underlying_store.set(OVER, "1")
+            store.underlying_store.set(RUN_FINISHED, "1")
         elif how == "saved":
-            meeting.note(STOPPED)
+            meeting.set_flag(RUN_STOPPED)
         else:
             del meeting, store
         assert spare.wait(timeout=60) == 0

@@ -11,9 +11,9 @@ from statistics import median
 
 from tests.conftest import make_tokens, text_folders
 from tests.data_prep import campaign as data_prep_campaign
-from tests.faults.campaign.driver import Campaign, broken
+from tests.faults.campaign.driver import Campaign, violations_of
+from tests.faults.campaign.injections import FAULTS
 from tests.faults.campaign.layouts import LAYOUTS
-from tests.faults.campaign.strikes import KINDS
 from tests.parity.choice import full
 from tests.parity.matrix import name_of
 from tests.parity.run import failure_text, run
@@ -61,10 +61,10 @@ def faults() -> Sweep:
             ["warm", "warm", "warm", "nproc", "torchrun", "deepspeed"],
             random.Random(cell).getrandbits(16),
             report=lambda outcome: lines.append(str(outcome)),
-            say=lines.append,
+            log=lines.append,
         )
         outcomes = campaign.run([kind] * FAULTS_EACH, jobs=os.cpu_count() or 2)
-        wrong = [f"{violation.sort}: {violation.what}" for _, violation in broken(outcomes)]
+        wrong = [f"{violation.sort}: {violation.what}" for _, violation in violations_of(outcomes)]
         seconds = median(outcome.seconds for outcome in outcomes)
         note = f"{len(outcomes)} faults, median {seconds:.1f} s until all processes had ended"
         return {cell: (not wrong, "; ".join(wrong) or note)}
@@ -77,7 +77,7 @@ def faults() -> Sweep:
         wrong = [why for entry in campaign.results.values() for why in entry.wrong]
         return {cell: (not wrong, "; ".join(wrong) or f"{FAULTS_EACH} faults")}
 
-    training = [f"training: {kind}" for kind in KINDS]
+    training = [f"training: {kind}" for kind in FAULTS]
     prep = [f"data prep: {kind}" for kind in data_prep_campaign.FAULTS]
     return Sweep(
         name="faults",

@@ -15,7 +15,7 @@ from torch import Tensor
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.plan import State
 from pipeline.checkpoint.shards import NamedShard
-from pipeline.checkpoint.store import raise_together
+from pipeline.checkpoint.store import raise_on_all_ranks
 from pipeline.config.rules import ResolvedRun
 from pipeline.data.loader import StepBatch
 from pipeline.engines.base import EvaluationSums, Objective, Replica, StepOutcome, StepResult, UpdateGate, always_update
@@ -84,7 +84,7 @@ class DeepSpeedBase:
             state = self._named_state()
         except (OSError, RuntimeError, AssertionError) as error:
             failed = str(error) or repr(error)
-        raise_together(failed, "the optimizer state could not be read")
+        raise_on_all_ranks(failed, "the optimizer state could not be read")
         return state
 
     def _named_state(self) -> dict[str, NamedShard | Tensor]:

@@ -1,4 +1,4 @@
-"""Several runs at once, each struck by its share of the kinds."""
+"""Runs several training runs in parallel, and injects a share of the faults into each."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from functools import cache
 from pathlib import Path
 
 from tests.faults.campaign.checks import Reference, Violation
+from tests.faults.campaign.injections import FAULTS, FaultKind, can_mount
 from tests.faults.campaign.layouts import Layout
-from tests.faults.campaign.life import Life, Outcome, reference
-from tests.faults.campaign.strikes import KINDS, Kind, can_mount
+from tests.faults.campaign.run_under_test import Outcome, RunUnderTest, reference
 
 
 @dataclass
 class Campaign:
-    """What is to be done, and what has come of it.
+    """Configuration and outcomes of a campaign.
 
     Attributes:
         work: directory of all.
         tokens: to train on.
-        layouts: drawn from for every life.
-        launchers: drawn from for every start on several processes.
-        seed: of all that is drawn.
-        report: called after every strike.
-        say: called with what else happens.
+        layouts: one is drawn for every run.
+        launchers: one is drawn for every start on several processes.
+        seed: of all random choices.
+        report: called after every fault.
+        log: called with other messages.
         outcomes: so far.
-        stopped: nothing more is begun.
+        stopped: no new run or start is begun.
     """
 
     work: Path
@@ -39,7 +39,7 @@ class Campaign:
     launchers: Sequence[str]
     seed: int
     report: Callable[[Outcome], None]
-    say: Callable[[str], None]
+    log: Callable[[str], None]
     outcomes: list[Outcome] = field(default_factory=list)
     stopped: bool = False
 
@@ -49,59 +49,59 @@ class Campaign:
         self._reference = cache(self._make_reference)
 
     def run(self, kinds: Sequence[str], *, jobs: int) -> list[Outcome]:
-        """Deals the kinds to so many runs at once; returns what came of all."""
-        shares = [[KINDS[name] for name in kinds[job::jobs]] for job in range(jobs)]
+        """Distributes the faults to `jobs` parallel runs; returns all outcomes."""
+        shares = [[FAULTS[name] for name in kinds[job::jobs]] for job in range(jobs)]
         pool = ThreadPoolExecutor(jobs)
         try:
             list(pool.map(self._job, range(jobs), shares))
         finally:
-            self.stopped = True  # Ctrl-C is seen here, and by none of the threads
+            self.stopped = True  # Ctrl-C is raised here, and in none of the threads
             pool.shutdown()
         return self.outcomes
 
-    def _job(self, job: int, kinds: list[Kind]) -> None:
-        rng, lives = random.Random(f"{self.seed}/{job}"), 0
+    def _job(self, job: int, kinds: list[FaultKind]) -> None:
+        rng, runs = random.Random(f"{self.seed}/{job}"), 0
         deck = list(rng.sample(self.layouts, len(self.layouts)))
         while kinds and not self.stopped:
-            layout = deck[(lives + job) % len(deck)]
+            layout = deck[(runs + job) % len(deck)]
             with self._making[layout]:
                 known = self._reference(layout)
-            work = self.work / f"job-{job}-life-{lives}"
-            life = Life(work, layout, self.tokens, known, small_disk=can_mount() and lives % 2 == 0)
-            lives += 1
+            work = self.work / f"job-{job}-run-{runs}"
+            run = RunUnderTest(work, layout, self.tokens, known, small_disk=can_mount() and runs % 2 == 0)
+            runs += 1
             try:
-                whole = self._live(life, kinds, rng)
+                passed = self._inject_until_finished(run, kinds, rng)
             except Exception:
-                life.close(keep=True)
-                self.say(traceback.format_exc())
+                run.close(keep=True)
+                self.log(traceback.format_exc())
                 raise
-            life.close(keep=not whole)
+            run.close(keep=not passed)
 
-    def _live(self, life: Life, kinds: list[Kind], rng: random.Random) -> bool:
-        """Strikes until the run is at its end, or something is wrong; False then."""
-        while not (life.finished or self.stopped):
-            launcher = rng.choice(self._launchers(life.layout))
-            kind = next((each for each in kinds if _fits(each, life, launcher)), None)
+    def _inject_until_finished(self, run: RunUnderTest, kinds: list[FaultKind], rng: random.Random) -> bool:
+        """Injects faults until the run is finished, or a check fails; False then."""
+        while not (run.finished or self.stopped):
+            launcher = rng.choice(self._launchers(run.layout))
+            kind = next((each for each in kinds if _fits(each, run, launcher)), None)
             if kind is None:
-                if any(_fits(each, life, other) for each in kinds for other in self._launchers(life.layout)):
+                if any(_fits(each, run, other) for each in kinds for other in self._launchers(run.layout)):
                     continue  # with another launcher
-                outcome = life.finish(launcher)
-                return outcome is None or self._take(outcome)
-            outcome = life.strike(kind, launcher, rng)
-            if outcome is None:  # it had ended before the strike
+                outcome = run.finish(launcher)
+                return outcome is None or self._record(outcome)
+            outcome = run.inject(kind, launcher, rng)
+            if outcome is None:  # it had exited before the fault
                 continue
             kinds.remove(kind)
-            if not self._take(outcome):
+            if not self._record(outcome):
                 return False
         return True
 
     def _launchers(self, layout: Layout) -> Sequence[str]:
-        """Those that can be drawn: what starts one process is python itself, or the fork."""
+        """The launchers to draw from: a single process is started by python itself, or forked."""
         if layout.processes > 1:
             return self.launchers
         return [launcher if launcher == "warm" else "plain" for launcher in self.launchers]
 
-    def _take(self, outcome: Outcome) -> bool:
+    def _record(self, outcome: Outcome) -> bool:
         with self._lock:
             self.outcomes.append(outcome)
             self.report(outcome)
@@ -109,22 +109,22 @@ class Campaign:
 
     def _make_reference(self, layout: Layout) -> Reference:
         number = self.layouts.index(layout)
-        return reference(self.work / f"reference-{number}", layout, self.tokens, self.say)
+        return reference(self.work / f"reference-{number}", layout, self.tokens, self.log)
 
 
-def dealt(count: int, rng: random.Random) -> list[str]:
-    """So many kinds of strikes, all equally often as far as that goes, in random order."""
-    possible = [kind.name for kind in KINDS.values() if can_mount() or not kind.needs_small_disk]
+def draw_faults(count: int, rng: random.Random) -> list[str]:
+    """`count` fault kinds in random order, all about equally often."""
+    possible = [kind.name for kind in FAULTS.values() if can_mount() or not kind.needs_small_disk]
     names: list[str] = []
     while len(names) < count:
         names += rng.sample(possible, len(possible))
     return names[:count]
 
 
-def broken(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, Violation]]:
-    """All promises that were not kept."""
+def violations_of(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, Violation]]:
+    """All failed checks."""
     return [(outcome, violation) for outcome in outcomes for violation in outcome.violations]
 
 
-def _fits(kind: Kind, life: Life, launcher: str) -> bool:
-    return (life.small_disk or not kind.needs_small_disk) and (kind.launchers is None or launcher in kind.launchers)
+def _fits(kind: FaultKind, run: RunUnderTest, launcher: str) -> bool:
+    return (run.small_disk or not kind.needs_small_disk) and (kind.launchers is None or launcher in kind.launchers)

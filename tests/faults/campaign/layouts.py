@@ -1,4 +1,4 @@
-"""What is trained in the campaign: tiny runs of both engines in several layouts, started by several launchers."""
+"""The training runs of the campaign: tiny, on both engines, in several layouts, with several launchers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SAVE_EVERY = 4
 KEEP = 3
 EVALUATE_EVERY = 6
 SILENT_S = 6.0
-"""The watchdog's limit for a rank that is stopped."""
-MEETING_S = 30.0
-"""How long ranks wait at start for one that never comes."""
+"""The heartbeat timeout."""
+RENDEZVOUS_S = 30.0
+"""Timeout of the rendezvous."""
 TRAIN = ROOT / "pipeline/train.py"
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTEST_XDIST_WORKER")
 
@@ -52,13 +52,13 @@ LAYOUTS = (
 
 
 def config_of(layout: Layout, tokens: Path, run_dir: Path) -> dict[str, Any]:
-    """The config of a run with so many steps, checkpoints and evaluations that a random moment meets each of them."""
+    """The config of a run with enough steps, checkpoints and evaluations for a random moment to hit each of them."""
     steps = {"steps": STEPS, "seed": 7, "checkpoint_every": SAVE_EVERY, "keep_checkpoints": KEEP}
     fields: dict[str, Any] = {
         "run": {"dir": str(run_dir), **steps},
         "evaluation": {"samples": 64, "every": EVALUATE_EVERY},
         "watchdog": {"heartbeat_timeout": SILENT_S, "hang_timeout": 60.0},
-        "launch": {"timeout": MEETING_S},
+        "launch": {"timeout": RENDEZVOUS_S},
         "stragglers": {"every": 25},
         **layout.fields,
     }
@@ -66,7 +66,7 @@ def config_of(layout: Layout, tokens: Path, run_dir: Path) -> dict[str, Any]:
 
 
 def command_of(launcher: str, layout: Layout, config: Path) -> list[str]:
-    """The words that start a run."""
+    """The command line that starts a run."""
     arguments = [str(TRAIN), "--config", str(config)]
     processes = str(layout.processes)
     match launcher:
@@ -82,7 +82,7 @@ def command_of(launcher: str, layout: Layout, config: Path) -> list[str]:
 
 
 def environment(work: Path) -> dict[str, str]:
-    """Of every start: this process's own, without the place that a launcher may have given to it."""
+    """The environment of every start: this process's own, without a launcher's variables."""
     inherited = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
     bin_first = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": str(work / "tmp"), "PATH": bin_first}

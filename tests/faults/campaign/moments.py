@@ -1,4 +1,4 @@
-"""When a strike falls: random moments that between them meet every phase of a run."""
+"""Random moments for faults, which together cover every phase of a run."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import random
 import time
 from collections.abc import Callable
 
-from tests.faults.campaign.checkpoints import being_written, is_whole, named
+from tests.faults.campaign.checkpoints import being_written, finished, is_intact
 from tests.faults.campaign.layouts import EVALUATE_EVERY, SAVE_EVERY, STEPS
 from tests.faults.campaign.start import POLL_S, Start
 
 PATIENCE_S = 240.0
-"""For a run to come to a moment; one that does not get there hangs."""
+"""Timeout for a run to reach a moment; one that does not is hung."""
 START_UP_S = 9.0
-"""About how long imports, rendezvous, loading and the first step take."""
+"""About number long imports, rendezvous, loading and the first step take."""
 WARM_START_UP_S = 3.0
 """Without the imports."""
 WEIGHTS = {
@@ -28,7 +28,7 @@ WEIGHTS = {
 
 
 def wait(moment: str, start: Start, rng: random.Random) -> bool:
-    """Waits for a moment; False when the run is over before."""
+    """Waits for a moment; False when the run exits before it."""
     return _MOMENTS[moment](start, rng)
 
 
@@ -52,7 +52,7 @@ def _training(start: Start, rng: random.Random) -> bool:
 
 
 def _writing(start: Start, rng: random.Random) -> bool:
-    """Between the first file of a checkpoint and its name; sometimes while older ones are deleted."""
+    """Between the first file of a checkpoint and its commit; sometimes while older ones are deleted."""
     if not (_trains(start) and _pause(start, rng.uniform(0.0, 2.0))):
         return False
     begun = start.wait_for(lambda: being_written(start.run_dir), within_s=PATIENCE_S)
@@ -64,22 +64,22 @@ def _after(multiple_of: int, up_to_s: float) -> Callable[[Start, random.Random],
         if not (_trains(start) and _pause(start, rng.uniform(0.0, 2.0))):
             return False
         last = start.done()
-        come = start.wait_for(lambda: start.done() > last and start.done() % multiple_of == 0, within_s=PATIENCE_S)
-        return come and _pause(start, rng.uniform(0.0, up_to_s))
+        reached = start.wait_for(lambda: start.done() > last and start.done() % multiple_of == 0, within_s=PATIENCE_S)
+        return reached and _pause(start, rng.uniform(0.0, up_to_s))
 
     return moment
 
 
 def _finishing(start: Start, rng: random.Random) -> bool:
-    come = start.wait_for(lambda: start.done() == STEPS, within_s=PATIENCE_S)
-    return come and _pause(start, rng.uniform(0.0, 0.6))
+    reached = start.wait_for(lambda: start.done() == STEPS, within_s=PATIENCE_S)
+    return reached and _pause(start, rng.uniform(0.0, 0.6))
 
 
 def _two_checkpoints(start: Start, rng: random.Random) -> bool:
-    """So that one can be damaged and another is left."""
+    """Two intact checkpoints, so that one can be damaged."""
 
     def enough() -> bool:
-        return start.done() > 0 and sum(map(is_whole, named(start.run_dir).values())) > 1
+        return start.done() > 0 and sum(map(is_intact, finished(start.run_dir).values())) > 1
 
     return start.wait_for(enough, within_s=PATIENCE_S) and _pause(start, rng.uniform(0.0, 2.0))
 

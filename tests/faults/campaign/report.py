@@ -1,4 +1,4 @@
-"""The campaign's figures: a table on the terminal, and the same as Markdown."""
+"""Results of the campaign: a table on the terminal, and as Markdown."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from rich.table import Table
 
 from headrace.base.directory import code_version
 from tests.faults.campaign.layouts import EVALUATE_EVERY, KEEP, SAVE_EVERY, SILENT_S, STEPS
-from tests.faults.campaign.life import Outcome
+from tests.faults.campaign.run_under_test import Outcome
 
 HEAD = (
-    "strike",
+    "fault",
     "times",
     "hung",
     "resumed wrongly",
     "lost more",
-    "told wrongly",
-    "median s to the end of all",
+    "reported wrongly",
+    "median s until all processes exited",
     "longest s",
     "median steps lost",
     "most steps lost",
@@ -33,7 +33,7 @@ HEAD = (
 
 
 def rows_of(outcomes: Sequence[Outcome]) -> list[list[str]]:
-    """One row per kind of strike, and a last one for all."""
+    """One row per kind of fault, and a last one for all."""
     kinds = list(dict.fromkeys(sorted(outcome.kind for outcome in outcomes)))
     rows = [_row(kind, [each for each in outcomes if each.kind == kind]) for kind in kinds]
     return [*rows, _row("all", outcomes)]
@@ -49,13 +49,13 @@ def table_of(outcomes: Sequence[Outcome]) -> Table:
 
 def markdown_of(outcomes: Sequence[Outcome], *, command: str, seed: int, minutes: float) -> str:
     """For docs/."""
-    broken = sum(bool(outcome.violations) for outcome in outcomes)
+    failed = sum(bool(outcome.violations) for outcome in outcomes)
     code = code_version()
     short = (code["commit"] or "")[:12]
     lines = [
-        "# The kill campaign",
+        "# The fault injection campaign",
         "",
-        f"{len(outcomes)} strikes at random moments, {'none' if broken == 0 else broken} of which broke a promise."
+        f"{len(outcomes)} faults at random moments, {'none' if failed == 0 else failed} of which failed a check."
         f" {datetime.now(UTC):%Y-%m-%d}, {minutes:.0f} minutes, seed {seed}, headrace {code['headrace']} at or after"
         f" commit {short}.",
         "",
@@ -64,41 +64,41 @@ def markdown_of(outcomes: Sequence[Outcome], *, command: str, seed: int, minutes
         f"Machine: {os.cpu_count()} cores ({_cpu()}), no GPU; Python {platform.python_version()},"
         f" torch {torch.__version__}, DeepSpeed {deepspeed.__version__}, gloo.",
         "",
-        f"Runs of {STEPS} steps, a checkpoint begun every {SAVE_EVERY} (asynchronous, the newest {KEEP} stay), an"
+        f"Runs of {STEPS} steps, a checkpoint every {SAVE_EVERY} (asynchronous, the newest {KEEP} are kept), an"
         f" evaluation every {EVALUATE_EVERY}; `watchdog.heartbeat_timeout` is {SILENT_S:g} s."
-        " What came to its end began anew.",
+        " Finished runs are followed by new ones.",
         "",
         *_markdown(HEAD, rows_of(outcomes)),
         "",
         'Exit codes are those of the launcher; a negative one is the number of the signal that ended it. "Steps'
-        ' lost" are those that had been done and had to be done again. After every strike it was looked at whether:',
+        ' lost" are those that were done and had to be repeated. Checked after every fault:',
         "",
-        "- all processes were gone in time;",
-        "- everything with a checkpoint's name had the checksums of its manifest, but for what was damaged on purpose;",
-        "- the next start went on from the newest whole checkpoint, which was no older than the one before the last"
-        " begun; after SIGTERM, SIGUSR1 and SIGINT from the very last step;",
-        "- the journal had every step once, in order, with the losses of a run that nobody touched, bit for bit, and"
+        "- all processes exited in time;",
+        "- every finished checkpoint matched the checksums of its manifest, except those damaged on purpose;",
+        "- the next start resumed from the newest intact checkpoint, which was at least the one before the last begun;"
+        " after SIGTERM, SIGUSR1 and SIGINT from the last step;",
+        "- the journal had every step once, in order, with exactly the losses of an undisturbed run, and"
         " every evaluation;",
-        "- not more than one fault was recorded, and just one, of the right rank, where one rank was killed or stopped"
-        " in training;",
+        "- at most one fault was recorded, and exactly one, of the right rank, where one rank was killed or stopped in"
+        " training;",
         "- with `--nproc` and one process: a documented exit code, and no traceback. Other launchers have codes and"
-        " tracebacks of their own, which are not looked at.",
+        " tracebacks of their own, which are not checked.",
         "",
-        *_shares("When", [outcome.moment for outcome in outcomes]),
+        *_shares("Moment", [outcome.moment for outcome in outcomes]),
         "",
-        *_shares("What", [outcome.layout for outcome in outcomes]),
+        *_shares("Layout", [outcome.layout for outcome in outcomes]),
         "",
         "nproc is `--nproc 2`; warm is the same with launcher and ranks forked from a process that has done the"
         " imports, which are nearly all that a start costs.",
         "",
-        *_shares("Started by", [outcome.launcher for outcome in outcomes]),
+        *_shares("Launcher", [outcome.launcher for outcome in outcomes]),
         "",
     ]
     return "\n".join(lines)
 
 
 def _row(name: str, outcomes: Sequence[Outcome]) -> list[str]:
-    sorts = ("hung", "resumed wrongly", "lost more", "told wrongly")
+    sorts = ("hung", "resumed wrongly", "lost more", "reported wrongly")
     broken = [str(sum(any(v.sort == sort for v in each.violations) for each in outcomes)) for sort in sorts]
     seconds, lost = [each.seconds for each in outcomes], [each.lost for each in outcomes]
     codes = Counter(each.code for each in outcomes)
@@ -115,7 +115,7 @@ def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _shares(title: str, names: Sequence[str]) -> list[str]:
     rows = [[name, str(count)] for name, count in Counter(names).most_common()]
-    return _markdown([title, "strikes"], rows)
+    return _markdown([title, "faults"], rows)
 
 
 def _cpu() -> str:

@@ -1,4 +1,4 @@
-"""One start of a run: its processes, found by its directory, and what its journal says of it."""
+"""One start of a run: its processes, found by its directory, and its progress, from the journal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OPENING = ("started", "resumed")
 
 
 def processes_of(work: Path) -> list[psutil.Process]:
-    """All that name a directory in their command line or stand in it: launcher, ranks, the watchdog's hub."""
+    """All processes with a directory in their command line or as their own: launcher, ranks, heartbeat server."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -30,8 +30,8 @@ def processes_of(work: Path) -> list[psutil.Process]:
     return found
 
 
-def end_all(work: Path) -> None:
-    """What a power cut does."""
+def kill_all(work: Path) -> None:
+    """Kills all processes of a directory, as a power cut would."""
     for process in processes_of(work):
         with suppress(psutil.Error):
             process.kill()
@@ -41,17 +41,17 @@ class Start:
     """A started run.
 
     Args:
-        work: the directory it stands in; its processes are known by it.
-        run_dir: the run's own.
-        layout: what trains.
-        launcher: who starts it.
+        work: working directory, by which its processes are identified.
+        run_dir: the run's directory.
+        layout: of the run.
+        launcher: of this start.
         number: of this start in `work`.
     """
 
     def __init__(self, work: Path, run_dir: Path, layout: Layout, launcher: str, number: int) -> None:
         self.work, self.run_dir, self.layout, self.launcher = work, run_dir, layout, launcher
         self.before = read_rows(run_dir)
-        self.output = work / f"said-{number}"
+        self.output_file = work / f"output-{number}"
         self._seen: tuple[float, int] = (0.0, -1)
         self._rows: list[dict[str, Any]] = self.before
         self.process = self._begin(command_of(launcher, layout, work / "c.json"))
@@ -59,26 +59,26 @@ class Start:
 
     def _begin(self, command: list[str]) -> subprocess.Popen[bytes] | Warm:
         env = environment(self.work)
-        with self.output.open("wb") as said:
+        with self.output_file.open("wb") as output:
             if self.launcher == "warm":
-                return Warm(command, work=self.work, env=env, output=self.output)
+                return Warm(command, work=self.work, env=env, output=self.output_file)
             none = subprocess.DEVNULL
             return subprocess.Popen(
-                command, cwd=self.work, env=env, stdin=none, stdout=said, stderr=said, start_new_session=True
+                command, cwd=self.work, env=env, stdin=none, stdout=output, stderr=output, start_new_session=True
             )
 
     @property
     def alive(self) -> bool:
-        """Whether what was started still runs; a launcher may be gone before its ranks."""
+        """Whether the launcher still runs; it may exit before its ranks."""
         return self.process.poll() is None
 
     @property
-    def said(self) -> str:
-        """By all ranks that may write to the terminal."""
-        return self.output.read_text(errors="replace")
+    def output(self) -> str:
+        """Output of the launcher and of all ranks that write to the terminal."""
+        return self.output_file.read_text(errors="replace")
 
     def rows(self) -> list[dict[str, Any]]:
-        """The whole lines of the journal."""
+        """The complete lines of the journal."""
         with suppress(FileNotFoundError):
             stat = (self.run_dir / NAME).stat()
             if (stat.st_mtime, stat.st_size) != self._seen:
@@ -86,7 +86,7 @@ class Start:
         return self._rows
 
     def resumed_after(self) -> int | None:
-        """The step that this start has gone on from; None when it has not come so far, or was ended first."""
+        """The step that this start has resumed from; None when it has not got that far."""
         opened = _openings(self.rows())
         if not opened:
             return None
@@ -95,12 +95,12 @@ class Start:
         return step if len(opened) == len(kept) + 1 else None
 
     def done(self) -> int:
-        """The last step that this start has finished; 0 before it has any."""
-        came_from = self.resumed_after()
-        return 0 if came_from is None else max([0, *(s for s in steps_of(self.rows()) if s > came_from)])
+        """The last step that this start has finished; 0 if none."""
+        resumed_after = self.resumed_after()
+        return 0 if resumed_after is None else max([0, *(s for s in steps_of(self.rows()) if s > resumed_after)])
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """Rank -> its process."""
+        """Rank -> process."""
         if self.layout.processes == 1:
             return {0: psutil.Process(self.process.pid)} if self.alive else {}
         found = {}
@@ -115,7 +115,7 @@ class Start:
         return found
 
     def wait_for(self, condition: Callable[[], bool], *, within_s: float) -> bool:
-        """Waits until something holds; False when the run ends or time is up first."""
+        """Waits until a condition holds; False when the run exits or after a timeout."""
         deadline = time.monotonic() + within_s
         while not condition():
             if not self.alive or time.monotonic() > deadline:
@@ -124,7 +124,7 @@ class Start:
         return True
 
     def wait_until_gone(self, within_s: float) -> float | None:
-        """Seconds until no process of this run is left; None when some are. Those are killed."""
+        """Seconds until no process of this run is left; None after a timeout, when the rest are killed."""
         began = time.monotonic()
         while time.monotonic() - began < within_s:
             if not self.alive and not processes_of(self.work):
@@ -134,16 +134,16 @@ class Start:
         return None
 
     def kill(self) -> None:
-        """Ends whatever is left."""
+        """Kills all remaining processes."""
         while self.alive or processes_of(self.work):
-            end_all(self.work)
+            kill_all(self.work)
             with suppress(ProcessLookupError):
                 self.process.kill()
             time.sleep(10 * POLL_S)
 
 
 def steps_of(rows: Sequence[dict[str, Any]]) -> list[int]:
-    """The steps that a journal has, in its order."""
+    """The steps in a journal, in its order."""
     return [row["step"] for row in rows if row["kind"] == "step"]
 
 

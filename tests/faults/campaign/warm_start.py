@@ -1,8 +1,8 @@
-"""`--nproc` without the imports: launcher and ranks are forked from a process that has done them (as `tests/warm.py`).
+"""Fast `--nproc`: launcher and ranks are forked from a process that has done the imports (as in `tests/warm.py`).
 
-A start costs a core 13 s, nearly all of it imports; a strike needs a start. The launcher runs `pipeline.launch.local`
-as ever, but for the call that starts a rank, which forks where it would execute python. Forked processes have the
-server's command line and environment in /proc: they are known by where they stand, and ranks by files with their ids.
+A start costs a core 13 s, nearly all of it imports, and every fault needs a start. The launcher runs
+`pipeline.launch.local` unchanged, except that it forks a rank instead of executing python. Forked processes have the
+server's command line and environment in /proc: they are identified by their working directory, and ranks by pid files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _POLL_S = 0.02
 
 
 class Warm:
-    """A started launcher; as much of `subprocess.Popen` as the campaign needs."""
+    """A started launcher, with the part of `subprocess.Popen`'s interface that the campaign uses."""
 
     def __init__(self, command: Sequence[str], *, work: Path, env: Mapping[str, str], output: Path) -> None:
         self.returncode: int | None = None
@@ -43,17 +43,17 @@ class Warm:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Without effect when it has ended."""
+        """Sends a signal; without effect when it has exited."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """With SIGKILL."""
+        """Sends SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
 def pids_of_ranks(work: Path) -> dict[int, int]:
-    """Rank -> process id of those that were started last; they may have ended."""
+    """Rank -> process id of the last start; they may have exited."""
     found = {}
     for path in (work / "tmp").glob("rank-*"):
         with suppress(OSError, ValueError):
@@ -62,12 +62,12 @@ def pids_of_ranks(work: Path) -> dict[int, int]:
 
 
 class _Server:
-    """The process that forks, seen from here."""
+    """Client of the fork server."""
 
     def __init__(self) -> None:
         self.codes: dict[int, int] = {}
         self._started: list[int] = []
-        self._asking, self._answered = threading.Lock(), threading.Semaphore(0)
+        self._lock, self._answered = threading.Lock(), threading.Semaphore(0)
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         pipe = subprocess.PIPE
         command = [sys.executable, "-m", "tests.faults.campaign.warm_start"]
@@ -75,7 +75,7 @@ class _Server:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def start(self, job: Mapping[str, Any]) -> int:
-        with self._asking:
+        with self._lock:
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(job) + "\n")
             self._process.stdin.flush()
@@ -87,7 +87,7 @@ class _Server:
         for line in self._process.stdout:
             pid, code = json.loads(line)
             if code is None:
-                self.codes.pop(pid, None)  # ids come again
+                self.codes.pop(pid, None)  # process ids are reused
                 self._started.append(pid)
                 self._answered.release()
             else:
@@ -98,7 +98,7 @@ _STARTING = threading.Lock()
 
 
 def _server() -> _Server:
-    with _STARTING:  # a cache alone lets two threads make two
+    with _STARTING:  # without the lock two threads could start two servers
         return _only_server()
 
 
@@ -108,7 +108,7 @@ def _only_server() -> _Server:
 
 
 class _Rank:
-    """What stands for `subprocess.Popen` in the launcher."""
+    """Replacement of `subprocess.Popen` in the launcher."""
 
     def __init__(
         self,
@@ -120,13 +120,13 @@ class _Rank:
         **_: Any,
     ) -> None:
         self.returncode: int | None = None
-        said = Path(f"/proc/{os.getpid()}/fd/{1 if stdout is None else stdout.fileno()}").readlink()
+        output = Path(f"/proc/{os.getpid()}/fd/{1 if stdout is None else stdout.fileno()}").readlink()
         self.pid = os.fork()
         if not self.pid:
             os.setsid()
             preexec_fn()
             Path(env["TMPDIR"], f"rank-{env['RANK']}").write_text(str(os.getpid()))
-            _run(words[1:], str(Path.cwd()), str(said), env)
+            _run(words[1:], str(Path.cwd()), str(output), env)
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -163,7 +163,7 @@ def _fork(job: Mapping[str, Any]) -> int:
 
 
 def main() -> None:
-    """Serves until its input ends: takes jobs, answers [id, null], and [id, exit code] at the end of each."""
+    """Serves until stdin closes: takes jobs, answers [pid, null], and [pid, exit code] at the end of each."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the campaign
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -1,8 +1,8 @@
-"""Law 4: what one layout saved, another goes on from, as if nothing had happened: every kind of layout, both engines.
+"""Law 4: a checkpoint of one layout resumes on any other with the same losses (reshard on load): both engines.
 
-A chain: each layout trains 20 steps, then takes the state that the one before it saved after step 15, and does the last
-5 once more. In `tests/parity/` every cell does the same after another one, whichever that is; here each kind of layout
-is entered from the other engine's, and left for it.
+A chain: each layout trains 20 steps, then loads the checkpoint that the layout before it saved after step 15, and
+repeats the last 5. In `tests/parity/` every cell does the same after an arbitrary other one; here each kind of layout
+loads a checkpoint of the other engine, and its own is loaded by the other engine.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tests.parity.run import failure_text, run
 
 
 def cell(sharding: str, **values: Any) -> Values:
-    """A cell of the parity matrix that is plain but for its layout. fp32; clipped, and norms are compared, too."""
-    plain = {name: choices[0] for name, choices in {**LAYOUT, **NUMBERS}.items()}
-    return {**plain, "clip": 0.5, "precision": "fp32", "sharding": sharding, **values}
+    """A cell of the parity matrix with default values but for its layout. fp32; clipped, so that norms are compared."""
+    defaults = {name: choices[0] for name, choices in {**LAYOUT, **NUMBERS}.items()}
+    return {**defaults, "clip": 0.5, "precision": "fp32", "sharding": sharding, **values}
 
 
 CHAIN = {
@@ -37,23 +37,25 @@ CHAIN = {
     "PP": cell("torch-0", pipeline="1f1b-2", accumulation=2),
     "DeepSpeed Z1, dp 2, accumulated": cell("deepspeed-1", dp=2, accumulation=2),
 }
-"""In its order; it ends with the kind of layout that it began with."""
+"""In this order; the last layout is of the same kind as the first."""
 
 
 @pytest.fixture(scope="module")
-def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ProofResult]:
-    """All of the chain, in one launch."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ProofResult]:
+    """The whole chain, in one launch."""
     return run(list(CHAIN.values()), tmp_path_factory.mktemp("relayout"))
 
 
 @pytest.mark.parametrize("layout", CHAIN)
-def test_a_layout_goes_on_from_what_the_one_before_it_saved(verdicts: dict[str, ProofResult], layout: str) -> None:
-    verdict = verdicts[name_of(CHAIN[layout])]
-    assert verdict.passed, failure_text(layout, verdict)
-    assert RESUMED in {each.quantity for each in verdict.comparisons}
+def test_a_layout_resumes_from_the_checkpoint_of_the_layout_before_it(
+    results: dict[str, ProofResult], layout: str
+) -> None:
+    result = results[name_of(CHAIN[layout])]
+    assert result.passed, failure_text(layout, result)
+    assert RESUMED in {each.quantity for each in result.comparisons}
 
 
-def test_every_kind_of_layout_is_left_for_the_other_engine_and_entered_from_it() -> None:
+def test_every_step_of_the_chain_changes_the_engine() -> None:
     assert [name for name, values in CHAIN.items() if not is_legal(values)] == []
     engines = [values["sharding"].partition("-")[0] for values in CHAIN.values()]
     assert all(a != b for a, b in pairwise(engines))

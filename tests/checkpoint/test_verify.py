@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint is found, and the file or the tensor is named."""
+"""Verification finds damage in a checkpoint, and names the file or the tensor."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ NORM = "weight/model.norm.weight"
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    """A checkpoint of a tiny llama, of one process."""
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """A checkpoint of a tiny llama, written by one process."""
     final = tmp_path_factory.mktemp("run") / "checkpoints/step-00000003"
     staging = final.with_name("staging")
     staging.mkdir(parents=True)
@@ -50,8 +50,8 @@ def copy_of(checkpoint: Checkpoint, tmp_path: Path) -> Checkpoint:
     return Checkpoint(final, 3)
 
 
-def recommitted(checkpoint: Checkpoint, change: Callable[[Any], None], tmp_path: Path) -> Checkpoint:
-    """A copy whose metadata says something else, with checksums that fit."""
+def with_metadata(checkpoint: Checkpoint, change: Callable[[Any], None], tmp_path: Path) -> Checkpoint:
+    """A copy with changed metadata, and checksums that match."""
     copy = copy_of(checkpoint, tmp_path)
     path = copy.path / ".metadata"
     metadata = pickle.loads(path.read_bytes())
@@ -66,10 +66,10 @@ def commit_again(checkpoint: Checkpoint, *, config: dict[str, Any], details: dic
     commit(staging, checkpoint.path, kind="checkpoint", config=config, details=details)
 
 
-def test_a_whole_checkpoint_is_read_to_the_last_byte_and_nothing_is_wrong(whole: Checkpoint) -> None:
+def test_an_intact_checkpoint_is_read_to_the_last_byte_and_has_no_problem(intact: Checkpoint) -> None:
     read: list[int] = []
-    assert verify_checkpoint(whole, progress=read.append) == []
-    assert sum(read) == sum(entry["bytes"] for entry in whole.manifest.files.values())
+    assert verify_checkpoint(intact, progress=read.append) == []
+    assert sum(read) == sum(entry["bytes"] for entry in intact.manifest.files.values())
 
 
 def flip(path: Path) -> None:
@@ -89,19 +89,19 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_named(whole: Checkpoint, tmp_path: Path, damage: str) -> None:
-    name, change, said = DAMAGES[damage]
-    copy = copy_of(whole, tmp_path)
+def test_a_damaged_file_is_named(intact: Checkpoint, tmp_path: Path, damage: str) -> None:
+    name, change, message = DAMAGES[damage]
+    copy = copy_of(intact, tmp_path)
     change(copy.path / name)
     (problem,) = verify_checkpoint(copy)
     assert problem.place == name
-    assert said in problem.what
+    assert message in problem.what
 
 
-def test_tensors_that_do_not_make_the_model_are_named_though_every_checksum_holds(
-    whole: Checkpoint, tmp_path: Path
+def test_tensors_that_do_not_match_the_model_are_named_though_all_checksums_match(
+    intact: Checkpoint, tmp_path: Path
 ) -> None:
-    def spoil(metadata: Any) -> None:
+    def damage(metadata: Any) -> None:
         entries, places = metadata.state_dict_metadata, metadata.storage_data
         entries["weight/stray"] = entries[NORM]
         del entries["exp_avg/model.norm.weight"]
@@ -109,27 +109,27 @@ def test_tensors_that_do_not_make_the_model_are_named_though_every_checksum_hold
         first, second = list(places)[:2]
         places[second] = places[first]
 
-    found = verify_checkpoint(recommitted(whole, spoil, tmp_path))
-    said = {(problem.place, problem.what) for problem in found}
-    assert ("exp_avg_sq/model.norm.weight", "1 of 33 elements are in no piece") in said
-    assert ("exp_avg_sq/model.norm.weight", "has shape (33,); the model has it as (32,)") in said
-    assert ("exp_avg/model.norm.weight", "is not there; the model has it as (32,)") in said
-    assert ("weight/stray", "belongs to no parameter of the model") in said
-    assert ("weight/stray", "it is not said where its piece at (0,) lies") in said
+    found = verify_checkpoint(with_metadata(intact, damage, tmp_path))
+    problems = {(problem.place, problem.what) for problem in found}
+    assert ("exp_avg_sq/model.norm.weight", "1 of 33 elements are in no shard") in problems
+    assert ("exp_avg_sq/model.norm.weight", "has shape (33,); the model has it as (32,)") in problems
+    assert ("exp_avg/model.norm.weight", "is missing; the model has it as (32,)") in problems
+    assert ("weight/stray", "belongs to no parameter of the model") in problems
+    assert ("weight/stray", "the metadata does not say where its shard at (0,) lies") in problems
     assert any("shares bytes of __0_0.distcp with" in problem.what for problem in found)
 
 
-def test_a_piece_past_the_end_of_its_file_is_named(whole: Checkpoint, tmp_path: Path) -> None:
-    def spoil(metadata: Any) -> None:
+def test_a_shard_past_the_end_of_its_file_is_named(intact: Checkpoint, tmp_path: Path) -> None:
+    def damage(metadata: Any) -> None:
         place = max(metadata.storage_data.values(), key=lambda info: info.offset)
         place.length += 1
 
-    (problem,) = verify_checkpoint(recommitted(whole, spoil, tmp_path))
+    (problem,) = verify_checkpoint(with_metadata(intact, damage, tmp_path))
     assert problem.what == "it lies past the end of __0_0.distcp"
 
 
-def test_a_checkpoint_of_a_loop_of_ones_own_is_verified_without_a_model(whole: Checkpoint, tmp_path: Path) -> None:
-    copy = copy_of(whole, tmp_path)
+def test_a_checkpoint_of_a_custom_training_loop_is_verified_without_a_model(intact: Checkpoint, tmp_path: Path) -> None:
+    copy = copy_of(intact, tmp_path)
     commit_again(copy, config={}, details={})
     assert verify_checkpoint(copy) == []
 
@@ -139,15 +139,17 @@ def checkpoint(*arguments: object) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def test_the_commands_tell_whole_from_damaged_and_what_a_resume_would_take(whole: Checkpoint, tmp_path: Path) -> None:
-    older = copy_of(whole, tmp_path)
+def test_the_commands_show_which_checkpoints_are_damaged_and_which_one_a_resume_takes(
+    intact: Checkpoint, tmp_path: Path
+) -> None:
+    older = copy_of(intact, tmp_path)
     run = older.path.parent.parent
     newer = shutil.copytree(older.path, older.path.with_name("step-00000007"))
     flip(newer / "__0_0.distcp")
-    code, said, _ = checkpoint("verify", run)
-    assert (code, "__0_0.distcp: does not have the checksum" in said, "--all" in said) == (1, True, True)
-    code, said, _ = checkpoint("verify", run, "--all")
-    assert (code, "step-00000003: whole" in said, "takes the newest that is whole" in said) == (1, True, True)
+    code, output, _ = checkpoint("verify", run)
+    assert (code, "__0_0.distcp: does not have the checksum" in output, "--all" in output) == (1, True, True)
+    code, output, _ = checkpoint("verify", run, "--all")
+    assert (code, "step-00000003: intact" in output, "takes the newest that is intact" in output) == (1, True, True)
     assert checkpoint("verify", older.path)[0] == 0
     (newer / "__0_0.distcp").write_bytes(b"")
     rows = json.loads(checkpoint("ls", run, "--json")[1])
@@ -160,16 +162,16 @@ def test_the_commands_tell_whole_from_damaged_and_what_a_resume_would_take(whole
     assert "damaged: __0_0.distcp" in table
 
 
-def test_the_tensors_of_a_checkpoint_are_listed(whole: Checkpoint) -> None:
-    rows = {row["name"]: row for row in json.loads(checkpoint("ls", whole.path, "--json")[1])}
+def test_ls_lists_the_tensors_of_a_checkpoint(intact: Checkpoint) -> None:
+    rows = {row["name"]: row for row in json.loads(checkpoint("ls", intact.path, "--json")[1])}
     shown = {"name": NORM, "shape": [32], "dtype": "float32", "bytes": 128, "pieces": 1}
     assert rows[NORM] == shown
     assert "lm_head.weight" not in " ".join(rows)  # tied: it appears once
-    assert NORM in checkpoint("ls", whole.path)[1]
+    assert NORM in checkpoint("ls", intact.path)[1]
 
 
-def test_what_is_no_checkpoint_is_refused_with_exit_code_2(tmp_path: Path) -> None:
+def test_a_path_without_a_checkpoint_is_refused_with_exit_code_2(tmp_path: Path) -> None:
     for verb in ("ls", "verify"):
         for path in (tmp_path, tmp_path / "nowhere", tmp_path / "step-00000001", tmp_path / "checkpoints/latest"):
-            code, _, erred = checkpoint(verb, path)
-            assert (code, "try: a run.dir that has trained" in erred) == (2, True)
+            code, _, stderr = checkpoint(verb, path)
+            assert (code, "try: a run.dir that has trained" in stderr) == (2, True)

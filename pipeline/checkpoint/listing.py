@@ -1,4 +1,4 @@
-"""Checkpoints and their tensors as rows, for people and for scripts."""
+"""Lists checkpoints and their tensors as rows (for `--json`) and as tables (for a terminal)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.table import Table
 
 from headrace.base.directory import Manifest
 from headrace.base.errors import HeadraceError
-from pipeline.checkpoint.metadata import contents, read_metadata
+from pipeline.checkpoint.metadata import read_metadata, stored_tensors
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.checkpoint.verify import missing_files
 
@@ -19,10 +19,10 @@ Row = dict[str, Any]
 
 
 def checkpoint_rows(checkpoints: Sequence[Checkpoint]) -> list[Row]:
-    """One row per checkpoint, newest first; `resumed` is the one that a resume would take, as far as sizes tell."""
+    """One row per checkpoint, newest first; `resumed` marks the one that a resume would take, judged by file sizes."""
     rows = [_row(each) for each in checkpoints]
-    taken = next((row for row in rows if row["damage"] is None), None)
-    return [{**row, "resumed": row is taken} for row in rows]
+    resumed = next((row for row in rows if row["damage"] is None), None)
+    return [{**row, "resumed": row is resumed} for row in rows]
 
 
 def _row(checkpoint: Checkpoint) -> Row:
@@ -31,27 +31,27 @@ def _row(checkpoint: Checkpoint) -> Row:
         manifest = checkpoint.manifest
     except HeadraceError as error:
         return {**row, "samples": None, "layout": None, "bytes": None, "written": None, "damage": _first_line(error)}
-    wrong = missing_files(checkpoint.path, manifest)
+    problems = missing_files(checkpoint.path, manifest)
     return {
         **row,
         "samples": manifest.details.get("samples"),
-        "layout": layout_of(manifest),
+        "layout": _layout(manifest),
         "bytes": sum(int(entry["bytes"]) for entry in manifest.files.values()),
         "written": (checkpoint.path / "manifest.json").stat().st_mtime,
-        "damage": f"{wrong[0].place} {wrong[0].what}" if wrong else None,
+        "damage": f"{problems[0].place} {problems[0].what}" if problems else None,
     }
 
 
-def layout_of(manifest: Manifest) -> str:
-    """Engine, ZeRO stage and mesh, of a run; the engine alone, of a loop of somebody's own."""
+def _layout(manifest: Manifest) -> str:
+    """Engine, ZeRO stage and mesh of a run; only the engine for a custom training loop."""
     engine = manifest.details.get("engine") or manifest.config.get("engine") or "?"
     stage = (manifest.config.get("zero_optimization") or {}).get("stage")
     parts = [f"{engine} stage {stage}" if stage is not None else str(engine), manifest.details.get("topology")]
     return ", ".join(str(part) for part in parts if part)
 
 
-def unfinished(run: Path) -> list[str]:
-    """Names of what is being written, or was when a run was killed."""
+def unfinished_checkpoints(run: Path) -> list[str]:
+    """Names of staging directories: a checkpoint being written, or left by a killed run."""
     return sorted(path.name for path in (run / "checkpoints").glob(".step-*.partial"))
 
 
@@ -67,14 +67,14 @@ def tensor_rows(checkpoint: Checkpoint) -> list[Row]:
             "shape": list(each.shape),
             "dtype": str(each.dtype).removeprefix("torch."),
             "bytes": each.bytes,
-            "pieces": len(each.pieces),
+            "pieces": len(each.shards),
         }
-        for each in contents(read_metadata(checkpoint.path))
+        for each in stored_tensors(read_metadata(checkpoint.path))
     ]
 
 
 def checkpoint_table(rows: Sequence[Row]) -> Table:
-    """Checkpoints for a terminal."""
+    """Table of checkpoints."""
     table = Table()
     for name, justify in (("step", "right"), ("samples", "right"), ("layout", "left"), ("size", "right")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
@@ -83,26 +83,26 @@ def checkpoint_table(rows: Sequence[Row]) -> Table:
     for row in rows:
         state = f"damaged: {row['damage']}" if row["damage"] else "a resume takes this one" if row["resumed"] else ""
         samples = "" if row["samples"] is None else f"{row['samples']:,}"
-        size = "" if row["bytes"] is None else in_words(row["bytes"])
+        size = "" if row["bytes"] is None else format_bytes(row["bytes"])
         table.add_row(str(row["step"]), samples, row["layout"] or "", size, _ago(row["written"]), state)
     return table
 
 
 def tensor_table(rows: Sequence[Row], title: str) -> Table:
-    """Tensors for a terminal."""
+    """Table of tensors."""
     table = Table(title=title)
     for name in ("tensor", "shape", "dtype"):
         table.add_column(name, overflow="fold")
-    for name in ("size", "pieces"):
+    for name in ("size", "shards"):
         table.add_column(name, justify="right")
     for row in rows:
         shape = " x ".join(map(str, row["shape"])) or "-"
-        table.add_row(row["name"], shape, row["dtype"], in_words(row["bytes"]), str(row["pieces"]))
+        table.add_row(row["name"], shape, row["dtype"], format_bytes(row["bytes"]), str(row["pieces"]))
     return table
 
 
-def in_words(size: float) -> str:
-    """Bytes in the unit that fits, e.g. 1.2 GB; 1 GB is 1e9 bytes."""
+def format_bytes(size: float) -> str:
+    """Bytes in a fitting unit, e.g. 1.2 GB; 1 GB is 1e9 bytes."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"

@@ -1,0 +1,100 @@
+"""Rendezvous of the ranks of a run: a key-value store in which ranks set flags for each other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+T = TypeVar("T")
+RUN_FINISHED = "headrace/over"
+"""Key that rank 0 sets when the run is finished, for spare ranks."""
+RUN_STOPPED = "stopped"
+"""Rank 0's flag that the run is to be started again: spare ranks exit then, too."""
+_SHOWN = 8
+"""Ranks that are listed in full."""
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """The store of the ranks of a run, and this rank's place among them.
+
+    Attributes:
+        rank: of this process.
+        world_size: number of ranks.
+        store: lives in rank 0's process, or in torchrun's.
+        timeout_s: how long ranks wait for each other at start.
+        rank_zero_host: rank 0's host name, for messages when its store does not answer.
+    """
+
+    rank: int
+    world_size: int
+    store: Store
+    timeout_s: float
+    rank_zero_host: str = "?"
+
+    @property
+    def ranks(self) -> range:
+        """All ranks."""
+        return range(self.world_size)
+
+    def set_flag(self, key: str) -> bool:
+        """Sets a flag; False, and without effect, when the store is gone."""
+
+        def set_key() -> bool:
+            self.store.set(key, "1")
+            return True
+
+        return store_call(set_key, default=False)
+
+    def ranks_without(self, flag: str, ranks: Iterable[int]) -> list[int]:
+        """The ranks that have not set `flag/RANK`; only rank 0 when the store itself does not answer."""
+        candidates = list(ranks)
+        return store_call(lambda: [r for r in candidates if not self.store.check([f"{flag}/{r}"])], default=[0])
+
+    def describe(self, ranks: Iterable[int]) -> str:
+        """Ranks with their hosts, e.g. "rank 4 on node07, rank 5 on node07"."""
+        listed = list(ranks)
+        hosts = self._hosts(listed[:_SHOWN])
+        shown = [f"rank {rank} on {hosts.get(rank, '?')}" for rank in listed[:_SHOWN]]
+        return ", ".join(shown) + (f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else "")
+
+    def _hosts(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Rank -> host, of those that have joined; in one call, since a store that does not answer takes time."""
+        keys = {rank: f"host/{rank}" for rank in ranks if rank}
+
+        def read() -> dict[int, str]:
+            return {rank: self.store.get(key).decode() for rank, key in keys.items() if self.store.check([key])}
+
+        none: dict[int, str] = {}
+        return {0: self.rank_zero_host} | (store_call(read, default=none) if keys else none)
+
+
+def store_call(request: Callable[[], T], *, default: T, timeout_s: float = 5.0) -> T:
+    """The result of a request to the store, or `default` when the store is gone or does not answer.
+
+    A request to a store whose process is stopped (SIGSTOP) blocks for ever: it runs in a thread that is abandoned.
+    """
+    results: list[T] = []
+
+    def call() -> None:
+        try:
+            results.append(request())
+        except RuntimeError:  # the connection is gone
+            results.append(default)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return results[0] if results else default
+
+
+def format_ranks(numbers: Iterable[int]) -> str:
+    """Ranks for a message: "rank 4", "ranks 2, 3"."""
+    ranks = list(numbers)
+    shown = ", ".join(str(rank) for rank in ranks[:_SHOWN]) + (", ..." if len(ranks) > _SHOWN else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
