@@ -84,7 +84,13 @@ class Key:
     @property
     def description(self) -> str:
         """What it means; of a section without a description of its own, what the section is."""
-        return str(self.node.get("description") or _section_text(self.node, self.schema))
+        return str(self.node.get("description") or self.section_text)
+
+    @property
+    def section_text(self) -> str:
+        """What the objects are that it holds; empty where they are of several kinds, or none."""
+        texts = [str(child.get("description", "")) for _, child in _children(self.node, self.schema)]
+        return texts[0] if len(texts) == 1 else ""
 
     @property
     def default(self) -> object:
@@ -258,11 +264,6 @@ def _keys(path: str, holder: Node, schema: Node) -> Iterator[Key]:
         yield key
         for suffix, child in _children(node, schema):
             yield from _keys(key.path + suffix, child, schema)
-
-
-def _section_text(node: Node, schema: Node) -> str:
-    texts = [str(child.get("description", "")) for _, child in _children(node, schema)]
-    return texts[0] if len(texts) == 1 else ""
 
 
 def _step(node: Node, part: str, schema: Node) -> Iterator[Node]:

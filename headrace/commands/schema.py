@@ -65,8 +65,8 @@ def _page(kind: str) -> Iterator[str]:
         prefixes = dict.fromkeys(m[0] for key in found if (m := _below(section.path, key.path)))
         for prefix in prefixes:
             yield from (f"### `{prefix.rstrip('.')}`", "")
-            if section.description:
-                yield from (_capital(section.description), "")
+            if text := section.section_text or section.description:
+                yield from (_capital(text), "")
             yield from _table([key for key in found if _is_child(prefix, key.path)], prefix)
 
 

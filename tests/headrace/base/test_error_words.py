@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from headrace.base.errors import ConfigError
 from headrace.base.json_schema import Key
-from headrace.base.section import parse
+from headrace.base.section import Count, Section, parse
 from headrace.commands.config_kinds import KINDS, keys
 
 VALUES = (None, True, 7, -1, 1.5, math.nan, "word", "", [], [1], ["a", 1], {}, {"a": 1}, {"step": 5})
@@ -79,13 +79,24 @@ def test_an_unknown_key_of_any_section_is_answered_with_the_nearest(kind: str) -
 
 
 def test_the_message_has_what_was_given_what_is_wanted_and_an_example() -> None:
-    section = KINDS["run"].section()
+    class Lengths(Section):
+        keep: Count | None = Field(None, description="how many stay")
+        share: float = Field(0.5, ge=0, lt=1, description="the share that stays, e.g. 0.25")
+
     with pytest.raises(ConfigError) as caught:
-        parse(section, {**REQUIRED["run"], "run": {"dir": "d", "keep_every": "ten"}})
-    field, why, remedy = str(caught.value).splitlines()
-    assert field == "run.keep_every = 'ten'"
-    assert why == "  why: it has to be a whole number, at least 1, or null; this is text"
-    assert remedy.startswith("  try: 100 (checkpoints of every")
+        parse(Lengths, {"keep": "ten"}, at="run")
+    assert str(caught.value).splitlines() == [
+        "run.keep = 'ten'",
+        "  why: it has to be a whole number, at least 1, or null; this is text",
+        "  try: 100 (how many stay)",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        parse(Lengths, {"share": 1})
+    assert str(caught.value).splitlines() == [
+        "share = 1",
+        "  why: it has to be a number, at least 0 and below 1",
+        "  try: the share that stays, e.g. 0.25",
+    ]
 
 
 def test_a_section_that_is_no_object_is_refused_with_an_example() -> None:
