@@ -17,8 +17,8 @@ if ! python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; the
   export OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu
   processes=(--num_accelerators 2)
 fi
-if [ ${#processes[@]} = 0 ]; then  # the demo's 16 samples per step are for 1, 2, 4, 8 or 16 GPUs
-  gpus=$(python -c 'import torch; n = torch.cuda.device_count(); print(max(k for k in (1, 2, 4, 8, 16) if k <= n))')
+if [ ${#processes[@]} = 0 ]; then  # the demo's 8 samples per step are for 1, 2, 4 or 8 GPUs
+  gpus=$(python -c 'import torch; n = torch.cuda.device_count(); print(max(k for k in (1, 2, 4, 8) if k <= n))')
   processes=(--num_gpus "$gpus")
 fi
 stdlib=$(python -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')
