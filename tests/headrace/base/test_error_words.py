@@ -20,7 +20,7 @@ PYDANTIC = re.compile(
     r"pydantic|Input|input should|valid (dict|integer|string|number|boolean|list)|instance of|Section\b|[a-z]_type:|"
     r"extra_forbidden|Value error|value_error|union_tag|type=|function-|Traceback",
 )
-REQUIRED = {
+REQUIRED: dict[str, dict[str, Any]] = {
     "run": {
         "model": {"config": {"model_type": "llama"}},
         "data": {"sources": [{"path": "x"}], "sequence_length": 8},

@@ -11,7 +11,7 @@ import pytest
 
 from headrace.base.directory import write_manifest
 from headrace.base.errors import DataError
-from pipeline.faults.report import NAME as FAULTS
+from pipeline.faults.report import FILE_NAME as FAULTS
 from pipeline.metrics.journal import NAME as JOURNAL
 from pipeline.run.lock import exclusive_run
 from pipeline.run.status import read_status
