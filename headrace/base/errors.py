@@ -68,7 +68,7 @@ class TrainingError(HeadraceError):
 
 
 class LostError(TrainingError):
-    """A rank that never came, or does not answer. Nothing has to be mended before the run is started again."""
+    """A rank that did not join, or does not answer. Nothing has to be fixed before the run is started again."""
 
     exit_code = EXIT_LOST
 
