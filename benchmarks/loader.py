@@ -1,11 +1,11 @@
-"""What the loader gives, beside a bare `np.take` and Megatron's GPTDataset, and what opening a trillion tokens costs.
+"""Benchmark of the data loader: against a bare `np.take` and Megatron's GPTDataset; and opening a trillion tokens.
 
     python -m benchmarks.loader [--tokens 200000000] [--length 2048] [--batch 64] [--shards 10000] [--peers PYTHON]
 
-Writes random ids as documents of web-like lengths into a tokens directory, packs it, and has every contestant gather
-random batches of it for the same number of samples, in one process, the data in memory. Figures are samples per second
-of CPU time, the best of several rounds that take turns. Before that, with the page cache dropped, the wall time of the
-first batches with and without hints; and last, opening `--shards` shards of 100 million tokens, files with holes.
+Writes random ids as documents of web-like lengths into a tokens directory, packs it, and reads random batches with
+every loader, for the same number of samples, in one process, with the data in memory. Figures are samples per second of
+CPU time, the best of several alternating rounds. Before that, with the page cache dropped, the wall time of the first
+batches with and without readahead; and last, opening `--shards` shards of 100 million tokens (sparse files).
 
 `--peers` is a Python with megatron-core and torch (`loader_peers.py`).
 """
@@ -41,7 +41,7 @@ SHARD_TOKENS = 100_000_000
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Runs the benchmark and prints its results."""
     arguments = _arguments()
     with tempfile.TemporaryDirectory(dir=arguments.work) as work:
         tokens = write_tokens(Path(work) / "tokens", tokens=arguments.tokens)
@@ -51,16 +51,16 @@ def main() -> None:
         share = 100 * entry["padding"] / (entry["bins"] * (arguments.length + 1))
         print(f"packed: {entry['pieces']:,} pieces into {entry['bins']:,} samples, {share:.3f} % padding", end=", ")
         print(f"{time.process_time() - started:.1f} s of this process, which only waits", flush=True)
-        cold(tokens, arguments)  # first: pages that somebody has mapped are not given up
-        contestants = make_contestants(tokens, arguments)
-        for name, rate in race(contestants, arguments).items():
+        cold(tokens, arguments)  # first: pages that are mapped are not dropped from the cache
+        loaders = make_loaders(tokens, arguments)
+        for name, rate in race(loaders, arguments).items():
             print(f"{name:>52}  {rate:>10,.0f} samples/s", flush=True)
         if arguments.peers:
             script = str(Path(__file__).with_name("loader_peers.py"))
             shard, numbers = tokens / "train/shard-00000", (str(arguments.length), str(arguments.batch))
             large = write_large(Path(work) / "large", documents=arguments.documents)
-            words = [arguments.peers, script, str(shard), *numbers, str(large)]
-            done = subprocess.run(words, check=True, capture_output=True, text=True)
+            command = [arguments.peers, script, str(shard), *numbers, str(large)]
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
             for name, value in json.loads(done.stdout.splitlines()[-1]).items():
                 print(f"{name:>52}  {value}", flush=True)
         opening(Path(work) / "sparse", arguments)
@@ -98,7 +98,7 @@ def write_large(prefix: Path, *, documents: int) -> Path:
     return prefix
 
 
-def make_contestants(tokens: Path, arguments: argparse.Namespace) -> dict[str, Callable[[int], object]]:
+def make_loaders(tokens: Path, arguments: argparse.Namespace) -> dict[str, Callable[[int], object]]:
     """By name: gathers the batch of a number."""
     length, batch = arguments.length, arguments.batch
     plain = open_tokens(tokens, length)
@@ -124,7 +124,7 @@ def make_contestants(tokens: Path, arguments: argparse.Namespace) -> dict[str, C
         "dataset.rows, uint16, 4 shards": lambda i: plain.sources[0].rows(everywhere[i]),
         "dataset.read, int64, 4 shards": lambda i: plain.sources[0].read(everywhere[i]),
         "dataset.read, int64, best fit": lambda i: packed.sources[0].read(everywhere[i] % packed.sources[0].windows),
-        "loader: order, hints, two int64 tensors": steps(plain, cut),
+        "loader: order, readahead, two int64 tensors": steps(plain, cut),
         "loader, best fit": steps(packed, cut),
         "loader, contiguous, documents masked": steps(plain, cut, mask_documents=True),
         "loader, best fit, documents masked": steps(packed, cut, mask_documents=True),
@@ -139,27 +139,27 @@ def open_tokens(tokens: Path, length: int, *, packing: str = "contiguous") -> Da
 
 
 def steps(mixture: DataMixture, cut: BatchSizes, *, mask_documents: bool = False) -> Callable[[int], object]:
-    """The loader's own work for one step after the other, in this thread."""
+    """The loader's own work, step by step, in the calling thread."""
     loader = StepLoader(mixture, cut, dp_rank=0, steps=(1, 1 << 30), mask_documents=mask_documents)
     items = loader._items()  # what its thread does
     return lambda _number: next(items)
 
 
-def race(contestants: dict[str, Callable[[int], object]], arguments: argparse.Namespace) -> dict[str, float]:
-    """Samples per second of CPU time, the best of rounds that take turns."""
-    best = dict.fromkeys(contestants, 0.0)
-    for number_of_round in range(ROUNDS + 1):
-        for name, gather in contestants.items():
+def race(loaders: dict[str, Callable[[int], object]], arguments: argparse.Namespace) -> dict[str, float]:
+    """Samples per second of CPU time, the best of alternating rounds."""
+    best = dict.fromkeys(loaders, 0.0)
+    for round_number in range(ROUNDS + 1):
+        for name, gather in loaders.items():
             started = time.process_time()
             for number in range(arguments.batches):
-                gather((number_of_round * arguments.batches + number) % 4096)
+                gather((round_number * arguments.batches + number) % 4096)
             rate = arguments.batches * arguments.batch / (time.process_time() - started)
-            best[name] = max(best[name], rate if number_of_round else 0.0)  # the first round maps
+            best[name] = max(best[name], rate if round_number else 0.0)  # the first round maps
     return best
 
 
 def cold(tokens: Path, arguments: argparse.Namespace) -> None:
-    """The first batches from the disk: as a plain map reads them, and with hints."""
+    """The first batches from disk: with a plain memory map, and with readahead."""
     samples = np.arange(arguments.batch * 8)
 
     def plain() -> None:
@@ -178,9 +178,9 @@ def cold(tokens: Path, arguments: argparse.Namespace) -> None:
         mixture.rows(location)
 
     ways: dict[str, Callable[[], object]] = {
-        "a plain map": plain,
-        "read at random, no hints": partial(ours, read_ahead=False),
-        "read at random, hints (the loader's way)": partial(ours, read_ahead=True),
+        "a plain memory map": plain,
+        "random access, no readahead": partial(ours, read_ahead=False),
+        "random access, readahead (as the loader)": partial(ours, read_ahead=True),
     }
     for name, way in ways.items():
         drop_cache(tokens)
@@ -203,8 +203,8 @@ def drop_cache(tokens: Path) -> None:
 
 def resident_kib(tokens: Path) -> int:
     """What of the shards is in the page cache."""
-    words = ["fincore", "--bytes", "--noheadings", "--output", "RES", *map(str, (tokens / "train").iterdir())]
-    return sum(int(line) for line in subprocess.run(words, check=True, capture_output=True).stdout.split()) // 1024
+    command = ["fincore", "--bytes", "--noheadings", "--output", "RES", *map(str, (tokens / "train").iterdir())]
+    return sum(int(line) for line in subprocess.run(command, check=True, capture_output=True).stdout.split()) // 1024
 
 
 def opening(directory: Path, arguments: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""The peer of `loader.py`, in a Python of its own: Megatron's GPTDataset over one shard.
+"""Benchmark of Megatron's GPTDataset over one shard, for comparison in `loader.py`; runs in a Python of its own.
 
     PYTHON benchmarks/loader_peers.py PREFIX LENGTH BATCH LARGE
 
@@ -24,7 +24,7 @@ ROUNDS, BATCHES = 5, 100
 
 
 class Tokenizer:
-    """As much of one as the dataset asks for."""
+    """The attributes of a tokenizer that the dataset uses."""
 
     eod = pad = 0
     vocab_size = 50_000

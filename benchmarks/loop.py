@@ -1,14 +1,14 @@
-"""Our loop against a bare PyTorch loop and against the Hugging Face Trainer with the same DeepSpeed config.
+"""Benchmark of the training loop: against a bare PyTorch loop and the Hugging Face Trainer with the same config.
 
     python -m benchmarks.loop [--restarts 6] [--rounds 8] [--steps 4] [--threads 2] [--only deepspeed,trainer]
 
-One model, one dataset, and every contestant in a process of its own, so that none inherits another's memory or
-threads. All are set up first; then they take turns, so many steps each per round, so that a machine whose speed drifts
-drifts for all. How a process happens to get its memory makes 2 % for as long as it lives, so all start over several
-times. Printed are tokens per second (median over the rounds) and the median of the rounds' ratios, with quartiles, of
-the time on the clock and of the CPU time. Ours is the whole loop: loader, schedule, journal on disk.
+One model, one dataset, and every loop in a process of its own, so that none inherits another's memory or threads. All
+are set up first; then they run alternately, some steps each per round, so that drifts of the machine's speed affect all
+alike. Memory placement makes 2 % for the life of a process, so all are restarted several times. Printed are tokens/s
+(median over the rounds) and the median of the rounds' ratios, with quartiles, of wall-clock time and of CPU time.
+Headrace's is the whole loop: loader, learning-rate schedule, journal on disk.
 
-The Trainer needs `pip install accelerate`; it is left out, and said to be, where that is missing.
+The Trainer needs `pip install accelerate`; without it, it is skipped with a message.
 """
 
 from __future__ import annotations
@@ -76,38 +76,38 @@ RUN = {
     "gradient_clipping": 1.0,
 }
 MANY = 1_000_000
-"""Steps of a run: more than are done."""
+"""Steps of a run: more than are executed."""
 
 
-class Turns:
-    """A contestant's end of the pipe on which turns are given: it brackets every step by `begin` and `end`."""
+class Rounds:
+    """A loop's end of the pipe that starts its rounds: it brackets every step by `begin` and `end`, and is timed."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe, self._left = pipe, 0
         self._wall = self._cpu = 0.0
 
     def begin(self) -> None:
-        """Waits for a turn unless this one has steps left."""
+        """Waits for the next round, unless this one has steps left."""
         if self._left == 0:
             self._left = self._pipe.recv()
             self._wall, self._cpu = time.perf_counter(), time.process_time()
 
     def end(self) -> None:
-        """After the turn's last step tells how long it took."""
+        """After the last step of a round, sends its wall-clock and CPU seconds."""
         self._left -= 1
         if self._left == 0:
             self._pipe.send((time.perf_counter() - self._wall, time.process_time() - self._cpu))
 
     def steps(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
-        """Hands on batches, each within a turn. Getting one is part of its step."""
+        """Passes batches on, each as a step of a round; loading it is part of the step."""
         while True:
             self.begin()
             yield next(batches)
             self.end()
 
 
-Contestant = Callable[[PreparedRun, Turns], None]
-"""Trains for ever, its steps within turns. The process group is open."""
+Loop = Callable[[PreparedRun, Rounds], None]
+"""A training loop without end, its steps bracketed by rounds. The process group is open."""
 
 
 @dataclass(frozen=True)
@@ -115,18 +115,18 @@ class Entry:
     """A line of the table.
 
     Attributes:
-        title: what it is called there.
-        contestant: what is run.
-        fields: what its config has besides `RUN`.
+        title: name in the table.
+        loop: the training loop.
+        fields: fields of its config besides `RUN`.
     """
 
     title: str
-    contestant: Contestant
+    loop: Loop
     fields: dict[str, Any]
 
 
 def entries(zero: int) -> dict[str, Entry]:
-    """The contestants by the names that `--only` takes."""
+    """The loops by their names for `--only`."""
     stage = {"zero_optimization": {"stage": zero}}
     known = {
         "bare": Entry("bare PyTorch loop", bare, {"engine": "torch"}),
@@ -136,24 +136,24 @@ def entries(zero: int) -> dict[str, Entry]:
         "trainer": Entry(f"Hugging Face Trainer, deepspeed, ZeRO-{zero}", hf_trainer, stage),
     }
     if not importlib.util.find_spec("accelerate"):
-        print("the Hugging Face Trainer is left out: pip install accelerate\n")
+        print("the Hugging Face Trainer is skipped: pip install accelerate\n")
         del known["trainer"]
     return known
 
 
 PAIRS = (("torch", "bare"), ("deepspeed", "bare-deepspeed"), ("deepspeed", "trainer"), ("trainer", "bare-deepspeed"))
-"""What is set against what, besides everything against the first line."""
+"""Pairs of loops to compare, besides all against the first."""
 
 
 def main() -> None:
     """Prints the tables in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--restarts", type=int, default=6, help="how often all processes start over")
-    parser.add_argument("--rounds", type=int, default=8, help="per start")
-    parser.add_argument("--steps", type=int, default=4, help="steps per contestant and round")
+    parser.add_argument("--restarts", type=int, default=6, help="restarts of all processes")
+    parser.add_argument("--rounds", type=int, default=8, help="rounds per start")
+    parser.add_argument("--steps", type=int, default=4, help="steps per loop and round")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--zero", type=int, default=1, help="ZeRO stage of the DeepSpeed contestants")
-    parser.add_argument("--only", help="contestants, e.g. deepspeed,trainer: fewer take less time")
+    parser.add_argument("--zero", type=int, default=1, help="ZeRO stage of the DeepSpeed loops")
+    parser.add_argument("--only", help="run these loops only, e.g. deepspeed,trainer")
     arguments = parser.parse_args()
     known = entries(arguments.zero)
     chosen = arguments.only.split(",") if arguments.only else list(known)
@@ -172,7 +172,7 @@ def race(
     work: Path,
     took: dict[str, list[tuple[float, float]]],
 ) -> None:
-    """Starts every contestant, gives them turns, and lets them end. Adds to `took` the seconds of every turn."""
+    """Starts every loop, runs its rounds alternately, and ends it. Adds the seconds of every round to `took`."""
     work.mkdir()
     pipes = {}
     processes = multiprocessing.get_context("spawn")
@@ -182,11 +182,11 @@ def race(
         processes.Process(target=compete, args=given, daemon=True).start()
         theirs.close()
     for number in range(arguments.rounds + 1):
-        first = number % len(chosen)  # nobody always comes after the same one
+        first = number % len(chosen)  # rotated, so that no loop always follows the same one
         for name in chosen[first:] + chosen[:first]:
             pipes[name].send(arguments.steps)
             seconds = pipes[name].recv()
-            if number > 0:  # the first round warms up
+            if number > 0:  # the first round is a warmup
                 took[name].append(seconds)
     for pipe in pipes.values():
         pipe.close()
@@ -195,7 +195,7 @@ def race(
 
 
 def compete(name: str, zero: int, threads: int, tokens: Path, run_dir: Path, pipe: Connection) -> None:
-    """A contestant's process."""
+    """The process of one loop."""
     torch.set_num_threads(threads)
     entry = entries(zero)[name]
     config = {
@@ -209,20 +209,20 @@ def compete(name: str, zero: int, threads: int, tokens: Path, run_dir: Path, pip
     prepared = prepare(resolve(load_config(path), world_size=1))
     with process_group(detect(), gpu=pick_device(detect()).index):
         try:
-            entry.contestant(prepared, Turns(pipe))
-        except EOFError:  # no more turns
+            entry.loop(prepared, Rounds(pipe))
+        except EOFError:  # no more rounds
             leave(0)
 
 
 def table(arguments: argparse.Namespace, titles: dict[str, str], took: dict[str, list[tuple[float, float]]]) -> None:
-    """Prints the figures."""
+    """Prints the results."""
     tokens = RUN["train_batch_size"] * 256 * arguments.steps  # type: ignore[operator]
     base = next(iter(titles))
     print(f"| loop | tokens/s, median | time against the {titles[base]} |\n|---|---|---|")
     for name, title in titles.items():
         rate = tokens / statistics.median(wall for wall, _ in took[name])
         print(f"| {title} | {rate:,.0f} | {ratio(took[name], took[base], 0)} |")
-    print("\n| time of | against | ratio on the clock | ratio of CPU time |\n|---|---|---|---|")
+    print("\n| time of | against | wall-clock ratio | CPU time ratio |\n|---|---|---|---|")
     for name, other in PAIRS:
         if name in titles and other in titles:
             wall, cpu = (ratio(took[name], took[other], kind) for kind in (0, 1))
@@ -236,12 +236,12 @@ def ratio(times: list[tuple[float, float]], others: list[tuple[float, float]], k
     return f"{middle:.3f} ({low:.3f} - {high:.3f})"
 
 
-def bare(prepared: PreparedRun, turns: Turns) -> None:
-    """What one writes in ten lines, and nothing else: no schedule, no log, no checkpoint."""
+def bare(prepared: PreparedRun, rounds: Rounds) -> None:
+    """A minimal training loop: no learning-rate schedule, no log, no checkpoint."""
     config, params = prepared.run.config, prepared.run.config.optimizer.params
     model: Any = AutoModelForCausalLM.from_config(hf_config_of(prepared), attn_implementation="sdpa")
     optimizer = torch.optim.AdamW(model.parameters(), lr=params.lr, betas=params.betas, weight_decay=0.1)
-    for batch in turns.steps(iter(loader(prepared))):
+    for batch in rounds.steps(iter(loader(prepared))):
         for micro in batch.micro_batches:
             logits = model(input_ids=micro.input_ids, use_cache=False).logits
             loss = F.cross_entropy(logits.flatten(0, 1), micro.labels.flatten(), reduction="sum")
@@ -251,20 +251,20 @@ def bare(prepared: PreparedRun, turns: Turns) -> None:
         optimizer.zero_grad()
 
 
-def bare_deepspeed(prepared: PreparedRun, turns: Turns) -> None:
+def bare_deepspeed(prepared: PreparedRun, rounds: Rounds) -> None:
     """DeepSpeed's own three calls and nothing else: what its engine costs without our loop."""
     import deepspeed  # noqa: PLC0415  imports for seconds
 
     model = AutoModelForCausalLM.from_config(hf_config_of(prepared), attn_implementation="sdpa")
     engine, *_ = deepspeed.initialize(model=model, config=deepspeed_file(prepared.run))
-    for batch in turns.steps(iter(loader(prepared))):
+    for batch in rounds.steps(iter(loader(prepared))):
         for micro in batch.micro_batches:
             logits = engine(input_ids=micro.input_ids, use_cache=False).logits
             engine.backward(F.cross_entropy(logits.flatten(0, 1), micro.labels.flatten()))
             engine.step()
 
 
-def ours(prepared: PreparedRun, turns: Turns) -> None:
+def ours(prepared: PreparedRun, rounds: Rounds) -> None:
     """The trainer's loop, as `pipeline/train.py` runs it."""
     run, device = prepared.run, pick_device(detect())
     engine = build_engine(run, prepared.model, prepared.values, CrossEntropy(), device=device)
@@ -277,7 +277,7 @@ def ours(prepared: PreparedRun, turns: Turns) -> None:
         stepper=GuardedStepper(
             engine, run.config.anomalies, fp16=False, record=sinks.event, can_roll_back=no_checkpoint, **given
         ),
-        steps=turns.steps(iter(loader(prepared))),
+        steps=rounds.steps(iter(loader(prepared))),
         heldout=RankBatches(prepared, 0),
         writer=CheckpointWriter(prepared.store),
         manifest=RunManifest(prepared, 0),
@@ -303,16 +303,16 @@ def loader(prepared: PreparedRun) -> StepLoader:
     return StepLoader(prepared.mixture, prepared.run.batch, dp_rank=0, steps=(1, MANY))
 
 
-def hf_trainer(prepared: PreparedRun, turns: Turns) -> None:
+def hf_trainer(prepared: PreparedRun, rounds: Rounds) -> None:
     """`transformers.Trainer` with the same DeepSpeed config."""
     from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: PLC0415  needs accelerate
 
-    class InTurns(TrainerCallback):  # type: ignore[misc]
+    class InRounds(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, *_args: Any, **_kwargs: Any) -> None:
-            turns.begin()
+            rounds.begin()
 
         def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
-            turns.end()
+            rounds.end()
 
     model = AutoModelForCausalLM.from_config(hf_config_of(prepared), attn_implementation="sdpa")
     arguments = TrainingArguments(
@@ -332,7 +332,7 @@ def hf_trainer(prepared: PreparedRun, turns: Turns) -> None:
         use_cpu=not torch.cuda.is_available(),
     )
     data = Windows(prepared.mixture.sources[0])
-    Trainer(model=model, args=arguments, train_dataset=data, callbacks=[InTurns()]).train()
+    Trainer(model=model, args=arguments, train_dataset=data, callbacks=[InRounds()]).train()
 
 
 def hf_config_of(prepared: PreparedRun) -> Any:

@@ -1,4 +1,4 @@
-"""Distils a teacher into a student: `deepspeed pipeline/distill.py --config CONFIG`."""
+"""Knowledge distillation from a teacher to a student: `deepspeed pipeline/distill.py --config CONFIG`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ __all__ = ["add_arguments", "main", "run"]
 
 def main() -> int:
     """Entry point."""
-    return run(parse_arguments("Train a student to follow a frozen teacher. Same loop, engine and config as train.py."))
+    return run(
+        parse_arguments(
+            "Train a student model by distillation from a frozen teacher. Same loop, engines and config as train.py."
+        )
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -28,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     section = resolved.config.distill
     if section is None:
         remedy = 'add "distill": {"teacher": "out/models/teacher"}, or use pipeline/train.py'
-        raise ConfigError("distill", why="the config names no teacher", remedy=remedy)
+        raise ConfigError("distill", why="the config has no teacher", remedy=remedy)
     config = resolved.config
     bf16, attention, z_loss = config.bf16.enabled, config.model.attn_implementation, config.loss.z_loss
     # torch takes seconds to import, and a refusal should not wait for it

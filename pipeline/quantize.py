@@ -1,7 +1,7 @@
-"""`python pipeline/quantize.py --config F`: a finished model with its linear weights in 8 or 4 bits.
+"""`python pipeline/quantize.py --config F`: weight-only quantization of a trained model to 8 or 4 bits.
 
-model/ -> model-int4/: read, measured on the held-out split, rounded, written beside its final name, loaded and
-measured again in a fresh process, and only then given its name. See docs/quantization.md.
+model/ -> model-int4/: loaded, evaluated on the held-out split, quantized, written beside its final name, evaluated
+again in a subprocess, and only then renamed. See docs/quantization.md.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Refuses or runs the config; torch is imported only once it is known to be right."""
+    """Checks and runs the config; torch is imported only after the checks."""
     plan = prepare(parse(QuantizeConfig, load(arguments.config, arguments.overrides)))
 
     from pipeline.compress.run import quantize  # noqa: PLC0415  (brings in torch)

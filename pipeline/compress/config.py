@@ -1,4 +1,4 @@
-"""The config of `pipeline/quantize.py`. No torch."""
+"""Config of weight-only quantization (`pipeline/quantize.py`). No torch."""
 
 from __future__ import annotations
 
@@ -11,37 +11,42 @@ from pipeline.evaluation.data import HeldOutData
 
 _BITS = {"int8": 8, "int4": 4}
 
-# 16 levels need a scale for few weights: 32 costs half a bit per weight (a 16-bit scale), and is the smallest group
-# that vLLM's Marlin kernels take (MARLIN_SUPPORTED_GROUP_SIZES in its marlin_utils.py)
+# int4 needs small groups: a 16-bit scale for 32 weights costs half a bit per weight, and 32 is the smallest group that
+# vLLM's Marlin kernels support (MARLIN_SUPPORTED_GROUP_SIZES in its marlin_utils.py)
 _INT4_GROUP = 32
 
 
 class QuantizeConfig(Section):
-    """Weight-only quantization of the linear layers, symmetric, rounded to nearest."""
+    """Weight-only quantization of linear layers: symmetric, round to nearest."""
 
     model: str = Field(
-        description="a Hugging Face model folder in floating point, e.g. made by python -m pipeline export"
+        description="Hugging Face folder of the floating-point model to quantize, e.g. out/demo/model, as written by"
+        " python -m pipeline export"
     )
-    output: str = Field(description="the directory to write; it must not exist yet")
-    weights: Literal["int8", "int4"] = Field(description='"int8" or "int4"')
+    output: str = Field(description="Directory of the quantized model, e.g. out/demo/model-int4; it must not exist yet")
+    weights: Literal["int8", "int4"] = Field(
+        description="Bits per quantized weight: int8, or int4, which needs group scales"
+    )
     group_size: int | None = Field(
         default=None,
         ge=1,
-        description="weights of one row that share a scale; null is the whole row for int8 and 32 for int4",
+        description="Group size: weights of one row that share a scale, e.g. 128; null: the whole row for int8, 32 for"
+        " int4",
     )
     skip: list[str] = Field(
         default=["lm_head"],
-        description='modules to leave alone: full names such as "model.layers.0.mlp.up_proj", or "re:" and a pattern',
+        description='Modules left unquantized, e.g. ["lm_head", "re:.*down_proj$"]: full names, or "re:" and a regular'
+        " expression",
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         default=None,
-        description='of the scales and the unquantized rest: "bfloat16", "float16" or "float32"; null is the model\'s',
+        description="dtype of scales and unquantized weights: bfloat16, float16 or float32; null: the model's own",
     )
-    data: HeldOutData = Field(description="the split on which the model is measured before and after")
+    data: HeldOutData = Field(description="Held-out data on which the model is evaluated before and after quantization")
 
     @property
     def bits(self) -> int:
-        """Bits of one quantized weight, its scale not counted."""
+        """Bits per quantized weight, without its scale."""
         return _BITS[self.weights]
 
     @property

@@ -1,11 +1,11 @@
-"""Knowledge distillation as an objective: a frozen teacher's distribution beside the text's own next token.
+"""Knowledge distillation objective: KL divergence to a frozen teacher's distribution, and cross-entropy with the data.
 
 loss = alpha * t^2 * KL(teacher_t || student_t) + (1 - alpha) * cross-entropy, summed over target tokens, where the
-index t means softmax(logits / t). The factor t^2 keeps the two terms' gradients on one scale when t changes.
-Source: Hinton, Vinyals and Dean 2015 (arXiv:1503.02531), section 2. A z-loss of the student is added where the config
-asks for it.
+index t means softmax(logits / t). The factor t^2 keeps the gradients of both terms on the same scale when t changes.
+Source: Hinton, Vinyals and Dean 2015 (arXiv:1503.02531), section 2. The student's z-loss is added if the
+config enables it.
 
-Every rank holds the whole teacher, in the model dtype: it is not sharded.
+The teacher is not sharded: every rank holds all of it, in the model dtype.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from pipeline.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard, cross
 
 
 class Distillation:
-    """The distillation loss, with its teacher.
+    """The distillation loss; holds the teacher.
 
     Args:
         section: teacher folder, temperature, alpha.
-        bf16: the teacher computes in bf16, else fp32.
-        attn_implementation: as the student's.
+        bf16: run the teacher in bf16, else in fp32.
+        attn_implementation: the student's.
         device: of this rank.
         z_loss: as `engines.objective.CrossEntropy`.
 
     Raises:
-        DataError: the teacher's folder holds no whole model.
+        DataError: the teacher's folder holds no complete model.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class Distillation:
     def __call__(
         self, logits: Tensor, labels: Tensor, *extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
     ) -> Loss:
-        """Scores the student's logits; parts are the cross-entropy, the KL term (without t^2) and the z-loss."""
-        assert vocabulary.group is None, "refused by the rules: distillation compares whole rows of logits"
+        """Loss of the student's logits; its parts are the cross-entropy, the KL term (without t^2) and the z-loss."""
+        assert vocabulary.group is None, "refused by the rules: distillation needs the whole vocabulary on each rank"
         (teacher,) = extra_targets
         ce, squares = cross_entropy(logits, labels)
         kl = kl_sum(teacher, logits, labels, temperature=self._temperature)
@@ -82,7 +82,7 @@ def kl_sum(teacher: Tensor, student: Tensor, labels: Tensor, *, temperature: flo
 
     Args:
         teacher, student: logits [B, T, V].
-        labels: int64 [B, T]; positions with IGNORE do not count.
+        labels: int64 [B, T]; positions with IGNORE are left out.
     """
     log_p = F.log_softmax(teacher.float() / temperature, dim=-1)
     log_q = F.log_softmax(student.float() / temperature, dim=-1)

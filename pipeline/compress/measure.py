@@ -1,4 +1,4 @@
-"""Measuring a model in a process of its own, so that what is judged is what the files hold. No torch."""
+"""Evaluates a model folder in a subprocess, so that exactly the written files are measured. No torch."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from pipeline.evaluation.data import HeldOutData
 
 
 def measure(folder: Path, data: HeldOutData) -> dict[str, Any]:
-    """Runs `python -m pipeline.evaluation` on a folder; its progress appears on our stderr.
+    """Runs `python -m pipeline.evaluation` on a folder; its progress bar appears on stderr.
 
     Returns:
         Its JSON: loss_nats, perplexity, bits_per_byte, tokens, tokens_per_second, weight_bytes, dtype, device, ...
 
     Raises:
-        DataError: the folder cannot be loaded there, or its perplexity is not a finite number.
+        DataError: the folder cannot be loaded in the subprocess, or its perplexity is not finite.
     """
-    # -P: a folder named pipeline in the current directory must not stand in for ours
+    # -P: a folder named pipeline in the current directory must not shadow this package
     command = [sys.executable, "-P", "-m", "pipeline.evaluation", str(folder), "--json", *_arguments(data)]
-    quiet = os.environ | {"TQDM_DISABLE": "1"}  # the library's own bars would interleave with ours
+    quiet = os.environ | {"TQDM_DISABLE": "1"}  # the libraries' progress bars would interleave with ours
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=quiet, check=False)
     if done.returncode != 0:
-        why = f"its evaluation in a fresh process ended with exit code {done.returncode}; its message is above"
+        why = f"its evaluation in a subprocess ended with exit code {done.returncode}; its message is above"
         raise DataError(f"{folder} was not accepted: {why}")
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     if not math.isfinite(result["perplexity"]):

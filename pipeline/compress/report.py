@@ -1,4 +1,4 @@
-"""What a quantization did, in numbers: for the manifest, and as a table. No torch."""
+"""Report of a quantization: sizes and held-out metrics before and after, for the manifest and as a table. No torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MEASURED = (
 def details(
     plan: QuantizationPlan, result: ModelFolder, before: dict[str, Any], after: dict[str, Any]
 ) -> dict[str, Any]:
-    """The manifest's details: counts, sizes in bytes, and the held-out numbers before and after."""
+    """Details for the manifest: counts, sizes in bytes, and held-out metrics before and after."""
     parameters, quantized = plan.source.parameters, sum(prod(shape) for shape in plan.layers.values())
     return {
         "parameters": parameters,
@@ -47,19 +47,19 @@ def details(
 
 
 def table(manifest: Manifest) -> Table:
-    """Two columns, before and after, from the manifest alone."""
-    told = manifest.details
-    before, after, parts = told["before"], told["after"], told["quantization"]
+    """A table with the columns before and after, from the manifest alone."""
+    recorded = manifest.details
+    before, after, parts = recorded["before"], recorded["after"], recorded["quantization"]
     group = parts["group_size"] or "row"
     shown = Table(title=f"{manifest.config['model']} -> {manifest.config['output']}")
     shown.add_column("")
     shown.add_column(f"before ({before['dtype']})", justify="right")
     shown.add_column(f"after ({parts['weights']}, group {group}, rest {after['dtype']})", justify="right")
-    shown.add_row("parameters", f"{told['parameters']:,}", f"{told['parameters']:,}")
+    shown.add_row("parameters", f"{recorded['parameters']:,}", f"{recorded['parameters']:,}")
     shown.add_row("of them quantized", "-", f"{parts['parameters']:,} at {parts['bits_per_quantized_weight']:.2f} bits")
     for name, show in _ROWS.items():
         shown.add_row(name, show(before), show(after))
-    shown.caption = f"{told['data']['split']} split, {after['tokens']:,} tokens scored, on {after['device']}"
+    shown.caption = f"{recorded['data']['split']} split, {after['tokens']:,} tokens scored, on {after['device']}"
     return shown
 
 
@@ -78,7 +78,7 @@ def _measured(side: dict[str, Any]) -> dict[str, Any]:
 
 
 def _packed_bytes(plan: QuantizationPlan, result: ModelFolder) -> int:
-    """Bytes that stand for the quantized weights: integers and scales, and the two numbers that tell the shape."""
+    """Bytes of the quantized weights: packed integers, scales, and the two integers of the shape."""
     return sum(info.bytes for name, info in result.tensors.items() if _is_packed(name, plan))
 
 

@@ -1,4 +1,4 @@
-"""What a quantization may ask of a model, checked on names and shapes before torch is imported."""
+"""Rules of a quantization, checked on the names and shapes of tensors before torch is imported."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _PATTERN = "re:"
 
 @dataclass(frozen=True)
 class QuantizationPlan:
-    """A config that will work, with what was found while checking it.
+    """A checked quantization config, with the model, dataset and layers it refers to.
 
     Attributes:
-        config: as given.
+        config: the config.
         source: the model to quantize.
-        dataset: the split it is measured on.
-        layers: name of each linear layer to quantize -> its weight's shape (outputs, inputs).
+        dataset: the split it is evaluated on.
+        layers: name of each linear layer to quantize -> weight shape (outputs, inputs).
     """
 
     config: QuantizeConfig
@@ -37,7 +37,7 @@ class QuantizationPlan:
 
     @property
     def output(self) -> Path:
-        """The directory to be made."""
+        """The directory to write."""
         return Path(self.config.output)
 
 
@@ -45,17 +45,17 @@ def prepare(config: QuantizeConfig) -> QuantizationPlan:
     """Checks a config against the model and the dataset it names.
 
     Raises:
-        ConfigError: the output exists; the model is quantized already; `skip` names nothing, or leaves the head of a
-            tied model to be quantized, or leaves nothing; a group size that does not divide the inputs of a layer;
-            a dataset of another tokenizer.
+        ConfigError: the output exists; the model is already quantized; `skip` names an unknown module, does not skip
+            the head of a tied model, or skips everything; a group size that does not divide a layer's inputs; a
+            dataset made with another tokenizer.
         DataError: the model or the dataset is missing or damaged.
     """
     if Path(config.output).exists():
-        raise ConfigError("output", config.output, why="it exists already", remedy="remove it, or choose another name")
+        raise ConfigError("output", config.output, why="it already exists", remedy="remove it, or choose another name")
     source = ModelFolder.open(config.model)
     if source.quantized_by is not None:
-        why = f"it is quantized already, by {source.quantized_by}"
-        raise ConfigError("model", config.model, why=why, remedy="name the model it was made from")
+        why = f"it is already quantized, by {source.quantized_by}"
+        raise ConfigError("model", config.model, why=why, remedy="name the floating-point model it was made from")
     layers = _layers(config, source)
     if config.group is not None:
         check_group_size(layers, config.group)
@@ -63,9 +63,9 @@ def prepare(config: QuantizeConfig) -> QuantizationPlan:
 
 
 def linear_layers(source: ModelFolder) -> dict[str, tuple[int, int]]:
-    """Name -> (outputs, inputs) of the linear layers by name and shape: matrices in numbered blocks, and the head.
+    """Name -> (outputs, inputs) of the linear layers: matrices in numbered decoder layers, and the head.
 
-    Embeddings are matrices too, but lie outside the numbered blocks in every decoder of transformers.
+    Embeddings are matrices, too, but are outside the numbered layers in every decoder of transformers.
     """
     found = {}
     for name, info in source.tensors.items():
@@ -80,7 +80,7 @@ def check_group_size(layers: Mapping[str, tuple[int, int]], group: int) -> None:
     """Refuses a group size that does not divide the inputs of every layer.
 
     Raises:
-        ConfigError: names the first layer and the nearest sizes that divide all.
+        ConfigError: names the first such layer and the nearest group sizes that divide all layers.
     """
     for name, (_, inputs) in layers.items():
         if inputs % group:
@@ -93,7 +93,7 @@ def _nearest(layers: Mapping[str, tuple[int, int]], group: int) -> str:
     divisors = [n for n in range(1, common + 1) if common % n == 0]
     below, above = [n for n in divisors if n < group], [n for n in divisors if n > group]
     near = [str(n) for n in (*below[-1:], *above[:1])]
-    return f"{' or '.join(near)}, which {'divides' if len(near) == 1 else 'divide'} the inputs of every layer"
+    return f"use {' or '.join(near)}, which {'divides' if len(near) == 1 else 'divide'} the inputs of every layer"
 
 
 def _layers(config: QuantizeConfig, source: ModelFolder) -> dict[str, tuple[int, int]]:
@@ -106,18 +106,20 @@ def _layers(config: QuantizeConfig, source: ModelFolder) -> dict[str, tuple[int,
         raise ConfigError("skip", config.skip, why=why, remedy=f'add "{HEAD}"')
     if not layers:
         why = f"no linear layer of {config.model} is left to quantize"
-        raise ConfigError("skip", config.skip, why=why, remedy=f'["{HEAD}"]')
+        raise ConfigError("skip", config.skip, why=why, remedy=f'use ["{HEAD}"]')
     return layers
 
 
 def _check_skip(entry: str, modules: Collection[str]) -> None:
     if entry == HEAD:
-        return  # the default, and without effect where the head is not stored
+        return  # the default; it has no effect if the head is not stored
     if entry.startswith(_PATTERN):
         _compile(entry)
     elif entry not in modules:
         near = suggest(entry, sorted(modules))
-        remedy = f"did you mean '{near}'?" if near else f'a full module name, or a pattern such as "{_PATTERN}.*mlp.*"'
+        remedy = (
+            f"did you mean '{near}'?" if near else f'use a full module name, or a pattern such as "{_PATTERN}.*mlp.*"'
+        )
         raise ConfigError("skip", entry, why="the model has no such module", remedy=remedy)
 
 
@@ -129,5 +131,5 @@ def _compile(entry: str) -> re.Pattern[str]:
     try:
         return re.compile(entry.removeprefix(_PATTERN))
     except re.error as error:
-        remedy = 'a pattern of Python\'s re module, e.g. "re:.*down_proj$"'
+        remedy = 'use a regular expression of Python\'s re module, e.g. "re:.*down_proj$"'
         raise ConfigError("skip", entry, why=f"not a regular expression: {error}", remedy=remedy) from None

@@ -1,4 +1,4 @@
-"""From a plan to a finished directory: measure, quantize, write, measure again, commit."""
+"""Runs a quantization: evaluates the original, quantizes, writes, evaluates the result, commits the directory."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ from pipeline.models.tokenizer_files import copy_tokenizer
 
 
 def quantize(plan: QuantizationPlan) -> Manifest:
-    """Writes the quantized model and prints what became of it.
+    """Writes the quantized model and prints its metrics before and after.
 
     Raises:
-        ConfigError: a layer to quantize is no linear layer.
-        DataError: the original or the result cannot be loaded in a fresh process, or has no finite perplexity there.
+        ConfigError: a layer to quantize is not a torch.nn.Linear.
+        DataError: the original or the result cannot be loaded in a subprocess, or its perplexity is not finite.
     """
     check_modules(empty_model(plan.source.path), plan)
     console = Console(stderr=True)
-    console.print(f"{plan.source.path}: measuring the original")
+    console.print(f"{plan.source.path}: evaluating the original")
     before = measure(plan.source.path, plan.config.data)
     with _staged(plan.output) as staging:
         console.print(f"quantizing {len(plan.layers)} layers to {plan.config.weights}")
         _write(plan, staging)
-        console.print("measuring the result in a fresh process")
+        console.print("evaluating the result in a subprocess")
         after = measure(staging, plan.config.data)
-        told = details(plan, ModelFolder.open(staging), before, after)
+        recorded = details(plan, ModelFolder.open(staging), before, after)
         parents = {"model": _parent(plan.source.path, plan.source.fingerprint())}
         parents["data"] = _parent(plan.dataset.path, plan.dataset.manifest.fingerprint)
         config = plan.config.model_dump()
-        manifest = commit(staging, plan.output, kind="model", config=config, parents=parents, details=told)
+        manifest = commit(staging, plan.output, kind="model", config=config, parents=parents, details=recorded)
     Console(file=sys.stdout).print(table(manifest))
     return manifest
 
 
 def _write(plan: QuantizationPlan, staging: Path) -> None:
-    """Fills `staging`: packed weights, config, and the files that go with them."""
+    """Writes packed weights, config and tokenizer into `staging`."""
     model = load_model(plan.source.path, dtype=torch.float32)
     dtype = getattr(torch, plan.config.dtype or plan.source.dtype)
 
@@ -62,7 +62,7 @@ def _write(plan: QuantizationPlan, staging: Path) -> None:
 
 @contextmanager
 def _staged(final: Path) -> Iterator[Path]:
-    """An empty directory beside `final`, gone again unless it was committed."""
+    """An empty directory beside `final`, removed unless it is committed."""
     staging = fresh_staging(final)
     try:
         yield staging

@@ -1,7 +1,7 @@
-"""Rounding linear weights to 8 or 4 bits and packing them, by the compressed-tensors library.
+"""Weight-only quantization: rounds linear weights to 8 or 4 bits and packs them with compressed-tensors.
 
 For each group of weights w of one row: scale s = max|w| / ((2^bits - 1) / 2), stored integer
-q = clamp(round(w / s), -2^(bits-1), 2^(bits-1) - 1), read back as q s. Nothing is calibrated: q depends on w alone.
+q = clamp(round(w / s), -2^(bits-1), 2^(bits-1) - 1), dequantized as q s. There is no calibration: q depends on w alone.
 Source of the formula: compressed_tensors/quantization/utils/helpers.py, calculate_qparams, symmetric case.
 """
 
@@ -30,10 +30,10 @@ Progress = Callable[[list[str]], Iterable[str]]
 
 
 def check_modules(model: nn.Module, plan: QuantizationPlan) -> None:
-    """Compares the layers that the file headers promised with the modules that are there.
+    """Checks that the layers found in the file headers are linear modules of the model.
 
     Raises:
-        ConfigError: one of them is not a `torch.nn.Linear` (GPT-2's Conv1D, fused experts), which cannot be packed.
+        ConfigError: one is not a `torch.nn.Linear` (GPT-2's Conv1D, fused experts), and cannot be packed.
     """
     modules = dict(model.named_modules())
     for name in plan.layers:
@@ -44,16 +44,16 @@ def check_modules(model: nn.Module, plan: QuantizationPlan) -> None:
 
 
 def pack(model: nn.Module, plan: QuantizationPlan, *, dtype: torch.dtype, progress: Progress = iter) -> ModelCompressor:
-    """Quantizes and packs the plan's layers in place, and casts all else to `dtype`.
+    """Quantizes and packs the plan's layers in place, and casts all other weights to `dtype`.
 
     Args:
-        model: in float32, so that rounding happens once.
-        plan: which layers, how many bits, what groups.
-        dtype: of the scales and of what stays unquantized.
+        model: in float32, so that weights are rounded only once.
+        plan: layers, bits and group size.
+        dtype: of scales and unquantized weights.
         progress: wraps the iteration over layers.
 
     Returns:
-        What writes the quantization section into a saved config.json.
+        The compressor that writes the quantization section of config.json.
     """
     args = _arguments(plan)
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -82,11 +82,11 @@ def _arguments(plan: QuantizationPlan) -> QuantizationArgs:
 
 @torch.no_grad()
 def _pack_layer(module: nn.Linear, args: QuantizationArgs, dtype: torch.dtype) -> None:
-    """Turns weight [out, in] into weight_packed int32 [out, in x bits / 32] and weight_scale [out, groups]."""
+    """Replaces weight [out, in] by weight_packed int32 [out, in x bits / 32] and weight_scale [out, groups]."""
     width = args.group_size or module.in_features
     grouped = module.weight.reshape(module.out_features, -1, width)
     scale, zero_point = calculate_qparams(grouped.amin(-1), grouped.amax(-1), args)
-    # rounded to its stored dtype first: the integers must be right for the scale that will multiply them
+    # the scale is rounded to its stored dtype first, since the integers are multiplied by that value
     module.register_parameter("weight_scale", nn.Parameter(scale.to(dtype), requires_grad=False))
     module.register_parameter("weight_zero_point", nn.Parameter(zero_point, requires_grad=False))
     compress_module(module)

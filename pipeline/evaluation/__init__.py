@@ -1,1 +1,1 @@
-"""What a finished model is worth: held-out loss, perplexity, bits per byte, and a completion to read."""
+"""Evaluation of a trained model: held-out loss, perplexity, bits per byte, and completions of a prompt."""

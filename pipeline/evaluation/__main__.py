@@ -1,4 +1,4 @@
-"""`python -m pipeline.evaluation MODEL --data TOKENS`: the evaluation alone, as a process that other stages start."""
+"""`python -m pipeline.evaluation MODEL --data TOKENS`: the evaluation as a subprocess of other stages."""
 
 from __future__ import annotations
 

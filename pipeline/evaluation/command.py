@@ -1,4 +1,4 @@
-"""`python -m pipeline eval MODEL --data TOKENS`: the held-out loss of a finished model."""
+"""`python -m pipeline eval MODEL --data TOKENS`: held-out loss, perplexity and bits per byte of a model."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sequence-length", type=int, default=defaults.sequence_length, metavar="T", help="default: %(default)s"
     )
     parser.add_argument("--batch-size", type=int, default=defaults.batch_size, metavar="B", help="default: %(default)s")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="about so many tokens, spread evenly; default: all")
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help="evaluate about N tokens, evenly spaced; default: all"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Checks, loads, evaluates, prints; torch is imported only once the checks have passed.
+    """Checks, loads, evaluates, prints; torch is imported only after the checks have passed.
 
     Raises:
         ConfigError, DataError: as `open_heldout` and `load_model`.

@@ -1,7 +1,7 @@
-"""`python -m pipeline complete MODEL --prompt TEXT`: what a finished model writes.
+"""`python -m pipeline complete MODEL --prompt TEXT`: text generation with a trained model.
 
-Each token is drawn from the likeliest ones that together have `--top-p` of the probability (nucleus sampling: Holtzman
-et al. 2020, arXiv:1904.09751). A small model that takes the likeliest token each time soon repeats itself.
+Nucleus sampling: each token is sampled from the most likely ones that together have `--top-p` of the probability
+(Holtzman et al. 2020, arXiv:1904.09751). With greedy decoding a small model soon repeats itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from headrace.base.errors import ConfigError, DataError
 from pipeline.evaluation.model_folder import ModelFolder
 
 TEMPERATURE, TOP_P = 0.8, 0.95
-"""What the command samples with unless told otherwise."""
+"""The command's defaults."""
 
 _LARGEST_SEED = 2**32 - 1
 """transformers' `set_seed` seeds numpy, too, which takes 32 bits."""
@@ -25,51 +25,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", help="a Hugging Face model folder with its tokenizer, quantized or not"
     )
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="the text to go on from")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue")
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="the prompt is a user's message, put to the model by its tokenizer's chat template; prints the answer",
+        help="format the prompt as a user message with the tokenizer's chat template; print the reply alone",
     )
     parser.add_argument(
-        "--tokens", type=int, default=64, metavar="N", help="tokens to add at most; default: %(default)s"
+        "--tokens", type=int, default=64, metavar="N", help="maximum number of new tokens; default: %(default)s"
     )
     parser.add_argument(
         "--temperature",
         type=float,
         metavar="T",
-        help=f"what logits are divided by before a token is drawn; 0 is --greedy; default: {TEMPERATURE}",
+        help=f"sampling temperature: logits are divided by it; 0 is --greedy; default: {TEMPERATURE}",
     )
     parser.add_argument(
         "--top-p",
         type=float,
         metavar="P",
-        help=f"draw from the likeliest tokens that have this probability together; 1: from all; default: {TOP_P}",
+        help=f"nucleus sampling: sample from the most likely tokens with this total probability; default: {TOP_P}",
     )
     parser.add_argument(
         "--seed",
         type=int,
         default=0,
         metavar="N",
-        help="of the sampling: the same draws the same; default: %(default)s",
+        help="random seed of the sampling; default: %(default)s",
     )
-    parser.add_argument("--greedy", action="store_true", help="take the likeliest token each time; nothing is drawn")
+    parser.add_argument("--greedy", action="store_true", help="greedy decoding: take the most likely token each time")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the prompt and what the model adds to it; of a chat the answer alone.
+    """Prints the prompt and its completion; with --chat the reply alone.
 
     Raises:
-        ConfigError: no tokens asked for, an empty prompt, numbers that nothing can be sampled with, --greedy beside
-            them, or --chat for a tokenizer whose chat template is missing or fails.
-        DataError: the folder is no model, or has no tokenizer.
+        ConfigError: no new tokens, an empty prompt, invalid sampling parameters, --greedy together with them, or --chat
+            with a tokenizer whose chat template is missing or fails.
+        DataError: the folder holds no model, or no tokenizer.
     """
     if args.tokens < 1:
-        raise ConfigError("--tokens", args.tokens, why="there is nothing to write", remedy="1 or more")
+        raise ConfigError("--tokens", args.tokens, why="it is not 1 or more", remedy="use 1 or more")
     if not args.prompt:
-        raise ConfigError(
-            "--prompt", args.prompt, why="a model goes on from at least one token", remedy="give some text"
-        )
+        raise ConfigError("--prompt", args.prompt, why="generation needs at least one token", remedy="give some text")
     temperature, top_p = _check_sampling(args)
     folder = ModelFolder.open(args.model)
     if not (folder.path / "tokenizer_config.json").is_file():
@@ -91,24 +89,24 @@ def complete(
     seed: int = 0,
     chat: bool = False,
 ) -> str:
-    """The prompt and up to `tokens` more tokens of text; stops at the end-of-text token.
+    """Generates text: the prompt and up to `tokens` new tokens; stops at the end-of-text token.
 
     Args:
         path: a model folder with its tokenizer.
         prompt: text, not empty.
-        tokens: new tokens at most.
-        temperature: 0 for the likeliest token each time, else logits are divided by it and sampled from.
-        top_p: share of the probability, in (0, 1], that the likeliest tokens have which are sampled from.
+        tokens: maximum number of new tokens.
+        temperature: 0 for greedy decoding, else logits are divided by it and sampled from.
+        top_p: nucleus sampling: total probability, in (0, 1], of the tokens that are sampled from.
         seed: of the sampling, 32 bits.
-        chat: the prompt is a user's message; returns the answer alone.
+        chat: format the prompt as a user message with the chat template; return the reply alone.
 
     Raises:
-        ConfigError: a chat, and the tokenizer has no chat template, or one that fails.
+        ConfigError: with `chat`, the tokenizer has no chat template, or one that fails.
         DataError: as `load_model`.
     """
     from transformers import AutoTokenizer  # noqa: PLC0415  (a refusal should not wait for it)
 
-    # before the model, which takes longer: a missing template is found here
+    # before the model, which takes longer to load: a missing template is refused here
     tokenizer = AutoTokenizer.from_pretrained(path)
     inputs = _chat_inputs(tokenizer, prompt, path) if chat else tokenizer(prompt, return_tensors="pt")
 
@@ -118,44 +116,44 @@ def complete(
     from pipeline.evaluation.loading import load_model, pick_device  # noqa: PLC0415
 
     model = load_model(path, device=pick_device())
-    taken = {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
-    # top_k 0: all tokens count, where transformers' own default is the likeliest 50
-    drawn = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
-    sampling = drawn if temperature > 0 else {"do_sample": False}
-    # the fallback silences a warning for tokenizers without padding: one prompt needs none
+    model_inputs = {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
+    # top_k 0: no limit, where transformers' default is 50
+    sampled = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+    sampling = sampled if temperature > 0 else {"do_sample": False}
+    # the fallback avoids a warning with tokenizers without a padding token: one prompt needs none
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     set_seed(seed)
     with torch.inference_mode():
-        ids = model.generate(**taken, **sampling, max_new_tokens=tokens, pad_token_id=padding)[0]
-    return str(tokenizer.decode(ids[taken["input_ids"].shape[1] :] if chat else ids, skip_special_tokens=True))
+        ids = model.generate(**model_inputs, **sampling, max_new_tokens=tokens, pad_token_id=padding)[0]
+    return str(tokenizer.decode(ids[model_inputs["input_ids"].shape[1] :] if chat else ids, skip_special_tokens=True))
 
 
 def _check_sampling(args: argparse.Namespace) -> tuple[float, float]:
-    """Temperature and top-p; the temperature is 0 where the likeliest token is taken."""
+    """Temperature and top-p; temperature 0 means greedy decoding."""
     if args.temperature is not None and not 0 <= args.temperature < float("inf"):
-        raise ConfigError("--temperature", args.temperature, why="it divides the logits", remedy="0, or more")
+        raise ConfigError("--temperature", args.temperature, why="it divides the logits", remedy="use 0 or more")
     if args.top_p is not None and not 0 < args.top_p <= 1:
-        why = "it is a share of the probability, and of none nothing can be drawn"
-        raise ConfigError("--top-p", args.top_p, why=why, remedy="above 0, and 1 at most")
+        why = "it is a total probability above 0"
+        raise ConfigError("--top-p", args.top_p, why=why, remedy="use a number above 0, at most 1")
     if not 0 <= args.seed <= _LARGEST_SEED:
-        raise ConfigError("--seed", args.seed, why="it has 32 bits", remedy=f"0 to {_LARGEST_SEED}")
+        raise ConfigError("--seed", args.seed, why="it has 32 bits", remedy=f"use 0 to {_LARGEST_SEED}")
     if args.greedy and args.temperature:
-        why = "--greedy takes the likeliest token each time: nothing is drawn"
+        why = "--greedy takes the most likely token each time, without sampling"
         raise ConfigError("--temperature", args.temperature, why=why, remedy="leave one of the two out")
     if (args.greedy or args.temperature == 0) and args.top_p is not None:
-        why = "without a temperature the likeliest token is taken each time: nothing is drawn"
+        why = "with temperature 0 the most likely token is taken each time, without sampling"
         raise ConfigError("--top-p", args.top_p, why=why, remedy="leave it out, or sample with a temperature above 0")
     temperature = TEMPERATURE if args.temperature is None else args.temperature
     return (0.0 if args.greedy else temperature), (TOP_P if args.top_p is None else args.top_p)
 
 
 def _chat_inputs(tokenizer: Any, message: str, path: Path) -> Any:
-    """The ids of a conversation that begins with a user's message, up to where the assistant answers."""
+    """Token ids of a conversation with one user message, up to where the assistant's reply begins."""
     from jinja2 import TemplateError  # noqa: PLC0415
 
     if not tokenizer.chat_template:
-        why = f"the tokenizer in {path} has no chat template, so it is not known how a message is put to this model"
-        raise ConfigError("--chat", why=why, remedy="leave --chat out: the model goes on from the prompt as it is")
+        why = f"the tokenizer in {path} has no chat template"
+        raise ConfigError("--chat", why=why, remedy="leave --chat out: the model continues the prompt as plain text")
     conversation = [{"role": "user", "content": message}]
     try:
         return tokenizer.apply_chat_template(
@@ -163,4 +161,4 @@ def _chat_inputs(tokenizer: Any, message: str, path: Path) -> Any:
         )
     except TemplateError as error:
         why = f"the chat template of {path} fails on a single message: {error}"
-        raise ConfigError("--chat", why=why, remedy="mend the template, or leave --chat out") from None
+        raise ConfigError("--chat", why=why, remedy="fix the template, or leave --chat out") from None

@@ -1,4 +1,4 @@
-"""Which text a model is judged on, and whether the two belong together. No torch."""
+"""Held-out data of an evaluation, and checks that it fits the model. No torch."""
 
 from __future__ import annotations
 
@@ -16,20 +16,26 @@ from pipeline.data.dataset import TokenDataset, choose_windows, tokenizer_detail
 from pipeline.evaluation.model_folder import ModelFolder
 
 _COUNTED_WINDOWS = 256
-"""Windows whose masks are in memory at one time."""
+"""Windows whose loss masks are in memory at a time."""
 
 
 class HeldOutData(Section):
     """The part of a tokens directory that a model is evaluated on."""
 
-    path: str = Field(description="a tokens directory, as python -m data_prep writes it")
-    split: str = Field(default="heldout", description="a split of the tokens directory: heldout or train")
+    path: str = Field(description="Tokens directory written by python -m data_prep, e.g. out/demo/tokens")
+    split: str = Field(default="heldout", description="Split of the tokens directory to evaluate: heldout or train")
     sequence_length: int = Field(
-        default=256, ge=1, description="tokens per window; at most what the model was made for"
+        default=256,
+        ge=1,
+        description="Tokens per evaluated window, e.g. 1024; at most the model's max_position_embeddings",
     )
-    batch_size: int = Field(default=8, ge=1, description="windows per forward pass; only speed and memory depend on it")
+    batch_size: int = Field(
+        default=8, ge=1, description="Windows per forward pass, e.g. 16; affects speed and memory only"
+    )
     max_tokens: int | None = Field(
-        default=None, ge=1, description="evaluate about so many tokens; null for all of the split"
+        default=None,
+        ge=1,
+        description="Evaluate about this many tokens, evenly spaced over the split, e.g. 1e6; null: the whole split",
     )
 
     @property
@@ -39,25 +45,25 @@ class HeldOutData(Section):
 
 
 class FieldNames(NamedTuple):
-    """How a caller's user knows the fields: dotted in a config, with dashes on a command line."""
+    """Names of the fields in error messages: dotted in a config, with dashes on a command line."""
 
     path: str = "data.path"
     sequence_length: str = "data.sequence_length"
 
 
 def open_heldout(data: HeldOutData, folder: ModelFolder, *, names: FieldNames | None = None) -> TokenDataset:
-    """Opens the split after checking that its token ids mean to the model what they meant to the tokenizer.
+    """Opens the split and checks that the model's tokenizer is the one the tokens were made with.
 
     Raises:
-        ConfigError: windows longer than the model's positions; another vocabulary; another tokenizer.
-        DataError: the directory or the split is missing, damaged, or too short for one window; or nothing is learnt in
-            the windows that would be scored.
+        ConfigError: windows longer than the model's positions; another vocabulary or tokenizer.
+        DataError: the directory or the split is missing, damaged, or too short for one window; or its loss
+            mask leaves no target in the windows.
     """
     names = names or FieldNames()
     longest = folder.longest_sequence
     if longest is not None and data.sequence_length > longest:
-        why = f"{folder.path} was made for {longest} positions"
-        raise ConfigError(names.sequence_length, data.sequence_length, why=why, remedy=f"{longest}, or less")
+        why = f"{folder.path} has max_position_embeddings {longest}"
+        raise ConfigError(names.sequence_length, data.sequence_length, why=why, remedy=f"use {longest} or less")
     dataset = TokenDataset.open(data.path, split=data.split, sequence_length=data.sequence_length)
     _check_tokenizer(folder, dataset, names.path)
     count_targets(dataset, choose_windows(dataset.windows, data.max_windows))
@@ -65,7 +71,7 @@ def open_heldout(data: HeldOutData, folder: ModelFolder, *, names: FieldNames | 
 
 
 def count_targets(dataset: TokenDataset, windows: npt.NDArray[np.int64]) -> int:
-    """Targets of windows on which the loss may be taken: all of them, or those that the mask of the tokens has.
+    """Number of target tokens in windows: all of them, or those of the loss mask.
 
     Raises:
         DataError: there is none.
@@ -75,9 +81,9 @@ def count_targets(dataset: TokenDataset, windows: npt.NDArray[np.int64]) -> int:
     pieces = np.array_split(windows, -(-windows.size // _COUNTED_WINDOWS))
     found = sum(int(dataset.loss_mask(piece)[:, 1:].sum()) for piece in pieces)
     if not found:
-        which = f"the {windows.size:,} windows of {dataset.sequence_length} tokens that would be scored"
-        why = f"{dataset.label}: its loss mask lets nothing be learnt in {which}"
-        raise DataError(f"{why}\n  try: more tokens of it, longer windows, or another dataset")
+        which = f"the {windows.size:,} windows of {dataset.sequence_length} tokens to evaluate"
+        why = f"{dataset.label}: its loss mask leaves no target in {which}"
+        raise DataError(f"{why}\n  try: more tokens, longer windows, or another dataset")
     return found
 
 
@@ -86,11 +92,11 @@ def _check_tokenizer(folder: ModelFolder, dataset: TokenDataset, field: str) -> 
     remedy = f"evaluate on a dataset tokenized with {folder.path}'s own tokenizer"
     size = int(str(tokenizer["vocab_size"]))
     if size > folder.vocab_size:
-        why = f"its tokenizer has {size} ids, the model {folder.path} takes {folder.vocab_size}"
+        why = f"its tokenizer has {size} ids, and the model {folder.path} has a vocabulary of {folder.vocab_size}"
         raise ConfigError(field, str(dataset.path), why=why, remedy=remedy)
     if not (folder.path / "tokenizer.json").is_file():
-        return  # a model without a tokenizer can only be held to the vocabulary
+        return  # without a tokenizer only the size of the vocabulary can be checked
     own, theirs = tokenizer_fingerprint(Path(folder.path)), str(tokenizer["fingerprint"])
     if own != theirs:
-        why = f"it was made with tokenizer {theirs[:12]}, the model {folder.path} has tokenizer {own[:12]}"
+        why = f"it was made with tokenizer {theirs[:12]}, and the model {folder.path} has tokenizer {own[:12]}"
         raise ConfigError(field, str(dataset.path), why=why, remedy=remedy)

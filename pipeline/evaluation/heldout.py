@@ -1,13 +1,13 @@
-"""Held-out loss of a causal language model, in the three units people read.
+"""Held-out loss of a causal language model, with perplexity and bits per byte.
 
-- loss: mean over target tokens of -ln p(token | the tokens before it in its window), nats per token. Of conversations
-  the targets are those that the loss mask has, as in training;
+- loss: mean over target tokens of -ln p(token | the tokens before it in its window), nats per token. With a loss mask
+  the targets are those of the mask, as in training;
 - perplexity: exp(loss), which depends on the tokenizer;
-- bits per byte: loss / ln 2 x tokens / bytes of the split, which does not, so that models of different tokenizers
-  compare. Source: Gao et al. 2020, "The Pile", section 3.1 (arXiv:2101.00027). Where a mask leaves tokens out there is
-  none: the mean of some tokens says nothing of the bytes of all.
+- bits per byte: loss / ln 2 x tokens / bytes of the split, which does not, so that models with different tokenizers
+  can be compared. Source: Gao et al. 2020, "The Pile", section 3.1 (arXiv:2101.00027). Not defined with a loss mask,
+  since the loss of some tokens does not relate to the bytes of all.
 
-Shapes: B windows of a batch, T tokens per window, V vocabulary.
+Shapes: B windows per batch, T tokens per window, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from pipeline.metrics.units import bits_per_byte, perplexity
 
 @dataclass(frozen=True)
 class HeldOut:
-    """One evaluation.
+    """Result of an evaluation.
 
     Attributes:
         loss_nats: mean loss, nats per token.
         perplexity: exp(loss_nats); infinite where that overflows.
-        bits_per_byte: bits per UTF-8 byte of the split's text; None where it has a loss mask.
-        tokens: target tokens that were scored: of a split with a loss mask, those that are learnt.
-        tokens_per_second: of forward passes and loss, warm, reading included; all tokens of the windows count.
+        bits_per_byte: bits per UTF-8 byte of the split's text; None with a loss mask.
+        tokens: number of target tokens; with a loss mask, those of the mask.
+        tokens_per_second: of forward passes and loss after a warmup, reading included, counting all tokens.
     """
 
     loss_nats: float
@@ -55,19 +55,19 @@ def evaluate(
     max_windows: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> HeldOut:
-    """Scores the split's windows, each token of a window given those before it in the window.
+    """Evaluates the windows of a split, each token given those before it in its window.
 
     Args:
-        model: called with int64 [B, T] on `device`, returns an object with `logits` [B, T, V] (Hugging Face's way). Its
-            training mode is put back as it was.
+        model: called with int64 [B, T] on `device`, returns an object with `logits` [B, T, V], as in Hugging Face. Its
+            training mode is restored.
         dataset: windows int64 [T + 1].
         batch_size: B; the result does not depend on it beyond rounding.
         device: where the model is.
-        max_windows: score so many windows spread evenly over the split; None for all.
-        progress: called with (windows done, windows in all) after each batch.
+        max_windows: number of windows, evenly spaced over the split; None for all.
+        progress: called with (windows done, all windows) after each batch.
 
     Raises:
-        DataError: nothing is learnt in these windows.
+        DataError: the loss mask leaves no target in these windows.
     """
     chosen = choose_windows(dataset.windows, max_windows)
     targets = count_targets(dataset, chosen)
@@ -75,7 +75,7 @@ def evaluate(
     model.eval()
     try:
         with torch.inference_mode():
-            # the first pass pays once for what the others do not: lazy allocation, unpacking of quantized weights
+            # warmup: the first pass includes lazy allocation and the unpacking of quantized weights
             _loss(model, dataset, chosen[:1], device)
             start = time.perf_counter()
             total = sum(_batches(model, dataset, chosen, batch_size, device, progress))
@@ -98,7 +98,7 @@ def _batches(
     """Yields the summed loss of each batch, in nats."""
     for begin in range(0, len(chosen), batch_size):
         windows = chosen[begin : begin + batch_size]
-        # .item() waits for the device, so that the clock around this loop is honest there too
+        # .item() waits for the device, so that the measured time is right there, too
         yield _loss(model, dataset, windows, device).item()
         if progress is not None:
             progress(begin + len(windows), len(chosen))
@@ -107,7 +107,7 @@ def _batches(
 def _loss(
     model: Any, dataset: TokenDataset, windows: npt.NDArray[np.int64], device: torch.device | str
 ) -> torch.Tensor:
-    """Summed loss of B windows over the targets that are learnt, float64 scalar."""
+    """Summed loss of B windows over the targets of the loss mask, float64 scalar."""
     tokens = torch.from_numpy(dataset.read(windows)).to(device)
     loss_mask = torch.from_numpy(dataset.loss_mask(windows)[:, 1:]).to(device)
     logits = model(input_ids=tokens[:, :-1], use_cache=False).logits

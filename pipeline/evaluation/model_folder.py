@@ -1,4 +1,4 @@
-"""A Hugging Face model folder as its files describe it: config.json and the safetensors headers. No torch.
+"""Metadata of a Hugging Face model folder: config.json and the safetensors headers. No torch.
 
 A safetensors file is: uint64 little-endian length N of the header; N bytes of JSON, name -> {dtype, shape,
 data_offsets [begin, end)} counted from the end of the header; the tensors' bytes back to back. So names, shapes and
@@ -25,7 +25,7 @@ _EXPORT = "make one with: python -m pipeline export RUN OUT"
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a safetensors file: dtype in safetensors' words (F32, BF16, I32, ...), shape, size on disk."""
+    """One tensor of a safetensors file: dtype by its safetensors name (F32, BF16, I32, ...), shape, bytes on disk."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -34,12 +34,12 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """What can be said of a model without loading it. Use `ModelFolder.open`.
+    """A model folder, without loading the weights. Use `ModelFolder.open`.
 
     Attributes:
         path: the folder.
         config: its parsed config.json.
-        tensors: tensor name -> what the headers say, over all safetensors files.
+        tensors: tensor name -> its header entry, over all safetensors files.
         weight_bytes: size of the safetensors files on disk, headers included.
     """
 
@@ -65,40 +65,40 @@ class ModelFolder:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding: token ids the model takes are below it."""
+        """Vocabulary size: rows of the embedding; token ids are below it."""
         return int(self._text_config("vocab_size"))
 
     @property
     def longest_sequence(self) -> int | None:
-        """Positions the model was made for, or None where the config sets no limit."""
+        """max_position_embeddings, or None if the config sets no limit."""
         longest = self._text_config("max_position_embeddings", None)
         return None if longest is None else int(longest)
 
     @property
     def tied(self) -> bool:
-        """Whether the output head is the embedding; where the config does not say, whether no head is stored."""
+        """Whether input and output embeddings are tied; if the config does not say so, whether no head is stored."""
         declared = self._text_config("tie_word_embeddings", None)
         return "lm_head.weight" not in self.tensors if declared is None else bool(declared)
 
     @property
     def quantized_by(self) -> str | None:
-        """The method in `quantization_config`, or None for a model in floating point."""
+        """The quantization method in `quantization_config`, or None for a floating-point model."""
         section = self.config.get("quantization_config")
         return None if section is None else str(section.get("quant_method", "unknown"))
 
     @property
     def dtype(self) -> str:
-        """The floating-point dtype that most bytes are in, by its name in torch."""
+        """The floating-point dtype of most bytes, by its torch name."""
         sizes = {word: sum(i.bytes for i in self.tensors.values() if i.dtype == word) for word in _TORCH_DTYPES}
         return _TORCH_DTYPES[max(sizes, key=lambda word: sizes[word])]
 
     @property
     def parameters(self) -> int:
-        """Stored parameters; tied ones are stored, and counted, once. Meaningful for unquantized folders."""
+        """Number of stored parameters; tied ones count once. Only meaningful for unquantized folders."""
         return sum(prod(info.shape) for info in self.tensors.values())
 
     def fingerprint(self) -> str:
-        """The manifest's fingerprint, or for a folder from elsewhere the SHA-256 over its files' checksums."""
+        """The manifest's fingerprint, or without a manifest the SHA-256 over its files' checksums."""
         if (self.path / MANIFEST).is_file():
             return read_manifest(self.path, kind="model").fingerprint
         files = sorted(p for p in self.path.iterdir() if p.is_file())
@@ -116,19 +116,19 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     """The tensors of one safetensors file.
 
     Raises:
-        DataError: the header cannot be read, or the file is not as long as the header says.
+        DataError: the header cannot be read, or the file does not have the length given in the header.
     """
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
-            # a damaged length must not make us read gigabytes
+            # a damaged length must not cause a read of gigabytes
             raw = json.loads(file.read(min(length, path.stat().st_size)))
         tensors = {name: _tensor(entry) for name, entry in raw.items() if name != "__metadata__"}
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is damaged: its header cannot be read ({error})\n  try: {_EXPORT}") from None
     expected, found = 8 + length + sum(info.bytes for info in tensors.values()), path.stat().st_size
     if found != expected:
-        why = f"has {found} bytes, its header says {expected}: truncated or overwritten"
+        why = f"has {found} bytes, and {expected} by its header: truncated or overwritten"
         raise DataError(f"{path} {why}\n  try: copy or export it again")
     return tensors
 
@@ -153,7 +153,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """The safetensors files; of a sharded model, those its index names, so that a lost shard is found."""
+    """The safetensors files; of a sharded model, those in its index, so that a missing shard is detected."""
     index = path / "model.safetensors.index.json"
     names = sorted(p.name for p in path.glob("*.safetensors"))
     if index.is_file():
@@ -163,7 +163,7 @@ def _weight_files(path: Path) -> list[Path]:
             raise DataError(f"{index} is damaged: {error!r}\n  try: {_EXPORT}") from None
     if not names:
         raise DataError(f"{path} holds no *.safetensors\n  try: save the model with transformers' save_pretrained")
-    lost = next((name for name in names if not (path / name).is_file()), None)
-    if lost is not None:
-        raise DataError(f"{path / lost} is missing; {index.name} lists it\n  try: copy or export the folder again")
+    missing = next((name for name in names if not (path / name).is_file()), None)
+    if missing is not None:
+        raise DataError(f"{path / missing} is missing; {index.name} lists it\n  try: copy or export the folder again")
     return [path / name for name in names]

@@ -1,4 +1,4 @@
-"""What a batch of somebody else's loader may be: tensors in dicts, lists, tuples and objects that can be moved."""
+"""Batches of a user's loader: nested dicts, lists and tuples of tensors; moving, slicing and casting them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 def transformed(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same structure with every tensor changed; what holds no tensors stays as it is."""
+    """The same nested structure with `change` applied to every tensor; other values stay as they are."""
     if isinstance(batch, Tensor):
         return change(batch)
     if isinstance(batch, Mapping):
         changed = {key: transformed(value, change) for key, value in batch.items()}
         if isinstance(batch, dict) and type(batch) is not dict:
-            # Hugging Face's outputs and encodings are dicts with attributes: they are made anew from their fields
+            # Hugging Face's outputs and encodings are dicts with attributes: they are rebuilt from their fields
             return type(batch)(**changed)
         return changed if isinstance(batch, dict) else type(batch)(changed)  # type: ignore[call-arg]
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
@@ -27,7 +27,7 @@ def transformed(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def samples_in(batch: Any) -> int:
-    """Samples of a batch: the length of its tensors' first dim. 0 when it holds no tensors."""
+    """Batch size: length of the tensors' first dim; 0 without tensors."""
     sizes: list[int] = []
 
     def measure(tensor: Tensor) -> Tensor:
@@ -39,17 +39,17 @@ def samples_in(batch: Any) -> int:
 
 
 def part_of(batch: Any, where: slice) -> Any:
-    """Some of the samples of a batch, as views."""
+    """A slice of the samples of a batch, as views."""
     return transformed(batch, lambda tensor: tensor[where] if tensor.ndim else tensor)
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """The batch on a device."""
+    """Copies the batch to a device."""
     if device.type == "cpu":
         return batch
     return transformed(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def in_dtype(batch: Any, dtype: torch.dtype) -> Any:
-    """The batch with its floating-point tensors in another dtype; labels and ids stay whole numbers."""
+    """Casts the floating-point tensors of a batch; integer labels and ids stay as they are."""
     return transformed(batch, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

@@ -1,7 +1,7 @@
-"""BatchNorm over the samples of all ranks, as one process with the whole batch would compute it.
+"""Synchronized BatchNorm: statistics over the samples of all ranks, equal to one process with the whole batch.
 
-torch.nn.SyncBatchNorm does that for fp32 weights on GPUs, and refuses tensors on the CPU. Elsewhere this module does.
-It also takes weights in half precision beside statistics in fp32, which torch's do not.
+torch.nn.SyncBatchNorm supports fp32 weights on GPUs, and refuses CPU tensors. This module covers the other cases, and
+weights in half precision with statistics in fp32, which torch's does not support.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
-def synchronise(model: nn.Module, group: dist.ProcessGroup | None, *, half: bool) -> None:
-    """Replaces every BatchNorm in place. Parameters and buffers stay the same objects.
+def synchronize_batchnorm(model: nn.Module, group: dist.ProcessGroup | None, *, half: bool) -> None:
+    """Replaces every BatchNorm by a synchronized one, in place. Parameters and buffers stay the same objects.
 
     Args:
-        model: is searched.
-        group: ranks whose samples make one batch; None for one rank.
-        half: the weights will be in half precision.
+        model: searched for BatchNorm modules.
+        group: ranks whose samples make up one batch; None for one rank.
+        half: weights will be in half precision.
     """
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if isinstance(child, _BatchNorm) and not isinstance(child, nn.SyncBatchNorm):
-                setattr(parent, name, _replaced(child, group, half=half))
+                setattr(parent, name, _synchronized(child, group, half=half))
 
 
-def _replaced(norm: _BatchNorm, group: dist.ProcessGroup | None, *, half: bool) -> nn.Module:
+def _synchronized(norm: _BatchNorm, group: dist.ProcessGroup | None, *, half: bool) -> nn.Module:
     on_cpu = all(tensor.device.type == "cpu" for tensor in (*norm.parameters(), *norm.buffers()))
     if on_cpu or half:
         return SyncedBatchNorm(norm, group)
@@ -37,13 +37,13 @@ def _replaced(norm: _BatchNorm, group: dist.ProcessGroup | None, *, half: bool) 
 
 
 class SyncedBatchNorm(_BatchNorm):
-    """BatchNorm over a group of ranks. Statistics are computed in fp32, in two passes: mean, then squares around it.
+    """BatchNorm over a group of ranks. Statistics are computed in fp32, in two passes: mean, then variance.
 
-    Input and output [B, C, ...]. In evaluation it is the BatchNorm that it was made from. Source: Ioffe and Szegedy
+    Input and output [B, C, ...]. In evaluation mode it equals the BatchNorm it replaces. Source: Ioffe and Szegedy
     2015, Batch Normalization (arXiv:1502.03167), algorithm 1.
 
     Args:
-        norm: what it replaces; its parameters and buffers are taken over.
+        norm: the module it replaces; its parameters and buffers are shared.
         group: the ranks.
     """
 
@@ -66,7 +66,7 @@ class SyncedBatchNorm(_BatchNorm):
             centred = values - mean.view(shape)
             variance = _sum(centred.square().sum(dims), self._group) / count
             if self.training:
-                self._remember(mean.detach(), variance.detach() * (count / (count - 1)))
+                self._update_running_statistics(mean.detach(), variance.detach() * (count / (count - 1)))
         else:
             centred, variance = values - self.running_mean.float().view(shape), self.running_var.float()
         normal = centred * torch.rsqrt(variance + self.eps).view(shape)
@@ -75,13 +75,13 @@ class SyncedBatchNorm(_BatchNorm):
         return normal.to(input.dtype)
 
     @torch.no_grad()
-    def _remember(self, mean: Tensor, variance: Tensor) -> None:
+    def _update_running_statistics(self, mean: Tensor, variance: Tensor) -> None:
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
-        share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), share)
+        factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), factor)
 
 
 def _sum(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -92,7 +92,7 @@ def _sum(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 class _AllReduce(torch.autograd.Function):
-    """A sum over ranks. Every rank's loss depends on the sum, so its gradient is the sum of the ranks' gradients."""
+    """Differentiable all-reduce. Every rank's loss depends on the sum, so its gradient is summed over ranks, too."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:

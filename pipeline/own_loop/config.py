@@ -1,6 +1,6 @@
-"""The config of a loop of one's own: the sections of a run that say how to train, without model, data and run.
+"""Config of a custom training loop: a run's training sections, without model, data and run.
 
-The same DeepSpeed keys with the same meaning, and the same refusals.
+The same DeepSpeed keys, with the same meaning and the same refusals.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from pipeline.config.deepspeed_schema import (
 )
 from pipeline.config.schema import LaunchSection
 
-_IN_YOUR_CODE = "remove it: your own code does this"
-_OURS = {
+_IN_YOUR_CODE = "remove it: this is up to your own code"
+_NOT_IN_A_LOOP = {
     "model": _IN_YOUR_CODE,
     "data": _IN_YOUR_CODE,
     "run": _IN_YOUR_CODE,
@@ -37,41 +37,61 @@ _OURS = {
     "distill": _IN_YOUR_CODE,
     "loss": _IN_YOUR_CODE,
     "wandb": _IN_YOUR_CODE,
+    "tensorboard": _IN_YOUR_CODE,
     "memory": "use torch.utils.checkpoint in your model",
-    "parallel": "a model that only you know is sharded over all ranks; for pp, tp and cp use pipeline/train.py",
-    "pipeline": "a model that only you know is sharded over all ranks; for pp, tp and cp use pipeline/train.py",
-    "tensor_parallel": "a model that only you know is sharded over all ranks; for pp, tp and cp use pipeline/train.py",
+    "parallel": "remove it: a custom model is sharded over all ranks; for pp, tp and cp use pipeline/train.py",
+    "pipeline": "remove it: a custom model is sharded over all ranks; for pp, tp and cp use pipeline/train.py",
+    "tensor_parallel": "remove it: a custom model is sharded over all ranks; for pp, tp and cp use pipeline/train.py",
 }
 
 
 class LoopConfig(Section):
-    """How a loop of one's own is executed."""
+    """Config of a custom training loop."""
 
-    engine: Literal["deepspeed", "torch"] = Field("deepspeed", description="deepspeed, or torch (DDP and FSDP2)")
+    engine: Literal["deepspeed", "torch"] = Field(
+        "deepspeed", description="Training engine: deepspeed (ZeRO), or torch (native DDP and FSDP2)"
+    )
     launch: LaunchSection = LaunchSection()
-    train_batch_size: Count | None = Field(None, description="samples per update over all ranks")
-    train_micro_batch_size_per_gpu: Count | None = Field(None, description="samples per forward pass of a rank")
-    gradient_accumulation_steps: Count | None = Field(None, description="forward passes per update")
-    optimizer: OptimizerSection | None = Field(None, description="AdamW; only where your code brings no optimizer")
-    scheduler: SchedulerSection | None = None
-    gradient_clipping: NonNegativeFloat = Field(0.0, description="largest norm of the whole gradient; 0 is off")
+    train_batch_size: Count | None = Field(
+        None, description="Global batch size: samples per optimizer step over all ranks, e.g. 512"
+    )
+    train_micro_batch_size_per_gpu: Count | None = Field(
+        None, description="Micro-batch size: samples per forward/backward pass on one rank, e.g. 4"
+    )
+    gradient_accumulation_steps: Count | None = Field(
+        None,
+        description="Gradient accumulation: micro-batches whose gradients are accumulated per optimizer step, e.g. 8",
+    )
+    optimizer: OptimizerSection | None = Field(
+        None, description="AdamW with these parameters; only if your code passes no optimizer to prepare()"
+    )
+    scheduler: SchedulerSection | None = Field(
+        None, description="Learning-rate scheduler; only if your code passes no torch scheduler to prepare()"
+    )
+    gradient_clipping: NonNegativeFloat = Field(
+        0.0, description="Gradient clipping: largest L2 norm of the gradient of all parameters, e.g. 1.0; 0 is off"
+    )
     zero_optimization: ZeroSection = ZeroSection()
     bf16: Bf16Section = Bf16Section()
     fp16: Fp16Section = Fp16Section()
-    steps_per_print: Count | None = Field(None, description="how often DeepSpeed itself logs; never when absent")
-    wall_clock_breakdown: bool = False
+    steps_per_print: Count | None = Field(
+        None, description="Steps between DeepSpeed's own log lines, e.g. 100; none when absent"
+    )
+    wall_clock_breakdown: bool = Field(
+        False, description="true: DeepSpeed times forward, backward and optimizer step and logs it"
+    )
 
 
 @dataclass(frozen=True)
 class BatchShare:
-    """How the samples of an update are shared out.
+    """How the samples of an optimizer step are divided over ranks and micro-batches.
 
     Attributes:
-        total: samples per update over all ranks.
-        micro: samples per forward pass of a rank.
-        accumulation: forward passes per rank and update.
+        total: global batch size, in samples per optimizer step.
+        micro: micro-batch size of a rank.
+        accumulation: gradient accumulation steps.
         ranks: number of ranks.
-        rank: this one.
+        rank: this rank.
     """
 
     total: int
@@ -81,10 +101,10 @@ class BatchShare:
     rank: int
 
     def slices(self) -> list[slice]:
-        """This rank's parts of an update's samples, one per forward pass.
+        """This rank's slices of a global batch, one per micro-batch.
 
-        Forward pass j of all ranks together is one stretch of the samples, so that what is added up in which order
-        depends on the micro-batch and not on the number of ranks alone.
+        The j-th micro-batches of all ranks together are contiguous samples, so that the order of summation depends on
+        the micro-batch size and not on the number of ranks alone.
         """
         starts = ((j * self.ranks + self.rank) * self.micro for j in range(self.accumulation))
         return [slice(start, start + self.micro) for start in starts]
@@ -94,10 +114,10 @@ def load_loop_config(source: str | Path | Mapping[str, Any] | None) -> LoopConfi
     """Reads and checks the config.
 
     Args:
-        source: a JSON file, or its content; None takes the file from the command line (`--config`, `--set`).
+        source: a JSON file, or its content; None reads `--config` and `--set` from the command line.
 
     Raises:
-        ConfigError: it cannot be read, or holds what cannot run.
+        ConfigError: it cannot be read, or is invalid.
     """
     overrides: list[str] = []
     if source is None:
@@ -107,9 +127,9 @@ def load_loop_config(source: str | Path | Mapping[str, Any] | None) -> LoopConfi
         source, overrides = given.config, given.overrides
     assert source is not None
     raw = without_auto(dict(source) if isinstance(source, Mapping) else configfile.load(source, overrides))
-    for key, remedy in _OURS.items():
+    for key, remedy in _NOT_IN_A_LOOP.items():
         if key in raw:
-            raise ConfigError(key, raw[key], why="it has no meaning in a loop of one's own", remedy=remedy)
+            raise ConfigError(key, raw[key], why="it has no meaning in a custom training loop", remedy=remedy)
     refuse_by_name(raw)
     config = parse(LoopConfig, raw)
     _check(config)
@@ -117,35 +137,35 @@ def load_loop_config(source: str | Path | Mapping[str, Any] | None) -> LoopConfi
 
 
 def share(config: LoopConfig, *, loader_batch: int | None, ranks: int, rank: int) -> BatchShare:
-    """Derives the batch arithmetic.
+    """Derives the batch sizes.
 
     Args:
-        config: the batch keys. Without any, one update takes one batch of the loader, as in the plain loop.
-        loader_batch: samples in a batch of the user's loader, where that is known.
+        config: the batch keys. Without any, an optimizer step takes one batch of the loader, as in the plain loop.
+        loader_batch: batch size of the user's loader, if known.
         ranks: number of ranks.
-        rank: this one.
+        rank: this rank.
 
     Raises:
-        ConfigError: the numbers do not divide, or the loader's batch is neither an update nor a micro-batch.
+        ConfigError: the sizes do not divide, or the loader's batch size is neither the global batch nor a micro-batch.
     """
     total, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     if total is None and micro is None:
         total = loader_batch
     whole, micro, accumulation = split_batch(total, micro, config.gradient_accumulation_steps, dp=ranks)
     if loader_batch not in (None, whole, micro):
-        why = f"the loader's batches have {loader_batch} samples: neither those of an update nor of a forward pass"
-        remedy = f"give the loader batches of {whole} or {micro}, or change the key"
+        why = f"the loader's batches have {loader_batch} samples: neither a global batch nor a micro-batch"
+        remedy = f"use batches of {whole} or {micro} in the loader, or change the key"
         raise ConfigError("train_batch_size", whole, why=why, remedy=remedy)
     return BatchShare(whole, micro, accumulation, ranks, rank)
 
 
 def _check(config: LoopConfig) -> None:
     if config.bf16.enabled and config.fp16.enabled:
-        raise ConfigError("fp16.enabled", True, why="bf16 is enabled too", remedy="enable one of the two")
+        raise ConfigError("fp16.enabled", True, why="bf16.enabled is true, too", remedy="enable one of the two")
     for name in ("offload_optimizer", "offload_param"):
         device = getattr(config.zero_optimization, name).device
         allowed = {"none", "cpu"} if config.engine == "deepspeed" else {"none"}
         if device not in allowed:
-            why = f"it is not offered in a loop of one's own on engine {config.engine}"
+            why = f"it is not supported in a custom training loop on engine {config.engine}"
             remedy = "remove it, or use pipeline/train.py with engine deepspeed"
             raise ConfigError(f"zero_optimization.{name}.device", device, why=why, remedy=remedy)

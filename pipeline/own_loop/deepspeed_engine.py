@@ -1,7 +1,7 @@
-"""A loop of one's own on DeepSpeed: ZeRO 0 to 3.
+"""Custom training loops on DeepSpeed: ZeRO stages 0 to 3.
 
-With bf16 or fp16 the model's weights are in that dtype and the optimizer's in fp32. ZeRO 0 keeps no fp32 weights then,
-so ZeRO 1 is used instead: the same curve in less memory.
+With bf16 or fp16 the model's weights are in that dtype and the optimizer has fp32 master weights. ZeRO 0 has no fp32
+master weights then, so ZeRO 1 is used instead: the same loss curve in less memory.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class DeepSpeedLoop(LoopEngine):
     """See `LoopEngine`. The process group is open.
 
     Args:
-        parts: what it is made from.
+        parts: model, optimizer, config and batch sizes.
     """
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         config = parts.config
         if config.fp16.enabled and not get_accelerator().is_fp16_supported():
-            why = f"DeepSpeed does not run it on this {get_accelerator().device_name()}"
+            why = f"DeepSpeed does not support it on this {get_accelerator().device_name()}"
             raise ConfigError("fp16.enabled", True, why=why, remedy="use bf16, or engine torch")
         half = config.bf16.enabled or config.fp16.enabled
         self._dtype = torch.float32
@@ -47,18 +47,18 @@ class DeepSpeedLoop(LoopEngine):
         self._stage = max(config.zero_optimization.stage, 1) if half else config.zero_optimization.stage
         statistics = _statistics(parts.model)
         self._finite = True
-        if self._stage == 0:  # at the other stages DeepSpeed leaves out an update that is not finite by itself
+        if self._stage == 0:  # at the other stages DeepSpeed itself skips an update that is not finite
             with_update_gate(parts.optimizer, lambda: self._finite)
         set_up_deepspeed()
         self._engine: Any
         with at_rate_zero(parts.optimizer):
             made = _deepspeed_config(parts, self._stage)
             self._engine, *_ = deepspeed.initialize(model=parts.model, optimizer=parts.optimizer, config=made)
-            parts.optimizer.state.clear()  # of the dummy step, whose count would shorten the first update
+            parts.optimizer.state.clear()  # the dummy step's count would change the bias correction of the first one
         for group, peak in zip(self._groups(), self._peaks, strict=True):
             group["lr"] = peak
         for module, buffers in statistics:
-            module._buffers.update(buffers)  # DeepSpeed has cast them to half precision
+            module._buffers.update(buffers)  # DeepSpeed casts them to half precision
 
     def _root(self) -> Any:
         return self._engine
@@ -76,7 +76,7 @@ class DeepSpeedLoop(LoopEngine):
         self._engine.backward(loss)
 
     def _step(self, ends: bool) -> None:
-        # stage 0 in fp32: DeepSpeed takes the norm only in order to clip
+        # stage 0 in fp32: DeepSpeed computes the norm only for clipping
         reported = self._norm() if ends and self._stage == 0 else None
         self._finite = reported is None or math.isfinite(reported)
         self._engine.step()
@@ -84,7 +84,7 @@ class DeepSpeedLoop(LoopEngine):
             return
         if self._stage > 0:
             reported = self._engine.get_global_grad_norm()
-        # -1 and None say that the update was left out
+        # -1 and None mean that the update was skipped
         self.grad_norm = math.inf if reported is None or float(reported) < 0 else float(reported)
         if not self._parts.config.fp16.enabled:
             raise_if_non_finite(self.steps + 1, "gradient norm", self.grad_norm)
@@ -93,7 +93,7 @@ class DeepSpeedLoop(LoopEngine):
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         return float(torch.nn.utils.get_total_norm(gradients))
 
-    def _pieces(self) -> list[StateEntry]:
+    def _state_entries(self) -> list[StateEntry]:
         named = dict(self.module.named_parameters())
         base = self._parts.optimizer
         if self._stage == 0:
@@ -101,7 +101,7 @@ class DeepSpeedLoop(LoopEngine):
         frozen = [name for name, parameter in named.items() if not parameter.requires_grad]
         if frozen:
             raise CheckpointError(
-                f"DeepSpeed keeps no fp32 copy of parameters that are not trained, such as {frozen[0]}\n"
+                f"DeepSpeed has no fp32 master weights of frozen parameters, such as {frozen[0]}\n"
                 f"  try: zero_optimization.stage 0 in fp32, or engine torch"
             )
         shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in named.items()}
@@ -111,7 +111,7 @@ class DeepSpeedLoop(LoopEngine):
             for s in found
         ]
 
-    def _loaded(self) -> None:
+    def _after_load(self) -> None:
         zero = self._engine.optimizer
         if self._stage == 3:
             for number in range(len(held.flat_tensors(zero))):
@@ -132,13 +132,13 @@ class DeepSpeedLoop(LoopEngine):
             scaler.cur_iter, scaler.last_overflow_iter = int(state[1]), -1
 
     def _scaler(self) -> Any:
-        """DeepSpeed's dynamic loss scale, None where there is none."""
+        """DeepSpeed's dynamic loss scaler, or None."""
         scaler = getattr(self._engine.optimizer, "loss_scaler", None)
         return scaler if self._parts.config.fp16.enabled and hasattr(scaler, "cur_iter") else None
 
 
 def _statistics(model: nn.Module) -> list[tuple[nn.Module, dict[str, Tensor | None]]]:
-    """Every BatchNorm with its running statistics."""
+    """Every BatchNorm module with its running statistics."""
     return [(m, dict(m._buffers)) for m in model.modules() if isinstance(m, _BatchNorm)]
 
 

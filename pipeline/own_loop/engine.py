@@ -1,11 +1,11 @@
-"""What a loop of one's own talks to: `engine(batch)`, `engine.backward(loss)`, `engine.step()`.
+"""Engine of a custom training loop: `engine(batch)`, `engine.backward(loss)`, `engine.step()`.
 
-Two families execute it (`torch_engine.py`, `deepspeed_engine.py`); what they share is here: counting forward passes,
-learning rates, what is said on one rank only, checkpoints.
+Two implementations (`torch_engine.py`, `deepspeed_engine.py`) share what is here: gradient accumulation, learning
+rates, printing on rank 0, checkpoints.
 
 The loss that is given to `backward` is the mean over this rank's micro-batch, as in a plain loop. Gradients are
-averaged over ranks and over the micro-batches of an update, so with equal shares they are those of the mean over all
-samples of the update.
+averaged over ranks and over the micro-batches of an optimizer step (gradient accumulation), which gives those of the
+mean over the global batch.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from pipeline.checkpoint.store import CheckpointInfo, CheckpointStore
 from pipeline.config.schedule import Schedule
 from pipeline.own_loop.batches import in_dtype
 from pipeline.own_loop.config import BatchShare, LoopConfig
-from pipeline.own_loop.state import StateEntry, check_optimizer, entries, plain_numbers, prepare_to_read, take_scalars
+from pipeline.own_loop.state import StateEntry, check_optimizer, entries, load_scalars, plain_numbers, prepare_to_read
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What an engine is made from.
+    """Inputs of an engine.
 
     Attributes:
         config: the checked config.
@@ -42,7 +42,7 @@ class Parts:
         optimizer: the user's, or AdamW from the config.
         scheduler: the user's torch scheduler, or None.
         schedule: the config's, or None.
-        share: how the samples of an update are shared out.
+        share: how a global batch is divided over ranks.
         device: of this rank.
     """
 
@@ -56,16 +56,16 @@ class Parts:
 
 
 class LoopEngine(ABC):
-    """A model in a layout, driven by somebody else's loop. Collective: every rank calls the same methods.
+    """A distributed model for a custom training loop. Collective: every rank calls the same methods.
 
-    What is not found here is looked up in the user's model: `engine.config`, `engine.generate`, ...
+    Other attributes are those of the user's model: `engine.config`, `engine.generate`, ...
 
     Attributes:
         module: the user's model.
         rank, world_size, is_main: this process among all; `is_main` on rank 0.
         device: of this rank.
-        steps: updates so far.
-        grad_norm: 2-norm of the last update's whole gradient before clipping.
+        steps: optimizer steps so far.
+        grad_norm: L2 norm of the last step's gradient of all parameters, before clipping.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -77,7 +77,7 @@ class LoopEngine(ABC):
         self._peaks = [float(group["lr"]) for group in parts.optimizer.param_groups]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward pass, in the config's dtype. Half-precision results come back as fp32."""
+        """The model's forward pass, in the config's precision. Half-precision outputs are cast to fp32."""
         return in_dtype(self._forward(*args, **kwargs), torch.float32)
 
     def __getattr__(self, name: str) -> Any:
@@ -95,16 +95,18 @@ class LoopEngine(ABC):
         return self.train(False)
 
     def backward(self, loss: Tensor) -> Tensor:
-        """Adds the gradient of a micro-batch.
+        """Backward pass of a micro-batch: accumulates its gradient.
 
         Args:
             loss: scalar, the mean over this rank's micro-batch.
 
         Returns:
-            The mean of it over all ranks, without gradient.
+            Its mean over all ranks, detached.
         """
         if loss.ndim:
-            raise TrainingError(f"backward was given a loss of shape {tuple(loss.shape)}\n  try: its mean, a scalar")
+            raise TrainingError(
+                f"backward needs a scalar loss, not shape {tuple(loss.shape)}\n  try: the mean of the loss"
+            )
         if self._backwards == self._accumulation:
             raise TrainingError("backward was called again before step\n  try: one step after every backward")
         self._backwards += 1
@@ -115,16 +117,16 @@ class LoopEngine(ABC):
         return mean / self.world_size
 
     def step(self) -> bool:
-        """After every `backward`: updates the weights once `gradient_accumulation_steps` of them have come.
+        """Call after every `backward`; updates the weights after every `gradient_accumulation_steps` of them.
 
         Returns:
-            Whether this call was one that updates.
+            Whether this call completed an optimizer step.
 
         Raises:
-            TrainingError: the gradient is not finite, in fp32 or bf16; with fp16 such an update is left out.
+            TrainingError: the gradient is not finite, in fp32 or bf16; with fp16 such a step is skipped.
         """
         if not self._backwards:
-            raise TrainingError("step was called without a backward before it\n  try: one step after every backward")
+            raise TrainingError("step was called without a preceding backward\n  try: one step after every backward")
         ends = self._backwards == self._accumulation
         if ends:
             self._set_rates()
@@ -143,13 +145,13 @@ class LoopEngine(ABC):
             print(*values, flush=True)
 
     def save(self, directory: str | Path, *, keep: int = 2) -> Path:
-        """Writes a checkpoint of weights, buffers, optimizer and step, and keeps the newest few. Whole or absent.
+        """Writes a checkpoint of weights, buffers, optimizer and step atomically, and deletes older ones.
 
-        Any number of ranks and either engine can go on from it.
+        It can be resumed on any number of ranks and by either engine.
 
         Args:
-            directory: gets `checkpoints/step-N`.
-            keep: how many stay.
+            directory: checkpoints are written to its `checkpoints/step-N`.
+            keep: number of newest checkpoints to keep.
         """
         store = CheckpointStore(Path(directory), keep=keep)
         details = {
@@ -163,13 +165,13 @@ class LoopEngine(ABC):
         config = self._parts.config.model_dump(mode="json")
         about = CheckpointInfo(self.steps, config, parents={}, details=details)
         with defer_interrupt(f"the checkpoint of step {self.steps}"):
-            return save_and_wait(store, about, lambda: entries(self._pieces(), self.module)).path
+            return save_and_wait(store, about, lambda: entries(self._state_entries(), self.module)).path
 
     def load(self, directory: str | Path) -> int:
-        """Goes on from the newest whole checkpoint that `save` has written; does nothing when there is none.
+        """Resumes from the newest complete checkpoint written by `save`; does nothing without one.
 
         Returns:
-            Updates done in it, 0 when there is none.
+            The optimizer step of the checkpoint, 0 without one.
 
         Raises:
             CheckpointError: it is of another model or optimizer, or damaged.
@@ -179,11 +181,11 @@ class LoopEngine(ABC):
             return 0
         details = newest.manifest.details
         check_optimizer(details, self._parts.optimizer)
-        pieces = self._pieces()
-        state, scalars = prepare_to_read(pieces, self.module, newest.path)
+        state_entries = self._state_entries()
+        state, scalars = prepare_to_read(state_entries, self.module, newest.path)
         named_state.read({**state, **scalars}, newest.path)
-        take_scalars(pieces, scalars)
-        self._loaded()
+        load_scalars(state_entries, scalars)
+        self._after_load()
         for group, rate in zip(self._groups(), details["rates"], strict=True):
             group["lr"] = rate
         if self._parts.scheduler is not None and details["scheduler"] is not None:
@@ -204,7 +206,7 @@ class LoopEngine(ABC):
 
     @abstractmethod
     def _root(self) -> Any:
-        """The module that is called."""
+        """The wrapped module."""
 
     @abstractmethod
     def _forward(self, *args: Any, **kwargs: Any) -> Any: ...
@@ -216,11 +218,11 @@ class LoopEngine(ABC):
     def _step(self, ends: bool) -> None: ...
 
     @abstractmethod
-    def _pieces(self) -> list[StateEntry]: ...
+    def _state_entries(self) -> list[StateEntry]: ...
 
     @abstractmethod
-    def _loaded(self) -> None:
-        """Weights have been read: whatever is derived from them is brought up to date."""
+    def _after_load(self) -> None:
+        """Called after weights were loaded: updates whatever is derived from them."""
 
     @abstractmethod
     def _loss_scale(self) -> list[float]: ...
@@ -230,11 +232,11 @@ class LoopEngine(ABC):
 
 
 class PreparedOptimizer:
-    """Stands where the user's optimizer stood: `step` is the engine's, `zero_grad` is done by the engine.
+    """Replaces the user's optimizer in the loop: `step` is the engine's, and so is clearing gradients.
 
     Args:
-        engine: whose optimizer it is.
-        optimizer: the user's; whatever else is asked for is found there.
+        engine: the engine.
+        optimizer: the user's; other attributes are looked up there.
     """
 
     def __init__(self, engine: LoopEngine, optimizer: torch.optim.Optimizer) -> None:
@@ -245,7 +247,7 @@ class PreparedOptimizer:
         self._engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: the engine clears gradients after an update, and not between the micro-batches of one."""
+        """Does nothing: the engine clears gradients after an optimizer step, not between its micro-batches."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_optimizer"], name)
@@ -253,7 +255,7 @@ class PreparedOptimizer:
 
 @contextmanager
 def at_rate_zero(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Learning rates are 0 inside: DeepSpeed makes a dummy step, and at any other rate it would decay the weights."""
+    """Context with learning rates of 0: DeepSpeed runs a dummy step, which would otherwise decay the weights."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0

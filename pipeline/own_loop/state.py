@@ -1,7 +1,7 @@
-"""Checkpoints of a loop of one's own: named shards of whatever the optimizer keeps per element, buffers and numbers.
+"""Checkpoint state of a custom loop: named shards of weights and per-element optimizer states, buffers and scalars.
 
 Keys are `weight/NAME`, `KIND/NAME` for the optimizer's tensors (`exp_avg`, `momentum_buffer`, ...), `number.KIND/NAME`
-for its numbers (`step`), `buffer/NAME`. Any layout of either engine reads what any other wrote.
+for its scalars (`step`), `buffer/NAME`. Any layout of either engine reads the checkpoints of any other.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _NUMBER, _BUFFER = "number.", "buffer/"
 
 @dataclass(frozen=True)
 class StateEntry:
-    """This rank's part of one parameter, and of what the optimizer keeps for it.
+    """This rank's part of one parameter and of its optimizer state.
 
     Attributes:
         name: of the parameter in the user's model.
         shape: of the full parameter.
         start: first flat index of the part.
-        holder: fp32 tensor that the optimizer updates; the part lies in it.
+        holder: fp32 tensor that the optimizer updates, which contains the part.
         at: first flat index of the part within this rank's `holder`.
         length: number of elements.
-        state: the optimizer's state of `holder`, to be read and written.
+        state: the optimizer's state of `holder`, read and written in place.
     """
 
     name: str
@@ -47,34 +47,34 @@ class StateEntry:
     state: dict[str, Any]
 
     def shard(self, tensor: Tensor) -> NamedShard:
-        """The named shard of a tensor that lies as `holder` does."""
+        """The named shard of a tensor with the layout of `holder`."""
         values = _local(tensor).view(-1).narrow(0, self.at, self.length)
         return NamedShard(self.shape, start=self.start, values=values)
 
 
-def entries(pieces: Sequence[StateEntry], model: nn.Module) -> dict[str, NamedShard | Tensor]:
-    """What is written.
+def entries(state_entries: Sequence[StateEntry], model: nn.Module) -> dict[str, NamedShard | Tensor]:
+    """The state dict to write.
 
     Raises:
-        CheckpointError: the optimizer keeps something that is neither per element nor a number.
+        CheckpointError: the optimizer has state that is neither per element nor a scalar.
     """
     found: dict[str, NamedShard | Tensor] = {}
-    for piece in pieces:
-        found[named_state.weight_key(piece.name)] = piece.shard(piece.holder.data)
-        for kind, value in piece.state.items():
+    for entry in state_entries:
+        found[named_state.weight_key(entry.name)] = entry.shard(entry.holder.data)
+        for kind, value in entry.state.items():
             if _is_number(value):
                 number = torch.tensor(float(value), dtype=torch.float64)
-                found[named_state.moment_key(_NUMBER + kind, piece.name)] = number
+                found[named_state.moment_key(_NUMBER + kind, entry.name)] = number
             elif value is not None:
-                _check_elementwise(kind, value, piece)
-                found[named_state.moment_key(kind, piece.name)] = piece.shard(value)
+                _check_elementwise(kind, value, entry)
+                found[named_state.moment_key(kind, entry.name)] = entry.shard(value)
     return {**found, **_buffers(model)}
 
 
 def prepare_to_read(
-    pieces: Sequence[StateEntry], model: nn.Module, directory: Path
+    state_entries: Sequence[StateEntry], model: nn.Module, directory: Path
 ) -> tuple[dict[str, NamedShard | Tensor], dict[str, NamedShard | Tensor]]:
-    """What is to be filled from a checkpoint: tensors, made where the optimizer does not have them yet, and numbers."""
+    """The tensors to load from a checkpoint, created if the optimizer does not have them yet, and the scalars."""
     stored = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
     kinds: dict[str, list[str]] = {}
     for key in stored:
@@ -82,37 +82,39 @@ def prepare_to_read(
         kinds.setdefault(name, []).append(kind)
     tensors: dict[str, NamedShard | Tensor] = {**_buffers(model)}
     numbers: dict[str, NamedShard | Tensor] = {}
-    for piece in pieces:
-        tensors[named_state.weight_key(piece.name)] = piece.shard(piece.holder.data)
-        for kind in set(kinds.get(piece.name, [])) - {"weight", "buffer"}:
-            key = named_state.moment_key(kind, piece.name)
+    for entry in state_entries:
+        tensors[named_state.weight_key(entry.name)] = entry.shard(entry.holder.data)
+        for kind in set(kinds.get(entry.name, [])) - {"weight", "buffer"}:
+            key = named_state.moment_key(kind, entry.name)
             if kind.startswith(_NUMBER):
                 numbers[key] = torch.zeros((), dtype=torch.float64)
                 continue
-            if not isinstance(piece.state.get(kind), Tensor):
-                piece.state[kind] = torch.zeros_like(piece.holder.data, memory_format=torch.preserve_format)
-            tensors[key] = piece.shard(piece.state[kind])
+            if not isinstance(entry.state.get(kind), Tensor):
+                entry.state[kind] = torch.zeros_like(entry.holder.data, memory_format=torch.preserve_format)
+            tensors[key] = entry.shard(entry.state[kind])
     return tensors, numbers
 
 
-def take_scalars(pieces: Sequence[StateEntry], numbers: Mapping[str, Any]) -> None:
-    """Gives the optimizer the numbers that were read, as tensors on the CPU, as torch's optimizers keep them."""
-    for piece in pieces:
+def load_scalars(state_entries: Sequence[StateEntry], numbers: Mapping[str, Any]) -> None:
+    """Sets the optimizer's scalars, as fp32 tensors on the CPU, as torch's optimizers have them."""
+    for entry in state_entries:
         for key, value in numbers.items():
             kind, _, name = key.removeprefix(_NUMBER).partition("/")
-            if name == piece.name:
-                old = piece.state.get(kind)
+            if name == entry.name:
+                old = entry.state.get(kind)
                 device = old.device if isinstance(old, Tensor) else "cpu"
-                piece.state[kind] = value.to(device=device, dtype=torch.float32)
+                entry.state[kind] = value.to(device=device, dtype=torch.float32)
 
 
 def check_optimizer(details: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Raises CheckpointError when a checkpoint is of another kind of optimizer, or of none of these loops."""
+    """Raises CheckpointError if a checkpoint is of another type of optimizer, or not of a custom loop."""
     if "optimizer" not in details or "rates" not in details:
-        raise CheckpointError("this is no checkpoint of a loop of one's own\n  try: another directory")
-    was, now = details["optimizer"], type(optimizer).__name__
-    if was != now:
-        raise CheckpointError(f"the checkpoint is of {was}, and this loop has {now}\n  try: the same optimizer")
+        raise CheckpointError("this is not a checkpoint of a custom training loop\n  try: another directory")
+    stored, now = details["optimizer"], type(optimizer).__name__
+    if stored != now:
+        raise CheckpointError(
+            f"the checkpoint is of optimizer {stored}, and this loop has {now}\n  try: the same optimizer"
+        )
     if len(details["rates"]) != len(optimizer.param_groups):
         raise CheckpointError("the optimizer has another number of parameter groups than the checkpoint")
 
@@ -121,7 +123,7 @@ def plain_numbers(scheduler: Any) -> Any:
     """The state of a torch scheduler as plain JSON, or None without one.
 
     Raises:
-        CheckpointError: it holds what JSON cannot.
+        CheckpointError: it is not representable in JSON.
     """
     if scheduler is None:
         return None
@@ -141,12 +143,12 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) or (isinstance(value, Tensor) and value.ndim == 0)
 
 
-def _check_elementwise(kind: str, value: Any, piece: StateEntry) -> None:
-    if not isinstance(value, Tensor) or value.shape != piece.holder.shape:
+def _check_elementwise(kind: str, value: Any, entry: StateEntry) -> None:
+    if not isinstance(value, Tensor) or value.shape != entry.holder.shape:
         shown = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise CheckpointError(
-            f"the optimizer keeps '{kind}' of {piece.name} as {shown}, where the parameter is {piece.shape}\n"
-            f"  try: an optimizer that keeps its state per element, such as AdamW or SGD"
+            f"the optimizer's state '{kind}' of {entry.name} is {shown}, and the parameter is {entry.shape}\n"
+            f"  try: an optimizer with per-element state, such as AdamW or SGD"
         )
 
 

@@ -1,7 +1,7 @@
-"""A loop of one's own on native PyTorch: DDP at stage 0, FSDP2 from stage 1 on.
+"""Custom training loops on native PyTorch: DDP at ZeRO stage 0, FSDP2 at stages 1 to 3.
 
-Weights, gradients and optimizer state are fp32; with bf16 or fp16 the forward pass runs under autocast. Stages 1 and 2
-shard all three between updates and gather the weights for an update, stage 3 for the time of a block.
+Weights, gradients and optimizer states are fp32; with bf16 or fp16 the forward pass runs under autocast. FSDP2 shards
+all three; stages 1 and 2 keep the weights gathered during an optimizer step, stage 3 during a block.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class TorchLoop(LoopEngine):
     """See `LoopEngine`.
 
     Args:
-        parts: what it is made from.
-        mesh: the ranks; None for one process.
+        parts: model, optimizer, config and batch sizes.
+        mesh: process groups; None for one process.
     """
 
     def __init__(self, parts: Parts, mesh: Mesh | None) -> None:
@@ -53,7 +53,7 @@ class TorchLoop(LoopEngine):
             return self._wrapped(*args, **kwargs)
 
     def _sync_at_next_backward(self, sync: bool) -> None:
-        """Between the micro-batches of an update gradients stay where they are."""
+        """Gradient accumulation: gradients are reduced in the last micro-batch of an optimizer step only."""
         if isinstance(self._wrapped, DistributedDataParallel):
             self._wrapped.require_backward_grad_sync = sync
         elif isinstance(self._wrapped, FSDPModule):
@@ -78,12 +78,12 @@ class TorchLoop(LoopEngine):
             raise_if_non_finite(self.steps + 1, "gradient norm", self.grad_norm)
         self._scale.update(self.steps + 1, overflow=not finite)
 
-    def _pieces(self) -> list[StateEntry]:
+    def _state_entries(self) -> list[StateEntry]:
         state = self._parts.optimizer.state
-        return [_piece(name, p, state[p]) for name, p in self.module.named_parameters()]
+        return [_entry(name, p, state[p]) for name, p in self.module.named_parameters()]
 
-    def _loaded(self) -> None:
-        """The weights that were read are the ones that are used."""
+    def _after_load(self) -> None:
+        """Nothing to do: the loaded fp32 weights are the model's own."""
 
     def _loss_scale(self) -> list[float]:
         numbers: list[float] = self._scale.to_tensor().tolist()
@@ -95,15 +95,15 @@ class TorchLoop(LoopEngine):
 
 def _replicated(parts: Parts) -> nn.Module:
     devices = None if parts.device.type == "cpu" else [parts.device]
-    # buffers: BatchNorm's are alike by themselves, and whatever else a model keeps is its own affair at every stage
+    # buffers: BatchNorm's are synchronized already, and others are up to the model at every stage
     with warnings.catch_warnings():
-        # torch 2.13 has a new name for it, which 2.11 does not know
+        # torch 2.13 renamed the argument; 2.11 does not have the new name
         warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
         return DistributedDataParallel(parts.model, device_ids=devices, broadcast_buffers=False)
 
 
 def _sharded(parts: Parts, mesh: Mesh, *, keep: bool) -> nn.Module:
-    """FSDP2 in place; the optimizer is given the new parameters in the places of the old ones."""
+    """Applies FSDP2 in place; the optimizer gets the new parameters in place of the old ones."""
     names = {id(parameter): name for name, parameter in parts.model.named_parameters()}
     for block in _blocks(parts.model):
         fully_shard(block, mesh=mesh.sharding_mesh(), reshard_after_forward=not keep)
@@ -115,9 +115,9 @@ def _sharded(parts: Parts, mesh: Mesh, *, keep: bool) -> nn.Module:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules that are gathered one at a time: members of lists and sequences that are made of modules themselves.
+    """The modules to shard one by one: children of ModuleList and Sequential that have children themselves.
 
-    Only the outermost ones: a block inside a block would be gathered twice.
+    Only the outermost ones: a nested block would be gathered twice.
     """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
     found = [child for each in lists for child in each.children() if any(True for _ in child.children())]
@@ -134,7 +134,7 @@ def _norm(gradients: list[Tensor]) -> float:
     return float(square.sqrt())
 
 
-def _piece(name: str, parameter: nn.Parameter, state: dict[str, Any]) -> StateEntry:
+def _entry(name: str, parameter: nn.Parameter, state: dict[str, Any]) -> StateEntry:
     local, start = _local(parameter), 0
     if isinstance(parameter.data, DTensor):
         rows = -(-parameter.shape[0] // parameter.data.device_mesh.size())
@@ -144,5 +144,5 @@ def _piece(name: str, parameter: nn.Parameter, state: dict[str, Any]) -> StateEn
 
 
 def _local(tensor: Tensor) -> Tensor:
-    held = tensor.data if isinstance(tensor, nn.Parameter) else tensor
-    return held.to_local() if isinstance(held, DTensor) else held
+    data = tensor.data if isinstance(tensor, nn.Parameter) else tensor
+    return data.to_local() if isinstance(data, DTensor) else data

@@ -1,4 +1,4 @@
-"""Line charts of runs over the tokens they were trained on, as inline SVG. One unit of a chart is one CSS pixel."""
+"""Line charts of metrics over training tokens, as inline SVG. One unit of a chart is one CSS pixel."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _EMPTY = np.empty(0)
 
 @dataclass(frozen=True)
 class Line:
-    """One run's numbers in a chart.
+    """One run's metric in a chart.
 
     Attributes:
-        index: the run's place on the page: its colour and dash.
-        name: the run's.
+        index: index of the run in the report; selects colour and dash.
+        name: of the run.
         x: tokens, float64 [n], n >= 1.
-        y: float64 [n]; what is not finite is left out.
+        y: float64 [n]; values that are not finite are left out.
         marks: held-out evaluations as (x, y), float64 [m] each.
     """
 
@@ -45,16 +45,16 @@ Label = Callable[[Line], str]
 
 @dataclass(frozen=True)
 class Chart:
-    """What one chart shows.
+    """Contents of a chart.
 
     Attributes:
         name: unique on the page, for ids.
         title: with the unit.
         lines: at least one.
-        show: how a value on the y axis is written; None for plain decimals.
-        cut: whether values of the first steps may lie above the frame.
+        show: format of a value on the y axis; None for plain decimals.
+        cut: whether values of the first steps may be above the chart.
         from_zero: whether the y axis starts at 0.
-        smoothed: whether to draw a moving mean over the values; not for what has no noise.
+        smoothed: whether to draw a moving mean; not for metrics without noise.
     """
 
     name: str
@@ -66,11 +66,11 @@ class Chart:
     smoothed: bool = True
 
     def highest(self) -> float:
-        """The largest value that is drawn or cut off."""
+        """The largest value, within the chart or above."""
         return max((float(values.max()) for line in self.lines if (values := _finite(line.y)).size), default=0.0)
 
     def limits(self) -> tuple[float, float]:
-        """The y axis, with a margin of 6 % above and below."""
+        """Limits of the y axis, with a margin of 6 % above and below."""
         values = np.concatenate([settled(line.y) if self.cut else _finite(line.y) for line in self.lines])
         values = np.concatenate([values, *(_finite(line.marks[1]) for line in self.lines)])
         if not values.size:
@@ -80,7 +80,7 @@ class Chart:
         return (low if self.from_zero else low - margin), high + margin
 
     def cut_off(self) -> float | None:
-        """The largest value above the frame, or None when all are within."""
+        """The largest value above the chart, or None if all are within."""
         return self.highest() if self.highest() > self.limits()[1] else None
 
 
@@ -90,8 +90,8 @@ def draw(chart: Chart, *, width: int, height: int, variant: str = "", label: Lab
     Args:
         chart: what to show.
         width, height: CSS pixels at scale 1; the element scales with its container.
-        variant: appended to the chart's name, when one chart is drawn in several sizes.
-        label: what to write beside the last point of each line; None for nothing.
+        variant: appended to the chart's name if it is drawn in several sizes.
+        label: text beside the last point of each line; None for no labels.
     """
     with svg.settings():
         figure = Figure(figsize=(width / _PIXELS_PER_INCH, height / _PIXELS_PER_INCH))
@@ -125,7 +125,7 @@ def _frame(axes: Axes, chart: Chart, *, width: float, height: float) -> None:
     axes.set_axisbelow(True)
     axes.tick_params(length=0, pad=6)
     axes.set_ylim(*chart.limits())
-    # from 0 and not from the first step: the origin is where training began
+    # from 0, not from the first step: the origin is the start of training
     axes.set_xlim(0, 1.02 * max(line.x[-1] for line in chart.lines))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=max(2, int(width // 90)), steps=[1, 2, 2.5, 5, 10]))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=max(3, int(height // 32)), steps=[1, 2, 2.5, 5, 10]))
@@ -143,11 +143,11 @@ def _y_formatter(chart: Chart) -> Formatter:
 
 
 def _line(axes: Axes, line: Line, *, smoothed: bool) -> None:
-    """Every step thin, their centred mean over it, held-out evaluations as points ringed in the page's ground."""
+    """A thin line of all steps, a thick line of their moving mean, and held-out evaluations as points."""
     color, window = svg.color(line.index), smoothing_window(line.y.size) if smoothed else 1
     x = thin(line.x)
     look: dict[str, Any] = {"color": color, "solid_capstyle": "round", "solid_joinstyle": "round"}
-    if _finite(line.y).size == 1:  # one point makes no line
+    if _finite(line.y).size == 1:  # a single point has no line
         look |= {"marker": "o", "markersize": 5, "markerfacecolor": svg.GROUND}
     if window > 1:
         axes.plot(x, thin(line.y), linewidth=0.8, alpha=0.4, **look)
@@ -168,7 +168,7 @@ def _line(axes: Axes, line: Line, *, smoothed: bool) -> None:
 
 
 def value_label(line: Line) -> str:
-    """The last held-out value, or where there is none the last value."""
+    """The last held-out value, or else the last value."""
     return f"{_last(line):.2f}" if np.isfinite(_last(line)) else ""
 
 
@@ -186,7 +186,7 @@ def _last(line: Line) -> float:
 
 
 def _write_labels(axes: Axes, chart: Chart, labels: list[str], *, gap: float) -> None:
-    """Beside the lines' last points, moved apart where they would touch; `gap` is a line of text in axes heights."""
+    """Labels beside the lines' last points, spread to avoid overlap; `gap` is a text line's height in axes heights."""
     low, high = chart.limits()
     wanted = [(_last(line) - low) / (high - low) if np.isfinite(_last(line)) else 1.0 for line in chart.lines]
     for line, text, y in zip(chart.lines, labels, spread(wanted, gap=gap), strict=True):
@@ -196,9 +196,9 @@ def _write_labels(axes: Axes, chart: Chart, labels: list[str], *, gap: float) ->
 
 
 def spread(wanted: Sequence[float], *, gap: float) -> list[float]:
-    """Positions in the order of `wanted` and near them, at least `gap` apart, none lower than half a gap."""
+    """Positions close to `wanted`, in the same order, at least `gap` apart and none below half a gap."""
     order = sorted(range(len(wanted)), key=lambda i: wanted[i])
-    # a pile of labels is centred on what it labels: half of its height is taken off before it is stacked upwards
+    # a stack of labels is centred on its values: its lowest label starts half of its height below
     placed, floor = [0.0] * len(wanted), gap / 2
     for rank, i in enumerate(order):
         above = sum(1 for j in order[rank + 1 :] if wanted[j] - wanted[i] < gap)

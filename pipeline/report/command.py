@@ -1,7 +1,7 @@
-"""`python -m pipeline report OUT.html --run NAME=RUN --model NAME=FOLDER --data TOKENS`: runs and models on one page.
+"""`python -m pipeline report OUT.html --run NAME=RUN --model NAME=FOLDER --data TOKENS`: report of runs and models.
 
-Everything given is checked first; then each model is measured in a process of its own, a table is printed, and the
-page is written whole or not at all.
+All inputs are checked first; then each model is evaluated in a subprocess, a table is printed, and the page is written
+atomically.
 """
 
 from __future__ import annotations
@@ -21,43 +21,45 @@ from pipeline.report.models import TABLE_WIDTH, Measured, measure_model, table
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments; those of the evaluation have the defaults of `HeldOutData`."""
     length = HeldOutData(path="").sequence_length
-    parser.add_argument("out", metavar="OUT.html", help="the page to write; replaced when it exists")
-    _add_named(parser, "--run", "RUN_DIR", "a run directory and the name it gets on the page (repeatable)")
-    _add_named(parser, "--model", "FOLDER", "a Hugging Face model folder and its name (repeatable)")
+    parser.add_argument("out", metavar="OUT.html", help="HTML file to write; an existing one is replaced")
+    _add_named(parser, "--run", "RUN_DIR", "a run directory and its name in the report (repeatable)")
+    _add_named(parser, "--model", "FOLDER", "a Hugging Face model folder and its name in the report (repeatable)")
     parser.add_argument("--data", required=True, metavar="TOKENS", help="a tokens directory, for its held-out split")
     parser.add_argument("--sequence-length", type=int, default=length, metavar="T", help="default: %(default)s")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="about so many tokens, spread evenly; default: all")
-    parser.add_argument("--prompt", metavar="TEXT", help="show what the last model makes of this text")
     parser.add_argument(
-        "--tokens", type=int, default=64, metavar="N", help="tokens to add to the prompt at most; default: %(default)s"
+        "--max-tokens", type=int, metavar="N", help="evaluate about N tokens, evenly spaced; default: all"
+    )
+    parser.add_argument("--prompt", metavar="TEXT", help="show the last model's completion of this text")
+    parser.add_argument(
+        "--tokens", type=int, default=64, metavar="N", help="maximum number of new tokens; default: %(default)s"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Checks, measures, prints, writes.
+    """Checks the inputs, evaluates the models, prints the table, writes the page.
 
     Raises:
         ConfigError, DataError: as `check`, before any work; DataError when a model cannot be evaluated.
     """
     inputs = check(args)
-    said, shown = Console(stderr=True), Console(width=max(Console().width, TABLE_WIDTH))
-    measured = _measure_all(inputs, said)
-    shown.print(table(measured, inputs.data))
+    progress, output = Console(stderr=True), Console(width=max(Console().width, TABLE_WIDTH))
+    measured = _measure_all(inputs, progress)
+    output.print(table(measured, inputs.data))
     completion = None
     if inputs.prompt is not None:
         last = inputs.models[-1]
-        said.print(f"completing the prompt with {last.name}", markup=False, highlight=False)
+        progress.print(f"completing the prompt with {last.name}", markup=False, highlight=False)
         completion = complete(last.folder.path, inputs.prompt, tokens=inputs.tokens)
-        print(f"\n{last.name} goes on from the prompt:\n\n{completion}\n", flush=True)
-    from pipeline.report.page import page  # noqa: PLC0415  (matplotlib: not worth waiting for in a refusal)
+        print(f"\ncompletion by {last.name}:\n\n{completion}\n", flush=True)
+    from pipeline.report.page import page  # noqa: PLC0415  (matplotlib takes a second to import)
 
-    write_whole(inputs.out, page(inputs, measured, completion))
+    write_atomically(inputs.out, page(inputs, measured, completion))
     print(f"wrote {inputs.out}")
     return 0
 
 
-def write_whole(out: Path, text: str) -> None:
-    """Writes UTF-8 text under a temporary name beside `out` and renames it, so that a reader never sees half of it."""
+def write_atomically(out: Path, text: str) -> None:
+    """Writes UTF-8 text atomically: to a temporary file beside `out`, which is then renamed."""
     partial = out.with_name(f".{out.name}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
@@ -74,7 +76,7 @@ def _add_named(parser: argparse.ArgumentParser, flag: str, what: str, text: str)
 
 
 def _measure_all(inputs: Inputs, console: Console) -> list[Measured]:
-    """One line per model before its evaluation starts; the evaluation shows its own bar on a terminal."""
+    """Evaluates the models one after the other; prints a line before each."""
 
     def measure_one(number: int, model: Model) -> Measured:
         line = f"evaluating {number}/{len(inputs.models)}: {model.name} ({model.folder.path})"

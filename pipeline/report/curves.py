@@ -1,4 +1,4 @@
-"""Which charts a set of runs gets, and what has to be said beside them."""
+"""Selects the charts of a set of runs, and writes their captions."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pipeline.report.runs import RunRecord
 from pipeline.report.series import POINTS, smoothing_window
 
 COMPARABLE = 8.0
-"""Runs whose lengths in tokens differ by more get charts of their own: the short one would be a stroke at the edge."""
+"""Runs whose lengths in tokens differ by a larger factor get separate charts: the short one would be barely visible."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that share axes, each with its place on the page."""
+    """Runs that share axes, each with its index in the report."""
 
     name: str
     runs: tuple[tuple[int, RunRecord], ...]
 
 
 def groups(runs: Sequence[RunRecord]) -> list[Group]:
-    """All runs on the same axes, or each on its own where the longest is over `COMPARABLE` times the shortest."""
+    """All runs on the same axes, or each on its own if the longest is over `COMPARABLE` times the shortest."""
     placed = tuple(enumerate(runs))
     lengths = [run.tokens for run in runs]
     if max(lengths) <= COMPARABLE * min(lengths):
@@ -38,7 +38,7 @@ def loss_chart(group: Group) -> Chart:
 
 
 def side_charts(group: Group) -> list[Chart]:
-    """Learning rate, gradient norm, tokens per second; for distilled runs the divergence from the teacher too."""
+    """Learning rate, gradient norm, tokens/s; for distilled runs also the KL divergence from the teacher."""
 
     def chart(key: str, title: str, **how: Any) -> Chart:
         lines = [_line(place, key, run=run) for place, run in group.runs if run.has(key)]
@@ -54,33 +54,33 @@ def side_charts(group: Group) -> list[Chart]:
 
 
 def remarks(group: Group, chart: Chart) -> Iterator[str]:
-    """Sentences for the caption of the loss chart: what the lines and points are, what was averaged or left out."""
+    """Sentences of the loss chart's caption: what lines and points show, and what was averaged or left out."""
     runs = [run for _, run in group.runs]
     if any(smoothing_window(len(run.steps)) > 1 for run in runs):
         windows = _each(group, [f"{smoothing_window(len(run.steps)):,}" for run in runs])
         yield f"Thin: training loss of each step. Thick: its centred mean over {windows} steps."
     else:
-        yield "Line, or circle where there is but one step: training loss of each step."
+        yield "Line, or circle if there is only one step: training loss of each step."
     if any(run.evaluations for run in runs):
-        yield "Points: held-out loss at that moment; the last is written beside its line."
+        yield "Points: held-out loss; the last value is written beside its line."
     longest = max(len(run.steps) for run in runs)
     if longest > POINTS:
         yield f"Runs of more than {POINTS:,} steps are drawn as {POINTS:,} points, each the mean of neighbouring steps."
     for run in runs:
         if run.loss_key != "loss":
-            yield f"{run.name} is distilled: its cross-entropy with the text is drawn, not the mixture it minimises."
+            yield f"{run.name} is distilled: its cross-entropy with the data is shown, not the sum it minimizes."
     yield from cut_remark(chart)
 
 
 def cut_remark(chart: Chart) -> Iterator[str]:
-    """Says so where a chart does not show all there is."""
+    """A sentence if the first values are outside of the chart."""
     cut = chart.cut_off()
     if cut is not None:
-        yield f"The first steps, up to {cut:.2f}, lie above the frame."
+        yield f"The first steps, up to {cut:.2f}, are above the chart."
 
 
 def _each(group: Group, texts: Sequence[str]) -> str:
-    """One text where all are equal, else "9 (teacher), 5 (student)"."""
+    """One text if all are equal, else "9 (teacher), 5 (student)"."""
     if len(set(texts)) == 1:
         return texts[0]
     return ", ".join(f"{text} ({run.name})" for text, (_, run) in zip(texts, group.runs, strict=True))

@@ -1,4 +1,4 @@
-"""What a run was, as pairs of term and text: from its manifest, its journal and its newest checkpoint's manifest."""
+"""Summary of a run as pairs of term and text, from its manifest, journal and newest checkpoint's manifest."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pipeline.evaluation.model_folder import ModelFolder
 from pipeline.report.runs import RunRecord
 
 SHORT = 12
-"""Characters of a fingerprint that are shown: as many as the error messages of other commands show."""
+"""Characters of a fingerprint that are shown, as in error messages."""
 
 
 def facts(run: RunRecord, folders: Sequence[ModelFolder]) -> list[tuple[str, str]]:
-    """The definition list of a run.
+    """The summary of a run.
 
     Args:
         run: the run.
-        folders: the report's models; one that was exported from this run tells how many parameters it has.
+        folders: the report's models; one exported from this run provides the number of parameters.
     """
     checkpoint = _newest_checkpoint(run)
     return [
@@ -40,14 +40,14 @@ def facts(run: RunRecord, folders: Sequence[ModelFolder]) -> list[tuple[str, str
 
 
 def _steps(run: RunRecord) -> str:
-    done, wanted = run.steps[-1]["step"], run.manifest.details.get("steps", 0)
+    done, planned = run.steps[-1]["step"], run.manifest.details.get("steps", 0)
     if run.manifest.details.get("finished"):
         return f"{done:,}, finished"
-    return f"{done:,} of {wanted:,}, not finished"
+    return f"{done:,} of {planned:,}, not finished"
 
 
 def _parameters(run: RunRecord, folders: Sequence[ModelFolder]) -> Iterator[tuple[str, str]]:
-    """An exported model names its checkpoint by fingerprint, which holds wherever either was moved."""
+    """From a model exported from this run: its manifest has the checkpoint's fingerprint, wherever either is now."""
     own = {_checkpoint_fingerprint(path) for path in _checkpoints(run)} - {None}
     for folder in folders:
         if (folder.path / "manifest.json").is_file():
@@ -59,7 +59,7 @@ def _parameters(run: RunRecord, folders: Sequence[ModelFolder]) -> Iterator[tupl
 
 def _checkpoints(run: RunRecord) -> list[Path]:
     names = (Path(row["path"]).name for row in run.events if row.get("event") == "checkpoint" and "path" in row)
-    # the journal has the path as the run knew it; the directory may have moved, and old checkpoints are deleted
+    # the journal has the original path; the directory may have moved, and old checkpoints are deleted
     found = (run.path / "checkpoints" / name for name in names)
     return [path for path in found if path.is_dir()]
 
@@ -77,7 +77,7 @@ def _checkpoint_manifest(path: Path) -> Manifest | None:
     try:
         return read_manifest(path, kind="checkpoint")
     except DataError:
-        return None  # deleted or damaged since: the report is of the run, which needs no checkpoint
+        return None  # deleted or damaged since; the report does not need it
 
 
 def _last_evaluation(run: RunRecord) -> Iterator[tuple[str, str]]:
@@ -129,7 +129,7 @@ def _duration(seconds: float) -> str:
 
 
 def _at(config: dict[str, Any], *keys: str) -> Any:
-    """A nested value, or None where a level is absent or null."""
+    """A nested value, or None if a level is absent or null."""
     here: Any = config
     for key in keys:
         here = here.get(key) if isinstance(here, dict) else None

@@ -1,4 +1,4 @@
-"""The report's command line as checked values: whatever is wrong is found here, before any work. No torch."""
+"""Checks the report's command line before any work is done. No torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Model:
-    """A model folder and the name it has on the page."""
+    """A model folder and its name in the report."""
 
     name: str
     folder: ModelFolder
@@ -28,15 +28,15 @@ class Model:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Everything a report is made from.
+    """Checked inputs of a report.
 
     Attributes:
         out: the page to write; its directory exists.
         runs: read and complete, names distinct.
-        models: opened and of the dataset's tokenizer, names distinct.
-        data: the held-out split they are measured on.
-        prompt: text for the last model to go on from, or None.
-        tokens: tokens it may add.
+        models: opened, with the dataset's tokenizer, names distinct.
+        data: the held-out split they are evaluated on.
+        prompt: text for the last model to complete, or None.
+        tokens: maximum number of new tokens.
     """
 
     out: Path
@@ -48,7 +48,7 @@ class Inputs:
 
 
 def check(args: argparse.Namespace) -> Inputs:
-    """Opens every input and refuses what cannot work.
+    """Opens and checks every input.
 
     Raises:
         ConfigError: OUT cannot be written, a name is missing or given twice, or a number or the prompt is unusable.
@@ -70,39 +70,39 @@ def check(args: argparse.Namespace) -> Inputs:
 def _check_out(out: Path) -> Path:
     folder = out.parent
     if out.is_dir():
-        raise ConfigError("OUT.html", str(out), why="it is a directory", remedy=f"{out / 'report.html'}")
+        raise ConfigError("OUT.html", str(out), why="it is a directory", remedy=f"use {out / 'report.html'}")
     if not folder.is_dir():
-        raise ConfigError("OUT.html", str(out), why=f"{folder} is no directory", remedy=f"mkdir -p {folder}")
+        raise ConfigError("OUT.html", str(out), why=f"{folder} is not a directory", remedy=f"mkdir -p {folder}")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError("OUT.html", str(out), why=f"{folder} is not writable", remedy="another directory")
+        raise ConfigError("OUT.html", str(out), why=f"{folder} is not writable", remedy="choose another directory")
     return out
 
 
 def _check_completion(prompt: str | None, tokens: int) -> None:
     if prompt == "":
-        why = "a model goes on from at least one token"
+        why = "generation needs at least one token"
         raise ConfigError("--prompt", prompt, why=why, remedy="give some text, or leave --prompt out")
     if tokens < 1:
-        raise ConfigError("--tokens", tokens, why="there is nothing to write", remedy="1 or more")
+        raise ConfigError("--tokens", tokens, why="it is not 1 or more", remedy="use 1 or more")
 
 
 def _check_tokenizer(model: Model) -> None:
     path = model.folder.path
     if not (path / "tokenizer_config.json").is_file():
-        why = f"{path} has no tokenizer_config.json, so --prompt cannot be read to it"
+        why = f"{path} has no tokenizer_config.json, which --prompt needs"
         raise DataError(f"{why}\n  try: export the model again, with its tokenizer, or leave --prompt out")
 
 
 def _named(flag: str, given: Iterable[str], make: Callable[[str, Path], T]) -> tuple[T, ...]:
-    """Splits NAME=PATH arguments, refuses a repeated name, and opens each path; all names are looked at first."""
+    """Splits NAME=PATH arguments, refuses repeated names, and opens each path after all names are checked."""
     paths: dict[str, Path] = {}
     for text in given:
         name, _, path = text.partition("=")
         name = name.strip()
         if not name or not path:
-            raise ConfigError(flag, text, why="it must be NAME=DIRECTORY", remedy=f"{flag} small={path or text}")
+            raise ConfigError(flag, text, why="it must be NAME=DIRECTORY", remedy=f"write {flag} small={path or text}")
         if name in paths:
-            why = f"{paths[name]} has that name already"
-            raise ConfigError(flag, text, why=why, remedy=f"{flag} {name}-2={path}")
+            why = f"{paths[name]} already has that name"
+            raise ConfigError(flag, text, why=why, remedy=f"write {flag} {name}-2={path}")
         paths[name] = Path(path)
     return tuple(make(name, path) for name, path in paths.items())

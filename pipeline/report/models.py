@@ -1,4 +1,4 @@
-"""The table of models: what is measured of each, how it is shown, and how the numbers came about. No torch."""
+"""The table of models: the metrics of each, their format, and how they are measured. No torch."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class Measured:
     """One model's row.
 
     Attributes:
-        name: on the page.
-        parameters: of the architecture, a tied one counted once.
+        name: in the report.
+        parameters: of the architecture; tied ones count once.
         weight_bytes: size of the safetensors files.
         loss_nats: mean held-out loss, nats per token.
         perplexity: exp(loss_nats).
-        bits_per_byte: held-out loss in bits per UTF-8 byte of text; None where it has a loss mask.
-        tokens: target tokens that were scored.
-        tokens_per_second: of the scoring.
-        dtype: the weights' in memory while scoring.
-        device: where it was scored.
+        bits_per_byte: held-out loss in bits per UTF-8 byte of text; None with a loss mask.
+        tokens: target tokens of the evaluation.
+        tokens_per_second: of the evaluation.
+        dtype: of the weights in memory during the evaluation.
+        device: on which it was evaluated.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of numbers: its head, its unit, how a value is written, and one sentence on how it is measured."""
+    """A column of the table: heading, unit, format of a value, and one sentence on how it is measured."""
 
     head: str
     unit: str
@@ -63,7 +63,7 @@ class Column:
 
 
 COLUMNS = (
-    Column("parameters", "", lambda m: f"{m.parameters:,}", "All weights of the architecture; a tied one counts once."),
+    Column("parameters", "", lambda m: f"{m.parameters:,}", "All weights of the architecture; tied ones count once."),
     Column(
         "weights",
         "MB",
@@ -77,39 +77,39 @@ COLUMNS = (
         "loss",
         "nats per token",
         lambda m: f"{m.loss_nats:.4f}",
-        "Mean cross-entropy over the held-out tokens, each seeing those before it in its window.",
+        "Mean cross-entropy over the held-out tokens, each given those before it in its window.",
     ),
     Column(
         "perplexity",
         "",
         lambda m: f"{m.perplexity:,.2f}",
-        "exp(loss). Depends on the tokenizer: compare it between models of one tokenizer.",
+        "exp(loss). Depends on the tokenizer: compare models with the same tokenizer only.",
     ),
     Column(
         "loss",
         "bits per byte",
         lambda m: show_bits_per_byte(m.bits_per_byte),
-        "The same per UTF-8 byte of the held-out text: compares between tokenizers.",
+        "The loss per UTF-8 byte of the held-out text: comparable between tokenizers.",
     ),
     Column(
         "scoring",
         "tokens/s",
         lambda m: f"{m.tokens_per_second:,.0f}",
-        "Forward pass and loss of whole windows, once warm, quantized weights unpacked: not the speed of writing text,"
-        " nor of low-bit kernels.",
+        "Forward pass and loss of whole windows after a warmup, with quantized weights dequantized: not the speed of"
+        " generation, nor of low-bit kernels.",
     ),
 )
 
 
 TABLE_WIDTH = 80
-"""Characters; names of more than 8 take more lines there."""
+"""Characters; names of more than 8 are wrapped."""
 
 
 def measure_model(model: Model, data: HeldOutData) -> Measured:
-    """Evaluates a model in a fresh process.
+    """Evaluates a model in a subprocess.
 
     Raises:
-        DataError: it cannot be loaded there, or its perplexity is not finite.
+        DataError: it cannot be loaded, or its perplexity is not finite.
     """
     result = measure(model.folder.path, data)
     keys = ("loss_nats", "perplexity", "bits_per_byte", "tokens", "tokens_per_second", "dtype", "device")
@@ -118,11 +118,11 @@ def measure_model(model: Model, data: HeldOutData) -> Measured:
 
 
 def count_parameters(folder: ModelFolder) -> int:
-    """Parameters by the manifest, by the headers, or for a packed model from elsewhere by its architecture."""
+    """Number of parameters from the manifest, the headers, or, for a quantized model without one, the architecture."""
     if (folder.path / MANIFEST).is_file():
-        told = read_manifest(folder.path, kind="model").details.get("parameters")
-        if told is not None:
-            return int(told)
+        recorded = read_manifest(folder.path, kind="model").details.get("parameters")
+        if recorded is not None:
+            return int(recorded)
     if folder.quantized_by is None:
         return folder.parameters
     from pipeline.evaluation.loading import empty_model  # noqa: PLC0415  (brings in torch)
@@ -131,12 +131,12 @@ def count_parameters(folder: ModelFolder) -> int:
 
 
 def where(measured: Sequence[Measured]) -> str:
-    """The device and dtype of the scoring, e.g. "cpu, float32"; all of them where models differ."""
+    """Device and dtype of the evaluation, e.g. "cpu, float32"; all of them if models differ."""
     return " / ".join(dict.fromkeys(f"{m.device}, {m.dtype}" for m in measured))
 
 
 def scope(measured: Sequence[Measured], data: HeldOutData) -> str:
-    """What was scored, in words."""
+    """One line on the evaluated tokens."""
     counts = " / ".join(dict.fromkeys(f"{m.tokens:,}" for m in measured))
     return f"{counts} tokens of the {data.split} split of {data.path}, in windows of {data.sequence_length}"
 
@@ -150,6 +150,6 @@ def table(measured: Sequence[Measured], data: HeldOutData) -> Table:
         shown.add_column("\n".join([column.head, *wrap(column.unit, 8)]), justify="right", no_wrap=True)
     for one in measured:
         shown.add_row(Text(one.name), *(column.show(one) for column in COLUMNS))
-    says = f"scored: {scope(measured, data)}\ntokens/s: of the scoring, on {where(measured)}"
-    shown.caption = Text(says, overflow="fold")
+    caption = f"scored: {scope(measured, data)}\ntokens/s: of the scoring, on {where(measured)}"
+    shown.caption = Text(caption, overflow="fold")
     return shown

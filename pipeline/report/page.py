@@ -1,4 +1,4 @@
-"""The page itself: everything in one file, nothing fetched. page.html is its skeleton, page.css its look."""
+"""Renders the HTML page: self-contained, from the template page.html and the style sheet page.css."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HERE = Path(__file__).parent
 
 
 def page(inputs: Inputs, measured: Sequence[Measured], completion: str | None) -> str:
-    """The whole HTML document; every text that came from outside is escaped."""
+    """The HTML document; all text from inputs is escaped."""
     template = Template((_HERE / "page.html").read_text(encoding="utf-8"))
     return template.substitute(
         style=(_HERE / "page.css").read_text(encoding="utf-8"),
@@ -49,15 +49,15 @@ def _completion(inputs: Inputs, completion: str | None) -> str:
     if completion is None or inputs.prompt is None:
         return ""
     added = completion.removeprefix(inputs.prompt)
-    # a tokenizer may not give back the very text of the prompt: then nothing is told apart
+    # decoding may not reproduce the prompt exactly: then it is not highlighted
     prompt = f"<b>{escape(inputs.prompt)}</b>" if added != completion else ""
     name, most = escape(inputs.models[-1].name), inputs.tokens
-    says = f"<b>Bold</b> is the prompt. {name} adds up to {most} tokens, the likeliest each time."
-    return f"<section>\n<h2>Completion</h2>\n<pre>{prompt}{escape(added)}</pre>\n<p class=note>{says}</p>\n</section>"
+    note = f"The prompt is <b>bold</b>. {name} adds up to {most} tokens by greedy decoding."
+    return f"<section>\n<h2>Completion</h2>\n<pre>{prompt}{escape(added)}</pre>\n<p class=note>{note}</p>\n</section>"
 
 
 def _group(group: Group, *, alone: bool) -> str:
-    """Legend, the loss chart in a wide and a narrow drawing of which the style shows one, and the small charts."""
+    """Legend, the loss chart in a wide and a narrow version of which the style sheet shows one, and small charts."""
     loss = loss_chart(group)
     wide = draw(loss, width=960, height=340, label=name_label)
     narrow = draw(loss, width=360, height=280, variant="-narrow", label=value_label)
@@ -89,8 +89,8 @@ def _swatch(place: int) -> str:
 
 
 def _run(place: int, run: RunRecord, inputs: Inputs) -> str:
-    told = facts(run, [model.folder for model in inputs.models])
-    return f"<article>\n<h3>{_swatch(place)}{escape(run.name)}</h3>\n{_definitions(told)}\n</article>"
+    pairs = facts(run, [model.folder for model in inputs.models])
+    return f"<article>\n<h3>{_swatch(place)}{escape(run.name)}</h3>\n{_definitions(pairs)}\n</article>"
 
 
 def _definitions(pairs: Iterable[tuple[str, str]]) -> str:

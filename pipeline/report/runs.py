@@ -1,4 +1,4 @@
-"""A run as its manifest and its journal tell it. No torch."""
+"""Reads a training run: its manifest and its metrics journal. No torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RunRecord:
     """One training run.
 
     Attributes:
-        name: on the page.
+        name: in the report.
         path: its directory.
         manifest: of kind `run`; its config under the keys of this version.
         steps: journal rows of finished steps, at least one.
@@ -39,21 +39,21 @@ class RunRecord:
     events: tuple[dict[str, Any], ...]
 
     def series(self, key: str) -> Series:
-        """float64 [rows]: one number per step; NaN where a row lacks it."""
+        """float64 [rows]: a metric of each step; NaN if a row lacks it."""
         return np.array([row.get(key, np.nan) for row in self.steps], dtype=np.float64)
 
     def has(self, key: str) -> bool:
-        """Whether any step recorded this number."""
+        """Whether any step recorded this metric."""
         return any(key in row for row in self.steps)
 
     @property
     def loss_key(self) -> str:
-        """The training loss that compares with held-out loss: of a distilled run the cross-entropy within its loss."""
+        """The metric comparable with held-out loss: the loss, or of a distilled run its cross-entropy term."""
         return "cross_entropy" if self.has("cross_entropy") else "loss"
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens of one step, a constant of a run."""
+        """Tokens per step, constant in a run."""
         return float(self.steps[-1]["tokens"] / self.steps[-1]["step"])
 
     @property
@@ -75,10 +75,10 @@ def read_run(name: str, path: Path) -> RunRecord:
         DataError: no such directory, no manifest, no journal, a damaged one, or no finished step in it.
     """
     if (path / NAME).is_file() and not (path / MANIFEST).is_file():
-        raise DataError(f"{path} has no {MANIFEST} yet: a run gets it with its first checkpoint\n  try: again then")
+        raise DataError(f"{path} has no {MANIFEST} yet: it is written with the first checkpoint\n  try: again then")
     manifest = read_manifest(path, kind="run")
     if not (path / NAME).is_file():
-        why = f"{path} has no {NAME}: there is nothing to draw"
+        why = f"{path} has no {NAME}"
         raise DataError(f"{why}\n  try: the directory that run.dir named in the config")
     rows = _rows(path)
     steps, evaluations, events = (_of_kind(rows, kind) for kind in ("step", "eval", "event"))
@@ -91,7 +91,7 @@ def read_run(name: str, path: Path) -> RunRecord:
 def _rows(path: Path) -> list[dict[str, Any]]:
     rows = read_rows(path)
     try:
-        # what the charts and the facts rely on; a stray line is better named here than met as a traceback later
+        # what charts and summary need: a damaged row is reported here instead of as a traceback later
         for row in _of_kind(rows, "step"):
             _ = row["tokens"] + 0, row["loss"] + 0.0
     except (KeyError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""A run's numbers made fit to draw: smoothed, and few enough for a page. NaN and infinity count as absent."""
+"""Smooths and downsamples a run's metrics for charts. NaN and infinity count as missing."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import numpy as np
 from pipeline.report.runs import Series
 
 POINTS = 600
-"""Points of a drawn line at most: about two per three pixels of the widest chart."""
+"""Maximum number of points of a line: about two per three pixels of the widest chart."""
 
 SMOOTHED_SHARE, SMOOTHED_STEPS = 0.02, 301
-"""The smoothed line is a mean over this share of a run's steps, and so many at most: 301 steps leave 6 % of the noise
-(1 / sqrt(301)), and more would only blur the first fall of the loss."""
+"""The smoothed line is a mean over this share of a run's steps, and over so many at most: 301 steps leave 6 % of the
+noise (1 / sqrt(301)), and more would only blur the initial drop of the loss."""
 
 SETTLED_SHARE = 0.02
-"""Share of a run whose values may lie above the frame: a loss that starts at ln V would flatten all that follows."""
+"""Share of a run, at its start, whose values may be above the chart: a loss of ln V would flatten all that follows."""
 
 
 def smoothing_window(steps: int) -> int:
-    """Steps that the smoothed line averages over: odd, so that the mean is centred, and at least 1."""
+    """Window of the moving mean in steps: odd, so that it is centred, and at least 1."""
     return min(int(steps * SMOOTHED_SHARE) // 2 * 2 + 1, SMOOTHED_STEPS)
 
 
 def smooth(values: Series, *, window: int) -> Series:
-    """Centred moving mean, float64 [n] -> [n]; at the ends over the part of the window that exists."""
+    """Centred moving mean, float64 [n] -> [n]; the window is truncated at the ends."""
     present = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(present, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(present)])

@@ -1,7 +1,7 @@
-"""From matplotlib's SVG file to SVG inside a page, in the page's colours and fonts.
+"""Converts matplotlib's SVG output to inline SVG with the page's colours and fonts.
 
-matplotlib wants colours as numbers, the page wants them to follow the reader's light or dark mode. So charts are drawn
-in stand-in colours, one per role, which are replaced here by the CSS custom properties of page.css.
+matplotlib needs fixed colours, and the page's colours follow the light or dark mode. So charts are drawn in placeholder
+colours, one per role, which are replaced here by the CSS custom properties of page.css.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from matplotlib.figure import Figure
 
 TEXT, GRID, GROUND = "#fe0001", "#fe0002", "#fe0003"
 SERIES = tuple(f"#fe00a{i}" for i in range(6))
-"""Stand-ins for the colours of runs; the seventh run starts over, with another dash."""
+"""Placeholder colours of runs; from the seventh run on they repeat, with another dash."""
 
 DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.5, 1.5), (7, 2, 1.5, 2))
-"""Of the runs' lines, so that equal curves and colour-blind readers are served: on and off, in line widths."""
+"""Dash patterns of the runs' lines, on and off in line widths: they tell runs apart without colours."""
 
 _ROLES = {
     TEXT: "var(--muted)",
@@ -40,22 +40,22 @@ _SETTINGS = {
     "xtick.labelcolor": TEXT,
     "ytick.labelcolor": TEXT,
     "grid.color": GRID,
-    "path.simplify": False,  # lines are thinned before, by means, which simplification would not keep
+    "path.simplify": False,  # lines are downsampled before, by means, which simplification would change
 }
 
 
 def color(index: int) -> str:
-    """The stand-in colour of run `index`."""
+    """The placeholder colour of run `index`."""
     return SERIES[index % len(SERIES)]
 
 
 def dash(index: int) -> tuple[float, ...]:
-    """The dashes of run `index`: another for each of the first runs, and for those that share a colour."""
+    """The dash pattern of run `index`: different for the first runs, and for runs that share a colour."""
     return DASHES[(index + index // len(SERIES)) % len(DASHES)]
 
 
 def settings() -> AbstractContextManager[None]:
-    """A context in which figures are made and written."""
+    """Context manager with the matplotlib settings of the report."""
     context: AbstractContextManager[None] = mpl.rc_context(_SETTINGS)
     return context
 
@@ -64,13 +64,13 @@ def inline(figure: Figure, *, name: str, label: str) -> str:
     """Writes a figure as an `<svg>` element.
 
     Args:
-        figure: drawn within `settings()`, in stand-in colours.
+        figure: drawn within `settings()`, in placeholder colours.
         name: unique on the page; prefixed to all ids, since clip paths are found by id in the whole page.
-        label: what it shows, for those who do not see it.
+        label: description for screen readers.
     """
     buffer = io.StringIO()
     with warnings.catch_warnings():
-        # a name in a script that matplotlib's font lacks: the browser has one that does not
+        # a name in a script that matplotlib's font lacks: the browser's font has it
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = buffer.getvalue()
@@ -79,13 +79,13 @@ def inline(figure: Figure, *, name: str, label: str) -> str:
     text = re.sub(r"<!--.*?-->\s*", "", text, flags=re.DOTALL)
     text = re.sub(r'\bid="', f'id="{name}-', text).replace("url(#", f"url(#{name}-")
     text = re.sub(r'xlink:href="#', f'href="#{name}-', text)
-    for stand_in, role in _ROLES.items():
-        text = text.replace(stand_in, role)
+    for placeholder, role in _ROLES.items():
+        text = text.replace(placeholder, role)
     return _opening(text, label)
 
 
 def _opening(text: str, label: str) -> str:
-    """Replaces the root element's attributes: no size of its own, no namespaces (the page's parser knows them)."""
+    """Replaces the root element's attributes: no fixed size, and no namespaces, which HTML does not need."""
     box = re.search(r'viewBox="([^"]+)"', text)
     assert box is not None
     head = f'<svg viewBox="{box[1]}" role="img" aria-label="{escape(label)}">'

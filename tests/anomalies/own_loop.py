@@ -22,7 +22,7 @@ BAD_UPDATE = 2
 def local_state(engine: Any) -> list[Tensor]:
     """A copy of this rank's fp32 weights and optimizer state."""
     found = []
-    for piece in engine._pieces():
+    for piece in engine._state_entries():
         found += [piece.shard(piece.holder.data), *(v for v in piece.state.values() if torch.is_tensor(v))]
     parts = [list(each._parts.values()) if hasattr(each, "_parts") else [each] for each in found]
     return [part.detach().clone() for each in parts for part in each]

@@ -41,7 +41,7 @@ def teacher(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return work / "model"
 
 
-def test_both_engines_distil_alike_and_the_student_nears_its_teacher(
+def test_both_engines_distil_alike_and_the_student_approaches_its_teacher(
     teacher: Path, tokens: Path, tmp_path: Path
 ) -> None:
     before = {p.name: p.read_bytes() for p in teacher.iterdir()}
@@ -69,7 +69,7 @@ def test_a_student_of_another_vocabulary_is_refused(teacher: Path, tokens: Path,
     assert not (tmp_path / "run").exists()
 
 
-def test_a_teacher_that_is_not_whole_is_refused_and_another_teacher_is_another_run(
+def test_an_incomplete_teacher_is_refused_and_another_teacher_cannot_resume_the_run(
     teacher: Path, tokens: Path, tmp_path: Path
 ) -> None:
     copy = shutil.copytree(teacher, tmp_path / "teacher")

@@ -96,14 +96,14 @@ def test_plain_transformers_in_a_fresh_process_gives_the_numbers_of_the_manifest
         assert float(line) == pytest.approx(made.manifest.details["after"]["loss_nats"], rel=tolerance)
 
 
-def test_the_model_still_is_the_model(made: Made) -> None:
+def test_the_quantized_model_is_close_to_the_original(made: Made) -> None:
     before, after = made.manifest.details["before"], made.manifest.details["after"]
     assert before["loss_nats"] < 5.0  # ln 384 = 5.95 would be an untrained model, for which rounding changes nothing
     assert after["loss_nats"] == pytest.approx(before["loss_nats"], rel=0.03)
     assert after["loss_nats"] != before["loss_nats"]
 
 
-def test_weights_are_packed_to_the_bits_that_are_claimed(int8: Made, int4: Made) -> None:
+def test_packed_weights_have_the_reported_bits(int8: Made, int4: Made) -> None:
     for result, bits, scale_bits in ((int8, 8, 32), (int4, 4, 16)):
         folder = ModelFolder.open(result.path)
         packed = {name: t for name, t in folder.tensors.items() if name.endswith("weight_packed")}
@@ -115,7 +115,7 @@ def test_weights_are_packed_to_the_bits_that_are_claimed(int8: Made, int4: Made)
         assert result.manifest.details["after"]["weight_bytes"] == (result.path / "model.safetensors").stat().st_size
 
 
-def test_embeddings_and_norms_are_left_alone(made: Made) -> None:
+def test_embeddings_and_norms_are_not_quantized(made: Made) -> None:
     tensors = ModelFolder.open(made.path).tensors
     word = {"float32": "F32", "bfloat16": "BF16"}[made.manifest.details["after"]["dtype"]]
     assert tensors["model.embed_tokens.weight"].dtype == word
@@ -169,7 +169,7 @@ def test_an_untied_head_can_be_quantized_too(tokens: Path, tmp_path: Path) -> No
     load_model(tmp_path / "small")  # refuses missing and unexpected tensors
 
 
-def test_what_a_killed_run_left_behind_does_not_enter_the_next(int8: Made) -> None:
+def test_leftovers_of_a_killed_run_are_not_used_by_the_next(int8: Made) -> None:
     assert "tokenizer.leftover" not in int8.manifest.files
     assert not staging_path(int8.path).exists()
 

@@ -1,4 +1,4 @@
-"""What quantize refuses, before torch is imported and with nothing written, and how it says so."""
+"""Refusals of quantize: before torch is imported, with nothing written, and with a remedy."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_refusal_imports_no_torch_and_writes_nothing(model: Path, tokens: Path
     assert [p.name for p in tmp_path.iterdir()] == ["quantize.json"]
 
 
-def test_a_misspelled_key_is_answered_with_the_right_one(model: Path, tokens: Path, tmp_path: Path) -> None:
+def test_a_misspelled_key_is_refused_with_the_right_one(model: Path, tokens: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, model, tokens)
     done = run_python(ENTRY, "--config", config, "--set", "group_sise=32")
     assert done.returncode == 2
@@ -55,7 +55,7 @@ def test_a_misspelled_key_is_answered_with_the_right_one(model: Path, tokens: Pa
     [
         ({"weights": "int3"}, "weights = 'int3'"),
         ({"weights": "int4", "group_size": 0}, "group_size = 0"),
-        ({"weights": "int4", "group_size": 48}, "try: 32, which divides"),
+        ({"weights": "int4", "group_size": 48}, "try: use 32, which divides"),
         ({"weights": "int4", "group_size": 20}, "try: 16 or 32"),
         ({"weights": "int8", "group_size": 1000}, "try: 32"),
         ({"skip": []}, "the head of"),
@@ -64,18 +64,18 @@ def test_a_misspelled_key_is_answered_with_the_right_one(model: Path, tokens: Pa
         ({"skip": ["re:.*"]}, "no linear layer"),
     ],
 )
-def test_a_config_that_cannot_work_is_refused(
+def test_an_invalid_config_is_refused(
     model: Path, tokens: Path, tmp_path: Path, fields: dict[str, Any], expected: str
 ) -> None:
     assert expected in refusal(tmp_path, model, tokens, **fields)
 
 
-def test_an_output_that_exists_is_not_touched(model: Path, tokens: Path, tmp_path: Path) -> None:
+def test_an_existing_output_is_not_changed(model: Path, tokens: Path, tmp_path: Path) -> None:
     (tmp_path / "small").mkdir()
-    assert "it exists already" in refusal(tmp_path, model, tokens)
+    assert "it already exists" in refusal(tmp_path, model, tokens)
 
 
-def test_a_path_that_is_not_there_is_refused(model: Path, tokens: Path, tmp_path: Path) -> None:
+def test_a_missing_path_is_refused(model: Path, tokens: Path, tmp_path: Path) -> None:
     assert "no such directory" in refusal(tmp_path, tmp_path / "none", tokens)
     assert "no such directory" in refusal(tmp_path, model, tmp_path / "none")
 
@@ -100,7 +100,7 @@ def test_a_quantized_model_is_not_quantized_again(model: Path, tokens: Path, tmp
     config = json.loads((copied / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
     (copied / "config.json").write_text(json.dumps(config))
-    assert "quantized already, by gptq" in refusal(tmp_path, copied, tokens)
+    assert "already quantized, by gptq" in refusal(tmp_path, copied, tokens)
 
 
 def test_layers_that_are_not_linear_modules_are_refused_with_nothing_left(tokens: Path, tmp_path: Path) -> None:

@@ -110,8 +110,8 @@ def make_old(run_dir: Path) -> None:
     for checkpoint in sorted((run_dir / "checkpoints").glob("step-*")):
         manifest = read_manifest(checkpoint, kind="checkpoint")
         staging = checkpoint.rename(checkpoint.with_name("staging"))
-        told = {"parents": manifest.parents, "details": manifest.details}
-        commit(staging, checkpoint, kind="checkpoint", config=with_old_keys(manifest.config), **told)
+        summary = {"parents": manifest.parents, "details": manifest.details}
+        commit(staging, checkpoint, kind="checkpoint", config=with_old_keys(manifest.config), **summary)
 
 
 def test_a_run_that_was_stored_with_old_keys_is_read_exported_and_resumed(tokens: Path, tmp_path: Path) -> None:

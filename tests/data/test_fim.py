@@ -111,7 +111,7 @@ def test_the_bos_token_stays_in_front_of_the_fim_tokens(tokens: Path, spm: bool)
             assert (moved[-1] == 8) == (piece[-1] == 8)
             assert len(moved) == len(piece) + 3
             assert sorted(moved) == sorted([*piece, fim.prefix, fim.middle, fim.suffix])
-    # a piece that goes on with a document has no such token
+    # a piece that continues a document has no such token
     assert fim._rearranged(np.arange(10, 20), (0, 1 << 60), spm=spm)[0] == fim.prefix
 
 

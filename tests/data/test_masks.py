@@ -92,10 +92,10 @@ def test_the_loss_mask_covers_the_tokens_of_the_assistant(talks: Path) -> None:
         for micro in step.micro_batches:
             labels = micro.labels.numpy()
             for row in labels:
-                said = tokenizer.decode(row[row != IGNORE].tolist(), skip_special_tokens=False)
-                assert "user" not in said
-                assert "what of" not in said
-                assert "<|endoftext|>" not in said
+                text = tokenizer.decode(row[row != IGNORE].tolist(), skip_special_tokens=False)
+                assert "user" not in text
+                assert "what of" not in text
+                assert "<|endoftext|>" not in text
 
 
 def test_held_out_batches_have_only_the_targets_of_the_loss_mask(talks: Path) -> None:

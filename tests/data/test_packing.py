@@ -191,7 +191,7 @@ def test_the_document_mask_separates_packed_documents(tokens: Path) -> None:
                 assert set(micro.documents[row, mine].tolist()) <= {number}
                 at += len(part.tokens)
                 apart += number > 0
-            if at < T:  # padding is nobody's
+            if at < T:  # padding belongs to no document
                 assert not set(micro.documents[row, at:].tolist()) & set(micro.documents[row, :at].tolist())
                 assert (micro.labels[row, at - 1 :] == IGNORE).all()
     assert apart > 0
@@ -278,14 +278,14 @@ def test_packing_is_refused_while_another_process_packs_the_same_tokens(tokens: 
     try:
         assert os.WIFSTOPPED(os.waitpid(first.pid, os.WUNTRACED)[1]), first.communicate()[1]
         second = packing_process(directory, "-m", "data_prep")
-        _, said = second.communicate(timeout=60)
-        assert second.returncode == 2, said
-        assert "another process is packing" in said
-        assert "try: wait" in said
+        _, output = second.communicate(timeout=60)
+        assert second.returncode == 2, output
+        assert "another process is packing" in output
+        assert "try: wait" in output
     finally:
         first.send_signal(signal.SIGCONT)
-    _, said = first.communicate(timeout=60)
-    assert first.returncode == 0, said
+    _, output = first.communicate(timeout=60)
+    assert first.returncode == 0, output
     assert_whole(directory)
 
 
@@ -294,10 +294,10 @@ def test_processes_that_pack_concurrently_leave_a_complete_packing_and_no_traceb
 ) -> None:
     directory = unpacked(tokens, tmp_path)
     racing = [packing_process(directory, "-m", "data_prep") for _ in range(3)]
-    said = [process.communicate(timeout=60)[1] for process in racing]
+    output = [process.communicate(timeout=60)[1] for process in racing]
     codes = {process.returncode for process in racing}
-    assert {0} <= codes <= {0, 2}, said
-    assert "Traceback" not in "".join(said)
+    assert {0} <= codes <= {0, 2}, output
+    assert "Traceback" not in "".join(output)
     assert_whole(directory)
 
 

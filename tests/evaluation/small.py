@@ -57,7 +57,7 @@ def make_tokens(final: Path, texts: list[str] = TEXTS) -> Path:
 
 
 def make_masked(final: Path, tokens: Path, loss_mask: Callable[[np.ndarray, str], np.ndarray]) -> Path:
-    """Writes a copy of a tokens directory with loss masks: `learnt` takes a shard's ids and the name of its split."""
+    """Copies a tokens directory with loss masks: `loss_mask` takes a shard's ids and the name of its split."""
     manifest, staging = read_manifest(tokens, kind="tokens"), staging_path(final)
     shutil.copytree(tokens, staging, ignore=shutil.ignore_patterns(MANIFEST))
     for split in manifest.details["splits"]:
@@ -69,7 +69,7 @@ def make_masked(final: Path, tokens: Path, loss_mask: Callable[[np.ndarray, str]
 
 
 def every_third(ids: np.ndarray, _split: str) -> np.ndarray:
-    """A mask that learns a third of the tokens."""
+    """A loss mask of every third token."""
     return np.arange(ids.size) % 3 == 0
 
 

@@ -31,7 +31,7 @@ def copied(model: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(model, tmp_path / "copied"))
 
 
-def test_json_holds_the_numbers_of_evaluate(model: Path, tokens: Path) -> None:
+def test_json_output_equals_the_result_of_evaluate(model: Path, tokens: Path) -> None:
     done = warm.run("-m", "pipeline.evaluation", model, "--data", tokens, "--sequence-length", SEQUENCE, "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -49,7 +49,7 @@ def test_a_table_is_printed_for_people(model: Path, tokens: Path, capsys: pytest
     assert f"192 in windows of {SEQUENCE}" in shown  # 200 tokens are 6 whole windows
 
 
-def test_bits_per_byte_of_masked_tokens_are_left_out(
+def test_bits_per_byte_are_absent_with_a_loss_mask(
     model: Path, masked: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command.run(arguments(model, "--data", masked, "--max-tokens", 200)) == 0
@@ -60,12 +60,12 @@ def test_bits_per_byte_of_masked_tokens_are_left_out(
     assert 0 < found["tokens"] < 192 / 2  # of 6 windows of 32 a third
 
 
-def test_tokens_of_which_nothing_is_learnt_are_refused_before_the_model_is_loaded(
+def test_a_loss_mask_without_targets_is_refused_before_the_model_is_loaded(
     copied: Path, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nothing = make_masked(tmp_path / "nothing", tokens, lambda ids, _: np.zeros(ids.size))
     monkeypatch.setattr(command, "_evaluate", lambda *_: pytest.fail("it was loaded"))
-    with pytest.raises(DataError, match="nothing be learnt"):
+    with pytest.raises(DataError, match="leaves no target"):
         command.run(arguments(copied, "--data", nothing))
 
 
@@ -89,7 +89,7 @@ def test_windows_longer_than_the_models_positions_are_refused(model: Path, token
     assert "128, or less" in done.stderr
 
 
-def test_a_path_that_is_not_there_is_refused(model: Path, tokens: Path, tmp_path: Path) -> None:
+def test_a_missing_path_is_refused(model: Path, tokens: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such directory"):
         command.run(arguments(tmp_path / "nothing", "--data", tokens))
     with pytest.raises(DataError, match="no such directory"):
@@ -106,7 +106,7 @@ def test_truncated_weights_are_refused(copied: Path, tokens: Path) -> None:
         command.run(arguments(copied, "--data", tokens))
 
 
-def test_a_missing_tensor_is_refused_not_drawn_at_random(copied: Path, tokens: Path) -> None:
+def test_a_missing_tensor_is_refused_not_initialized_randomly(copied: Path, tokens: Path) -> None:
     config = json.loads((copied / "config.json").read_text())
     (copied / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
     with pytest.raises(DataError, match=r"missing model\.layers\.2"):
@@ -126,9 +126,9 @@ def completed(capsys: pytest.CaptureFixture[str], *given: object) -> str:
 
 @pytest.fixture
 def chatty(copied: Path) -> Path:
-    said = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    history = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     answered = "{% if add_generation_prompt %}The mill{% endif %}"
-    (copied / "chat_template.jinja").write_text(said + answered)
+    (copied / "chat_template.jinja").write_text(history + answered)
     return copied
 
 
@@ -142,7 +142,9 @@ def test_a_completion_follows_the_prompt_and_is_the_same_each_time(
     assert completed(capsys, *given) == first
 
 
-def test_the_command_samples_unless_it_is_told_not_to(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_samples_unless_greedy_decoding_is_selected(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     given = (model, "--prompt", "The mill", "--tokens", 24, "--temperature", 1.5, "--top-p", 1)
     drawn = {completed(capsys, *given, "--seed", seed) for seed in (0, 1, 2, 2**32 - 1)}
     assert len(drawn) == 4
@@ -162,9 +164,7 @@ def test_sampling_depends_on_the_seed_alone(model: Path) -> None:
     assert first == again != other
 
 
-def test_a_chat_goes_through_the_template_and_shows_the_answer_alone(
-    chatty: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_chat_uses_the_template_and_prints_the_reply_alone(chatty: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answer = completed(capsys, chatty, "--prompt", "How many wheels?", "--tokens", 12, "--chat", "--greedy")
     plain = "<user>How many wheels?The mill"
     whole = completed(capsys, chatty, "--prompt", plain, "--tokens", 12, "--greedy")
@@ -177,7 +177,7 @@ def test_a_chat_without_a_template_is_refused(model: Path) -> None:
         complete.run(completion(model, "--prompt", "How many wheels?", "--chat"))
 
 
-def test_a_template_that_refuses_the_message_is_told(chatty: Path) -> None:
+def test_a_chat_template_that_fails_is_refused(chatty: Path) -> None:
     (chatty / "chat_template.jinja").write_text("{{ raise_exception('a system message comes first') }}")
     with pytest.raises(ConfigError, match=r"--chat\n.*a system message comes first"):
         complete.run(completion(chatty, "--prompt", "How many wheels?", "--chat"))
@@ -200,6 +200,6 @@ def test_a_template_that_refuses_the_message_is_told(chatty: Path) -> None:
         ("--prompt", ["--prompt", ""]),
     ],
 )
-def test_nonsense_is_refused_by_name(model: Path, flag: str, given: list[object]) -> None:
+def test_invalid_arguments_are_refused_by_name(model: Path, flag: str, given: list[object]) -> None:
     with pytest.raises(ConfigError, match=flag):
         complete.run(completion(model, "--prompt", "The", *given))

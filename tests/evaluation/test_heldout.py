@@ -43,7 +43,7 @@ def plain_loss(model: torch.nn.Module, dataset: TokenDataset) -> float:
     return total / count
 
 
-def test_the_loss_is_that_of_a_plain_computation(loaded: torch.nn.Module, heldout: TokenDataset) -> None:
+def test_the_loss_equals_a_plain_computation(loaded: torch.nn.Module, heldout: TokenDataset) -> None:
     found = evaluate(loaded, heldout, batch_size=8, device="cpu")
     expected = plain_loss(loaded, heldout)
     assert found.loss_nats == pytest.approx(expected, rel=1e-5)  # float32 logits against float64
@@ -53,7 +53,7 @@ def test_the_loss_is_that_of_a_plain_computation(loaded: torch.nn.Module, heldou
     assert found.tokens_per_second > 0
 
 
-def test_only_what_is_learnt_is_scored_as_in_training(loaded: torch.nn.Module, masked: Path) -> None:
+def test_only_targets_of_the_loss_mask_are_evaluated_as_in_training(loaded: torch.nn.Module, masked: Path) -> None:
     dataset = TokenDataset.open(masked, split="heldout", sequence_length=SEQUENCE)
     found, in_training = evaluate(loaded, dataset, batch_size=5, device="cpu"), 0
     for batch in heldout_batches(dataset, batch_size=4, dp=1, dp_rank=0):
@@ -64,10 +64,10 @@ def test_only_what_is_learnt_is_scored_as_in_training(loaded: torch.nn.Module, m
     assert found.bits_per_byte is None, "the mean of a third of the tokens says nothing of all bytes"
 
 
-def test_windows_in_which_nothing_is_learnt_are_refused(loaded: torch.nn.Module, tokens: Path, tmp_path: Path) -> None:
+def test_windows_without_targets_are_refused(loaded: torch.nn.Module, tokens: Path, tmp_path: Path) -> None:
     nothing = make_masked(tmp_path / "nothing", tokens, lambda ids, _: np.zeros(ids.size))
     dataset = TokenDataset.open(nothing, split="heldout", sequence_length=SEQUENCE)
-    with pytest.raises(DataError, match=r"heldout: its loss mask lets nothing be learnt in the 2 windows of 32 tokens"):
+    with pytest.raises(DataError, match=r"heldout: its loss mask leaves no target in the 2 windows of 32 tokens"):
         evaluate(loaded, dataset, batch_size=8, device="cpu", max_windows=2)
 
 
@@ -80,7 +80,7 @@ def test_the_batch_size_does_not_change_the_loss(
     assert evaluate(loaded, heldout, batch_size=batch_size, device="cpu").loss_nats == pytest.approx(one, rel=1e-6)
 
 
-def test_a_model_in_training_is_evaluated_without_dropout_and_left_in_training(
+def test_a_model_in_training_mode_is_evaluated_without_dropout_and_stays_in_that_mode(
     loaded: torch.nn.Module, heldout: TokenDataset
 ) -> None:
     loaded.train()
@@ -94,7 +94,7 @@ def test_progress_counts_to_the_end(loaded: torch.nn.Module, heldout: TokenDatas
     assert seen == [(4, 10), (8, 10), (10, 10)]
 
 
-def test_fewer_windows_are_spread_evenly() -> None:
+def test_fewer_windows_are_evenly_spaced() -> None:
     assert choose_windows(10, 4).tolist() == [0, 2, 5, 7]
     assert choose_windows(10, None).tolist() == list(range(10))
     assert np.array_equal(choose_windows(3, 10), [0, 1, 2])

@@ -1,4 +1,4 @@
-"""Evaluations of a run on tokens with loss masks: what is learnt counts, and where nothing is, training goes on."""
+"""Evaluation during training with loss masks: targets of the mask count, and without any, training continues."""
 
 from __future__ import annotations
 
@@ -13,51 +13,51 @@ from tests.conftest import launch, losses, tiny_config, write_config
 from tests.evaluation.small import make_masked
 
 
-def heldout_is_not_learnt(ids: np.ndarray, split: str) -> np.ndarray:
+def no_heldout_targets(ids: np.ndarray, split: str) -> np.ndarray:
     return np.full(ids.size, split == "train")
 
 
 @pytest.fixture(scope="module")
 def nothing(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tokens of whose held-out split nothing is learnt."""
-    return make_masked(tmp_path_factory.mktemp("masked") / "nothing", tokens, heldout_is_not_learnt)
+    """Tokens whose held-out split has a loss mask without targets."""
+    return make_masked(tmp_path_factory.mktemp("masked") / "nothing", tokens, no_heldout_targets)
 
 
 def trained(work: Path, *paths: Path, processes: int = 1) -> tuple[Path, str]:
-    """A run of eight steps with an evaluation after the fourth and the last: its directory, and what it said."""
+    """A run of eight steps with an evaluation after the fourth and the last: its directory, and what it output."""
     data = {"sources": [{"path": str(path)} for path in paths], "sequence_length": 32}
     run = {"dir": str(work / "run"), "steps": 8, "seed": 7}
     often = {"every": 4, "samples": 2}
     config = tiny_config(paths[0], work / "run", engine="torch", data=data, run=run, evaluation=often)
-    said = launch("train.py", write_config(work / "c.json", config), processes=processes)
+    output = launch("train.py", write_config(work / "c.json", config), processes=processes)
     assert set(losses(work / "run")) == set(range(1, 9))
-    return work / "run", said
+    return work / "run", output
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_an_evaluation_without_targets_is_skipped_and_training_goes_on(
+def test_an_evaluation_without_targets_is_skipped_and_training_continues(
     nothing: Path, tmp_path: Path, processes: int
 ) -> None:
-    run_dir, said = trained(tmp_path, nothing, processes=processes)
-    left_out = [row for row in read_rows(run_dir, kind="event") if row["event"] == "no_targets"]
-    assert [(row["step"], row["datasets"]) for row in left_out] == [(step, [f"{nothing}/heldout"]) for step in (4, 8)]
-    assert said.count("the evaluation is skipped") == 2
+    run_dir, output = trained(tmp_path, nothing, processes=processes)
+    skipped = [row for row in read_rows(run_dir, kind="event") if row["event"] == "no_targets"]
+    assert [(row["step"], row["datasets"]) for row in skipped] == [(step, [f"{nothing}/heldout"]) for step in (4, 8)]
+    assert output.count("the evaluation is skipped") == 2
     assert read_rows(run_dir, kind="eval") == []
-    assert "finished" in said
+    assert "finished" in output
 
 
-def test_a_source_without_targets_is_left_out_of_the_means(nothing: Path, tokens: Path, tmp_path: Path) -> None:
-    run_dir, said = trained(tmp_path, tokens, nothing)
+def test_a_source_without_targets_is_not_part_of_the_mean(nothing: Path, tokens: Path, tmp_path: Path) -> None:
+    run_dir, output = trained(tmp_path, tokens, nothing)
     found = read_rows(run_dir, kind="eval")
     assert [(row["step"], row["targets"]) for row in found] == [(4, 2 * 32), (8, 2 * 32)]  # the windows of the other
     assert all(np.isfinite(row["loss"]) and row["bits_per_byte"] > 0 for row in found)
-    assert f"{nothing}/heldout: the means are of the others" in said
+    assert f"{nothing}/heldout: the means are of the others" in output
 
 
-def test_masked_sources_have_no_bits_per_byte_in_the_journal(masked: Path, tmp_path: Path) -> None:
-    run_dir, said = trained(tmp_path, masked)
+def test_sources_with_a_loss_mask_have_no_bits_per_byte_in_the_journal(masked: Path, tmp_path: Path) -> None:
+    run_dir, output = trained(tmp_path, masked)
     found = read_rows(run_dir, kind="eval")
     assert [row["step"] for row in found] == [4, 8]
     assert all("bits_per_byte" not in row and 0 < row["targets"] < 2 * 32 for row in found)
-    assert ", - bits per byte (" in said
+    assert ", - bits per byte (" in output
     assert "null" not in json.dumps(found)

@@ -1,4 +1,4 @@
-"""What a model folder says of itself is read from its files alone, in one file or in many."""
+"""Metadata of a model folder is read from its files alone, whether the weights are in one file or several."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def sharded(model: Path) -> Path:
     return folder
 
 
-def test_headers_tell_what_loading_would(model: Path) -> None:
+def test_headers_agree_with_the_loaded_model(model: Path) -> None:
     folder, loaded = ModelFolder.open(model), AutoModelForCausalLM.from_pretrained(model)
     assert folder.parameters == sum(p.numel() for p in loaded.parameters())
     assert {name: info.shape for name, info in folder.tensors.items()} == {
@@ -29,7 +29,7 @@ def test_headers_tell_what_loading_would(model: Path) -> None:
     assert (folder.vocab_size, folder.longest_sequence, folder.tied, folder.dtype) == (VOCAB, 128, True, "float32")
 
 
-def test_an_untied_model_is_not_called_tied(tokens: Path, tmp_path: Path) -> None:
+def test_an_untied_model_is_recognized(tokens: Path, tmp_path: Path) -> None:
     assert not ModelFolder.open(make_model(tmp_path / "untied", tokens, tied=False, steps=0)).tied
 
 
@@ -40,14 +40,14 @@ def test_shards_count_like_one_file(model: Path, sharded: Path) -> None:
     assert many.weight_bytes == sum(p.stat().st_size for p in sharded.glob("*.safetensors"))
 
 
-def test_a_lost_shard_is_found(sharded: Path) -> None:
+def test_a_missing_shard_is_detected(sharded: Path) -> None:
     lost = max(sharded.glob("*.safetensors"))
     lost.unlink()
     with pytest.raises(DataError, match=rf"{lost.name} is missing"):
         ModelFolder.open(sharded)
 
 
-def test_the_fingerprint_of_a_folder_from_elsewhere_follows_its_bytes(model: Path, tmp_path: Path) -> None:
+def test_the_fingerprint_of_a_folder_without_a_manifest_depends_on_its_bytes(model: Path, tmp_path: Path) -> None:
     before = ModelFolder.open(model).fingerprint()
     assert ModelFolder.open(model).fingerprint() == before
     loaded = AutoModelForCausalLM.from_pretrained(model)

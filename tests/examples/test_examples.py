@@ -1,4 +1,4 @@
-"""Every example of a loop of one's own: at most four lines differ from the plain one, and the losses are the same."""
+"""Examples of custom training loops: at most four lines differ from the plain loop, and the losses are equal."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ PAIRS = sorted(path.stem for path in EXAMPLES.glob("own_loop*.py") if not path.s
 ENGINES = ("torch", "deepspeed")
 
 
-def said(script: str, *arguments: str, processes: int = 1) -> list[float]:
-    """The numbers an example prints, from rank 0."""
+def losses_printed(script: str, *arguments: str, processes: int = 1) -> list[float]:
+    """The losses that an example prints on rank 0."""
     done = warm.run(EXAMPLES / f"{script}.py", *arguments, cwd=ROOT, processes=processes)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return [float(number) for number in re.findall(r"^(?:loss|evaluated) (\S+)$", done.stdout, re.MULTILINE)]
@@ -25,9 +25,9 @@ def said(script: str, *arguments: str, processes: int = 1) -> list[float]:
 
 @pytest.fixture(scope="module", params=PAIRS)
 def example(request: pytest.FixtureRequest) -> tuple[str, list[float]]:
-    """An example, and what its plain loop prints."""
+    """An example, and the losses of its plain loop."""
     name: str = request.param
-    return name, said(f"{name}_plain")
+    return name, losses_printed(f"{name}_plain")
 
 
 def code(path: Path) -> list[str]:
@@ -36,12 +36,12 @@ def code(path: Path) -> list[str]:
     return [line for line in rest.splitlines() if line.strip()]
 
 
-def test_there_is_an_example_per_way() -> None:
+def test_every_way_has_an_example() -> None:
     assert PAIRS == ["own_loop", "own_loop_batchnorm", "own_loop_hf"]
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_four_lines_make_a_plain_loop_run_anywhere(name: str) -> None:
+def test_at_most_four_lines_differ_from_the_plain_loop(name: str) -> None:
     delta = list(difflib.ndiff(code(EXAMPLES / f"{name}_plain.py"), code(EXAMPLES / f"{name}.py")))
     assert sum(line.startswith("+ ") for line in delta) == 4, delta
     # what is taken away is replaced: nothing of the plain loop is lost but these two
@@ -53,10 +53,12 @@ def test_four_lines_make_a_plain_loop_run_anywhere(name: str) -> None:
 def test_the_losses_are_those_of_the_plain_loop(example: tuple[str, list[float]], engine: str, processes: int) -> None:
     name, expected = example
     assert len(expected) >= 8
-    assert said(name, "--config", f"examples/{engine}.json", processes=processes) == pytest.approx(expected, rel=1e-5)
+    assert losses_printed(name, "--config", f"examples/{engine}.json", processes=processes) == pytest.approx(
+        expected, rel=1e-5
+    )
 
 
-def test_the_page_shows_the_lines_that_differ() -> None:
+def test_the_docs_show_the_lines_that_differ() -> None:
     page = (ROOT / "docs/own_loop.md").read_text()
     delta = difflib.ndiff(code(EXAMPLES / "own_loop_plain.py"), code(EXAMPLES / "own_loop.py"))
     for line in delta:

@@ -79,7 +79,9 @@ def test_host_time_excludes_communication_during_which_no_operator_runs() -> Non
         Span("autograd::engine::evaluate_function: MulBackward0", "cpu_op", 1, 1500, 1600),
         Span("gloo:recv", "user_annotation", 1, 1510, 1600),  # a node of autograd is no operator: 90
         Span("gloo:send", "user_annotation", 1, 1610, 1660),
-        Span("aten::clone", "cpu_op", 1, 1600, 1640),  # sent from within; it is listed here, and goes on by itself: 20
+        Span(
+            "aten::clone", "cpu_op", 1, 1600, 1640
+        ),  # sent within an operator; it is listed here, but is asynchronous: 20
         Span("cudaStreamSynchronize", "cuda_runtime", 1, 1700, 1800),  # 100, but for 60 of another thread
         Span("aten::mul", "cpu_op", 2, 1730, 1790),
         Span("FSDP::all_gather (layers.0)", "user_annotation", 1, 1000, 2000),

@@ -1,4 +1,4 @@
-"""The user's loader, shared out: all ranks together see every sample once, in the order of one process."""
+"""Distributing a user's loader: all ranks together see every sample once, in the order of one process."""
 
 from __future__ import annotations
 
@@ -13,90 +13,90 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from headrace.base.errors import ConfigError, DataError
 from pipeline.own_loop.config import BatchShare, load_loop_config, share
-from pipeline.own_loop.loader import batch_size_of, share_out
+from pipeline.own_loop.loader import batch_size_of, distribute
 
 CPU = torch.device("cpu")
 
 
 def seen_by(loader: Any, *, total: int, micro: int, ranks: int) -> list[list[Tensor]]:
-    """What every rank is given, by ranks that are asked one after the other, on a loader that has a fixed order."""
+    """The batches of every rank, computed one after the other, from a loader with a fixed order."""
     accumulation = total // micro // ranks
     shares = [BatchShare(total, micro, accumulation, ranks, rank) for rank in range(ranks)]
-    return [list(share_out(loader, each, device=CPU, say=lambda _: None)) for each in shares]
+    return [list(distribute(loader, each, device=CPU, say=lambda _: None)) for each in shares]
 
 
 def in_order(parts: list[list[Tensor]]) -> list[int]:
-    """Sample numbers in the order of the updates: forward pass by forward pass, rank by rank."""
+    """Sample numbers in the order of optimizer steps: micro-batch by micro-batch, rank by rank."""
     return torch.cat(list(chain.from_iterable(zip(*parts, strict=True)))).tolist()
 
 
 @pytest.mark.parametrize(("total", "micro", "ranks"), [(8, 8, 1), (8, 4, 2), (8, 2, 2), (8, 2, 4), (8, 1, 1)])
 @pytest.mark.parametrize("size", ["whole", "micro"])
-def test_iterables_are_shared_out_whole_and_in_order(total: int, micro: int, ranks: int, size: str) -> None:
+def test_iterables_are_distributed_completely_and_in_order(total: int, micro: int, ranks: int, size: str) -> None:
     length = total if size == "whole" else micro
     batches = list(torch.arange(24).split(length))
     assert in_order(seen_by(batches, total=total, micro=micro, ranks=ranks)) == list(range(24))
 
 
-def test_a_dataloader_is_shared_out_whole_and_in_order() -> None:
+def test_a_dataloader_is_distributed_completely_and_in_order() -> None:
     loader = DataLoader(torch.arange(24), batch_size=8)  # type: ignore[arg-type]
     one = BatchShare(8, 4, 2, 1, 0)
-    shared = share_out(loader, one, device=CPU, say=lambda _: None)
+    shared = distribute(loader, one, device=CPU, say=lambda _: None)
     assert len(shared) == 6
     assert torch.cat(list(shared)).tolist() == list(range(24))
 
 
-def test_a_shuffled_dataloader_draws_the_order_of_the_plain_one() -> None:
+def test_a_shuffled_dataloader_has_the_order_of_the_plain_one() -> None:
     def loader() -> DataLoader[Any]:
         torch.manual_seed(3)
         return DataLoader(torch.arange(24), batch_size=8, shuffle=True)  # type: ignore[arg-type]
 
     plain = torch.cat(list(loader())).tolist()
-    shared = share_out(loader(), BatchShare(8, 2, 4, 1, 0), device=CPU, say=lambda _: None)
+    shared = distribute(loader(), BatchShare(8, 2, 4, 1, 0), device=CPU, say=lambda _: None)
     assert torch.cat(list(shared)).tolist() == plain
     again = torch.cat(list(shared)).tolist()
     assert again != plain
     assert sorted(again) == sorted(plain)
 
 
-def test_samples_that_make_no_update_are_refused_or_left_out_but_never_doubled() -> None:
+def test_an_incomplete_global_batch_is_refused_or_dropped_but_never_padded() -> None:
     samples: Any = torch.arange(21)
-    with pytest.raises(ConfigError, match="21 samples are 2 updates of 8 and 5 samples over"):
-        share_out(DataLoader(samples, batch_size=8), BatchShare(8, 4, 1, 2, 0), device=CPU, say=print)
+    with pytest.raises(ConfigError, match="21 samples are 2 global batches of 8 and 5 more samples"):
+        distribute(DataLoader(samples, batch_size=8), BatchShare(8, 4, 1, 2, 0), device=CPU, say=print)
     dropping = DataLoader(samples, batch_size=8, drop_last=True)
-    shared = share_out(dropping, BatchShare(8, 8, 1, 1, 0), device=CPU, say=print)
+    shared = distribute(dropping, BatchShare(8, 8, 1, 1, 0), device=CPU, say=print)
     assert torch.cat(list(shared)).tolist() == list(range(16))
-    with pytest.raises(ConfigError, match="use at most 21"):
-        share_out(DataLoader(samples, batch_size=32), BatchShare(32, 32, 1, 1, 0), device=CPU, say=print)
+    with pytest.raises(ConfigError, match="use 21 or less"):
+        distribute(DataLoader(samples, batch_size=32), BatchShare(32, 32, 1, 1, 0), device=CPU, say=print)
 
 
-def test_what_an_iterable_leaves_out_is_said() -> None:
-    told: list[str] = []
+def test_samples_dropped_from_an_iterable_are_reported() -> None:
+    warnings: list[str] = []
     batches = list(torch.arange(21).split(8))
-    shared = share_out(batches, BatchShare(8, 8, 1, 1, 0), device=CPU, say=told.append)
+    shared = distribute(batches, BatchShare(8, 8, 1, 1, 0), device=CPU, say=warnings.append)
     assert torch.cat(list(shared)).tolist() == list(range(16))
-    assert "5 samples at the end" in told[0]
-    told.clear()
-    shared = share_out(list(torch.arange(20).split(4)), BatchShare(8, 4, 1, 2, 0), device=CPU, say=told.append)
+    assert "the last 5 samples" in warnings[0]
+    warnings.clear()
+    shared = distribute(list(torch.arange(20).split(4)), BatchShare(8, 4, 1, 2, 0), device=CPU, say=warnings.append)
     assert len(list(shared)) == 2
-    assert "4 samples at the end" in told[0]
+    assert "the last 4 samples" in warnings[0]
 
 
 def test_a_batch_that_is_too_large_is_refused() -> None:
-    with pytest.raises(DataError, match=r"8 samples \(an update\) or 4"):
-        list(share_out([torch.arange(9)], BatchShare(8, 4, 1, 2, 0), device=CPU, say=print))
+    with pytest.raises(DataError, match=r"8 samples \(a global batch\) or 4"):
+        list(distribute([torch.arange(9)], BatchShare(8, 4, 1, 2, 0), device=CPU, say=print))
 
 
-def test_structures_of_tensors_are_cut_sample_by_sample() -> None:
+def test_nested_structures_of_tensors_are_split_by_sample() -> None:
     batch = {"ids": torch.arange(8), "pair": (torch.arange(16).view(8, 2), [torch.arange(8.0)]), "name": "x"}
-    (part,) = share_out([batch], BatchShare(8, 4, 1, 2, 1), device=CPU, say=print)
+    (part,) = distribute([batch], BatchShare(8, 4, 1, 2, 1), device=CPU, say=print)
     assert part["ids"].tolist() == [4, 5, 6, 7]
     assert part["pair"][0].shape == (4, 2)
     assert part["pair"][1][0].tolist() == [4.0, 5.0, 6.0, 7.0]
     assert part["name"] == "x"
 
 
-def test_an_iterable_dataset_is_shared_out_by_batches() -> None:
+def test_an_iterable_dataset_is_distributed_by_batches() -> None:
     class Stream(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
             return iter(range(16))
@@ -105,14 +105,14 @@ def test_an_iterable_dataset_is_shared_out_by_batches() -> None:
     assert in_order(parts) == list(range(16))
 
 
-def test_without_batch_keys_an_update_is_a_batch_of_the_loader() -> None:
+def test_without_batch_keys_the_global_batch_is_that_of_the_loader() -> None:
     config = load_loop_config({"engine": "torch"})
     assert share(config, loader_batch=16, ranks=4, rank=1) == BatchShare(16, 4, 1, 4, 1)
     with pytest.raises(ConfigError, match="not divisible by dp 3"):
         share(config, loader_batch=16, ranks=3, rank=0)
 
 
-def test_a_loader_of_updates_and_one_of_micro_batches_are_both_taken_and_no_other() -> None:
+def test_loader_batches_are_global_batches_or_micro_batches_and_others_are_refused() -> None:
     config = load_loop_config({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4})
     for size in (4, 16, None):
         assert share(config, loader_batch=size, ranks=2, rank=0).accumulation == 2
@@ -126,13 +126,13 @@ def test_a_loader_of_updates_and_one_of_micro_batches_are_both_taken_and_no_othe
     ("config", "words"),
     [
         ({"zero_optimisation": {}}, "did you mean 'zero_optimization'"),
-        ({"model": {"path": "x"}}, "your own code does this"),
+        ({"model": {"path": "x"}}, "up to your own code"),
         ({"tensor_parallel": {"autotp_size": 2}}, r"use pipeline/train\.py"),
         ({"amp": {}}, "use bf16"),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "enable one of the two"),
         ({"engine": "torch", "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "engine deepspeed"),
     ],
 )
-def test_what_has_no_meaning_here_is_refused_by_name(config: dict[str, Any], words: str) -> None:
+def test_keys_without_a_meaning_in_a_custom_loop_are_refused_by_name(config: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load_loop_config(config)

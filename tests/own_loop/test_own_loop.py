@@ -1,4 +1,4 @@
-"""A loop of one's own follows the plain loop: every engine, every ZeRO stage, one and two ranks."""
+"""Custom training loops equal the plain PyTorch loop: every engine, every ZeRO stage, one and two ranks."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def plain_of(kind: str, optimizer: str, schedule: str) -> Any:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_accumulation_clipping_and_the_configs_optimizer_and_schedule(seen: dict[str, Any], layout: str) -> None:
+def test_accumulation_clipping_optimizer_and_scheduler_of_the_config(seen: dict[str, Any], layout: str) -> None:
     model = network("plain")
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
@@ -125,7 +125,7 @@ def test_accumulation_clipping_and_the_configs_optimizer_and_schedule(seen: dict
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_optimizer_and_a_schedule_that_the_user_brings(seen: dict[str, Any], layout: str) -> None:
+def test_an_optimizer_and_a_scheduler_of_the_user(seen: dict[str, Any], layout: str) -> None:
     losses, norms, _ = plain_of("plain", "sgd", "steps")
     assert seen[f"sgd {layout}"]["losses"] == pytest.approx(losses, rel=1e-5)
     assert seen[f"sgd {layout}"]["norms"] == pytest.approx(norms, rel=1e-4)
@@ -143,7 +143,7 @@ def test_batchnorm_sees_the_samples_of_all_ranks(seen: dict[str, Any], layout: s
 
 
 @pytest.mark.parametrize("layout", ["torch-0", "torch-3", "deepspeed-2"])
-def test_a_matrix_that_is_used_twice(seen: dict[str, Any], layout: str) -> None:
+def test_tied_weights(seen: dict[str, Any], layout: str) -> None:
     losses, norms, _ = plain_of("tied", "adamw", "none")
     assert seen[f"tied {layout}"]["losses"] == pytest.approx(losses, rel=1e-5)
     assert seen[f"tied {layout}"]["norms"] == pytest.approx(norms, rel=1e-4)
@@ -159,14 +159,14 @@ def test_bf16_follows_fp32_and_keeps_its_statistics_in_fp32(seen: dict[str, Any]
 
 
 @pytest.mark.parametrize("layout", ["torch-0", "torch-3"])
-def test_fp16_with_its_loss_scale_follows_fp32(seen: dict[str, Any], layout: str) -> None:
+def test_fp16_with_loss_scaling_follows_fp32(seen: dict[str, Any], layout: str) -> None:
     losses, norms, _ = plain_of("norm", "adamw", "none")
     # 2^-11 is fp16's precision, and there are some ten roundings on the way
     assert seen[f"fp16 {layout}"]["losses"] == pytest.approx(losses, rel=5e-3)
     assert seen[f"fp16 {layout}"]["norms"] == pytest.approx(norms, rel=5e-2)
 
 
-def test_fp16_that_deepspeed_does_not_run_here_is_refused(work: Path) -> None:
+def test_fp16_that_deepspeed_does_not_support_here_is_refused(work: Path) -> None:
     if get_accelerator().is_fp16_supported():
         pytest.skip("DeepSpeed runs fp16 on this device")
     with pytest.raises(AssertionError, match=r"fp16\.enabled = True"):
@@ -174,7 +174,7 @@ def test_fp16_that_deepspeed_does_not_run_here_is_refused(work: Path) -> None:
 
 
 @pytest.mark.parametrize("reader", ["torch-3", "deepspeed-2"])
-def test_any_layout_goes_on_from_the_checkpoint_of_any_other(one: Any, two: Any, work: Path, reader: str) -> None:
+def test_any_layout_resumes_the_checkpoint_of_any_other(one: Any, two: Any, work: Path, reader: str) -> None:
     """A checkpoint of the first epoch of every layout, on one and on two ranks, read on one rank."""
     writers = [(where, name) for where in ("one", "two") for name in LAYOUTS]
     cases = {
@@ -190,7 +190,7 @@ def test_any_layout_goes_on_from_the_checkpoint_of_any_other(one: Any, two: Any,
 
 
 @pytest.mark.parametrize("reader", ["torch-0", "torch-2", "deepspeed-3"])
-def test_two_ranks_go_on_from_the_checkpoint_of_one(one: Any, work: Path, reader: str) -> None:
+def test_two_ranks_resume_the_checkpoint_of_one(one: Any, work: Path, reader: str) -> None:
     load = str(work / "one" / "torch-0")
     cases = {"read": {"config": LAYOUTS[reader], "load": load, "epochs": 1, "network": "norm"}}
     result = launched(work / f"spread-{reader}", cases, processes=2)["read"]

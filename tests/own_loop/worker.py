@@ -1,4 +1,4 @@
-"""Runs many short trainings by `prepare` in one launch, so that processes start once: worker.py CASES.json OUT.json."""
+"""Runs many short trainings with `prepare` in one launch, to start processes once: worker.py CASES.json OUT.json."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs all cases; one that fails says why in place of its results."""
+    """Runs all cases; a failed case has its error in place of results."""
     cases, out = json.loads(Path(sys.argv[1]).read_text()), {}
     for name, case in cases.items():
         out[name] = run(case)

@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.evaluation.small import SEQUENCE, every_third, make_masked, run_python
 
 
-def test_bits_per_byte_of_masked_tokens_are_left_out(model: Path, tokens: Path, run_dir: Path, tmp_path: Path) -> None:
+def test_bits_per_byte_are_absent_with_a_loss_mask(model: Path, tokens: Path, run_dir: Path, tmp_path: Path) -> None:
     masked = make_masked(tmp_path / "masked", tokens, every_third)
     data = ["--data", masked, "--sequence-length", SEQUENCE, "--max-tokens", 320]
     named = ["--run", f"a={run_dir}", "--model", f"small={model}"]

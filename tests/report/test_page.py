@@ -12,7 +12,7 @@ import pytest
 from headrace.base.directory import write_manifest
 from pipeline.evaluation.model_folder import ModelFolder
 from pipeline.report import svg
-from pipeline.report.command import write_whole
+from pipeline.report.command import write_atomically
 from pipeline.report.facts import facts
 from pipeline.report.runs import read_run
 from tests.evaluation.small import SEQUENCE, run_python
@@ -47,21 +47,21 @@ def test_the_table_is_printed(made: tuple[Path, str], model: Path) -> None:
     assert PROMPT in shown
 
 
-def test_the_page_asks_for_nothing(made: tuple[Path, str]) -> None:
+def test_the_page_loads_nothing_from_elsewhere(made: tuple[Path, str]) -> None:
     text = made[0].read_text()
     assert not re.search(r"<(script|link|img|iframe|object|embed)\b|@import|@font-face", text)
     assert all(target.startswith("#") for target in re.findall(r'\b(?:href|src)="([^"]*)"', text))
     assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", text))
 
 
-def test_what_came_from_outside_is_escaped(made: tuple[Path, str]) -> None:
+def test_text_from_inputs_is_escaped(made: tuple[Path, str]) -> None:
     text = made[0].read_text()
     assert "<pre><b>The &lt;b&gt;mill&lt;/b&gt; &amp; race</b>" in text
     assert "<second>" not in text
     assert "&lt;second&gt;" in text
 
 
-def test_the_page_is_all_that_is_left(made: tuple[Path, str]) -> None:
+def test_no_temporary_files_are_left_beside_the_page(made: tuple[Path, str]) -> None:
     assert sorted(path.name for path in made[0].parent.iterdir()) == ["a", "b", "r.html"]
 
 
@@ -69,24 +69,24 @@ def test_a_failed_write_leaves_the_old_page(tmp_path: Path) -> None:
     page = tmp_path / "r.html"
     page.write_text("old")
     with pytest.raises(UnicodeEncodeError):
-        write_whole(page, "new \ud800")  # a lone surrogate has no UTF-8
+        write_atomically(page, "new \ud800")  # a lone surrogate has no UTF-8
     assert page.read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["r.html"]
 
 
-def test_a_run_is_told_from_its_manifest_and_journal(tmp_path: Path) -> None:
+def test_the_summary_of_a_run_is_from_its_manifest_and_journal(tmp_path: Path) -> None:
     run = read_run("run", make_run(tmp_path / "run", steps=40))
-    told = dict(facts(run, []))
-    assert told["steps"] == "40, finished"
-    assert told["tokens"] == "40,000, 1,000 per step"
-    assert told["time in steps"] == "20.0 s"
-    assert told["engine"] == "deepspeed, ZeRO-2, fp32"
-    assert told["dataset"] == "0123456789ab (out/tokens)"
-    assert (told["layout"], told["seed"]) == ("2 processes", "11")
-    assert told["held-out"].endswith("at step 40")
+    summary = dict(facts(run, []))
+    assert summary["steps"] == "40, finished"
+    assert summary["tokens"] == "40,000, 1,000 per step"
+    assert summary["time in steps"] == "20.0 s"
+    assert summary["engine"] == "deepspeed, ZeRO-2, fp32"
+    assert summary["dataset"] == "0123456789ab (out/tokens)"
+    assert (summary["layout"], summary["seed"]) == ("2 processes", "11")
+    assert summary["held-out"].endswith("at step 40")
 
 
-def test_a_model_exported_from_a_run_tells_its_parameters(tmp_path: Path, model: Path) -> None:
+def test_a_model_exported_from_a_run_provides_its_number_of_parameters(tmp_path: Path, model: Path) -> None:
     path = make_run(tmp_path / "run", steps=10)
     checkpoint = path / "checkpoints" / "step-00000010"
     checkpoint.mkdir(parents=True)
@@ -96,13 +96,13 @@ def test_a_model_exported_from_a_run_tells_its_parameters(tmp_path: Path, model:
     folder = Path(shutil.copytree(model, tmp_path / "model"))
     parents = {"checkpoint": {"path": "old/place", "fingerprint": saved.fingerprint}}
     write_manifest(folder, kind="model", config={}, parents=parents, details={"parameters": 1234})
-    told = dict(facts(read_run("run", path), [ModelFolder.open(folder)]))
-    assert told["parameters"] == "1,234"
-    assert told["layout"] == "dp 2"
-    assert told["checkpoint"] == str(checkpoint)  # where it is now, not where it was written
+    summary = dict(facts(read_run("run", path), [ModelFolder.open(folder)]))
+    assert summary["parameters"] == "1,234"
+    assert summary["layout"] == "dp 2"
+    assert summary["checkpoint"] == str(checkpoint)  # where it is now, not where it was written
 
 
-def test_letters_and_lines_stand_out_in_light_and_in_dark() -> None:
+def test_text_and_lines_have_enough_contrast_in_light_and_dark_mode() -> None:
     light, dark = (PACKAGE / "page.css").read_text().split("@media (prefers-color-scheme: dark)", maxsplit=1)
     for css in (light, dark):
         colors = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", css))

@@ -33,7 +33,7 @@ def checked(model: Path, tokens: Path, run_dir: Path, tmp_path: Path) -> Check:
     return go
 
 
-def test_what_is_right_passes(checked: Check) -> None:
+def test_valid_arguments_pass(checked: Check) -> None:
     assert checked("--prompt", "The mill")
 
 
@@ -42,8 +42,8 @@ def test_what_is_right_passes(checked: Check) -> None:
     [
         (["--run", "nothing"], r"--run.*\n.*NAME=DIRECTORY"),
         (["--model", "=somewhere"], r"--model.*\n.*NAME=DIRECTORY"),
-        (["--run", "run=elsewhere"], r"has that name already"),
-        (["--model", "model=elsewhere"], r"has that name already"),
+        (["--run", "run=elsewhere"], r"already has that name"),
+        (["--model", "model=elsewhere"], r"already has that name"),
         (["--prompt", ""], r"--prompt"),
         (["--tokens", "0"], r"--tokens"),
         (["--max-tokens", "0"], r"max_tokens"),
@@ -53,12 +53,12 @@ def test_what_is_right_passes(checked: Check) -> None:
         (["--model", "other=nowhere"], r"nowhere: no such directory"),
     ],
 )
-def test_bad_arguments_are_named(checked: Check, more: list[str], message: str) -> None:
+def test_invalid_arguments_are_named(checked: Check, more: list[str], message: str) -> None:
     with pytest.raises(HeadraceError, match=message):
         checked(*more)
 
 
-def test_a_run_without_a_journal_is_refused_by_its_name(checked: Check, run_dir: Path) -> None:
+def test_a_run_without_a_journal_is_refused_by_name(checked: Check, run_dir: Path) -> None:
     (run_dir / "metrics.jsonl").unlink()
     with pytest.raises(DataError, match=r"has no metrics\.jsonl"):
         checked()
@@ -77,7 +77,7 @@ def test_a_run_without_a_finished_step_is_refused(checked: Check, tmp_path: Path
 
 
 @pytest.mark.parametrize("line", ["nonsense", '{"step": 41}', '{"kind": "step", "step": "41"}', "[1]"])
-def test_a_damaged_line_of_a_journal_is_passed_over_and_named(
+def test_a_damaged_line_of_a_journal_is_skipped_and_named(
     checked: Check, run_dir: Path, capsys: pytest.CaptureFixture[str], line: str
 ) -> None:
     with (run_dir / "metrics.jsonl").open("a") as file:
@@ -86,14 +86,14 @@ def test_a_damaged_line_of_a_journal_is_passed_over_and_named(
     assert "metrics.jsonl is damaged in line" in capsys.readouterr().err
 
 
-def test_a_step_without_its_numbers_is_refused(checked: Check, run_dir: Path) -> None:
+def test_a_step_without_its_metrics_is_refused(checked: Check, run_dir: Path) -> None:
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "step", "step": 41}\n')
     with pytest.raises(DataError, match="is damaged"):
         checked()
 
 
-def test_half_a_last_line_is_passed_over(checked: Check, run_dir: Path) -> None:
+def test_a_partial_last_line_is_skipped(checked: Check, run_dir: Path) -> None:
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "ste')
     assert checked()
@@ -107,7 +107,7 @@ def test_a_directory_of_another_kind_is_refused(checked: Check, tokens: Path) ->
 def test_an_output_that_cannot_be_written_is_refused(checked: Check, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="it is a directory"):
         checked(out=tmp_path)
-    with pytest.raises(ConfigError, match="is no directory"):
+    with pytest.raises(ConfigError, match="is not a directory"):
         checked(out=tmp_path / "nowhere" / "report.html")
 
 
@@ -127,7 +127,7 @@ def test_a_prompt_needs_a_tokenizer(checked: Check, model: Path, tmp_path: Path)
         checked("--prompt", "The mill", folder=f"model={bare}")
 
 
-def test_the_command_leaves_with_two_and_writes_nothing(model: Path, tokens: Path, tmp_path: Path) -> None:
+def test_the_command_exits_with_2_and_writes_nothing(model: Path, tokens: Path, tmp_path: Path) -> None:
     given = ["--run", f"a={tmp_path / 'nowhere'}", "--model", f"a={model}", "--data", tokens]
     done = run_python("-m", "pipeline", "report", tmp_path / "report.html", *given)
     assert done.returncode == 2

@@ -9,7 +9,7 @@ from pipeline.report.charts import spread, tokens
 from pipeline.report.series import POINTS, settled, smooth, smoothing_window, thin
 
 
-def test_thinning_takes_means_of_neighbours() -> None:
+def test_downsampling_takes_means_of_neighbours() -> None:
     assert thin(np.arange(12.0), points=4).tolist() == [1.0, 4.0, 7.0, 10.0]
     assert thin(np.arange(5.0), points=9).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
 
@@ -30,7 +30,7 @@ def test_smoothing_is_centred_and_keeps_a_straight_line() -> None:
     assert smooth(line, window=1) == pytest.approx(line)
 
 
-def test_a_diverged_step_does_not_spoil_its_neighbours() -> None:
+def test_a_non_finite_step_does_not_affect_its_neighbours() -> None:
     values = np.array([1.0, np.inf, 3.0, np.nan, 5.0])
     assert smooth(values, window=3) == pytest.approx([1.0, 2.0, 3.0, 4.0, 5.0])
     assert thin(np.array([np.nan, np.nan, 1.0, 3.0]), points=2) == pytest.approx([np.nan, 2.0], nan_ok=True)
@@ -42,7 +42,7 @@ def test_the_smoothing_window_is_odd_and_bounded() -> None:
     assert windows == [1, 1, 5, 101, 301]
 
 
-def test_labels_that_would_touch_are_moved_apart_in_order() -> None:
+def test_overlapping_labels_are_spread_in_order() -> None:
     placed = spread([0.5, 0.5, 0.9, 0.5], gap=0.1)
     assert placed == pytest.approx([0.4, 0.5, 0.9, 0.6])
     assert min(spread([0.0, 0.0], gap=0.1)) >= 0.05
