@@ -31,7 +31,11 @@ MODELS = ("model", "model_int8")
 @pytest.fixture
 def work(tmp_path: Path) -> Path:
     """A copy of all fixtures; paths in their configs and manifests are relative to it."""
-    return Path(shutil.copytree(FIXTURES, tmp_path / "v0.1", symlinks=True))
+    copied = Path(shutil.copytree(FIXTURES, tmp_path / "v0.1", symlinks=True))
+    # the one key in these configs that has been renamed since: the old name is refused, with the new one
+    config = copied / "run_torch.json"
+    config.write_text(config.read_text().replace('"schedule":', '"curriculum":'))
+    return copied
 
 
 @pytest.fixture
@@ -150,8 +154,8 @@ def test_a_stopped_job_is_resumed_and_gives_the_bytes_of_an_undisturbed_one(stop
 
 @pytest.mark.parametrize("run", RUNS)
 def test_a_run_is_resumed_and_follows_its_losses(run: str, work: Path) -> None:
-    # Promise: a run that an earlier version began goes on from its checkpoint with the same config file, on the curve
-    # of a run that was never stopped, and the journal is that of one run.
+    # Promise: a run that an earlier version began goes on from its checkpoint with the same config file, renamed keys
+    # aside, on the curve of a run that was never stopped, and the journal is that of one run.
     said = train(work, run)
     assert "resuming after step 4" in said
     assert losses(work / run) == pytest.approx(by_step(EXPECTED["losses"][run]), rel=1e-5)
@@ -194,3 +198,10 @@ def test_a_page_about_old_runs_and_a_model_is_written(work: Path) -> None:
     pipeline(work, "report", "report.html", *words)
     page = (work / "report.html").read_text()
     assert all(name in page for name in (*RUNS, "exported"))
+
+
+def test_a_config_with_a_renamed_key_is_refused_with_the_new_name() -> None:
+    # Promise: a key that has another name since is not ignored, and the error says what to write.
+    done = warm.run("-m", "pipeline", "check", "--config", "run_torch.json", "--rules-only", cwd=FIXTURES)
+    assert done.returncode == 2
+    assert "renamed to data.curriculum" in done.stderr

@@ -66,7 +66,7 @@ def test_a_run_without_a_journal_is_refused_by_name(checked: Check, run_dir: Pat
 
 def test_a_run_before_its_first_checkpoint_is_refused(checked: Check, run_dir: Path) -> None:
     (run_dir / "manifest.json").unlink()
-    with pytest.raises(DataError, match="with its first checkpoint"):
+    with pytest.raises(DataError, match="with the first checkpoint"):
         checked()
 
 
