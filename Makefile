@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test test-integration sweep-parity sweep-faults check clean help
+.PHONY: demo test test-integration sweep-parity sweep-faults sweep-tests check clean help
 
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/ - /'
@@ -28,13 +28,16 @@ check: $(READY)  ## style, types, import contracts
 
 # more workers than cores: some tests wait for time limits. The tests of a file share what they set up
 test: check  ## style, types and the tests that need no heavy service; what this machine cannot run is skipped, and says why
-	pytest -n 3 --dist loadfile -m 'not integration'
+	pytest -n 3 --dist loadfile -m 'not integration and not sweep'
 
 test-integration: $(READY)  ## the long tests: Slurm, Ray, Spark, S3, GCS, launchers, all pairs of layout options, faults
-	pytest -n 3 --dist loadfile -m integration
+	pytest -n 3 --dist loadfile -m 'integration and not sweep'
 
 sweep-parity: $(READY)  ## every legal layout against the reference: thousands of runs, hours; resumable (docs/sweeps/)
 	python -m tests.sweeps parity
+
+sweep-tests: $(READY)  ## the tests of further layouts that neither tier has time for
+	pytest -n 3 --dist loadfile -m sweep
 
 sweep-faults: $(READY)  ## kills, stops, full disks and damaged checkpoints at random moments: hours; resumable
 	python -m tests.sweeps faults

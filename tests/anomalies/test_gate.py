@@ -43,7 +43,7 @@ ALWAYS = {"reference", "FSDP2, sharded per layer", "torch pipeline", "ZeRO-0, cl
     "ZeRO-2, bf16, clipped",
     "ZeRO-1 pipeline, bf16",
 }
-NAMES = [pytest.param(n, marks=[] if n in ALWAYS else pytest.mark.integration) for n in (*ON_ONE, *ON_TWO)]
+NAMES = [pytest.param(n, marks=[] if n in ALWAYS else pytest.mark.sweep) for n in (*ON_ONE, *ON_TWO)]
 EXPECTED = {"loss": "non_finite", "gradient": "non_finite", "gate": "refused"}
 
 

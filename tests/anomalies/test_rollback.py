@@ -120,7 +120,7 @@ def test_a_run_killed_after_a_rollback_resumes_to_the_same_losses(
     assert losses(work / "run") == losses(rolled_back / "run")
 
 
-@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.integration)])
+@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.sweep)])
 def test_a_rollback_of_a_sharded_run_on_two_processes_gives_the_same_curve(
     rolled_back: Path, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int
 ) -> None:

@@ -55,7 +55,7 @@ def compare_selected(
 def layout_params(always: set[str], *layouts: Layouts) -> list[Any]:
     """The layouts' names as test parameters: those of `always`, and the others for `make test-matrix` only."""
     names = [name for each in layouts for name in each]
-    return [pytest.param(name, marks=[] if name in always else pytest.mark.matrix) for name in names]
+    return [pytest.param(name, marks=[] if name in always else pytest.mark.sweep) for name in names]
 
 
 def assert_within_tolerance(differences: Mapping[str, float], name: str) -> None:

@@ -99,7 +99,7 @@ def test_fp16_skips_the_steps_that_overflow_and_no_others(found: dict[str, dict[
     assert 0 < found["stage 0, fp16"]["skipped"] < 4  # of 4 steps
 
 
-@pytest.mark.matrix  # DeepSpeed compiles its AIO operator for minutes at first use
+@pytest.mark.sweep  # DeepSpeed compiles its AIO operator for minutes at first use
 def test_nvme_offload_follows_one_process_and_its_state_is_saved_and_loaded(tmp_path: Path) -> None:
     disk = {"device": "nvme", "nvme_path": str(tmp_path)}
     # tensors below 1 MiB stay in memory: the model must be large enough that most are offloaded

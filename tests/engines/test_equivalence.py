@@ -24,7 +24,7 @@ def reference(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "stage", [pytest.param(1, marks=pytest.mark.matrix), pytest.param(2, marks=pytest.mark.matrix), 3]
+    "stage", [pytest.param(1, marks=pytest.mark.sweep), pytest.param(2, marks=pytest.mark.sweep), 3]
 )
 def test_zero_on_two_processes_follows_the_reference_for_20_steps(
     reference: Path, tokens: Path, tmp_path: Path, stage: int
@@ -43,17 +43,17 @@ def test_zero_on_two_processes_follows_the_reference_for_20_steps(
 # end to end through train.py; tests/parity exchanges states between layouts of all kinds, so one runs by default
 RELAYOUTS = [
     pytest.param(
-        ("engine=torch", 1), ("zero_optimization.stage=3", 2), id="reference-to-zero3", marks=pytest.mark.matrix
+        ("engine=torch", 1), ("zero_optimization.stage=3", 2), id="reference-to-zero3", marks=pytest.mark.sweep
     ),
     pytest.param(("zero_optimization.stage=3", 2), ("zero_optimization.stage=1", 1), id="zero3-to-zero1-on-half"),
     pytest.param(
-        ("zero_optimization.stage=2", 2), ("engine=torch", 1), id="zero2-to-reference", marks=pytest.mark.matrix
+        ("zero_optimization.stage=2", 2), ("engine=torch", 1), id="zero2-to-reference", marks=pytest.mark.sweep
     ),
     pytest.param(
         ("zero_optimization.stage=1", 2),
         ("zero_optimization.stage=2", 2),
         id="zero1-to-zero2",
-        marks=pytest.mark.matrix,
+        marks=pytest.mark.sweep,
     ),
 ]
 
@@ -75,7 +75,7 @@ def test_a_checkpoint_of_one_layout_resumes_in_another(
         assert loss == pytest.approx(expected[step], rel=FP32_TOLERANCE), step
 
 
-@pytest.mark.matrix
+@pytest.mark.sweep
 def test_bf16_in_every_stage_follows_the_bf16_reference(tokens: Path, tmp_path: Path) -> None:
     base = tiny_config(tokens, tmp_path / "run", bf16={"enabled": True})
     config = write_config(tmp_path / "c.json", base)

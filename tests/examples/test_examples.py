@@ -49,7 +49,7 @@ def test_at_most_four_lines_differ_from_the_plain_loop(name: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.matrix), 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.sweep), 2])
 def test_the_losses_are_those_of_the_plain_loop(example: tuple[str, list[float]], engine: str, processes: int) -> None:
     name, expected = example
     assert len(expected) >= 8

@@ -72,7 +72,7 @@ def test_three_data_ranks_follow_one_process_on_batches_they_do_not_divide(engin
         assert_within_tolerance(differences, name)
 
 
-@pytest.mark.matrix
+@pytest.mark.integration
 @pytest.mark.parametrize("engine", ["torch", "deepspeed"])
 def test_pipelines_follow_one_process_on_batches_they_do_not_divide(engine: str, tmp_path: Path) -> None:
     for name, differences in compare_layouts(tmp_path, engine, ON_SIX[engine], processes=6).items():
@@ -147,7 +147,7 @@ def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[bytes], sa
 
 
 @pytest.mark.parametrize(
-    ("lost", "left"), [pytest.param("first", 2, id="without-rank-0", marks=pytest.mark.matrix), ("last", 2)]
+    ("lost", "left"), [pytest.param("first", 2, id="without-rank-0", marks=pytest.mark.integration), ("last", 2)]
 )
 def test_a_node_that_is_killed_is_done_without_and_the_curve_is_that_of_a_whole_run(
     work: Path, expected: dict[int, float], meeting_point: int, lost: str, left: int
