@@ -1,4 +1,4 @@
-"""Measures the difference of each layout from one plain PyTorch process: the table of docs/parity.md.
+"""Measures the difference of each layout from one plain PyTorch process: the table of docs/reference/parity.md.
 
     python -m benchmarks.parity [--steps 20] [--only torch]
 

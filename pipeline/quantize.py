@@ -1,7 +1,7 @@
 """`python pipeline/quantize.py --config F`: weight-only quantization of a trained model to 8 or 4 bits.
 
 model/ -> model-int4/: loaded, evaluated on the held-out split, quantized, written beside its final name, evaluated
-again in a subprocess, and only then renamed. See docs/quantization.md.
+again in a subprocess, and only then renamed. See docs/how-to/quantization.md.
 """
 
 from __future__ import annotations

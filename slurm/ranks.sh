@@ -17,7 +17,7 @@ headrace_asked() {
 }
 trap headrace_asked USR1
 
-# Runs a script as tasks on all nodes of the job, as often as starting it again helps (docs/faults.md lists the codes):
+# Runs a script as tasks on all nodes of the job, as often as starting it again helps (docs/reference/exit-codes.md lists the codes):
 # at once, on the nodes that are left, when a rank or a node was lost; by way of the queue when the job was asked to stop.
 # $1: tasks per node; $2: the script; the rest: its --config and --set.
 headrace_train() {

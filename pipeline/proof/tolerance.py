@@ -1,4 +1,4 @@
-"""Tolerances for comparing two layouts of one run, derived from rounding errors. Explained in docs/parity.md.
+"""Tolerances for comparing two layouts of one run, derived from rounding errors. Explained in docs/reference/parity.md.
 
 Layouts differ only in where they round and in the order of summation. With unit roundoff u, sums of n terms in two
 orders differ by about u sqrt(n) of their size, n u at worst.

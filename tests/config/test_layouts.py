@@ -139,7 +139,7 @@ def test_gpipe_alone_may_have_fewer_micro_batches_than_stages(tmp_path: Path) ->
 
 
 def test_the_docs_show_the_table_of_layouts() -> None:
-    text = (ROOT / "docs/layouts.md").read_text()
+    text = (ROOT / "docs/reference/layouts.md").read_text()
     header = next(line for line in text.splitlines() if line.startswith("| engine | stage"))
     columns = [cell.strip() for cell in header.strip("|").split("|")]
     rows = re.findall(r"^\| (deepspeed|torch) \|(.*)\|$", text, flags=re.MULTILINE)
@@ -153,8 +153,8 @@ def test_the_docs_show_the_table_of_layouts() -> None:
 
 
 def shipped() -> dict[str, int]:
-    """File -> its number of processes in docs/layouts.md."""
-    text = (ROOT / "docs/layouts.md").read_text()
+    """File -> its number of processes in docs/reference/layouts.md."""
+    text = (ROOT / "docs/reference/layouts.md").read_text()
     rows = re.findall(r"^\| (`[^|]*json`) \| (\d+) \|", text, flags=re.MULTILINE)
     return {name: int(count) for names, count in rows for name in re.findall(r"`([^`]+)`", names)}
 

@@ -59,7 +59,7 @@ def test_the_losses_are_those_of_the_plain_loop(example: tuple[str, list[float]]
 
 
 def test_the_docs_show_the_lines_that_differ() -> None:
-    page = (ROOT / "docs/own_loop.md").read_text()
+    page = (ROOT / "docs/how-to/own-loop.md").read_text()
     delta = difflib.ndiff(code(EXAMPLES / "own_loop_plain.py"), code(EXAMPLES / "own_loop.py"))
     for line in delta:
         if line[0] in "+-":
