@@ -31,7 +31,7 @@ class Batch:
 @cache
 def real_texts() -> list[str]:
     """Some hundred distinct documents of 200 to 30,000 characters."""
-    files = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("headrace/*.py"), *ROOT.glob("pipeline/**/*.py")])
+    files = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("headrace/*.py"), *ROOT.glob("pipeline/**/*.py")])
     return [text for text in (file.read_text(encoding="utf-8") for file in files) if len(text) > 200]
 
 
