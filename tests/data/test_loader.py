@@ -103,7 +103,7 @@ def test_a_truncated_token_file_is_refused_and_named(tokens: Path, tmp_path: Pat
 def test_a_missing_split_or_directory_is_refused(tokens: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no split 'valid'; it has"):
         TokenDataset.open(tokens, split="valid", sequence_length=T)
-    with pytest.raises(DataError, match="python -m data_prep"):
+    with pytest.raises(DataError, match="headrace prep"):
         TokenDataset.open(tmp_path / "nowhere", split="train", sequence_length=T)
     with pytest.raises(DataError, match="no shard holds a sample"):
         TokenDataset.open(tokens, split="train", sequence_length=10**7)

@@ -33,7 +33,7 @@ def test_a_batch_that_does_not_divide_is_refused_before_any_process_group(tokens
 def test_a_tokens_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
     said = refusal(tmp_path, tiny_config(tmp_path / "nowhere", tmp_path / "run"))
     assert "no such directory" in said
-    assert "python -m data_prep" in said
+    assert "headrace prep" in said
     assert not (tmp_path / "run").exists()
 
 
