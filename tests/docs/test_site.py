@@ -21,14 +21,14 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 # the terms that papers, DeepSpeed, Megatron, torchtitan and Hugging Face use, and questions that a reader types
 TERMS = [
     "gradient accumulation", "micro-batch", "global batch", "activation checkpointing", "recomputation",
-    "mixed precision", "master weights", "loss scaling", "tensor parallelism", "pipeline parallelism", "context parallelism",
-    "expert parallelism", "data parallelism", "hybrid sharding", "HSDP", "sequence parallelism", "pipeline schedule",
+    "mixed precision", "master weights", "loss scaling", "tensor parallelism", "pipeline parallelism",
+    "context parallelism", "expert parallelism", "data parallelism", "hybrid sharding", "HSDP", "sequence parallelism", "pipeline schedule",
     "virtual stages", "bubble", "MFU", "tokens/s", "goodput", "heartbeat", "liveness", "watchdog", "straggler",
     "non-finite", "loss spike", "rollback", "skip", "rendezvous", "pre-flight check", "process group", "data mixture",
     "mixing weights", "curriculum", "epoch", "packing", "loss mask", "document mask", "MinHash signatures", "LSH bands",
     "connected components", "exact", "near duplicates", "checkpoint shards", "reshard", "state dict", "resume",
-    "held-out", "validation", "perplexity", "bits per byte", "executor", "worker", "task", "retry", "speculative execution",
-    "fewer GPUs", "out of memory", "learning rate", "two nodes", "multi-turn chat", "GGUF", "my run died",
+    "held-out", "validation", "perplexity", "bits per byte", "executor", "worker", "task", "retry",
+    "speculative execution", "fewer GPUs", "out of memory", "learning rate", "two nodes", "multi-turn chat", "GGUF", "my run died",
 ]  # fmt: skip
 
 
