@@ -1,26 +1,43 @@
-"""Builds the documentation site once per session, strictly: a warning is an error."""
+"""Builds the documentation site once per process, strictly: a warning is an error."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import ROOT
+
+ZENSICAL = Path(sys.executable).with_name("zensical")
 
 
 @cache
 def build_site() -> Path:
-    """Builds the site into `out/site` and returns that folder.
+    """Builds a copy of the documentation in a temporary folder; returns the folder of the built site.
 
-    Raises:
-        AssertionError: Zensical found a dead link or anything else to complain about.
+    Skips the test where Zensical is not installed. Raises AssertionError for a dead link and any other warning.
     """
-    program = Path(sys.executable).with_name("zensical")
+    if not ZENSICAL.exists():
+        pytest.skip("zensical is not installed beside this Python")
+    work = Path(tempfile.mkdtemp(prefix="headrace-site-"))
+    shutil.copytree(ROOT / "docs", work / "docs")
+    for name in ("mkdocs.yml", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, work / name)
     done = subprocess.run(
-        [program, "build", "--strict", "--clean"], cwd=ROOT, capture_output=True, text=True, check=False
+        [ZENSICAL, "build", "--strict"],
+        cwd=work,
+        env={**os.environ, "NO_COLOR": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "No issues found" in done.stdout + done.stderr, done.stdout + done.stderr
-    return ROOT / "out" / "site"
+    assert "warning" not in (done.stdout + done.stderr).lower(), done.stdout + done.stderr
+    return work / "out" / "site"

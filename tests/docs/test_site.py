@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
 
 from tests.conftest import ROOT
+from tests.docs.build import build_site
 
-ZENSICAL = Path(sys.executable).with_name("zensical")
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
 # the terms that papers, DeepSpeed, Megatron, torchtitan and Hugging Face use, and questions that a reader types
 TERMS = [
     "gradient accumulation", "micro-batch", "global batch", "activation checkpointing", "recomputation",
     "mixed precision", "master weights", "loss scaling", "tensor parallelism", "pipeline parallelism",
-    "context parallelism", "expert parallelism", "data parallelism", "hybrid sharding", "HSDP", "sequence parallelism", "pipeline schedule",
-    "virtual stages", "bubble", "MFU", "tokens/s", "goodput", "heartbeat", "liveness", "watchdog", "straggler",
-    "non-finite", "loss spike", "rollback", "skip", "rendezvous", "pre-flight check", "process group", "data mixture",
-    "mixing weights", "curriculum", "epoch", "packing", "loss mask", "document mask", "MinHash signatures", "LSH bands",
-    "connected components", "exact", "near duplicates", "checkpoint shards", "reshard", "state dict", "resume",
-    "held-out", "validation", "perplexity", "bits per byte", "executor", "worker", "task", "retry",
-    "speculative execution", "fewer GPUs", "out of memory", "learning rate", "two nodes", "multi-turn chat", "GGUF", "my run died",
+    "context parallelism", "expert parallelism", "data parallelism", "hybrid sharding", "HSDP",
+    "sequence parallelism", "pipeline schedule", "virtual stages", "bubble", "MFU", "tokens/s", "goodput",
+    "heartbeat", "liveness", "watchdog", "straggler", "non-finite", "loss spike", "rollback", "skip", "rendezvous",
+    "pre-flight check", "process group", "data mixture", "mixing weights", "curriculum", "epoch", "packing",
+    "loss mask", "document mask", "MinHash signatures", "LSH bands", "connected components", "exact",
+    "near duplicates", "checkpoint shards", "reshard", "state dict", "resume", "held-out", "validation", "perplexity",
+    "bits per byte", "executor", "worker", "task", "retry", "speculative execution", "fewer GPUs", "out of memory",
+    "learning rate", "two nodes", "multi-turn chat", "GGUF", "my run died",
 ]  # fmt: skip
 
 
@@ -42,26 +39,9 @@ def headings() -> str:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site() -> Path:
     """The built site."""
-    if not ZENSICAL.exists():
-        pytest.skip("zensical is not installed beside this Python")
-    work = tmp_path_factory.mktemp("site")
-    shutil.copytree(ROOT / "docs", work / "docs")
-    for name in ("mkdocs.yml", "CHANGELOG.md"):
-        shutil.copy(ROOT / name, work / name)
-    done = subprocess.run(
-        [ZENSICAL, "build", "--strict"],
-        cwd=work,
-        env={**os.environ, "NO_COLOR": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "warning" not in (done.stdout + done.stderr).lower(), done.stdout + done.stderr
-    return work / "out" / "site"
+    return build_site()
 
 
 def test_the_site_builds_strictly_and_has_every_page(site: Path) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.docs.build import build_site
+
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")]
@@ -56,8 +58,6 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def site() -> Iterator[str]:
     """The address of the built site."""
-    from tests.docs.build import build_site  # noqa: PLC0415
-
     handler = functools.partial(_Quiet, directory=build_site())
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
