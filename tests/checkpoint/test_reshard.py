@@ -2,7 +2,8 @@
 
 A chain: each layout trains 20 steps, then loads the checkpoint that the layout before it saved after step 15, and
 repeats the last 5. In `tests/parity/` every cell does the same after an arbitrary other one; here each kind of layout
-loads a checkpoint of the other engine, and its own is loaded by the other engine.
+loads a checkpoint of the other engine, and its own is loaded by the other engine. `make test` runs one pair of layouts,
+`make test-integration` the others.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import pytest
 
 from pipeline.proof.compare import RESUMED
 from pipeline.proof.equivalence import ProofResult
+from tests.conftest import selected
 from tests.parity.matrix import LAYOUT, NUMBERS, Values, is_legal, name_of
 from tests.parity.run import failure_text, run
 
@@ -40,13 +42,21 @@ CHAIN = {
 """In this order; the last layout is of the same kind as the first."""
 
 
+ALWAYS = "DDP, dp 4"
+"""Loads the sharded optimizer state of two ranks: cheap, and of both engines."""
+NAMES = [pytest.param(name, marks=[] if name == ALWAYS else pytest.mark.integration) for name in CHAIN]
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ProofResult]:
-    """The whole chain, in one launch."""
-    return run(list(CHAIN.values()), tmp_path_factory.mktemp("relayout"))
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, ProofResult]:
+    """The selected layouts of the chain, and those whose checkpoints they load, in one launch."""
+    wanted = set(selected(request.session, test_a_layout_resumes_from_the_checkpoint_of_the_layout_before_it, "layout"))
+    wanted |= {before for before, after in pairwise(CHAIN) if after in wanted}
+    cells = [values for layout, values in CHAIN.items() if layout in wanted]
+    return run(cells, tmp_path_factory.mktemp("reshard"))
 
 
-@pytest.mark.parametrize("layout", CHAIN)
+@pytest.mark.parametrize("layout", NAMES)
 def test_a_layout_resumes_from_the_checkpoint_of_the_layout_before_it(
     results: dict[str, ProofResult], layout: str
 ) -> None:

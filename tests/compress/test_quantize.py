@@ -84,6 +84,7 @@ def made(request: pytest.FixtureRequest) -> Made:
     return result
 
 
+@pytest.mark.integration
 def test_plain_transformers_in_a_fresh_process_gives_the_numbers_of_the_manifests(
     int8: Made, int4: Made, tokens: Path, tmp_path: Path
 ) -> None:
@@ -174,6 +175,7 @@ def test_leftovers_of_a_killed_run_are_not_used_by_the_next(int8: Made) -> None:
     assert not staging_path(int8.path).exists()
 
 
+@pytest.mark.integration
 def test_a_killed_run_leaves_nothing_under_the_final_name(model: Path, tokens: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, model, tokens)
     output = tmp_path / "small"

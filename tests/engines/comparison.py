@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,21 +41,23 @@ def compare_layouts(work: Path, engine: str, layouts: Layouts, *, processes: int
 
 
 def compare_selected(
-    request: pytest.FixtureRequest, work: Path, engine: str, test: Any, always: set[str], layouts: Mapping[int, Layouts]
+    request: pytest.FixtureRequest, work: Path, engine: str, test: Any, needed: set[str], layouts: Mapping[int, Layouts]
 ) -> dict[str, dict[str, float]]:
-    """Runs the layouts selected in this session for `test`, and those of `always`; `layouts` by number of processes."""
-    wanted = always | set(selected(request.session, test, "name"))
+    """Runs the layouts selected in this session for `test`, and those of `needed`; `layouts` by number of processes."""
+    wanted = needed | set(selected(request.session, test, "name"))
     differences: dict[str, dict[str, float]] = {}
     for processes, each in layouts.items():
         chosen = {name: layout for name, layout in each.items() if name in wanted}
-        differences |= compare_layouts(work, engine, chosen, processes=processes)
+        if chosen:
+            differences |= compare_layouts(work, engine, chosen, processes=processes)
     return differences
 
 
-def layout_params(always: set[str], *layouts: Layouts) -> list[Any]:
-    """The layouts' names as test parameters: those of `always`, and the others for `make test-matrix` only."""
-    names = [name for each in layouts for name in each]
-    return [pytest.param(name, marks=[] if name in always else pytest.mark.sweep) for name in names]
+def layout_params(always: set[str], *layouts: Layouts, integration: Collection[str] = ()) -> list[Any]:
+    """The layouts' names as test parameters: those of `always` for `make test`, others for the tier of their marker."""
+    names = [name for each in layouts for name in each if name not in always]
+    marks = {name: pytest.mark.integration if name in integration else pytest.mark.sweep for name in names}
+    return [*sorted(always), *(pytest.param(name, marks=mark) for name, mark in marks.items())]
 
 
 def assert_within_tolerance(differences: Mapping[str, float], name: str) -> None:

@@ -72,7 +72,7 @@ ALWAYS = {
     "pp 2 x tp 2, untied",
     "experts",
 }
-"""Layouts that `tests/parity` does not cover, and one pipeline; the others run with `make test-matrix`."""
+"""Layouts that `tests/parity` does not cover, and one pipeline; the others run with `make sweep-tests`."""
 
 
 @pytest.fixture(scope="module")

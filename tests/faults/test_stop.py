@@ -50,7 +50,12 @@ def stopped_at_step(
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)], ids=["TERM", "USR1", "INT"]
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGTERM, 75, id="TERM"),
+        pytest.param(signal.SIGUSR1, 75, id="USR1", marks=pytest.mark.integration),
+        pytest.param(signal.SIGINT, 130, id="INT", marks=pytest.mark.integration),
+    ],
 )
 def test_a_stopped_run_saves_a_checkpoint_and_resumes_to_the_same_loss_curve(
     uninterrupted: Path, tokens: Path, tmp_path: Path, number: signal.Signals, code: int
