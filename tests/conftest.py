@@ -50,7 +50,7 @@ def make_tokens(work: Path, folders: list[Path], **fields: Any) -> Path:
     }
     path = work / "corpus.json"
     path.write_text(json.dumps(config))
-    subprocess.run([sys.executable, "-m", "data_prep", "--config", str(path)], check=True, capture_output=True)
+    warm.run("-m", "data_prep", "--config", path, imported="data_prep").check_returncode()
     return work / "tokens"
 
 

@@ -1,8 +1,9 @@
-"""Fork server for tests: starts ranks quickly by forking a process that has already imported their modules.
+"""Fork servers for tests: start ranks and commands quickly by forking a process that has imported their modules.
 
-Imports take a rank 5 CPU seconds and torchrun 3 more, and the tests start hundreds of ranks. A forked process has its
-own environment, arguments, output and exit code, and runs its script from the first line. Launchers themselves are
-tested in `launch/test_launchers.py`, `run/test_kill_resume.py`, `test_slurm.py`.
+Imports take a rank 5 CPU seconds and torchrun 3 more, and a data-prep job 2 with those of its workers; the tests start
+hundreds of ranks and jobs. A forked process has its own environment, arguments, output and exit code, and runs its
+script from the first line. Tests of starting, signals, kills, resource limits and imports start real processes;
+launchers themselves are tested in `launch/test_launchers.py`, `run/test_kill_resume.py`, `test_slurm.py`.
 """
 
 from __future__ import annotations
@@ -23,9 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
-
-from pipeline.launch.group import free_port
+from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parent.parent
 IMPORTED = (
@@ -37,6 +36,21 @@ IMPORTED = (
     "pipeline.proof.command",
 )
 """In addition to the modules that `pipeline.proof.worker` preloads."""
+DATA_PREP = (
+    "data_prep.executors.choose",
+    "data_prep.job.estimate",
+    "data_prep.job.phases",
+    "data_prep.job.prepare",
+    "data_prep.job.stats",
+    "data_prep.job.status",
+    "data_prep.packing.pack",
+    "data_prep.sources.parquet",
+    "data_prep.tasks.map",
+    "data_prep.tasks.reduce",
+    "data_prep.tasks.tokenizer_sample",
+    "data_prep.tokenizer.existing",
+)
+"""The modules that the commands of data prep import, without torch."""
 TERMINATE_S = 5.0
 """Seconds that the other ranks have to exit after one has failed."""
 
@@ -47,6 +61,7 @@ def run(
     processes: int = 1,
     merged: bool = False,
     timeout_s: float = 300.0,
+    imported: Literal["training", "data_prep"] = "training",
 ) -> subprocess.CompletedProcess[str]:
     """Runs `SCRIPT ARGUMENTS`, `-m MODULE ARGUMENTS` or `-c CODE ARGUMENTS` as python would, on `processes` ranks.
 
@@ -56,6 +71,8 @@ def run(
         processes: number of ranks; several ranks get a launcher's variables.
         merged: all output of all ranks is stdout; otherwise stdout is rank 0's, and all other output is stderr.
         timeout_s: seconds until all are killed.
+        imported: the modules that are imported before the fork. All data-prep jobs share one fork server of workers:
+            what a worker writes to stderr itself is not in the result.
 
     Raises:
         TimeoutExpired: they were killed.
@@ -72,7 +89,7 @@ def run(
             "files": [str(file) for file in files],
             "timeout_s": timeout_s,
         }
-        server = _server()
+        server = _server(imported)
         assert server.stdin is not None
         assert server.stdout is not None
         server.stdin.write(json.dumps(job) + "\n")
@@ -85,8 +102,8 @@ def run(
 
 
 @cache
-def _server() -> subprocess.Popen[str]:
-    command, pipe = [sys.executable, "-m", "tests.warm"], subprocess.PIPE
+def _server(imported: str) -> subprocess.Popen[str]:
+    command, pipe = [sys.executable, "-m", "tests.warm", imported], subprocess.PIPE
     # after the usual CUDA check a process cannot be forked any more
     env = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     server = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT, env=env)
@@ -136,11 +153,15 @@ class Job:
 
 
 def _start(job: dict[str, Any]) -> Job:
-    port, ranks = free_port(), {}
+    ranks, shared = {}, {}
+    if job["processes"] > 1:
+        from pipeline.launch.group import free_port  # noqa: PLC0415
+
+        shared = {"WORLD_SIZE": job["processes"], "LOCAL_WORLD_SIZE": job["processes"]}
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     for rank in range(job["processes"]):
-        launcher = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job["processes"], "MASTER_ADDR": "127.0.0.1"}
-        launcher |= {"LOCAL_WORLD_SIZE": job["processes"], "MASTER_PORT": port}
-        more = {name: str(value) for name, value in launcher.items()} if job["processes"] > 1 else {}
+        launcher = {"RANK": rank, "LOCAL_RANK": rank, **shared} if shared else {}
+        more = {name: str(value) for name, value in launcher.items()}
         child = os.fork()
         if not child:
             stdout, stderr = job["files"]
@@ -182,15 +203,34 @@ def _become(command: Sequence[str], cwd: str, files: Sequence[str], env: Mapping
         os._exit(code)
 
 
-def main() -> None:
-    """Serves until its input ends."""
-    reply = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # output of imports must not mix with the replies
+def _import_for_training() -> None:
     for name in IMPORTED:
         importlib.import_module(name)
     from pipeline.proof.worker import preload  # noqa: PLC0415
 
     preload(("torch", "deepspeed"), ("llama", "qwen3_moe"))
+
+
+def _import_for_data_prep() -> None:
+    """Imports, and starts the fork server of workers, which would take half of a job's CPU time.
+
+    Forked processes share it. It is not their child, so they cannot check that it is alive.
+    """
+    for name in DATA_PREP:
+        importlib.import_module(name)
+    from multiprocessing import forkserver  # noqa: PLC0415
+
+    from data_prep.executors.local import start_fork_server  # noqa: PLC0415
+
+    start_fork_server()
+    forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None
+
+
+def main() -> None:
+    """Serves until its input ends."""
+    reply = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what imports say is no answer
+    _import_for_data_prep() if sys.argv[1] == "data_prep" else _import_for_training()
     for line in sys.stdin:
         print(json.dumps(_start(json.loads(line)).wait()), file=reply, flush=True)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +19,7 @@ from pipeline.data import dataset as dataset_module
 from pipeline.data.dataset import TokenDataset
 from pipeline.data.loader import IGNORE, StepLoader, heldout_batches
 from pipeline.data.mixture import DataMixture, open_mixture
+from tests import warm
 
 T = 32
 TEMPLATE = (
@@ -53,7 +52,7 @@ def talks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     (work / "corpus.json").write_text(json.dumps(config))
     for words in (["--config", "corpus.json"], ["pack", "tokens", "--length", str(T)]):
-        subprocess.run([sys.executable, "-m", "data_prep", *words], cwd=work, check=True, capture_output=True)
+        warm.run("-m", "data_prep", *words, cwd=work, imported="data_prep").check_returncode()
     return work / "tokens"
 
 

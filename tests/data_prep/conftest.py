@@ -1,13 +1,11 @@
-"""A working directory per test, tiny corpora, and the command line as a real process."""
+"""A working directory per test, tiny corpora, and the command line in a process of its own."""
 
 from __future__ import annotations
 
 import gzip
 import json
-import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,8 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests import warm
+
 Cli = Callable[..., subprocess.CompletedProcess[str]]
-COMMAND = [sys.executable, "-m", "data_prep"]
 
 
 @pytest.fixture
@@ -29,19 +28,9 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run_command(
-    work: Path, *arguments: str, code: int = 0, env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Runs `python -m data_prep ...` in `work` and checks its exit code."""
-    done = subprocess.run(
-        [*COMMAND, *arguments],
-        cwd=work,
-        env=os.environ | (env or {}),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def run_command(work: Path, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Runs `python -m data_prep ...` in `work`, in a forked process, and checks its exit code."""
+    done = warm.run("-m", "data_prep", *arguments, cwd=work, timeout_s=120, imported="data_prep")
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr, done.stderr
     return done

@@ -27,6 +27,7 @@ from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
 from data_prep.tokenizer.load import check_usable, describe, load
 from data_prep.tokenizer.train import train
 from headrace.base.errors import ConfigError, DataError
+from tests import warm
 
 KINDS = ("bpe", "sentencepiece-unigram", "sentencepiece-bpe")
 TEXTS = [f"def mill_{i}(wheel, water):\n    return wheel * {i} + water  # la roue n° {i}\n" * 3 for i in range(200)]
@@ -230,7 +231,7 @@ def test_prepend_bos_and_parse_special_tokens_take_effect_in_the_shards(work: Pa
             "parse_special_tokens": special,
         }
         (work / "c.json").write_text(json.dumps(config))
-        subprocess.run([sys.executable, "-m", "data_prep", "--config", "c.json"], check=True, cwd=work)
+        warm.run("-m", "data_prep", "--config", "c.json", cwd=work, imported="data_prep").check_returncode()
         file = TokenFile.open(shard_prefix(work / f"out{special}", "train", 0))
         found[special] = [part.tolist() for part in np.split(file.tokens, np.cumsum(file.sequence_lengths)[:-1])]
     assert {(ids[0], ids[-1], ids.count(eos)) for ids in found[False]} == {(eos, eos, 2)}
