@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+from tests import warm
 from tests.conftest import ROOT
 
 
@@ -30,8 +31,8 @@ def test_every_command_of_pipeline_answers_help() -> None:
     from pipeline.__main__ import COMMANDS  # noqa: PLC0415
 
     for name in COMMANDS:
-        command = [sys.executable, "-m", "pipeline", name, "--help"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        done = warm.run("-m", "pipeline", name, "--help")
+        assert done.returncode == 0, name
         assert "usage: python -m pipeline" in done.stdout
 
 

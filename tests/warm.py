@@ -229,7 +229,7 @@ def _import_for_data_prep() -> None:
 def main() -> None:
     """Serves until its input ends."""
     reply = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what imports say is no answer
+    os.dup2(2, 1)  # output of imports must not mix with the replies
     _import_for_data_prep() if sys.argv[1] == "data_prep" else _import_for_training()
     for line in sys.stdin:
         print(json.dumps(_start(json.loads(line)).wait()), file=reply, flush=True)

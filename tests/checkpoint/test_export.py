@@ -88,8 +88,8 @@ def test_weights_are_split_into_files_of_bounded_size(run_dir: Path, tmp_path: P
     whole = load_file(tmp_path / "whole/model.safetensors")
     assert parts.keys() == whole.keys()
     assert all(torch.equal(parts[name], whole[name]) for name in whole)
-    done = subprocess.run([sys.executable, "-c", USER, str(tmp_path / "cut")], capture_output=True, check=False)
-    assert done.returncode == 0
+    done = warm.run("-c", USER, tmp_path / "cut")
+    assert done.returncode == 0, done.stderr
 
 
 def test_bf16_weights_are_written_on_request(run_dir: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from headrace.base.section import parse
 from pipeline.compress.config import QuantizeConfig
 from pipeline.compress.measure import measure
 from pipeline.compress.rules import prepare
+from tests import warm
 from tests.compress.test_quantize import ENTRY, write_config
 from tests.evaluation.small import SEQUENCE, TEXTS, VOCAB, make_tokens, run_python
 
@@ -44,7 +45,7 @@ def test_a_refusal_imports_no_torch_and_writes_nothing(model: Path, tokens: Path
 
 def test_a_misspelled_key_is_refused_with_the_right_one(model: Path, tokens: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, model, tokens)
-    done = run_python(ENTRY, "--config", config, "--set", "group_sise=32")
+    done = warm.run(ENTRY, "--config", config, "--set", "group_sise=32")
     assert done.returncode == 2
     assert "did you mean 'group_size'?" in done.stderr
     assert "Traceback" not in done.stderr
@@ -84,7 +85,7 @@ def test_truncated_weights_are_refused(model: Path, tokens: Path, tmp_path: Path
     copied = Path(shutil.copytree(model, tmp_path / "copied"))
     weights = copied / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    done = run_python(ENTRY, "--config", write_config(tmp_path, copied, tokens))
+    done = warm.run(ENTRY, "--config", write_config(tmp_path, copied, tokens))
     assert done.returncode == 2
     assert "truncated or overwritten" in done.stderr
     assert not (tmp_path / "small").exists()
@@ -106,7 +107,7 @@ def test_a_quantized_model_is_not_quantized_again(model: Path, tokens: Path, tmp
 def test_layers_that_are_not_linear_modules_are_refused_with_nothing_left(tokens: Path, tmp_path: Path) -> None:
     shape = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": SEQUENCE, "vocab_size": VOCAB}
     GPT2LMHeadModel(GPT2Config(**shape)).save_pretrained(tmp_path / "gpt2")
-    done = run_python(ENTRY, "--config", write_config(tmp_path, tmp_path / "gpt2", tokens, weights="int4"))
+    done = warm.run(ENTRY, "--config", write_config(tmp_path, tmp_path / "gpt2", tokens, weights="int4"))
     assert done.returncode == 2
     assert "is Conv1D, and only torch.nn.Linear can be quantized" in done.stderr
     assert sorted(p.name for p in tmp_path.iterdir()) == ["gpt2", "quantize.json"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from headrace.base.errors import ConfigError
 from pipeline.config.curve import curve_fields
 from pipeline.config.load import load_config
 from pipeline.config.rules import ResolvedRun, resolve
+from tests import warm
 from tests.conftest import ROOT, tiny_config, write_config
 
 
@@ -90,16 +90,13 @@ def test_curve_fields_ignore_the_layout_and_include_what_changes_the_loss_curve(
         assert curve_fields(resolved(tmp_path, override)) != base, override
 
 
-def check(*arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
-    started = time.monotonic()
-    command = [sys.executable, "-m", "pipeline", "check", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done, time.monotonic() - started
+def check(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return warm.run("-m", "pipeline", "check", *arguments)
 
 
 def test_a_misspelt_key_is_refused_without_importing_torch_and_with_exit_code_2(tmp_path: Path) -> None:
     path = write_config(tmp_path / "c.json", tiny_config(tmp_path / "tokens", tmp_path / "run", trian_batch_size=8))
-    done, _ = check("--config", str(path))
+    done = check("--config", str(path))
     assert done.returncode == 2
     assert "did you mean 'train_batch_size'" in done.stderr
     assert "Traceback" not in done.stderr
@@ -110,14 +107,14 @@ def test_a_misspelt_key_is_refused_without_importing_torch_and_with_exit_code_2(
 @pytest.mark.parametrize("number", ["0", "-2", "two"])
 def test_check_refuses_an_invalid_number_of_processes(tokens: Path, tmp_path: Path, number: str) -> None:
     path = write_config(tmp_path / "c.json", tiny_config(tokens, tmp_path / "run"))
-    done, _ = check("--config", str(path), "--processes", number)
+    done = check("--config", str(path), "--processes", number)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
 
 
 def test_check_prints_the_resolved_run(tokens: Path, tmp_path: Path) -> None:
     path = write_config(tmp_path / "c.json", tiny_config(tokens, tmp_path / "run"))
-    done, _ = check("--config", str(path), "--processes", "2")
+    done = check("--config", str(path), "--processes", "2")
     assert done.returncode == 0, done.stderr
     for words in ("8 samples per step = micro-batch 2 x accumulation 2 x dp 2", "256 tokens per step", "epochs"):
         assert words in done.stdout

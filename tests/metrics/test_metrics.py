@@ -17,6 +17,7 @@ import pytest
 from pipeline.metrics.journal import Journal, read_rows
 from pipeline.metrics.peak import peak_flops
 from pipeline.metrics.units import bits_per_byte, perplexity
+from tests import warm
 from tests.conftest import command_line, losses, tiny_config, write_config
 from tests.metrics.offline import logged
 
@@ -149,5 +150,5 @@ for step in StepLoader(mixture, BatchSizes(4, 2, 2, 1, 16), dp_rank=0, steps=(1,
     optimizer.step()
 print(step.step)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == 3
+    done = warm.run("-c", code)
+    assert json.loads(done.stdout) == 3, done.stderr

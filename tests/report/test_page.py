@@ -15,7 +15,8 @@ from pipeline.report import svg
 from pipeline.report.command import write_atomically
 from pipeline.report.facts import facts
 from pipeline.report.runs import read_run
-from tests.evaluation.small import SEQUENCE, run_python
+from tests import warm
+from tests.evaluation.small import SEQUENCE
 from tests.report.made import make_run
 
 PACKAGE = Path(svg.__file__).parent
@@ -31,7 +32,7 @@ def made(model: Path, tokens: Path, tmp_path_factory: pytest.TempPathFactory) ->
     runs = [make_run(work / "a", steps=40), make_run(work / "b", steps=30, distilled=True)]
     named = ["--run", f"first={runs[0]}", "--run", f"<second>={runs[1]}", "--model", f"[small]={model}"]
     data = ["--data", tokens, "--sequence-length", SEQUENCE, "--max-tokens", 320]
-    done = run_python("-m", "pipeline", "report", work / "r.html", *named, *data, "--prompt", PROMPT, "--tokens", 4)
+    done = warm.run("-m", "pipeline", "report", work / "r.html", *named, *data, "--prompt", PROMPT, "--tokens", 4)
     assert done.returncode == 0, done.stderr
     assert "evaluating 1/1: [small]" in done.stderr
     return work / "r.html", done.stdout

@@ -13,7 +13,8 @@ import pytest
 from headrace.base.errors import ConfigError, DataError, HeadraceError
 from pipeline.report import command
 from pipeline.report.inputs import check
-from tests.evaluation.small import SEQUENCE, run_python
+from tests import warm
+from tests.evaluation.small import SEQUENCE
 from tests.report.made import make_run
 
 Check = Callable[..., object]
@@ -129,7 +130,7 @@ def test_a_prompt_needs_a_tokenizer(checked: Check, model: Path, tmp_path: Path)
 
 def test_the_command_exits_with_2_and_writes_nothing(model: Path, tokens: Path, tmp_path: Path) -> None:
     given = ["--run", f"a={tmp_path / 'nowhere'}", "--model", f"a={model}", "--data", tokens]
-    done = run_python("-m", "pipeline", "report", tmp_path / "report.html", *given)
+    done = warm.run("-m", "pipeline", "report", tmp_path / "report.html", *given)
     assert done.returncode == 2
     assert "no such directory" in done.stderr
     assert list(tmp_path.iterdir()) == []
