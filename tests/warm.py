@@ -51,8 +51,9 @@ DATA_PREP = (
     "data_prep.tokenizer.existing",
 )
 """The modules that the commands of data prep import, without torch."""
-TERMINATE_S = 5.0
-"""Seconds that the other ranks have to exit after one has failed."""
+EXIT_S, TERMINATE_S = 5.0, 5.0
+"""Seconds that the other ranks have to exit after one has failed, by themselves and after SIGTERM: rank 0 may be about
+to print the whole message."""
 
 
 def run(
@@ -141,7 +142,7 @@ class Job:
         return 0
 
     def _end(self) -> None:
-        for number, timeout_s in ((signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, 60.0)):
+        for number, timeout_s in ((0, EXIT_S), (signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, 60.0)):
             for child in self.running.values():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child, number)

@@ -30,7 +30,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run_command(work: Path, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
     """Runs `python -m data_prep ...` in `work`, in a forked process, and checks its exit code."""
-    done = warm.run("-m", "data_prep", *arguments, cwd=work, timeout_s=120, imported="data_prep")
+    done = warm.run("-m", "data_prep", *arguments, cwd=work, timeout_s=300, imported="data_prep")
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr, done.stderr
     return done

@@ -94,7 +94,7 @@ def make_model(folder: Path, tokens: Path, *, tied: bool = True, steps: int = 60
 def run_python(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
     """Runs this Python with arguments in a process of its own, output captured."""
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, **options)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, **options)
 
 
 def _write_split(root: Path, split: str, texts: list[str], tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:

@@ -13,9 +13,10 @@ BORDERS = ((4, 5, 11, 20), (9,))
 FP32 = 1e-5
 HEADS = 4
 GRADIENT = 2 * T * HEADS * 2**-23
-"""Relative to the largest value of a gradient: 2.3e-5. The gradient of a norm of queries or keys (Gemma 3, Qwen 3) adds a
-term for each of 2 samples x T tokens x 4 heads, with one rounding each. Against fp64, that of Gemma 3 is off by 1.0e-5 with
-Hugging Face's eager attention and by 2.2e-5 with ours and its sdpa, all others by less than 5e-6."""
+"""Relative to the largest value of a gradient: 2.3e-5. The gradient of a norm of queries or keys (Gemma 3, Qwen 3) is a
+sum of a term for each of 2 samples x T tokens x 4 heads, with one rounding each. Against fp64, that of Gemma 3 is off
+by 1.0e-5 with Hugging Face's eager attention and by 2.0e-5 with ours and its sdpa; those of other dense models by less
+than 2e-6."""
 
 
 @pytest.mark.parametrize("theirs", ["sdpa", "eager"])

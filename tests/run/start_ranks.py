@@ -27,8 +27,8 @@ from pipeline.run import preflight, resume
 from pipeline.topology import Topology
 
 RANKS = 4
-TIMEOUT_S = 6.0
-AT_A_TIME = 6
+TIMEOUT_S = 8.0
+AT_A_TIME = 4
 WRONG = "wrong"
 """Nobody is stopped: a rank adds up another number."""
 

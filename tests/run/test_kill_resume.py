@@ -56,8 +56,7 @@ def wait_until_unlocked(run_dir: Path) -> None:
 def uninterrupted(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A ZeRO-3 run on two processes that nobody touched."""
     work = tmp_path_factory.mktemp("whole")
-    config = write_config(work / "c.json", tiny_config(tokens, work / "run"))
-    subprocess.run(deepspeed(config), check=True, capture_output=True, cwd=work)
+    launch("train.py", write_config(work / "c.json", tiny_config(tokens, work / "run")), processes=2)
     return work / "run"
 
 

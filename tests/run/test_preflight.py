@@ -15,7 +15,7 @@ import pytest
 from headrace.base.errors import EXIT_LOST
 from headrace.base.processes import state_of
 from tests import warm
-from tests.conftest import ROOT
+from tests.conftest import ROOT, selected
 from tests.run.start_ranks import RANKS, WRONG
 
 SCRIPT = Path(__file__).with_name("start_ranks.py")
@@ -38,7 +38,10 @@ STOPPED = {
 }
 """Where and which rank -> in words."""
 CASES = (AT_REST, f"{WRONG}:{BAD}", "absent:0", f"absent:{BAD}", *STOPPED)
-# each of three times six takes the time itself, 5 s until a stopped store is given up, 3 s in which ranks agree
+ALWAYS = ("store:0", f"tp:{BAD}", "shared:0", f"watched:{BAD}")
+"""Those of `make test`; `make test-integration` runs the others."""
+NAMES = [pytest.param(case, marks=[] if case in ALWAYS else pytest.mark.integration) for case in STOPPED]
+# each of four times four takes the time itself, 5 s until a stopped store is given up, 3 s in which ranks agree
 LIMIT_S = 240.0
 
 
@@ -51,13 +54,16 @@ class Start:
 
 
 @pytest.fixture(scope="module")
-def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Start]:
-    """All cases, several at a time: they mostly wait."""
+def starts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Start]:
+    """The selected cases, several at a time: they mostly wait."""
     work = tmp_path_factory.mktemp("starts")
-    done = warm.run(SCRIPT, *CASES, cwd=work, merged=True, timeout_s=LIMIT_S)
+    test = test_a_rank_that_is_stopped_on_the_way_is_named_and_the_others_can_be_started_again
+    wanted = {*CASES} - {*STOPPED} | {f"tp:{BAD}", *selected(request.session, test, "case")}
+    cases = [case for case in CASES if case in wanted]
+    done = warm.run(SCRIPT, *cases, cwd=work, merged=True, timeout_s=LIMIT_S)
     assert done.returncode == 0, done.stdout
     found = {}
-    for case in CASES:
+    for case in cases:
         codes = {int(path.name.removeprefix("code-")): int(path.read_text()) for path in (work / case).glob("code-*")}
         found[case] = Start({rank: (work / case / f"said-{rank}").read_text() for rank in codes}, codes)
     return found
@@ -69,7 +75,7 @@ def test_ranks_that_all_answer_are_told_in_one_line(starts: dict[str, Start]) ->
     assert "preflight: dp 2, tp 2, all 4 ranks answer" in start.said[0]
 
 
-@pytest.mark.parametrize("case", STOPPED)
+@pytest.mark.parametrize("case", NAMES)
 def test_a_rank_that_is_stopped_on_the_way_is_named_and_the_others_can_be_started_again(
     starts: dict[str, Start], case: str
 ) -> None:
