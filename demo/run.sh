@@ -39,7 +39,7 @@ step "Compare them all" python -m pipeline report $o/report.html \
   --model int8=$o/models/student-int8 --model int4=$o/models/student-int4 \
   --data $o/tokens --sequence-length 128 --max-tokens 40000
 step "Let the smallest one write code" python -m pipeline complete $o/models/student-int4 \
-  --prompt 'def read_file(' --tokens 80
-step "... and prose" python -m pipeline complete $o/models/student-int4 --prompt 'Return the number of' --tokens 48
+  --prompt '    def __init__(self' --temperature 0.6 --tokens 80
+step "... and prose" python -m pipeline complete $o/models/student-int4 --prompt 'Returns a list of' --temperature 0.6
 echo
 echo "Open $o/report.html. Next: deepspeed ${processes[*]} pipeline/train.py --config ds_configs/zero3.json"
