@@ -59,15 +59,18 @@ class _Pending:
     at: list[Array] = field(default_factory=list)
     keys: list[U64] = field(default_factory=list)
     fields: list[Mapping[str, Any]] = field(default_factory=list)
+    """Further fields of each text, empty for a source that has none; no entries where no source has any."""
     units: list[tuple[int, int]] = field(default_factory=list)
     """(number of the unit, number of texts)."""
     characters: int = 0
 
     def add(self, batch: TextBatch, keys: U64, unit: int) -> None:
+        if batch.fields:  # batches of sources without such fields may stand before and after this one
+            self.fields += [{}] * (len(self.texts) - len(self.fields))
         self.texts += batch.texts
+        self.fields += batch.fields or [{}] * (len(batch.texts) if self.fields else 0)
         self.at.append(np.array(batch.at, np.int64))
         self.keys.append(keys)
-        self.fields += batch.fields
         self.units.append((unit, len(batch.texts)))
         self.characters += batch.characters
 

@@ -74,3 +74,26 @@ def test_the_error_for_a_split_that_cleaning_empties_names_the_steps(
     (work / "forbidden.txt").write_text("mill\n")
     error = cli("--config", config, code=2).stderr
     assert "80 word_blocklist" in error
+
+
+def test_a_url_is_that_of_its_own_text_where_other_sources_of_the_task_have_none(
+    work: Path, cli: Any, write_config: Callable[..., str]
+) -> None:
+    """Texts of several sources share a batch; those without further fields stand before and after those with them."""
+    for name in ("before", "after"):
+        (work / name).mkdir()
+        for i in range(4):
+            (work / name / f"{i}.txt").write_text(f"A text file {name} the others, number {i}.\n")
+    urls = ["http://1.org", "http://4.org", "http://2.org"]
+    rows = [{"text": f"A record from {url} about mills.", "url": url, "name": url} for url in urls]
+    (work / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (work / "domains.txt").write_text("4.org\n")
+    sources = [
+        {"path": "before", "type": "text"},
+        {"path": "a.jsonl", "id_field": "name"},
+        {"path": "after", "type": "text"},
+    ]
+    clean = [{"step": "url_blocklist", "domains": ["domains.txt"]}]
+    cli("--config", write_config(sources=sources, clean=clean, list_dropped="texts", heldout_fraction=0.3))
+    (dropped,) = [json.loads(line) for line in (work / "tokens" / "dropped.jsonl").read_text().splitlines()]
+    assert dropped["text"] == "A record from http://4.org about mills."
