@@ -25,21 +25,21 @@ stdlib=$(python -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')
 o=out/demo
 
 [ -e $o/corpus/docstrings.jsonl.zst ] || step "Gather text that is on every machine" python demo/gather_corpus.py $o/corpus
-step "Tokenise and shard it" python -m data_prep --config demo/corpus.json --set "sources.0.path=$stdlib"
-step "What would be trained?" python -m pipeline check --config demo/teacher.json
+step "Tokenize and shard it" headrace prep --config demo/corpus.json --set "sources.0.path=$stdlib"
+step "What would be trained?" headrace check --config demo/teacher.json
 step "Train a teacher" deepspeed --log_level warning "${processes[@]}" pipeline/train.py --config demo/teacher.json
-once $o/models/teacher step "Export it for Hugging Face" python -m pipeline export $o/runs/teacher $o/models/teacher
-step "Distil it into two of its three layers" deepspeed --log_level warning "${processes[@]}" pipeline/distill.py --config demo/student.json
-once $o/models/student step "Export the student" python -m pipeline export $o/runs/student $o/models/student
-once $o/models/student-int8 step "Quantize to 8 bits" python pipeline/quantize.py --config demo/int8.json
-once $o/models/student-int4 step "Quantize to 4 bits" python pipeline/quantize.py --config demo/int4.json
-step "Compare them all" python -m pipeline report $o/report.html \
+once $o/models/teacher step "Export it for Hugging Face" headrace export $o/runs/teacher $o/models/teacher
+step "Distill it into two of its three layers" deepspeed --log_level warning "${processes[@]}" pipeline/distill.py --config demo/student.json
+once $o/models/student step "Export the student" headrace export $o/runs/student $o/models/student
+once $o/models/student-int8 step "Quantize to 8 bits" headrace quantize --config demo/int8.json
+once $o/models/student-int4 step "Quantize to 4 bits" headrace quantize --config demo/int4.json
+step "Compare them all" headrace report $o/report.html \
   --run teacher=$o/runs/teacher --run student=$o/runs/student \
   --model teacher=$o/models/teacher --model student=$o/models/student \
   --model int8=$o/models/student-int8 --model int4=$o/models/student-int4 \
   --data $o/tokens --sequence-length 128 --max-tokens 40000
-step "Let the smallest one write code" python -m pipeline complete $o/models/student-int4 \
+step "Let the smallest one write code" headrace complete $o/models/student-int4 \
   --prompt '    def __init__(self' --temperature 0.6 --tokens 80
-step "... and prose" python -m pipeline complete $o/models/student-int4 --prompt 'Returns a list of' --temperature 0.6
+step "... and prose" headrace complete $o/models/student-int4 --prompt 'Returns a list of' --temperature 0.6
 echo
 echo "Open $o/report.html. Next: deepspeed ${processes[*]} pipeline/train.py --config ds_configs/zero3.json"

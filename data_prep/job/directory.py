@@ -37,10 +37,12 @@ from data_prep.tasks.sorted_runs import task_directory
 from headrace.base.directory import fingerprint_of, write_json
 from headrace.base.errors import DataError
 from headrace.base.lock import lock_file
-from headrace.base.version import __version__
 
 _FORMAT = 3
-"""Version of the files that tasks write for other tasks. A job of another version is not resumed."""
+"""Version of what tasks compute and of the files they leave for other tasks; a job of another one is not resumed.
+
+It is raised when the same config and inputs would give other bytes. The version of the package does not decide that.
+"""
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ class Job:
         return saved
 
     def check_identity(self, identity: dict[str, Any], saved: dict[str, Any]) -> None:
-        """Checks that the job directory was made with the same config, inputs and version of the code.
+        """Checks that the job directory was made with the same config, inputs and format.
 
         Raises:
             DataError: names what differs. Keys of `saved` that are missing in `identity` are not compared.
@@ -199,4 +201,4 @@ def job_identity(
         cleaning: what the cleaning steps depend on besides the config, see `cleaning_identity`.
     """
     given = {"inputs": listing, "tokenizer": tokenizer, "cleaning": cleaning}
-    return {"headrace": __version__, "format": _FORMAT, "config": config.identity(), **given}
+    return {"format": _FORMAT, "config": config.identity(), **given}

@@ -106,7 +106,7 @@ def test_help_of_no_verb_imports_what_takes_seconds() -> None:
 
 def test_the_version_is_that_of_the_package() -> None:
     done = run("--version")
-    assert (done.exit_code, done.output) == (0, "headrace 0.1.0\n")
+    assert (done.exit_code, done.output) == (0, "headrace 0.5.0\n")
 
 
 @pytest.mark.parametrize(
