@@ -258,7 +258,7 @@ def _print_plan(plan: Plan) -> None:
 
 def _print_exists(output: Path) -> None:
     print(f"{output} exists already, made with this config from files of these names and sizes; nothing to do")
-    print(f"(the input was not read again; to check the output: python -m data_prep verify {output})")
+    print(f"(the input was not read again; to check the output: headrace prep verify {output})")
 
 
 def _print_summary(output: Path, manifest: Manifest) -> None:

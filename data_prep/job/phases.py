@@ -137,7 +137,7 @@ def load_prepared_job(config: CorpusConfig) -> Job:
     job = Job(config)
     saved = job.saved_identity()
     if saved is None or read_marker(job.tokenizer) is None:
-        raise DataError(f"{job.root} has no prepared job\n  try: python -m data_prep prepare --config FILE")
+        raise DataError(f"{job.root} has no prepared job\n  try: headrace prep prepare --config FILE")
     with os_errors_as_data_errors("reading the cleaning lists and the tokenizer"):
         tokenizer, cleaning = tokenizer_identity(config), cleaning_identity(config)
     job.check_identity(job_identity(config, listing=saved["inputs"], tokenizer=tokenizer, cleaning=cleaning), saved)

@@ -229,7 +229,7 @@ class GuardedStepper:
         return TrainingError(
             f"step {step}: {anomaly}{times}\n"
             f"  it was not applied to the weights, and the last checkpoint is untouched.{recheck[reproduced]}\n"
-            f"  try: python -m pipeline samples RUN --step {step} shows its text (samples {samples[0]} to"
+            f"  try: headrace samples RUN --step {step} shows its text (samples {samples[0]} to"
             f" {samples[-1]}); anomalies.{field} skip or rollback; a lower optimizer.params.lr, gradient_clipping 1.0,"
             f" a longer warm-up"
         )

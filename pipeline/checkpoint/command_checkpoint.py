@@ -1,4 +1,4 @@
-"""`python -m pipeline checkpoint ls|verify|export`: lists, verifies and exports checkpoints, without a GPU."""
+"""`headrace checkpoint ls|verify|export`: lists, verifies and exports checkpoints, without a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHOWN = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `python -m pipeline checkpoint`."""
+    """Adds the arguments of `headrace checkpoint`."""
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="ls|verify|export")
     text = "the checkpoints of a run, or the tensors of one checkpoint"
     listing = verbs.add_parser("ls", help=text, description=f"Lists {text}.")
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "path", metavar="RUN|CHECKPOINT", help="a run directory (its newest checkpoint is read), or one checkpoint"
     )
     verify.add_argument("--all", action="store_true", help="read all checkpoints of the run")
-    export = verbs.add_parser("export", help="write the model as a Hugging Face folder: as python -m pipeline export")
+    export = verbs.add_parser("export", help="write the model as a Hugging Face folder: as headrace export")
     command_export.add_arguments(export)
 
 
@@ -65,7 +65,7 @@ def _list(arguments: argparse.Namespace) -> int:
     console.print(listing.checkpoint_table(rows))
     for name in listing.unfinished_checkpoints(path):
         console.print(f"{name}: being written, or left by a killed run; the next start removes it", markup=False)
-    console.print("only file sizes were checked; python -m pipeline checkpoint verify reads every byte", markup=False)
+    console.print("only file sizes were checked; headrace checkpoint verify reads every byte", markup=False)
     return 0
 
 

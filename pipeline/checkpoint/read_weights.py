@@ -51,7 +51,7 @@ class CheckpointWeights:
         except (CheckpointException, RuntimeError, ValueError, OSError) as error:
             lines = str(error).strip().splitlines() or [repr(error)]
             raise CheckpointError(
-                f"{self._directory}: {name} cannot be read: {lines[-1]}\n  try: python -m pipeline checkpoint verify"
+                f"{self._directory}: {name} cannot be read: {lines[-1]}\n  try: headrace checkpoint verify"
             ) from None
         return value
 

@@ -21,7 +21,7 @@ class QuantizeConfig(Section):
 
     model: str = Field(
         description="Hugging Face folder of the floating-point model to quantize, e.g. out/demo/model, as written by"
-        " python -m pipeline export"
+        " headrace export"
     )
     output: str = Field(description="Directory of the quantized model, e.g. out/demo/model-int4; it must not exist yet")
     weights: Literal["int8", "int4"] = Field(

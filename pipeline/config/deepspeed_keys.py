@@ -114,7 +114,7 @@ REFUSED_ON_TORCH: dict[str, str] = {
     "zero_optimization.stage3_max_reuse_distance": "use zero_optimization.stage 2 to keep parameters gathered",
     "zero_optimization.stage3_prefetch_bucket_size": _GATHERS,
     "zero_optimization.stage3_param_persistence_threshold": _GATHERS,
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "use python -m pipeline export",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "use headrace export",
     "aio": "remove it: there is no offload there",
     "wall_clock_breakdown": "remove it: DeepSpeed's own timers",
     "steps_per_print": "remove it: DeepSpeed's own log",

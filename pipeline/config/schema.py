@@ -155,7 +155,7 @@ class DataSection(Section):
     packing: Literal["contiguous", "best_fit"] = Field(
         "contiguous",
         description="How documents become samples: contiguous (windows over the concatenated documents, the default) or"
-        " best_fit (whole documents, packed beforehand by python -m data_prep pack)",
+        " best_fit (whole documents, packed beforehand by headrace prep pack)",
     )
     fim: FimSection | None = Field(None, description='Fill-in-the-middle training, e.g. {"rate": 0.5}; off when absent')
     prefetch: Count = Field(4, description="Steps whose batches the loader's thread reads ahead of the training")

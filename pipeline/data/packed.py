@@ -1,4 +1,4 @@
-"""Packed dataset: samples are whole documents, packed best-fit by `python -m data_prep pack`."""
+"""Packed dataset: samples are whole documents, packed best-fit by `headrace prep pack`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class PackedDataset(TokenDataset):
         manifest = manifest or read_manifest(path, kind="tokens")
         check_files(path, manifest, split=split, source=source)
         packed = path / packing_name(sequence_length)
-        how = f"python -m data_prep pack {path} --length {sequence_length}"
+        how = f"headrace prep pack {path} --length {sequence_length}"
         if not packed.is_dir():
             raise DataError(f"{path} is not packed for samples of {sequence_length} tokens\n  try: {how}")
         packing = read_manifest(packed, kind=PACKING_KIND)

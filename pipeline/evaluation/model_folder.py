@@ -20,7 +20,7 @@ from headrace.base.errors import DataError
 
 CONFIG = "config.json"
 _TORCH_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_EXPORT = "make one with: python -m pipeline export RUN OUT"
+_EXPORT = "make one with: headrace export RUN OUT"
 
 
 @dataclass(frozen=True)

@@ -234,7 +234,7 @@ def test_the_tokens_keep_their_fingerprint_and_the_packing_has_its_own(tokens: P
 
 
 def test_a_missing_packing_or_one_of_other_tokens_is_refused(tokens: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"python -m data_prep pack .* --length 16"):
+    with pytest.raises(DataError, match=r"headrace prep pack .* --length 16"):
         opened(tokens, sequence_length=16)
     other = shutil.copytree(tokens, tmp_path / "other")
     path = other / "manifest.json"
