@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import subprocess
@@ -25,7 +26,9 @@ def build_site() -> Path:
     """
     if not ZENSICAL.exists():
         pytest.skip("zensical is not installed beside this Python")
-    work = Path(tempfile.mkdtemp(prefix="headrace-site-"))
+    folder = tempfile.TemporaryDirectory(prefix="headrace-site-")
+    atexit.register(folder.cleanup)
+    work = Path(folder.name)
     shutil.copytree(ROOT / "docs", work / "docs")
     for name in ("mkdocs.yml", "CHANGELOG.md"):
         shutil.copy(ROOT / name, work / name)
