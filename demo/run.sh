@@ -40,6 +40,6 @@ step "Compare them all" headrace report $o/report.html \
   --data $o/tokens --sequence-length 128 --max-tokens 40000
 step "Let the smallest one write code" headrace complete $o/models/student-int4 \
   --prompt '    def __init__(self' --temperature 0.6 --tokens 80
-step "... and prose" headrace complete $o/models/student-int4 --prompt 'Returns a list of' --temperature 0.6
+step "... and prose" headrace complete $o/models/student-int4 --prompt 'This class is used to' --temperature 0.5
 echo
 echo "Open $o/report.html. Next: deepspeed ${processes[*]} pipeline/train.py --config ds_configs/zero3.json"
