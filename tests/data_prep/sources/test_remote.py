@@ -22,6 +22,20 @@ from tests.data_prep.sources.fake_hub import serve_hub
 Tree = dict[str, bytes]
 
 
+@pytest.fixture
+def cli(work: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`python -m data_prep` as a process of its own: its workers need the addresses and keys of this environment."""
+
+    def run(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "data_prep", *arguments]
+        done = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == code, done.stdout + done.stderr
+        assert "Traceback" not in done.stderr, done.stderr
+        return done
+
+    return run
+
+
 @pytest.fixture(scope="module")
 def s3() -> Iterator[Any]:
     """An empty bucket `s3://corpus` on a local server; boto's settings are in the environment."""
