@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import zstandard
 
 from tests.conftest import ROOT, make_tokens, text_folders
+from tests.docs.shell import run_printed
 
 AFTER_THE_DEMO = "After the demo, the same with your own hands:"
 CORPUS = "## Your own text, your own model"
@@ -25,23 +23,6 @@ def block_after(text: str, number: int = 0) -> str:
     return re.sub(r"^    ", "", blocks[number], flags=re.MULTILINE)
 
 
-def run(script: str, cwd: Path) -> str:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script],
-        cwd=cwd,
-        env={**os.environ, "PATH": path},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    return done.stdout
-
-
 @pytest.mark.integration
 def test_the_commands_after_the_demo_run_as_printed(tmp_path: Path) -> None:
     for name in ("ds_configs", "pipeline"):
@@ -52,7 +33,7 @@ def test_the_commands_after_the_demo_run_as_printed(tmp_path: Path) -> None:
     commands = block_after(AFTER_THE_DEMO)
     assert "headrace train" in commands
     assert "deepspeed pipeline/train.py" in commands
-    said = run(commands.replace("source .venv/bin/activate\n", ""), tmp_path)
+    said = run_printed(commands.replace("source .venv/bin/activate\n", ""), tmp_path)
     assert "finished: 100 steps" in said
 
 
@@ -64,4 +45,4 @@ def test_the_commands_of_data_prep_run_as_printed(tmp_path: Path) -> None:
     (tmp_path / "corpus" / "a.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
     commands = [line for line in block_after(CORPUS, 1).splitlines() if line.startswith("headrace prep")]
     assert len(commands) == 3
-    assert "fingerprint" in run("\n".join(commands), tmp_path)
+    assert "fingerprint" in run_printed("\n".join(commands), tmp_path)

@@ -26,7 +26,8 @@ FAULTS_EACH = 10
 
 def parity() -> Sweep:
     """Every legal layout against the one-process reference."""
-    by_name = {name_of(values): values for cells in full().values() for values in cells}
+    groups = {group: {name_of(values): values for values in cells} for group, cells in full().items()}
+    by_name = {name: values for cells in groups.values() for name, values in cells.items()}
 
     def run_batch(cells: Sequence[str]) -> Outcomes:
         with tempfile.TemporaryDirectory(prefix="headrace-parity-") as work:
@@ -40,7 +41,7 @@ def parity() -> Sweep:
         what="A cell is a layout with a precision and options. It runs 20 steps, which are compared with one plain"
         " process (losses, gradient norms, every tensor of the first gradient, held-out loss), and resumes another"
         " layout's checkpoint for 5 steps.",
-        groups={group: list(map(name_of, cells)) for group, cells in full().items()},
+        groups={group: list(cells) for group, cells in groups.items()},
         run=run_batch,
         batch=8,
     )
