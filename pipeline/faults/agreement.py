@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from pipeline.faults.stop import Stop, StopSignals
+
 
 class Agreement:
     """Computes maxima over all ranks.
@@ -24,3 +26,7 @@ class Agreement:
         dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
         maxima: list[int] = reduced.tolist()
         return maxima
+
+    def requested_stop(self, signals: StopSignals) -> Stop:
+        """The strongest stop signal that any rank has received. Collective."""
+        return Stop(self.max_over_ranks(signals.requested)[0])

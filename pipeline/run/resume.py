@@ -88,15 +88,15 @@ def changes_since(checkpoint: Checkpoint, curve: dict[str, Any]) -> list[tuple[s
     return changed_fields(upgrade_keys(checkpoint.manifest.details["curve"]), upgrade_keys(curve))
 
 
-def check_shared(run_dir: Path, meeting: Rendezvous) -> None:
+def check_shared(run_dir: Path, rendezvous: Rendezvous) -> None:
     """Refuses a run directory that not all hosts see. Collective.
 
     Raises:
         ConfigError: says which ranks do not see what rank 0 has written there.
     """
-    if meeting.world_size == 1:
+    if rendezvous.world_size == 1:
         return
-    with deadline(meeting, "when it was asked for what it sees of the run's directory", extra_s=_PATIENCE_S):
+    with deadline(rendezvous, "when it was asked for what it sees of the run's directory", extra_s=_PATIENCE_S):
         blind = _blind(run_dir)
     if blind:
         why = f"{', '.join(blind[:8])} do not see what rank 0 has written there"

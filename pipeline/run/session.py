@@ -82,7 +82,7 @@ def train(run: ResolvedRun, make_objective: Callable[[torch.device], Objective],
         session = Session(prepared, launch, signals, Agreement(device), watchdog)
         with watchdog:
             session.say(preflight_summary)
-            stop = session.requested_stop()
+            stop = session.agreement.requested_stop(signals)
             if stop:  # building the engine and loading a checkpoint may take longer than the grace period
                 session.say(f"stopped by {stop} before it had begun: start it again to go on")
             else:
@@ -127,10 +127,6 @@ class Session:
         """Prints a line on rank 0; nothing for None."""
         if line is not None:
             TrainingDisplay(first=0, total=self.prepared.run.steps, shown=self._first).say(line)
-
-    def requested_stop(self) -> Stop:
-        """The strongest stop signal that any rank has received. Collective."""
-        return Stop(self.agreement.max_over_ranks(self.signals.requested)[0])
 
     def newest_checkpoint(self) -> Checkpoint | None:
         """The newest checkpoint whose checksums hold; None where the run has none. Collective.
@@ -224,7 +220,8 @@ class Session:
                 progress=Progress(done),
             )
             try:
-                stop = trainer.requested_stop() or self._missed_evaluation(trainer, done) or trainer.train()
+                stop = self.agreement.requested_stop(self.signals)
+                stop = stop or self._missed_evaluation(trainer, done) or trainer.train()
             except Rollback:
                 self.watchdog.enter_phase("rolling back")
                 trainer.wait_for_checkpoint()

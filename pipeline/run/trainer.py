@@ -118,10 +118,6 @@ class Trainer:
         """Waits for a checkpoint that is being written. Collective."""
         self._report_saved(self.writer.wait())
 
-    def requested_stop(self) -> Stop:
-        """The strongest stop signal that any rank has received. Collective."""
-        return Stop(self.agreement.max_over_ranks(self.signals.requested)[0])
-
     def evaluation_due(self, step: int) -> bool:
         """Whether there is an evaluation after a step."""
         every = self.run.config.evaluation.every
@@ -274,7 +270,7 @@ class _Interruptible:
         """Yields batches until the run is asked to stop."""
         for batch in batches:
             self._trainer.watchdog.enter_phase("evaluation")
-            self.stop = self._trainer.requested_stop()
+            self.stop = self._trainer.agreement.requested_stop(self._trainer.signals)
             if self.stop:
                 return
             yield batch

@@ -44,10 +44,10 @@ def prepare(how: str, bad: int) -> None:
     check, timed, connect = preflight._check, preflight._timed, group._connect
     open_store = store.open_store
 
-    def checking(meeting: Any, axis: str, *others: Any) -> None:
+    def checking(rendezvous: Any, axis: str, *others: Any) -> None:
         reached(axis, how, bad)
-        wrong = how == WRONG and meeting.rank == bad and axis == "tp"
-        check(replace(meeting, rank=77) if wrong else meeting, axis, *others)
+        wrong = how == WRONG and rendezvous.rank == bad and axis == "tp"
+        check(replace(rendezvous, rank=77) if wrong else rendezvous, axis, *others)
 
     def timing(*arguments: Any) -> float:
         reached("timed", how, bad)
@@ -77,12 +77,12 @@ def start_up(how: str, bad: int) -> None:
         return Mesh(Topology(dp=2, tp=2), device_type="cpu")
 
     reached("absent", how, bad)
-    with process_group(launch, gpu=None, config=LaunchSection(timeout=TIMEOUT_S)) as meeting:
-        line = preflight.preflight(meeting, make, device=torch.device("cpu"))[1]
+    with process_group(launch, gpu=None, config=LaunchSection(timeout=TIMEOUT_S)) as rendezvous:
+        line = preflight.preflight(rendezvous, make, device=torch.device("cpu"))[1]
         reached("shared", how, bad)
-        resume.check_shared(Path.cwd(), meeting)
+        resume.check_shared(Path.cwd(), rendezvous)
         reached("watched", how, bad)
-        with run_watchdog(launch, meeting, config=WatchdogSection(), run_dir=Path.cwd()):
+        with run_watchdog(launch, rendezvous, config=WatchdogSection(), run_dir=Path.cwd()):
             print(line, flush=True)
 
 

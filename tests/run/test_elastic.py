@@ -310,7 +310,7 @@ def test_a_spare_process_leaves_with_those_that_train_and_not_before(how: str, m
     port = free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
-    meeting, store = open_rendezvous(Launch("srun", 0, 1, 0, f"127.0.0.1:{port}"), 60.0)
+    rendezvous, store = open_rendezvous(Launch("srun", 0, 1, 0, f"127.0.0.1:{port}"), 60.0)
     with spare_process(port, launcher="srun") as spare:
         spare.terminate()  # leaving now, it would have `srun --wait` kill those that still save themselves
         time.sleep(1.5)
@@ -318,9 +318,9 @@ def test_a_spare_process_leaves_with_those_that_train_and_not_before(how: str, m
         if how == "over":
             store.underlying_store.set(RUN_FINISHED, "1")
         elif how == "saved":
-            meeting.set_flag(RUN_STOPPED)
+            rendezvous.set_flag(RUN_STOPPED)
         else:
-            del meeting, store
+            del rendezvous, store
         assert spare.wait(timeout=60) == 0
 
 
