@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.base.errors import ConfigError
 from headrace.base.section import suggest
-from pipeline.config.schema import DataSection, StageSection
+from pipeline.config.data_schema import CurriculumStageSection, DataSection
 
 _SHARES = ("weight", "epochs", "tokens")
 
@@ -38,7 +38,9 @@ def _check_names(data: DataSection) -> None:
             raise ConfigError(f"data.sources.{number}.name", name, why=why, remedy="give each source a name of its own")
 
 
-def _check_stage(stage: StageSection, before: StageSection | None, *, field: str, names: list[str]) -> None:
+def _check_stage(
+    stage: CurriculumStageSection, before: CurriculumStageSection | None, *, field: str, names: list[str]
+) -> None:
     at = stage.after_step
     if before is None and at:
         raise ConfigError(f"{field}.after_step", at, why="the first stage begins the run", remedy="use 0")

@@ -1,8 +1,8 @@
 """Schema of a run's config: which keys exist, their types, ranges, defaults and descriptions. No torch, no file access.
 
-Top-level keys that DeepSpeed owns keep DeepSpeed's names and meaning; their sections are in `deepspeed_schema.py`.
-Headrace's own sections stand beside them. Rules that involve two fields are in `rules.py`. Every description stands
-alone: editors show it, and it is the remedy of an error about its key.
+Top-level keys that DeepSpeed owns keep DeepSpeed's names and meaning; their sections are in `deepspeed_schema.py`, those
+of `data` in `data_schema.py`. Headrace's own sections stand beside them. Rules that involve two fields are in
+`rules.py`. Every description stands alone: editors show it, and it is the remedy of an error about its key.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from headrace.base.section import Count, Index, Section
+from pipeline.config.data_schema import DataSection
 from pipeline.config.deepspeed_schema import (
     AioSection,
     Bf16Section,
@@ -55,120 +56,6 @@ class ModelSection(Section):
         description="Attention kernel: sdpa (torch's scaled dot product attention, the default), eager, or"
         " flash_attention_2 (needs the flash-attn package). Tensor and context parallelism need sdpa",
     )
-
-
-class SourceSection(Section):
-    """One dataset of the data mixture."""
-
-    path: str = Field(
-        description="Tokens directory written by data_prep, e.g. out/demo/tokens; or PREFIX of a Megatron-LM dataset"
-        " (PREFIX.bin and PREFIX.idx)"
-    )
-    source: str | None = Field(
-        None,
-        description="Train on this named source of the tokens directory only, e.g. web; on all of them when absent",
-    )
-    name: str | None = Field(
-        None, description="Name of the source in data.curriculum, e.g. code; default: 'source', or else 'path'"
-    )
-    weight: PositiveFloat | None = Field(
-        None,
-        description="Mixing weight: share of the samples drawn from this source, relative to the other sources, e.g."
-        " 3; 1"
-        " when absent. Give one of weight, epochs, tokens",
-    )
-    epochs: PositiveFloat | None = Field(
-        None, description="Epochs of this source over the whole run, e.g. 2.5, in place of a mixing weight"
-    )
-    tokens: Count | None = Field(
-        None, description="Tokens drawn from this source over the whole run, e.g. 5e9, in place of a mixing weight"
-    )
-    max_epochs: PositiveFloat | None = Field(
-        None,
-        description="Limit on repetition: a run that would take more epochs of this source is refused, e.g. 4; no limit"
-        " when absent",
-    )
-    tokenizer: str | None = Field(
-        None,
-        description="Hugging Face folder of the tokenizer that a Megatron-LM dataset was made with, e.g."
-        " tokens/tokenizer,"
-        " since its index does not name it",
-    )
-    heldout: str | None = Field(
-        None,
-        description="Held-out data of this source in place of its own held-out split: a tokens directory with one, e.g."
-        " out/valid/tokens, or PREFIX of a Megatron-LM dataset",
-    )
-
-
-class StageSection(Section):
-    """One stage of the data curriculum: mixing weights from a step on."""
-
-    after_step: Index = Field(
-        description="The stage begins after this many optimizer steps, e.g. 9000; 0 for the first stage"
-    )
-    weights: dict[str, NonNegativeFloat] = Field(
-        description='Mixing weight of every source by name, e.g. {"web": 2, "books": 1}; 0 draws nothing from it'
-    )
-
-
-class FimSection(Section):
-    """Fill-in-the-middle (FIM): the middle of some documents is moved behind their end."""
-
-    rate: float = Field(
-        0.5, gt=0.0, le=1.0, description="FIM rate: share of the documents in a sample that are rearranged, e.g. 0.5"
-    )
-    spm_rate: float = Field(
-        0.5,
-        ge=0.0,
-        le=1.0,
-        description="Share of rearranged documents in SPM order (suffix, prefix, middle); the others are in PSM order"
-        " (prefix, suffix, middle)",
-    )
-    prefix: str = Field(
-        "<|fim_prefix|>", description="Special token before the prefix; it has to be in the tokenizer's vocabulary"
-    )
-    middle: str = Field(
-        "<|fim_middle|>", description="Special token before the middle; it has to be in the tokenizer's vocabulary"
-    )
-    suffix: str = Field(
-        "<|fim_suffix|>", description="Special token before the suffix; it has to be in the tokenizer's vocabulary"
-    )
-
-
-class DataSection(Section):
-    """Training data: the data mixture, sequence length, packing and masking."""
-
-    sources: tuple[SourceSection, ...] = Field(
-        min_length=1,
-        description='Datasets of the data mixture: a list such as [{"path": "out/demo/tokens", "weight": 1.0}]',
-        strict=False,
-    )
-    sequence_length: Count = Field(description="Sequence length: tokens per sample, e.g. 2048")
-    curriculum: tuple[StageSection, ...] | None = Field(
-        None,
-        min_length=1,
-        description="Data curriculum: mixing weights that change at given steps,"
-        ' [{"after_step": 0, "weights": {"web": 1, "code": 1}}, ...]; replaces the weights of the sources',
-        strict=False,
-    )
-    packing: Literal["contiguous", "best_fit"] = Field(
-        "contiguous",
-        description="How documents become samples: contiguous (windows over the concatenated documents, the default) or"
-        " best_fit (whole documents, packed beforehand by headrace prep pack)",
-    )
-    fim: FimSection | None = Field(None, description='Fill-in-the-middle training, e.g. {"rate": 0.5}; off when absent')
-    prefetch: Count = Field(4, description="Steps whose batches the loader's thread reads ahead of the training")
-    mask_documents: bool = Field(
-        False,
-        description="true: document mask. Attention stays within a document, positions restart in each, and no loss is"
-        " taken across document boundaries",
-    )
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the sources, in order."""
-        return [source.name or source.source or source.path for source in self.sources]
 
 
 class LossSection(Section):

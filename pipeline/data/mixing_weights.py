@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from headrace.base.errors import ConfigError
-from pipeline.config.schema import DataSection
+from pipeline.config.data_schema import DataSection
 from pipeline.data.order import MixtureStage, SampleOrder
 
 _RELATIVE_TOLERANCE: Final = 1e-3

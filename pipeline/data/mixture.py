@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from headrace.base.directory import Manifest, read_manifest
 from headrace.base.errors import ConfigError, DataError
-from pipeline.config.schema import DataSection, SourceSection
+from pipeline.config.data_schema import DataSection, SourceSection
 from pipeline.data import megatron
 from pipeline.data.dataset import TokenDataset, tokenizer_details
 from pipeline.data.documents import DocumentBoundaries, join

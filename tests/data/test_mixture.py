@@ -15,9 +15,9 @@ from headrace.base.section import parse
 from pipeline.config.batch import BatchSizes
 from pipeline.config.curve import curve_fields
 from pipeline.config.data_rules import check_data
+from pipeline.config.data_schema import DataSection
 from pipeline.config.load import load_config
 from pipeline.config.rules import resolve
-from pipeline.config.schema import DataSection
 from pipeline.data.loader import StepLoader
 from pipeline.data.mixing_weights import Extent, make_order
 from pipeline.data.mixture import DataMixture, open_heldout, open_mixture

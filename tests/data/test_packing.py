@@ -26,7 +26,7 @@ from headrace.base.directory import read_manifest, verify
 from headrace.base.errors import ConfigError, DataError
 from headrace.base.section import parse
 from pipeline.config.batch import BatchSizes
-from pipeline.config.schema import DataSection
+from pipeline.config.data_schema import DataSection
 from pipeline.data.document_slices import document_slices
 from pipeline.data.documents import find_boundaries
 from pipeline.data.loader import IGNORE, StepBatch, StepLoader

@@ -138,7 +138,7 @@ def test_the_step_loader_feeds_a_plain_pytorch_loop(tokens: Path) -> None:
     code = f"""
 import torch
 from pipeline.config.batch import BatchSizes
-from pipeline.config.schema import DataSection, SourceSection
+from pipeline.config.data_schema import DataSection, SourceSection
 from pipeline.data.mixture import open_mixture
 from pipeline.data.loader import StepLoader
 mixture = open_mixture(DataSection(sources=(SourceSection(path={str(tokens)!r}),), sequence_length=16), seed=1)
