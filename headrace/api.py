@@ -146,7 +146,10 @@ def _run(module: str, raw: dict[str, Any], options: Sequence[str], *, error: typ
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             assert process.stderr is not None
-            threads = [_forward(process.stdout, sys.stdout, deque()), _forward(process.stderr, sys.stderr, tail)]
+            threads = [
+                _forward(process.stdout, sys.stdout, deque(maxlen=0)),
+                _forward(process.stderr, sys.stderr, tail),
+            ]
             try:
                 code = process.wait()
             except KeyboardInterrupt:  # the process has got it, too, and saves its work before it ends

@@ -1,7 +1,7 @@
 """Schema of a run's config: which keys exist, their types, ranges, defaults and descriptions. No torch, no file access.
 
-Top-level keys that DeepSpeed owns keep DeepSpeed's names and meaning; their sections are in `deepspeed_schema.py`, those
-of `data` in `data_schema.py`. Headrace's own sections stand beside them. Rules that involve two fields are in
+Top-level keys that DeepSpeed owns keep DeepSpeed's names and meaning; their sections are in `deepspeed_schema.py`, and
+those of `data` in `data_schema.py`. Headrace's own sections stand beside them. Rules that involve two fields are in
 `rules.py`. Every description stands alone: editors show it, and it is the remedy of an error about its key.
 """
 

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -34,6 +34,21 @@ def exclusive_run(run_dir: Path) -> Iterator[None]:
                 f"warning: {run_dir} cannot be locked ({error}): see to it that only one run uses it", file=sys.stderr
             )
         yield
+
+
+def is_training(run_dir: Path) -> bool | None:
+    """Whether a process holds the run's directory; None where the file system has no locks.
+
+    The lock is taken shared and given back at once: a run that starts at that moment waits longer than that.
+    """
+    with suppress(FileNotFoundError), (run_dir / LOCK).open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return None
+    return False
 
 
 def _lock(file: TextIO) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from pipeline.checkpoint.naming import finished_checkpoints
 from pipeline.faults.report import read_faults
 from pipeline.metrics.journal import NAME as JOURNAL
 from pipeline.metrics.journal import read_rows
-from pipeline.run.lock import LOCK
+from pipeline.run.lock import is_training
 
 _NOTABLE = frozenset({"rollback", "fault", "checkpoint_failed", "replicas", "non_finite", "spike"})
 """Events of the journal that somebody should look at."""
@@ -89,19 +87,7 @@ def read_status(run_dir: Path) -> RunStatus:
         heldout_loss=evaluation.get("loss"),
         checkpoint=checkpoint,
         checkpoint_step=checkpoint_step,
-        training=_is_locked(run_dir / LOCK),
+        training=is_training(run_dir),
         idle_seconds=max(0.0, time.time() - journal.stat().st_mtime) if journal.exists() else None,
         faults=tuple(sorted([*events, *read_faults(run_dir)], key=lambda row: int(row.get("step", 0)))),
     )
-
-
-def _is_locked(path: Path) -> bool | None:
-    """Whether a process holds the run's lock. Taken shared and given back at once: a run that starts waits longer."""
-    with suppress(FileNotFoundError), path.open() as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return None
-    return False
