@@ -13,6 +13,7 @@ from headrace.base.errors import ConfigError, DataError
 
 if TYPE_CHECKING:  # the phases import numpy and pyarrow: --help does not wait for them
     from data_prep.config.corpus import CorpusConfig
+    from data_prep.job.prepare import InspectedJob
     from data_prep.job.progress import Display
     from data_prep.sources.units import Plan
     from headrace.base.directory import Manifest
@@ -54,7 +55,7 @@ def _parser(first: list[str]) -> argparse.ArgumentParser:
                 add_arguments(sub, name)
             sub.set_defaults(run=run)
         return parser
-    about = "Turns a corpus into a tokens directory: reads, splits, tokenises, shards, checksums."
+    about = "Turns a corpus into a tokens directory: reads, splits, tokenizes, shards, checksums."
     parser = argparse.ArgumentParser(prog="python -m data_prep", description=about, epilog=_EPILOG, formatter_class=raw)
     add_arguments(parser, "all")
     parser.set_defaults(run=run_all)
@@ -103,7 +104,7 @@ def run_all(args: argparse.Namespace) -> None:
     if prepare.output_is_complete(inspected):
         return _print_exists(inspected.job.output)
     with choose.open_executor(args.executor, **options) as executor, prepare.open_job(inspected, executor) as plan:
-        _print_plan(plan)
+        _print_plan(plan, inspected)
         displays = phases.run_phases(inspected.job, executor)
         manifest = phases.commit_output(inspected.job, tokenizer=inspected.identity["tokenizer"])
     _print_summary(inspected.job.output, manifest)
@@ -129,13 +130,20 @@ def _plan(args: argparse.Namespace) -> None:
 
     inspected = prepare.inspect(_config(args))
     plan = inspected.plan_map_tasks()
-    _print_plan(plan)
+    _print_plan(plan, inspected)
     found = estimate_or_reason(inspected.job.config, plan)
     if not isinstance(found, Estimate):
         return print(found)
     workers = _workers(args) or default_workers()
-    print(f"about {found.tokens:,} tokens")
-    print(f"about {_duration(found.seconds(workers))} on {workers} workers at {found.mb_per_s:.1f} MB/s each,")
+    print(f"about {_rounded(found.tokens)} tokens")
+    speed = f"at {found.mb_per_s:.1f} MB/s each,"
+    if found.training_s:
+        stored = inspected.job.trained_tokenizers
+        unless = f" (unless {stored} has it)" if stored.is_dir() else ""
+        print(f"about {_duration(found.training_s)} to train the tokenizer{unless}, then")
+    print(f"about {_duration(found.map_seconds(workers))} on {workers} workers {speed}")
+    if found.training_s:
+        print(f"together about {_duration(found.seconds(workers))}:")
     return print("measured just now on a few megabytes; start-up and writing the shards are not included")
 
 
@@ -153,7 +161,7 @@ def _prepare(args: argparse.Namespace) -> None:
     if prepare.output_is_complete(inspected):
         return _print_exists(inspected.job.output)
     with prepare.open_job(inspected) as plan:
-        return _print_plan(plan)
+        return _print_plan(plan, inspected)
 
 
 def _phase(args: argparse.Namespace) -> None:
@@ -245,15 +253,31 @@ def _workers(args: argparse.Namespace) -> int | None:
 
 
 def _duration(seconds: float) -> str:
+    """A duration with as many digits as an estimate knows: 7 s, 85 s, 4 min, 25 min, 2.5 h, 31 h, 4 days."""
     if seconds < 120:
-        return f"{max(1.0, seconds):.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+        return f"{max(1, round(seconds))} s" if seconds < 10 else f"{5 * round(seconds / 5)} s"
+    if seconds < 7200:
+        minutes = seconds / 60
+        return f"{round(minutes) if minutes < 10 else 5 * round(minutes / 5)} min"
+    hours = seconds / 3600
+    if hours < 72:
+        return f"{hours:.1f} h" if hours < 10 else f"{hours:.0f} h"
+    return f"{hours / 24:.0f} days"
 
 
-def _print_plan(plan: Plan) -> None:
+def _rounded(count: int) -> str:
+    """A number with the two digits that an estimate knows."""
+    return f"{int(float(f'{count:.1e}')):,}"
+
+
+def _print_plan(plan: Plan, inspected: InspectedJob) -> None:
+    from data_prep.sources.listing import left_out_line  # noqa: PLC0415
+
     files = {(unit.source, unit.file) for task in plan for unit in task}
     size = sum(unit.end - unit.start for task in plan for unit in task)
-    print(f"{len(files):,} files, {size / 1e6:,.1f} MB as stored, {len(plan):,} map tasks", flush=True)
+    print(f"{len(files):,} files, {size / 1e6:,.1f} MB as stored, {len(plan):,} map tasks")
+    lines = [left_out_line(source) for source in inspected.sources if source is not None]
+    print("".join(f"{line}\n" for line in lines if line), end="", flush=True)
 
 
 def _print_exists(output: Path) -> None:
@@ -268,6 +292,10 @@ def _print_summary(output: Path, manifest: Manifest) -> None:
         print(f"{split:>8}: {counts}, {len(entry['shards'])} shards")
     skipped = manifest.details["skipped"]
     print(f" skipped: {', '.join(f'{n:,} {reason}' for reason, n in skipped.items()) or 'nothing'}")
+    sizes = manifest.details.get("dropped_bytes", {})
+    for reason, count in sorted(manifest.details.get("dropped", {}).items(), key=lambda item: -item[1]):
+        size = f", {sizes[reason] / 1e6:,.2f} MB" if reason in sizes else ""
+        print(f" dropped: {count:,} {reason}{size}")
     print(f"  output: {output}, fingerprint {manifest.fingerprint[:16]}")
 
 

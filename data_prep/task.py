@@ -13,11 +13,13 @@ import json
 import shutil
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+
+import xxhash
 
 from headrace.base.directory import sync
 from headrace.base.errors import DataError
@@ -52,6 +54,7 @@ class Counts:
 
 MARKER = "done.json"
 """Completion marker in the directory of a finished task: the JSON object that `run` returned."""
+_CHECKSUM = "xxh3_64"
 SCRATCH = ".*.partial*"
 """Glob of the scratch paths that a killed task may leave behind."""
 
@@ -85,12 +88,54 @@ class Task(Protocol):
 
 
 def read_marker(directory: Path) -> dict[str, Any] | None:
-    """The completion marker of a finished task, or None when the task has not finished."""
+    """The completion marker of a finished task, or None when the task has not finished.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    return read_marker_file(directory / MARKER, remove=directory)
+
+
+def read_marker_file(path: Path, *, remove: Path) -> dict[str, Any] | None:
+    """The JSON object in a marker, without its checksum, or None if there is no such file.
+
+    Args:
+        path: of the marker.
+        remove: what has to be removed to repeat the task, for the message.
+
+    Raises:
+        DataError: it is damaged.
+    """
     try:
-        done: dict[str, Any] = json.loads((directory / MARKER).read_text())
+        return without_checksum(json.loads(path.read_bytes()))
     except FileNotFoundError:
         return None
-    return done
+    except ValueError as error:
+        why = f"{path} is damaged: {error}"
+        raise DataError(f"{why}\n  try: rm -r {remove} and run again: only its task is repeated") from None
+
+
+def with_checksum(value: Mapping[str, Any]) -> dict[str, Any]:
+    """A JSON object with the checksum of its other entries."""
+    return {**value, _CHECKSUM: _json_checksum(value)}
+
+
+def without_checksum(value: Any) -> dict[str, Any]:
+    """The entries of an object from `with_checksum`; objects of older versions have no checksum.
+
+    Raises:
+        ValueError: it is not an object, or its checksum differs.
+    """
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    entries = {key: entry for key, entry in value.items() if key != _CHECKSUM}
+    if _CHECKSUM in value and value[_CHECKSUM] != _json_checksum(entries):
+        raise ValueError("it differs from its checksum")
+    return entries
+
+
+def _json_checksum(value: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
 class DirectoryTask:
@@ -115,7 +160,7 @@ class DirectoryTask:
         with os_errors_as_data_errors(self.name), atomic_directory(self.directory) as scratch:
             done = self._work(scratch, report)
             # ASCII: file names in it need not be valid UTF-8
-            (scratch / MARKER).write_text(json.dumps(done), encoding="ascii")
+            (scratch / MARKER).write_text(json.dumps(with_checksum(done)), encoding="ascii")
         return done
 
     def _work(self, scratch: Path, report: Report) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,26 @@ class EncodedConversation:
         text: rendered by the chat template.
         ids: uint32 [n], token ids.
         mask: uint8 [n], loss mask: 1 for tokens that count in the loss.
+        end_learnt: whether the EOS that is put after it counts in the loss.
     """
 
     text: str
     ids: npt.NDArray[np.uint32]
     mask: npt.NDArray[np.uint8]
+    end_learnt: bool = False
+
+    def without(self, before: Sequence[int], after: Sequence[int]) -> EncodedConversation:
+        """Without the BOS and the EOS that the template has written, where the same are put around every document.
+
+        Otherwise a document would begin with two and end with two, which no other text has.
+
+        Args:
+            before, after: the ids that are put around a document; at most one each.
+        """
+        first, last = int(self.ids[:1].tolist() == list(before)), len(self.ids)
+        ends = self.ids[-1:].tolist() == list(after)
+        kept = slice(first, last - 1 if ends else last)
+        return replace(self, ids=self.ids[kept], mask=self.mask[kept], end_learnt=bool(ends and self.mask[-1]))
 
 
 class ChatEncoder:

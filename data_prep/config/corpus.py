@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from data_prep.config.cleaning import CleaningSteps
 from data_prep.config.dedup import DedupSection
 from data_prep.config.text_policy import TextPolicy
 from headrace.base import configfile
+from headrace.base.errors import ConfigError
 from headrace.base.section import Section, parse
 
 SourceType = Literal["text", "jsonl", "parquet", "datasets"]
@@ -23,6 +24,8 @@ TrainedKind = Literal["bpe", "sentencepiece-unigram", "sentencepiece-bpe"]
 
 TOKENIZER_PARENT = "tokenizer"
 """Key of a given tokenizer among the manifest's parents; no source may have this name."""
+_MAX_RECORD_BYTES = 256 << 20
+"""Default of `max_record_bytes`: more than any honest document, and a worker with such a line takes about 1 GB."""
 
 
 class Source(Section):
@@ -53,7 +56,8 @@ class Source(Section):
     text_field: str = Field(
         "text",
         min_length=1,
-        description='field (jsonl) or column (parquet, datasets) that holds the text, e.g. "content"',
+        description='field (jsonl) or column (parquet, datasets) that holds the text, e.g. "content", or '
+        '"meta.text" for a field of an object (struct)',
     )
     messages_field: str | None = Field(
         None,
@@ -141,6 +145,11 @@ class TokenizerSection(Section):
     eos_token: str = Field(
         "<|endoftext|>", min_length=1, description='end-of-document token of a trained tokenizer, e.g. "</s>"'
     )
+    bos_token: str | None = Field(
+        None,
+        min_length=1,
+        description='beginning-of-sequence token of a trained tokenizer, e.g. "<s>"; for prepend_bos; null: none',
+    )
     chat_template: str | None = Field(
         None, description="path of a Jinja chat template file; null: the one of the given tokenizer, if it has one"
     )
@@ -157,15 +166,25 @@ class TokenizerSection(Section):
         if self.path is not None and (extras := self.model_fields_set - {"path", "engine", "chat_template"}):
             extra = ", ".join(sorted(extras))
             raise ValueError(f"an existing tokenizer is used as it is: {extra} would have no effect, remove it")
-        if len({self.eos_token, *self.special_tokens}) != 1 + len(self.special_tokens) or "" in self.special_tokens:
-            raise ValueError("special tokens (eos_token included) must be different from each other and not empty")
+        tokens = self.all_special_tokens()
+        if len(set(tokens)) != len(tokens) or "" in tokens:
+            raise ValueError(
+                "special tokens (eos_token and bos_token included) must be different from each other and not empty"
+            )
         return self
+
+    def all_special_tokens(self) -> list[str]:
+        """The special tokens of a trained tokenizer, in the order of their ids: EOS, BOS if given, the others."""
+        return [self.eos_token, *([self.bos_token] if self.bos_token is not None else []), *self.special_tokens]
 
 
 class CorpusConfig(Section):
     """Config of a data-prep job."""
 
-    output: str = Field(min_length=1, description='path of the tokens directory to write, e.g. "out/tokens"')
+    output: str = Field(
+        min_length=1,
+        description='path of the tokens directory to write, e.g. "out/tokens"; on a local or shared file system',
+    )
     sources: list[Source] = Field(
         min_length=1, description='data sources, in input order, e.g. [{"name": "web", "path": "web/*.jsonl.zst"}]'
     )
@@ -185,9 +204,9 @@ class CorpusConfig(Section):
     )
     heldout_fraction: float = Field(
         0.01,
-        gt=0,
+        ge=0,
         lt=1,
-        description="fraction of the documents in the held-out split, between 0 and 1 (exclusive), e.g. 0.01",
+        description="fraction of the documents in the held-out split, from 0 (no held-out split) to below 1, e.g. 0.01",
     )
     seed: int = Field(
         0,
@@ -220,6 +239,33 @@ class CorpusConfig(Section):
         0, ge=0, description="damaged files that may be skipped in the whole job before it fails, e.g. 2"
     )
 
+    max_record_bytes: int = Field(
+        _MAX_RECORD_BYTES,
+        ge=1,
+        description="longest record that is read, in bytes: a line (jsonl), a file (text) or a text of a table; a "
+        "longer one is skipped as unreadable, e.g. 268435456 (256 MiB)",
+    )
+
+    @field_validator("output")
+    @classmethod
+    def _check_output(cls, output: str) -> str:
+        if "://" in output:
+            raise ValueError(
+                "the output must be a path on a local or shared file system, since finished directories get their name "
+                'by a rename, which object stores lack: write to e.g. "out/tokens" and copy the finished directory '
+                "(aws s3 cp --recursive, gcloud storage cp -r)"
+            )
+        return output
+
+    @model_validator(mode="after")
+    def _check_bos(self) -> CorpusConfig:
+        if self.prepend_bos and self.tokenizer.train is not None and self.tokenizer.bos_token is None:
+            raise ValueError(
+                "prepend_bos is true, and the tokenizer to train has no beginning-of-sequence token: "
+                'set tokenizer.bos_token, e.g. "<s>", or set prepend_bos to false'
+            )
+        return self
+
     @model_validator(mode="after")
     def _check_names(self) -> CorpusConfig:
         labels = [s.label for s in self.sources]
@@ -242,7 +288,17 @@ class CorpusConfig(Section):
 
     def identity(self) -> dict[str, Any]:
         """The config as the manifest records it: without `output`, so that the directory may be moved or renamed."""
-        return self.model_dump(exclude={"output"})
+        identity = self.model_dump(exclude={"output"})
+        if self.max_record_bytes == _MAX_RECORD_BYTES:  # keys that jobs and outputs of older versions do not have
+            del identity["max_record_bytes"]
+        if self.tokenizer.bos_token is None:
+            del identity["tokenizer"]["bos_token"]
+        return identity
+
+    @property
+    def has_heldout(self) -> bool:
+        """Whether there is a held-out split; else all documents are in the train split."""
+        return self.heldout_fraction > 0
 
     @property
     def has_conversations(self) -> bool:
@@ -266,6 +322,9 @@ def changed_fields(new: dict[str, Any], old: dict[str, Any]) -> list[str]:
     return sorted(f"config.{key}" for key in keys if new.get(key) != old.get(key))
 
 
+_TRAINING_KEYS = frozenset({"model", "data", "run"})
+
+
 def load(path: str, overrides: Sequence[str] = ()) -> CorpusConfig:
     """Reads a config file, resolving `extends` and applying `--set` overrides.
 
@@ -276,4 +335,8 @@ def load(path: str, overrides: Sequence[str] = ()) -> CorpusConfig:
     Raises:
         ConfigError: an unknown or missing key, or an invalid value.
     """
-    return parse(CorpusConfig, configfile.load(path, overrides))
+    raw = configfile.load(path, overrides)
+    if raw.keys() >= _TRAINING_KEYS:
+        why = "it has model, data and run: it is the config of a training run"
+        raise ConfigError("--config", str(path), why=why, remedy=f"headrace train --config {path}")
+    return parse(CorpusConfig, raw)

@@ -1,7 +1,7 @@
-"""Line deduplication: hashes of lines or paragraphs, and their removal (menus, licences, "all rights reserved").
+"""Line deduplication: hashes of lines or paragraphs, and their removal (menus, licenses, "all rights reserved").
 
 C4 keeps one occurrence of every three-sentence span (Raffel et al. 2020, section 2.2), CCNet one of every paragraph
-(Wenzek et al. 2020, section 3.1). Here lines or paragraphs are compared, normalised as in CCNet: case, digits and
+(Wenzek et al. 2020, section 3.1). Here lines or paragraphs are compared, normalized as in CCNet: case, digits and
 white space at the ends are ignored.
 """
 
@@ -21,10 +21,10 @@ _NORMALISE = bytes.maketrans(b"123456789\t\r", b"000000000  ")  # every digit is
 
 
 def line_hashes(text: str, *, section: LinesSection) -> NDArray[np.uint64]:
-    """XXH3-64 of each normalised line or paragraph of a text.
+    """XXH3-64 of each normalized line or paragraph of a text.
 
     Returns:
-        uint64[lines]; `EXEMPT` for a line of less than `section.min_bytes` of UTF-8 when normalised.
+        uint64[lines]; `EXEMPT` for a line of less than `section.min_bytes` of UTF-8 when normalized.
     """
     plain = text.lower().encode("utf-8", "surrogatepass").translate(_NORMALISE)
     digest, shortest = xxhash.xxh3_64_intdigest, max(section.min_bytes, 1)

@@ -1,6 +1,6 @@
-"""Text normalisation for near-duplicate detection: only words count, without case, white space and punctuation.
+"""Text normalization for near-duplicate detection: only words count, without case, white space and punctuation.
 
-Texts are compared as tokens, so the vocabulary is normalised, once: tokens that differ in case and white space only
+Texts are compared as tokens, so the vocabulary is normalized, once: tokens that differ in case and white space only
 (`The`, ` the`) have the same class, and tokens without letters or digits (`);`, blanks) are ignored. One look-up then
 turns a batch of token ids into classes, and reformatted or reindented duplicates are found.
 """

@@ -12,9 +12,12 @@
     merge/        merged runs, in jobs of very many runs
     reduce/       markers of finished shards
     out/          the shards; becomes the output
+    phases/       plans that the shares of a phase have in common, see `saved_plans.py`
     progress/     the status notes of the processes
     running/      task claims and heartbeats of workers on several machines
     lock          a shared lock of the processes that run a share of a phase, exclusive for all others
+
+`.headrace-tokenizers/` beside it stays: all jobs whose outputs have this parent find tokenizers there.
 """
 
 from __future__ import annotations
@@ -34,11 +37,11 @@ from data_prep.task import SCRATCH
 from data_prep.tasks.make_tokenizer import TokenizerTask, tokenizer_folder
 from data_prep.tasks.map import MapTask
 from data_prep.tasks.sorted_runs import task_directory
-from headrace.base.directory import fingerprint_of, write_json
+from headrace.base.directory import fingerprint_of, sync, write_json
 from headrace.base.errors import DataError
 from headrace.base.lock import lock_file
 
-_FORMAT = 3
+FORMAT = 3
 """Version of what tasks compute and of the files they leave for other tasks; a job of another one is not resumed.
 
 It is raised when the same config and inputs would give other bytes. The version of the package does not decide that.
@@ -71,6 +74,11 @@ class Job:
         """The tokenizer task's directory."""
         return self.root / "tokenizer"
 
+    @property
+    def trained_tokenizers(self) -> Path:
+        """The store of the tokenizers that jobs beside this one have trained, see `data_prep.tokenizer.store`."""
+        return self.output.parent / ".headrace-tokenizers"
+
     def dataset(self, source: Source) -> Path:
         """Where the data of a builder is saved."""
         arguments = {"builder": source.builder, "split": source.split, "kwargs": source.kwargs}
@@ -91,7 +99,8 @@ class Job:
 
     def tokenizer_task(self, plan: list[list[Unit]]) -> TokenizerTask:
         """The task that makes the tokenizer."""
-        return TokenizerTask([unit for units in plan for unit in units], self.config, self.tokenizer)
+        every_unit = [unit for units in plan for unit in units]
+        return TokenizerTask(every_unit, self.config, self.tokenizer, self.trained_tokenizers)
 
     @property
     def dedup(self) -> Path:
@@ -108,6 +117,11 @@ class Job:
         """The parent of the merge tasks' directories."""
         return self.root / "merge"
 
+    @property
+    def plans(self) -> Path:
+        """The saved plans of phases, see `saved_plans.py`."""
+        return self.root / "phases"
+
     def lines_directory(self, index: int) -> Path:
         """The directory with the hashes of map task `index`'s lines."""
         return self.root / "lines" / f"{index:05d}"
@@ -119,27 +133,62 @@ class Job:
 
     def save_plan(self, plan: list[list[Unit]], identity: dict[str, Any]) -> None:
         """Writes plan.json, then job.json."""
+        self.write_plan(plan)
+        heldout = ["out/heldout"] if self.config.has_heldout else []
+        for sub in ("lines", "map", "dedup", "merge", "reduce", "out/train", *heldout):
+            (self.root / sub).mkdir(parents=True, exist_ok=True)
+        sync(self.root / "out")
+        sync(self.root)  # a job that has job.json has a plan and these directories, after a power failure too
+        write_json(self.root / "job.json", identity)
+        sync(self.root)
+
+    def write_plan(self, plan: list[list[Unit]]) -> None:
+        """Writes plan.json, flushed to disk before what depends on it."""
         partial = self.root / ".plan.json.partial"
         partial.write_text(json.dumps([[astuple(unit) for unit in units] for units in plan]))
+        sync(partial)
         partial.rename(self.root / "plan.json")
-        for sub in ("lines", "map", "dedup", "merge", "reduce", "out/train", "out/heldout"):
-            (self.root / sub).mkdir(parents=True, exist_ok=True)
-        write_json(self.root / "job.json", identity)
 
     def load_plan(self) -> list[list[Unit]]:
-        """Reads plan.json."""
-        return [[Unit(*unit) for unit in units] for units in json.loads((self.root / "plan.json").read_text())]
+        """Reads plan.json.
+
+        Raises:
+            DataError: it is missing or damaged.
+        """
+        path = self.root / "plan.json"
+        try:
+            plan = [[_unit(*unit) for unit in units] for units in json.loads(path.read_bytes())]
+            if not all(plan) or not plan:
+                raise ValueError("it has no tasks, or one without input")
+        except (OSError, ValueError, TypeError) as error:
+            raise self._damaged(path, error) from None
+        return plan
 
     def saved_identity(self) -> dict[str, Any] | None:
-        """The content of job.json, or None if the planning of the job was not finished."""
+        """The content of job.json, or None if the planning of the job was not finished.
+
+        Raises:
+            DataError: it is damaged.
+        """
+        path = self.root / "job.json"
         try:
-            saved: dict[str, Any] = json.loads((self.root / "job.json").read_text())
+            saved: dict[str, Any] = json.loads(path.read_bytes())
+            if not isinstance(saved, dict) or not isinstance(saved.get("config"), dict) or "inputs" not in saved:
+                raise ValueError("it is not the identity of a job")
         except FileNotFoundError:
             return None
+        except ValueError as error:
+            raise self._damaged(path, error) from None
         return saved
 
-    def check_identity(self, identity: dict[str, Any], saved: dict[str, Any]) -> None:
+    def _damaged(self, path: Path, error: Exception) -> DataError:
+        return DataError(f"{path} is damaged: {error}\n  try: rm -r {self.root} to start the job over")
+
+    def check_identity(self, identity: dict[str, Any], saved: dict[str, Any], *, changes: str = "") -> None:
         """Checks that the job directory was made with the same config, inputs and format.
+
+        Args:
+            changes: what has changed in the inputs, for the message.
 
         Raises:
             DataError: names what differs. Keys of `saved` that are missing in `identity` are not compared.
@@ -148,7 +197,8 @@ class Job:
         found += changed_fields(identity["config"], saved["config"])
         if found:
             raise DataError(
-                f"{self.root} has an unfinished job with other settings or inputs; these differ: {', '.join(found)}\n"
+                f"{self.root} has an unfinished job with other settings or inputs; "
+                f"these differ: {', '.join(found)}{changes}\n"
                 f"  try: rm -r {self.root} to start over, or undo the changes to resume it"
             )
 
@@ -183,6 +233,16 @@ class Job:
             yield
 
 
+def _unit(*fields: Any) -> Unit:
+    unit = Unit(*fields)
+    if [type(field) for field in fields] != _UNIT_TYPES:
+        raise TypeError(f"{fields} is not a unit")
+    return unit
+
+
+_UNIT_TYPES = [str, str, str, str, int, int, int, int, int, int, int, str]
+
+
 def _is_same_file(handle: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
@@ -201,4 +261,4 @@ def job_identity(
         cleaning: what the cleaning steps depend on besides the config, see `cleaning_identity`.
     """
     given = {"inputs": listing, "tokenizer": tokenizer, "cleaning": cleaning}
-    return {"format": _FORMAT, "config": config.identity(), **given}
+    return {"format": FORMAT, "config": config.identity(), **given}

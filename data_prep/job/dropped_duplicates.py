@@ -24,6 +24,18 @@ def count_duplicates(job: Job) -> dict[str, int]:
     return {f"dedup: {kind} copy": counts[kind] for kind in ("exact", "near") if counts.get(kind)}
 
 
+def duplicate_bytes(job: Job, runs: Sequence[Path]) -> dict[str, int]:
+    """Bytes of UTF-8 of the documents that `count_duplicates` counts, by "step: reason"."""
+    if not count_duplicates(job):
+        return {}
+    sums = dict.fromkeys(_REASONS, 0)
+    for i, path in enumerate(runs):
+        drops, sizes = np.load(drops_path(job.duplicates, i)), SortedRun.open(path, whole=True).documents["bytes"]
+        for kind in _REASONS:
+            sums[kind] += int(sizes[drops == kind].sum())
+    return {f"dedup: {_REASONS[kind]}": size for kind, size in sums.items() if size}
+
+
 def write_duplicates_list(job: Job, runs: Sequence[Path]) -> None:
     """Writes the location of each duplicate, by run and in the order of the input, if the config asks for a list.
 

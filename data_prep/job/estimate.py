@@ -1,24 +1,61 @@
-"""Estimates the duration of a job: maps a few megabytes of its input in a temporary directory and times that."""
+"""Estimates the duration of a job: trains on and maps a few megabytes of its input in a temporary directory, timed."""
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from data_prep.config.corpus import CorpusConfig
-from data_prep.sources.units import Plan, Unit
+from data_prep.sources.units import Plan, Unit, is_divisible
 from data_prep.task import Counts
 from data_prep.tasks.make_tokenizer import TokenizerTask, tokenizer_folder
 from data_prep.tasks.map import MapTask
-from headrace.base.errors import HeadraceError
+from data_prep.tasks.tokenizer_sample import SPREAD, sample_texts
+from headrace.base.errors import ConfigError, HeadraceError
+
+if TYPE_CHECKING:
+    from data_prep.tokenizer.spool import SpooledTexts
 
 _WARM_UP_BYTES, _TIMED_BYTES, _LARGEST_UNIT = 8 << 20, 16 << 20, 64 << 20
 _MIN_BYTES = 2 << 20
-_SMALL_VOCABULARY, _SMALL_SAMPLE = 4096, 1 << 20
-"""Limits for a tokenizer that is trained for the estimate: encoding is about as fast as with the full one."""
+_SAMPLE_BYTES = 4 << 20
+"""Text that a tokenizer is trained on for the estimate, once all of it and once a quarter. With 32,000 ids, a line
+through the two times is 10 to 30 % below the time for 16 MiB: see docs/log.md."""
+_SMALL_SHARE = 4
+
+
+_SMALL_SHARE = 4
+_FEW_IDS = 4096
+
+
+@dataclass(frozen=True)
+class TrainingTimes:
+    """Measured parts of the training of a tokenizer.
+
+    Attributes:
+        read_s: seconds per byte of input as stored, to read it and clean the sample's share of it.
+        small, large: (bytes of text, seconds) of two trainings.
+    """
+
+    read_s: float
+    small: tuple[int, float]
+    large: tuple[int, float]
+
+    def seconds(self, *, read_bytes: int, text_bytes: int) -> float:
+        """Time to read so much input and to train on so much text: a line through the two trainings.
+
+        Args:
+            read_bytes: of input as stored, from which the sample is selected.
+            text_bytes: of the sample.
+        """
+        more_text = max(1, self.large[0] - self.small[0])
+        # at least half the mean: another process may have slowed the small training down
+        per_byte = max((self.large[1] - self.small[1]) / more_text, self.large[1] / max(1, self.large[0]) / 2)
+        return self.read_s * read_bytes + max(0.0, self.large[1] + per_byte * (text_bytes - self.large[0]))
 
 
 @dataclass(frozen=True)
@@ -29,15 +66,21 @@ class Estimate:
         mb_per_s: 10^6 bytes of input as stored, per second and worker.
         stored_bytes: of the whole input.
         tokens_per_byte: of input as stored.
+        training_s: seconds to train the tokenizer, on one machine before the map phase; 0 for a given one.
     """
 
     mb_per_s: float
     stored_bytes: int
     tokens_per_byte: float
+    training_s: float = 0.0
 
-    def seconds(self, workers: int) -> float:
+    def map_seconds(self, workers: int) -> float:
         """Duration of the map phase on so many workers of this speed."""
         return self.stored_bytes / 1e6 / self.mb_per_s / workers
+
+    def seconds(self, workers: int) -> float:
+        """Duration of the training and of the map phase."""
+        return self.training_s + self.map_seconds(workers)
 
     @property
     def tokens(self) -> int:
@@ -48,12 +91,12 @@ class Estimate:
 def estimate(config: CorpusConfig, plan: Plan) -> Estimate | None:
     """Maps some of the input and times it; None if there is too little that can be read in parts.
 
-    A tokenizer that is still to be trained is replaced by a smaller one, which is about as fast.
+    A tokenizer that is still to be trained is replaced by one that is trained on less text, which is about as fast.
     """
     total = sum(unit.end - unit.start for task in plan for unit in task)
     units = [unit for task in plan for unit in task]
     warm_up, timed = list(_take_bytes(units, _WARM_UP_BYTES)), list(_take_bytes(list(reversed(units)), _TIMED_BYTES))
-    stored = sum(unit.end - unit.start for unit in timed)
+    stored = _bytes_of(timed)
     if not warm_up or stored < _MIN_BYTES:
         return None
     counted = Counts()
@@ -64,14 +107,21 @@ def estimate(config: CorpusConfig, plan: Plan) -> Estimate | None:
 
     with tempfile.TemporaryDirectory(prefix="headrace-plan-") as directory:
         work = Path(directory)
-        small_config = _estimate_config(config)
-        TokenizerTask(warm_up, small_config, work / "tokenizer").run(lambda _counts: None)
+        small_config, training = _estimate_config(config), None
+        if config.tokenizer.train is not None:
+            small_config, training = _time_training(small_config, config, warm_up, total=total, work=work)
+        TokenizerTask(warm_up, small_config, work / "tokenizer", work / "store").run(lambda _counts: None)
         folder = tokenizer_folder(work / "tokenizer")
         MapTask(0, warm_up, small_config, folder, work / "warm-up").run(lambda _counts: None)
         began = time.perf_counter()
         MapTask(1, timed, small_config, folder, work / "timed").run(count)
         seconds = time.perf_counter() - began
-    return Estimate(stored / 1e6 / seconds, total, counted.tokens / stored)
+    training_s = 0.0
+    if training is not None:
+        wanted = config.tokenizer.sample_bytes
+        text = int(counted.text_bytes / stored * total * (1 - config.heldout_fraction))
+        training_s = training.seconds(read_bytes=_read_bytes(wanted, total), text_bytes=min(wanted, text))
+    return Estimate(stored / 1e6 / seconds, total, counted.tokens / stored, training_s)
 
 
 def estimate_or_reason(config: CorpusConfig, plan: Plan) -> Estimate | str:
@@ -82,13 +132,72 @@ def estimate_or_reason(config: CorpusConfig, plan: Plan) -> Estimate | str:
         return f"no estimate of the time: {str(error).splitlines()[0]}"
 
 
+def _time_training(
+    small_config: CorpusConfig, config: CorpusConfig, units: list[Unit], *, total: int, work: Path
+) -> tuple[CorpusConfig, TrainingTimes]:
+    """Trains on two sizes of text; returns the config whose training is in `work/store` then, and the times."""
+    from data_prep.tokenizer.spool import spool  # noqa: PLC0415 - only for tokenizers that are trained
+
+    with spool(sample_texts(units, small_config), work) as texts:
+        some = list(_first_bytes(texts, texts.text_bytes // _SMALL_SHARE))
+        with spool(some, work) as fewer:
+            try:
+                small, large = (_train(part, small_config, work) for part in (fewer, texts))
+            except ConfigError:  # so many ids need more text than this
+                small_config = _with_tokenizer(small_config, vocab_size=min(_FEW_IDS, config.tokenizer.vocab_size))
+                small, large = (_train(part, small_config, work) for part in (fewer, texts))
+    share = config.tokenizer.sample_bytes / max(1, _read_bytes(config.tokenizer.sample_bytes, total))
+    wanted = max(1, int(min(1.0, share) * _bytes_of(units)))
+    return small_config, TrainingTimes(_reading_seconds(units, config, wanted) / _bytes_of(units), small, large)
+
+
+def _train(texts: SpooledTexts, config: CorpusConfig, work: Path) -> tuple[int, float]:
+    """Trains in a store in `work`; returns the bytes of text and the seconds."""
+    from data_prep.tokenizer.store import TokenizerStore, train_or_reuse  # noqa: PLC0415
+
+    with tempfile.TemporaryDirectory(dir=work) as folder:
+        began = time.perf_counter()
+        train_or_reuse(texts, Path(folder), config.tokenizer, TokenizerStore(work / "store"))
+        return texts.text_bytes, time.perf_counter() - began
+
+
+def _reading_seconds(units: list[Unit], config: CorpusConfig, wanted: int) -> float:
+    """Time to read the sample from all units, from its first text on: without the loading of cleaning models."""
+    texts = iter(sample_texts(units, _with_tokenizer(config, sample_bytes=wanted)))
+    next(texts, None)
+    began = time.perf_counter()
+    for _ in texts:
+        pass
+    return time.perf_counter() - began
+
+
+def _first_bytes(texts: Iterable[str], wanted: int) -> Iterator[str]:
+    for text in texts:
+        if wanted <= 0:
+            return
+        wanted -= len(text.encode())
+        yield text
+
+
+def _read_bytes(sample_bytes: int, total: int) -> int:
+    """Input as stored that is read for a sample."""
+    return min(total, SPREAD * sample_bytes)
+
+
+def _bytes_of(units: list[Unit]) -> int:
+    return sum(unit.end - unit.start for unit in units)
+
+
+def _with_tokenizer(config: CorpusConfig, **fields: int) -> CorpusConfig:
+    return config.model_copy(update={"tokenizer": config.tokenizer.model_copy(update=fields)})
+
+
 def _estimate_config(config: CorpusConfig) -> CorpusConfig:
-    section = config.tokenizer
-    if section.train is not None:
-        size = min(section.vocab_size, _SMALL_VOCABULARY)
-        section = section.model_copy(update={"vocab_size": size, "sample_bytes": _SMALL_SAMPLE})
     limits = {"max_bad_records": 1 << 40, "max_bad_files": 1 << 40}
-    return config.model_copy(update={"tokenizer": section, **limits})
+    small = config.model_copy(update=limits)
+    if config.tokenizer.train is None:
+        return small
+    return _with_tokenizer(small, sample_bytes=min(_SAMPLE_BYTES, config.tokenizer.sample_bytes))
 
 
 def _take_bytes(units: list[Unit], wanted: int) -> Iterator[Unit]:
@@ -97,7 +206,7 @@ def _take_bytes(units: list[Unit], wanted: int) -> Iterator[Unit]:
         size = unit.end - unit.start
         if wanted <= 0:
             return
-        if unit.type == "jsonl" and not unit.path.endswith((".gz", ".zst")) and size > wanted:
+        if size > wanted and is_divisible(unit.type, unit.path):
             yield replace(unit, end=unit.start + wanted, parts=max(2, unit.parts))
             return
         if size <= _LARGEST_UNIT:

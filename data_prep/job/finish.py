@@ -6,7 +6,7 @@ import hashlib
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +14,23 @@ import xxhash
 
 from data_prep.config.corpus import TOKENIZER_PARENT, CorpusConfig, changed_fields
 from data_prep.formats.tokenfile import SPLITS
+from data_prep.job.changed_inputs import describe_changes
 from data_prep.job.directory import Job
-from data_prep.job.dropped_duplicates import DUPLICATES_FILE, count_duplicates
+from data_prep.job.dropped_duplicates import DUPLICATES_FILE, count_duplicates, duplicate_bytes
 from data_prep.job.preflight import check_splits_not_empty
 from data_prep.sources.bad_records import BadRecordCount
 from data_prep.sources.records import BadRecord
-from data_prep.task import read_marker
+from data_prep.task import MARKER, read_marker
 from data_prep.tasks.cleaning import DROPPED_TEXTS
 from data_prep.tasks.make_tokenizer import tokenizer_folder
 from data_prep.tasks.map import sum_counts
 from data_prep.tasks.sorted_runs import list_runs
 from data_prep.tasks.texts import BAD_RECORDS
 from headrace.base.directory import Manifest, commit, read_manifest
-from headrace.base.errors import DataError
+from headrace.base.errors import ConfigError, DataError
 
 SKIPPED, SOURCES = "skipped.jsonl", "sources.jsonl"
+_MARKER_KEYS = {"runs", "counts", "skipped", "dropped", "edited", "files"}
 
 
 def load_map_markers(job: Job) -> list[dict[str, Any]]:
@@ -49,6 +51,8 @@ def load_map_markers(job: Job) -> list[dict[str, Any]]:
     markers = [done for done in found if done is not None]
     for i, done in enumerate(markers):
         directory = job.map_directory(i)
+        if not done.keys() >= _MARKER_KEYS:
+            raise DataError(f"{directory / MARKER} is damaged\n  try: rm -r {directory} and run again")
         if (runs := len(list_runs(directory))) != done["runs"]:
             why = f"{directory} has {runs} runs, and {done['runs']} were written"
             raise DataError(f"{why}\n  try: remove it and run again")
@@ -61,12 +65,18 @@ def load_map_markers(job: Job) -> list[dict[str, Any]]:
 
 
 def finish(
-    job: Job, *, markers: list[dict[str, Any]], results: list[tuple[str, dict[str, Any]]], tokenizer: str | None
+    job: Job,
+    *,
+    markers: list[dict[str, Any]],
+    results: list[tuple[str, dict[str, Any]]],
+    runs: Sequence[Path],
+    tokenizer: str | None,
 ) -> Manifest:
     """Completes `out/`, commits it as the output, and removes the job directory.
 
     Args:
         markers: of the map tasks, in order.
+        runs: of all map tasks, in order.
         results: (split, result) of the reduce tasks, in order.
         tokenizer: fingerprint of the given tokenizer's files, or None.
     """
@@ -79,9 +89,10 @@ def finish(
     _write_dropped(job, len(markers))
     details = {
         "tokenizer": read_marker(job.tokenizer),
-        "splits": {split: _split_entry(shards[split], job.config) for split in SPLITS},
+        "splits": {split: _split_entry(shards[split], job.config) for split in SPLITS if shards[split]},
         **{key: count_by_reason(markers, key) for key in ("skipped", "edited")},
         "dropped": count_by_reason(markers, "dropped") | count_duplicates(job),
+        "dropped_bytes": count_by_reason(markers, "dropped_bytes") | duplicate_bytes(job, runs),
         "cleaning": (job.saved_identity() or {}).get("cleaning"),
     }
     identity, parents = job.config.identity(), _parents(job, files, tokenizer)
@@ -92,35 +103,56 @@ def finish(
     return manifest
 
 
-def is_finished(job: Job, identity: dict[str, Any]) -> bool:
+def is_finished(job: Job, identity: dict[str, Any], *, files: Mapping[tuple[str, str], int]) -> bool:
     """Whether the output exists and was made with this config from files of these names and sizes.
+
+    Args:
+        files: sizes of the inputs by source and name, without those of builders.
 
     Raises:
         DataError: there is an output of this name that was made differently.
     """
     if not job.output.exists():
         return False
+    if not job.output.is_dir():
+        remedy = "choose another output; a directory is made there"
+        raise ConfigError("output", str(job.output), why="it exists, and is a file", remedy=remedy)
     manifest = read_manifest(job.output, kind="tokens")
-    inputs = _listing(job.output / SOURCES, {s.label for s in job.config.sources if s.builder})
+    made_from = _sources(job.output / SOURCES, {s.label for s in job.config.sources if s.builder})
+    inputs = _listing(made_from)
     tokenizer = manifest.parents.get(TOKENIZER_PARENT, {}).get("fingerprint")
     found = [] if inputs == identity["inputs"] else ["inputs"]
     found += [] if tokenizer == identity["tokenizer"] else ["tokenizer"]
     found += [] if manifest.details.get("cleaning") == identity["cleaning"] else ["cleaning"]
     found += changed_fields(identity["config"], manifest.config)
     if found:
+        changes = describe_changes(made_from, files) if "inputs" in found else ""
         raise DataError(
-            f"{job.output} exists, and was made differently: {', '.join(found)}\n  try: remove it, or another output"
+            f"{job.output} exists, and was made differently: {', '.join(found)}{changes}\n"
+            "  try: remove it, or another output"
         )
     return True
 
 
-def _listing(path: Path, builders: set[str]) -> str:
-    """The `listing_fingerprint` of the sources of an output, without those of builders."""
+def _sources(path: Path, builders: set[str]) -> dict[tuple[str, str], int]:
+    """The size of each file of the sources of an output, without those of builders, in their order.
+
+    Raises:
+        DataError: the list is missing or damaged.
+    """
+    try:
+        with path.open() as lines:
+            rows = [json.loads(line) for line in lines]
+        return {(row["source"], row["file"]): row["bytes"] for row in rows if row["source"] not in builders}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{path} is damaged: {error}\n  try: remove {path.parent} and run again") from None
+
+
+def _listing(files: Mapping[tuple[str, str], int]) -> str:
+    """The `listing_fingerprint` of files."""
     digest = hashlib.sha256()
-    with path.open() as lines:
-        for line in map(json.loads, lines):
-            if line["source"] not in builders:
-                digest.update(json.dumps([line["source"], line["file"], line["bytes"]]).encode() + b"\n")
+    for (source, file), size in files.items():
+        digest.update(json.dumps([source, file, size]).encode() + b"\n")
     return digest.hexdigest()
 
 
@@ -149,8 +181,8 @@ def _write_dropped(job: Job, tasks: int) -> None:
 
 
 def count_by_reason(markers: list[dict[str, Any]], key: str) -> dict[str, int]:
-    """The counts of all map tasks by reason, from the dictionaries under `key` in their markers."""
-    total: Counter[str] = sum((Counter(marker[key]) for marker in markers), Counter())
+    """The counts of all map tasks by reason, from the dictionaries under `key` in their markers, if they have it."""
+    total: Counter[str] = sum((Counter(marker.get(key, {})) for marker in markers), Counter())
     return dict(sorted(total.items()))
 
 

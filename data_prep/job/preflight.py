@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -42,6 +43,31 @@ def resolve_sources(config: CorpusConfig, *, without: Iterable[Path]) -> list[Re
     if not any(source is None or source.bytes for source in found):
         raise DataError("the corpus is empty: all its files have 0 bytes\n  try: check the paths of the sources")
     return found
+
+
+def check_output(output: Path) -> None:
+    """Checks that the output and its job directory can get their names.
+
+    Raises:
+        ConfigError: the name is too long, a dangling link stands in its place, or its parent is no directory.
+    """
+    longest = _NAME_BYTES - len(os.fsencode(_LONGEST_NAME.format("")))
+    if len(os.fsencode(output.name)) > longest:
+        why = f"its last part has {len(os.fsencode(output.name))} bytes, and names beside it are longer"
+        raise ConfigError("output", str(output), why=why, remedy=f"a name of at most {longest} bytes")
+    if output.is_symlink() and not output.exists():
+        why = f"it is a symbolic link to {os.readlink(output)}, which does not exist"  # noqa: PTH115 - as it is written
+        raise ConfigError("output", str(output), why=why, remedy="remove the link, or name the directory it points to")
+    for parent in output.parents:
+        if parent.is_dir():
+            return
+        if parent.exists() or parent.is_symlink():
+            remedy = "a path whose parents are directories, or do not exist yet"
+            raise ConfigError("output", str(output), why=f"{parent} is not a directory", remedy=remedy)
+
+
+_NAME_BYTES, _LONGEST_NAME = 255, ".{}.replaced"
+"""Limit of the usual file systems, and the longest name that a commit makes beside an output."""
 
 
 def check_schemas(config: CorpusConfig, resolved: Iterable[ResolvedSource]) -> None:
@@ -95,7 +121,7 @@ def tokenizer_identity(config: CorpusConfig) -> str | None:
 
 
 def check_documents(units: Iterable[Unit], config: CorpusConfig) -> None:
-    """Reads documents until every split has one: about 1 / heldout_fraction of them, or all if a split has none.
+    """Reads documents until every split has one: about 1 / heldout_fraction of them, or all if a split stays empty.
 
     Raises:
         DataError: no documents at all, none in a split, or more unreadable records than the config allows.
@@ -105,7 +131,7 @@ def check_documents(units: Iterable[Unit], config: CorpusConfig) -> None:
     bad = BadRecordCount(config)
     damaged: list[str] = []
     for unit in units:
-        for record in read_unit(unit, wanted_fields(sources[unit.source])):
+        for record in read_unit(unit, wanted_fields(sources[unit.source], max_bytes=config.max_record_bytes)):
             if isinstance(record, BadRecord):
                 bad.add(record)
                 bad.check()
@@ -130,7 +156,7 @@ def check_splits_not_empty(
     Raises:
         DataError: names the empty split, and a fraction that would be enough.
     """
-    for split in SPLITS:
+    for split in _splits(config):
         if not documents.get(split):
             total = sum(documents.values())
             fraction = config.heldout_fraction
@@ -151,7 +177,12 @@ def _count_splits(batch: TextBatch, found: Counter[str], config: CorpusConfig) -
         hashes = content_hashes(texts)[:, 0]
         heldout = select_fraction(hashes, fraction=config.heldout_fraction, seed=config.seed, purpose=HELDOUT)
         found += Counter({"heldout": int(heldout.sum()), "train": int((~heldout).sum())})
-    return all(found[split] for split in SPLITS)
+    return all(found[split] for split in _splits(config))
+
+
+def _splits(config: CorpusConfig) -> tuple[str, ...]:
+    """The splits that must have documents."""
+    return SPLITS if config.has_heldout else SPLITS[:1]
 
 
 def _no_documents(unreadable: int, damaged: list[str]) -> DataError:

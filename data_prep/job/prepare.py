@@ -12,20 +12,25 @@ from typing import Any
 from data_prep.config.corpus import CorpusConfig
 from data_prep.executors.base import Executor
 from data_prep.executors.local import LocalExecutor
+from data_prep.job.changed_inputs import accept_restored, describe_changes, files_of, planned_files
 from data_prep.job.directory import Job, job_identity
 from data_prep.job.finish import is_finished
 from data_prep.job.preflight import (
     check_documents,
+    check_output,
     check_schemas,
     cleaning_identity,
     resolve_sources,
     tokenizer_identity,
 )
 from data_prep.job.progress import Display
+from data_prep.job.saved_plans import drop_all_plans
 from data_prep.sources import saved
 from data_prep.sources.listing import ResolvedSource, listing_fingerprint, resolve
 from data_prep.sources.units import Plan, group, units
-from data_prep.task import os_errors_as_data_errors
+from data_prep.task import os_errors_as_data_errors, read_marker
+from data_prep.tasks.make_tokenizer import read_lines
+from headrace.base.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ def inspect(config: CorpusConfig) -> InspectedJob:
     """
     job = Job(config)
     with os_errors_as_data_errors("checking the inputs"):
+        check_output(job.output)
         sources = resolve_sources(config, without=[job.output, job.root])
         found = [source for source in sources if source is not None]
         check_schemas(config, found)
@@ -70,7 +76,7 @@ def output_is_complete(inspected: InspectedJob) -> bool:
         DataError: there is an output of this name that was made differently.
     """
     job = inspected.job
-    if not is_finished(job, inspected.identity):
+    if not is_finished(job, inspected.identity, files=files_of(inspected.sources)):
         return False
     job.remove()
     return True
@@ -90,13 +96,12 @@ def open_job(inspected: InspectedJob, executor: Executor | None = None) -> Itera
     with os_errors_as_data_errors(f"making {job.root}"):
         job.root.mkdir(parents=True, exist_ok=True)
     with job.locked():
-        saved = job.saved_identity()
-        if saved is not None:
-            job.check_identity(inspected.identity, saved)
-        else:
+        saved = _identity_to_resume(inspected)
+        if saved is None:
             job.clear()
         job.remove_scratch()
-        plan = job.load_plan() if saved is not None else _plan(inspected)
+        drop_all_plans(job)
+        plan = _resumed_plan(inspected) if saved is not None else _plan(inspected)
         task = job.tokenizer_task(plan)
         if not task.finished:
             print(f"tokenizer: {_tokenizer_action(job.config)}", file=sys.stderr, flush=True)
@@ -105,7 +110,57 @@ def open_job(inspected: InspectedJob, executor: Executor | None = None) -> Itera
                 _local_executor(executor) as local,
             ):
                 list(local.run([task], report=display.add))
+            for line in read_lines(job.tokenizer):
+                print(f"tokenizer: {line}", file=sys.stderr, flush=True)
+        if (warning := _vocabulary_warning(job)) is not None:
+            print(warning, file=sys.stderr, flush=True)
         yield plan
+
+
+def _identity_to_resume(inspected: InspectedJob) -> dict[str, Any] | None:
+    """The identity of the unfinished job; None without one, and for another job in which nothing has finished.
+
+    That is what a mistyped field leaves: nothing is lost when the corrected command plans anew.
+
+    Raises:
+        DataError: the unfinished job has other settings or inputs, and results.
+    """
+    job = inspected.job
+    saved = job.saved_identity()
+    if saved is None:
+        return None
+    try:
+        job.check_identity(inspected.identity, saved, changes=_changes(inspected, saved))
+    except DataError:
+        if read_marker(job.tokenizer) is not None:  # the first result of every job
+            raise
+        return None
+    return saved
+
+
+def _vocabulary_warning(job: Job) -> str | None:
+    """Whether the training text had too few different words for the vocabulary that was asked for."""
+    section, described = job.config.tokenizer, read_marker(job.tokenizer)
+    if section.train is None or described is None or described["vocab_size"] >= section.vocab_size:
+        return None
+    return (
+        f"warning: the tokenizer has {described['vocab_size']:,} ids, and tokenizer.vocab_size asks for "
+        f"{section.vocab_size:,}: its training text has no more\n  try: more text, a larger tokenizer.sample_bytes "
+        f"({section.sample_bytes:,} now), or a smaller vocab_size"
+    )
+
+
+def _changes(inspected: InspectedJob, saved: dict[str, Any]) -> str:
+    if saved["inputs"] == inspected.identity["inputs"]:
+        return ""
+    builders = {source.label for source in inspected.job.config.sources if source.builder}
+    before = {key: size for key, size in planned_files(inspected.job.load_plan()).items() if key[0] not in builders}
+    return describe_changes(before, files_of(inspected.sources))
+
+
+def _resumed_plan(inspected: InspectedJob) -> Plan:
+    with os_errors_as_data_errors("checking the inputs"):
+        return accept_restored(inspected.job, inspected.job.load_plan(), inspected.sources)
 
 
 @contextmanager
@@ -143,7 +198,7 @@ def _build(job: Job, index: int) -> ResolvedSource:
     source, at = job.config.sources[index], f"sources.{index}"
     target = job.dataset(source)
     target.parent.mkdir(exist_ok=True)
-    saved.materialise(source, target, at=at)
+    saved.materialize(source, target, at=at)
     built = source.model_copy(update={"path": str(target), "builder": None, "split": None, "name": source.label})
     return resolve(built, at=at)
 

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from data_prep.task import Counts
 
@@ -56,11 +56,12 @@ class Display:
         console = Console(stderr=True)
         self._bar: Progress | None = None
         if console.is_terminal:
-            percentage = TextColumn("{task.percentage:>3.0f}% {task.fields[line]}")
-            columns = (TextColumn("{task.description}"), BarColumn(), percentage)
-            self._bar = Progress(*columns, console=console, transient=True)
-            # without a total, the bar pulses
             total = total_bytes or total_tokens or None
+            known = (BarColumn(), TextColumn("{task.percentage:>3.0f}% {task.fields[line]}"))
+            unknown = (SpinnerColumn(), TimeElapsedColumn())
+            self._bar = Progress(
+                TextColumn("{task.description}"), *(known if total else unknown), console=console, transient=True
+            )
             self._task = self._bar.add_task(phase, total=total, completed=done_bytes, line="")
 
     def add(self, counts: Counts) -> None:
@@ -74,7 +75,8 @@ class Display:
             self._bar.update(self._task, completed=self._done(), line=self.line())
         elif now - self._printed >= _PLAIN_LINE_INTERVAL_S:
             self._printed = now
-            print(f"{self.phase}: {100 * self.share():.0f}% {self.line()}", file=sys.stderr, flush=True)
+            done = f"{100 * self.share():.0f}% {self.line()}" if self._has_total else f"{self.seconds():.0f} s"
+            print(f"{self.phase}: {done}", file=sys.stderr, flush=True)
 
     def line(self) -> str:
         """MB/s, documents/s, tokens, dropped documents by reason, and the time left."""
@@ -92,6 +94,11 @@ class Display:
     def share(self) -> float:
         """Fraction of the phase that is done, from 0 to 1."""
         return self._done() / (self.total_bytes or self.total_tokens or 1)
+
+    @property
+    def _has_total(self) -> bool:
+        """Whether the fraction that is done is known."""
+        return bool(self.total_bytes or self.total_tokens)
 
     def seconds(self) -> float:
         """Seconds since the phase began in this process, until it ended."""

@@ -61,7 +61,7 @@ class _Chain:
         self._jobs: list[tuple[str, str]] = []
 
     def submit(self, phases: Sequence[str], shares: int) -> str:
-        """See the docstring of this module. If a submission fails, the jobs submitted before are cancelled."""
+        """See the docstring of this module. If a submission fails, the jobs submitted before are canceled."""
         try:
             first = self._add("prepare", ["prepare", *self._config])
             log = _log_of(first)
@@ -82,7 +82,7 @@ class _Chain:
     def _add(self, name: str, arguments: Sequence[str], *options: str, after: str = "afterok") -> str:
         if self._jobs:
             options = (f"--dependency={after}:{self._jobs[-1][1]}", *options)
-        # --kill-on-invalid-dep: a job whose dependency has failed is cancelled, instead of waiting for ever
+        # --kill-on-invalid-dep: a job whose dependency has failed is canceled, instead of waiting for ever
         common = ["--parsable", "--export=ALL", "--kill-on-invalid-dep=yes", f"--comment={self._root}"]
         command = ["sbatch", *common, f"--job-name={_PREFIX}{name}", *options, str(self._script), *arguments]
         environment = os.environ | {"HEADRACE_ROOT": str(self._script.parents[1])}
@@ -136,7 +136,7 @@ def report(logs: str, jobs: Sequence[str]) -> list[str]:
     numbers = dict(job.split("=", 1)[::-1] for job in jobs)
     form = "--format=%F|%K|%T|%r"
     rows = _run_command("squeue", "--noheader", "--array", f"--jobs={','.join(numbers)}", f"--states={_FAILED}", form)
-    # jobs that Slurm cancelled for a failed dependency are not the cause
+    # jobs that Slurm canceled for a failed dependency are not the cause
     failed = [row for row in (line.split("|") for line in rows) if not row[3].startswith("Dependency")]
     lines = [f"error: the job was not finished: {len(failed)} of its Slurm jobs failed. The first of them:"]
     for number, element, state, reason in sorted(failed, key=_job_order)[:_SHOWN]:

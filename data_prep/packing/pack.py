@@ -18,6 +18,7 @@ import numpy as np
 
 from data_prep.executors.base import default_workers
 from data_prep.executors.local import LocalExecutor
+from data_prep.formats.maskfile import open_mask
 from data_prep.formats.packfile import (
     I64,
     PACK_SUFFIX,
@@ -124,19 +125,30 @@ class PackTask:
     def run(self, report: Report) -> dict[str, Any]:
         """See `Task.run`; returns the numbers of bins, pieces, training targets and padding positions, and the SHA-256
         of the file."""
-        blocks = list(self._blocks(report))
+        file = TokenFile.open(self.source)
+        mask = open_mask(self.source, tokens=file.tokens.size)
+        blocks = list(self._blocks(file, report))
         bins, pieces = sum(counts.size for counts, _, _ in blocks), sum(starts.size for _, starts, _ in blocks)
         first_piece = np.zeros(bins + 1, dtype=np.int64)
         np.cumsum(_concatenate([counts for counts, _, _ in blocks]), out=first_piece[1:])
         starts, lengths = _concatenate([b[1] for b in blocks]), _concatenate([b[2] for b in blocks])
         path = Path(f"{self.target}{PACK_SUFFIX}")
         sha256 = write_pack(path, length=self.length, first_piece=first_piece, starts=starts, lengths=lengths)
-        targets, padding = int(lengths.sum()) - pieces, bins * (self.length + 1) - int(lengths.sum())
+        targets = int(lengths.sum()) - pieces if mask is None else self._masked_targets(file, mask)
+        padding = bins * (self.length + 1) - int(lengths.sum())
         return {"bins": bins, "pieces": pieces, "targets": targets, "padding": padding, "sha256": sha256}
 
-    def _blocks(self, report: Report) -> Iterator[tuple[I64, I64, I64]]:
+    def _masked_targets(self, file: TokenFile, mask: Any) -> int:
+        """Targets under a loss mask, uint8 [tokens]: every token of a document but its first is predicted once."""
+        found = 0
+        for first in range(0, file.documents, self.look_ahead):
+            bounds = document_bounds(file, first, min(first + self.look_ahead, file.documents))
+            begun = bounds[:-1][np.diff(bounds) > 0]
+            found += int(np.count_nonzero(mask[bounds[0] : bounds[-1]])) - int(np.count_nonzero(mask[begun]))
+        return found
+
+    def _blocks(self, file: TokenFile, report: Report) -> Iterator[tuple[I64, I64, I64]]:
         """Yields for each block: the number of pieces in each bin, and the starts and lengths of all pieces by bin."""
-        file = TokenFile.open(self.source)
         for first in range(0, file.documents, self.look_ahead):
             end = min(first + self.look_ahead, file.documents)
             bounds = document_bounds(file, first, end)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from data_prep.config.corpus import CorpusConfig
-from data_prep.sources.records import DAMAGED_FILE, BadRecord
+from data_prep.sources.records import DAMAGED_FILE, NO_TEXT, BadRecord
 from headrace.base.errors import DataError
 
 _SHOWN = 5
@@ -52,5 +52,7 @@ class BadRecordCount:
         lines = [f"  {bad.source}: {bad.place()}: {bad.reason} ({bad.detail})" for bad in first]
         lines += [f"  ... and {found - len(first)} more"] if found > len(first) else []
         remedy = f"repair them, or set max_bad_{noun} to {found} or more to skip them"
+        if all(bad.reason == NO_TEXT for bad in first):
+            remedy = f"set text_field of the source to the key that holds the text, or {remedy}"
         shown = "\n".join(lines)
         raise DataError(f"{found} unreadable {noun} so far, max_bad_{noun} is {limit}:\n{shown}\n  try: {remedy}")

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from data_prep.hashing import utf8_size
 from data_prep.sources.conversation import ConversationError, conversation_line
-from data_prep.sources.records import BadRecord, TextBatch, WantedFields
+from data_prep.sources.records import TOO_LONG, BadRecord, TextBatch, WantedFields, too_long
 from headrace.base.errors import ConfigError
 
 
@@ -16,18 +18,23 @@ def check_schema(schema: Any, *, path: str, at: str, wanted: WantedFields) -> No
     """Checks that a table has the columns that the config names.
 
     Raises:
-        ConfigError: a column is missing, or the text column does not hold strings.
+        ConfigError: a column is missing or there are several of its name, or the text column holds neither strings nor
+            bytes.
     """
     text = "messages_field" if wanted.conversation else "text_field"
     for key, column in ((text, wanted.text), ("id_field", wanted.id), ("tools_field", wanted.tools)):
-        if column is not None and column not in schema.names:
+        if column is not None and _field(schema, column) is None:
             raise ConfigError(
                 f"{at}.{key}",
                 column,
                 why=f"{path} has no such column",
-                remedy=f"its columns are: {', '.join(schema.names)}",
+                remedy=f"its columns are: {', '.join(_names(schema))}",
             )
-    kind = schema.field(wanted.text).type
+    for key, column in ((text, wanted.text), ("id_field", wanted.id), ("tools_field", wanted.tools)):
+        if column is not None and schema.names.count(column) > 1:
+            why = f"{path} has {schema.names.count(column)} columns of this name"
+            raise ConfigError(f"{at}.{key}", column, why=why, remedy="rename the columns, or name another one")
+    kind = _field(schema, wanted.text).type
     if wanted.conversation:
         if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
             why, remedy = (
@@ -37,23 +44,73 @@ def check_schema(schema: Any, *, path: str, at: str, wanted: WantedFields) -> No
             raise ConfigError(f"{at}.messages_field", wanted.text, why=why, remedy=remedy)
         return
     plain = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if not (pa.types.is_string(plain) or pa.types.is_large_string(plain) or pa.types.is_string_view(plain)):
-        strings = [f.name for f in schema if "string" in str(f.type)]
+    if not (pa.types.is_string(plain) or pa.types.is_large_string(plain) or pa.types.is_string_view(plain)) and (
+        not _is_binary(plain)
+    ):
+        strings = [name for name in _names(schema) if "string" in str(_field(schema, name).type)]
         remedy = f"columns of strings: {', '.join(strings) or 'none'}"
         raise ConfigError(
             f"{at}.text_field", wanted.text, why=f"the column in {path} has the type {kind}", remedy=remedy
         )
 
 
+def present(schema: Any, wanted: WantedFields) -> list[str]:
+    """The wanted columns that a table has once, paths into structs such as `meta.text` among them."""
+    return [name for name in wanted.columns if schema.names.count(name) <= 1 and _field(schema, name) is not None]
+
+
+def _field(schema: Any, name: str) -> Any:
+    """The field of a column's name, or of a path through structs; None if there is none."""
+    if name in schema.names:
+        return schema.field(schema.names.index(name))
+    first, *path = name.split(".")
+    if not path or schema.names.count(first) != 1:
+        return None
+    field = schema.field(first)
+    for part in path:
+        if not pa.types.is_struct(field.type) or field.type.get_field_index(part) < 0:
+            return None
+        field = field.type.field(part)
+    return field
+
+
+def _names(schema: Any) -> list[str]:
+    """The names of all columns, with the fields of structs in place of those."""
+    found: list[str] = []
+    waiting = [(field.name, field.type) for field in reversed(schema)]
+    while waiting:
+        name, kind = waiting.pop()
+        if pa.types.is_struct(kind) and kind.num_fields:
+            waiting += [(f"{name}.{kind.field(i).name}", kind.field(i).type) for i in reversed(range(kind.num_fields))]
+        else:
+            found.append(name)
+    return found
+
+
+def _column(batch: Any, name: str) -> Any:
+    """A column of a batch by its name, or by a path through structs."""
+    if name in batch.schema.names:
+        return batch.column(name)
+    first, *path = name.split(".")
+    column = batch.column(first)
+    for part in path:
+        column = pc.struct_field(column, part)  # null where the struct is
+    return column
+
+
+def _is_binary(kind: Any) -> bool:
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind))
+
+
 def batches(
     batch: Any, *, first_row: int, source: str, file: str, wanted: WantedFields
 ) -> Iterator[TextBatch | BadRecord]:
     """Yields the rows of a record batch; its first row is row `first_row` of the file."""
-    extra = {name: _cells(batch.column(name)) for name in wanted.extra if name in batch.schema.names}
-    texts = _conversations(batch, wanted) if wanted.conversation else _cells(batch.column(wanted.text))
+    extra = {n: _cells(_column(batch, n)) for n in wanted.extra if _field(batch.schema, n) is not None}
+    texts = _conversations(batch, wanted) if wanted.conversation else _texts(_column(batch, wanted.text))
     pending = TextBatch()
     for i, text in enumerate(texts):
-        problem = _row_problem(text, i, extra, wanted)
+        problem = _row_problem(text, i, extra, wanted) or _length_problem(text, wanted)
         if problem is not None:
             if pending.texts:
                 yield pending
@@ -67,6 +124,20 @@ def batches(
             pending = TextBatch()
     if pending.texts:
         yield pending
+
+
+def _texts(column: Any) -> list[Any]:
+    """As `_cells`; bytes are decoded as UTF-8."""
+    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    cells = _cells(column)
+    return [_decoded(cell) for cell in cells] if _is_binary(kind) else cells
+
+
+def _decoded(cell: bytes | None) -> str | UnicodeDecodeError | None:
+    try:
+        return None if cell is None else cell.decode()
+    except UnicodeDecodeError as error:
+        return error
 
 
 def _cells(column: Any) -> list[Any]:
@@ -87,8 +158,8 @@ def _cell(cell: Any) -> Any:
 
 def _conversations(batch: Any, wanted: WantedFields) -> list[Any]:
     """Conversations as lines of JSON; an exception for a row that is not one."""
-    tools = [None] * batch.num_rows if wanted.tools is None else _cells(batch.column(wanted.tools))
-    return [_conversation(*cells) for cells in zip(_cells(batch.column(wanted.text)), tools, strict=True)]
+    tools = [None] * batch.num_rows if wanted.tools is None else _cells(_column(batch, wanted.tools))
+    return [_conversation(*cells) for cells in zip(_cells(_column(batch, wanted.text)), tools, strict=True)]
 
 
 def _conversation(messages: Any, tools: Any) -> Any:
@@ -99,6 +170,13 @@ def _conversation(messages: Any, tools: Any) -> Any:
         return conversation_line(messages, tools)
     except (ConversationError, TypeError) as error:
         return error
+
+
+def _length_problem(text: str, wanted: WantedFields) -> tuple[str, str] | None:
+    limit = wanted.max_bytes
+    if limit is None or 4 * len(text) <= limit or (size := utf8_size(text)) <= limit:
+        return None
+    return TOO_LONG, too_long(f"{size:,} bytes", limit=limit)
 
 
 def _row_problem(text: Any, row: int, extra: dict[str, list[Any]], wanted: WantedFields) -> tuple[str, str] | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from data_prep.sources import columns
+from data_prep.sources import columns, storage
 from data_prep.sources.bytesource import DamagedFileError
 from data_prep.sources.records import BadRecord, TextBatch, WantedFields
 
@@ -29,16 +29,19 @@ def read(path: str, *, source: str, file: str, wanted: WantedFields) -> Iterator
         DamagedFileError: the stream is truncated; the rows before the damage have been yielded.
     """
     stream, row = _open(path), 0
-    names = None
+    names: list[str] | None = None
     while (batch := _next(stream)) is not None:
-        names = names or [name for name in wanted.columns if name in batch.schema.names]
+        if names is None:
+            found = columns.present(batch.schema, wanted)
+            names = list(dict.fromkeys(n if n in batch.schema.names else n.split(".")[0] for n in found))
         yield from columns.batches(batch.select(names), first_row=row, source=source, file=file, wanted=wanted)
         row += batch.num_rows
 
 
 def _open(path: str) -> Any:
     try:
-        return pa.ipc.open_stream(pa.memory_map(path))
+        source = storage.parquet_source(path)
+        return pa.ipc.open_stream(pa.memory_map(path) if source is path else pa.PythonFile(source, mode="r"))
     except (pa.ArrowInvalid, OSError) as error:
         raise DamagedFileError(str(error)) from None
 

@@ -6,17 +6,27 @@ Lines that it skips, and all lines where it could not be compiled, are parsed by
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
 
-from data_prep.sources.bytesource import DECOMPRESSION_ERRORS, DamagedFileError, Digest
+from data_prep.sources import json_array
+from data_prep.sources.bytesource import DAMAGE, DECOMPRESSION_ERRORS, DamagedFileError, Digest
 from data_prep.sources.conversation import conversation_line, conversation_problem
-from data_prep.sources.lines import blocks, count_lines
-from data_prep.sources.records import BATCH_DOCUMENTS, BadRecord, TextBatch, WantedFields
+from data_prep.sources.lines import SkippedLine, blocks, count_lines
+from data_prep.sources.records import (
+    BATCH_DOCUMENTS,
+    NO_TEXT,
+    TOO_LONG,
+    BadRecord,
+    TextBatch,
+    WantedFields,
+    add_nested,
+    too_long,
+)
 
 try:
     from data_prep.sources import _jsonl as extension
@@ -42,10 +52,10 @@ class _BadLine(NamedTuple):
 def read(
     path: str, *, source: str, file: str, start: int, end: int | None, wanted: WantedFields, digest: Digest
 ) -> Iterator[TextBatch | BadRecord]:
-    """Yields the records of the lines that start in bytes [start, end) of the decompressed file.
+    """Yields the records of the lines that start in bytes [start, end) of the decompressed file, or of its array.
 
     Args:
-        path: the file; `.gz` and `.zst` are decompressed and must be read whole (start 0, end None).
+        path: the file; a compressed one and a JSON array must be read whole (start 0, end None).
         source, file: names of the source and the file in reports.
         start, end: byte range; end None reads to the end of the file.
         wanted: keys of the object to read.
@@ -54,12 +64,20 @@ def read(
     Raises:
         DamagedFileError: the compressed file is truncated or damaged; the records before have been yielded.
     """
+    if end is None and not start and json_array.is_array(path):
+        return _read_array(path, source=source, file=file, wanted=wanted, digest=digest)
+    return _read_lines(path, source=source, file=file, start=start, end=end, wanted=wanted, digest=digest)
+
+
+def _read_lines(
+    path: str, *, source: str, file: str, start: int, end: int | None, wanted: WantedFields, digest: Digest
+) -> Iterator[TextBatch | BadRecord]:
     batch, lines = TextBatch(), 0
     lines_before = cache(count_lines)  # counted only if a bad line is reported
     try:
-        for offset, block in blocks(path, start, end, digest):
-            columns, starts = _strings(block, wanted)
-            for record in _records(block, offset, columns, starts, wanted):
+        for offset, block in blocks(path, start, end, digest, max_bytes=wanted.max_bytes):
+            records, count = _block_records(offset, block, wanted)
+            for record in records:
                 if isinstance(record, TextBatch):
                     batch = batch.extended(record)
                     if not batch.full:
@@ -70,13 +88,54 @@ def read(
                 if isinstance(record, _BadLine):
                     line = lines_before(path, start) + lines + record.line + 1
                     yield BadRecord(source, file, "line", line, record.reason, record.detail)
-            lines += len(starts)
+            lines += count
     except DECOMPRESSION_ERRORS as error:
         if batch.texts:
             yield batch
         raise DamagedFileError(str(error)) from None
     if batch.texts:
         yield batch
+
+
+def _read_array(
+    path: str, *, source: str, file: str, wanted: WantedFields, digest: Digest
+) -> Iterator[TextBatch | BadRecord]:
+    """Yields the records of a JSON array; see `read`. Unreadable ones are reported by the line where they begin."""
+    batch = TextBatch()
+    try:
+        for element in json_array.elements(path, digest, max_bytes=wanted.max_bytes):
+            record = _array_record(element, wanted)
+            if isinstance(record, dict):
+                if batch.add_record(record, wanted, element.offset):
+                    yield batch
+                    batch = TextBatch()
+                continue
+            if batch.texts:
+                yield batch
+                batch = TextBatch()
+            yield BadRecord(source, file, "line", element.line, *record)
+    except DAMAGE as error:
+        if batch.texts:
+            yield batch
+        raise DamagedFileError(str(error)) from None
+    if batch.texts:
+        yield batch
+
+
+def _array_record(element: json_array.Element, wanted: WantedFields) -> dict[str, Any] | tuple[str, str]:
+    if element.content is None:
+        return TOO_LONG, _too_long(element.size, element.offset, wanted)
+    return _parse(memoryview(element.content), wanted) or ("not JSON", "nothing between two commas")
+
+
+def _block_records(
+    offset: int, block: memoryview | SkippedLine, wanted: WantedFields
+) -> tuple[Iterable[TextBatch | _BadLine], int]:
+    """The records of a block from `lines.blocks`, and the number of its lines."""
+    if isinstance(block, SkippedLine):
+        return [_BadLine(0, TOO_LONG, _too_long(block.bytes, offset, wanted))], 1
+    columns, starts = _strings(block, wanted)
+    return _records(block, offset, columns, starts, wanted), len(starts)
 
 
 def _strings(block: memoryview, wanted: WantedFields) -> tuple[Columns, list[int]]:
@@ -87,14 +146,19 @@ def _strings(block: memoryview, wanted: WantedFields) -> tuple[Columns, list[int
         orjson has to parse; and the offsets at which the lines start.
     """
     keys = wanted.text, *wanted.extra
-    if extension is not None and not wanted.conversation and _supported(keys):
+    if extension is not None and not wanted.conversation and not wanted.nested_others and _supported(keys):
         *columns, starts = extension.strings(block, keys, 1 if wanted.id is None else 2)
-        return columns, np.frombuffer(starts, np.int64).tolist()
+        found = np.frombuffer(starts, np.int64)
+        if wanted.max_bytes is not None and len(block) > wanted.max_bytes:  # none of the longer lines is taken
+            sizes = np.diff(found, append=len(block))
+            for i in np.flatnonzero(sizes > wanted.max_bytes).tolist():
+                columns[0][i] = None
+        return columns, found.tolist()
     ends = np.flatnonzero(np.frombuffer(block, np.uint8) == _NEWLINE)
-    found = [0, *(ends + 1).tolist()]
-    if found[-1] == len(block):
-        found.pop()
-    return [[None] * len(found)] * len(keys), found
+    offsets = [0, *(ends + 1).tolist()]
+    if offsets[-1] == len(block):
+        offsets.pop()
+    return [[None] * len(offsets)] * len(keys), offsets
 
 
 @cache
@@ -130,6 +194,11 @@ def _records(
             batch.add(text, offset + start)
             continue
         line = block[start : stop - (block[stop - 1] == _NEWLINE)]
+        if wanted.max_bytes is not None and len(line) > wanted.max_bytes:
+            yield batch
+            batch = TextBatch()
+            yield _BadLine(i, TOO_LONG, _too_long(len(line), offset + start, wanted))
+            continue
         record = _parse(line if offset + start or line[:3] != _BOM else line[3:], wanted)
         if isinstance(record, tuple):
             yield batch
@@ -140,10 +209,15 @@ def _records(
     yield batch
 
 
+def _too_long(size: int, offset: int, wanted: WantedFields) -> str:
+    return too_long(f"{size:,} bytes from byte {offset:,} on", limit=wanted.max_bytes or 0)
+
+
 def _parse(line: memoryview, wanted: WantedFields) -> dict[str, Any] | tuple[str, str] | None:
     """Parses a line: the object, or (reason, detail) if it cannot be used, or None for a blank line."""
     try:
         record: dict[str, Any] = orjson.loads(line)
+        add_nested(record, wanted.nested)
         if wanted.conversation:
             record[wanted.text] = conversation_line(record[wanted.text], record.get(wanted.tools or ""))
         if type(record[wanted.text]) is str and (wanted.id is None or isinstance(record[wanted.id], str | int)):
@@ -163,12 +237,13 @@ def _problem(line: bytes, wanted: WantedFields) -> tuple[str, str] | None:
         return _syntax_problem(line, error)
     if not isinstance(record, dict):
         return "not an object", f"a JSON {type(record).__name__}"
+    add_nested(record, wanted.nested)
     return _record_problem(record, wanted)
 
 
 def _record_problem(record: dict[str, Any], wanted: WantedFields) -> tuple[str, str]:
     if wanted.text not in record:
-        return "no text field", f"no '{wanted.text}' among: {', '.join(list(record)[:8]) or 'no keys'}"
+        return NO_TEXT, f"no '{wanted.text}' among: {', '.join(list(record)[:8]) or 'no keys'}"
     if wanted.conversation and (problem := conversation_problem(record[wanted.text])):
         return problem
     if not wanted.conversation and not isinstance(record[wanted.text], str):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from data_prep.sources import storage
 from data_prep.sources.bytesource import Digest, open_bytes
@@ -15,10 +16,24 @@ _CHUNK_BYTES = 1 << 20
 _NEWLINE = b"\n"
 
 
-def blocks(path: str, start: int, end: int | None, digest: Digest) -> Iterator[tuple[int, memoryview]]:
+@dataclass(frozen=True, slots=True)
+class SkippedLine:
+    """A line that was too long. bytes: its size, without the newline."""
+
+    bytes: int
+
+
+def blocks(  # noqa: C901 - one loop over the chunks of a file, with three things that may continue from the last one
+    path: str, start: int, end: int | None, digest: Digest, *, max_bytes: int | None = None
+) -> Iterator[tuple[int, memoryview | SkippedLine]]:
     """Yields (byte offset, whole lines with their newlines) of the lines that start in [start, end).
 
     The last line of a file may lack a newline. The views share one buffer, which the next block overwrites.
+
+    Args:
+        max_bytes: a line that is longer and does not fit into the buffer is skipped: its size is yielded
+            instead. The buffer grows to twice this size at most. Shorter than the buffer, a line is in
+            a block, however long it is. None: no limit.
     """
     if end == 0:
         return
@@ -28,21 +43,29 @@ def blocks(path: str, start: int, end: int | None, digest: Digest) -> Iterator[t
         if position:
             stream.seek(position)
         in_foreign_line = start > 0  # within a line of the previous range
+        long_line: int | None = None  # the offset of a line that is being skipped
         buffer, kept = bytearray(2 * _CHUNK_BYTES), 0
         while count := _fill(stream, buffer, kept):
             new, filled, first = kept, kept + count, 0
-            if in_foreign_line:  # discard it
+            if in_foreign_line or long_line is not None:  # discard it
                 first = buffer.find(_NEWLINE, 0, filled) + 1
-                in_foreign_line, first = not first, first or filled
+                if first and long_line is not None:
+                    yield long_line, SkippedLine(position + first - 1 - long_line)
+                in_foreign_line, long_line = in_foreign_line and not first, None if first else long_line
+                first = first or filled
             stop = _end_of_lines(buffer, max(first, new), filled, None if end is None else end - position)
             if stop > first:
                 yield position + first, memoryview(buffer)[first:stop]
             first = max(first, stop)
+            if max_bytes is not None and filled - first > max_bytes and (end is None or position + first < end):
+                long_line, first = position + first, filled
             kept = filled - first
             buffer = _move_to_front(buffer, first, filled)
             position += first
-            if end is not None and position >= end:
+            if end is not None and position >= end and long_line is None:
                 return
+        if long_line is not None:
+            yield long_line, SkippedLine(position - long_line)
         if kept and (end is None or position < end):
             yield position, memoryview(buffer)[:kept]
 

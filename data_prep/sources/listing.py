@@ -7,16 +7,22 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from data_prep.config.corpus import Source, SourceType
 from data_prep.sources import saved, storage
-from headrace.base.errors import ConfigError, DataError
+from data_prep.sources.local_files import expand_glob, is_excluded, walk_files
+from headrace.base.errors import ConfigError
 
-_JSONL = ("*.jsonl", "*.ndjson", "*.jsonl.gz", "*.ndjson.gz", "*.jsonl.zst", "*.ndjson.zst", "*.json.gz", "*.json.zst")
+_JSONL = (
+    *("*.jsonl", "*.ndjson"),
+    *(f"*.{kind}{suffix}" for suffix in storage.COMPRESSED for kind in ("jsonl", "ndjson", "json")),
+)
+_JSON = ("*.json",)
+"""Read where there is nothing else: beside other files a `.json` is mostly a list or a description of them."""
 _TEXT_SUFFIXES = """
     txt md markdown rst adoc org tex html htm css
     py pyi pyx ipy c h cc cpp cxx hpp hh cu cuh rs go java kt scala swift m cs fs js mjs ts jsx tsx php rb pl pm lua
@@ -25,6 +31,10 @@ _TEXT_SUFFIXES = """
 """.split()  # noqa: SIM905 - shorter than a list literal
 _TEXT = (*(f"*.{suffix}" for suffix in _TEXT_SUFFIXES), "README*", "LICENSE*", "Makefile", "Dockerfile")
 _DEFAULTS: dict[SourceType, tuple[str, ...]] = {"text": _TEXT, "jsonl": _JSONL, "parquet": ("*.parquet",)}
+
+
+SAME_FILE = "other names of the same file"
+_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +64,18 @@ class _Found:
 
 @dataclass(frozen=True)
 class ResolvedSource:
-    """A source with its type and its files, sorted by name. label: the source's name."""
+    """A source with its type and its files, sorted by name.
+
+    Attributes:
+        label: the source's name.
+        left_out: number of files and links that its paths contain and that are not read, by suffix or kind, without
+            hidden and excluded ones.
+    """
 
     label: str
     type: SourceType
     files: list[InputFile]
+    left_out: Counter[str] = field(default_factory=Counter)
 
     @property
     def bytes(self) -> int:
@@ -79,15 +96,20 @@ def resolve(source: Source, *, at: str, without: Iterable[Path] = ()) -> Resolve
         files.
     """
     excluded = {str(Path(os.path.abspath(p))) for p in without}  # noqa: PTH100 - must not follow links
-    found: dict[str, InputFile] = {}
+    found: dict[object, InputFile] = {}
     kinds: set[SourceType] = set()
+    left_out: Counter[str] = Counter()
     for path in source.paths:
-        kind, files = _expand(path, source, at, excluded)
+        kind, files = _expand(path, source, at, excluded, left_out)
         kinds.add(kind)
         many = len(source.paths) > 1
-        for file in files:
+        for file in sorted(files, key=lambda f: f.name):
             named = replace(file, name=f"{path}/{file.name}") if many else file
-            found.setdefault(_key(file.path), named)
+            other = found.setdefault(_key(file), named)
+            if other is not named and _path_key(other.path) != _path_key(file.path):
+                left_out[SAME_FILE] += 1
+                if _is_real(file.path) and not _is_real(other.path):
+                    found[_key(file)] = named
     if len(kinds) > 1:
         raise _ambiguous_type(at, ", ".join(sorted(kinds)))
     kind = kinds.pop()
@@ -95,7 +117,15 @@ def resolve(source: Source, *, at: str, without: Iterable[Path] = ()) -> Resolve
         if (value := getattr(source, key)) is not None:
             why = "its files are plain text, which has no fields"
             raise ConfigError(f"{at}.{key}", value, why=why, remedy="remove it, or give jsonl or parquet files")
-    return ResolvedSource(source.label, kind, sorted(found.values(), key=lambda f: f.name))
+    return ResolvedSource(source.label, kind, sorted(found.values(), key=lambda f: f.name), +left_out)
+
+
+def left_out_line(source: ResolvedSource) -> str | None:
+    """One line on what the paths of a source contain and is not read, or None."""
+    kinds = [f"{count:,} {kind}" for kind, count in source.left_out.most_common(_SHOWN)]
+    more = len(source.left_out) - len(kinds)
+    kinds += [f"{more} more kinds"] if more else []
+    return f"not read in '{source.label}': {', '.join(kinds)}" if kinds else None
 
 
 def listing_fingerprint(sources: Iterable[ResolvedSource]) -> str:
@@ -107,16 +137,31 @@ def listing_fingerprint(sources: Iterable[ResolvedSource]) -> str:
     return digest.hexdigest()
 
 
-def _key(path: str) -> str:
-    """Identity of a file that several paths match."""
+def _key(file: InputFile) -> object:
+    """Identity of a file that several paths match: device and inode, and as some file systems reuse or invent inodes,
+    its size and time of modification, too."""
+    if storage.is_remote(file.path):
+        return file.path
+    stat = os.stat(file.path)  # noqa: PTH116 - called for a million files
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def _path_key(path: str) -> str:
     return path if storage.is_remote(path) else os.path.abspath(path)  # noqa: PTH100 - must not follow links
 
 
-def _expand(path: str, source: Source, at: str, excluded: set[str]) -> tuple[SourceType, list[InputFile]]:
+def _is_real(path: str) -> bool:
+    """Whether no part of a path is a link."""
+    return os.path.realpath(path) == os.path.abspath(path)  # noqa: PTH100
+
+
+def _expand(
+    path: str, source: Source, at: str, excluded: set[str], left_out: Counter[str]
+) -> tuple[SourceType, list[InputFile]]:
     """The type of one path, and all files that it matches."""
     if _is_saved_dataset(path, source):
         return "datasets", [_local(name, file) for name, file in saved.saved_files(path, source.split, at=at)]
-    found = _listed(path, excluded)
+    found = _listed(path, excluded, left_out)
     if not found:
         remedy = f"check the path; it is relative to the directory you are in ({Path.cwd()})"
         raise ConfigError(f"{at}.path", path, why="there is no such file, or the directory is empty", remedy=remedy)
@@ -127,6 +172,9 @@ def _expand(path: str, source: Source, at: str, excluded: set[str]) -> tuple[Sou
         why = f"none of its {len(found)} files has a name of the type {kind}: {_census(names)}"
         remedy = 'list the files to read in "include", e.g. ["*.txt"], or set "type"'
         raise ConfigError(f"{at}.path", path, why=why, remedy=remedy)
+    taken = {file.name for file in chosen}
+    others = (n for n in names if n not in taken and not _matches(n, source.exclude))
+    left_out.update(f"*{Path(name).suffix}" if Path(name).suffix else name for name in others)
     return kind, chosen
 
 
@@ -139,7 +187,7 @@ def _chosen(path: str, found: list[_Found], source: Source, kind: SourceType, at
     left = [entry for entry in found if not _matches(entry.file.name, source.exclude)]
     if source.include:
         return [entry.file for entry in left if _matches(entry.file.name, source.include)]
-    usual = _DEFAULTS.get(kind, ("*.arrow",))
+    usual = _usual(kind, [entry.file.name for entry in left])
     if source.type is not None:
         return [entry.file for entry in left if entry.named or _matches(entry.file.name, usual)]
     odd = [entry.file.name for entry in left if entry.named and not _matches(entry.file.name, usual)]
@@ -155,30 +203,30 @@ def _is_saved_dataset(path: str, source: Source) -> bool:
     return local and (source.type == "datasets" or (source.type is None and saved.is_saved(path)))
 
 
-def _listed(path: str, excluded: set[str]) -> list[_Found]:
+def _listed(path: str, excluded: set[str], left_out: Counter[str]) -> list[_Found]:
     """The files of a path: the file itself, all files in a directory, or those that a glob matches or contains."""
     if storage.is_remote(path):
         listed = storage.listing(path)
         return [_Found(InputFile(e.name, e.url, e.stat.bytes, e.stat.version), e.named) for e in listed]
     if Path(path).is_dir():
-        return [_Found(_local(name, file), named=False) for name, file in _walk(path, excluded)]
+        return [_Found(_local(name, file), named=False) for name, file in walk_files(path, excluded, left_out)]
     if Path(path).is_file():
         return [_Found(_local(Path(path).name, path), named=True)]
-    return _globbed(path, excluded)
+    return _globbed(path, excluded, left_out)
 
 
-def _globbed(pattern: str, excluded: set[str]) -> list[_Found]:
+def _globbed(pattern: str, excluded: set[str], left_out: Counter[str]) -> list[_Found]:
     """The files that a glob matches. Leading directories that exist under their literal name are not patterns."""
     root = pattern
     while root and not Path(root).is_dir():
         root = os.path.dirname(root)  # noqa: PTH120 - keeps the path as written
     found: dict[str, _Found] = {}
-    hits = glob.glob(glob.escape(root) + pattern[len(root) :], recursive=True)  # noqa: PTH207 - may be absolute
+    hits = expand_glob(glob.escape(root) + pattern[len(root) :], left_out)
     last = None
-    for folder in sorted(f"{hit.rstrip('/')}/" for hit in hits):
+    for folder in sorted({f"{hit.rstrip('/')}/" for hit in hits}):
         hit = folder[:-1]
         name = os.path.relpath(hit, root or ".")
-        if _is_excluded(hit, excluded) or storage.SKIPPED_FOLDERS.intersection(name.split("/")) - set(
+        if is_excluded(hit, excluded) or storage.SKIPPED_FOLDERS.intersection(name.split("/")) - set(
             pattern.split("/")
         ):
             continue
@@ -186,16 +234,10 @@ def _globbed(pattern: str, excluded: set[str]) -> list[_Found]:
             found[name] = _Found(_local(name, hit), named=True)
         elif Path(hit).is_dir() and not (last and folder.startswith(last)):
             last = folder
-            for inner, file in _walk(hit, excluded):
+            for inner, file in walk_files(hit, excluded, left_out):
                 nested = os.path.normpath(f"{name}/{inner}")
                 found.setdefault(nested, _Found(_local(nested, file), named=False))
     return list(found.values())
-
-
-def _is_excluded(path: str, excluded: set[str]) -> bool:
-    """Whether a path is one of the excluded directories, or in one."""
-    absolute = f"{os.path.abspath(path)}/"  # noqa: PTH100 - must not follow links
-    return any(absolute.startswith(f"{folder}/") for folder in excluded)
 
 
 def _local(name: str, file: str) -> InputFile:
@@ -203,31 +245,15 @@ def _local(name: str, file: str) -> InputFile:
     return InputFile(name, file, stat.bytes, stat.version)
 
 
-def _walk(root: str, excluded: set[str]) -> Iterator[tuple[str, str]]:
-    if _is_excluded(root, excluded):
-        return
-    for here, directories, files in os.walk(root, onerror=_raise):
-        directories[:] = [
-            d
-            for d in directories
-            if d[0] != "." and d not in storage.SKIPPED_FOLDERS and os.path.abspath(f"{here}/{d}") not in excluded  # noqa: PTH100
-        ]
-        for file in files:
-            path = f"{here}/{file}"
-            if file[0] != "." and os.path.isfile(path):  # noqa: PTH113 - a million calls
-                yield os.path.relpath(path, root), path
-
-
-def _raise(error: OSError) -> None:
-    raise DataError(
-        f"{error.filename} cannot be listed: {error.strerror}\n  try: make the directory readable, or exclude it"
-    )
-
-
 def _infer(names: list[str], source: Source, at: str) -> SourceType:
-    counts = Counter(kind for name in names if (kind := _kind_of(name)) and not _matches(name, source.exclude))
+    """The type of the files that `include` and `exclude` select."""
+    names = [name for name in names if not _matches(name, source.exclude)]
+    names = [name for name in names if _matches(name, source.include)] if source.include else names
+    counts = Counter(kind for name in names if (kind := _kind_of(name)))
     if len(counts) == 1:
         return next(iter(counts))
+    if not counts and names and all(_matches(name, _JSON) for name in names):
+        return "jsonl"
     if source.include and not counts:
         return "text"
     raise _ambiguous_type(at, ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())) or _census(names))
@@ -236,6 +262,12 @@ def _infer(names: list[str], source: Source, at: str) -> SourceType:
 def _ambiguous_type(at: str, found: str) -> ConfigError:
     remedy = 'set it to "text", "jsonl", "parquet" or "datasets", or use one source per type'
     return ConfigError(f"{at}.type", why=f"the files are of several types or of an unknown one: {found}", remedy=remedy)
+
+
+def _usual(kind: SourceType, names: list[str]) -> tuple[str, ...]:
+    """The patterns of the names that a type usually has."""
+    usual = _DEFAULTS.get(kind, ("*.arrow",))
+    return _JSON if kind == "jsonl" and not any(_matches(name, usual) for name in names) else usual
 
 
 def _kind_of(name: str) -> SourceType | None:

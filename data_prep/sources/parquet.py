@@ -48,7 +48,7 @@ def read(
         DamagedFileError: the footer is not readable.
     """
     table = _open(path)
-    names = [name for name in wanted.columns if name in table.schema_arrow.names]
+    names = columns.present(table.schema_arrow, wanted)
     row = sum(table.metadata.row_group(i).num_rows for i in range(first_group))
     for group in range(first_group, end_group):
         at = row
@@ -70,7 +70,8 @@ def _batches(table: Any, group: int, names: list[str]) -> Iterator[Any]:
 
 def _open(path: str) -> Any:
     try:
-        return pq.ParquetFile(storage.parquet_source(path), memory_map=not storage.is_remote(path))
+        local = not storage.is_remote(path)
+        return pq.ParquetFile(storage.parquet_source(path), memory_map=local, page_checksum_verification=True)
     except (pa.ArrowInvalid, OSError) as error:
         if isinstance(error, FileNotFoundError | PermissionError):
             raise

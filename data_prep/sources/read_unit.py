@@ -12,13 +12,16 @@ from data_prep.sources.units import Unit
 from headrace.base.errors import DataError
 
 
-def wanted_fields(source: Source, others: Sequence[str] = ()) -> WantedFields:
-    """The record fields to read from a source: text or messages, id, and `others` that the job needs."""
-    if source.messages_field is not None:
-        return WantedFields(
-            source.messages_field, source.id_field, tuple(others), conversation=True, tools=source.tools_field
-        )
-    return WantedFields(source.text_field, source.id_field, tuple(others))
+def wanted_fields(source: Source, others: Sequence[str] = (), *, max_bytes: int | None = None) -> WantedFields:
+    """The record fields to read from a source: text or messages, id, and `others` that the job needs.
+
+    Args:
+        max_bytes: `max_record_bytes` of the config; None: no limit.
+    """
+    chat = source.messages_field is not None
+    tools = source.tools_field if chat else None
+    text = source.messages_field or source.text_field
+    return WantedFields(text, source.id_field, tuple(others), conversation=chat, tools=tools, max_bytes=max_bytes)
 
 
 def unit_digest(unit: Unit) -> Digest:
@@ -54,7 +57,7 @@ def read_unit(unit: Unit, wanted: WantedFields, digest: Digest | None = None) ->
 def _batches(unit: Unit, wanted: WantedFields, digest: Digest) -> Iterator[TextBatch | BadRecord]:
     path, source, file = unit.path, unit.source, unit.file
     if unit.type == "text":
-        return text.read(path, source=source, file=file, digest=digest)
+        return text.read(path, source=source, file=file, digest=digest, max_bytes=wanted.max_bytes)
     if unit.type == "jsonl":
         end = unit.end if unit.parts > 1 else None
         return jsonl.read(path, source=source, file=file, start=unit.start, end=end, wanted=wanted, digest=digest)

@@ -62,12 +62,15 @@ class TextBatch:
 class WantedFields:
     """The fields (jsonl) or columns (tables) to read from each record.
 
+    A name with dots, such as `meta.text`, is a field of that name if a record has it, or else a path through objects.
+
     Attributes:
         text: field of the text, or of the messages of a conversation.
         id: field of the document id, which every record must have; None: the position identifies the document.
         others: further fields, which may be missing.
         conversation: whether `text` holds messages, which are passed on as one line of JSON.
         tools: for conversations, the field of their tools, or None.
+        max_bytes: length of the longest record that is read, see `max_record_bytes` of the config; None: no limit.
     """
 
     text: str
@@ -75,6 +78,7 @@ class WantedFields:
     others: tuple[str, ...] = ()
     conversation: bool = False
     tools: str | None = None
+    max_bytes: int | None = None
 
     @cached_property
     def extra(self) -> tuple[str, ...]:
@@ -85,6 +89,31 @@ class WantedFields:
     def columns(self) -> tuple[str, ...]:
         """All columns to read from a table."""
         return tuple(dict.fromkeys((self.text, *([self.tools] if self.tools else []), *self.extra)))
+
+    @cached_property
+    def nested(self) -> tuple[str, ...]:
+        """The names that may be paths."""
+        return tuple(name for name in self.columns if "." in name)
+
+    @cached_property
+    def nested_others(self) -> bool:
+        """Whether one of the fields that may be missing may be a path."""
+        return any("." in name for name in self.others)
+
+
+def add_nested(record: dict[str, Any], names: tuple[str, ...]) -> None:
+    """Adds the values at paths such as `meta.text` to a record, under the path as the name, where they exist."""
+    for name in names:
+        if name in record:
+            continue
+        value: Any = record
+        for part in name.split("."):
+            value = value.get(part, _MISSING) if isinstance(value, dict) else _MISSING
+        if value is not _MISSING:
+            record[name] = value
+
+
+_MISSING = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,5 +146,16 @@ class BadRecord:
         return asdict(self)
 
 
+TOO_LONG = "record too long"
+"""Reason of a `BadRecord` that is longer than `max_record_bytes`."""
+
+
+def too_long(found: str, *, limit: int) -> str:
+    """The detail of a `BadRecord` for the reason `TOO_LONG`; `found`: the record's size and place."""
+    return f"{found}, max_record_bytes is {limit:,}"
+
+
+NO_TEXT = "no text field"
+"""Reason of a `BadRecord` for a record without the key `text_field` of its source, or with something else there."""
 DAMAGED_FILE = "damaged file"
 """Reason of a `BadRecord` for the rest of a damaged file or row group; it counts against `max_bad_files`."""

@@ -42,7 +42,7 @@ def saved_files(path: str, split: str | None, *, at: str) -> list[tuple[str, str
     return [(name, str(root / name)) for name in names]
 
 
-def materialise(source: Source, target: Path, *, at: str) -> None:
+def materialize(source: Source, target: Path, *, at: str) -> None:
     """Downloads a builder's data and saves it as `target`, atomically: by one rename.
 
     Raises:

@@ -64,6 +64,15 @@ class RemoteFile:
     named: bool
 
 
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+"""Suffixes of compressed files; these cannot be read from the middle."""
+
+
+def is_compressed(path: str) -> bool:
+    """Whether a file is compressed, by its name."""
+    return path.endswith(COMPRESSED)
+
+
 def is_remote(path: str) -> bool:
     """Whether a path is a URL."""
     return "://" in path
@@ -178,8 +187,17 @@ def _exists(filesystem: Any, name: str) -> bool:
 
 
 def parquet_source(path: str) -> Any:
-    """The argument for pyarrow: a local path, which it memory-maps, or an open remote file."""
-    return open_raw(path) if is_remote(path) else path
+    """The argument for pyarrow: a local path, which it memory-maps, or an open file if it is remote or if its name is
+    not UTF-8, which pyarrow does not take."""
+    return open_raw(path) if is_remote(path) or not _is_utf8(path) else path
+
+
+def _is_utf8(path: str) -> bool:
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _stat(info: dict[str, Any]) -> Stat:

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 
 from data_prep.sources.bytesource import DECOMPRESSION_ERRORS, DamagedFileError, Digest, open_bytes
-from data_prep.sources.records import BadRecord, TextBatch
+from data_prep.sources.records import TOO_LONG, BadRecord, TextBatch, too_long
+
+_PIECE_BYTES = 128 << 10
 
 
-def read(path: str, *, source: str, file: str, digest: Digest) -> Iterator[TextBatch | BadRecord]:
+def read(
+    path: str, *, source: str, file: str, digest: Digest, max_bytes: int | None = None
+) -> Iterator[TextBatch | BadRecord]:
     """Yields the document of a UTF-8 file, without a byte-order mark; line ends are not changed.
+
+    Args:
+        max_bytes: a longer file (decompressed) is reported as a `BadRecord` and read no further; None: no limit.
 
     Raises:
         DamagedFileError: a compressed file is truncated or damaged.
     """
     try:
         with open_bytes(path, digest) as stream:
-            raw = stream.readall()
+            raw = _read(stream, max_bytes)
     except DECOMPRESSION_ERRORS as error:
         raise DamagedFileError(str(error)) from None
+    if raw is None:
+        detail = too_long(f"the file has more than {max_bytes:,} bytes", limit=max_bytes or 0)
+        yield BadRecord(source, file, "file", None, TOO_LONG, detail)
+        return
     try:
         text = raw.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
@@ -30,3 +42,15 @@ def read(path: str, *, source: str, file: str, digest: Digest) -> Iterator[TextB
     batch = TextBatch()
     batch.add(text, 0)
     yield batch
+
+
+def _read(stream: io.RawIOBase, max_bytes: int | None) -> bytes | None:
+    """All bytes of a stream; None if there are more than `max_bytes`, of which no more than a piece is read."""
+    pieces: list[bytes] = []
+    left = float("inf") if max_bytes is None else max_bytes
+    while piece := stream.read(_PIECE_BYTES):
+        pieces.append(piece)
+        left -= len(piece)
+        if left < 0:
+            return None
+    return b"".join(pieces)

@@ -2,7 +2,8 @@
 
 A unit is the input of one reader call: a file, a byte range of an uncompressed jsonl file, or some row groups of a
 parquet file. Units are ordered by source, file name and position; a map task is a run of consecutive units, so the
-order of tasks is the order of documents. The plan depends only on names, sizes and the config.
+order of tasks is the order of documents. The plan depends only on names, sizes and the config, and for `.json` on
+whether the file holds an array, which is read as a whole.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from data_prep.config.corpus import SourceType
+from data_prep.sources import json_array, storage
 from data_prep.sources.listing import InputFile, ResolvedSource
 
 
@@ -68,11 +70,16 @@ def group(all_units: Iterable[Unit], *, task_bytes: int) -> list[list[Unit]]:
     return tasks
 
 
+def is_divisible(kind: SourceType, path: str) -> bool:
+    """Whether a file can be read by byte ranges: uncompressed lines."""
+    return kind == "jsonl" and not storage.is_compressed(path) and not json_array.is_array(path)
+
+
 def _units_of(source: ResolvedSource, file: InputFile, task_bytes: int) -> Iterator[Unit]:
     groups = _split_row_groups(file, task_bytes) if source.type == "parquet" else []
     if groups:
         parts = len(groups)
-    elif source.type == "jsonl" and not file.path.endswith((".gz", ".zst")):
+    elif is_divisible(source.type, file.path):
         parts = max(1, -(-file.bytes // task_bytes))
     else:
         parts = 1

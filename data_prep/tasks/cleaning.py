@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 from data_prep.clean.chain import Chain, Dropped, build_chain
 from data_prep.config.corpus import CorpusConfig
+from data_prep.hashing import utf8_size
 
 DROPPED_TEXTS = "dropped.jsonl"
 
@@ -23,6 +24,7 @@ class Cleaner:
     Attributes:
         fields: names of the further record fields that it reads.
         dropped: number of dropped texts, by "step: reason".
+        dropped_bytes: their bytes of UTF-8, likewise, as they were read.
     """
 
     def __init__(self, config: CorpusConfig, directory: Path | None) -> None:
@@ -34,6 +36,7 @@ class Cleaner:
         self._with_text = config.list_dropped == "texts"
         self.fields = self._chain.fields if self._chain is not None else ()
         self.dropped: Counter[str] = Counter()
+        self.dropped_bytes: Counter[str] = Counter()
         self._edits: Counter[str] = Counter()
 
     @property
@@ -69,6 +72,7 @@ class Cleaner:
     def drop(self, why: Dropped, text: str, location: tuple[str, str, int]) -> None:
         """Counts and lists a dropped text."""
         self.dropped[f"{why.step}: {why.reason}"] += 1
+        self.dropped_bytes[f"{why.step}: {why.reason}"] += utf8_size(text)
         self._list_row(why, text, *location)
 
     def edit(self, why: Dropped, removed: str, location: tuple[str, str, int]) -> None:

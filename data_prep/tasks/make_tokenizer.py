@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from data_prep.sources.units import Unit
 from data_prep.task import Counts, DirectoryTask, Report
 from headrace.base.directory import write_json
 
-_FOLDER = "tokenizer"
+_FOLDER, _PIECES, _LINES = "tokenizer", "pieces.json", "lines.json"
 
 
 @dataclass(frozen=True)
@@ -23,11 +24,15 @@ class TokenizerTask(DirectoryTask):
     """Makes `directory/tokenizer`, a Hugging Face tokenizer folder.
 
     The marker beside it is its manifest entry; `engine.json` names the engine that was verified to give its ids.
+
+    Args:
+        store: directory of the trained tokenizers of earlier jobs; None: it is trained in any case, and not stored.
     """
 
     units: list[Unit]
     config: CorpusConfig
     directory: Path
+    store: Path | None = None
 
     @property
     def name(self) -> str:
@@ -37,7 +42,7 @@ class TokenizerTask(DirectoryTask):
     def _work(self, scratch: Path, report: Report) -> dict[str, Any]:
         # not at the top of the module: no other task needs them
         from data_prep.tasks import tokenizer_sample  # noqa: PLC0415
-        from data_prep.tokenizer import engine_choice, existing, load, train  # noqa: PLC0415
+        from data_prep.tokenizer import engine_choice, existing, load  # noqa: PLC0415
 
         folder = scratch / _FOLDER
         folder.mkdir()
@@ -45,7 +50,7 @@ class TokenizerTask(DirectoryTask):
         if section.path is not None:
             existing.import_tokenizer(section.path, folder)
         else:
-            train.train(tokenizer_sample.sample_texts(self.units, self.config), folder, section)
+            self._train(scratch, folder)
         if section.chat_template is not None:
             shutil.copyfile(section.chat_template, folder / TEMPLATE_FILE)
         if self.config.dedup is not None and self.config.dedup.near is not None:
@@ -64,6 +69,40 @@ class TokenizerTask(DirectoryTask):
         write_json(scratch / ENGINE_FILE, {"engine": choice.engine, "refused": list(choice.rejected)})
         report(Counts())
         return load.describe(folder, kind=section.train or "given")
+
+    def _train(self, scratch: Path, folder: Path) -> None:
+        """Trains, or takes the stored tokenizer of the same texts, and writes down what the texts were read from."""
+        from data_prep.tasks import tokenizer_sample  # noqa: PLC0415
+        from data_prep.tokenizer import spool, store, train  # noqa: PLC0415
+
+        digests: dict[Unit, str] = {}
+        with spool.spool(tokenizer_sample.sample_texts(self.units, self.config, digests), scratch) as texts:
+            if self.store is None:
+                train.train(texts, folder, self.config.tokenizer)
+            else:
+                kept = store.TokenizerStore(self.store)
+                lines = store.train_or_reuse(texts, folder, self.config.tokenizer, kept)
+                (scratch / _LINES).write_text(json.dumps(lines), encoding="ascii")
+        pieces = [[u.source, u.file, u.start, u.end, digest] for u, digest in digests.items()]
+        (scratch / _PIECES).write_text(json.dumps(pieces), encoding="ascii")
+
+
+def read_pieces(directory: Path) -> list[list[Any]] | None:
+    """[source, file, start, end, XXH3-128] of what the training sample was taken from; None if that is not known."""
+    try:
+        pieces: list[list[Any]] = json.loads((directory / _PIECES).read_text())
+    except (OSError, ValueError):
+        return None
+    return pieces
+
+
+def read_lines(directory: Path) -> list[str]:
+    """What the task says of a stored tokenizer, for the user."""
+    try:
+        lines: list[str] = json.loads((directory / _LINES).read_text())
+    except (OSError, ValueError):
+        return []
+    return lines
 
 
 def tokenizer_folder(directory: Path) -> Path:

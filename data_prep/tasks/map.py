@@ -1,4 +1,4 @@
-"""The map task: reads, cleans and tokenises the units of one task and writes sorted runs.
+"""The map task: reads, cleans and tokenizes the units of one task and writes sorted runs.
 
 The directory of a finished task has `run-000/` and on (see `sorted_runs.py`), `bad.jsonl` (unreadable records),
 `dropped.jsonl` (dropped by cleaning, if the config asks for it) and `done.json`: the counts, and the XXH3-128 of each
@@ -94,12 +94,13 @@ class _Mapper:
             "counts": self._counts.tolist(),
             "skipped": dict(sorted(self._stream.skipped.items())),
             "dropped": dict(sorted(cleaner.dropped.items())),
+            "dropped_bytes": dict(sorted(cleaner.dropped_bytes.items())),
             "edited": dict(sorted(cleaner.edits.items())),
             "files": self._stream.files,
         }
 
     def _map_conversations(self, batch: DocumentBatch) -> None:
-        """Renders and tokenises conversations; those that cannot be trained on count as unreadable records."""
+        """Renders and tokenizes conversations; those that cannot be trained on count as unreadable records."""
         from data_prep.chat.encoder import EncodedConversation, open_chat_encoder  # noqa: PLC0415 - brings jinja2 along
         from data_prep.sources.line_numbers import record_position  # noqa: PLC0415
 
@@ -108,9 +109,12 @@ class _Mapper:
         encoder = open_chat_encoder(self._task.tokenizer, parse_special_tokens=self._config.parse_special_tokens)
         found: list[EncodedConversation] = []
         kept: list[int] = []
+        ends: list[bool] = []
         for i, (line, position) in enumerate(zip(batch.texts, batch.at.tolist(), strict=True)):
             try:
-                found.append(encoder.encode(line, everything=everything))
+                framed = encoder.encode(line, everything=everything)
+                found.append(framed.without(self._encoder.prefix_ids, self._encoder.suffix_ids))
+                ends.append(found[-1].end_learnt)
                 kept.append(i)
             except ConversationError as error:
                 unit = self._task.units[number]
@@ -121,7 +125,8 @@ class _Mapper:
         offsets = np.cumsum([0, *(len(conversation.ids) for conversation in found)])
         tokens = Tokens(np.concatenate([conversation.ids for conversation in found]), offsets)
         texts = batch.take([conversation.text for conversation in found], kept)
-        self._add(tokens, self._metadata(texts), mask=np.concatenate([conversation.mask for conversation in found]))
+        mask = np.concatenate([conversation.mask for conversation in found])
+        self._add(tokens, self._metadata(texts), mask=mask, end_learnt=np.array(ends))
 
     def _map_texts(self, batch: DocumentBatch) -> None:
         if self._lines is not None:
@@ -132,7 +137,7 @@ class _Mapper:
         self._keep_sample(batch.texts)
         metadata = self._metadata(batch)
         empty = np.diff(tokens.offsets) == 0
-        if empty.any():  # empty texts, and those that a normaliser empties
+        if empty.any():  # empty texts, and those that a normalizer empties
             self._stream.skipped["empty"] += int(empty.sum())
             tokens = Tokens(tokens.ids, tokens.offsets[np.append(True, ~empty)])
             metadata = metadata.take(~empty)
@@ -157,11 +162,18 @@ class _Mapper:
         self._report(Counts(dropped=cleaner.dropped - before))
         return batch.take(texts, kept)
 
-    def _add(self, tokens: Tokens, metadata: DocumentMetadata, *, mask: Array | None = None) -> None:
+    def _add(
+        self,
+        tokens: Tokens,
+        metadata: DocumentMetadata,
+        *,
+        mask: Array | None = None,
+        end_learnt: Array | None = None,
+    ) -> None:
         if len(metadata.key):
             if self._minhasher is not None:
                 metadata = replace(metadata, bands=self._minhasher.bands(tokens, section=_near(self._config)))
-            self._runs.add(tokens, metadata, mask=mask)
+            self._runs.add(tokens, metadata, mask=mask, end_learnt=end_learnt)
         lengths = np.diff(tokens.offsets) + self._encoder.added_ids
         sums = (np.ones_like(lengths), lengths, metadata.bytes)
         for column, values in enumerate(sums):

@@ -6,7 +6,6 @@ size and each is a random sample of it. Memory: see `RunsReader`.
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +15,10 @@ import numpy as np
 
 from data_prep.formats.maskfile import MASK, MaskWriter
 from data_prep.formats.tokenfile import SPLITS, TokenFileWriter, shard_name, with_suffix
-from data_prep.task import Counts, Report, os_errors_as_data_errors, scratch_path
+from data_prep.task import Counts, Report, os_errors_as_data_errors, read_marker_file, scratch_path, with_checksum
 from data_prep.tasks.runs_reader import GroupContent, RunsReader
 from data_prep.tasks.sorted_runs import Array
-from headrace.base.directory import write_json
+from headrace.base.directory import sync, write_json
 
 _LENGTH_BINS = 32
 
@@ -70,8 +69,7 @@ class ReduceTask:
 
     def run(self, report: Report) -> dict[str, Any]:
         """See `Task.run`."""
-        if self.marker.is_file():
-            done: dict[str, Any] = json.loads(self.marker.read_text())
+        if (done := read_marker_file(self.marker, remove=self.marker)) is not None:
             return done
         with os_errors_as_data_errors(self.name):
             final = self.out / self.shard.split / shard_name(self.shard.index)
@@ -80,10 +78,11 @@ class ReduceTask:
                 done = self._write(scratch, report)
                 for suffix in done["sha256"]:
                     with_suffix(scratch, suffix).rename(with_suffix(final, suffix))
+                sync(final.parent)  # the marker says that they are there, after a power failure too
             finally:
                 for suffix in (".bin", ".idx", MASK):
                     with_suffix(scratch, suffix).unlink(missing_ok=True)
-            write_json(self.marker, done)
+            write_json(self.marker, with_checksum(done))
         return done
 
     def _write(self, scratch: Path, report: Report) -> dict[str, Any]:

@@ -41,7 +41,8 @@ class HashLinesTask(DirectoryTask):
         with TextStream(self.units, self.config, report, directory=None) as stream:
             batches = (batch.texts for batch in stream.batches() if not batch.conversations)
             hashes = (np.concatenate([line_hashes(text, section=section) for text in texts]) for texts in batches)
-            return {"lines": write_line_hashes(scratch, hashes)}
+            lines = write_line_hashes(scratch, hashes)
+            return {"lines": lines, "files": stream.files}
 
 
 class LineRemover:

@@ -126,6 +126,7 @@ class RunsReader:
         for i, run, first in found:
             documents = run.documents
             ids, mask = buffer.read(run, documents)
+            run.verify(documents, first, ids, mask)
             documents["start"] -= documents["start"][0]
             if self.drops is not None:
                 drops = np.load(drops_path(self.drops, self.first + i), mmap_mode="r")

@@ -3,7 +3,8 @@
     RUN/tokens.bin    token ids, concatenated, BOS and EOS included
     RUN/docs.bin      one `DOCUMENT` each
     RUN/mask.bin      the loss mask: a byte for each token, 1 where it is trained on; only in jobs with conversations
-    RUN/run.json      number of documents, and their groups: [split, source, first document, end]
+    RUN/checks.bin    the checksum of each document, see `run_checksums.py`; runs of older versions have none
+    RUN/run.json      number of documents, their groups: [split, source, first document, end], and a checksum
 
 and, for deduplication, the files of `dedup.document_tasks.write_dedup_tables`.
 
@@ -29,6 +30,12 @@ import numpy.typing as npt
 from data_prep.dedup.document_tasks import write_dedup_tables
 from data_prep.formats.memory_map import map_file
 from data_prep.hashing import U64
+from data_prep.task import with_checksum, without_checksum
+from data_prep.tasks.run_checksums import (
+    document_checksums,
+    slice_checksums,
+    view_checksums,
+)
 from data_prep.tokenizer.engines import Tokens
 from headrace.base.directory import write_json
 from headrace.base.errors import DataError
@@ -57,7 +64,7 @@ with BOS and EOS. source: number in the config. split: number in `SPLITS`.
 """
 _DOCUMENT_BYTES = 512  # memory of a document besides its ids and metadata, when they are sorted and written
 _WRITE_BYTES = 4 << 20
-_TOKENS, _MASK, _DOCUMENTS, _RUN = "tokens.bin", "mask.bin", "docs.bin", "run.json"
+_TOKENS, _MASK, _DOCUMENTS, _RUN, _CHECKS = "tokens.bin", "mask.bin", "docs.bin", "run.json", "checks.bin"
 
 
 @dataclass(frozen=True)
@@ -118,17 +125,26 @@ class RunWriter:
         self._ids = np.empty(RUN_BYTES // self.dtype.itemsize, self.dtype)
         self._mask = np.empty(len(self._ids) if self.masked else 0, np.uint8)
 
-    def add(self, tokens: Tokens, metadata: DocumentMetadata, *, mask: Array | None = None) -> None:
+    def add(
+        self,
+        tokens: Tokens,
+        metadata: DocumentMetadata,
+        *,
+        mask: Array | None = None,
+        end_learnt: Array | None = None,
+    ) -> None:
         """Adds the documents of a batch, all of which must have tokens.
 
         Args:
             mask: uint8 [n], the loss mask of the ids; None: all ids are trained on, and BOS and EOS, too.
+            end_learnt: bool [documents], with a mask: whether EOS is trained on; nowhere when None.
         """
         self._reserve(len(tokens.ids))
         np.copyto(self._ids[self._used : self._used + len(tokens.ids)], tokens.ids, casting="unsafe")
         if self.masked:
             self._mask[self._used : self._used + len(tokens.ids)] = 1 if mask is None else mask
-            self._frame_learnt.append(np.full(len(metadata.key), mask is None))
+            texts = np.full(len(metadata.key), mask is None)
+            self._frame_learnt.append(np.stack([texts, texts if end_learnt is None else end_learnt], axis=1))
         self._used += len(tokens.ids)
         self._lengths.append(np.diff(tokens.offsets))
         self._metadata.append(metadata)
@@ -144,10 +160,10 @@ class RunWriter:
         run.mkdir()
         lengths, metadata = np.concatenate(self._lengths), _concatenate(self._metadata)
         order = np.lexsort((metadata.rank, metadata.key, metadata.source, metadata.split))
-        self._write_documents(run / _TOKENS, self._ids, lengths, order, self._frames(len(order)))
+        sums = [self._write_documents(run / _TOKENS, self._ids, lengths, order, self._frames(len(order)))]
         if self.masked:
-            self._write_documents(run / _MASK, self._mask, lengths, order, self._mask_frames())
-        _write_metadata(run, lengths[order] + len(self.before) + len(self.after), metadata.take(order))
+            sums.append(self._write_documents(run / _MASK, self._mask, lengths, order, self._mask_frames()))
+        _write_metadata(run, lengths[order] + len(self.before) + len(self.after), metadata.take(order), sums)
         self.runs += 1
         self._used, self._metadata_bytes, self._lengths, self._metadata, self._frame_learnt = 0, 0, [], [], []
 
@@ -168,27 +184,32 @@ class RunWriter:
         return [frame] * documents
 
     def _mask_frames(self) -> list[tuple[bytes, bytes]]:
-        """The loss mask of BOS and EOS: 1 for a text, 0 for a conversation, whose template has its own end token."""
-        sizes = len(self.before), len(self.after)
-        frames = [(bytes([learnt]) * sizes[0], bytes([learnt]) * sizes[1]) for learnt in (0, 1)]
-        return [frames[int(learnt)] for learnt in np.concatenate(self._frame_learnt)]
+        """The loss mask of BOS and EOS: 1 for a text, 0 for a conversation, unless its EOS is the template's own."""
+        first, last = [[bytes([learnt]) * len(ids) for learnt in (0, 1)] for ids in (self.before, self.after)]
+        return [(first[begin], last[end]) for begin, end in np.concatenate(self._frame_learnt).astype(int).tolist()]
 
     @staticmethod
     def _write_documents(
         path: Path, values: Array, lengths: Array, order: Array, frames: list[tuple[bytes, bytes]]
-    ) -> None:
-        """Writes the values of each document between its two frames, in order."""
+    ) -> U64:
+        """Writes the values of each document between its two frames, in order; returns the checksum of each."""
         data, size = values.view(np.uint8).data, values.itemsize
         ends = np.cumsum(lengths)
         first, last = ((ends - lengths)[order] * size).tolist(), (ends[order] * size).tolist()
         framed = [frames[i] for i in order.tolist()]
+        sums: list[U64] = []
         with path.open("wb") as file:
             for block in _blocks(last, first):
                 parts: list[Any] = []
+                sizes: list[int] = []
                 for i in block:
                     before, after = framed[i]
                     parts += (before, data[first[i] : last[i]], after)
-                file.write(b"".join(parts))
+                    sizes.append(len(before) + last[i] - first[i] + len(after))
+                joined = b"".join(parts)
+                sums.append(slice_checksums(joined, np.array(sizes, np.int64)))
+                file.write(joined)
+        return np.concatenate(sums)
 
 
 class RunStream:
@@ -200,7 +221,7 @@ class RunStream:
         self._run, self._tokens = run, 0
         self._groups: list[list[int]] = []
         self._documents = 0
-        names = [_TOKENS, _DOCUMENTS, *([_MASK] if masked else [])]
+        names = [_TOKENS, _DOCUMENTS, _CHECKS, *([_MASK] if masked else [])]
         self._files = {name: (run / name).open("wb") for name in names}
 
     def add(self, documents: Array, ids: Sequence[memoryview], mask: Sequence[memoryview]) -> None:
@@ -221,9 +242,13 @@ class RunStream:
         self._documents += len(documents)
         self._groups[-1][3] = self._documents
         self._files[_DOCUMENTS].write(written.view(np.uint8).data)
+        sums: list[U64] = []
         for name, views in ((_TOKENS, ids), (_MASK, mask)):
             for view in views:
                 self._files[name].write(view)
+            if views:
+                sums.append(view_checksums(views))
+        self._files[_CHECKS].write(document_checksums(written, sums).data)
 
     def __enter__(self) -> RunStream:
         return self
@@ -232,16 +257,24 @@ class RunStream:
         for file in self._files.values():
             file.close()
         if kind is None:
-            write_json(self._run / _RUN, {"documents": self._documents, "groups": self._groups})
+            summary = {"documents": self._documents, "groups": self._groups, "checks": True}
+            write_json(self._run / _RUN, with_checksum(summary))
 
 
 @dataclass(frozen=True)
 class SortedRun:
-    """An open run, memory-mapped. documents: `DOCUMENT` [n]; groups: {(split, source): (first, end)}."""
+    """An open run, memory-mapped.
+
+    Attributes:
+        documents: `DOCUMENT` [n].
+        groups: {(split, source): (first, end)}.
+        checks: whether there are checksums of its documents.
+    """
 
     path: Path
     documents: Array
     groups: dict[tuple[int, int], tuple[int, int]]
+    checks: bool
 
     @classmethod
     def open(cls, path: Path, *, whole: bool = False) -> SortedRun:
@@ -255,13 +288,14 @@ class SortedRun:
             DataError: it is incomplete, though its task has finished.
         """
         try:
-            summary = json.loads((path / _RUN).read_text())
+            summary = without_checksum(json.loads((path / _RUN).read_text()))
             documents = map_file(path / _DOCUMENTS, random_access=not whole).view(DOCUMENT)
             if len(documents) != (expected := summary["documents"]):
                 raise ValueError(f"{_DOCUMENTS} has {len(documents)} documents, and {expected} were written")
-        except (OSError, ValueError) as error:
-            raise DataError(f"{path} is damaged: {error}\n  try: remove {path.parent} and run again") from None
-        return cls(path, documents, {(split, source): (first, end) for split, source, first, end in summary["groups"]})
+            groups = {(split, source): (first, end) for split, source, first, end in summary["groups"]}
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise damaged_run(path, str(error)) from None
+        return cls(path, documents, groups, bool(summary.get("checks")))
 
     def find_range(self, group: tuple[int, int], low: int, high: int) -> tuple[int, int]:
         """Documents [first, end) of a group whose keys are in [low, high). Reads a few pages, however large the run."""
@@ -287,7 +321,41 @@ class SortedRun:
             while left and (count := file.readinto(left)):
                 left = left[count:]
         if left:
-            raise DataError(f"{path} ends early\n  try: remove {self.path.parent} and run again")
+            raise damaged_run(self.path, f"{name} ends early")
+
+    def verify(self, documents: Array, first: int, ids: Array, mask: Array) -> None:
+        """Compares consecutive documents, as read, with their checksums.
+
+        Args:
+            documents: `DOCUMENT` [n], as stored.
+            first: number of the first of them in the run.
+            ids, mask: what was read of them; the mask has no entries in jobs without one.
+
+        Raises:
+            DataError: a document differs from what the task had written.
+        """
+        if not self.checks:
+            return
+        expected = np.empty(len(documents), np.uint64)
+        try:
+            with (self.path / _CHECKS).open("rb", buffering=0) as file:
+                file.seek(first * expected.itemsize)
+                file.readinto(expected.view(np.uint8).data)
+        except OSError as error:
+            raise damaged_run(self.path, str(error)) from None
+        values = [ids, mask] if len(mask) else [ids]
+        sizes = documents["tokens"].astype(np.int64)
+        sums = [slice_checksums(v.view(np.uint8).data, sizes * v.itemsize) for v in values]
+        wrong = np.flatnonzero(document_checksums(documents, sums) != expected)
+        if len(wrong):
+            why = f"document {first + int(wrong[0])} differs from its checksum ({len(wrong)} of {len(documents)} do)"
+            raise damaged_run(self.path, why)
+
+
+def damaged_run(run: Path, why: str) -> DataError:
+    """The error for a run whose files are not as its task has written them."""
+    remedy = f"rm -r {run.parent} and run again: only its task is repeated. Check the disk if this happens twice"
+    return DataError(f"{run} is damaged: {why}\n  try: {remedy}")
 
 
 @dataclass(frozen=True)
@@ -358,16 +426,19 @@ def list_runs(directory: Path) -> list[Path]:
     return sorted(directory.glob("run-*"))
 
 
-def _write_metadata(run: Path, tokens: Array, metadata: DocumentMetadata) -> None:
+def _write_metadata(run: Path, tokens: Array, metadata: DocumentMetadata, sums: Sequence[U64]) -> None:
     documents = np.zeros(len(tokens), DOCUMENT)
     documents["tokens"], documents["start"][1:] = tokens, np.cumsum(tokens)[:-1]
     for name in ("key", "rank", "bytes", "source", "split", "at", "unit"):
         documents[name] = getattr(metadata, name)
     with (run / _DOCUMENTS).open("wb") as file:  # the error of `tofile` does not name a full disk
         file.write(documents.view(np.uint8).data)
+    with (run / _CHECKS).open("wb") as file:
+        file.write(document_checksums(documents, sums).data)
     if metadata.hashes is not None or metadata.bands is not None:
         write_dedup_tables(run, rank=metadata.rank, hashes=metadata.hashes, bands=metadata.bands)
-    write_json(run / _RUN, {"documents": len(documents), "groups": _groups(documents)})
+    summary = {"documents": len(documents), "groups": _groups(documents), "checks": True}
+    write_json(run / _RUN, with_checksum(summary))
 
 
 def _groups(documents: Array) -> list[list[int]]:

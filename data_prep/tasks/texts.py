@@ -19,7 +19,7 @@ from data_prep.config.corpus import CorpusConfig, Source
 from data_prep.hashing import U64, document_keys, id_keys, unit_key
 from data_prep.sources.bad_records import BadRecordCount
 from data_prep.sources.read_unit import read_unit, unit_digest, wanted_fields
-from data_prep.sources.records import BATCH_CHARACTERS, BadRecord, TextBatch
+from data_prep.sources.records import BATCH_CHARACTERS, BadRecord, TextBatch, WantedFields
 from data_prep.sources.units import Unit
 from data_prep.task import Counts, Report
 from data_prep.tasks.cleaning import Cleaner
@@ -119,7 +119,7 @@ class TextStream:
         for number, unit in enumerate(self._units):
             digest = unit_digest(unit)
             conversations = self.source_of(number).messages_field is not None
-            for record in read_unit(unit, wanted_fields(self.source_of(number), self.cleaner.fields), digest):
+            for record in read_unit(unit, self._wanted(number), digest):
                 if isinstance(record, BadRecord):
                     self.skip_record(record)
                 elif conversations:
@@ -135,6 +135,10 @@ class TextStream:
             self._report_input(unit.end - unit.start)
             self._reported_bytes = 0
         yield from self._cleaned(pending)
+
+    def _wanted(self, number: int) -> WantedFields:
+        limit = self._config.max_record_bytes
+        return wanted_fields(self.source_of(number), self.cleaner.fields, max_bytes=limit)
 
     def skip_record(self, bad: BadRecord) -> None:
         """Lists an unreadable record and counts it.

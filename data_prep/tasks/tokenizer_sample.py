@@ -14,13 +14,14 @@ import numpy as np
 
 from data_prep.config.corpus import CorpusConfig, Source
 from data_prep.hashing import HELDOUT, SAMPLE, U64, content_hashes, document_keys, select_fraction, unit_key
+from data_prep.sources.bytesource import Digest
 from data_prep.sources.conversation import ConversationError, message_text, parse_conversation
-from data_prep.sources.read_unit import read_unit, wanted_fields
+from data_prep.sources.read_unit import read_unit, unit_digest, wanted_fields
 from data_prep.sources.records import TextBatch
-from data_prep.sources.units import Unit
+from data_prep.sources.units import Unit, is_divisible
 from data_prep.tasks.cleaning import Cleaner
 
-_SPREAD = 8
+SPREAD = 8
 """Of a large corpus, pieces of this many times the size of the sample are read: the sample then has text from many
 places, at the cost of reading 8 bytes for each that is used."""
 _PIECE_BYTES = 8 << 20
@@ -30,19 +31,23 @@ _PROOF_CHARACTERS = 1 << 17
 _LONGEST_IN_PROOF = 1 << 14
 
 
-def sample_texts(units: Sequence[Unit], config: CorpusConfig) -> Iterator[str]:
+def sample_texts(units: Sequence[Unit], config: CorpusConfig, digests: dict[Unit, str] | None = None) -> Iterator[str]:
     """Yields about `tokenizer.sample_bytes` of train texts: a pure function of the corpus and the config.
 
     Pieces of the corpus and documents are selected by the hash of their positions until the sample is full. Texts are
     cleaned, and their split is computed as in the map tasks, but before repeated lines are removed. Unreadable records
     are skipped; the map tasks report them.
 
+    Args:
+        units, config: of the job.
+        digests: is updated with the pieces that were read and the XXH3-128 of each.
+
     Raises:
         DataError: there are conversations, and no chat template to render them with.
     """
     wanted = left = config.tokenizer.sample_bytes
-    pieces = _select_pieces(_split_into_pieces(units), wanted * _SPREAD, config.seed)
-    reader = _SampleReader(config)
+    pieces = _select_pieces(_split_into_pieces(units), wanted * SPREAD, config.seed)
+    reader = _SampleReader(config, digests if digests is not None else {})
     low, high = 0.0, min(1.0, wanted / max(1, sum(piece.end - piece.start for piece in pieces)))
     while low < 1 and left > (1 - _ENOUGH) * wanted:
         for piece in pieces:
@@ -58,7 +63,7 @@ def proof_texts(units: Sequence[Unit], config: CorpusConfig) -> list[str]:
     """The beginnings of some texts of a few files, to verify a tokenizer engine on: about 130,000 characters."""
     texts, left = list[str](), _PROOF_CHARACTERS
     for piece in _select_pieces(_split_into_pieces(units), 1 << 62, config.seed):
-        for beginning in _beginnings(piece, _source_of(piece, config)):
+        for beginning in _beginnings(piece, config):
             texts.append(beginning)
             left -= len(beginning)
             if left <= _PROOF_CHARACTERS // 2:  # the other half from the next piece
@@ -68,24 +73,35 @@ def proof_texts(units: Sequence[Unit], config: CorpusConfig) -> list[str]:
     return texts
 
 
-def _beginnings(piece: Unit, source: Source) -> Iterator[str]:
-    for batch in _batches(piece, source):
+def _beginnings(piece: Unit, config: CorpusConfig) -> Iterator[str]:
+    source = _source_of(piece, config)
+    for batch in _batches(piece, config):
         for text in batch.texts:
             yield (message_text(text) if source.messages_field is not None else text)[:_LONGEST_IN_PROOF]
 
 
 class _SampleReader:
-    """Reads train documents as the map tasks will tokenise them."""
+    """Reads train documents as the map tasks will tokenize them."""
 
-    def __init__(self, config: CorpusConfig) -> None:
-        self._config = config
+    def __init__(self, config: CorpusConfig, digests: dict[Unit, str]) -> None:
+        self._config, self._digests = config, digests
         self._cleaner = Cleaner(config, None)
         self._render = _renderer(config) if config.has_conversations else None
 
     def train_texts(self, piece: Unit, low: float, high: float) -> Iterator[tuple[str, int]]:
         """Yields texts and their sizes in bytes, for documents whose hash, scaled to [0, 1), is in [low, high)."""
-        source = _source_of(piece, self._config)
-        for batch in _batches(piece, source, self._cleaner.fields):
+        source, digest = _source_of(piece, self._config), unit_digest(piece)
+        try:
+            for batch in _batches(piece, self._config, self._cleaner.fields, digest):
+                yield from self._train_texts(batch, piece, source, low, high)
+        finally:
+            if piece not in self._digests:
+                self._digests[piece] = digest.finish()
+
+    def _train_texts(
+        self, batch: TextBatch, piece: Unit, source: Source, low: float, high: float
+    ) -> Iterator[tuple[str, int]]:
+        if batch.texts:
             chosen = self._select(batch, piece, low, high)
             if source.messages_field is not None:
                 texts, hashed = self._conversations([batch.texts[i] for i in chosen])
@@ -137,8 +153,9 @@ def _renderer(config: CorpusConfig) -> Callable[[str], str]:
     if section.chat_template is None:
         raise encoder.missing_template_error()
     source = Path(section.chat_template).read_text(encoding="utf-8")
-    template = encoder.compile_template(source, encoder.template_tokens({"eos_token": section.eos_token}))
-    forbidden = () if config.parse_special_tokens else (section.eos_token, *section.special_tokens)
+    tokens = {"eos_token": section.eos_token} | ({"bos_token": section.bos_token} if section.bos_token else {})
+    template = encoder.compile_template(source, encoder.template_tokens(tokens))
+    forbidden = () if config.parse_special_tokens else section.all_special_tokens()
 
     def render(line: str) -> str:
         messages, tools = parse_conversation(line)
@@ -153,8 +170,12 @@ def _source_of(piece: Unit, config: CorpusConfig) -> Source:
     return next(source for source in config.sources if source.label == piece.source)
 
 
-def _batches(piece: Unit, source: Source, others: Sequence[str] = ()) -> Iterator[TextBatch]:
-    return (record for record in read_unit(piece, wanted_fields(source, others)) if isinstance(record, TextBatch))
+def _batches(
+    piece: Unit, config: CorpusConfig, others: Sequence[str] = (), digest: Digest | None = None
+) -> Iterator[TextBatch]:
+    source = _source_of(piece, config)
+    wanted = wanted_fields(source, others, max_bytes=config.max_record_bytes)
+    return (record for record in read_unit(piece, wanted, digest) if isinstance(record, TextBatch))
 
 
 def _select_pieces(pieces: Sequence[Unit], wanted_bytes: int, seed: int) -> list[Unit]:
@@ -178,7 +199,7 @@ def _split_into_pieces(units: Sequence[Unit]) -> list[Unit]:
 def _split_file(first: Unit, last: Unit) -> Iterator[Unit]:
     """Pieces of a file from the beginning of one unit to the end of another."""
     whole = replace(first, end=last.end, end_group=last.end_group)
-    if first.type == "jsonl" and not first.path.endswith((".gz", ".zst")):
+    if is_divisible(first.type, first.path):
         parts = max(1, -(-first.file_bytes // _PIECE_BYTES))
         parts = max(parts, 2) if (whole.start, whole.end) != (0, whole.file_bytes) else parts
         for part in range(whole.start // _PIECE_BYTES, max(whole.start, whole.end - 1) // _PIECE_BYTES + 1):

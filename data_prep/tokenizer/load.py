@@ -22,8 +22,19 @@ def load(folder: Path, *, parse_special_tokens: bool = False) -> Any:
     Args:
         folder: with a tokenizer.json.
         parse_special_tokens: whether a literal special token in a text becomes that token.
+
+    Raises:
+        DataError: the file is missing or damaged.
     """
-    return _loaded((folder / TOKENIZER_JSON).read_bytes(), parse_special_tokens)
+    path = folder / TOKENIZER_JSON
+    try:
+        return _loaded(path.read_bytes(), parse_special_tokens)
+    except FileNotFoundError:
+        raise DataError(f"{path} is missing\n  try: name a folder with a {TOKENIZER_JSON}") from None
+    except OSError:
+        raise
+    except Exception as error:  # tokenizers raises bare Exceptions
+        raise DataError(f"{path} is damaged: {error}\n  try: download or copy the tokenizer again") from None
 
 
 @lru_cache(maxsize=4)
@@ -37,13 +48,18 @@ def _loaded(content: bytes, parse_special_tokens: bool) -> Any:
 
 def vocab_size(tokenizer: Any) -> int:
     """Vocabulary size: highest id + 1, added tokens included."""
-    return 1 + int(max(tokenizer.get_vocab(with_added_tokens=True).values()))
+    return 1 + int(max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1))
 
 
 def special_ids(folder: Path, tokenizer: Any) -> dict[str, int | None]:
     """Ids of the special tokens in tokenizer_config.json: {"eos_id", "bos_id", "pad_id"}; None for one it lacks."""
     path = folder / TOKENIZER_CONFIG
-    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        if not isinstance(config, dict):
+            raise ValueError("not a JSON object")
+    except ValueError as error:
+        raise DataError(f"{path} is damaged: {error}\n  try: download or copy the tokenizer again") from None
     ids: dict[str, int | None] = {}
     for kind in ("eos", "bos", "pad"):
         token = config.get(f"{kind}_token")

@@ -49,7 +49,7 @@ def train(texts: Iterable[str], folder: Path, section: TokenizerSection) -> None
         model = _train_sentencepiece(texts, section)
         (folder / sentencepiece_model.MODEL_FILE).write_bytes(model)
         tokenizer = sentencepiece_model.convert(model)
-    write_folder(tokenizer, folder, eos_token=section.eos_token)
+    write_folder(tokenizer, folder, eos_token=section.eos_token, bos_token=section.bos_token)
 
 
 def write_folder(tokenizer: Any, folder: Path, *, eos_token: str | None, bos_token: str | None = None) -> None:
@@ -71,7 +71,7 @@ def _train_bpe(texts: Iterable[str], section: TokenizerSection) -> Any:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
-    specials = [section.eos_token, *section.special_tokens]
+    specials = section.all_special_tokens()
     trainer = trainers.BpeTrainer(
         vocab_size=section.vocab_size,
         special_tokens=[AddedToken(token, special=True, normalized=False) for token in specials],
@@ -95,7 +95,7 @@ def _train_sentencepiece(texts: Iterable[str], section: TokenizerSection) -> byt
             control_symbols=section.special_tokens,
             minloglevel=2,
             **_LOSSLESS,
-            **_special_token_ids(section.eos_token),
+            **_special_token_ids(section),
         )
     except RuntimeError as error:
         remedy = "set a smaller vocab_size, or give more text"
@@ -118,8 +118,9 @@ _LOSSLESS: dict[str, Any] = {
 decodes to a space)."""
 
 
-def _special_token_ids(eos_token: str) -> dict[str, Any]:
-    return {"unk_id": 0, "eos_id": 1, "bos_id": -1, "pad_id": -1, "eos_piece": eos_token}
+def _special_token_ids(section: TokenizerSection) -> dict[str, Any]:
+    bos = {"bos_id": -1} if section.bos_token is None else {"bos_id": 2, "bos_piece": section.bos_token}
+    return {"unk_id": 0, "eos_id": 1, "pad_id": -1, "eos_piece": section.eos_token, **bos}
 
 
 def _training_lines(texts: Iterable[str]) -> Iterator[str]:

@@ -19,6 +19,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep.__main__ import main
+from data_prep.config.corpus import changed_fields, load
+from data_prep.formats.tokenfile import TokenFile, open_split
 from headrace.base.directory import read_manifest
 
 Write = Callable[..., str]
@@ -37,9 +39,10 @@ def bad_sources() -> list[tuple[dict[str, Any], str]]:
         ({"path": "texts", "messages_field": "messages"}, "plain text, which has no fields"),
         ({"path": "texts", "typ": "text"}, "did you mean 'type'?"),
         ({"path": "texts", "type": "csv"}, "sources.0.type"),
-        ({"path": "a.jsonl", "text_field": "body"}, "no text field"),
+        ({"path": "a.jsonl", "text_field": "body"}, "set text_field of the source to the key that holds the text"),
         ({"path": "a.parquet", "text_field": "body"}, "text, n"),
         ({"path": "a.parquet", "text_field": "n"}, "columns of strings: text"),
+        ({"path": "twice.parquet"}, "has 2 columns of this name"),
         ({"path": "cut.parquet"}, "max_bad_files"),
         ({"path": "cut.jsonl.gz"}, "max_bad_files"),
         ({"name": "no path"}, "either a path or a builder"),
@@ -57,6 +60,7 @@ def corpora(work: Path) -> Path:
     (work / "blank" / "a.txt").unlink()
     (work / "a.jsonl").write_text('{"text": "x"}\n' * 5)
     pq.write_table(pa.table({"text": ["x"], "n": [1]}), work / "a.parquet")
+    pq.write_table(pa.table([pa.array(["x"])] * 2, names=["text", "text"]), work / "twice.parquet")
     (work / "cut.parquet").write_bytes((work / "a.parquet").read_bytes()[:-20])
     (work / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 50)[:-9])
     return work
@@ -82,11 +86,11 @@ def test_a_bad_config_or_output_path_is_an_error(write_config: Write, capsys: An
     config = write_config()
     (work / "tokens").mkdir()
     for arguments, message in (
-        (["--set", "heldout_fraction=1.5"], "between 0 and 1"),
+        (["--set", "heldout_fraction=1.5"], "at least 0 and below 1"),
         (["--set", "shard_tokenz=5"], "did you mean 'shard_tokens'?"),
         (["--set", "tokenizer.path=x"], "either"),
         (["--set", "tokenizer.vocab_size=299"], "at least 300"),
-        (["--set", "output=corpus.json/tokens"], "making"),
+        (["--set", "output=corpus.json/tokens"], "corpus.json is not a directory"),
         (["--workers", "0"], "1 or more"),
         (["phase", "map", "--task", "2", "--of", "2"], "from 0 to 1"),
         ([], "tokens has no manifest.json"),
@@ -210,3 +214,75 @@ def grandchildren(pid: int) -> list[int]:
     for path in Path("/proc").glob("[0-9]*/stat"):
         parents[int(path.parent.name)] = int(path.read_text().rsplit(")", 1)[1].split()[1])
     return [child for child, parent in parents.items() if parents.get(parent) == pid]
+
+
+@pytest.mark.usefixtures("texts")
+def test_an_output_that_is_a_file_is_refused(work: Path, write_config: Write, cli: Any) -> None:
+    (work / "taken.txt").write_text("mine")
+    error = cli("--config", write_config(), "--set", "output=taken.txt", code=2).stderr
+    assert "output = 'taken.txt'" in error
+    assert "choose another output" in error
+    assert (work / "taken.txt").read_text() == "mine"
+
+
+@pytest.mark.usefixtures("texts")
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"output": "s3://bucket/tokens"}, "aws s3 cp"),
+        ({"output": "file:///tmp/tokens"}, "a path on a local or shared file system"),
+        ({"output": "x" * 246}, "at most 245 bytes"),
+        ({"output": "link"}, "a symbolic link to nowhere/at/all"),
+        ({"output": "file/tokens"}, "file is not a directory"),
+        ({"prepend_bos": True}, "set tokenizer.bos_token"),
+    ],
+)
+def test_an_output_that_could_not_get_its_name_is_refused_first(
+    fields: dict[str, Any], message: str, work: Path, write_config: Write, capsys: Any
+) -> None:
+    """And a trained tokenizer without the BOS that documents begin with: nothing is read, trained or written."""
+    (work / "link").symlink_to("nowhere/at/all")
+    (work / "file").touch()
+    before = sorted(work.rglob("*"))
+    config = write_config(**fields)
+    assert main(["--config", config]) == 2
+    assert message in capsys.readouterr().err
+    assert sorted(work.rglob("*")) == sorted([*before, work / config])
+
+
+@pytest.mark.usefixtures("texts")
+@pytest.mark.parametrize("kind", ["bpe", "sentencepiece-bpe"])
+def test_a_trained_tokenizer_has_the_bos_that_documents_begin_with(kind: str, work: Path, write_config: Write) -> None:
+    """`bos_token` is in the folder that `AutoTokenizer` reads, and every document begins with its id."""
+    tokenizer = {"train": kind, "vocab_size": 400, "bos_token": "<s>"}
+    assert main(["--config", write_config(tokenizer=tokenizer, prepend_bos=True), "--workers", "1"]) == 0
+    manifest = read_manifest(work / "tokens", kind="tokens")
+    bos = manifest.details["tokenizer"]["bos_id"]
+    names = json.loads((work / "tokens/tokenizer/tokenizer_config.json").read_text())
+    assert names["bos_token"] == "<s>"
+    prefixes, _ = open_split(work / "tokens", split="train")
+    tokens = TokenFile.open(prefixes[0])
+    first = tokens.tokens[tokens.byte_offsets // tokens.dtype.itemsize]
+    assert bos is not None
+    assert set(first.tolist()) == {bos}
+    assert (tokens.tokens == bos).sum() == tokens.documents
+
+
+def test_keys_at_their_defaults_do_not_change_the_identity_of_a_job(write_config: Write) -> None:
+    """Jobs and outputs of versions that did not have these keys are still taken as made by the same config."""
+    plain = load(write_config()).identity()
+    assert "max_record_bytes" not in plain
+    assert "bos_token" not in plain["tokenizer"]
+    changed = load(write_config(max_record_bytes=1000)).identity()
+    assert changed_fields(changed, plain) == ["config.max_record_bytes"]
+
+
+def test_a_field_that_was_corrected_needs_no_removal_of_what_the_mistake_left(work: Path) -> None:
+    lines = [json.dumps({"content": f"mill {n} turns the wheel {n * 7} times"}) for n in range(400)]
+    (work / "a.jsonl").write_text("\n".join(lines))
+    config = {"output": str(work / "out"), "tokenizer": {"train": "bpe", "vocab_size": 300}}
+    path = work / "c.json"
+    for field, code in (("text", 2), ("content", 0)):
+        source = {"path": str(work / "a.jsonl"), "text_field": field}
+        path.write_text(json.dumps({**config, "sources": [source]}))
+        assert main(["--config", str(path), "--workers", "1"]) == code

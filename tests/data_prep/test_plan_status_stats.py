@@ -12,9 +12,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from data_prep import __main__ as main
+from data_prep.config.corpus import load
 from data_prep.formats.tokenfile import open_split
+from data_prep.job import estimate, prepare
 from data_prep.job.progress import Display
 from data_prep.task import Counts
+from data_prep.tokenizer import train
 from headrace.base.directory import read_manifest
 
 COMMAND = [sys.executable, "-m", "data_prep"]
@@ -82,7 +88,59 @@ def test_plan_estimates_tokens_and_time(work: Path, write_config: Any, cli: Any)
     assert estimated is not None, printed
     # the estimate uses a tokenizer with another vocabulary, so only the order of magnitude is right
     assert tokens / 4 < int(estimated[1].replace(",", "")) < 4 * tokens
-    assert re.search(r"about \d+ s on 2 workers at [\d.]+ MB/s each", printed), printed
+    assert re.search(r"about \d+ s to train the tokenizer, then\n", printed), printed
+    assert re.search(r"about \d+ s on 2 workers at [\d.]+ MB/s each,\ntogether about \d+ s:\n", printed), printed
+    given = cli(
+        "plan", "--config", config, "--set", 'tokenizer={"path": "tokens/tokenizer"}', "--set", "output=b"
+    ).stdout
+    assert "to train" not in given
+    assert re.search(r"about \d+ s on \d+ workers", given), given
+
+
+def test_the_estimate_has_the_time_of_training_on_the_whole_sample(
+    work: Path, write_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Extrapolated from trainings on a third and on a twelfth of it; each takes 0.1 s and 0.5 s per MB in this test."""
+    rows = (json.dumps({"text": f"{i} la rivière turns the wheel of the mill. " * 40}) + "\n" for i in range(1800))
+    (work / "rows.jsonl").write_text("".join(rows))
+    sources, tokenizer = [{"path": "rows.jsonl"}], {"train": "bpe", "vocab_size": 300}
+    trained = train.train
+
+    def slow(texts: Any, folder: Path, section: Any) -> None:
+        time.sleep(0.1 + 0.5e-6 * texts.text_bytes)
+        trained(list(texts)[:50], folder, section)
+
+    monkeypatch.setattr(train, "train", slow)
+    monkeypatch.setattr(estimate, "_SAMPLE_BYTES", 1 << 20)
+    found = []
+    for sample_bytes in (1 << 30, 1_500_000):
+        config = load(write_config(sources=sources, tokenizer=tokenizer | {"sample_bytes": sample_bytes}))
+        result = estimate.estimate(config, prepare.inspect(config).plan_map_tasks())
+        assert result is not None
+        found.append(result.training_s)
+        assert result.seconds(2) == result.training_s + result.map_seconds(2)
+    whole = (work / "rows.jsonl").stat().st_size * 0.9  # the rest is held out
+    for seconds, size in zip(found, (whole, 1_500_000), strict=True):
+        assert 0.7 < seconds / (0.1 + 0.5e-6 * size) < 4, "above: this machine may be busy"
+
+
+def test_an_estimate_of_training_is_a_line_through_two_measurements() -> None:
+    times = estimate.TrainingTimes(1e-6, (1_000_000, 2.0), (4_000_000, 5.0))
+    assert times.seconds(read_bytes=3_000_000, text_bytes=10_000_000) == pytest.approx(3 + 5 + 6)
+    assert times.seconds(read_bytes=0, text_bytes=4_000_000) == pytest.approx(5)
+    disturbed = estimate.TrainingTimes(0, (1_000_000, 9.0), (4_000_000, 4.0))
+    assert disturbed.seconds(read_bytes=0, text_bytes=8_000_000) == pytest.approx(6), "more text is never less time"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        *[(0.2, "1 s"), (7.4, "7 s"), (63, "65 s"), (118, "120 s"), (130, "2 min"), (1530, "25 min")],
+        *[(7000, "115 min"), (8000, "2.2 h"), (110_000, "31 h"), (400_000, "5 days")],
+    ],
+)
+def test_an_estimated_duration_has_the_digits_that_an_estimate_knows(seconds: float, shown: str) -> None:
+    assert main._duration(seconds) == shown
 
 
 def test_the_progress_line_has_the_most_frequent_reasons_for_drops_first(tmp_path: Path) -> None:

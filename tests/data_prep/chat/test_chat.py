@@ -209,6 +209,23 @@ def test_conversations_that_are_refused_are_listed_by_line(
     assert [(row["unit"], row["at"]) for row in skipped] == [("line", 7), ("line", 8), ("line", 41)]
 
 
+def test_a_document_ends_with_one_end_of_text_where_the_template_has_written_it(folder: Path, tmp_path: Path) -> None:
+    closed = "{{ bos_token }}" + WITH_BLOCKS.removeprefix("{{ bos_token }}").replace(
+        "<|im_end|>{% endgeneration %}\n", "<|endoftext|>{% endgeneration %}"
+    ).replace("{% endif %}\n{% endfor %}", "{% endif %}{% endfor %}")
+    encoder = ChatEncoder(with_template(folder, closed, tmp_path / "t"), parse_special_tokens=False)
+    encoded = encoder.encode(conversation_line(TALK), everything=False)
+    end = int(encoded.ids[-1])
+    assert encoded.mask[-1] == 1
+    framed = encoded.without((), (end,))
+    assert framed.ids.tolist() == encoded.ids[:-1].tolist()
+    assert len(framed.mask) == len(framed.ids)
+    assert framed.end_learnt  # the end token that is put after it instead is trained on as the template's was
+    assert encoded.without((int(encoded.ids[0]),), (end + 1,)).ids.tolist() == encoded.ids[1:].tolist()
+    assert encoded.without((), ()) is not None
+    assert not encoded.without((), ()).end_learnt
+
+
 def test_a_template_that_renders_earlier_turns_differently_is_refused(folder: Path, tmp_path: Path) -> None:
     forgetful = (
         "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}{{ m.content }}{% endif %}{% endfor %}"

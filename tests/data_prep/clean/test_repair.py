@@ -80,7 +80,7 @@ def test_mojibake_is_repaired_only_in_the_lines_that_contain_it(run: Run) -> Non
     assert run("unicode", good + "La riviÃ¨re dâ€™Ã©tÃ©.\n" + good) == good + "La rivière d’été.\n" + good
 
 
-def test_texts_are_normalised_to_nfc(run: Run) -> None:
+def test_texts_are_normalized_to_nfc(run: Run) -> None:
     assert run("unicode", "riviere\u0300") == "rivierè"
 
 

@@ -42,7 +42,7 @@ def texts() -> list[str]:
 
 
 @pytest.fixture
-def tokenise() -> Callable[[list[str]], Batch]:
+def tokenize() -> Callable[[list[str]], Batch]:
     """A tokenizer of words, signs and white space; ids are numbered by first occurrence."""
     numbers: dict[str, int] = {}
 

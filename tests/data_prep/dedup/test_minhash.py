@@ -17,7 +17,7 @@ from data_prep.hashing import mix
 from tests.data_prep.dedup.conftest import Batch, batch_of, real_texts
 
 SECTION = NearSection()
-Tokenise = Callable[[list[str]], Batch]
+Tokenize = Callable[[list[str]], Batch]
 
 
 def test_window_hashes_follow_the_formula_of_their_docstring() -> None:
@@ -31,10 +31,10 @@ def test_window_hashes_follow_the_formula_of_their_docstring() -> None:
 
 
 @pytest.mark.parametrize("share", [0.01, 0.03, 0.08])
-def test_equal_minima_estimate_the_jaccard_similarity(texts: list[str], tokenise: Tokenise, share: float) -> None:
+def test_equal_minima_estimate_the_jaccard_similarity(texts: list[str], tokenize: Tokenize, share: float) -> None:
     rng = random.Random(0)
     pairs = [(text, " ".join(w for w in text.split(" ") if rng.random() > share)) for text in texts]
-    batch = tokenise([text for pair in pairs for text in pair])
+    batch = tokenize([text for pair in pairs for text in pair])
     minima = minhash.signatures(batch.ids, batch.offsets, section=SECTION)
     found = (minima[::2] == minima[1::2]).mean(axis=1)
     truth = np.array([jaccard(batch.document(n), batch.document(n + 1)) for n in range(0, 2 * len(pairs), 2)])
@@ -71,9 +71,9 @@ def test_band_hashes_depend_only_on_the_document(cuts: list[int], ngram: int) ->
 
 @pytest.mark.parametrize("block", [16, 100, 4096])
 def test_band_hashes_do_not_depend_on_the_block_size(
-    texts: list[str], tokenise: Tokenise, block: int, monkeypatch: pytest.MonkeyPatch
+    texts: list[str], tokenize: Tokenize, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch = tokenise([texts[0][:40], *texts[1:12], texts[0][:10], ""])
+    batch = tokenize([texts[0][:40], *texts[1:12], texts[0][:10], ""])
     expected = minhash.band_hashes(batch.ids, batch.offsets, section=SECTION)
     monkeypatch.setattr(minhash, "_BLOCK", block)
     np.testing.assert_array_equal(minhash.band_hashes(batch.ids, batch.offsets, section=SECTION), expected)

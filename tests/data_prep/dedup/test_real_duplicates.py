@@ -19,12 +19,12 @@ RUNS = 3
 
 
 def test_edited_duplicates_are_dropped_and_their_originals_are_kept(
-    tmp_path: Path, texts: list[str], tokenise: Callable[[list[str]], Batch]
+    tmp_path: Path, texts: list[str], tokenize: Callable[[list[str]], Batch]
 ) -> None:
     rng = random.Random(0)
     edited = [" ".join(w for w in text.split(" ") if rng.random() > 0.01) for text in texts]
     everything = [*texts, *edited, *texts[:20]]
-    reasons = find_duplicates(tmp_path, everything, tokenise(everything))
+    reasons = find_duplicates(tmp_path, everything, tokenize(everything))
     originals, near, exact = np.split(reasons, [len(texts), 2 * len(texts)])
     assert (exact == EXACT_DUPLICATE).all()
     assert ((near == EXACT_DUPLICATE) == [a == b for a, b in zip(texts, edited, strict=True)]).all()

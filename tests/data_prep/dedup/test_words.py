@@ -1,4 +1,4 @@
-"""Text normalisation for near-duplicate detection: token classes."""
+"""Text normalization for near-duplicate detection: token classes."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def test_a_document_with_too_few_words_is_compared_unchanged() -> None:
 
 
 def test_reindented_code_with_other_quotes_has_the_same_band_hashes(
-    texts: list[str], tokenise: Callable[[list[str]], Batch]
+    texts: list[str], tokenize: Callable[[list[str]], Batch]
 ) -> None:
     tabs = [re.sub("^ +", lambda m: "\t" * (len(m[0]) // 4), text, flags=re.MULTILINE) for text in texts]
     edited = [text.replace('"', "'").upper() for text in tabs]
-    batch = tokenise(texts + edited)
+    batch = tokenize(texts + edited)
     all_tokens = re.findall(r"\w+|\s+|.", "".join(texts + edited))
     classes = words.token_classes(list(dict.fromkeys(all_tokens)))
     section = NearSection()

@@ -102,7 +102,7 @@ def test_a_reduce_before_the_merge_is_an_error_and_a_killed_merge_is_retried(
     )
     kill = f"import os, signal; {IMPORTS}; {SMALL_LIMITS}; from data_prep import task"
     kill += "; sync = task.sync; task.sync = lambda path: (sync(path), os.kill(os.getpid(), signal.SIGKILL))"
-    run = "phases.merge_tasks(phases.load_prepared_job(load(Path(sys.argv[1]), [])))[1].run(lambda counts: None)"
+    run = "phases._MERGE.tasks(phases.load_prepared_job(load(Path(sys.argv[1]), [])))[1].run(lambda counts: None)"
     kill += (
         f"; from pathlib import Path; from data_prep.job import phases; from data_prep.config.corpus import load; {run}"
     )
@@ -142,11 +142,11 @@ def test_merging_reduces_the_number_of_opened_runs(
                 task.run(lambda _counts: None)
         return opened
 
-    plain = opens(phases.reduce_tasks)
+    plain = opens(phases._REDUCE.tasks)
     for marker in Path(".tokens.job/reduce").glob("*.json"):
         marker.unlink()
     monkeypatch.setattr(merge, "MOST_RUNS", 4)
-    merged = opens(phases.merge_tasks, phases.reduce_tasks)
+    merged = opens(phases._MERGE.tasks, phases._REDUCE.tasks)
     assert merged < 0.6 * plain
 
 
@@ -175,7 +175,7 @@ def test_the_memory_of_a_merge_is_limited_even_if_its_runs_are_mostly_of_one_sou
 
     monkeypatch.setattr(runs_reader.RunsReader, "ranges", measured)
     job = Job(load(Path(config), []))
-    for phase in (phases.merge_tasks, phases.reduce_tasks):
+    for phase in (phases._MERGE.tasks, phases._REDUCE.tasks):
         for task in phase(job):
             task.run(lambda _counts: None)
     assert 0 < most < 2 * 20_000

@@ -66,7 +66,7 @@ def test_the_memory_of_a_task_that_hashes_lines_does_not_grow_with_its_documents
     done = HashLinesTask(0, found, config, work / "lines").run(lambda _counts: None)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert done == {"lines": LINES}
+    assert done["lines"] == LINES
     # the reader's buffer and its copy, two blocks of texts, one range of hashes: an array for each line would be 24 MB
     assert peak < 12 << 20, peak
 

@@ -1,0 +1,112 @@
+"""Plans of phases that all shares of a batch scheduler's job array read, so that only one of them makes each.
+
+    phases/NAME-HASH.json    the facts of a phase (see `planning.py`), what they depend on, and a checksum
+    phases/lock              held, exclusively, by the share that plans
+
+A plan reads the marker of every task of the phases before: without a saved one, shares x tasks files on a shared file
+system. A saved plan is taken if it was made with this config and version (HASH), and if no directory into which the
+phases before write has changed since (its time of modification), as when a task was removed to be repeated. The process
+that holds the job alone makes its own plans, and removes the saved ones.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from data_prep.job.directory import FORMAT, Job
+from data_prep.job.planning import Facts
+from data_prep.task import with_checksum, without_checksum
+from headrace.base.directory import fingerprint_of, write_json
+from headrace.base.version import __version__
+
+_POLL_S = 0.1
+_WAIT_S = 600.0
+"""Longest wait for the share that plans: then it may be frozen, and two plans are equal."""
+
+
+def saved_facts(job: Job, name: str, facts: Callable[[Job], Facts], *, inputs: Sequence[Path]) -> Facts:
+    """The facts of a phase from its saved plan, or else read by this share, for the others, too.
+
+    Args:
+        name: of the phase.
+        facts: reads them from the job directory.
+        inputs: the directories into which the phases before write, and this one does not.
+
+    Raises:
+        DataError: see `planning.py`; nothing is saved.
+    """
+    path = _path(job, name)
+    if (found := _read(path, inputs)) is not None:
+        return found
+    with suppress(OSError):  # then the plan is not saved
+        path.parent.mkdir(exist_ok=True)
+    with _planning(path.parent):
+        if (found := _read(path, inputs)) is not None:
+            return found
+        made = facts(job)
+        with suppress(OSError):
+            write_json(path, with_checksum({"facts": made, "inputs": _times(inputs)}))
+    return made
+
+
+def drop_plans(job: Job, names: Sequence[str]) -> None:
+    """Removes the saved plans of some phases: one before them has work."""
+    for name in names:
+        with suppress(OSError):
+            _path(job, name).unlink()
+
+
+def drop_all_plans(job: Job) -> None:
+    """Removes all saved plans. Needs the exclusive lock."""
+    shutil.rmtree(job.plans, ignore_errors=True)
+
+
+def _path(job: Job, name: str) -> Path:
+    made_with = [__version__, FORMAT, job.config.model_dump(mode="json")]
+    return job.plans / f"{name}-{fingerprint_of(made_with)[:16]}.json"
+
+
+def _read(path: Path, inputs: Sequence[Path]) -> Facts | None:
+    """The facts of a saved plan; None without one that is whole and of the present inputs."""
+    try:
+        saved = without_checksum(json.loads(path.read_bytes()))
+        facts: Facts | None = saved["facts"] if saved["inputs"] == _times(inputs) else None
+    except (OSError, ValueError, KeyError):
+        return None
+    return facts
+
+
+def _times(inputs: Sequence[Path]) -> dict[str, Any]:
+    return {path.name: path.stat().st_mtime_ns for path in inputs if path.is_dir()}
+
+
+@contextmanager
+def _planning(directory: Path) -> Iterator[None]:
+    """Holds the lock of the plans, which ends with the process. Without it after `_WAIT_S`, or where there is none."""
+    handle = -1
+    try:
+        with suppress(OSError):
+            handle = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        until = time.monotonic() + _WAIT_S
+        while handle >= 0 and not _locked(handle) and time.monotonic() < until:
+            time.sleep(_POLL_S)
+        yield
+    finally:
+        if handle >= 0:
+            os.close(handle)
+
+
+def _locked(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,122 @@
+"""Local files of a path: walks directories and expands globs so that links form no loops; counts what is not listed."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections import Counter
+from collections.abc import Iterator
+
+from data_prep.sources.storage import SKIPPED_FOLDERS
+from headrace.base.errors import DataError
+
+RECURSIVE = "**"
+LINKED, LOOPED = "links to directories (not followed)", "links to directories that are read already"
+DANGLING, SPECIAL = "links to nothing", "pipes, sockets and devices"
+
+
+def walk_files(root: str, excluded: set[str], left_out: Counter[str]) -> Iterator[tuple[str, str]]:
+    """Yields (name relative to `root`, path) of the files in a directory and below; links to directories are skipped.
+
+    Args:
+        excluded: absolute paths of directories that are not entered.
+        left_out: is updated with the number of entries that are not files, by kind.
+
+    Raises:
+        DataError: a directory cannot be listed.
+    """
+    if is_excluded(root, excluded):
+        return
+    for here, directories, files in os.walk(root, onerror=_raise):
+        directories[:] = [
+            d
+            for d in directories
+            if d[0] != "." and d not in SKIPPED_FOLDERS and os.path.abspath(f"{here}/{d}") not in excluded  # noqa: PTH100 - must not follow links
+        ]
+        left_out[LINKED] += sum(os.path.islink(f"{here}/{d}") for d in directories)  # noqa: PTH114 - many calls
+        for file in files:
+            path = f"{here}/{file}"
+            if file[0] == ".":
+                continue
+            if os.path.isfile(path):  # noqa: PTH113 - a million calls
+                yield os.path.relpath(path, root), path
+            else:
+                left_out[DANGLING if os.path.islink(path) else SPECIAL] += 1  # noqa: PTH114
+
+
+def is_excluded(path: str, excluded: set[str]) -> bool:
+    """Whether a path is one of the excluded directories, or in one."""
+    absolute = f"{os.path.abspath(path)}/"  # noqa: PTH100 - must not follow links
+    return any(absolute.startswith(f"{folder}/") for folder in excluded)
+
+
+def expand_glob(pattern: str, left_out: Counter[str]) -> Iterator[str]:
+    """The paths that a glob matches, some of them possibly twice.
+
+    `**` matches any directories, also through links, but enters each directory once, by device and inode: with
+    `glob.glob`, a link to a parent directory repeats every file 40 times, and two such links take forever.
+    """
+    parts = pattern.split("/")
+    if RECURSIVE not in parts:
+        yield from glob.glob(pattern)  # noqa: PTH207 - may be absolute
+        return
+    cut = parts.index(RECURSIVE)
+    head, rest = "/".join(parts[:cut]), "/".join(parts[cut + 1 :])
+    if pattern.startswith("/") and not head:
+        head = "/"
+    for start in glob.glob(head) if head else [""]:  # noqa: PTH207
+        for directory in _directories(start, left_out):
+            inner = os.path.join(glob.escape(directory), rest or "*") if directory else rest or "*"  # noqa: PTH118
+            if not rest and directory:
+                yield directory
+            if rest or parts[-1] == RECURSIVE:
+                yield from expand_glob(inner, left_out)
+
+
+def _directories(start: str, left_out: Counter[str]) -> Iterator[str]:
+    """A directory and all that are below it, also through links, each once: under its own name if it has one there."""
+    seen: set[tuple[int, int]] = set()
+    links = [start]
+    while links:
+        waiting = [links.pop(0)]
+        if _is_known(waiting[0], seen):
+            left_out[LOOPED] += 1
+            continue
+        while waiting:
+            here = waiting.pop()
+            yield here
+            inside, linked = _entries(here)
+            links += linked
+            waiting += [path for path in inside if not _is_known(path, seen)]
+
+
+def _is_known(path: str, seen: set[tuple[int, int]]) -> bool:
+    """Whether a directory has been seen, or is none (any more); adds it."""
+    try:
+        stat = os.stat(path or ".")  # noqa: PTH116
+    except OSError:
+        return True
+    known = (stat.st_dev, stat.st_ino) in seen
+    seen.add((stat.st_dev, stat.st_ino))
+    return known
+
+
+def _entries(directory: str) -> tuple[list[str], list[str]]:
+    """The subdirectories of a directory that are not hidden, and the links to directories in it, sorted."""
+    inside: list[str] = []
+    linked: list[str] = []
+    try:
+        with os.scandir(directory or ".") as entries:
+            for entry in sorted(entries, key=lambda e: e.name):
+                if entry.name[0] != "." and entry.is_dir():
+                    path = f"{directory.rstrip('/')}/{entry.name}" if directory else entry.name
+                    (linked if entry.is_symlink() else inside).append(path)
+    except OSError as error:
+        _raise(error)
+    return inside, linked
+
+
+def _raise(error: OSError) -> None:
+    raise DataError(
+        f"{error.filename} cannot be listed: {error.strerror}\n  try: make the directory readable, or exclude it"
+    )

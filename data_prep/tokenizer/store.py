@@ -1,0 +1,143 @@
+"""Store of trained tokenizers, beside the outputs: equal training texts and settings are trained on once.
+
+    .headrace-tokenizers/KEY/files/       what `train.train` wrote
+    .headrace-tokenizers/KEY/done.json    the SHA-256 of each of the files, and a checksum
+
+KEY hashes all that the files depend on, see `training_key`. An entry appears by a rename, so jobs may use a store at
+the same time; its files are compared with their checksums when it is taken. The last few entries are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from data_prep.config.corpus import TokenizerSection
+from data_prep.task import MARKER, SCRATCH, atomic_directory, read_marker, scratch_path, with_checksum
+from data_prep.tokenizer import sentencepiece_model, train
+from data_prep.tokenizer.spool import SpooledTexts
+from headrace.base.directory import fingerprint_of, write_json
+from headrace.base.errors import DataError
+from headrace.base.version import __version__
+
+_KEPT = 4
+_ABANDONED_S = 24 * 3600.0
+"""Age from which the scratch directory of a killed process is removed."""
+_FILES = "files"
+_NOT_TRAINED_ON = {"path", "engine", "chat_template", "sample_bytes"}
+"""Keys of the section that the training does not depend on, but for the texts, which are hashed."""
+
+
+def training_key(section: TokenizerSection, texts: SpooledTexts) -> str:
+    """Hash of what a trained tokenizer depends on: texts, settings, libraries, and the code that trains."""
+    code = [_sha256(Path(str(module.__file__)).read_bytes()) for module in (train, sentencepiece_model)]
+    libraries = {name: version(name) for name in ("tokenizers", "sentencepiece")}
+    settings = section.model_dump(exclude=_NOT_TRAINED_ON)
+    made_by = {"headrace": __version__, "code": code, **libraries}
+    return fingerprint_of({"texts": texts.sha256, "settings": settings, "made by": made_by})[:32]
+
+
+def train_or_reuse(texts: SpooledTexts, folder: Path, section: TokenizerSection, store: TokenizerStore) -> list[str]:
+    """Copies the stored tokenizer into `folder`, or trains one and stores it; the files are the same.
+
+    Returns:
+        lines for the user: what was taken, or why not.
+
+    Raises:
+        ConfigError: see `train.train`.
+    """
+    key = training_key(section, texts)
+    entry, lines = store.root / key, list[str]()
+    try:
+        if store.take(key, folder):
+            return [f"taken from {entry}, trained before on the same texts with the same settings"]
+    except DataError as error:
+        lines.append(f"trained anew: {error}")
+        store.remove(key)
+    train.train(texts, folder, section)
+    try:
+        store.keep(key, folder)
+    except OSError as error:
+        lines.append(f"not stored for later jobs: {error}")
+    return lines
+
+
+@dataclass(frozen=True)
+class TokenizerStore:
+    """A directory of trained tokenizers."""
+
+    root: Path
+
+    def take(self, key: str, folder: Path) -> bool:
+        """Copies the files of an entry into `folder`; returns whether there is such an entry.
+
+        Raises:
+            DataError: the entry is damaged, or was removed meanwhile; nothing is copied.
+        """
+        entry = self.root / key
+        if not entry.is_dir():
+            return False
+        for name, content in self._read(entry):
+            (folder / name).write_bytes(content)
+        with suppress(OSError):  # in a store that this user may only read
+            os.utime(entry)
+        return True
+
+    def keep(self, key: str, folder: Path) -> None:
+        """Stores the files of `folder` and removes all but the last few entries.
+
+        Raises:
+            OSError: the store cannot be written to.
+        """
+        self.root.mkdir(exist_ok=True)
+        with atomic_directory(self.root / key) as scratch:
+            shutil.copytree(folder, scratch / _FILES, copy_function=shutil.copyfile)
+            sums = {path.name: _sha256(path.read_bytes()) for path in (scratch / _FILES).iterdir()}
+            write_json(scratch / MARKER, with_checksum({"sha256": sums}))
+        with suppress(OSError):  # another process removes the same
+            self._prune(self.root / key)
+
+    def remove(self, key: str) -> None:
+        """Removes an entry, in one step."""
+        aside = scratch_path(self.root / key)
+        with suppress(OSError):
+            (self.root / key).rename(aside)
+            shutil.rmtree(aside)
+
+    @staticmethod
+    def _read(entry: Path) -> list[tuple[str, bytes]]:
+        """The names and contents of the files of an entry."""
+        try:
+            marker = read_marker(entry) or {}
+            files = [(Path(name).name, (entry / _FILES / name).read_bytes()) for name in sorted(marker["sha256"])]
+            wrong = [name for name, content in files if _sha256(content) != marker["sha256"][name]]
+        except (OSError, KeyError, TypeError, AttributeError, DataError) as error:
+            reason = str(error).split("\n", maxsplit=1)[0]
+            raise DataError(f"the stored {entry} cannot be read ({type(error).__name__}: {reason})") from None
+        if wrong or not files:
+            raise DataError(f"the stored {entry} is damaged ({', '.join(wrong) or 'no files'})")
+        return files
+
+    def _prune(self, newest: Path) -> None:
+        now = newest.stat().st_mtime  # by the clock of the file system
+        for path in list(_oldest_after(self.root, _KEPT, first=newest)):
+            self.remove(path.name)
+        for path in self.root.glob(SCRATCH):
+            if now - path.stat().st_mtime > _ABANDONED_S:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _oldest_after(root: Path, count: int, *, first: Path) -> Iterator[Path]:
+    """The entries of a store but for `count` of them: `first` and those that were used last."""
+    used = [(path.stat().st_mtime, path) for path in root.iterdir() if path != first and path.name[0] != "."]
+    yield from (path for _, path in sorted(used, reverse=True)[count - 1 :])
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

@@ -1,0 +1,104 @@
+"""Damage to the files of a job directory between its tasks: found when they are read, and named with a remedy."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from data_prep.__main__ import main
+from data_prep.config.corpus import load
+from data_prep.job import prepare
+from data_prep.job.directory import Job
+from headrace.base.errors import DataError
+from tests.data_prep.conftest import config_file, text_folder, tree
+from tests.data_prep.in_process import run_job
+
+CONFIG = {"task_bytes": 2000, "shard_tokens": 2000, "tokenizer": {"train": "bpe", "vocab_size": 300}}
+
+
+@pytest.fixture(scope="module")
+def mapped_work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job of which the map phase has finished."""
+    work = tmp_path_factory.mktemp("mapped")
+    text_folder(work)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(work)
+        run_job(config_file(work, **CONFIG), until="map")
+        shutil.copytree(work / ".tokens.job", work / "kept")
+        run_job("corpus.json")
+        (work / "kept").rename(work / ".tokens.job")
+        (work / "tokens").rename(work / "expected")
+    return work
+
+
+@pytest.fixture
+def mapped(mapped_work: Path, work: Path) -> Path:
+    """A copy of `mapped_work` in the working directory; `expected` is what the job makes."""
+    shutil.copytree(mapped_work, work, dirs_exist_ok=True)
+    return work
+
+
+def flip(path: Path, *, at: float) -> None:
+    """Flips a bit of a file, at a fraction of its length."""
+    data = bytearray(path.read_bytes())
+    data[int(at * len(data))] ^= 16
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("at", [0.0, 0.5, 0.999])
+@pytest.mark.parametrize("name", ["run-000/tokens.bin", "run-000/docs.bin", "run-000/checks.bin", "run-000/run.json"])
+def test_a_flipped_bit_in_a_finished_map_output_is_found_and_its_task_named(name: str, at: float, mapped: Path) -> None:
+    """Whatever the reduce tasks read is compared with checksums; after the named task is repeated, the output is as if
+    nothing had happened."""
+    directory = mapped / ".tokens.job/map/00001"
+    flip(directory / name, at=at)
+    with pytest.raises(DataError, match=r"rm -r .*map/00001 and run again") as raised:
+        run_job("corpus.json")
+    assert "damaged" in str(raised.value)
+    shutil.rmtree(directory)
+    run_job("corpus.json")
+    assert tree(mapped / "tokens") == tree(mapped / "expected")
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b"\xff\xfe", b'{"runs": 1}'])
+@pytest.mark.parametrize("file", ["job.json", "plan.json", "map/00001/done.json", "map/00001/run-000/run.json"])
+def test_a_damaged_file_of_the_job_directory_is_an_error_with_a_remedy(
+    file: str, damage: bytes, mapped: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (mapped / ".tokens.job" / file).write_bytes(damage)
+    assert main(["--config", "corpus.json", "--workers", "1"]) == 2
+    error = capsys.readouterr().err
+    assert "damaged" in error
+    assert "rm -r" in error
+
+
+@pytest.mark.parametrize("arguments", [[], ["prepare"], ["status"], ["phase", "map", "--task", "0", "--of", "1"]])
+def test_a_missing_plan_is_an_error_with_a_remedy(
+    arguments: list[str], mapped: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (mapped / ".tokens.job/plan.json").unlink()
+    assert main([*arguments, "--config", "corpus.json"]) == 2
+    error = capsys.readouterr().err
+    assert "plan.json is damaged" in error
+    assert "rm -r .tokens.job" in error
+
+
+def test_runs_without_checksums_are_read(mapped: Path) -> None:
+    """A job that an older version has begun can be resumed."""
+    for run in mapped.glob(".tokens.job/map/*/run-*"):
+        (run / "checks.bin").unlink()
+        summary = json.loads((run / "run.json").read_text())
+        (run / "run.json").write_text(json.dumps({key: summary[key] for key in ("documents", "groups")}))
+    run_job("corpus.json")
+    assert tree(mapped / "tokens") == tree(mapped / "expected")
+
+
+def test_the_job_directory_of_a_changed_config_is_told_from_a_damaged_one(mapped: Path) -> None:
+    config_file(mapped, **CONFIG, seed=9)
+    with pytest.raises(DataError, match=r"config\.seed"):
+        prepare.inspect(load("corpus.json")).job.check_identity(
+            prepare.inspect(load("corpus.json")).identity, Job(load("corpus.json")).saved_identity() or {}
+        )

@@ -1,0 +1,72 @@
+"""What a job and its plan tell: dropped documents with their bytes, a vocabulary that is not reached, round figures."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from data_prep.__main__ import _print_summary, _rounded
+from data_prep.job import progress
+from data_prep.task import Counts
+from headrace.base.directory import read_manifest
+from tests.data_prep.conftest import sentence
+from tests.data_prep.in_process import run_job
+
+
+def test_every_dropped_kind_is_told_with_its_bytes(
+    work: Path, write_config: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of cleaning and of deduplication; and the vocabulary that these texts cannot fill is a warning."""
+    kept, bad, twice = [sentence(i) for i in range(60)], ["weir Łódź"] * 3, sentence(7)
+    texts = [*kept, *bad, twice]
+    (work / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (work / "words.txt").write_text("weir\n")
+    run_job(
+        write_config(
+            sources=[{"path": "a.jsonl"}],
+            clean=[{"step": "word_blocklist", "words": ["words.txt"]}],
+            dedup={"exact": True},
+            tokenizer={"train": "bpe", "vocab_size": 30000},
+        )
+    )
+    assert "tokenizer.vocab_size asks for 30,000" in capsys.readouterr().err
+    manifest = read_manifest(work / "tokens", kind="tokens")
+    (cleaned,) = (reason for reason in manifest.details["dropped"] if reason.startswith("word_blocklist"))
+    assert manifest.details["dropped"] == {cleaned: 3, "dedup: exact copy": 1}
+    sizes = {cleaned: 3 * len("weir Łódź".encode()), "dedup: exact copy": len(twice.encode())}
+    assert manifest.details["dropped_bytes"] == sizes
+    _print_summary(work / "tokens", manifest)
+    out = capsys.readouterr().out
+    assert f"dropped: 3 {cleaned}, 0.00 MB" in out
+    assert "dropped: 1 dedup: exact copy, 0.00 MB" in out
+
+
+@pytest.mark.parametrize(("count", "shown"), [(123456789, "120,000,000"), (99, "99"), (0, "0"), (1996, "2,000")])
+def test_an_estimate_has_two_digits(count: int, shown: str) -> None:
+    assert _rounded(count) == shown
+
+
+def test_without_a_known_fraction_the_elapsed_time_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And no 0 %, which looks as if nothing was done."""
+    monkeypatch.setattr(progress, "_PLAIN_LINE_INTERVAL_S", 0.0)
+    with progress.Display("tokenizer") as display:
+        display.began -= 75
+        display.add(Counts())
+    assert "tokenizer: 75 s" in capsys.readouterr().err
+
+
+def test_on_a_terminal_there_is_a_spinner_with_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+
+    monkeypatch.setattr(progress, "Console", lambda **_: Console(file=screen, force_terminal=True, width=80))
+    with progress.Display("tokenizer"):
+        pass
+    assert "0:00:00" in screen.getvalue()
+    assert "%" not in screen.getvalue()
