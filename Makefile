@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test test-integration sweep-parity sweep-faults sweep-tests check clean help
+.PHONY: demo test test-integration sweep-parity sweep-families sweep-faults sweep-gpu sweep-tests gpu-check check clean help
 
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/ - /'
@@ -36,11 +36,21 @@ test-integration: $(READY)  ## the long tests: Slurm, Ray, Spark, S3, GCS, launc
 sweep-parity: $(READY)  ## every legal layout against the reference: thousands of runs, hours; resumable (docs/sweeps/)
 	python -m tests.sweeps parity
 
+sweep-families: $(READY)  ## every causal language model of transformers, trained, exported and loaded again: half an hour; resumable
+	python -m tests.sweeps families
+
 sweep-tests: $(READY)  ## the tests of further layouts that neither tier has time for
 	pytest -n 3 --dist loadfile -m sweep
 
 sweep-faults: $(READY)  ## kills, stops, full disks and damaged checkpoints at random moments: hours; resumable
 	python -m tests.sweeps faults
+
+sweep-gpu: $(READY)  ## a training step of every shipped config on a GPU that is not there: an hour; resumable
+	python -m tests.sweeps gpu
+
+# needs no .venv, no network, and of packages only torch: what others are missing for is listed
+gpu-check:  ## on a machine with a GPU, ten minutes: GPU tests and speed, into docs/performance.md (PYTHON=, WHEELS=, ARGS=)
+	$(PYTHON) -m benchmarks.gpu --page docs/performance.md $(if $(WHEELS),--wheels $(WHEELS)) $(ARGS)
 
 clean:  ## remove what the demo and the tests made; the environment stays
 	rm -rf out/demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -11,7 +11,7 @@ from pathlib import Path
 from headrace.base.cli import add_config_arguments, leave
 from headrace.base.directory import read_manifest
 from headrace.base.errors import ConfigError, DataError
-from pipeline.config.load import load_config
+from pipeline.config.load import LoadedConfig, read_config
 from pipeline.config.rules import ResolvedRun, resolve
 from pipeline.config.schema import Config
 from pipeline.launch import detect, supervise
@@ -44,10 +44,14 @@ def resolve_run(arguments: argparse.Namespace) -> ResolvedRun:
     """
     # torch's C++ warnings print a page of stack for what is told in a sentence here; to be set before it is imported
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    config, launch = load_config(arguments.config, arguments.overrides), detect()
+    loaded, launch = read_config(arguments.config, arguments.overrides), detect()
+    config = loaded.config
     begun = has_begun(config)
     if arguments.nproc is None:
-        return resolve(config, world_size=launch.world_size, begun=begun)
+        run = resolve(config, world_size=launch.world_size, begun=begun)
+        if launch.rank == 0:
+            _print_notes(loaded)
+        return run
     _check_nproc(arguments.nproc, launch.launcher)
     run = resolve(config, world_size=arguments.nproc, begun=begun)
     processes = run.topology.world_size
@@ -56,7 +60,13 @@ def resolve_run(arguments: argparse.Namespace) -> ResolvedRun:
     if processes > 1:
         command = [sys.executable, *_without_nproc(sys.orig_argv[1:])]
         leave(supervise(command, processes=processes))
+    _print_notes(loaded)
     return run
+
+
+def _print_notes(loaded: LoadedConfig) -> None:
+    for label, texts in loaded.notes:
+        print(f"{label}: {', '.join(texts)}", flush=True)
 
 
 def has_begun(config: Config) -> bool:

@@ -1,6 +1,6 @@
 """Parallelism topology: global rank <-> mesh coordinates (pp, dp, cp, tp). Pure integers, no torch.
 
-Ranks are laid out with tp varying fastest, then cp, dp, pp: the ranks of one tensor-parallel group are neighbours and
+Ranks are laid out with tp varying fastest, then cp, dp, pp: the ranks of one tensor-parallel group are neighbors and
 share a node's fast links, and pipeline stages, which communicate least, lie furthest apart.
 """
 

@@ -1,13 +1,18 @@
 # shellcheck shell=bash
-# What the job scripts of this directory share. Sourced, never run.
+# Environment of the job scripts in this directory. Sourced, never run.
 # Any variable below can be exported before `sbatch`: a value that is set already is kept.
 
-# Slurm runs a copy of the job script from a spool directory, so only this file knows where the repository is.
+# Slurm runs a copy of the job script from a spool directory; this file is sourced from its real place: the root of the
+# repository, or headrace/share in an installed package.
 HEADRACE_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export HEADRACE_ROOT
 
 # The Python environment; it must be on a file system that all nodes see. Set it to the empty string to use the python
-# that is on PATH already (modules, conda, containers).
+# that is on PATH already (modules, conda, containers). An installed package has no .venv beside this directory: then the
+# python on PATH is used when it has headrace (sbatch passes the PATH of the shell that submits).
+if [ -z "${HEADRACE_VENV+set}" ] && [ ! -e "$HEADRACE_ROOT/.venv" ] && python -c 'import headrace' 2> /dev/null; then
+    HEADRACE_VENV=''
+fi
 HEADRACE_VENV=${HEADRACE_VENV-$HEADRACE_ROOT/.venv}
 if [ -n "$HEADRACE_VENV" ]; then
     [ -f "$HEADRACE_VENV/bin/activate" ] || {
@@ -18,23 +23,23 @@ if [ -n "$HEADRACE_VENV" ]; then
     source "$HEADRACE_VENV/bin/activate"
 fi
 
-# Without it every task starts one thread per core of the whole node, and eight tasks fight for the same cores.
+# Without it every task starts one thread per core of the node, and the tasks oversubscribe the cores.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 
-# The same for the threads of the tokenizers library, which come from another pool.
+# The same for the thread pool of the tokenizers library.
 export RAYON_NUM_THREADS=${RAYON_NUM_THREADS:-$OMP_NUM_THREADS}
 
 # Since Slurm 22.05 srun no longer inherits --cpus-per-task from the job: without it a task is bound to a single core.
 [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=${SRUN_CPUS_PER_TASK:-$SLURM_CPUS_PER_TASK}
 
-# A job that is killed keeps what Python has in its buffer: the last lines are the ones that say why.
+# A killed process loses its output buffer, and with it the last lines, which name the cause.
 export PYTHONUNBUFFERED=1
 
-# NCCL is silent by default, also about the reason of a failure; WARN prints reasons and nothing else.
+# NCCL prints nothing by default, not even the cause of a failure; WARN prints causes only.
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 
-# Where the processes of a job meet: MASTER_ADDR, MASTER_PORT, and the network interface to talk through.
-# A function, because it asks the controller: the thousand elements of an array should not.
+# Sets the rendezvous address: MASTER_ADDR, MASTER_PORT, and the network interface.
+# A function, since it queries the controller, which the elements of a job array should not do.
 headrace_rendezvous() {
     # The first node, by the address that Slurm itself reaches it at: host names need not resolve on compute nodes.
     # read, not head: head would close the pipe early, and a long node list would then fail under pipefail.
@@ -46,8 +51,8 @@ headrace_rendezvous() {
     export MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
 
     # Gloo listens on the address that a node's own host name resolves to. On Debian that is 127.0.1.1, and the other
-    # nodes then wait for ever. Take the interface that carries MASTER_ADDR instead. NCCL is told the same for its
-    # first contact only: it finds InfiniBand by itself. '=' asks for the exact name, not for a prefix.
+    # nodes then hang. Use the interface that has MASTER_ADDR instead. NCCL uses it for its bootstrap only: it finds
+    # InfiniBand by itself. '=' matches the exact name, not a prefix.
     interface=$(ip -oneline -4 address show to "$MASTER_ADDR" 2>/dev/null | awk '{print $2; exit}') || true
     [ -n "$interface" ] || return 0
     export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}

@@ -173,7 +173,7 @@ def test_a_job_that_gets_a_stop_signal_is_requeued_and_finishes_the_run(
     log = (tmp_path / "train.out").read_text()
     assert job.state == "COMPLETED", log
     assert "stopped by SIGUSR1" in log
-    assert "it was asked to stop; back into the queue" in log
+    assert "stop requested; back into the queue" in log
     assert "resuming after step" in log
     assert list(_losses(tmp_path / "long")) == list(range(1, LONG + 1))
 
@@ -187,7 +187,7 @@ def test_a_job_stopped_three_times_before_its_first_checkpoint_is_held(
     for start in (1, 2, 3):
         _wait_until(lambda starts=start: log.exists() and log.read_text().count("rendezvous at") == starts)
         _send_stop_signal(cluster, number)  # it checks the config now
-        _wait_until(lambda stops=start: log.read_text().count("it was asked to stop") == stops)
+        _wait_until(lambda stops=start: log.read_text().count("stop requested") == stops)
     _wait_until(lambda: "JobState=PENDING" in cluster.run("scontrol", "show", "job", str(number)))
     job = cluster.run("scontrol", "show", "job", str(number))
     cluster.run("scancel", str(number))
@@ -209,7 +209,7 @@ def test_a_run_that_loses_a_rank_and_then_a_node_continues_on_the_remaining_node
         cluster.wait_for_nodes("idle", "n1", "n2")
         number = cluster.sbatch("slurm/train.sbatch", str(config), options=options, cwd=ROOT, env=env)
         _wait_for_step(tmp_path / "long", 12)
-        cluster.node("n2").machine.run("pkill", "-KILL", "-f", "pipeline/train.py")
+        cluster.node("n2").machine.run("pkill", "-KILL", "-f", "pipeline.train")
         _wait_for_step(tmp_path / "long", 32)
         cluster.node("n2").crash()
         job = cluster.wait(number, timeout_s=240)

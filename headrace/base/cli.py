@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from headrace.base.errors import EXIT_INTERRUPTED, HeadraceError
+from headrace.base.errors import EXIT_INTERRUPTED, EXIT_LOST, DataError, HeadraceError
+from headrace.base.link_errors import is_link_error
 
 ERROR_FILE = "HEADRACE_ERROR_FILE"
 """Variable by which whoever watches over several processes asks for errors in a file, to show one of them once."""
+_STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
@@ -44,6 +48,8 @@ def leave(code: int) -> NoReturn:
 def guarded(main: Callable[[], int | None]) -> int:
     """Runs `main` and returns its exit code; user errors become a message on stderr and their exit code.
 
+    A broken link to another rank gives `EXIT_LOST` after its traceback: the run can be started again as it is.
+
     The rank is named when there are several, so that one of a thousand identical messages can be told apart.
     """
     try:
@@ -58,11 +64,36 @@ def guarded(main: Callable[[], int | None]) -> int:
         # the reader of our output has gone (`... | head`): nothing to tell, and nobody to tell it to
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except Exception:
-        if ERROR_FILE not in os.environ:
+    except Exception as error:
+        refusal = _storage_error(error)
+        if refusal is not None:
+            _tell(refusal)
+            return refusal.exit_code
+        lost = is_link_error(error)
+        if ERROR_FILE in os.environ:
+            Path(os.environ[ERROR_FILE]).write_text(traceback.format_exc())
+        elif lost:
+            traceback.print_exc()
+        else:
             raise
-        Path(os.environ[ERROR_FILE]).write_text(traceback.format_exc())
-        return 1
+        return EXIT_LOST if lost else 1
+
+
+def _storage_error(error: Exception) -> DataError | None:
+    """A full disk, an exceeded quota, a read-only file system or a lack of permission, in words; None for all else.
+
+    safetensors raises an error of its own, which has the number in its text alone.
+    """
+    number = error.errno if isinstance(error, OSError) else None
+    if type(error).__name__ == "SafetensorError":
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        number = int(found[1]) if found else None
+    if number not in _STORAGE:
+        return None
+    place = f"{name}: " if (name := getattr(error, "filename", None)) else ""
+    full = number in (errno.ENOSPC, errno.EDQUOT)
+    remedy = "free space there, then run again" if full else "check the path and its permissions"
+    return DataError(f"{place}{os.strerror(number)}\n  try: {remedy}")
 
 
 def _tell(error: HeadraceError) -> None:

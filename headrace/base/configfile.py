@@ -97,7 +97,8 @@ def _parse(path: Path) -> dict[str, Any]:
         )
         raise ConfigError("--config", str(path), why="no such file", remedy=remedy) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("--config", str(path), why=str(error), remedy="name a readable JSON or YAML file") from None
+        why = "it is a directory" if path.is_dir() else str(error)
+        raise ConfigError("--config", str(path), why=why, remedy="name a readable JSON or YAML file") from None
     raw = _parse_yaml(text, path) if path.suffix in _YAML else _parse_json(text, path)
     if not isinstance(raw, dict):
         kind = {list: "a list", str: "text", type(None): "nothing"}.get(type(raw), "a single value")
@@ -110,10 +111,14 @@ def _parse_json(text: str, path: Path) -> Any:
         return json.loads(text, object_pairs_hook=_refuse_repeats)
     except json.JSONDecodeError as error:
         plain = error
+    except (ValueError, RecursionError) as error:
+        return _refuse_size("JSON", path, error)
     import json5  # noqa: PLC0415  ten times slower than json: only for what json refuses
 
     try:
         return json5.loads(text, object_pairs_hook=_refuse_repeats)
+    except RecursionError as error:
+        return _refuse_size("JSON", path, error)
     except ValueError as error:
         found = re.search(r":(\d+) (.*) at column (\d+)", str(error), re.DOTALL)
     if found and (int(found[1]), int(found[3])) > (plain.lineno, plain.colno):  # json stopped at what JSON5 allows
@@ -132,6 +137,8 @@ def _parse_yaml(text: str, path: Path) -> Any:
         mark = error.problem_mark or error.context_mark
         line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
         return _refuse_syntax("YAML", path, str(error.problem or error.context), line, column)
+    except (ValueError, RecursionError) as error:
+        return _refuse_size("YAML", path, error)
     except yaml.YAMLError as error:  # characters that YAML does not allow
         return _refuse_syntax("YAML", path, str(error).splitlines()[0], 1, 1)
 
@@ -139,6 +146,13 @@ def _parse_yaml(text: str, path: Path) -> Any:
 def _refuse_syntax(language: str, path: Path, problem: str, line: int, column: int) -> None:
     why = f"not {language}: {problem} at line {line}, column {column}"
     raise ConfigError("--config", str(path), why=why, remedy=f"look at {path}:{line}") from None
+
+
+def _refuse_size(language: str, path: Path, error: Exception) -> None:
+    """Refuses objects nested deeper than Python's stack, and numbers of more digits than Python reads."""
+    problem = "nested too deeply" if isinstance(error, RecursionError) else str(error).split(";")[0].split(":")[0]
+    why = f"not readable as {language}: {problem}"
+    raise ConfigError("--config", str(path), why=why, remedy="write a smaller file, and smaller numbers") from None
 
 
 def _refuse_repeats(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -156,7 +170,7 @@ def _apply(raw: dict[str, Any], override: str) -> None:
         raise ConfigError("--set", override, why="it has no '='", remedy="write --set run.steps=100")
     try:
         value = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         value = text
     set_value(raw, dotted, value)
 

@@ -24,6 +24,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import subprocess
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -137,12 +138,14 @@ def read_manifest(directory: str | Path, *, kind: str) -> Manifest:
     directory = Path(directory)
     path = directory / MANIFEST
     if not directory.is_dir():
-        raise DataError(f"{directory}: no such directory\n  try: {_how_to_make(kind)}")
+        what = "it is a file, not a directory" if directory.exists() else "no such directory"
+        raise DataError(f"{directory}: {what}\n  try: {_how_to_make(kind)}")
     try:
         raw = json.loads(path.read_text())
         manifest = _parse(raw)
     except FileNotFoundError:
-        raise DataError(f"{directory} has no {MANIFEST}: it was not finished, or not made by headrace") from None
+        why = f"{directory} has no {MANIFEST}: it was not finished, or not made by headrace"
+        raise DataError(f"{why}\n  try: {_how_to_make(kind)}") from None
     except (json.JSONDecodeError, UnicodeDecodeError, TypeError, KeyError) as error:
         raise DataError(f"{path} is damaged: {error!r}\n  try: {_how_to_make(kind)}") from None
     if raw.get(_CHECKSUM) not in (None, _checksum(raw)):
@@ -218,11 +221,11 @@ def fingerprint_of(value: object) -> str:
 @cache
 def code_version() -> dict[str, str | None]:
     """The version of headrace, and the git commit when this file lies in a checkout."""
-    here = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     commit_id = None
-    if (here / ".git").exists():
+    if (root / ".git").exists():
         done = subprocess.run(
-            ["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+            ["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
         )
         commit_id = done.stdout.strip() if done.returncode == 0 else None
     return {"headrace": __version__, "commit": commit_id}
@@ -230,11 +233,16 @@ def code_version() -> dict[str, str | None]:
 
 def _share(root: Path) -> None:
     """Gives every file the mode that `open` would; safetensors writes files that only their owner can read."""
-    umask = os.umask(0o077)  # it can only be read by setting it
-    os.umask(umask)
+    # of a file that is made here: the umask itself can only be read by setting it, for all threads of the process
+    probe = root / f".mode-{uuid.uuid4().hex[:12]}"
+    try:
+        probe.touch(0o666, exist_ok=False)
+        mode = stat.S_IMODE(probe.stat().st_mode)
+    finally:
+        probe.unlink(missing_ok=True)
     for path in root.rglob("*"):
         if path.is_file():
-            path.chmod(0o666 & ~umask)
+            path.chmod(mode)
 
 
 def _files(root: Path) -> list[str]:

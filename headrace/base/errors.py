@@ -6,6 +6,7 @@ do next. Entry points print it without a traceback and leave with its `exit_code
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -53,6 +54,51 @@ class ConfigError(HeadraceError):
     def __reduce__(self) -> tuple[Any, ...]:
         """Errors travel between ranks, pickled; ours are not built from their message alone."""
         return partial(ConfigError, why=self.why, remedy=self.remedy), (self.field, self.value)
+
+
+class CombinedConfigError(ConfigError):
+    """Several things that are wrong with one config, in one message. Its fields are those of the first.
+
+    Args:
+        problems: at least two.
+    """
+
+    def __init__(self, problems: Sequence[ConfigError]) -> None:
+        first = problems[0]
+        super().__init__(first.field, first.value, why=first.why, remedy=first.remedy)
+        self.problems = tuple(problems)
+        self.args = ("\n".join([f"{len(problems)} things are wrong with the config:", *map(str, problems)]),)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """See `ConfigError`."""
+        return CombinedConfigError, (self.problems,)
+
+
+def refuse_all(problems: Sequence[ConfigError]) -> None:
+    """Raises what was found wrong with a config, all of it at once.
+
+    Raises:
+        ConfigError: the one problem, or `CombinedConfigError` with several that are not the same. Nothing without any.
+    """
+    distinct = list({str(each): each for error in problems for each in problems_in(error)}.values())
+    if distinct:
+        raise distinct[0] if len(distinct) == 1 else CombinedConfigError(distinct)
+
+
+def problems_in(error: ConfigError) -> tuple[ConfigError, ...]:
+    """The single problems that an error tells of."""
+    return error.problems if isinstance(error, CombinedConfigError) else (error,)
+
+
+def found_by(checks: Sequence[Callable[[], object]]) -> list[ConfigError]:
+    """Runs checks that do not depend on each other, and returns what they refuse."""
+    found: list[ConfigError] = []
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            found.extend(problems_in(error))
+    return found
 
 
 class DataError(HeadraceError):

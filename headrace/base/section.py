@@ -11,9 +11,9 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, problems_in, refuse_all
 from headrace.base.json_schema import UNKNOWN_TEXT, Node, as_json, example, given, keys_at, node_at, schema_of, wanted
 
 
@@ -38,10 +38,16 @@ class Section(BaseModel):
         return int in types and float not in types
 
 
-Count = Annotated[int, Field(gt=0)]
+def _at_most_64_bits(number: int) -> int:
+    if number >= 1 << 63:
+        raise ValueError("it does not fit into 64 bits")
+    return number
+
+
+Count = Annotated[int, Field(gt=0), AfterValidator(_at_most_64_bits)]
 """A whole number of things, at least one."""
 
-Index = Annotated[int, Field(ge=0)]
+Index = Annotated[int, Field(ge=0), AfterValidator(_at_most_64_bits)]
 """A whole number from zero up."""
 
 S = TypeVar("S", bound=Section)
@@ -56,13 +62,24 @@ def parse(section: type[S], raw: Mapping[str, Any], *, at: str = "") -> S:
         at: dotted path of `raw` within the whole config, for error messages.
 
     Raises:
-        ConfigError: on the first unknown key (reported before anything else, since a typo usually explains the
-            rest), or else on the first value of a wrong type or out of range.
+        ConfigError: unknown keys, values of a wrong type or out of range, and missing keys, all in one message.
+            Unknown keys come first, since a typo may explain the rest.
     """
     try:
         return section.model_validate(dict(raw))
     except ValidationError as error:
-        raise _first_error(error, schema_of(section), at) from None
+        found = _problems(error, schema_of(section), at)
+    refuse_all(found)
+    raise AssertionError("pydantic refused the config and named nothing")
+
+
+def problems_of(section: type[Section], raw: Mapping[str, Any]) -> list[ConfigError]:
+    """What `parse` would refuse, one error per problem; empty where it would accept."""
+    try:
+        parse(section, raw)
+    except ConfigError as error:
+        return list(problems_in(error))
+    return []
 
 
 def suggest(word: str, known: list[str]) -> str | None:
@@ -87,11 +104,22 @@ class _Complaint:
             self.loc.pop()
 
 
-def _first_error(error: ValidationError, schema: Node, at: str) -> ConfigError:
+def _problems(error: ValidationError, schema: Node, at: str) -> list[ConfigError]:
     found = [_Complaint(detail, schema) for detail in error.errors()]
-    first = next((each for each in found if each.kind == "extra_forbidden"), found[0])
-    if first.kind != "extra_forbidden":  # of a value that may be of several types, the deepest complaint says most
-        first = max((each for each in found if each.loc[: len(first.loc)] == first.loc), key=lambda each: len(each.loc))
+    unknown = [each for each in found if each.kind == "extra_forbidden"]
+    told = {(*each.loc[:-1], suggest(each.loc[-1], keys_at(schema, each.loc[:-1]))) for each in unknown}
+    others: list[_Complaint] = []
+    for first in (each for each in found if each.kind != "extra_forbidden" and tuple(each.loc) not in told):
+        # of a value that may be of several types, the deepest complaint says most
+        deepest = max(
+            (each for each in found if each.loc[: len(first.loc)] == first.loc), key=lambda each: len(each.loc)
+        )
+        if deepest.kind != "extra_forbidden" and all(each.loc != deepest.loc for each in others):
+            others.append(deepest)
+    return [_as_error(each, schema, at) for each in [*unknown, *others]]
+
+
+def _as_error(first: _Complaint, schema: Node, at: str) -> ConfigError:
     field = ".".join([*([at] if at else []), *first.loc]) or "the config"
     if first.kind == "extra_forbidden":
         known = keys_at(schema, first.loc[:-1])

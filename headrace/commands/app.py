@@ -65,7 +65,7 @@ def _verbs() -> list[Verb]:
         return Verb(name, text, lambda: _own(name), panel)
 
     return [
-        Verb("prep", "Turn text into tokens: clean, deduplicate, tokenise, shard.", _prep, DATA_PREP),
+        Verb("prep", "Turn text into tokens: clean, deduplicate, tokenize, shard.", _prep, DATA_PREP),
         *(of_pipeline(name, TRAINING) for name in ("train", "prove", "check", "samples", "report")),
         own("status", "Show how far a training run is: step, loss, tokens/s, checkpoint, faults.", TRAINING),
         of_pipeline("checkpoint", TRAINING),

@@ -30,7 +30,7 @@ def make_app() -> typer.Typer:
     add_arguments(parser, "all")
 
     def prep(ctx: typer.Context, **values: Any) -> None:
-        """Turns text into tokens: cleans, deduplicates, tokenises, shards. A job that was stopped resumes."""
+        """Turns text into tokens: cleans, deduplicates, tokenizes, shards. A job that was stopped resumes."""
         given = [name for name, value in values.items() if value and value != parser.get_default(name)]
         if ctx.invoked_subcommand is not None:
             if given:

@@ -1,13 +1,22 @@
-"""`python -m pipeline samples RUN --step N`: prints the samples that a step was trained on. No torch, no GPU."""
+"""`python -m pipeline samples RUN --step N`: prints the samples that a step was trained on. No torch, no GPU.
+
+The text is what the model read: after fill-in-the-middle. On a terminal, tokens whose loss is trained on are green and
+the others dim; `--color always` keeps the colors in a pipe.
+"""
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from data_prep.tokenizer.fingerprint import TOKENIZER_JSON
@@ -18,13 +27,14 @@ from pipeline.config.batch import BatchSizes
 from pipeline.config.renamed_keys import upgrade_keys
 from pipeline.config.rules import ResolvedRun, resolve
 from pipeline.config.schema import Config
-from pipeline.data.document_slices import document_slices
 from pipeline.data.mixing_weights import Extent
 from pipeline.data.mixture import DataMixture, open_mixture
 from pipeline.data.skips import Skips, skips_of
+from pipeline.data.trained_sample import TrainedDocument, trained_documents
 from pipeline.metrics.journal import read_rows
 
 _RANGE = "N, or FIRST:LAST"
+_IN_LOSS, _NOT_IN_LOSS, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--sample", metavar="I", type=_range, help=f"samples by global number, as in events: {_RANGE}")
     parser.add_argument("--rank-order", action="store_true", help="sort by data rank and micro-batch")
     parser.add_argument("--limit", metavar="n", type=int, help="print only the first n samples")
+    parser.add_argument(
+        "--color",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="green: tokens in the loss, dim: the others; default: auto, on a terminal",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -43,9 +59,10 @@ def run(arguments: argparse.Namespace) -> int:
     chosen = list(reader.samples_of_steps(*arguments.step) if arguments.step else reader.samples(*arguments.sample))
     if arguments.rank_order:
         chosen.sort(key=lambda sample: (sample.step or 0, sample.micro_batch))
+    color = {"always": True, "never": False, "auto": sys.stdout.isatty() and "NO_COLOR" not in os.environ}
     for sample in chosen[: arguments.limit]:
         print(reader.header(sample))
-        for line in reader.text(sample):
+        for line in reader.text(sample, color=color[arguments.color]):
             print(line)
     return 0
 
@@ -132,13 +149,30 @@ class RunSamples:
         where = f" (data rank {rank}, micro-batch {micro})" if self.run.topology.world_size > 1 else ""
         return f"== sample {sample.number}{step}{where}: {source.label}, window {int(place.window[0])}"
 
-    def text(self, sample: Sample) -> Iterator[str]:
-        """The documents of the sample: for each a line with its number, then the decoded text of its tokens."""
-        place = self.mixture.order.locate([sample.number])
-        for part in document_slices(self.mixture.sources[int(place.source[0])], int(place.window[0])):
-            end = part.first + len(part.tokens)
-            yield f"-- document {part.document}, tokens {part.first} to {end} of {part.length}"
-            yield self.tokenizer.decode(part.tokens.tolist(), skip_special_tokens=False)
+    def text(self, sample: Sample, *, color: bool = False) -> Iterator[str]:
+        """The documents of the sample: for each a line that describes it, then the decoded text of its tokens.
+
+        Args:
+            sample: one of this run.
+            color: mark the tokens that are in the loss by ANSI colors.
+        """
+        mask_documents = self.run.config.data.mask_documents
+        for part in trained_documents(self.mixture, sample.number, mask_documents=mask_documents):
+            origin, targets = part.origin, int(part.targets.sum())
+            line = f"-- document {origin.document}, tokens {origin.first} to {origin.first + len(origin.tokens)}"
+            line += f" of {origin.length}" + (", fill-in-the-middle" if part.rearranged else "")
+            # the first token of a sample or a document may have nothing to be predicted from: not worth a remark
+            yield line + ("" if part.tokens.size - targets <= 1 else f", {targets} of {part.tokens.size} in the loss")
+            yield self._colored(part) if color else self._decode(part.tokens)
+
+    def _colored(self, part: TrainedDocument) -> str:
+        """The text of a document, in runs of tokens that are in the loss or not."""
+        cuts = [0, *(np.flatnonzero(np.diff(part.targets)) + 1).tolist(), part.tokens.size]
+        spans = [(part.targets[start], self._decode(part.tokens[start:end])) for start, end in pairwise(cuts)]
+        return "".join(f"{_IN_LOSS if in_loss else _NOT_IN_LOSS}{text}{_PLAIN}" for in_loss, text in spans)
+
+    def _decode(self, tokens: npt.NDArray[np.int64]) -> str:
+        return self.tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
 
 
 def _micro_batch(batch: BatchSizes, place: int) -> tuple[int, int]:

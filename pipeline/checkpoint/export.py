@@ -7,7 +7,7 @@ logits are compared with those of a model filled from the checkpoint by the trai
 
 from __future__ import annotations
 
-import json
+import gc
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
@@ -25,15 +24,20 @@ from headrace.base.directory import Manifest, commit, fresh_staging, read_manife
 from headrace.base.errors import CheckpointError, DataError
 from pipeline.checkpoint.read_weights import CheckpointWeights
 from pipeline.checkpoint.store import Checkpoint, find_damage
-from pipeline.checkpoint.trained_model import attention_implementation, trained_config, trained_model
+from pipeline.checkpoint.trained_model import (
+    attention_implementation,
+    trained_config,
+    trained_model,
+    trained_positions,
+)
+from pipeline.checkpoint.write_folder import write_weights
 from pipeline.config.renamed_keys import upgrade_keys
 from pipeline.data.permutation import permute
-from pipeline.models.materialise import materialise
+from pipeline.models.buffers import computed_buffers
+from pipeline.models.materialize import materialize
 from pipeline.models.meta import parameter_shapes
+from pipeline.models.padding import longest_sequence
 from pipeline.models.tokenizer_files import check_tokenizer_folder, copy_tokenizer
-
-SHARD_BYTES = 4 << 30
-"""Largest safetensors file, for file systems and tools that are limited to 4 GiB of tensors."""
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Largest allowed difference of logits between two loads of the same weights: only summation order may differ."""
@@ -80,8 +84,9 @@ def export(
     model = trained_model(manifest, dtype=dtype)
     _check_shapes(weights.shapes, parameter_shapes(model), checkpoint)
     with _staged(out) as staging:
-        _write_weights(weights, staging, dtype, progress)
-        _write_config(config, model, staging, dtype)
+        buffers = computed_buffers(model, weights)
+        write_weights(model, weights, buffers, staging, dtype=dtype, progress=progress)
+        _write_config(config, model, staging, dtype, trained_positions=trained_positions(manifest, model))
         copy_tokenizer(tokenizer, staging)
         details = {
             "step": checkpoint.step,
@@ -133,43 +138,14 @@ def _check_shapes(found: dict[str, torch.Size], needed: dict[str, torch.Size], c
         raise CheckpointError(f"{checkpoint.path} does not contain the model that its manifest describes: {names}")
 
 
-def _write_weights(
-    weights: CheckpointWeights, folder: Path, dtype: torch.dtype, progress: Callable[[int, int], None]
+def _write_config(
+    config: PretrainedConfig, model: nn.Module, folder: Path, dtype: torch.dtype, *, trained_positions: int | None
 ) -> None:
-    groups = list(_by_size(weights.shapes, dtype))
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(groups, start=1):
-        single = len(groups) == 1
-        file = "model.safetensors" if single else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        tensors = {}
-        for name in names:
-            tensors[name] = weights.value(name).to(dtype)
-            weight_map[name] = file
-            progress(len(weight_map), len(weights.shapes))
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-    if len(groups) > 1:
-        total = sum(shape.numel() for shape in weights.shapes.values()) * dtype.itemsize
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1, sort_keys=True))
-
-
-def _by_size(shapes: dict[str, torch.Size], dtype: torch.dtype) -> Iterator[list[str]]:
-    group: list[str] = []
-    free = SHARD_BYTES
-    for name, shape in shapes.items():
-        size = shape.numel() * dtype.itemsize
-        if group and size > free:
-            yield group
-            group, free = [], SHARD_BYTES
-        group.append(name)
-        free -= size
-    yield group
-
-
-def _write_config(config: PretrainedConfig, model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
     config.architectures = [type(model).__name__]
     config.dtype = dtype
     config.use_cache = True
+    if trained_positions is not None:
+        config.max_position_embeddings = trained_positions
     config.save_pretrained(folder)
     GenerationConfig.from_model_config(config).save_pretrained(folder)
 
@@ -178,18 +154,16 @@ def _write_config(config: PretrainedConfig, model: nn.Module, folder: Path, dtyp
 def _check_logits(
     model: nn.Module, weights: CheckpointWeights, folder: Path, dtype: torch.dtype, attention: str
 ) -> float:
-    """Loads the folder as a user would, and compares the logits. Returns the largest difference."""
+    """Loads the folder as a user would, and compares the logits. Returns the largest difference.
+
+    The loaded model is gone before the other one gets its weights: one whole model is held at a time.
+    """
     disable_progress_bar()
     AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    options = {"local_files_only": True, "attn_implementation": attention}
-    reloaded: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
-    vocabulary = reloaded.config.vocab_size
-    positions = getattr(reloaded.config, "max_position_embeddings", None) or 64
-    ids = torch.from_numpy(permute(range(min(64, positions, vocabulary)), size=vocabulary, key=0))[None]
-    exported = reloaded.eval()(input_ids=ids).logits.float()
-    del reloaded
-    materialise(model, weights, device=torch.device("cpu"))
-    trained = model.eval()(input_ids=ids).logits.float()
+    ids, exported = _logits_of_folder(folder, attention)
+    gc.collect()  # a model with a cycle of references would otherwise stay
+    materialize(model, weights, device=torch.device("cpu"))
+    trained = model.eval()(input_ids=ids, use_cache=False).logits.float()
     difference = float((trained - exported).abs().max())
     if not difference <= TOLERANCE[dtype]:
         raise CheckpointError(
@@ -197,3 +171,13 @@ def _check_logits(
             f" more than {TOLERANCE[dtype]}: the export is refused"
         )
     return difference
+
+
+def _logits_of_folder(folder: Path, attention: str) -> tuple[Tensor, Tensor]:
+    """Token ids [1, T], and the fp32 logits [1, T, V] of the model in a folder."""
+    options = {"local_files_only": True, "attn_implementation": attention}
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
+    vocabulary = loaded.config.vocab_size
+    length = min(64, longest_sequence(loaded) or 64, vocabulary)
+    ids = torch.from_numpy(permute(range(length), size=vocabulary, key=0))[None]
+    return ids, loaded.eval()(input_ids=ids, use_cache=False).logits.float()

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from headrace.base.directory import Manifest
 from headrace.base.errors import HeadraceError
-from pipeline.checkpoint.metadata import read_metadata, stored_tensors
+from pipeline.checkpoint.metadata import read_metadata
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.checkpoint.verify import missing_files
 
@@ -61,15 +61,16 @@ def tensor_rows(checkpoint: Checkpoint) -> list[Row]:
     Raises:
         CheckpointError: the metadata cannot be read.
     """
+    metadata = read_metadata(checkpoint.path)
     return [
         {
             "name": each.key,
             "shape": list(each.shape),
             "dtype": str(each.dtype).removeprefix("torch."),
             "bytes": each.bytes,
-            "pieces": len(each.shards),
+            "pieces": len(metadata.table.rows(number)),
         }
-        for each in stored_tensors(read_metadata(checkpoint.path))
+        for number, each in enumerate(metadata.tensors)
     ]
 
 

@@ -1,32 +1,37 @@
-"""Reads and writes the sharded training state: fp32 weights and moments under Hugging Face names, for any layout.
+"""Reads and writes the sharded training state: fp32 weights and optimizer states by Hugging Face name, in any layout.
 
-Keys are `weight/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`, the scalar `optimizer_step` and, of an fp16 run,
-`loss_scale`.
+Keys are `weight/NAME`, one per state tensor of the optimizer (AdamW `exp_avg/NAME` and `exp_avg_sq/NAME`, Lion
+`exp_avg/NAME`, SGD with momentum `momentum_buffer/NAME`), `buffer/NAME` of a persistent buffer, in its own dtype, the
+scalar `optimizer_step` of an optimizer that counts its steps, of an fp16 run `loss_scale`, and of a run with an
+auxiliary loss of its experts `expert_load`.
 """
 
 from __future__ import annotations
 
-import pickle
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
+from torch import Tensor, nn
 
 from headrace.base.errors import CheckpointError
 from headrace.base.interrupts import defer_interrupt
-from pipeline.checkpoint.plan import State, make_write_plan
-from pipeline.checkpoint.shards import LoadPlanner
+from pipeline.checkpoint.locations import MetadataWriter
+from pipeline.checkpoint.metadata import read_metadata
+from pipeline.checkpoint.plan import WritePlan, make_write_plan
+from pipeline.checkpoint.read_shards import ShardReader
+from pipeline.checkpoint.shard_table import CheckpointMetadata, State
+from pipeline.checkpoint.shards import NamedShard
 from pipeline.checkpoint.store import on_rank_zero, raise_on_all_ranks
-from pipeline.checkpoint.write import write_metadata, write_shards
+from pipeline.checkpoint.write import WrittenShards, write_metadata, write_shards
+from pipeline.config.optimizers import OptimizerKind
+from pipeline.models.buffers import persistent_buffers
 
 OPTIMIZER_STEP = "optimizer_step"
 LOSS_SCALE = "loss_scale"
 """Key of what `engines.loss_scale.LossScaler.to_tensor` returns: fp64 [3]."""
+EXPERT_LOAD = "expert_load"
+"""Key of the fraction of the tokens that every expert got in the last step: fp32 [layers with experts, experts]."""
 
 
 def weight_key(name: str) -> str:
@@ -35,58 +40,97 @@ def weight_key(name: str) -> str:
 
 
 def moment_key(moment: str, name: str) -> str:
-    """Key of one of a parameter's optimizer moments."""
+    """Key of one of a parameter's optimizer states."""
     return f"{moment}/{name}"
 
 
+def parameter_keys(name: str, kind: OptimizerKind) -> list[str]:
+    """The keys of a parameter: of its value, and of its optimizer states in the order of `kind.states`."""
+    return [weight_key(name), *(moment_key(state, name) for state in kind.states)]
+
+
+def buffer_key(name: str) -> str:
+    """Key of a persistent buffer."""
+    return f"buffer/{name}"
+
+
+def buffer_state(model: nn.Module) -> dict[str, NamedShard | Tensor]:
+    """The persistent buffers of this rank's part of a model, under their keys: views, which `read` fills in place.
+
+    Every rank that has a buffer has all of it; of replicas, one is written (see `checkpoint.plan`).
+    """
+    return {buffer_key(name): buffer.detach() for name, buffer in persistent_buffers(model).items()}
+
+
 def write(state: State, directory: Path) -> None:
-    """Writes every rank's shards into a directory, with torch.distributed.checkpoint's metadata. Collective.
+    """Writes every rank's shards and the metadata into a directory. Collective.
 
     Raises:
         CheckpointError: a rank could not write.
     """
     plan = make_write_plan(state)
-    failure: str | None = None
-    results: list[Any] = []
+    failure, written = None, cast("WrittenShards | None", None)
     try:
-        results = write_shards(plan, plan.value_lookup(state), directory).results
+        written = write_shards(plan, plan.value_lookup(state), directory)
     except (OSError, RuntimeError) as error:
         failure = str(error) or repr(error)
     raise_on_all_ranks(failure, f"{directory} could not be written")
-    all_results = [results]
+    assert written is not None
+    locations: list[Any] = [written.locations]
     if dist.is_initialized():
-        all_results = [[]] * dist.get_world_size()
-        dist.all_gather_object(all_results, results)
-    on_rank_zero(lambda: write_metadata(plan, directory, all_results))
+        locations *= dist.get_world_size()
+        dist.gather_object(written.locations, locations if plan.rank == 0 else None)
+    on_rank_zero(lambda: _write_metadata(plan, locations, directory))
 
 
-def read(state: State, directory: Path) -> None:
+def _write_metadata(plan: WritePlan, locations: list[Any], directory: Path) -> None:
+    assert plan.division is not None
+    metadata = MetadataWriter(plan.division)
+    metadata.update(dict(enumerate(locations)))
+    write_metadata(metadata.encoded(), directory)
+
+
+def read(state: State, directory: Path, *, fresh_optimizer: bool = False) -> None:
     """Fills the shards in place from a directory written in any layout (reshard on load). Collective.
+
+    Persistent buffers and an experts' load that the directory lacks stay as they are.
+
+    Args:
+        state: the shards.
+        directory: of the checkpoint.
+        fresh_optimizer: set the optimizer's states and step counter to zero instead of reading them.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape, or a file is damaged.
     """
-    try:
-        reader = dcp.FileSystemReader(directory)
-        with _no_single_process_warning(), defer_interrupt("reading the checkpoint"):
-            dcp.load(dict(state), storage_reader=reader, planner=LoadPlanner(), no_dist=not dist.is_initialized())
-    except (CheckpointException, RuntimeError, ValueError, OSError, EOFError, pickle.UnpicklingError) as error:
+    failure: str | None = None
+    with defer_interrupt("reading the checkpoint"):
+        try:
+            metadata = read_metadata(directory)
+            wanted = {key: value for key, value in state.items() if not (fresh_optimizer and _of_optimizer(key))}
+            ShardReader(directory, metadata).read(_without_absent(wanted, metadata))
+        except (CheckpointError, RuntimeError, OSError) as error:
+            failure = (str(error) or repr(error)).splitlines()[0]
+        failures: list[str | None] = [failure]
+        if dist.is_initialized():
+            failures *= dist.get_world_size()
+            dist.all_gather_object(failures, failure)
+    first = next((each for each in failures if each is not None), None)
+    if first is not None:
         raise CheckpointError(
-            f"{directory} cannot be read into this model: {_first_cause(error)}\n"
+            f"{directory} cannot be read into this model: {first}\n"
             f"  try: the config the checkpoint was made with, or an older checkpoint"
-        ) from None
+        )
+    for value in (value for key, value in state.items() if fresh_optimizer and _of_optimizer(key)):
+        value.zero_()
 
 
-@contextmanager
-def _no_single_process_warning() -> Iterator[None]:
-    """Suppresses torch's warning that torch.distributed is not used."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+def _of_optimizer(key: str) -> bool:
+    return key not in (LOSS_SCALE, EXPERT_LOAD) and not key.startswith((weight_key(""), buffer_key("")))
 
 
-def _first_cause(error: BaseException) -> str:
-    if isinstance(error, CheckpointException) and error.failures:
-        failure = next(iter(error.failures.values()))
-        error = failure[0] if isinstance(failure, tuple) else failure
-    return (str(error) or repr(error)).splitlines()[0]
+def _without_absent(state: State, metadata: CheckpointMetadata) -> State:
+    """A state without the buffers and the experts' load that a checkpoint lacks; `moe` may be switched on later."""
+    optional = {key for key in state if key == EXPERT_LOAD or key.startswith(buffer_key(""))}
+    found = metadata.table.index
+    return {key: value for key, value in state.items() if key in found or key not in optional}

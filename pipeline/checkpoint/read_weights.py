@@ -2,40 +2,41 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 
 from headrace.base.errors import CheckpointError
-from pipeline.checkpoint.metadata import read_metadata, stored_tensors
-from pipeline.checkpoint.named_state import weight_key
+from pipeline.checkpoint.metadata import read_metadata
+from pipeline.checkpoint.named_state import buffer_key, weight_key
+from pipeline.checkpoint.read_shards import ShardReader
 
 
 class CheckpointWeights:
-    """Parameter values read from a checkpoint's shards. Its metadata is read once.
+    """Values of parameters and persistent buffers read from a checkpoint's shards. Its metadata is read once.
 
     Args:
         directory: of the checkpoint.
 
     Attributes:
         shapes: parameter name -> full shape.
+        buffers: persistent buffer's name -> its shape; empty for a checkpoint of a version that stored none.
 
     Raises:
         CheckpointError: the metadata cannot be read.
     """
 
     def __init__(self, directory: Path) -> None:
-        metadata, prefix = read_metadata(directory), weight_key("")
+        metadata = read_metadata(directory)
         self._directory = directory
-        self._reader = _Reader(directory, metadata)
-        weights = (each for each in stored_tensors(metadata) if each.key.startswith(prefix))
-        self.shapes = {each.key.removeprefix(prefix): torch.Size(each.shape) for each in weights}
+        self._reader = ShardReader(directory, metadata)
+        stored = metadata.tensors
+        self.shapes, self.buffers = (
+            {each.key.removeprefix(prefix): torch.Size(each.shape) for each in stored if each.key.startswith(prefix)}
+            for prefix in (weight_key(""), buffer_key(""))
+        )
+        self._dtypes = {each.key: each.dtype for each in stored}
 
     def value(self, name: str) -> Tensor:
         """The parameter's full fp32 value on the CPU.
@@ -43,25 +44,24 @@ class CheckpointWeights:
         Raises:
             CheckpointError: a file is missing or damaged.
         """
-        value = torch.empty(self.shapes[name], dtype=torch.float32)
+        return self._read(weight_key(name), torch.empty(self.shapes[name], dtype=torch.float32))
+
+    def buffer(self, name: str) -> Tensor | None:
+        """See `ParameterValues.buffer`; in its own dtype.
+
+        Raises:
+            CheckpointError: as `value`.
+        """
+        if name not in self.buffers:
+            return None
+        key = buffer_key(name)
+        return self._read(key, torch.empty(self.buffers[name], dtype=self._dtypes[key]))
+
+    def _read(self, key: str, value: Tensor) -> Tensor:
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.load({weight_key(name): value}, storage_reader=self._reader, no_dist=True)
-        except (CheckpointException, RuntimeError, ValueError, OSError) as error:
+            self._reader.read({key: value})
+        except (CheckpointError, RuntimeError, OSError) as error:
             lines = str(error).strip().splitlines() or [repr(error)]
-            raise CheckpointError(
-                f"{self._directory}: {name} cannot be read: {lines[-1]}\n  try: headrace checkpoint verify"
-            ) from None
+            what = f"{key.partition('/')[2]} cannot be read: {lines[-1]}"
+            raise CheckpointError(f"{self._directory}: {what}\n  try: headrace checkpoint verify") from None
         return value
-
-
-class _Reader(dcp.FileSystemReader):
-    """Torch's reader with cached metadata, which it would read again for every one of thousands of tensors."""
-
-    def __init__(self, directory: Path, metadata: Metadata) -> None:
-        super().__init__(directory)
-        self._metadata = metadata
-
-    def read_metadata(self, *_args: Any, **_named: Any) -> Metadata:
-        return self._metadata

@@ -1,9 +1,9 @@
 """Asynchronous checkpoints: shards are copied to host memory, then written by a background thread, one save at a time.
 
-    begin     all ranks   write plan (once), staging directory, and a copy of this rank's shards into host memory: the
-                          step waits for this only
+    begin     all ranks   staging directory, write plan (the one of the save before unless a layout has changed), and a
+                          copy of this rank's shards into host memory: the step waits for this only
               a thread    writes and flushes this rank's file, computing its checksum
-    advance   all ranks   once no rank is writing: gather the locations of all shards on rank 0
+    advance   all ranks   once no rank is writing: gather checksums, and locations that have changed, on rank 0
               a thread    of rank 0 writes metadata and manifest, flushes, renames, moves `latest`, deletes old ones
     advance   all ranks   once that is done: the result
 
@@ -14,8 +14,9 @@ has at every step.
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -30,7 +31,10 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from headrace.base.directory import staging_path
 from headrace.base.errors import CheckpointError, HeadraceError
-from pipeline.checkpoint.plan import State, WritePlan, make_write_plan
+from pipeline.checkpoint.locations import MetadataWriter
+from pipeline.checkpoint.metadata import METADATA
+from pipeline.checkpoint.plan import Planner, WritePlan
+from pipeline.checkpoint.shard_table import State
 from pipeline.checkpoint.store import Checkpoint, CheckpointInfo, CheckpointStore, on_rank_zero
 from pipeline.checkpoint.write import WrittenShards, write_metadata, write_shards
 
@@ -82,7 +86,10 @@ class CheckpointWriter:
     ) -> None:
         self._store, self._background = store, background
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._planner = Planner()
         self._plan: WritePlan | None = None
+        self._reported: bytes | None = None
+        self._metadata: MetadataWriter | None = None
         self._buffers: dict[Any, Tensor] = {}
         self._page_locked: set[Any] = set()
         self._pending: _PendingSave | None = None
@@ -113,10 +120,12 @@ class CheckpointWriter:
         start = time.perf_counter()
         shards = state()
         on_rank_zero(lambda: self._store.create_staging(info.step))
-        if self._plan is None or not self._plan.matches(shards):
+        plan = self._planner.plan(shards)
+        if plan is not self._plan:
             self._free_buffers()
-            self._plan = make_write_plan(shards)
-        plan, staging = self._plan, staging_path(self._store.path_of(info.step))
+            self._plan, self._reported = plan, None
+            self._metadata = MetadataWriter(plan.division) if plan.division else None
+        staging = staging_path(self._store.path_of(info.step))
         lookup = self._copy_to_host(plan, shards) if self._background else plan.value_lookup(shards)
         job = self._threads.submit(write_shards, plan, lookup, staging)
         if not self._background:
@@ -158,7 +167,7 @@ class CheckpointWriter:
     def _copy_to_host(self, plan: WritePlan, state: State) -> Callable[[WriteItem], Tensor]:
         """Copies this rank's shards into host buffers that are reused for the next save."""
         lookup, on_gpu = plan.value_lookup(state), False
-        for item in plan.items.items:
+        for item in plan.items:
             value = lookup(item)
             if item.index not in self._buffers:
                 self._buffers[item.index] = torch.empty(value.shape, dtype=value.dtype)
@@ -182,14 +191,22 @@ class CheckpointWriter:
     def _gather(self, pending: _PendingSave) -> None:
         """Gathers what all ranks have written on rank 0, whose thread then commits. Collective."""
         error = pending.job.exception()
-        own: WrittenShards | str = pending.job.result() if error is None else _first_line(error)
+        own: WrittenShards | str = self._message(pending.job.result()) if error is None else _first_line(error)
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         written: list[Any] = [own] * ranks
         if ranks > 1:
             dist.gather_object(own, written if pending.plan.rank == 0 else None)
         pending.gathered = True
-        if pending.plan.rank == 0:
+        if self._metadata is not None:
+            shards = {rank: each for rank, each in enumerate(written) if isinstance(each, WrittenShards)}
+            self._metadata.update({rank: each.locations for rank, each in shards.items() if each.locations})
             pending.job = self._threads.submit(self._commit, pending, written)
+
+    def _message(self, written: WrittenShards) -> WrittenShards:
+        """What this rank tells rank 0: locations only when they are not those of the save before."""
+        assert written.locations is not None
+        before, self._reported = self._reported, written.locations.digest
+        return dataclasses.replace(written, locations=None) if before == self._reported else written
 
     def _commit(self, pending: _PendingSave, written: list[WrittenShards | str]) -> Checkpoint:
         try:
@@ -198,8 +215,9 @@ class CheckpointWriter:
                 if isinstance(each, str):
                     raise CheckpointError(f"rank {rank}: {each}")
             staging = staging_path(self._store.path_of(pending.info.step))
-            write_metadata(pending.plan, staging, [each.results for each in shards])
-            sha256: Mapping[str, str] = {name: s for each in shards for name, s in each.sha256.items()}
+            assert self._metadata is not None
+            sha256 = {name: s for each in shards for name, s in each.sha256.items()}
+            sha256[METADATA] = write_metadata(self._metadata.encoded(), staging)
             return self._store.commit(pending.info, sha256)
         except BaseException:
             self._store.discard_staging(pending.info.step)

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 
@@ -78,21 +77,18 @@ class NamedShard:
         start: first flat index of this rank's part.
         values: 1-D, this rank's values in flat order; on load they are written in place. May be empty.
         box: the rectangle of the full tensor that `start` counts in (tensor parallelism); all of it when None.
+
+    Attributes:
+        parts: offsets of each rectangle of the shard -> its values, a view in its shape.
     """
 
     def __init__(self, shape: tuple[int, ...], *, start: int, values: Tensor, box: Rectangle | None = None) -> None:
-        self.shape, self._dtype = torch.Size(shape), values.dtype
+        self.shape, self.dtype = torch.Size(shape), values.dtype
         rectangles = split_flat_range(box.sizes if box else tuple(shape), start, values.numel())
         if box is not None:
             rectangles = [each.shifted(box.offsets) for each in rectangles]
         parts = values.split([each.numel for each in rectangles]) if rectangles else ()
-        self._parts = {each.offsets: part.view(each.sizes) for each, part in zip(rectangles, parts, strict=True)}
-
-    @property
-    def layout(self) -> tuple[torch.Size, torch.dtype, tuple[Rectangle, ...]]:
-        """Full shape, dtype and rectangles of the shard."""
-        rectangles = [Rectangle(offsets, tuple(part.shape)) for offsets, part in self._parts.items()]
-        return self.shape, self._dtype, tuple(rectangles)
+        self.parts = {each.offsets: part.view(each.sizes) for each, part in zip(rectangles, parts, strict=True)}
 
     def size(self) -> torch.Size:
         """Full shape; `torch.distributed.checkpoint` compares it with what is stored."""
@@ -109,40 +105,13 @@ class NamedShard:
                     size=self.shape,
                 ),
             )
-            for offsets, part in self._parts.items()
+            for offsets, part in self.parts.items()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(offsets), part.size()) for offsets, part in self._parts.items()]
+        return [ChunkStorageMetadata(torch.Size(offsets), part.size()) for offsets, part in self.parts.items()]
 
-    def part(self, index: MetadataIndex) -> Tensor:
-        """The values of the rectangle at `index.offset`, a view in its shape."""
-        assert index.offset is not None
-        part: Tensor = self._parts[tuple(index.offset)]
-        return part
-
-
-class SavePlanner(DefaultSavePlanner):
-    """Torch's planner, extended to look up the rectangles of a named shard."""
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        """The tensor to write for an item of the plan."""
-        value = self.state_dict[index.fqn]
-        return value.part(index) if isinstance(value, NamedShard) else super().lookup_object(index)
-
-
-class LoadPlanner(DefaultLoadPlanner):
-    """Torch's planner, extended to look up the rectangles of a named shard."""
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Uses the state as it is: torch's own set-up replaces values that are not tensors by None."""
-        assert metadata is not None
-        self.state_dict = self.original_state_dict = state_dict
-        self.metadata, self.is_coordinator = metadata, is_coordinator
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """The tensor to fill for an item of the plan."""
-        value = self.state_dict[index.fqn]
-        return value.part(index) if isinstance(value, NamedShard) else super().lookup_tensor(index)
+    def zero_(self) -> None:
+        """Sets this rank's values to zero."""
+        for part in self.parts.values():
+            part.zero_()

@@ -17,7 +17,15 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from headrace.base.directory import Manifest, commit, fresh_staging, read_manifest, sha256_of_file, staging_path
+from headrace.base.directory import (
+    Manifest,
+    check_sizes,
+    commit,
+    fresh_staging,
+    read_manifest,
+    sha256_of_file,
+    staging_path,
+)
 from headrace.base.errors import CheckpointError, HeadraceError
 from pipeline.checkpoint.naming import FOLDER, LATEST, PREFIX, finished_checkpoints
 
@@ -54,12 +62,13 @@ class CheckpointStore:
 
     Args:
         run_dir: the run's directory.
-        keep: retention: how many of the newest are kept.
-        keep_every: those of steps divisible by this are kept for ever; None for none.
+        keep: retention: how many of the newest complete ones are kept.
+        keep_every: complete ones of steps divisible by this are kept for ever; None for none.
     """
 
     def __init__(self, run_dir: Path, *, keep: int, keep_every: int | None = None) -> None:
         self._root, self._keep, self._keep_every = run_dir / FOLDER, keep, keep_every
+        self._damaged: set[Path] = set()
 
     def checkpoints(self) -> list[Checkpoint]:
         """Finished checkpoints, newest first."""
@@ -95,6 +104,7 @@ class CheckpointStore:
             replace=True,
             known_sha256=sha256,
         )
+        self._damaged.discard(final)  # written anew
         self._link_latest(final)
         with suppress(OSError):  # it is committed; a failed deletion is retried after the next one
             self._prune(info.step)
@@ -120,6 +130,7 @@ class CheckpointStore:
             damage = find_damage_collective(candidate, on_progress)
             if damage is None:
                 return candidate
+            self._damaged.add(candidate.path)
             log(f"warning: {candidate.path} is damaged ({damage}); going back to the one before")
         if candidates:
             raise CheckpointError(
@@ -138,14 +149,35 @@ class CheckpointStore:
             new.unlink(missing_ok=True)
 
     def _prune(self, newest: int) -> None:
-        """Deletes the oldest of those up to a step. Later ones are damaged: the run was resumed from before them."""
-        for old in [each for each in self.checkpoints() if each.step <= newest][self._keep :]:
-            if self._keep_every is not None and old.step % self._keep_every == 0:
+        """Deletes those up to a step that are older than the newest `keep` complete ones.
+
+        A damaged one is not counted, so that no good one is deleted in its favour, and is deleted once it is that old.
+        Later ones are damaged: the run was resumed from before them.
+        """
+        complete = 0
+        for old in [each for each in self.checkpoints() if each.step <= newest]:
+            whole = self._looks_complete(old)
+            complete += whole
+            kept_for_ever = whole and self._keep_every is not None and old.step % self._keep_every == 0
+            if complete <= self._keep - (not whole) or kept_for_ever:
                 continue
             deleted = old.path.with_name(f".{old.path.name}.deleted")
             shutil.rmtree(deleted, ignore_errors=True)
             old.path.rename(deleted)
             shutil.rmtree(deleted, ignore_errors=True)  # what remains is deleted at the next start
+
+    def _looks_complete(self, checkpoint: Checkpoint) -> bool:
+        """Whether its manifest is intact, its files have their sizes, and the start of this process found no damage.
+
+        Reads no contents: a save must not read back terabytes. Flipped bits are found where a run resumes.
+        """
+        if checkpoint.path in self._damaged:
+            return False
+        try:
+            check_sizes(checkpoint.path, checkpoint.manifest)
+        except (HeadraceError, OSError):
+            return False
+        return True
 
     def _clean_up(self) -> None:
         """Deletes what a killed run left half-written or half-deleted; such directories have other names."""

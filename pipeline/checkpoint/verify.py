@@ -5,7 +5,7 @@ Checked in this order, each only when the ones before passed:
 1. the manifest, and that every file it lists exists with its size;
 2. the SHA-256 of every file;
 3. the metadata: the shards of every tensor cover it exactly once, and each lies where the metadata says;
-4. the tensors: those of the model that the manifest describes, in its shapes, with both moments.
+4. the tensors: those of the model that the manifest describes, in its shapes, with all states of its optimizer.
 """
 
 from __future__ import annotations
@@ -18,17 +18,12 @@ from pathlib import Path
 
 from headrace.base.directory import Manifest, sha256_of_file
 from headrace.base.errors import CheckpointError, DataError, HeadraceError
-from pipeline.checkpoint.metadata import (
-    StoredTensor,
-    coverage_error,
-    read_metadata,
-    storage_errors,
-    stored_tensors,
-)
+from pipeline.checkpoint.coverage import coverage_errors
+from pipeline.checkpoint.metadata import metadata_name, read_metadata, storage_errors
+from pipeline.checkpoint.named_state import parameter_keys
+from pipeline.checkpoint.shard_table import StoredTensor
 from pipeline.checkpoint.store import Checkpoint
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Of AdamW."""
+from pipeline.config.optimizers import kind_of
 
 
 @dataclass(frozen=True)
@@ -96,35 +91,34 @@ def _tensor_problems(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[Pro
     try:
         metadata = read_metadata(checkpoint.path)
     except CheckpointError as error:
-        yield Problem(".metadata", str(error))
+        yield Problem(metadata_name(checkpoint.path), str(error))
         return
-    stored = stored_tensors(metadata)
-    for tensor in stored:
-        gap_or_overlap = coverage_error(tensor)
-        if gap_or_overlap is not None:
-            yield Problem(tensor.key, gap_or_overlap)
+    yield from (Problem(*each) for each in coverage_errors(metadata.table))
     sizes = {name: int(entry["bytes"]) for name, entry in manifest.files.items()}
     yield from (Problem(*each) for each in storage_errors(metadata, sizes))
-    yield from _model_problems(stored, manifest)
+    yield from _model_problems(metadata.tensors, manifest)
 
 
 def _model_problems(stored: Sequence[StoredTensor], manifest: Manifest) -> Iterator[Problem]:
     """Tensors that are missing, have another shape than in the manifest's model, or do not belong to it."""
     if "hf_config" not in manifest.details:  # of a custom training loop, which does not record its model
         return
-    from pipeline.checkpoint.trained_model import trained_shapes  # noqa: PLC0415  imports transformers, seconds
+    from pipeline.checkpoint.trained_model import trained_buffers, trained_shapes  # noqa: PLC0415  imports transformers, seconds
 
     try:
-        shapes = trained_shapes(manifest)
+        shapes, buffers = trained_shapes(manifest), trained_buffers(manifest)
     except DataError as error:
         yield Problem("manifest.json", f"describes a model that cannot be built: {error}")
         return
-    needed = {f"{kind}/{name}": tuple(shape) for name, shape in shapes.items() for kind in ("weight", *MOMENTS)}
+    kind = kind_of(manifest.config.get("optimizer", {}))
+    needed = {key: tuple(shape) for name, shape in shapes.items() for key in parameter_keys(name, kind)}
+    if any(each.key.startswith("buffer/") for each in stored):  # older versions stored none
+        needed |= {f"buffer/{name}": tuple(shape) for name, shape in buffers.items()}
     found = {each.key: each.shape for each in stored if "/" in each.key}
     for key in sorted(needed.keys() | found.keys()):
         if key not in found:
             yield Problem(key, f"is missing; the model has it as {needed[key]}")
         elif key not in needed:
-            yield Problem(key, "belongs to no parameter of the model")
+            yield Problem(key, "belongs to no parameter or persistent buffer of the model")
         elif found[key] != needed[key]:
             yield Problem(key, f"has shape {found[key]}; the model has it as {needed[key]}")

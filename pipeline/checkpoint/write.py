@@ -1,6 +1,6 @@
 """Writes one rank's checkpoint file without communication: shards are written, flushed, and checksummed on the way.
 
-The files are those of torch.distributed.checkpoint (`FileSystemWriter`); its reader reads them.
+The files are those of torch.distributed.checkpoint (`FileSystemWriter`); its reader reads them (`torch_reader`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from pipeline.checkpoint.locations import Locations
+from pipeline.checkpoint.metadata import METADATA
 from pipeline.checkpoint.plan import WritePlan
 
 _DIRECTORY_S = 10.0
@@ -32,11 +35,11 @@ class WrittenShards:
     """What a rank has written.
 
     Attributes:
-        results: file, offset and length of each shard.
+        locations: of each shard; None in a message to rank 0 that knows them from the save before.
         sha256: file name -> checksum.
     """
 
-    results: list[WriteResult]
+    locations: Locations | None
     sha256: dict[str, str]
 
 
@@ -55,14 +58,22 @@ def write_shards(plan: WritePlan, lookup: Callable[[WriteItem], Tensor], directo
     files = _ChecksummedFiles()
     writer = _writer(directory, files)
     writer.set_up_storage_writer(plan.rank == 0)
-    items = writer.prepare_global_plan([SavePlan([])] * plan.rank + [plan.items])[-1]
+    items = writer.prepare_global_plan([SavePlan([])] * plan.rank + [SavePlan(list(plan.items))])[-1]
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)  # takes three times as long as SHA-256, and detects less
     try:
         results: list[WriteResult] = writer.write_data(items, cast("Any", _ValuePlanner(lookup))).value()
     finally:
         torch.serialization.set_crc32_options(before)
-    return WrittenShards(results, files.sha256)
+    return WrittenShards(_locations(plan, results), files.sha256)
+
+
+def _locations(plan: WritePlan, results: Sequence[WriteResult]) -> Locations:
+    found = {result.index: result.storage_data for result in results}
+    places = [(found[item.index].offset, found[item.index].length) for item in plan.items]
+    names = {info.relative_path for info in found.values()}
+    assert len(names) <= 1, "a rank writes one file"
+    return Locations(next(iter(names), None), np.array(places, dtype=np.int64).reshape(-1, 2))
 
 
 def _wait_for_directory(directory: Path) -> None:
@@ -76,10 +87,17 @@ def _wait_for_directory(directory: Path) -> None:
         time.sleep(0.05)
 
 
-def write_metadata(plan: WritePlan, directory: Path, results: Sequence[list[WriteResult]]) -> None:
-    """Writes the metadata that locates every shard; on rank 0, when all ranks have written."""
-    assert plan.metadata is not None
-    _writer(directory, FileSystem()).finish(plan.metadata, list(results))
+def write_metadata(encoded: bytes, directory: Path) -> str:
+    """Writes and flushes the metadata that locates every shard; on rank 0, when all ranks have written.
+
+    Returns:
+        Its SHA-256.
+    """
+    with (directory / METADATA).open("wb") as file:
+        file.write(encoded)
+        file.flush()
+        os.fsync(file.fileno())
+    return hashlib.sha256(encoded).hexdigest()
 
 
 def _writer(directory: Path, files: FileSystem) -> FileSystemWriter:

@@ -5,10 +5,13 @@ index t means softmax(logits / t). The factor t^2 keeps the gradients of both te
 Source: Hinton, Vinyals and Dean 2015 (arXiv:1503.02531), section 2. The student's z-loss is added if the
 config enables it.
 
-The teacher is not sharded: every rank holds all of it, in the model dtype.
+The teacher is not sharded: every rank holds all of it, in the model dtype. Its logits are made from its last hidden
+states together with the student's, so with a chunked loss they never exist as a whole either.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +21,13 @@ from pipeline.config.schema import DistillSection
 from pipeline.data.loader import IGNORE, MicroBatch
 from pipeline.engines.objective import Loss
 from pipeline.models.hf_config import read_hf_config
-from pipeline.models.materialise import materialise
-from pipeline.models.meta import build_meta, parameter_shapes
-from pipeline.models.values import FromSafetensors
-from pipeline.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard, cross_entropy
+from pipeline.models.materialize import materialize
+from pipeline.models.meta import build_meta
+from pipeline.models.stored_values import FromSafetensors
+from pipeline.parallel.architecture_check import has_separate_head
+from pipeline.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard, cross_entropy, cross_entropy_gradient
+
+_WHOLE_VOCABULARY = "refused by the rules: distillation needs the whole vocabulary on each rank"
 
 
 class Distillation:
@@ -52,24 +58,50 @@ class Distillation:
         config = read_hf_config(section.teacher)
         dtype = torch.bfloat16 if bf16 else torch.float32
         self._teacher = build_meta(config, dtype=dtype, attn_implementation=attn_implementation)
-        values = FromSafetensors(section.teacher, shapes=parameter_shapes(self._teacher))
-        materialise(self._teacher, values, device=device)
+        values = FromSafetensors(section.teacher, model=self._teacher)
+        materialize(self._teacher, values, device=device)
         self._teacher.eval().requires_grad_(False)
+        # an architecture that caps or scales its logits after the head gives them as a whole
+        self._head = self._teacher.get_output_embeddings() if has_separate_head(config) else None  # type: ignore[operator]
 
+    @torch.no_grad()
     def extra_targets(self, batch: MicroBatch) -> tuple[Tensor, ...]:
-        """The teacher's logits, [B, T, V]."""
-        with torch.no_grad():
-            at = {} if batch.positions is None else {"position_ids": batch.positions}
+        """The teacher's last hidden states, [B, T, D]; of some architectures its logits, [B, T, V]."""
+        at = {} if batch.positions is None else {"position_ids": batch.positions}
+        if self._head is None:
             return (self._teacher(input_ids=batch.input_ids, use_cache=False, **at).logits,)
+        base: Any = self._teacher.base_model
+        return (base(input_ids=batch.input_ids, use_cache=False, **at).last_hidden_state,)
 
     def __call__(
         self, logits: Tensor, labels: Tensor, *extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
     ) -> Loss:
         """Loss of the student's logits; its parts are the cross-entropy, the KL term (without t^2) and the z-loss."""
-        assert vocabulary.group is None, "refused by the rules: distillation needs the whole vocabulary on each rank"
-        (teacher,) = extra_targets
+        assert vocabulary.group is None, _WHOLE_VOCABULARY
         ce, squares = cross_entropy(logits, labels)
-        kl = kl_sum(teacher, logits, labels, temperature=self._temperature)
+        kl = kl_sum(self._teacher_logits(*extra_targets), logits, labels, temperature=self._temperature)
+        return self._sums(ce, kl, squares)
+
+    def with_gradient(
+        self, logits: Tensor, labels: Tensor, *extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
+    ) -> tuple[Loss, Tensor]:
+        """See `Objective.with_gradient`."""
+        assert vocabulary.group is None, _WHOLE_VOCABULARY
+        ce, squares, gradient = cross_entropy_gradient(
+            logits, labels, nats_weight=1 - self._alpha, squares_weight=self._z_loss
+        )
+        teacher = self._teacher_logits(*extra_targets)
+        kl, kl_gradient = kl_gradient_sum(teacher, logits, labels, temperature=self._temperature)
+        gradient.add_(kl_gradient, alpha=self._alpha * self._temperature**2)
+        return self._sums(ce, kl, squares), gradient
+
+    def _teacher_logits(self, extra_target: Tensor) -> Tensor:
+        if self._head is None:
+            return extra_target
+        logits: Tensor = self._head(extra_target)
+        return logits
+
+    def _sums(self, ce: Tensor, kl: Tensor, squares: Tensor) -> Loss:
         total = self._alpha * self._temperature**2 * kl + (1 - self._alpha) * ce
         if not self._z_loss:
             return Loss(total, (ce.detach(), kl.detach()))
@@ -88,3 +120,17 @@ def kl_sum(teacher: Tensor, student: Tensor, labels: Tensor, *, temperature: flo
     log_q = F.log_softmax(student.float() / temperature, dim=-1)
     per_position = F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1)
     return (per_position * (labels != IGNORE)).sum()
+
+
+def kl_gradient_sum(teacher: Tensor, student: Tensor, labels: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
+    """`kl_sum`, and its gradient with respect to the student's logits.
+
+    Returns:
+        The sum, and (softmax(student / t) - softmax(teacher / t)) / t, 0 without a target: fp32 [B, T, V].
+    """
+    counts = labels != IGNORE
+    log_p = F.log_softmax(teacher.float() / temperature, dim=-1)
+    log_q = F.log_softmax(student.float() / temperature, dim=-1)
+    per_position = F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1)
+    gradient = log_q.exp_().sub_(log_p.exp_()).mul_((counts / temperature).unsqueeze(-1))
+    return (per_position * counts).sum(), gradient

@@ -39,4 +39,5 @@ def measure(folder: Path, data: HeldOutData) -> dict[str, Any]:
 def _arguments(data: HeldOutData) -> list[str]:
     limit = [] if data.max_tokens is None else ["--max-tokens", str(data.max_tokens)]
     lengths = ["--sequence-length", str(data.sequence_length), "--batch-size", str(data.batch_size)]
+    lengths.append("--mask-documents" if data.mask_documents else "--no-mask-documents")
     return ["--data", data.path, "--split", data.split, *lengths, *limit]

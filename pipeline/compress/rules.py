@@ -12,7 +12,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.section import suggest
 from pipeline.compress.config import QuantizeConfig
 from pipeline.data.dataset import TokenDataset
-from pipeline.evaluation.data import open_heldout
+from pipeline.evaluation.data import as_trained, open_heldout
 from pipeline.evaluation.model_folder import ModelFolder
 
 HEAD = "lm_head"
@@ -59,6 +59,7 @@ def prepare(config: QuantizeConfig) -> QuantizationPlan:
     layers = _layers(config, source)
     if config.group is not None:
         check_group_size(layers, config.group)
+    config = config.model_copy(update={"data": as_trained(config.data, source)})
     return QuantizationPlan(config, source, open_heldout(config.data, source), layers)
 
 

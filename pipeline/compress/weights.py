@@ -38,9 +38,10 @@ def check_modules(model: nn.Module, plan: QuantizationPlan) -> None:
     modules = dict(model.named_modules())
     for name in plan.layers:
         if not isinstance(modules.get(name), nn.Linear):
-            kind = type(modules[name]).__name__ if name in modules else "part of a fused module"
+            kind = type(modules[name]).__name__ if name in modules else "part of a module that transformers fuses"
             why = f"{name} is {kind}, and only torch.nn.Linear can be quantized"
-            raise ConfigError("model", plan.config.model, why=why, remedy=f'add "{name}", or a "re:" pattern, to skip')
+            skip = r"re:.*\.experts\..*" if ".experts." in name else name
+            raise ConfigError("model", plan.config.model, why=why, remedy=f'add "{skip}", or a "re:" pattern, to skip')
 
 
 def pack(model: nn.Module, plan: QuantizationPlan, *, dtype: torch.dtype, progress: Progress = iter) -> ModelCompressor:

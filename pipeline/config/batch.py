@@ -17,6 +17,9 @@ from pipeline.config.schema import Config
 _PASS_OVERHEAD = 0.25
 """Fixed cost of a forward and backward pass, in rows. An estimate: it decides between splits of nearly equal cost."""
 
+_CANDIDATES = 1 << 16
+"""Micro-batch sizes that are compared, from the largest down: a batch of any size is split in milliseconds."""
+
 
 @dataclass(frozen=True)
 class BatchSizes:
@@ -121,7 +124,11 @@ def split_padded_batch(
         needed = max(min_micro_batches, -(-total // (micro * dp)))
         return -(-needed // multiple_of) * multiple_of
 
-    micro = min(range(1, largest + 1), key=lambda micro: (accumulation(micro) * (micro + _PASS_OVERHEAD), -micro))
+    largest = min(largest, -(-total // dp))  # beyond it there is only more padding
+    smallest = max(1, largest - _CANDIDATES)
+    micro = min(
+        range(smallest, largest + 1), key=lambda micro: (accumulation(micro) * (micro + _PASS_OVERHEAD), -micro)
+    )
     return micro, accumulation(micro)
 
 

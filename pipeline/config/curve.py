@@ -27,6 +27,7 @@ def curve_fields(run: ResolvedRun) -> dict[str, Any]:
         },
         "distill": distill,
         "loss.z_loss": config["loss"]["z_loss"] or None,
+        "moe": _balance(run),
         "train_batch_size": run.batch.samples,
         "optimizer": config["optimizer"],
         "scheduler": run.schedule.describe(),
@@ -34,6 +35,8 @@ def curve_fields(run: ResolvedRun) -> dict[str, Any]:
         "bf16": config["bf16"]["enabled"],
         # loss scaling determines which steps overflow and are skipped
         "fp16": config["fp16"] if config["fp16"]["enabled"] else None,
+        # not emulation, which rounds as the hardware does, nor the gathering in fp8, which is a layout
+        "fp8": config["fp8"]["recipe"] if config["fp8"]["enabled"] else None,
         "grad_accum_dtype": config["data_types"]["grad_accum_dtype"] or "fp32",
         "run.seed": config["run"]["seed"],
         # which steps count as spikes, where spikes do not update the weights. The response to non-finite steps is not
@@ -57,6 +60,13 @@ def _mixture(run: ResolvedRun) -> dict[str, Any]:
         "budgets": {"sources": budgets, "samples": run.steps * run.batch.samples} if budgeted else None,
         "schedule": stages or None,
     }
+
+
+def _balance(run: ResolvedRun) -> dict[str, Any] | None:
+    moe = run.config.moe
+    if moe.balance == "none":
+        return None
+    return {"balance": moe.balance, "aux_loss_coef": moe.coefficient, "bias_update_rate": moe.bias_rate}
 
 
 def _spikes(run: ResolvedRun) -> dict[str, Any] | None:

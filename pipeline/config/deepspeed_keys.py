@@ -1,14 +1,15 @@
 """DeepSpeed's config keys that this version does not support, each with what to do instead.
 
 DeepSpeed accepts unknown top-level keys silently, and an engine that ignored one of these would not train what the file
-describes. So each is refused by name. Source: deepspeed 0.19.8 `runtime/constants.py`, `runtime/config.py`.
+describes. So each is refused by name, unless its value changes nothing (`deepspeed_ignored.py`).
+Source: deepspeed 0.19.8 `runtime/constants.py`, `runtime/config.py`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, refuse_all
 from headrace.base.section import Section
 from pipeline.config.schema import Config
 
@@ -23,8 +24,7 @@ REFUSED: dict[str, str] = {
     "checkpoint": _OURS,
     "comet": "use wandb or tensorboard, or read metrics.jsonl",
     "comms_logger": _LATER,
-    "communication_data_type": _LATER,
-    "compile": _LATER,
+    "communication_data_type": "remove it, or use fp32: gradients are reduced in fp32 here",
     "compression_training": "use pipeline/quantize.py and pipeline/distill.py; DeepSpeed 0.19 no longer has it",
     "csv_monitor": "read metrics.jsonl, which is always written",
     "curriculum_learning": _GONE,
@@ -56,6 +56,9 @@ REFUSED: dict[str, str] = {
     "weight_quantization": _GONE,
     "zero_allow_untested_optimizer": _OURS,
     "zero_force_ds_cpu_optimizer": _OURS,
+    "comms_config": _LATER,
+    "disable_python_gc": _LATER,
+    "managed_gradient_accumulation": _OURS,
 }
 
 REFUSED_ZERO: dict[str, str] = {
@@ -85,15 +88,39 @@ REFUSED_ZERO: dict[str, str] = {
     "zero_quantized_nontrainable_weights": _LATER,
     "elastic_checkpoint": _OURS,
     "load_from_fp32_weights": _OURS,
-    "stage3_gather_fp16_weights_on_model_save": "use stage3_gather_16bit_weights_on_model_save",
+    "save_muon_momentum_buffer_in_memory": _LATER,
 }
 
+
+REFUSED_COMPILE: dict[str, str] = {
+    "autoep_non_moe": _LATER,
+    "deepcompile": "remove it: DeepCompile changes the order of ZeRO; compile.enabled compiles the layers",
+    "disable": "use compile.enabled false",
+    "free_activation": _LATER,
+    "offload_activation": _LATER,
+    "offload_opt_states": _LATER,
+    "offload_parameters": _LATER,
+    "passes": _LATER,
+    "symmetric_memory": _LATER,
+}
+"""As `REFUSED`, within `compile`."""
 
 REFUSED_BF16: dict[str, str] = {
     "bf16_master_weights_and_grads": _LATER,
     "bf16_optimizer_states": _LATER,
     "check_grad_overflow": _OURS,
     "immediate_grad_update": _LATER,
+}
+
+
+REFUSED_FP16: dict[str, str] = {"fp16_master_weights_and_grads": _LATER, "auto_cast": _LATER}
+
+REFUSED_OPTIMIZER_PARAMS: dict[str, str] = {
+    "amsgrad": _LATER,
+    "bias_correction": _LATER,
+    "dampening": "remove it: momentum is not dampened here, which is torch's default",
+    "maximize": _LATER,
+    "max_grad_norm": "use gradient_clipping",
 }
 
 
@@ -129,8 +156,9 @@ def refuse_on_torch(config: Config) -> None:
     """Refuses DeepSpeed's keys that have no meaning on engine torch.
 
     Raises:
-        ConfigError: names the first such key.
+        ConfigError: names every such key.
     """
+    found: list[ConfigError] = []
     for key, remedy in REFUSED_ON_TORCH.items():
         section, _, name = key.partition(".")
         value: Any = getattr(config, section)
@@ -139,34 +167,5 @@ def refuse_on_torch(config: Config) -> None:
             value = value.model_dump(exclude_none=True)
         if value and _ACCEPTED_VALUES.get(key) != value:
             why = "DeepSpeed's key; it has no meaning on engine torch"
-            raise ConfigError(key, value, why=why, remedy=remedy + ", or use engine deepspeed")
-
-
-def refuse_by_name(raw: dict[str, Any]) -> None:
-    """Refuses DeepSpeed's keys that are not supported.
-
-    Raises:
-        ConfigError: names the first such key.
-    """
-    _refuse(REFUSED, raw, at="")
-    _refuse(REFUSED_ZERO, raw.get("zero_optimization"), at="zero_optimization.")
-    _refuse(REFUSED_BF16, raw.get("bf16"), at="bf16.")
-
-
-def _refuse(table: dict[str, str], section: Any, *, at: str) -> None:
-    for key, value in section.items() if isinstance(section, dict) else ():
-        if key in table:
-            raise ConfigError(at + key, value, why="DeepSpeed's key, not supported here", remedy=table[key])
-
-
-def without_auto(raw: dict[str, Any]) -> dict[str, Any]:
-    """A copy without values "auto" (of configs for the Hugging Face Trainer) and without offload to device "none".
-
-    A key that is left out takes its default, or is derived.
-    """
-    kept = {key: without_auto(value) if isinstance(value, dict) else value for key, value in raw.items()}
-    return {key: value for key, value in kept.items() if value != "auto" and not _is_no_offload(key, value)}
-
-
-def _is_no_offload(key: str, value: Any) -> bool:
-    return key.startswith("offload_") and isinstance(value, dict) and value.get("device") == "none"
+            found.append(ConfigError(key, value, why=why, remedy=remedy + ", or use engine deepspeed"))
+    refuse_all(found)

@@ -6,46 +6,77 @@ The defaults of DeepSpeed that descriptions name are those of deepspeed 0.19.8.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from headrace.base.section import Count, Index, Section
+from pipeline.config.optimizers import DEFAULTS, OptimizerKind, kind_of
 
 
 class OptimizerParams(Section):
-    """AdamW's hyperparameters, under DeepSpeed's names."""
+    """Hyperparameters of all optimizers, under DeepSpeed's names; those that the type does not use are refused."""
 
     lr: PositiveFloat = Field(
         1e-3, description="Peak learning rate; the scheduler scales it over the steps. A positive number, e.g. 3e-4"
     )
-    betas: tuple[float, float] = Field(
-        (0.9, 0.999),
-        description="Decay rates of Adam's first and second moment: two numbers in [0, 1), e.g. [0.9, 0.95]",
+    betas: tuple[float, float] | None = Field(
+        None,
+        description="Two numbers in [0, 1), e.g. [0.9, 0.95]. AdamW: decay rates of the first and second moment. Lion:"
+        " weight of the momentum in the update, and its decay rate. Default: [0.9, 0.999], as in DeepSpeed",
         strict=False,
     )
-    eps: PositiveFloat = Field(
-        1e-8, description="Term added to the denominator of Adam's update for numerical stability; a positive number"
+    eps: PositiveFloat | None = Field(
+        None,
+        description="Term added to the denominator of AdamW's update for numerical stability, e.g. 1e-8, the default",
     )
+    momentum: NonNegativeFloat | None = Field(
+        None, description="Momentum of SGD, a number in [0, 1), e.g. 0.9; default 0: without momentum and its state"
+    )
+    nesterov: bool | None = Field(None, description="true: Nesterov momentum (SGD); default false")
     weight_decay: NonNegativeFloat = Field(
         0.0,
-        description="Decoupled weight decay (AdamW), e.g. 0.1; 0 is off. Applied to matrices, not to biases and norms",
+        description="Weight decay, e.g. 0.1; 0 is off. Decoupled for AdamW and Lion; for SGD it is added to the"
+        " gradient (L2), as torch means it. Applied to matrices, not to biases and norms",
     )
-    torch_adam: bool = Field(
-        True, description="DeepSpeed's switch to torch's AdamW, which headrace runs on both engines; leave it true"
+    torch_adam: bool | None = Field(
+        None,
+        description="DeepSpeed's switch to torch's AdamW, which headrace runs on both engines; leave it true, the"
+        " default",
     )
-    adam_w_mode: bool = Field(
-        True, description="true: decoupled weight decay (AdamW). Adam with L2 regularisation is not offered: leave it"
+    adam_w_mode: bool | None = Field(
+        None,
+        description="true, the default: decoupled weight decay (AdamW). Adam with L2 regularisation is not offered:"
+        " leave it",
     )
 
 
 class OptimizerSection(Section):
-    """The optimizer: AdamW. DeepSpeed's type `Adam` means AdamW too, unless `adam_w_mode` is false."""
+    """The optimizer: AdamW, Lion or SGD. DeepSpeed's type `Adam` means AdamW too, unless `adam_w_mode` is false."""
 
-    type: Literal["AdamW", "Adam"] = Field(
-        "AdamW", description="AdamW; Adam is accepted as another name for it, as in DeepSpeed"
+    type: Literal["AdamW", "Adam", "Lion", "SGD"] = Field(
+        "AdamW",
+        description="AdamW (Adam is another name for it, as in DeepSpeed), Lion, or SGD, with or without momentum;"
+        " upper and lower case are not distinguished",
     )
     params: OptimizerParams = OptimizerParams()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_defaults(cls, raw: Any) -> Any:
+        """Parameters that are not given have the defaults of the type."""
+        params = raw.get("params", {}) if isinstance(raw, Mapping) else None
+        kind = raw.get("type", "AdamW") if isinstance(raw, Mapping) else None
+        if not isinstance(params, Mapping) or not isinstance(kind, str):
+            return raw
+        given = {key: value for key, value in params.items() if value is not None}
+        return {**raw, "params": {**DEFAULTS.get(kind, {}), **given}}
+
+    @property
+    def kind(self) -> OptimizerKind:
+        """Its state tensors and the scope of its update."""
+        return kind_of(self.model_dump())
 
 
 class SchedulerParams(Section):
@@ -100,12 +131,12 @@ class SchedulerSection(Section):
 
 
 class OffloadOptimizerSection(Section):
-    """ZeRO-Offload of optimizer states: fp32 master weights and Adam moments in host memory or on NVMe."""
+    """ZeRO-Offload of optimizer states: fp32 master weights and the optimizer's states, in host memory or on NVMe."""
 
     device: Literal["none", "cpu", "nvme"] = Field(
         "none",
-        description="Where fp32 master weights and Adam moments are kept: none (on the GPU), cpu (host memory; ZeRO 1"
-        " to 3), or nvme (ZeRO-Infinity; stage 3)",
+        description="Where fp32 master weights and optimizer states are kept: none (on the GPU), cpu (host memory; ZeRO"
+        " 1 to 3), or nvme (ZeRO-Infinity; stage 3)",
     )
     nvme_path: str | None = Field(
         None, description="Directory on a local NVMe disk, e.g. /local_nvme; required with device nvme"
@@ -220,9 +251,10 @@ class ZeroSection(Section):
         description="true: overlap gradient reduction with the backward pass. false by default, since several DeepSpeed"
         " versions gave NaN with it",
     )
-    sub_group_size: Count | None = Field(
+    sub_group_size: Index | None = Field(
         None,
-        description="Elements per optimizer update of stage 3, e.g. 1e8; bounds its memory. DeepSpeed's default is 1e9",
+        description="Elements per optimizer update of stage 3, e.g. 1e8; bounds its memory; 0: one parameter at a time."
+        " DeepSpeed's default is 1e9",
     )
     round_robin_gradients: bool | None = Field(
         None,
@@ -283,7 +315,9 @@ class Fp16Section(Section):
         0.0, description="Static loss scale, e.g. 1024; 0, the default, is dynamic loss scaling"
     )
     initial_scale_power: Index = Field(
-        16, description="Dynamic loss scaling starts at 2 to this power; the default, 16, is 65536"
+        16,
+        le=127,  # 2^127 is the largest power of two in fp32
+        description="Dynamic loss scaling starts at 2 to this power; the default, 16, is 65536",
     )
     loss_scale_window: Count = Field(
         1000, description="Steps without an overflow after which the dynamic loss scale is doubled"

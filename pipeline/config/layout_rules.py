@@ -8,6 +8,7 @@ from typing import Any
 
 from headrace.base.errors import ConfigError
 from pipeline.config.batch import BatchSizes
+from pipeline.config.optimizers import ADAMW
 from pipeline.config.schema import Config
 from pipeline.topology import Topology
 
@@ -155,6 +156,10 @@ def _check_offload(config: Config) -> None:
     if optimizer.device == "nvme" and stage != 3:
         why = f"DeepSpeed's ZeRO stage {stage} offloads the optimizer to host memory only"
         raise ConfigError("zero_optimization.offload_optimizer.device", "nvme", why=why, remedy="use cpu, or stage 3")
+    if optimizer.device == "nvme" and config.optimizer.kind != ADAMW:
+        why = f"DeepSpeed's swapping to NVMe was tried with the states of AdamW alone, not {config.optimizer.kind}"
+        remedy = "use cpu, or optimizer.type AdamW"
+        raise ConfigError("zero_optimization.offload_optimizer.device", "nvme", why=why, remedy=remedy)
     if optimizer.device != "none" and optimizer.ratio not in (None, 1.0):
         why = "an update split between CPU and GPU needs DeepSpeed's own Adam, and headrace runs torch's"
         raise ConfigError("zero_optimization.offload_optimizer.ratio", optimizer.ratio, why=why, remedy="remove it")

@@ -3,16 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.base import configfile
-from headrace.base.section import parse
-from pipeline.config.deepspeed_keys import refuse_by_name, without_auto
+from headrace.base.errors import ConfigError, refuse_all
+from headrace.base.section import parse, problems_of
+from pipeline.config.deepspeed_file import translate
 from pipeline.config.renamed_keys import refuse_renamed
 from pipeline.config.schema import Config
 
+_CORPUS_KEYS = frozenset({"sources", "output", "tokenizer"})
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A config, and what was made of its file.
+
+    Attributes:
+        config: the validated config.
+        ignored: "key = value" of DeepSpeed's keys that change nothing here.
+        auto: "key = value" of keys that were "auto".
+    """
+
+    config: Config
+    ignored: tuple[str, ...]
+    auto: tuple[str, ...]
+
+    @property
+    def notes(self) -> list[tuple[str, tuple[str, ...]]]:
+        """What a user has to see of each kind: what "auto" became, what was ignored. Kinds without any are left out."""
+        return [(label, texts) for label, texts in (("auto", self.auto), ("ignored", self.ignored)) if texts]
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads, merges and validates a run's config; see `read_config`."""
+    return read_config(path, overrides).config
+
+
+def read_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     """Reads, merges and validates a run's config.
 
     Args:
@@ -20,10 +49,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         overrides: `--set` texts, applied last.
 
     Raises:
-        ConfigError: the file cannot be read, or it holds a key or value that cannot run, or a key under its old name.
+        ConfigError: the file cannot be read, or it holds keys or values that cannot run, or keys under their old names;
+            `CombinedConfigError` names all of them.
     """
     raw = configfile.load(path, overrides)
+    if raw.keys() >= _CORPUS_KEYS:
+        why = "it has sources, output and tokenizer: it is a corpus config of data prep"
+        raise ConfigError("--config", str(path), why=why, remedy=f"headrace prep --config {path}")
     refuse_renamed(raw)
-    raw = without_auto(raw)
-    refuse_by_name(raw)
-    return parse(Config, raw)
+    translated = translate(raw)
+    if translated.refused:
+        refuse_all([*translated.refused, *problems_of(Config, translated.raw)])
+    return LoadedConfig(parse(Config, translated.raw), translated.ignored, translated.auto)

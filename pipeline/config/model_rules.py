@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.base.errors import ConfigError
+from pipeline.config.deepspeed_schema import OptimizerSection
+from pipeline.config.optimizers import PARAMETERS
 from pipeline.config.schema import Config
 
 
@@ -26,6 +28,21 @@ def check_model(config: Config) -> None:
         check_model_config(model.config, sequence_length=config.data.sequence_length)
 
 
+def check_moe(config: Config) -> None:
+    """Checks the `moe` section.
+
+    Raises:
+        ConfigError: a field that has no effect with the chosen balance.
+    """
+    moe = config.moe
+    if moe.aux_loss_coef is not None and moe.balance == "none":
+        why, remedy = "moe.balance is none", "set moe.balance to aux_loss, or remove it"
+        raise ConfigError("moe.aux_loss_coef", moe.aux_loss_coef, why=why, remedy=remedy)
+    if moe.bias_update_rate is not None and moe.balance != "bias":
+        why, remedy = f"moe.balance is {moe.balance}", "set moe.balance to bias, or remove it"
+        raise ConfigError("moe.bias_update_rate", moe.bias_update_rate, why=why, remedy=remedy)
+
+
 def check_model_config(model: dict[str, Any], *, sequence_length: int) -> None:
     """Checks the integers of a Hugging Face config that all decoders have; keys that are absent are not checked.
 
@@ -38,11 +55,13 @@ def check_model_config(model: dict[str, Any], *, sequence_length: int) -> None:
             "model.config.model_type", model.get("model_type"), why="it has to name the architecture", remedy=remedy
         )
     for key, value in model.items():
-        whole = key.startswith("num_") or key.endswith("_size")
-        if whole and value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ConfigError(
-                f"model.config.{key}", value, why="it is not a whole number above 0", remedy="use 1 or more"
-            )
+        counts = key.startswith("num_") or key.endswith("_size")
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if key in _SIZES and value is not None and not (whole and value > 0):
+            why, remedy = "it is not a whole number above 0", "use 1 or more"
+            raise ConfigError(f"model.config.{key}", value, why=why, remedy=remedy)
+        if counts and whole and value < 0:
+            raise ConfigError(f"model.config.{key}", value, why="it is below 0", remedy="use 0 or more")
     hidden, heads = model.get("hidden_size"), model.get("num_attention_heads")
     kv_heads = model.get("num_key_value_heads")
     if hidden and heads and not model.get("head_dim") and hidden % heads:
@@ -53,28 +72,50 @@ def check_model_config(model: dict[str, Any], *, sequence_length: int) -> None:
         near = max(h for h in range(1, min(kv_heads, heads) + 1) if heads % h == 0)
         why = f"num_attention_heads {heads} is not divisible by it"
         raise ConfigError("model.config.num_key_value_heads", kv_heads, why=why, remedy=f"use {near}")
-    positions = model.get("max_position_embeddings")
-    if positions and positions < sequence_length:
-        why = f"the model has max_position_embeddings {positions}"
-        remedy = f"use at most {positions}, or raise max_position_embeddings"
+    # -1: XLNet's word for no limit
+    limits = {name: model[name] for name in POSITIONS if isinstance(model.get(name), int) and model[name] > 0}
+    for name, positions in limits.items():
+        if positions >= sequence_length:
+            continue
+        why = f"the model has {name} {positions}"
+        remedy = f"use at most {positions}, or raise {name}"
         raise ConfigError("data.sequence_length", sequence_length, why=why, remedy=remedy)
 
 
-def check_optimizer(config: Config) -> None:
+_SIZES = {
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
+    *("d_model", "n_embd", "n_layer", "n_layers", "n_head", "n_heads"),
+}
+"""Sizes that every decoder has. Other counts may be 0 (`num_nextn_predict_layers`), or lists with one per layer."""
+
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "context_length")
+"""Names of the longest sequence that an architecture computes, e.g. MPT's `max_seq_len`."""
+
+
+def check_optimizer(optimizer: OptimizerSection) -> None:
     """Checks the `optimizer` section.
 
     Raises:
-        ConfigError: Adam with L2, or a beta outside [0, 1).
+        ConfigError: a parameter that the type does not have; Adam with L2; a beta or a momentum outside [0, 1);
+            Nesterov momentum without momentum.
     """
-    if config.optimizer.type == "Adam" and not config.optimizer.params.adam_w_mode:
+    kind, params = optimizer.type, optimizer.params
+    for name, value in params:
+        if value is not None and name not in PARAMETERS[kind]:
+            remedy = f"remove it: {kind} takes {', '.join(sorted(PARAMETERS[kind]))}"
+            raise ConfigError(f"optimizer.params.{name}", value, why=f"{kind} has no such parameter", remedy=remedy)
+    if kind == "Adam" and not params.adam_w_mode:
         why = "Adam with L2 regularisation (adam_w_mode false) is not supported"
         raise ConfigError("optimizer.params.adam_w_mode", False, why=why, remedy="use type AdamW")
-    for beta in config.optimizer.params.betas:
-        if not 0 <= beta < 1:
-            why = "a beta must lie in [0, 1)"
-            raise ConfigError(
-                "optimizer.params.betas", config.optimizer.params.betas, why=why, remedy="use [0.9, 0.95]"
-            )
+    if not all(0 <= beta < 1 for beta in params.betas or ()):
+        why, remedy = "a beta must lie in [0, 1)", "use [0.9, 0.99]" if kind == "Lion" else "use [0.9, 0.95]"
+        raise ConfigError("optimizer.params.betas", params.betas, why=why, remedy=remedy)
+    if params.momentum is not None and params.momentum >= 1:
+        why = "momentum must lie in [0, 1)"
+        raise ConfigError("optimizer.params.momentum", params.momentum, why=why, remedy="use 0.9")
+    if params.nesterov and not params.momentum:
+        why, remedy = "Nesterov momentum needs momentum", "add optimizer.params.momentum, e.g. 0.9"
+        raise ConfigError("optimizer.params.nesterov", True, why=why, remedy=remedy)
 
 
 def check_precision(config: Config) -> None:

@@ -47,7 +47,7 @@ def refuse_renamed(raw: Mapping[str, Any]) -> None:
     run = raw.get("run")
     allowed = run.get("allow_change") if isinstance(run, Mapping) else None
     for name in allowed if isinstance(allowed, list | tuple) else ():
-        if name in RENAMED:
+        if isinstance(name, str) and name in RENAMED:
             raise ConfigError("run.allow_change", name, why=f"renamed to {RENAMED[name]}", remedy=f"{RENAMED[name]}")
 
 

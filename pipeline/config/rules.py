@@ -7,13 +7,14 @@ hold whatever the layout, `layout_rules.py` the divisibility rules of a supporte
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, found_by, refuse_all
 from pipeline.config.batch import BatchSizes, resolve_batch
 from pipeline.config.data_rules import check_data
 from pipeline.config.deepspeed_keys import refuse_on_torch
+from pipeline.config.fp8_rules import check_fp8_precision, check_fp8_tokens
 from pipeline.config.layout_rules import (
     VIRTUAL_STAGE_SCHEDULES,
     check_layout,
@@ -21,7 +22,7 @@ from pipeline.config.layout_rules import (
     micro_batch_constraints,
     topology_of,
 )
-from pipeline.config.model_rules import check_model, check_optimizer, check_precision
+from pipeline.config.model_rules import check_model, check_moe, check_optimizer, check_precision
 from pipeline.config.schedule import Schedule, make_schedule
 from pipeline.config.schema import Config
 from pipeline.topology import Topology
@@ -153,7 +154,12 @@ class ResolvedRun:
     @property
     def plain(self) -> bool:
         """Whether this is the reference: one process, Hugging Face's own forward pass, no parallelism."""
-        return self.config.engine == "torch" and self.topology.world_size == 1
+        return self.config.engine == "reference"
+
+    @property
+    def alone(self) -> bool:
+        """Whether no process group is needed: one process of an engine of our own."""
+        return self.config.engine != "deepspeed" and self.topology.world_size == 1
 
     @property
     def virtual_stages(self) -> int:
@@ -169,7 +175,9 @@ class ResolvedRun:
         """One line on the layout: engine, sharding, mesh, pipeline schedule."""
         config = self.config
         if self.plain:
-            return "torch, one plain process"
+            return "reference, one plain process"
+        if self.alone:
+            return "torch, one device: nothing is sharded"
         stage = config.zero_optimization.stage
         sharding = next(row.sharding for row in LAYOUTS if (row.engine, row.stage) == (config.engine, stage))
         features = [(FEATURES[name], value) for name, value in selected_features(config, self.topology).items()]
@@ -188,6 +196,9 @@ class ResolvedRun:
         if self.config.fp16.enabled:
             scale = self.config.fp16.loss_scale
             return f"fp16, fp32 master weights, loss scale {f'{scale:g}' if scale else 'dynamic'}"
+        if self.config.fp8.enabled:
+            emulated = ", emulated" if self.config.fp8.emulate else ""
+            return f"fp8 {self.config.fp8.recipe}{emulated}, with bf16, fp32 master weights"
         return "bf16, fp32 master weights" if self.config.bf16.enabled else "fp32"
 
 
@@ -200,26 +211,51 @@ def resolve(config: Config, *, world_size: int, begun: bool = False) -> Resolved
         begun: the run is resumed, so that any number of processes is accepted, as with `parallel.elastic`.
 
     Raises:
-        ConfigError: for the first rule that is broken.
+        ConfigError: `CombinedConfigError` where several rules that do not depend on each other are broken.
     """
-    check_data(config.data)
-    check_model(config)
-    check_optimizer(config)
-    check_precision(config)
     elastic = begun or config.parallel.elastic
+    mesh: list[tuple[Topology, BatchSizes]] = []
+    checks: list[Callable[[], object]] = [
+        lambda: check_data(config.data),
+        lambda: check_model(config),
+        lambda: check_moe(config),
+        lambda: check_optimizer(config.optimizer),
+        lambda: check_precision(config),
+        lambda: check_fp8_precision(config),
+        lambda: refuse_on_torch(config) if config.engine != "deepspeed" else None,
+        lambda: _check_length(config),
+        lambda: mesh.append(_mesh(config, world_size=world_size, elastic=elastic)),
+    ]
+    refuse_all(found_by(checks))
+    [(topology, batch)] = mesh
+    check_schedule(config, topology, batch)
+    check_fp8_tokens(config, topology, batch)
+    steps = _steps(config, batch)
+    _check_curriculum(config, steps)
+    _check_profile(config, steps, topology)
+    spare = world_size - topology.world_size
+    return ResolvedRun(config, topology, batch, steps, make_schedule(config, steps=steps), spare)
+
+
+def _mesh(config: Config, *, world_size: int, elastic: bool) -> tuple[Topology, BatchSizes]:
+    """The mesh and the batch sizes on it: rules that build on each other."""
     topology = topology_of(config, world_size=world_size, elastic=elastic)
     refuse_unsupported(config, topology)
-    if config.engine == "torch":
-        refuse_on_torch(config)
     check_layout(config, topology)
     least, multiple = micro_batch_constraints(config, topology)
     sizes = {"dp": topology.dp, "min_micro_batches": least, "multiple_of": multiple}
-    batch = resolve_batch(config, elastic=elastic, **sizes)
-    check_schedule(config, topology, batch)
-    steps = _steps(config, batch)
-    _check_curriculum(config, steps)
-    spare = world_size - topology.world_size
-    return ResolvedRun(config, topology, batch, steps, make_schedule(config, steps=steps), spare)
+    return topology, resolve_batch(config, elastic=elastic, **sizes)
+
+
+def _check_reference(topology: Topology, selected: Mapping[str, object]) -> None:
+    """Refuses whatever the reference, one plain process, does not have."""
+    if topology.world_size > 1:
+        why = f"the reference is one process, and {topology.world_size} were started"
+        raise ConfigError("engine", "reference", why=why, remedy="use engine torch or deepspeed, or one process")
+    others = [FEATURES[name] for name in selected if name != "fp16"]
+    if others:
+        why = f"the reference has no {others[0].name}"
+        raise ConfigError(others[0].field, why=why, remedy=f"use engine torch, or {others[0].off}")
 
 
 def selected_features(config: Config, topology: Topology) -> dict[str, object]:
@@ -236,6 +272,9 @@ def refuse_unsupported(config: Config, topology: Topology) -> None:
     """
     engine, stage = config.engine, config.zero_optimization.stage
     selected = selected_features(config, topology)
+    if engine == "reference":
+        _check_reference(topology, selected)
+        return
     here = [row for row in LAYOUTS if (row.engine, row.stage) == (engine, stage)]
     if any(row.features >= selected.keys() for row in here):
         return
@@ -276,11 +315,33 @@ def _check_curriculum(config: Config, steps: int) -> None:
             raise ConfigError(f"data.curriculum.{number}.after_step", stage.after_step, why=why, remedy=remedy)
 
 
-def _steps(config: Config, batch: BatchSizes) -> int:
+def _check_profile(config: Config, steps: int, topology: Topology) -> None:
+    if (profile := config.profile) is None:
+        return
+    first, last = profile.steps
+    if first > last:
+        why = "the first step is after the last"
+        raise ConfigError("profile.steps", [first, last], why=why, remedy=f"use [{last}, {first}]")
+    if last > steps:
+        remedy = f"use steps up to {steps}, or run.steps {last} or more"
+        raise ConfigError("profile.steps", [first, last], why=f"the run has {steps:,} steps", remedy=remedy)
+    if max(profile.ranks) >= topology.world_size:
+        why = (
+            f"the run has the ranks 0 to {topology.world_size - 1}" if topology.world_size > 1 else "the only rank is 0"
+        )
+        remedy = f"use ranks below {topology.world_size}"
+        raise ConfigError("profile.ranks", list(profile.ranks), why=why, remedy=remedy)
+
+
+def _check_length(config: Config) -> None:
     run = config.run
     if (run.steps is None) == (run.tokens is None):
         why = "neither is given" if run.steps is None else "both are given"
         raise ConfigError("run.steps / run.tokens", why=why, remedy="give exactly one of the two")
+
+
+def _steps(config: Config, batch: BatchSizes) -> int:
+    run = config.run
     if run.steps is not None:
         return run.steps
     assert run.tokens is not None

@@ -66,9 +66,41 @@ class LossSection(Section):
     )
     chunk: Count | None = Field(
         None,
-        description="Chunked loss: positions of a sequence whose logits are in memory at a time, e.g. 1024; all when"
-        " absent. Saves memory with a large vocabulary and changes no result",
+        description="Chunked loss, fused with the head: positions of each sample whose logits are in memory at a time,"
+        " e.g. 2048; all when absent. Saves memory with a large vocabulary, recomputes nothing and changes no result",
     )
+
+
+class MoeSection(Section):
+    """Mixture of experts: how the load of the experts is balanced, over the global batch in every layout."""
+
+    balance: Literal["none", "aux_loss", "bias"] = Field(
+        "none",
+        description="Load balancing of the experts: none (the default), aux_loss (the auxiliary loss of Switch"
+        " Transformer) or bias (no auxiliary loss, as DeepSeek-V3; needs an architecture with a correction bias)",
+    )
+    aux_loss_coef: PositiveFloat | None = Field(
+        None,
+        description="Weight of the auxiliary loss, summed over the layers, each 1 when balanced; 0.01 when absent with"
+        " aux_loss. With bias none is added when absent; DeepSeek-V3 adds 1e-4. transformers' router_aux_loss_coef"
+        " counts it experts-per-token times as large",
+    )
+    bias_update_rate: PositiveFloat | None = Field(
+        None,
+        description="Change of each expert's correction bias per step, up or down; 1e-3 when absent. For balance bias",
+    )
+
+    @property
+    def coefficient(self) -> float:
+        """Weight of the auxiliary loss; 0 is off."""
+        if self.balance == "none":
+            return 0.0
+        return self.aux_loss_coef or (0.01 if self.balance == "aux_loss" else 0.0)
+
+    @property
+    def bias_rate(self) -> float:
+        """Change of the correction biases per step; 0 is off."""
+        return (self.bias_update_rate or 1e-3) if self.balance == "bias" else 0.0
 
 
 class MemorySection(Section):
@@ -81,6 +113,47 @@ class MemorySection(Section):
     )
     every_n_layers: Count = Field(
         1, description="Apply activation checkpointing to every n-th decoder layer only, e.g. 2; 1 is every layer"
+    )
+
+
+class CompileSection(Section):
+    """torch.compile of the decoder layers. It changes the speed; the loss curve differs by rounding only."""
+
+    enabled: bool | None = Field(
+        None,
+        description="Compile every decoder layer with torch.compile, each as one graph; when absent, where there is a"
+        " GPU. The first step then takes a minute more",
+    )
+    backend: str = Field(
+        "inductor", description="Backend of torch.compile: inductor (the default); aot_eager compiles no kernels"
+    )
+    mode: Literal["default", "max-autotune-no-cudagraphs"] = Field(
+        "default", description="Inductor's mode: default, or max-autotune-no-cudagraphs, which tries more kernels"
+    )
+
+
+class Fp8Section(Section):
+    """fp8 mixed precision (torchao): matrix products of the decoder layers in 8 bits. Needs `pip install torchao`."""
+
+    enabled: bool = Field(
+        False,
+        description="true: linear layers of the decoder layers multiply in fp8, weights stay bf16 with fp32 master"
+        " weights; needs bf16, and a GPU with fp8: H100, L40S or newer",
+    )
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"] = Field(
+        "tensorwise",
+        description="Scaling: tensorwise (one scale per tensor, the fastest on an H100), rowwise (one per row, more"
+        " exact), rowwise_with_gw_hp (rowwise with weight gradients in bf16, the most exact) or mxfp8 (one per 32"
+        " elements; Blackwell GPUs)",
+    )
+    fsdp_all_gather: bool = Field(
+        False,
+        description="true: FSDP2 gathers weights in fp8, half the bytes; engine torch with ZeRO stage 2 or 3, recipe"
+        " tensorwise",
+    )
+    emulate: bool = Field(
+        False,
+        description="true: round to fp8 and multiply in a larger type, on any device; slow: for tests of the numerics",
     )
 
 
@@ -148,7 +221,13 @@ class RunSection(Section):
     seed: Index = Field(0, description="Random seed of weight initialization and data order, e.g. 42")
     checkpoint_every: Count | None = Field(
         None,
-        description="Steps between checkpoints, e.g. 1000; when absent, only the last step is saved, as it always is",
+        description="Steps between checkpoints, e.g. 1000; when absent, run.checkpoint_minutes decides. The last"
+        " step is always saved",
+    )
+    checkpoint_minutes: NonNegativeFloat | None = Field(
+        None,
+        description="Minutes between checkpoints, e.g. 15; when absent, 30 without run.checkpoint_every and"
+        " none with it; 0: none by time",
     )
     keep_checkpoints: Count = Field(2, description="Number of newest checkpoints kept on disk; older ones are deleted")
     keep_every: Count | None = Field(
@@ -184,6 +263,11 @@ class LaunchSection(Section):
     timeout: PositiveFloat = Field(
         300.0,
         description="Timeout in seconds of the rendezvous and of each pre-flight check between ranks, e.g. 600",
+    )
+    numa_bind: bool = Field(
+        True,
+        description="Bind each rank to the cores of its GPU's NUMA node, where the system tells it; false: the cores"
+        " that the launcher leaves. Nothing is bound without a GPU",
     )
 
 
@@ -223,13 +307,31 @@ class EvaluationSection(Section):
 class StragglersSection(Section):
     """Straggler detection in runs of several processes: reports of slow ranks. Changes no result."""
 
-    every: Count | None = Field(
-        100, description="Steps between straggler reports, each from one profiled step; null: no reports"
+    every: Count | Literal["auto"] | None = Field(
+        "auto",
+        description="Steps between straggler reports, each from one profiled step; auto: 100, and no reports where one"
+        " would take over two seconds (many layers x micro-batches: check prints the estimate); null: no reports",
     )
     threshold: PositiveFloat = Field(
         0.1,
         description="A rank is reported as a straggler when its own time per step exceeds the median of its peers by"
         " this fraction in two reports in a row, e.g. 0.1 for 10 %",
+    )
+
+
+class ProfileSection(Section):
+    """Profile of some steps: a torch.profiler trace and, on a GPU, a memory snapshot, in run.dir/profile."""
+
+    steps: tuple[Count, Count] = Field(
+        description="First and last step to profile, both included, e.g. [10, 13]; not the first steps of a process,"
+        " which compile and allocate",
+        strict=False,
+    )
+    ranks: tuple[Index, ...] = Field(
+        (0,),
+        min_length=1,
+        description="Ranks to profile, e.g. [0, 8]; rank 0 when absent. Each writes files of its own",
+        strict=False,
     )
 
 
@@ -289,10 +391,10 @@ class DistillSection(Section):
 class Config(Section):
     """Config of a training run: one JSON file."""
 
-    engine: Literal["deepspeed", "torch"] = Field(
+    engine: Literal["deepspeed", "torch", "reference"] = Field(
         "deepspeed",
-        description="Training engine: deepspeed (ZeRO, offload, pipeline), or torch (native DDP, FSDP2 and pipeline"
-        " parallelism; on one process the plain PyTorch reference)",
+        description="Training engine: deepspeed (ZeRO, offload, pipeline), torch (native: one GPU, DDP, FSDP2, pipeline"
+        " parallelism), or reference (one plain process, with which all layouts are compared)",
     )
     model: ModelSection
     data: DataSection
@@ -302,11 +404,17 @@ class Config(Section):
     evaluation: EvaluationSection = EvaluationSection()
     anomalies: AnomaliesSection = AnomaliesSection()
     stragglers: StragglersSection = StragglersSection()
+    profile: ProfileSection | None = Field(
+        None, description="Profile of some steps, written into run.dir/profile; absent: none"
+    )
     distill: DistillSection | None = Field(
         None, description="Knowledge distillation from a teacher model (pipeline/distill.py); absent: plain training"
     )
     loss: LossSection = LossSection()
+    moe: MoeSection = MoeSection()
     memory: MemorySection = MemorySection()
+    compile: CompileSection = CompileSection()
+    fp8: Fp8Section = Fp8Section()
     parallel: ParallelSection = ParallelSection()
 
     train_batch_size: Count | None = Field(

@@ -1,6 +1,6 @@
 """Memory-mapped dataset: one split of a tokens directory as windows of T + 1 tokens.
 
-Window w of a shard is its tokens [w T, w T + T]; neighbours share the one token that is the last target of the first
+Window w of a shard is its tokens [w T, w T + T]; neighbors share the one token that is the last target of the first
 and the first input of the second. A window never crosses shards, so up to T tokens at the end of each shard are not
 used. Opening costs O(shards) and maps nothing; nothing is indexed or kept in memory per sample.
 """
@@ -253,7 +253,7 @@ def check_files(path: Path, manifest: Manifest, *, split: str, source: str | Non
     """
     splits = manifest.details["splits"]
     if split not in splits:
-        raise DataError(f"{path} has no split '{split}'; it has {', '.join(splits)}")
+        raise DataError(f"{path} has no split '{split}'; it has {', '.join(splits)}\n  try: {_remedy(split)}")
     shards = splits[split]["shards"]
     labels = sorted({str(shard["source"]) for shard in shards if "source" in shard})
     if source is not None and source not in labels:
@@ -268,6 +268,12 @@ def check_files(path: Path, manifest: Manifest, *, split: str, source: str | Non
         if name.partition("/")[0] not in splits.keys() - {split} and name.rpartition(".")[0] not in others
     }
     check_sizes(path, replace(manifest, files=files))
+
+
+def _remedy(split: str) -> str:
+    if split == "heldout":
+        return "a directory made with heldout_fraction above 0, or another split"
+    return "another directory or split"
 
 
 def tokenizer_details(manifest: Manifest) -> dict[str, Any]:

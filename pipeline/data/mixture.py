@@ -162,7 +162,7 @@ def open_heldout(data: DataSection, mixture: DataMixture) -> list[TokenDataset]:
     """
     found = {(str(dataset.path), dataset.source): dataset for dataset in _heldout(data, mixture)}
     if not found:
-        why = "none of the sources has held-out text, so nothing could be evaluated"
+        why = "none of the sources has held-out text (heldout_fraction 0?), so nothing could be evaluated"
         remedy = "name a tokens directory made with the same tokenizer"
         raise ConfigError("data.sources.0.heldout", why=why, remedy=remedy)
     return list(found.values())
@@ -176,9 +176,11 @@ def _heldout(data: DataSection, mixture: DataMixture) -> Iterator[TokenDataset]:
             opened = _open_heldout(section.heldout, f"data.sources.{number}.heldout", length, of=dataset)
             _check_tokenizer(f"data.sources.{number}.heldout", opened, like=mixture.sources[0])
             yield opened
-        elif section.source is None and not megatron.is_prefix(section.path):
+        elif "heldout" not in splits:  # a Megatron-LM dataset, or made with heldout_fraction 0
+            continue
+        elif section.source is None:
             yield TokenDataset.open(section.path, split="heldout", sequence_length=length, manifest=dataset.manifest)
-        elif "heldout" in splits:  # of a small source it may be shorter than one window
+        else:  # of a small source it may be shorter than one window
             about: dict[str, Any] = {"split": "heldout", "sequence_length": length, "source": section.source}
             if TokenDataset(dataset.path, dataset.manifest, **about).windows:
                 yield TokenDataset.open(dataset.path, manifest=dataset.manifest, **about)

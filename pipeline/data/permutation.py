@@ -3,7 +3,7 @@
 A balanced Feistel network over the smallest even number of bits that holds n permutes a power of four; values that
 fall outside 0..n-1 are sent through again until they land inside (cycle walking), which stays a permutation.
 Sources: Luby and Rackoff 1988 (Feistel networks as permutations); Black and Rogaway 2002, "Ciphers with arbitrary
-finite domains", section 3 (cycle walking). The round function is the 64-bit finaliser of SplitMix64 (Steele, Lea and
+finite domains", section 3 (cycle walking). The round function is the 64-bit finalizer of SplitMix64 (Steele, Lea and
 Flood 2014); it is written out here because a library generator may change its stream from one release to the next,
 and the order of a run must not.
 """

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.checkpoint.plan import State
+from pipeline.checkpoint.shard_table import State
 from pipeline.data.loader import MicroBatch, StepBatch
 from pipeline.engines.objective import Objective
 
@@ -38,7 +38,7 @@ def never_update(_loss: float, _grad_norm: float) -> bool:
 
 
 class StepOutcome(StrEnum):
-    """Whether a step was applied; if not, weights, moments and AdamW's step counter are as they were before it."""
+    """Whether a step was applied; if not, weights, optimizer states and step counter are as they were before it."""
 
     APPLIED = "applied"
     OVERFLOW = "overflow"
@@ -55,7 +55,7 @@ class StepResult:
 
     Attributes:
         loss: mean objective over the target tokens of the step, nats per token.
-        parts: means of the objective's named parts.
+        parts: means of the objective's named parts, and of a mixture of experts what `ExpertBalancer.end_step` returns.
         grad_norm: 2-norm of the global gradient before clipping; infinite or NaN where it was not finite.
         outcome: whether the weights were updated, and if not, why.
         loss_scale: fp16's loss scale in this step; None in other precisions.
@@ -105,8 +105,8 @@ class Engine(Protocol):
     def train_step(self, step: StepBatch, *, lr: float, update_gate: UpdateGate = always_update) -> StepResult:
         """Accumulates gradients over this rank's micro-batches and makes one optimizer update, unless it is skipped.
 
-        A non-finite loss or gradient never reaches the weights or the moments. A skipped step leaves no gradient
-        behind: the next step runs as if it had not happened.
+        A non-finite loss or gradient never reaches the weights or the optimizer states. A skipped step leaves no
+        gradient behind: the next step runs as if it had not happened.
 
         Args:
             step: the micro-batches.
@@ -123,15 +123,21 @@ class Engine(Protocol):
         ...
 
     def state(self) -> State:
-        """This rank's named shards: fp32 weights and optimizer moments, valid until the next step.
+        """This rank's named shards: fp32 weights and optimizer states, valid until the next step.
 
         Raises:
             CheckpointError: on all ranks, when one rank could not read the state that it offloads to a disk.
         """
         ...
 
-    def load(self, directory: Path) -> None:
-        """Loads named shards that any engine wrote under any layout."""
+    def load(self, directory: Path, *, fresh_optimizer: bool = False) -> None:
+        """Loads named shards that any engine wrote under any layout.
+
+        Args:
+            directory: of the checkpoint.
+            fresh_optimizer: the optimizer's states are set to zero instead, as before the first step: the checkpoint is
+                of an optimizer of another kind.
+        """
         ...
 
     def replicas(self) -> Iterator[Replica]:

@@ -33,11 +33,15 @@ def build_engine(
         mesh: this rank's coordinates and process groups, if they exist already.
     """
     mesh = mesh or build_mesh(run, device.type)
-    if run.config.engine == "torch":
-        if run.plain:
-            from pipeline.engines.torch_native.reference import TorchReference  # noqa: PLC0415
+    if run.plain:
+        from pipeline.engines.torch_native.reference import TorchReference  # noqa: PLC0415
 
-            return TorchReference(run, model, values, objective, device=device)
+        return TorchReference(run, model, values, objective, device=device)
+    if run.config.engine == "torch":
+        if run.alone:
+            from pipeline.engines.torch_native.single import TorchSingle  # noqa: PLC0415
+
+            return TorchSingle(run, model, values, objective, device=device)
         from pipeline.engines.torch_native.parallel import TorchParallel  # noqa: PLC0415
 
         assert mesh is not None

@@ -1,21 +1,19 @@
-"""AdamW parameter groups, master weights, optimizer state and the non-finite check, shared by all engines."""
+"""Parameter groups of weight decay, master weights and the non-finite check, shared by all engines."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headrace.base.errors import TrainingError
-from pipeline.config.deepspeed_schema import OptimizerParams
 from pipeline.config.schema import Config
 from pipeline.engines.base import StepOutcome, StepResult
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's state per parameter, as torch names it."""
+from pipeline.parallel.expert_balance import ExpertBalancer
 
 
 def model_dtype(config: Config) -> torch.dtype:
@@ -36,26 +34,11 @@ def decayed_names(model: nn.Module) -> set[str]:
 def weight_decay_groups(
     parameters: Mapping[str, Tensor], decayed: set[str], *, weight_decay: float
 ) -> list[dict[str, Any]]:
-    """AdamW's two parameter groups, with and without weight decay, in the model's order, from parameters by name."""
+    """The two parameter groups, with and without weight decay, in the model's order, from parameters by name."""
     return [
         {"params": [p for name, p in parameters.items() if name in decayed], "weight_decay": weight_decay},
         {"params": [p for name, p in parameters.items() if name not in decayed], "weight_decay": 0.0},
     ]
-
-
-def make_adamw(groups: Iterable[dict[str, Any]], params: OptimizerParams) -> torch.optim.AdamW:
-    """AdamW at learning rate 0: the loop sets the rate of each step. Fused: seven times as fast on a CPU.
-
-    The rate must be 0: DeepSpeed makes a dummy step with zero gradients to allocate optimizer state, and only at rate 0
-    does weight decay leave the weights unchanged in it.
-    """
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=0.0,
-        betas=params.betas,
-        eps=params.eps,
-        fused=True,
-    )
 
 
 def raise_if_non_finite(step: int, name: str, value: float) -> None:
@@ -80,17 +63,11 @@ def require_finite_step(step: int, result: StepResult) -> StepResult:
     return result
 
 
-@torch.no_grad()
-def ensure_adamw_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """AdamW's state of one parameter; created as torch does at the first step if it does not exist yet."""
-    state: dict[str, Tensor] = optimizer.state[parameter]
-    for key in MOMENTS:
-        if key not in state:
-            state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-    if "step" not in state:
-        on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
-        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
-    return state
+def with_expert_load(balancer: ExpertBalancer | None, result: StepResult, *, targets: int) -> StepResult:
+    """The result of a step with the experts' load among its parts; updates the balancer's state. Collective."""
+    if balancer is None:
+        return result
+    return replace(result, parts={**result.parts, **balancer.end_step(targets=targets, applied=not result.skipped)})
 
 
 def master_weight(weight: nn.Parameter) -> nn.Parameter:

@@ -3,8 +3,8 @@
 Sums add up across micro-batches, ranks and sequence shards whatever their sizes; the engine divides once, by the number
 of targets of the whole step. A mean of means would weight tokens by how they happened to be batched.
 
-Because an objective is a sum over positions, it can be computed on chunks of the sequence (chunked loss), so that the
-logits of all positions never exist at the same time.
+Because an objective is a sum over positions, it can be computed on chunks of them (chunked loss), so that the logits of
+all positions never exist at the same time. For that it also gives the gradient of the logits along with the loss.
 
 Shapes: B samples, T positions, V ids of the vocabulary.
 """
@@ -17,7 +17,7 @@ from typing import Protocol
 from torch import Tensor
 
 from pipeline.data.loader import MicroBatch
-from pipeline.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard, cross_entropy
+from pipeline.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard, cross_entropy, cross_entropy_gradient
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,12 @@ class Objective(Protocol):
         """
         ...
 
+    def with_gradient(
+        self, logits: Tensor, labels: Tensor, *extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
+    ) -> tuple[Loss, Tensor]:
+        """The loss, and the gradient of its total with respect to the logits, fp32 [B, T', V']."""
+        ...
+
 
 class CrossEntropy:
     """Next-token cross-entropy, computed in fp32, with the z-loss.
@@ -83,8 +89,17 @@ class CrossEntropy:
         self, logits: Tensor, labels: Tensor, *_extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
     ) -> Loss:
         """Sum over targets of -log p(target) + z_loss * (log Z)^2."""
+        return self._sums(*cross_entropy(logits, labels, vocabulary))
+
+    def with_gradient(
+        self, logits: Tensor, labels: Tensor, *_extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
+    ) -> tuple[Loss, Tensor]:
+        """See `Objective.with_gradient`."""
+        nats, squares, gradient = cross_entropy_gradient(logits, labels, vocabulary, squares_weight=self._z_loss)
+        return self._sums(nats, squares), gradient
+
+    def _sums(self, nats: Tensor, squares: Tensor) -> Loss:
         if not self._z_loss:
-            return Loss(cross_entropy(logits, labels, vocabulary)[0])
-        nats, squares = cross_entropy(logits, labels, vocabulary)
+            return Loss(nats)
         z = self._z_loss * squares
         return Loss(nats + z, (nats.detach(), z.detach()))

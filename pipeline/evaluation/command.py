@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from headrace.base.section import parse
-from pipeline.evaluation.data import FieldNames, HeldOutData, open_heldout
+from pipeline.evaluation.data import FieldNames, HeldOutData, as_trained, open_heldout
 from pipeline.evaluation.model_folder import ModelFolder
 from pipeline.metrics.units import show_bits_per_byte
 
@@ -24,14 +24,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a Hugging Face model folder, quantized or not")
     parser.add_argument("--data", required=True, metavar="TOKENS", help="a tokens directory")
     parser.add_argument("--split", default=defaults.split, help="default: %(default)s")
-    parser.add_argument(
-        "--sequence-length", type=int, default=defaults.sequence_length, metavar="T", help="default: %(default)s"
-    )
+    add_window_arguments(parser)
     parser.add_argument("--batch-size", type=int, default=defaults.batch_size, metavar="B", help="default: %(default)s")
     parser.add_argument(
         "--max-tokens", type=int, metavar="N", help="evaluate about N tokens, evenly spaced; default: all"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+
+
+def add_window_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares what is as in the model's training where it is not given."""
+    parser.add_argument(
+        "--sequence-length", type=int, metavar="T", help="default: as trained, by the model's manifest; 256 without one"
+    )
+    parser.add_argument(
+        "--mask-documents",
+        action=argparse.BooleanOptionalAction,
+        help="attention and loss within documents alone; default: as trained, by the model's manifest",
+    )
+
+
+def window_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """What was given of `add_window_arguments`, as fields of `HeldOutData`."""
+    given = {"sequence_length": args.sequence_length, "mask_documents": args.mask_documents}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,12 +62,13 @@ def run(args: argparse.Namespace) -> int:
         {
             "path": args.data,
             "split": args.split,
-            "sequence_length": args.sequence_length,
+            **window_fields(args),
             "batch_size": args.batch_size,
             "max_tokens": args.max_tokens,
         },
         at="data",
     )
+    data = as_trained(data, folder)
     dataset = open_heldout(data, folder, names=FieldNames("--data", "--sequence-length"))
     result = _evaluate(folder, data, dataset)
     if args.json:
@@ -64,9 +81,11 @@ def run(args: argparse.Namespace) -> int:
 def _evaluate(folder: ModelFolder, data: HeldOutData, dataset: Any) -> dict[str, Any]:
     from pipeline.evaluation.heldout import evaluate  # noqa: PLC0415  (brings in torch)
     from pipeline.evaluation.loading import load_model, pick_device  # noqa: PLC0415
+    from pipeline.models.padding import check_padded_positions  # noqa: PLC0415
 
     device = pick_device()
     model = load_model(folder.path, device=device)
+    check_padded_positions(model, sequence_length=data.sequence_length)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(file=sys.stderr)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -77,6 +96,7 @@ def _evaluate(folder: ModelFolder, data: HeldOutData, dataset: Any) -> dict[str,
             batch_size=data.batch_size,
             device=device,
             max_windows=data.max_windows,
+            mask_documents=data.mask_documents,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     where = {
@@ -84,6 +104,7 @@ def _evaluate(folder: ModelFolder, data: HeldOutData, dataset: Any) -> dict[str,
         "data": str(data.path),
         "split": data.split,
         "sequence_length": data.sequence_length,
+        "mask_documents": data.mask_documents,
     }
     how = {"weight_bytes": folder.weight_bytes, "dtype": str(model.dtype).removeprefix("torch."), "device": device.type}
     return {**where, **how, **asdict(heldout)}
@@ -95,7 +116,8 @@ def _table(result: dict[str, Any]) -> Table:
         "loss": f"{result['loss_nats']:.4f} nats/token",
         "perplexity": f"{result['perplexity']:.3f}",
         "bits per byte": show_bits_per_byte(result["bits_per_byte"]),
-        "tokens scored": f"{result['tokens']:,} in windows of {result['sequence_length']}",
+        "tokens scored": f"{result['tokens']:,} in windows of {result['sequence_length']}"
+        + (", within documents" if result["mask_documents"] else ""),
         "speed": f"{result['tokens_per_second']:,.0f} tokens/s ({result['dtype']}, {result['device']})",
         "weights on disk": f"{result['weight_bytes'] / 1e6:.2f} MB",
     }

@@ -7,6 +7,7 @@ Nucleus sampling: each token is sampled from the most likely ones that together 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from headrace.base.errors import ConfigError, DataError
 from pipeline.evaluation.model_folder import ModelFolder
 
 TEMPERATURE, TOP_P = 0.8, 0.95
-"""The command's defaults."""
+"""Defaults of the sampling, in the command, in the report and in Python."""
 
 _LARGEST_SEED = 2**32 - 1
 """transformers' `set_seed` seeds numpy, too, which takes 32 bits."""
@@ -84,12 +85,13 @@ def complete(
     prompt: str,
     *,
     tokens: int,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
+    temperature: float = TEMPERATURE,
+    top_p: float = TOP_P,
     seed: int = 0,
     chat: bool = False,
 ) -> str:
-    """Generates text: the prompt and up to `tokens` new tokens; stops at the end-of-text token.
+    """Generates text: the prompt and up to `tokens` new tokens; stops at the end-of-text token,
+    with `chat` at the end of the assistant's turn, too.
 
     Args:
         path: a model folder with its tokenizer.
@@ -122,10 +124,32 @@ def complete(
     sampling = sampled if temperature > 0 else {"do_sample": False}
     # the fallback avoids a warning with tokenizers without a padding token: one prompt needs none
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    ends = _end_tokens(tokenizer, model.generation_config.eos_token_id) if chat else None
+    stopping = {"eos_token_id": ends} if ends else {}
     set_seed(seed)
     with torch.inference_mode():
-        ids = model.generate(**model_inputs, **sampling, max_new_tokens=tokens, pad_token_id=padding)[0]
+        ids = model.generate(**model_inputs, **sampling, **stopping, max_new_tokens=tokens, pad_token_id=padding)[0]
     return str(tokenizer.decode(ids[model_inputs["input_ids"].shape[1] :] if chat else ids, skip_special_tokens=True))
+
+
+def _end_tokens(tokenizer: Any, eos: int | Sequence[int] | None) -> list[int]:
+    """Token ids that end a reply: the model's EOS, and what the chat template writes after an assistant's message.
+
+    The template's token may be another than EOS: Llama 3 ends turns with <|eot_id|>, Gemma with <end_of_turn>.
+    """
+    from jinja2 import TemplateError  # noqa: PLC0415
+
+    ends = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    if not ends and tokenizer.eos_token_id is not None:
+        ends = [tokenizer.eos_token_id]
+    reply = "REPLY"
+    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": reply}]
+    try:
+        after = tokenizer.apply_chat_template(talk, tokenize=False).rpartition(reply)[2]
+    except TemplateError:  # a template of other roles
+        return ends
+    first = tokenizer(after.lstrip(), add_special_tokens=False)["input_ids"][:1]
+    return ends + [token for token in first if token in tokenizer.added_tokens_decoder and token not in ends]
 
 
 def _check_sampling(args: argparse.Namespace) -> tuple[float, float]:

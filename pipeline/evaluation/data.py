@@ -27,7 +27,13 @@ class HeldOutData(Section):
     sequence_length: int = Field(
         default=256,
         ge=1,
-        description="Tokens per evaluated window, e.g. 1024; at most the model's max_position_embeddings",
+        description="Tokens per evaluated window, e.g. 1024; at most the model's max_position_embeddings. When absent,"
+        " the length that the model was trained with, by its manifest; 256 without one",
+    )
+    mask_documents: bool = Field(
+        default=False,
+        description="Document mask: attention stays within a document, and no loss is taken across document boundaries."
+        " When absent, as the model was trained, by its manifest",
     )
     batch_size: int = Field(
         default=8, ge=1, description="Windows per forward pass, e.g. 16; affects speed and memory only"
@@ -42,6 +48,19 @@ class HeldOutData(Section):
     def max_windows(self) -> int | None:
         """`max_tokens` in whole windows, at least one; None for all."""
         return None if self.max_tokens is None else max(1, self.max_tokens // self.sequence_length)
+
+
+def as_trained(data: HeldOutData, folder: ModelFolder) -> HeldOutData:
+    """The section with what is not given in it as in the training of the model, so that the losses can be compared.
+
+    Args:
+        data: the section as written.
+        folder: the model; its manifest has the config of its training, or of its quantization.
+    """
+    trained = folder.trained_data
+    names = ("sequence_length", "mask_documents")
+    update = {name: trained[name] for name in names if name in trained and name not in data.model_fields_set}
+    return data.model_copy(update=update)
 
 
 class FieldNames(NamedTuple):
@@ -66,25 +85,33 @@ def open_heldout(data: HeldOutData, folder: ModelFolder, *, names: FieldNames | 
         raise ConfigError(names.sequence_length, data.sequence_length, why=why, remedy=f"use {longest} or less")
     dataset = TokenDataset.open(data.path, split=data.split, sequence_length=data.sequence_length)
     _check_tokenizer(folder, dataset, names.path)
-    count_targets(dataset, choose_windows(dataset.windows, data.max_windows))
+    count_targets(dataset, choose_windows(dataset.windows, data.max_windows), mask_documents=data.mask_documents)
     return dataset
 
 
-def count_targets(dataset: TokenDataset, windows: npt.NDArray[np.int64]) -> int:
-    """Number of target tokens in windows: all of them, or those of the loss mask.
+def count_targets(dataset: TokenDataset, windows: npt.NDArray[np.int64], *, mask_documents: bool = False) -> int:
+    """Number of target tokens in windows: all of them, or those of the loss mask, or those within documents.
 
     Raises:
         DataError: there is none.
     """
-    if not dataset.masked:
+    if not dataset.masked and not mask_documents:
         return windows.size * dataset.sequence_length
     pieces = np.array_split(windows, -(-windows.size // _COUNTED_WINDOWS))
-    found = sum(int(dataset.loss_mask(piece)[:, 1:].sum()) for piece in pieces)
+    found = sum(int(targets_of(dataset, piece, mask_documents=mask_documents).sum()) for piece in pieces)
     if not found:
         which = f"the {windows.size:,} windows of {dataset.sequence_length} tokens to evaluate"
         why = f"{dataset.label}: its loss mask leaves no target in {which}"
         raise DataError(f"{why}\n  try: more tokens, longer windows, or another dataset")
     return found
+
+
+def targets_of(dataset: TokenDataset, windows: npt.NDArray[np.int64], *, mask_documents: bool) -> npt.NDArray[np.bool_]:
+    """bool [n, T]: whether the token that follows each input is a target."""
+    targets = dataset.loss_mask(windows)[:, 1:]
+    if mask_documents:
+        dataset.boundaries(windows).clear_non_targets(targets, masked=True)
+    return targets
 
 
 def _check_tokenizer(folder: ModelFolder, dataset: TokenDataset, field: str) -> None:

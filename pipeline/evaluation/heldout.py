@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,8 @@ import torch
 from torch.nn import functional as F
 
 from pipeline.data.dataset import TokenDataset, choose_windows
-from pipeline.evaluation.data import count_targets
+from pipeline.data.loader import make_batch
+from pipeline.evaluation.data import count_targets, targets_of
 from pipeline.metrics.units import bits_per_byte, perplexity
 
 
@@ -53,6 +55,7 @@ def evaluate(
     batch_size: int,
     device: torch.device | str,
     max_windows: int | None = None,
+    mask_documents: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> HeldOut:
     """Evaluates the windows of a split, each token given those before it in its window.
@@ -64,21 +67,23 @@ def evaluate(
         batch_size: B; the result does not depend on it beyond rounding.
         device: where the model is.
         max_windows: number of windows, evenly spaced over the split; None for all.
+        mask_documents: apply the document mask, as `data.mask_documents` does in training.
         progress: called with (windows done, all windows) after each batch.
 
     Raises:
         DataError: the loss mask leaves no target in these windows.
     """
     chosen = choose_windows(dataset.windows, max_windows)
-    targets = count_targets(dataset, chosen)
+    targets = count_targets(dataset, chosen, mask_documents=mask_documents)
+    score = partial(_loss, model, dataset, device=device, mask_documents=mask_documents)
     was_training = bool(model.training)
     model.eval()
     try:
         with torch.inference_mode():
             # warmup: the first pass includes lazy allocation and the unpacking of quantized weights
-            _loss(model, dataset, chosen[:1], device)
+            score(chosen[:1])
             start = time.perf_counter()
-            total = sum(_batches(model, dataset, chosen, batch_size, device, progress))
+            total = sum(_batches(score, chosen, batch_size, progress))
             seconds = time.perf_counter() - start
     finally:
         model.train(was_training)
@@ -88,29 +93,38 @@ def evaluate(
 
 
 def _batches(
-    model: Any,
-    dataset: TokenDataset,
+    score: Callable[[npt.NDArray[np.int64]], torch.Tensor],
     chosen: npt.NDArray[np.int64],
     batch_size: int,
-    device: torch.device | str,
     progress: Callable[[int, int], None] | None,
 ) -> Iterator[float]:
     """Yields the summed loss of each batch, in nats."""
     for begin in range(0, len(chosen), batch_size):
         windows = chosen[begin : begin + batch_size]
         # .item() waits for the device, so that the measured time is right there, too
-        yield _loss(model, dataset, windows, device).item()
+        yield score(windows).item()
         if progress is not None:
             progress(begin + len(windows), len(chosen))
 
 
 def _loss(
-    model: Any, dataset: TokenDataset, windows: npt.NDArray[np.int64], device: torch.device | str
+    model: Any,
+    dataset: TokenDataset,
+    windows: npt.NDArray[np.int64],
+    *,
+    device: torch.device | str,
+    mask_documents: bool,
 ) -> torch.Tensor:
-    """Summed loss of B windows over the targets of the loss mask, float64 scalar."""
-    tokens = torch.from_numpy(dataset.read(windows)).to(device)
-    loss_mask = torch.from_numpy(dataset.loss_mask(windows)[:, 1:]).to(device)
-    logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+    """Summed loss of B windows over their targets, float64 scalar."""
+    rows = dataset.read(windows)
+    tokens = torch.from_numpy(rows).to(device)
+    loss_mask = torch.from_numpy(targets_of(dataset, windows, mask_documents=mask_documents)).to(device)
+    inputs = {"input_ids": tokens[:, :-1]}
+    if mask_documents:  # transformers makes the document mask of positions that begin anew
+        positions = make_batch(rows, dataset.boundaries(windows)).positions
+        assert positions is not None
+        inputs["position_ids"] = positions.to(device)
+    logits = model(**inputs, use_cache=False).logits
     # window by window: float32 logits of a whole batch would be 8 GB at B=8, T=2048, V=128k
     losses = [
         F.cross_entropy(one.float(), target, reduction="none")[counts]

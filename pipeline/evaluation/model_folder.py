@@ -17,6 +17,7 @@ from typing import Any
 
 from headrace.base.directory import MANIFEST, check_sizes, fingerprint_of, read_manifest, sha256_of_file
 from headrace.base.errors import DataError
+from pipeline.config.renamed_keys import upgrade_keys
 
 CONFIG = "config.json"
 _TORCH_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -96,6 +97,14 @@ class ModelFolder:
     def parameters(self) -> int:
         """Number of stored parameters; tied ones count once. Only meaningful for unquantized folders."""
         return sum(prod(info.shape) for info in self.tensors.values())
+
+    @property
+    def trained_data(self) -> dict[str, Any]:
+        """The section `data` of the config in its manifest, under today's keys; empty without a manifest."""
+        if not (self.path / MANIFEST).is_file():
+            return {}
+        section = upgrade_keys(read_manifest(self.path, kind="model").config).get("data")
+        return section if isinstance(section, dict) else {}
 
     def fingerprint(self) -> str:
         """The manifest's fingerprint, or without a manifest the SHA-256 over its files' checksums."""

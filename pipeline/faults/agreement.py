@@ -13,16 +13,19 @@ class Agreement:
 
     Args:
         device: of this rank; the all-reduce uses the backend of the gradients, which is the fastest one.
+
+    Attributes:
+        device: the same.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
 
     def max_over_ranks(self, *values: int) -> list[int]:
         """The maximum of each value over all ranks. Collective."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return list(values)
-        reduced = torch.tensor(values, dtype=torch.int64, device=self._device)
+        reduced = torch.tensor(values, dtype=torch.int64, device=self.device)
         dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
         maxima: list[int] = reduced.tolist()
         return maxima

@@ -37,6 +37,7 @@ class RankStatus:
         step: the current step, or the last one.
         phase: start-up, training, ...
         stack: of its main thread, innermost call first.
+        collective: the oldest collective it has begun that has not ended, of a rank that makes no progress; or empty.
         gil_held: the last heartbeat was a `faulthandler` dump: some call holds the interpreter lock (GIL).
         finished: it has signed off.
         disconnected: its connection is closed.
@@ -58,6 +59,7 @@ class RankStatus:
     step: int = 0
     phase: str = "start-up"
     stack: tuple[str, ...] = ()
+    collective: str = ""
     gil_held: bool = False
     finished: bool = False
     disconnected: bool = False
@@ -135,12 +137,16 @@ def _hang(monitored: Sequence[RankStatus], now: float, stuck_s: float) -> Diagno
 
 
 def _ranks_behind(monitored: Sequence[RankStatus]) -> Sequence[RankStatus]:
-    """Ranks with the fewest transitions; if all are equal, those not waiting; if still all, a minority by stack."""
+    """Ranks with the fewest transitions; if all are equal, those not waiting; if still all, a minority by stack.
+
+    A rank waits for others when its stack says so, or when a collective it has begun has not ended: it may wait inside
+    our own code, for a number that is computed on a GPU.
+    """
     fewest = min(status.transitions for status in monitored)
     behind = [status for status in monitored if status.transitions == fewest]
     if len(behind) < len(monitored):
         return behind
-    behind = [status for status in monitored if not is_waiting(status.stack)] or behind
+    behind = [status for status in monitored if not (status.collective or is_waiting(status.stack))] or behind
     if len(behind) < len(monitored):
         return behind
     by_call = Counter(status.stack[:1] for status in behind)

@@ -251,7 +251,7 @@ def _has_own_error(status: RankStatus) -> bool:
 def _updated(status: RankStatus, message: dict[str, Any], now: float) -> RankStatus:
     """The status after a heartbeat: fields that the message lacks stay as they were."""
     changed: dict[str, Any] = {
-        key: message[key] for key in ("step", "phase", "finished", "error", "secondary") if key in message
+        key: message[key] for key in ("step", "phase", "finished", "error", "secondary", "collective") if key in message
     }
     transitions, ticks = message.get("transitions", status.transitions), message.get("ticks", status.ticks)
     stack = tuple(message["stack"]) if "stack" in message else status.stack

@@ -6,6 +6,7 @@ import faulthandler
 import os
 import selectors
 import socket
+import sys
 import threading
 import time
 import weakref
@@ -80,6 +81,33 @@ def registration(rank: int) -> dict[str, Any]:
     }
 
 
+class PendingCollective:
+    """The collective a rank waits in, asked for when the rank has made no progress for a while.
+
+    Args:
+        ask: returns it, or an empty text. A failure of it is no fault of the run.
+        idle_s: seconds without progress until it is asked, and between two questions.
+    """
+
+    def __init__(self, ask: Callable[[], str], *, idle_s: float) -> None:
+        self._ask, self._idle_s = ask, idle_s
+        self._position, self._next = RankPosition(), 0.0
+        self._told = ""
+
+    def changed(self, position: RankPosition) -> str | None:
+        """The collective, if it is another than at the last call; None if it is the same."""
+        now = time.monotonic()
+        found = self._told
+        if position != self._position:
+            self._position, self._next, found = position, now + self._idle_s, ""
+        elif now >= self._next:
+            self._next = now + self._idle_s
+            with suppress(Exception):  # a torch whose recorder has another form
+                found = self._ask()
+        changed, self._told = found != self._told, found
+        return found if changed else None
+
+
 class Monitor(threading.Thread):
     """Sends the position of the main thread, once per heartbeat interval.
 
@@ -93,6 +121,8 @@ class Monitor(threading.Thread):
         on_server_lost: called when the server is gone or silent, with the seconds of silence; 0 when it disconnected.
         interval_s: seconds between heartbeats.
         timeout_s: heartbeat timeout: seconds of silence after which the server counts as lost.
+        collective: the collective this rank waits in; never any when None.
+        on_hang: called before the process is ended because a rank hangs or is silent.
 
     Attributes:
         connected: set when this rank is registered, or the server is known not to be reachable.
@@ -107,15 +137,18 @@ class Monitor(threading.Thread):
         on_server_lost: Callable[[float], None],
         interval_s: float,
         timeout_s: float,
+        collective: PendingCollective | None = None,
+        on_hang: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(name="watchdog", daemon=True)
+        self._collective, self._on_hang = collective, on_hang
         self._rank, self._position, self._connect, self._on_server_lost = rank, position, connect, on_server_lost
         self._interval_s, self._timeout_s = interval_s, timeout_s
         self._lock, self.connected = threading.Lock(), threading.Event()
         self._socket: socket.socket | None = None
         self._sent_stack: tuple[str, ...] = ()
         self._own_error: Literal["", "cause", "secondary"] = ""
-        self._exit_code = 1
+        self._exit_code, self._trace = 1, ""
         self._diagnosed, self._closing, self._server_lost = threading.Event(), False, False
 
     def run(self) -> None:
@@ -148,14 +181,16 @@ class Monitor(threading.Thread):
             connection.sendall(_FINISHED)
         return False
 
-    def report_error(self, text: str, *, secondary: bool, exit_code: int) -> None:
+    def report_error(self, text: str, *, secondary: bool, exit_code: int, trace: str = "") -> None:
         """Reports an error of this rank to the server. Called by the main thread.
 
         Args:
             text: its first line.
             secondary: it looks like a consequence of another rank's failure.
             exit_code: what this process is about to exit with.
+            trace: its traceback, printed where the diagnosis ends this process and no other rank is the cause.
         """
+        self._trace = trace  # before `_own_error`, which this object's thread looks at
         self._own_error, self._exit_code = "secondary" if secondary else "cause", exit_code
         self.connected.wait(SETTLE_S)
         self._send({"error": text, "secondary": secondary, **self._heartbeat()})
@@ -226,6 +261,8 @@ class Monitor(threading.Thread):
         if stack != self._sent_stack:
             self._sent_stack = stack
             message["stack"] = stack
+        if self._collective and (changed := self._collective.changed(position)) is not None:
+            message["collective"] = changed
         return message
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -236,12 +273,17 @@ class Monitor(threading.Thread):
     def _end_process(self, kind: str, ranks: Sequence[int], kill: Sequence[Sequence[object]]) -> None:
         """Exits after a diagnosis; a rank with an error of its own first gets `OWN_ERROR_S` to print it."""
         kill_ranks(kill)
+        if kind in ("stuck", "silent"):
+            self._on_hang()
         if kind == "failed" and self._rank not in ranks:
             self._wait_for_own_error(SETTLE_S)
         if self._own_error == "cause" or (kind == "failed" and self._rank in ranks):
             self._diagnosed.set()
             time.sleep(OWN_ERROR_S)
             exit_now(self._exit_code)
+        if kind == "lost" and self._rank in ranks and self._trace:
+            with suppress(OSError, ValueError):
+                sys.stderr.write(self._trace)
         exit_now(EXIT_FOLLOWED if kind == "failed" else EXIT_LOST)
 
     def _wait_for_own_error(self, seconds: float) -> None:

@@ -45,12 +45,15 @@ def describe_fault(diagnosis: Diagnosis, statuses: Mapping[int, RankStatus], *, 
     lines = [f"error: {_headline(diagnosis, at_fault, world_size)}", f"  why: {_why(diagnosis, at_fault[0])}"]
     for status in at_fault[:_SHOWN] if diagnosis.kind != "failed" else []:
         lines += _stack(status, "is" if diagnosis.kind == "stuck" else "was last seen")
+        if diagnosis.kind == "stuck":
+            lines.append(f"  rank {status.rank} is in {status.collective or 'no collective that is known'}")
     others = [status for status in statuses.values() if status.rank not in diagnosis.ranks and status.monitored]
     unregistered = [rank for rank in range(world_size) if rank not in statuses]
     if unregistered and diagnosis.kind != "failed":
         lines.append(f"  no heartbeat was ever received from {_rank_ranges(unregistered)}: check these first")
     if others and diagnosis.kind != "failed":
         lines.append(f"  the others: {_positions(others)}")
+        lines += _collectives(others)
         if diagnosis.kind == "stuck":
             lines += _stack(max(others, key=lambda status: status.transitions), "is")
     if others:
@@ -64,6 +67,7 @@ def fault_row(diagnosis: Diagnosis, statuses: Mapping[int, RankStatus], *, world
     ranks = [
         {"rank": s.rank, "host": s.host, "pid": s.pid, "step": s.step, "phase": s.phase, "stack": list(s.stack)}
         | ({"error": s.error} if s.error else {})
+        | ({"collective": s.collective} if s.collective else {})
         for s in (statuses[rank] for rank in diagnosis.ranks)
     ]
     return {
@@ -180,7 +184,8 @@ def _remedy(diagnosis: Diagnosis, first: RankStatus) -> str:
         case "lost":
             return f"{restart}. If it happens again, check the network between the hosts, and {first.host}'s cards"
         case "stuck":
-            return f"{restart}. Raise watchdog.hang_timeout if this phase may take so long"
+            dumps = "flight-recorder-rank-* in the run's directory has the last collectives of every rank"
+            return f"{restart}. Raise watchdog.hang_timeout if this phase may take so long. {dumps}"
         case _:
             return f"fix that error; {restart}"
 
@@ -190,6 +195,16 @@ def _stack(status: RankStatus, when: str) -> list[str]:
         return [f"  rank {status.rank} has sent no stack yet"]
     calls = [f"    {call}" for call in status.stack]
     return [f"  where rank {status.rank} {when} (innermost call first):", *calls]
+
+
+def _collectives(statuses: Sequence[RankStatus]) -> list[str]:
+    """Which ranks wait in which collective, as far as they have told."""
+    groups: dict[str, list[int]] = {}
+    for status in statuses:
+        if status.collective:
+            groups.setdefault(status.collective, []).append(status.rank)
+    lines = [f"  waiting in {collective}: {_rank_ranges(ranks)}" for collective, ranks in groups.items()]
+    return lines[:_SHOWN] + (["  ..."] if len(lines) > _SHOWN else [])
 
 
 def _positions(statuses: Sequence[RankStatus]) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,8 +22,10 @@ from types import TracebackType
 from typing import Self
 
 from headrace.base.errors import EXIT_INTERRUPTED, EXIT_LOST, HeadraceError
+from headrace.base.link_errors import is_link_error
 from pipeline.config.schema import WatchdogSection
 from pipeline.faults.diagnosis import SETTLE_S, Diagnosis, RankStatus
+from pipeline.faults.flight_recorder import dump, pending_collective
 from pipeline.faults.heartbeat_connection import (
     connect,
     find_heartbeat_server,
@@ -31,14 +34,15 @@ from pipeline.faults.heartbeat_connection import (
     start_heartbeat_server,
 )
 from pipeline.faults.heartbeat_messages import MessageDecoder
-from pipeline.faults.monitor import Monitor, RankPosition, ServerAddress, registration
+from pipeline.faults.monitor import Monitor, PendingCollective, RankPosition, ServerAddress, registration
 from pipeline.faults.process_exit import exit_now
-from pipeline.faults.report import append_fault_once, describe_fault, fault_row, print_report
+from pipeline.faults.report import append_fault_once, describe_fault, fault_row, print_report, with_timeout
 from pipeline.launch import Launch, Rendezvous
-from pipeline.launch.local import SECONDARY_ERROR
 from pipeline.launch.missing_ranks import barrier
 from pipeline.launch.rendezvous import store_call
 
+_IDLE_S, _DUMP_S = 10.0, 3.0
+"""Seconds without progress until a rank looks which collective it is in; how long a dump of them may take."""
 _MIN_BARRIER_S = 5.0
 """Timeout at least for ranks that reach the same barrier together."""
 
@@ -99,16 +103,11 @@ class Watchdog:
         if self._monitor is None or self._error_reported:
             return
         self._error_reported = True
-        secondary = is_secondary(error)
-        self._monitor.report_error(_first_line(error), secondary=secondary, exit_code=_exit_code(error))
+        secondary = is_link_error(error)
+        trace = "" if isinstance(error, HeadraceError) else "".join(traceback.format_exception(error))
+        self._monitor.report_error(_first_line(error), secondary=secondary, exit_code=_exit_code(error), trace=trace)
         if secondary:
             self._monitor.await_diagnosis(3 * SETTLE_S)
-
-
-def is_secondary(error: BaseException) -> bool:
-    """Whether an error looks like a consequence of another rank's failure, such as a closed connection."""
-    names = ("DistBackendError", "DistNetworkError", "DistStoreError")
-    return type(error).__name__ in names or SECONDARY_ERROR.search(str(error)) is not None
 
 
 @contextmanager
@@ -166,6 +165,9 @@ def _start(
         elif rendezvous is not None and not _store_responds(rendezvous):
             _report_rank_zero_lost(rendezvous, watchdog.position, silence_s, token=server[-1].token, run_dir=run_dir)
 
+    def dump_collectives() -> None:
+        with_timeout(_DUMP_S, lambda: dump(run_dir, launch.rank), default=None)
+
     watchdog.start(
         Monitor(
             launch.rank,
@@ -174,6 +176,8 @@ def _start(
             on_server_lost=on_server_lost,
             interval_s=heartbeat_interval(launch.world_size),
             timeout_s=heartbeat_timeout(config, launch.world_size),
+            collective=PendingCollective(pending_collective, idle_s=min(_IDLE_S, config.hang_timeout / 3)),
+            on_hang=dump_collectives,
         )
     )
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from headrace.base.errors import ConfigError, TrainingError
 from pipeline.config.schema import LaunchSection
 from pipeline.launch.environment import Launch
+from pipeline.launch.gpu_environment import flight_recorder_defaults
 from pipeline.launch.missing_ranks import UnreachableError, deadline
 from pipeline.launch.rendezvous import RUN_FINISHED, RUN_STOPPED, Rendezvous, store_call
 from pipeline.launch.store import EXTRA_S, open_rendezvous
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 DEFAULTS = LaunchSection()
 _CONNECTING = "while the process group was opened"
+_OPEN_MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 
 
 @contextmanager
@@ -50,9 +52,9 @@ def process_group(
     import torch.distributed as dist  # noqa: PLC0415  so that `detect` needs no torch
 
     backend = backend_for(config.backend, gpu=gpu, launcher=launch.launcher)
-    os.environ.update(_torchrun_variables(launch, gpu))
+    os.environ.update(flight_recorder_defaults(os.environ) | _torchrun_variables(launch, gpu))
     rendezvous, store = open_rendezvous(launch, config.timeout)
-    _connect(backend, rendezvous, store)
+    _connect(backend, rendezvous, store, gpu=gpu)
     try:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
         yield rendezvous
@@ -68,14 +70,24 @@ def process_group(
         _close()
 
 
-def _connect(backend: str, rendezvous: Rendezvous, store: PrefixStore) -> None:
+def _connect(backend: str, rendezvous: Rendezvous, store: PrefixStore, *, gpu: int | None = None) -> None:
+    import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 
+    # with its device NCCL connects here, under this deadline, and all later groups are split from this one, without
+    # a rendezvous of their own. A single process has nobody to connect to
+    eager = "nccl" in backend and rendezvous.world_size > 1
+    device = torch.device("cuda", gpu) if eager and gpu is not None else None
     timeout, start = timedelta(seconds=rendezvous.timeout_s), time.monotonic()
     with deadline(rendezvous, _CONNECTING, extra_s=EXTRA_S):
         try:
             dist.init_process_group(
-                backend, store=store, rank=rendezvous.rank, world_size=rendezvous.world_size, timeout=timeout
+                backend,
+                store=store,
+                rank=rendezvous.rank,
+                world_size=rendezvous.world_size,
+                timeout=timeout,
+                device_id=device,
             )
             return
         except (RuntimeError, ValueError) as error:
@@ -131,13 +143,17 @@ def backend_for(name: str, *, gpu: int | None, launcher: str) -> str:
 def _torchrun_variables(launch: Launch, gpu: int | None) -> dict[str, str]:
     """The variables that torch.distributed and DeepSpeed read, for any launcher.
 
-    DeepSpeed takes LOCAL_RANK for the index of the GPU, which is wrong where each task sees only its own GPU.
+    DeepSpeed takes LOCAL_RANK for the index of the GPU, which is wrong where each task sees only its own GPU. Under
+    Open MPI it asserts that mpirun's own variable is the same.
     """
+    local_rank = str(launch.local_rank if gpu is None else gpu)
+    open_mpi = {_OPEN_MPI_LOCAL_RANK: local_rank} if _OPEN_MPI_LOCAL_RANK in os.environ else {}
     address, port = launch.master.rsplit(":", 1)
     return {
         "RANK": str(launch.rank),
         "WORLD_SIZE": str(launch.world_size),
-        "LOCAL_RANK": str(launch.local_rank if gpu is None else gpu),
+        "LOCAL_RANK": local_rank,
+        **open_mpi,
         "MASTER_ADDR": address,
         "MASTER_PORT": port if port != "0" else str(free_port()),
     }

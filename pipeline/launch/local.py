@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -38,10 +37,6 @@ _SETTLE_S = 1.0
 _GRACE_S = 5.0
 """Seconds between a signal to terminate and SIGKILL."""
 _TAIL_LINES = 20
-SECONDARY_ERROR = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|remote process|peer|did not answer", re.IGNORECASE
-)
-"""Text of errors that a rank raises when another rank is gone."""
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -96,9 +91,8 @@ def supervise(command: Sequence[str], *, processes: int) -> int:
             return _report_loss(ranks, own)
         if not own:
             return _report_no_cause(ranks)
-        cause = next((rank for rank in own if not SECONDARY_ERROR.search(_last_lines(rank))), own[0])
         _terminate(ranks, signal.SIGTERM)
-        return _report_failure(cause, processes)
+        return _report_failure(own[0], processes)  # ranks that only lost their link to it exit with `EXIT_LOST`
 
 
 def _start(command: Sequence[str], number: int, processes: int, folder: Path, port: int) -> _Rank:
@@ -212,10 +206,6 @@ def _report_failure(cause: _Rank, processes: int) -> int:
     if text:
         print(text, file=sys.stderr, flush=True)
     return 128 - code if code < 0 else code
-
-
-def _last_lines(rank: _Rank) -> str:
-    return "\n".join(rank.error_text().splitlines()[-3:])
 
 
 @contextmanager

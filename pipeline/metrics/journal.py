@@ -1,6 +1,7 @@
 """Metrics journal `metrics.jsonl`: one JSON object per line, appended during the run. Always written, needs no service.
 
-Rows have a `kind`: `step` (loss, lr, grad_norm, ...), `eval` (held-out loss, ...), `event` (resumed, finished, ...).
+Rows have a `kind`: `step` (loss, lr, grad_norm, ...), `eval` (held-out loss, ...), `event` (resumed, finished, ...);
+the `step` they belong to; and the `time` they were written, UTC in ISO 8601 with milliseconds.
 A process that dies may leave rows of steps that are repeated after the resume, and a partial line. Opening the journal
 at step k removes both, so that the file is that of a run that was never interrupted.
 """
@@ -12,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,8 @@ class Journal:
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Appends a row and writes it to the operating system at once, so that it survives a crash of the process."""
-        self._unwritten += json.dumps({"kind": kind, "step": step, **values}).encode() + b"\n"
+        row = {"kind": kind, "step": step, "time": _now(), **values}
+        self._unwritten += json.dumps(row).encode() + b"\n"
         self._write_out()
 
     def close(self) -> None:
@@ -83,6 +86,10 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
         return
     with path.open("rb") as file:
         yield from (line for line in file if line.endswith(b"\n"))
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def _truncate(path: Path, from_step: int) -> None:

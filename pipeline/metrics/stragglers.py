@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from pipeline.config.schema import StragglersSection
+from pipeline.config.rules import ResolvedRun
 from pipeline.metrics.own_time import CoreClock, host_seconds, kernel_seconds, profiled
 from pipeline.topology import Topology
 
@@ -35,6 +35,10 @@ _MAX_REPORT_S, _MAX_SHARE = 5.0, 0.005
 """Limits of the cost of a report, in seconds and as a share of the time; if both are exceeded, reports become rarer. A
 profile takes 5 to 10 us and 2 KB per span, of which an operator has one or a few: 10 s and 2 GB on each rank for a
 million of them (80 layers, 64 micro-batches)."""
+_SPANS, _SPAN_S = 200, 10e-6
+"""Spans of a decoder layer and micro-batch, forward and backward, and seconds each: from that million."""
+_AUTO_EVERY, _AUTO_MAX_S = 100, 2.0
+"""Where `stragglers.every` is auto: steps between reports, and the cost of one above which there are none."""
 
 
 @dataclass(frozen=True)
@@ -115,19 +119,38 @@ def peers_of(topology: Topology, *, ring: bool) -> list[Hashable]:
     return [(each["pp"], each["cp"] if ring else 0) for each in coordinates]
 
 
+def report_seconds(run: ResolvedRun, *, layers: int) -> float:
+    """Estimated cost of one report on each rank, in seconds: its profile has spans of every operator of a step.
+
+    Args:
+        run: the resolved config.
+        layers: decoder layers of the model.
+    """
+    return layers / run.topology.pp * run.batch.accumulation * _SPANS * _SPAN_S
+
+
+def report_interval(run: ResolvedRun, *, layers: int) -> int | None:
+    """Steps between reports; None for no reports. "auto": none where one would take over two seconds."""
+    every = run.config.stragglers.every
+    if every == "auto":
+        return _AUTO_EVERY if report_seconds(run, layers=layers) <= _AUTO_MAX_S else None
+    return every
+
+
 class Stragglers:
     """Measures this rank's own time, and gathers the measurements of all ranks.
 
     Args:
-        section: interval of reports and threshold.
+        threshold: from the section `stragglers`.
+        every: steps between reports, from `report_interval`; None for none.
         peers: from `peers_of`.
         rank: of this process.
         gpu: whether it computes on a GPU.
     """
 
-    def __init__(self, section: StragglersSection, *, peers: Sequence[Hashable], rank: int, gpu: bool) -> None:
-        self._every = section.every if len(peers) > 1 else None
-        self._detector = StragglerDetector(peers, threshold=section.threshold)
+    def __init__(self, *, threshold: float, every: int | None, peers: Sequence[Hashable], rank: int, gpu: bool) -> None:
+        self._every = every if len(peers) > 1 else None
+        self._detector = StragglerDetector(peers, threshold=threshold)
         self._rank, self._gpu = rank, gpu
         self._clock, self._hosts = CoreClock(), list[str]()
         self._reset()

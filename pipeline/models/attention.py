@@ -1,25 +1,27 @@
 """Attention for Hugging Face models with document masks (packing), sliding windows and context parallelism.
 
 Registered with transformers' `AttentionInterface` under `ATTENTION_NAME`: every architecture that uses that interface
-can run it. It is torch's scaled dot product attention, causal, with an optional sliding window; documents packed into
-one sequence can be masked from one another, and queries can attend to the keys of other ranks (context parallelism).
-
-With a window or a document mask, the mask is a tensor of S x S numbers per sample (128 MiB at S = 8192 in bf16), built
-once per forward pass; without, there is none, and attention memory is proportional to S.
+can run it. It is torch's scaled dot product attention where the mask is the causal one; documents packed into a
+sequence and sliding windows are masked as `models.masks` says, by FlexAttention on a GPU. Queries can attend to keys
+of other ranks (context parallelism).
 
 Shapes: B samples, H heads, K key/value heads, T positions of this rank, S of the full sequence, d head size.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 from transformers import AttentionInterface
+
+from pipeline.models.masks import AttentionMask, make_mask
 
 ATTENTION_NAME = "headrace"
 """The value of `attn_implementation` that selects this attention."""
@@ -34,81 +36,88 @@ class ContextParallelAttention(Protocol):
 
 
 @dataclass(frozen=True)
-class AttentionMask:
-    """Attention mask in addition to the causal mask: documents and a sliding window.
-
-    Attributes:
-        documents: int32 [B, S], document index of every position of the full sequence; None for one document.
-        window: positions that a query attends to, itself included; None for all.
-    """
-
-    documents: Tensor | None = None
-    window: int | None = None
-    _by_dtype: dict[torch.dtype, Tensor] = field(default_factory=dict, repr=False, compare=False)
-
-    @property
-    def causal_only(self) -> bool:
-        """Whether the mask is the causal mask alone."""
-        return self.documents is None and self.window is None
-
-    def additive(self, query: Tensor) -> Tensor | None:
-        """[B or 1, 1, S, S] of the query's dtype: 0 where a query (row) attends to a key (column), else minus infinity.
-
-        None when `causal_only`. It is built once for all layers: each would keep its own for the backward pass, and
-        S x S numbers times the number of layers is more than the model. An additive mask, not a boolean one, which the
-        kernels of scaled dot product attention would convert to an additive one in every layer.
-        """
-        if self.causal_only:
-            return None
-        if query.dtype not in self._by_dtype:
-            allowed = self._allowed(query.shape[2], query.device)
-            zeros = torch.zeros(allowed.shape, dtype=query.dtype, device=query.device)
-            self._by_dtype[query.dtype] = zeros.masked_fill_(~allowed, -math.inf)
-        return self._by_dtype[query.dtype]
-
-    def _allowed(self, length: int, device: torch.device) -> Tensor:
-        positions = torch.arange(length, device=device)
-        distance = positions[:, None] - positions[None, :]
-        allowed = distance >= 0
-        if self.window is not None:
-            allowed = allowed & (distance < self.window)
-        if self.documents is None:
-            return allowed[None, None]
-        return allowed & (self.documents[:, None, :, None] == self.documents[:, None, None, :])
-
-
-@dataclass(frozen=True)
 class AttentionContext:
     """Passed to the attention of every layer, the same object, through the model's keyword arguments.
 
     Attributes:
         length: positions of the full sequence, S.
-        documents: see `AttentionMask`.
+        documents: [B, S], document index of every position; None for one document.
+        masks: window of a layer (None for full attention) -> its mask, made once for all layers.
         cp_attention: attention across ranks; None without context parallelism.
     """
 
     length: int
-    documents: Tensor | None = None
+    documents: Tensor | None
+    masks: Mapping[int | None, AttentionMask]
     cp_attention: ContextParallelAttention | None = None
-    _masks: dict[int | None, AttentionMask] = field(default_factory=dict, repr=False, compare=False)
 
-    def mask(self, window: int | None) -> AttentionMask:
-        """The mask for layers with this window; a window not smaller than the sequence has no effect."""
-        effective = window if window is not None and window < self.length else None
-        return self._masks.setdefault(effective, AttentionMask(self.documents, effective))
+    def mask(self, window: int | None, query: Tensor) -> AttentionMask:
+        """The mask of a layer; made for it alone where the model's config does not tell the window of its layers."""
+        if window in self.masks:
+            return self.masks[window]
+        return make_mask(self.documents, window, length=self.length, dtype=query.dtype, device=query.device)
+
+
+def attention_windows(config: Any) -> set[int | None]:
+    """The sliding windows of a model's layers, from its Hugging Face config; None is full attention."""
+    return {window_of(config, layer) for layer in range(config.num_hidden_layers)}
+
+
+def window_of(config: Any, layer: int) -> int | None:
+    """Sliding window of a layer in positions, from a Hugging Face config; None for full attention."""
+    window: int | None = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types:
+        return window if layer_types[layer] == "sliding_attention" else None
+    return window if getattr(config, "use_sliding_window", True) else None
+
+
+def make_context(
+    windows: Iterable[int | None],
+    *,
+    length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    documents: Tensor | None = None,
+    cp_attention: ContextParallelAttention | None = None,
+) -> AttentionContext:
+    """The context of a micro-batch; its masks are made here, once for all layers.
+
+    Args:
+        windows: of the model's layers.
+        length: positions of the full sequence, S.
+        dtype: of the queries.
+        device: of the queries.
+        documents: [B, S]; see `make_mask`.
+        cp_attention: see `AttentionContext`.
+    """
+    masks = {window: make_mask(documents, window, length=length, dtype=dtype, device=device) for window in windows}
+    return AttentionContext(length, documents, masks, cp_attention)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: AttentionMask) -> Tensor:
     """Causal attention of a full sequence: [B, H, S, d], [B, K, S, d] twice -> [B, H, S, d]."""
     grouped = query.shape[1] != key.shape[1]
-    additive = mask.additive(query)
+    if mask.blocks is not None:
+        run = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
+        attended: Tensor = run(query, key, value, block_mask=mask.blocks, scale=scale, enable_gqa=grouped)
+        return attended
+    additive = mask.additive
     if grouped and (additive is not None or (query.is_cuda and query.dtype == torch.float32)):
         # with a mask, and in fp32, CUDA's fast kernels do not support grouped heads; the slow one would be chosen
         key, value = (repeat_heads(each, query.shape[1] // key.shape[1]) for each in (key, value))
         grouped = False
+    if additive is not None and additive.dtype != query.dtype:
+        additive = additive.to(query.dtype)
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=additive, is_causal=additive is None, scale=scale, enable_gqa=grouped
     )
+
+
+@cache
+def _compiled_flex_attention() -> Any:
+    """Where layers are not compiled, FlexAttention is on its own: uncompiled it would make all S x S scores."""
+    return torch.compile(flex_attention, dynamic=False)
 
 
 def repeat_heads(tensor: Tensor, times: int) -> Tensor:
@@ -137,7 +146,7 @@ def _forward(
     assert not unsupported, f"{type(module).__name__} passes unsupported arguments: {', '.join(unsupported)}"
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     run = attend if context.cp_attention is None else context.cp_attention.attend
-    attended = run(query, key, value, scale=scale, mask=context.mask(sliding_window))
+    attended = run(query, key, value, scale=scale, mask=context.mask(sliding_window, query))
     return attended.transpose(1, 2).contiguous(), None
 
 

@@ -8,6 +8,12 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PretrainedConfig
 
+from pipeline.models.layers import attention_widths, global_value
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k")
+"""Names that architectures give to the number of routed experts of a layer, and of those that a token goes to."""
+
 
 @dataclass(frozen=True)
 class ModelSize:
@@ -16,30 +22,41 @@ class ModelSize:
     Attributes:
         parameters: total; a tied parameter counts once.
         embedding: parameters of the input embedding.
+        active: parameters that a token uses: of a mixture of experts, those of its top-k experts and all others.
         flops_per_token: forward and backward, see `measure`; None for an architecture without attention heads.
     """
 
     parameters: int
     embedding: int
+    active: int
     flops_per_token: float | None
 
 
 def measure(model: nn.Module, config: PretrainedConfig, *, sequence_length: int) -> ModelSize:
     """Counts parameters and FLOPs of a model on any device, including meta.
 
-    FLOPs per token = 6 N + 12 L h s, where N is the number of parameters in matrix products (all but the input
-    embedding; a tied embedding counts once, as the head), L layers, h the attention width (heads x head size) and s the
-    sequence length; causal masking is not subtracted. Source: Chowdhery et al. 2022, PaLM (arXiv:2204.02311),
-    appendix B.
+    FLOPs per token = 6 N + 12 L h s, where N is the number of active parameters in matrix products (all but the input
+    embedding; a tied embedding counts once, as the head; of E experts of which a token goes to k, k/E), L layers, h the
+    attention width (heads x head size) and s the sequence length; causal masking is not subtracted. Source: Chowdhery
+    et al. 2022, PaLM (arXiv:2204.02311), appendix B.
     """
     parameters = sum(p.numel() for p in model.parameters())
     embeddings = model.get_input_embeddings()  # type: ignore[operator]
     embedding = int(math.prod(embeddings.weight.shape))
     tied = bool(getattr(config, "tie_word_embeddings", False))
-    multiplied = parameters if tied else parameters - embedding
-    heads = getattr(config, "num_attention_heads", None)
-    if heads is None:
-        return ModelSize(parameters, embedding, None)
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    attention = 12 * config.num_hidden_layers * width * sequence_length
-    return ModelSize(parameters, embedding, 6.0 * multiplied + attention)
+    active = parameters - _inactive(model, config)
+    multiplied = active if tied else active - embedding
+    if global_value(config, "num_attention_heads") is None:
+        return ModelSize(parameters, embedding, active, None)
+    attention = 12 * sum(attention_widths(config)) * sequence_length
+    return ModelSize(parameters, embedding, active, 6.0 * multiplied + attention)
+
+
+def _inactive(model: nn.Module, config: PretrainedConfig) -> int:
+    """Parameters of the routed experts that a token does not go to; shared experts are always active."""
+    experts = next((n for n in (getattr(config, name, None) for name in _EXPERTS) if n), None)
+    chosen = next((n for n in (getattr(config, name, None) for name in _CHOSEN) if n), None)
+    if not experts or not chosen:
+        return 0
+    routed = sum(p.numel() for name, p in model.named_parameters() if "experts" in name.split("."))
+    return routed - routed * int(chosen) // int(experts)

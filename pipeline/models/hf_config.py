@@ -11,9 +11,13 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from headrace.base.errors import ConfigError, DataError
 from headrace.base.section import suggest
-from pipeline.config.model_rules import check_model_config
+from pipeline.config.model_rules import POSITIONS, check_model_config
 from pipeline.config.schema import ModelSection
-from pipeline.models.layers import keep_layers
+from pipeline.models.layers import global_value, keep_layers
+from pipeline.models.padding import give_padding_id
+
+DEFAULT_POSITIONS = 2048
+"""`max_position_embeddings` of a config that does not give it, unless the training sequence is longer."""
 
 VOCAB_MULTIPLE = 64
 """A vocabulary size that is not given is rounded up to a multiple of this, to align the head's matrix products."""
@@ -33,19 +37,20 @@ def resolve_hf_config(section: ModelSection, *, tokenizer: dict[str, Any], seque
     """
     if section.config is not None:
         config = _from_section(section.config, tokenizer, sequence_length)
+        _refuse_several_modalities(config)
+        if "pad_token_id" not in section.config:
+            give_padding_id(config, tokenizer.get("eos_id"))
     else:
         assert section.path is not None
         config = read_hf_config(section.path)
         if section.keep_layers is not None:
             config = keep_layers(config, section.keep_layers)
+        _refuse_several_modalities(config)
     if config.vocab_size < tokenizer["vocab_size"]:
         why = f"the dataset's tokenizer has {tokenizer['vocab_size']} ids"
         remedy = "use the tokenizer the model was made with, or leave model.config.vocab_size out"
         raise ConfigError("model.config.vocab_size", config.vocab_size, why=why, remedy=remedy)
     check_model_config(_shared_integers(config), sequence_length=sequence_length)
-    if getattr(config, "is_decoder", True) is False:
-        why = "it sees the tokens to its right, so predicting the next one means nothing"
-        raise ConfigError("model.config.model_type", config.model_type, why=why, remedy="use a decoder, e.g. llama")
     return config
 
 
@@ -53,14 +58,32 @@ def read_hf_config(folder: str | Path) -> PretrainedConfig:
     """The config.json of a Hugging Face folder on disk.
 
     Raises:
-        DataError: there is no such folder or it has no readable config.json.
+        DataError: there is no such folder, it has no readable config.json, or its weights are quantized (except fp8).
     """
     if not (Path(folder) / "config.json").is_file():
         raise DataError(f"{folder}: not a Hugging Face folder (no config.json)\n  try: the path of an exported model")
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (StrictDataclassError, OSError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"{folder}/config.json cannot be read: {one_line(error)}") from None
+    return _without_quantization(config, folder)
+
+
+def _without_quantization(config: PretrainedConfig, folder: str | Path) -> PretrainedConfig:
+    """The config of the model that is trained: weights in fp8 are multiplied by their scales when they are read.
+
+    Raises:
+        DataError: the weights are quantized in another way.
+    """
+    section = getattr(config, "quantization_config", None)
+    if section is None:
+        return config
+    method = section.get("quant_method") if isinstance(section, dict) else None
+    if method != "fp8":
+        why = f"its weights are quantized ({method or 'by an unknown method'}), and training needs them in bf16 or fp32"
+        raise DataError(f"{folder}: {why}\n  try: the model that it was quantized from")
+    del config.quantization_config
+    return config
 
 
 def _from_section(given: dict[str, Any], tokenizer: dict[str, Any], sequence_length: int) -> PretrainedConfig:
@@ -69,6 +92,9 @@ def _from_section(given: dict[str, Any], tokenizer: dict[str, Any], sequence_len
         near = suggest(kind, list(CONFIG_MAPPING))
         remedy = f"did you mean '{near}'?" if near else "use one that transformers knows, e.g. llama"
         raise ConfigError("model.config.model_type", kind, why="transformers has no such architecture", remedy=remedy)
+    if "backbone_hidden_size" in known_keys(kind):
+        why = "it drafts tokens for another model, whose hidden states it reads: it computes nothing from text alone"
+        raise ConfigError("model.config.model_type", kind, why=why, remedy="use a model of text, e.g. gemma4_text")
     _refuse_unknown_keys(kind, given)
     vocabulary = -(-tokenizer["vocab_size"] // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     derived = {
@@ -78,17 +104,48 @@ def _from_section(given: dict[str, Any], tokenizer: dict[str, Any], sequence_len
         "pad_token_id": tokenizer.get("pad_id"),
     }
     if "max_position_embeddings" in known_keys(kind):
-        derived["max_position_embeddings"] = max(2048, sequence_length)
+        derived["max_position_embeddings"] = max(DEFAULT_POSITIONS, sequence_length)
     # an architecture may have two names for a key (GPT-2: n_positions, max_position_embeddings); the user's value wins
     aliases = CONFIG_MAPPING[kind].attribute_map
     fields = {k: v for k, v in given.items() if k != "model_type"}
     set_by_user = {aliases.get(key, key) for key in fields}
     derived = {key: value for key, value in derived.items() if aliases.get(key, key) not in set_by_user}
     try:
-        return AutoConfig.for_model(kind, **derived, **fields)
+        return _made(kind, derived, fields)
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
         why = f"transformers refuses it: {one_line(error)}"
         raise ConfigError("model.config", given, why=why, remedy="correct the field it names") from None
+
+
+def _made(kind: str, derived: dict[str, Any], fields: dict[str, Any]) -> PretrainedConfig:
+    """The config; where an architecture insists on a special token that the tokenizer lacks, it gets end-of-text."""
+    try:
+        return AutoConfig.for_model(kind, **derived, **fields)
+    except StrictDataclassError:
+        absent = [key for key, value in derived.items() if value is None]
+        if not absent or derived.get("eos_token_id") is None:
+            raise
+        return AutoConfig.for_model(kind, **derived | dict.fromkeys(absent, derived["eos_token_id"]), **fields)
+
+
+def _refuse_several_modalities(config: PretrainedConfig) -> None:
+    """Refuses a model of texts and images or sounds: only its language model would get gradients.
+
+    Raises:
+        ConfigError: names the `model_type` of its language model.
+    """
+    text = config.get_text_config(decoder=True)
+    others = sorted(name for name in config.sub_configs if any(word in name for word in _OTHER_PARTS))
+    if text.model_type == config.model_type and not others:
+        return
+    why = f"it has parts besides a decoder of text ({', '.join(others) or 'text_config'}), which text cannot train"
+    alone = text.model_type != config.model_type and text.model_type in CONFIG_MAPPING
+    remedy = f"use {text.model_type}" if alone else "use a model of text, e.g. llama"
+    raise ConfigError("model.config.model_type", config.model_type, why=why, remedy=remedy)
+
+
+_OTHER_PARTS = ("vision", "audio", "vq_config", "encoder", "patcher")
+"""Words in the names of sub-configs that are not the decoder's."""
 
 
 def _refuse_unknown_keys(kind: str, given: dict[str, Any]) -> None:
@@ -105,7 +162,7 @@ def known_keys(kind: str) -> set[str]:
     """The keys that an architecture's config accepts, including aliases."""
     config_class = CONFIG_MAPPING[kind]
     signature = inspect.signature(config_class.__init__).parameters
-    return {*signature, *config_class.attribute_map, "model_type"} - {"self", "kwargs"}
+    return {*signature, *config_class.attribute_map, "model_type", "per_layer_config"} - {"self", "kwargs"}
 
 
 def one_line(error: Exception) -> str:
@@ -119,4 +176,6 @@ def _shared_integers(config: PretrainedConfig) -> dict[str, Any]:
         *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
         *("vocab_size", "max_position_embeddings"),
     )
-    return {"model_type": config.model_type, **{k: getattr(config, k, None) for k in keys}}
+    shared = {k: global_value(config, k) for k in keys}
+    positions = next((name for name in POSITIONS if getattr(config, name, None)), None)
+    return {"model_type": config.model_type, **shared, **({positions: getattr(config, positions)} if positions else {})}

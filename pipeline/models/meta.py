@@ -8,6 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from headrace.base.errors import ConfigError
+from pipeline.models.buffers import frozen_to_buffers, keep_in_fp32
 from pipeline.models.hf_config import one_line
 
 
@@ -28,11 +29,16 @@ def build_meta(config: PretrainedConfig, *, dtype: torch.dtype, attn_implementat
     except (StrictDataclassError, ValueError, TypeError, KeyError, ImportError, AttributeError, RuntimeError) as error:
         why = f"transformers refuses it: {one_line(error)}"
         if attn_implementation != "eager" and _builds(config, dtype):
-            raise ConfigError("model.attn_implementation", why=why, remedy="use eager") from None
+            raise ConfigError("model.attn_implementation", why=why, remedy=_EAGER) from None
         raise ConfigError("model.config", config.model_type, why=why, remedy="check the model section") from None
     model.config.use_cache = False
+    frozen_to_buffers(model)
+    keep_in_fp32(model)
     assert isinstance(model, nn.Module)
     return model
+
+
+_EAGER = "use eager (without data.mask_documents, parallel.cp and parallel.tp, which need sdpa)"
 
 
 def _builds(config: PretrainedConfig, dtype: torch.dtype) -> bool:

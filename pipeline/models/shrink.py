@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 
 from headrace.base.errors import ConfigError
 from pipeline.models.hf_config import one_line
+from pipeline.models.layers import global_value
 
 HEAD_SIZE = 8
 """The rotated part of it stays even with partial_rotary_factor 0.25 to 1."""
@@ -37,16 +38,26 @@ _SMALL = {
     "num_nextn_predict_layers": 0,
     "sliding_window": WINDOW,
     "attention_chunk_size": WINDOW,
+    # named by single architectures (GPT-J, Gemma 4, LongCat-Flash, Bailing)
+    "rotary_dim": HEAD_SIZE,
+    "hidden_size_per_layer_input": HEAD_SIZE,
+    "zero_expert_num": 2,
+    "num_expert_group": 1,
+    **dict.fromkeys(("num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts"), 2),
 }
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _WIDTHS = (
     *("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp"),
-    *("ffn_dim", "ffn_hidden_size", "n_inner"),
+    *("ffn_dim", "ffn_hidden_size", "n_inner", "expert_ffn_hidden_size", "encoder_ffn_dim", "decoder_ffn_dim"),
 )
+_LAYERS, _SHARED = "num_hidden_layers", "num_kv_shared_layers"
 _KINDS = 4
 """A list with one entry per layer and more distinct values than this does not list layer types."""
+_LISTS = ("intermediate_size", "activation_sparsity_pattern")
+"""Lists with one entry per layer whose names do not say so (Gemma 3n)."""
 _REMEDY = "use another architecture, or ZeRO or FSDP2 alone (no parallel.tp, pp or cp, no loss.chunk)"
-_DERIVED = ("qk_head_dim", "transformers_version", "model_type", "architectures", "dtype")
+_OTHER_HEADS = ("encoder_attention_heads", "decoder_attention_heads", "num_decoder_attention_heads")
+_DERIVED = ("qk_head_dim", "mamba_headdim", "transformers_version", "model_type", "architectures", "dtype")
 
 
 def shrink(config: PretrainedConfig, *, divide: int, layers: int, vocab_size: int) -> PretrainedConfig:
@@ -62,18 +73,18 @@ def shrink(config: PretrainedConfig, *, divide: int, layers: int, vocab_size: in
     Raises:
         ConfigError: transformers does not accept the small sizes for this architecture.
     """
-    if getattr(config, "num_attention_heads", None) is None:
+    if global_value(config, "num_attention_heads") is None:
         why = "it has no attention heads"
         raise ConfigError("model.config.model_type", config.model_type, why=why, remedy=_REMEDY)
     alias = config.attribute_map
     given = {k: v for k, v in config.to_dict().items() if k not in _DERIVED}
     total = config.num_hidden_layers
     depth = _depth(given, total, layers)
-    small: dict[str, Any] = {
-        **given,
-        "vocab_size": vocab_size,
-        alias.get("num_hidden_layers", "num_hidden_layers"): depth,
-    }
+    if given.get(_SHARED):  # the last layers attend to the keys of the layers before them, of every type
+        depth *= 2
+    small: dict[str, Any] = {**given, "vocab_size": vocab_size}
+    small |= {key: depth for key in (alias.get(_LAYERS, _LAYERS),) if key in given}
+    small |= {key: depth // 2 for key in (_SHARED,) if given.get(key)}
     small |= {key: min(value, _SMALL[key]) for key, value in given.items() if key in _SMALL and value is not None}
     small |= {key: _repeated(value, depth) for key, value in given.items() if _per_layer(key, value, total)}
     small |= {
@@ -81,11 +92,15 @@ def shrink(config: PretrainedConfig, *, divide: int, layers: int, vocab_size: in
         for key, value in given.items()
         if key.endswith("_token_id") and isinstance(value, int)
     }
-    small |= _attention(config, given, divide)
+    small |= {key: vocab_size for key in ("vocab_size_per_layer_input",) if given.get(key)}
+    # CodeGen lays out its projections for four devices
+    small |= _attention(config, given, math.lcm(divide, 4) if config.model_type == "codegen" else divide)
     hidden = small[alias.get("hidden_size", "hidden_size")]
-    small |= _widths(given, config.hidden_size, hidden, divide)
+    small |= _widths(given, config.hidden_size, hidden, divide, depth)
     small |= _experts(given)
     small |= _rope(given, config)
+    small |= _states(given, hidden)
+    small |= _single_layers(given, small, depth)
     try:
         shrunk = type(config).from_dict(small)
     except Exception as error:  # each architecture validates in its own way
@@ -96,14 +111,18 @@ def shrink(config: PretrainedConfig, *, divide: int, layers: int, vocab_size: in
 
 
 def _depth(given: dict[str, Any], total: int, layers: int) -> int:
-    """At least two layers, and enough for every layer type to appear (e.g. one global after five local ones)."""
+    """At least two layers, and enough for every layer type to appear (e.g. one global after five local ones).
+
+    Zamba's "hybrid" layers share an attention block, for which transformers wants two of them.
+    """
     lists = [value for key, value in given.items() if _per_layer(key, value, total)]
     needed = [values.index(kind) + 1 for values in lists if len(set(values)) <= _KINDS for kind in set(values)]
-    return int(max(layers, 2, *needed))
+    sharing = [[n for n, kind in enumerate(values, 1) if kind == "hybrid"][:2] for values in lists]
+    return int(max(layers, 2, *needed, *(n for numbers in sharing for n in numbers)))
 
 
 def _per_layer(key: str, value: Any, total: int) -> bool:
-    return isinstance(value, list) and len(value) == total and "layer" in key
+    return isinstance(value, list) and len(value) == total and ("layer" in key or key in _LISTS)
 
 
 def _repeated(values: list[Any], count: int) -> list[Any]:
@@ -113,7 +132,7 @@ def _repeated(values: list[Any], count: int) -> list[Any]:
 def _attention(config: PretrainedConfig, given: dict[str, Any], divide: int) -> dict[str, Any]:
     """Number and size of heads, and a hidden size in the original proportion to them."""
     alias = config.attribute_map
-    heads = int(config.num_attention_heads)
+    heads = int(global_value(config, "num_attention_heads"))
     groups = int(given.get("num_key_value_heads") or heads)
     small_groups = math.gcd(groups, max(divide, 2))
     ratio = heads // groups
@@ -121,6 +140,7 @@ def _attention(config: PretrainedConfig, given: dict[str, Any], divide: int) -> 
     common = math.gcd(heads, divide)
     small_heads = next(small_groups * r for r in ratios if small_groups * r % common == 0)
     sizes: dict[str, Any] = {alias.get("num_attention_heads", "num_attention_heads"): small_heads}
+    sizes |= {key: small_heads for key in _OTHER_HEADS if given.get(key)}
     if given.get("num_key_value_heads"):
         sizes["num_key_value_heads"] = small_groups
     head_size = given.get("head_dim") or config.hidden_size // heads
@@ -130,16 +150,62 @@ def _attention(config: PretrainedConfig, given: dict[str, Any], divide: int) -> 
     sizes[alias.get("hidden_size", "hidden_size")] = max(hidden_size, HEAD_SIZE)
     if given.get("word_embed_proj_dim"):
         sizes["word_embed_proj_dim"] = max(hidden_size, HEAD_SIZE)
+    if given.get("attention_hidden_size") and "mamba_expand" in given:  # Zamba: attention on two hidden states
+        ratio = given["attention_hidden_size"] // config.hidden_size
+        sizes["attention_hidden_size"] = ratio * sizes["hidden_size"]
+        sizes["attention_head_dim"] = sizes["attention_hidden_size"] // small_heads
+    if given.get("d_head"):
+        sizes["d_head"] = sizes[alias.get("hidden_size", "hidden_size")] // small_heads
     return sizes
 
 
-def _widths(given: dict[str, Any], hidden: int, small_hidden: int, divide: int) -> dict[str, int]:
-    unit = 4 * divide
-    return {
-        key: max(1, round(given[key] / hidden * small_hidden / unit)) * unit
-        for key in _WIDTHS
-        if isinstance(given.get(key), int)
-    }
+def _states(given: dict[str, Any], hidden: int) -> dict[str, int]:
+    """Heads of Mamba-2 layers, whose sizes must multiply to the width of the layer (Bamba, Granite 4)."""
+    if not all(isinstance(given.get(key), int) for key in ("mamba_n_heads", "mamba_d_head", "mamba_expand")):
+        return {}
+    width = given["mamba_expand"] * hidden
+    if (
+        given.get("mamba_d_ssm")
+        or given["mamba_n_heads"] * given["mamba_d_head"] != given["mamba_expand"] * given["hidden_size"]
+    ):
+        return {}
+    heads = math.gcd(given["mamba_n_heads"], max(width // HEAD_SIZE, 1))
+    groups = math.gcd(given.get("mamba_n_groups") or 1, heads)
+    return {"mamba_n_heads": heads, "mamba_d_head": width // heads, "mamba_n_groups": groups}
+
+
+def _single_layers(given: dict[str, Any], small: dict[str, Any], depth: int) -> dict[str, Any]:
+    """What single layers have of their own: sizes in the small model's proportion to those of all other layers."""
+    own = given.get("per_layer_config")
+    if not own:
+        return {}
+
+    def shrunk(key: str, value: Any) -> Any:
+        if not isinstance(value, int) or isinstance(value, bool) or not given.get(key) or not small.get(key):
+            return value
+        return max(round(value * small[key] / given[key]), 1)
+
+    kept = {int(layer): values for layer, values in own.items() if int(layer) < depth}
+    sizes = {n: {k: shrunk(k, v) for k, v in values.items()} for n, values in kept.items()}
+    parts = ("qk_nope_head_dim", "qk_rope_head_dim")  # of which a head consists (Dots 3)
+    for number, values in kept.items():
+        size = {**given, **values}.get("head_dim")
+        whole = sum({**given, **values}.get(part) or 0 for part in parts)
+        if whole and size == whole:
+            sizes[number]["head_dim"] = sum({**small, **sizes[number]}[part] for part in parts)
+    return {"per_layer_config": sizes}
+
+
+def _widths(given: dict[str, Any], hidden: int, small_hidden: int, divide: int, layers: int) -> dict[str, Any]:
+    # grouped matrix products of experts need rows of a multiple of 16 bytes: eight numbers in bf16
+    unit = math.lcm(4 * divide, 8) if any(given.get(key) for key in _EXPERTS) else 4 * divide
+
+    def shrunk(width: int) -> int:
+        return max(1, round(width / hidden * small_hidden / unit)) * unit
+
+    widths = {key: shrunk(given[key]) for key in _WIDTHS if isinstance(given.get(key), int)}
+    lists = {key: [shrunk(each) for each in given[key]] for key in _WIDTHS if isinstance(given.get(key), list)}
+    return widths | {key: _repeated(each, layers) for key, each in lists.items()}
 
 
 def _experts(given: dict[str, Any]) -> dict[str, int]:
@@ -154,7 +220,7 @@ def _rope(given: dict[str, Any], config: PretrainedConfig) -> dict[str, Any]:
     rope = given.get("rope_parameters")
     if not isinstance(rope, dict):
         return {}
-    head_size = given.get("head_dim") or config.hidden_size // config.num_attention_heads
+    head_size = given.get("head_dim") or config.hidden_size // global_value(config, "num_attention_heads")
 
     def truncate(value: Any) -> Any:
         if isinstance(value, dict):

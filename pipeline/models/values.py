@@ -1,4 +1,4 @@
-"""Parameter initialization: seeded by the parameter's name (law 2), or loaded from safetensors files.
+"""Parameter values: seeded by the parameter's name (law 2) here, read from files in `stored_values`.
 
 Both are functions from a name to the full tensor, called for one parameter at a time, so that a rank never holds more
 than its shards and one full parameter.
@@ -6,146 +6,121 @@ than its shards and one full parameter.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from headrace.base.errors import ConfigError, DataError
+from headrace.base.errors import ConfigError
 from pipeline.data.permutation import derive_key
+from pipeline.models.own_init import Constructors, init_weights
 
 
 class ParameterValues(Protocol):
-    """The initial values of a model's parameters."""
+    """The initial values of a model's parameters and persistent buffers."""
 
     def value(self, name: str) -> Tensor:
         """The full value of one parameter: its full shape, fp32, on the CPU."""
         ...
 
+    def buffer(self, name: str) -> Tensor | None:
+        """The value of a persistent buffer, on the CPU; None for the one that the model's own code computes."""
+        ...
 
-class InitByName:
-    """Law 2: Hugging Face's own initialisation, one parameter at a time, seeded by the parameter's name.
 
-    Architectures initialise a parameter in the code of the module that owns it and sometimes again in a parent module
-    (GPT-2 rescales its residual projections). So one parameter is materialised on the CPU, the generator is seeded from
+class OwnBuffers:
+    """A base class of values that leave persistent buffers to the model's own code."""
+
+    def buffer(self, name: str) -> Tensor | None:  # noqa: ARG002  the name of the protocol
+        """None: see `ParameterValues.buffer`."""
+        return None
+
+
+class InitByName(OwnBuffers):
+    """Law 2: Hugging Face's own initialization, one parameter at a time, seeded by the parameter's name.
+
+    Architectures initialize a parameter in the code of the module that owns it and sometimes again in a parent module
+    (GPT-2 rescales its residual projections). So one parameter is materialized on the CPU, the generator is seeded from
     (seed, name, shape), and the model's `_init_weights` is called on the owner and then on each of its ancestors, with
-    all other parameters still on meta, where initialisation does nothing. The values depend neither on the layout, nor
+    all other parameters still on meta, where initialization does nothing. A parameter that `_init_weights` does not set
+    has the value of its module's constructor, called with the same seed. The values depend neither on the layout, nor
     the device, nor on which other parameters exist.
     """
 
     def __init__(self, model: nn.Module, *, seed: int) -> None:
-        self._model, self._seed = model, seed
+        self._model, self._seed, self._constructors = model, seed, Constructors(model)
 
     @torch.no_grad()
     def value(self, name: str) -> Tensor:
         """The parameter's value, fp32 on the CPU."""
         owner_name, _, key = name.rpartition(".")
         owner = self._model.get_submodule(owner_name)
-        on_meta = owner._parameters[key]
-        assert on_meta is not None
-        real = nn.Parameter(torch.full(on_meta.shape, math.nan, dtype=torch.float32), requires_grad=False)
-        owner._parameters[key] = real
         try:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(derive_key(self._seed, "init", name, tuple(on_meta.shape)) >> 1)
-                for module in _owner_and_ancestors(self._model, owner_name):
-                    self._model._init_weights(module)  # type: ignore[operator]
-        finally:
-            owner._parameters[key] = on_meta
+            try:
+                real = self._initialized(owner, owner_name, key, also=())
+            except NotImplementedError:  # it reads another parameter of the module, which is on meta (RWKV)
+                real = self._initialized(owner, owner_name, key, also=tuple(owner._parameters))
+            if real.isnan().any():
+                real = self._initialized(owner, owner_name, key, also=(), constructed=True)
+        except (NotImplementedError, RuntimeError, AttributeError, TypeError) as error:
+            raise self._refusal(f"fails for {name}: {' '.join(str(error).split())[:200]}") from None
         if real.isnan().any():
-            why = f"transformers' initialisation of this architecture does not set {name}"
-            remedy = "use another architecture, or load weights with model.path"
-            raise ConfigError("model.config.model_type", self._model.config.model_type, why=why, remedy=remedy)  # type: ignore[union-attr]
+            raise self._refusal(f"does not set {name}")
         return real.detach()
 
+    def _initialized(
+        self, owner: nn.Module, owner_name: str, key: str, *, also: tuple[str, ...], constructed: bool = False
+    ) -> nn.Parameter:
+        """A parameter after `_init_weights`, with those of the same module named in `also` off the meta device, too.
 
-class FromSafetensors:
-    """Values read from the safetensors files of a Hugging Face folder, one tensor at a time.
+        Before, it is NaN, or with `constructed` what the module's constructor sets.
+        """
+        on_meta = {each: p for each, p in owner._parameters.items() if p is not None and each in (key, *also)}
+        real = {each: nn.Parameter(torch.full(p.shape, math.nan), requires_grad=False) for each, p in on_meta.items()}
+        name, shape = f"{owner_name}.{key}" if owner_name else key, on_meta[key].shape
+        seed = derive_key(self._seed, "init", name, tuple(shape)) >> 1
+        if constructed:
+            value = self._constructors.value(owner_name, key, seed=seed)
+            if value is not None and value.shape == shape:
+                real[key].copy_(value)
+        owner._parameters.update(real)
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                for each in _owner_and_ancestors(owner_name):
+                    init_weights(self._model, each)
+        finally:
+            owner._parameters.update(on_meta)
+        return real[key]
 
-    Args:
-        folder: contains model.safetensors, or model.safetensors.index.json and its shards.
-        shapes: the parameters of the model; the files must contain all with these shapes, and no others.
-        rename: from a name in the model to the name in the files.
-        partial: allow other tensors in the files (a model that keeps only some layers).
+    def _refusal(self, what: str) -> ConfigError:
+        kind: Any = self._model.config.model_type  # type: ignore[union-attr]
+        why = f"transformers' initialization of this architecture {what}"
+        remedy = "use another architecture, or load weights with model.path"
+        return ConfigError("model.config.model_type", kind, why=why, remedy=remedy)
 
-    Raises:
-        DataError: missing or unexpected tensors, wrong shapes, or truncated files.
-    """
+    def check(self, *, largest: int = 1 << 20) -> None:
+        """Draws one parameter of every kind (names without layer numbers), none with more than `largest` elements.
 
-    def __init__(
-        self,
-        folder: str | Path,
-        *,
-        shapes: Mapping[str, torch.Size],
-        rename: Callable[[str], str] = lambda name: name,
-        partial: bool = False,
-    ) -> None:
-        self._folder, self._rename = Path(folder), rename
-        self._file_of = _tensor_files(self._folder)
-        found = set(self._file_of)
-        missing = sorted(n for n in shapes if rename(n) not in found)
-        extra = [] if partial else sorted(found - {rename(n) for n in shapes} - _ignorable(found, shapes))
-        if missing or extra:
-            raise DataError(
-                f"{folder}: the files do not contain the model that config.json describes\n"
-                f"  missing ({len(missing)}): {', '.join(missing[:5]) or '-'}\n"
-                f"  unexpected ({len(extra)}): {', '.join(extra[:5]) or '-'}\n"
-                f"  try: load it with transformers and save it again with save_pretrained, so that the names match"
-            )
-        for name, shape in shapes.items():
-            self._check_shape(name, shape)
+        So that an architecture that cannot be initialized is refused before a process group exists.
 
-    def value(self, name: str) -> Tensor:
-        """The parameter's value, fp32 on the CPU."""
-        stored = self._rename(name)
-        with safe_open(self._folder / self._file_of[stored], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(stored)
-        return tensor.to(torch.float32)
-
-    def _check_shape(self, name: str, shape: torch.Size) -> None:
-        stored = self._rename(name)
-        with safe_open(self._folder / self._file_of[stored], framework="pt") as file:
-            found = tuple(file.get_slice(stored).get_shape())
-        if found != tuple(shape):
-            raise DataError(f"{self._folder}: {stored} has shape {found}, but config.json makes it {tuple(shape)}")
+        Raises:
+            ConfigError: as `value`.
+        """
+        kinds: dict[str, str] = {}
+        for name, parameter in self._model.named_parameters():
+            if parameter.numel() <= largest:
+                kinds.setdefault(re.sub(r"\d+", "*", name), name)
+        for name in kinds.values():
+            self.value(name)
 
 
-def _owner_and_ancestors(model: nn.Module, owner_name: str) -> list[nn.Module]:
+def _owner_and_ancestors(owner_name: str) -> list[str]:
     parts = owner_name.split(".") if owner_name else []
-    return [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
-
-
-def _tensor_files(folder: Path) -> dict[str, str]:
-    index = folder / "model.safetensors.index.json"
-    try:
-        if index.is_file():
-            weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            for name in sorted(set(weight_map.values())):
-                _tensor_names(folder / name)
-            return weight_map
-        return dict.fromkeys(_tensor_names(folder / "model.safetensors"), "model.safetensors")
-    except (FileNotFoundError, SafetensorError, json.JSONDecodeError, KeyError) as error:
-        raise DataError(
-            f"{folder}: no complete safetensors weights ({error})\n  try: export it again, or use another folder"
-        ) from None
-
-
-def _tensor_names(path: Path) -> list[str]:
-    with safe_open(path, framework="pt") as file:
-        return list(file.keys())
-
-
-def _ignorable(found: set[str], shapes: Mapping[str, torch.Size]) -> set[str]:
-    """Tensors of old files that are not parameters: rotary tables, and a head that the model ties to its embedding."""
-    rotary = {n for n in found if re.search(r"rotary_emb\.inv_freq$", n)}
-    tied = {"lm_head.weight"} if "lm_head.weight" not in shapes else set()
-    return rotary | tied
+    return [".".join(parts[:depth]) for depth in range(len(parts), -1, -1)]
 
 
 class ReportsProgress:
@@ -164,8 +139,12 @@ class ReportsProgress:
         self._report()
         return self._values.value(name)
 
+    def buffer(self, name: str) -> Tensor | None:
+        """See `ParameterValues.buffer`."""
+        return self._values.buffer(name)
 
-class Zeros:
+
+class Zeros(OwnBuffers):
     """Zeros, for parameters that a checkpoint is about to overwrite: nothing is drawn or read.
 
     Args:

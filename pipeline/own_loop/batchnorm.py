@@ -63,13 +63,13 @@ class SyncedBatchNorm(_BatchNorm):
         if self.training or self.running_mean is None or self.running_var is None:
             count = _sum(values.new_tensor(values.numel() // values.shape[1]), self._group)
             mean = _sum(values.sum(dims), self._group) / count
-            centred = values - mean.view(shape)
-            variance = _sum(centred.square().sum(dims), self._group) / count
+            centered = values - mean.view(shape)
+            variance = _sum(centered.square().sum(dims), self._group) / count
             if self.training:
                 self._update_running_statistics(mean.detach(), variance.detach() * (count / (count - 1)))
         else:
-            centred, variance = values - self.running_mean.float().view(shape), self.running_var.float()
-        normal = centred * torch.rsqrt(variance + self.eps).view(shape)
+            centered, variance = values - self.running_mean.float().view(shape), self.running_var.float()
+        normal = centered * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:
             normal = normal * self.weight.float().view(shape) + self.bias.float().view(shape)
         return normal.to(input.dtype)

@@ -15,10 +15,10 @@ from pydantic import Field, NonNegativeFloat
 
 from headrace.base import configfile
 from headrace.base.cli import add_config_arguments
-from headrace.base.errors import ConfigError
-from headrace.base.section import Count, Section, parse
+from headrace.base.errors import ConfigError, refuse_all
+from headrace.base.section import Count, Section, parse, problems_of
 from pipeline.config.batch import split_batch
-from pipeline.config.deepspeed_keys import refuse_by_name, without_auto
+from pipeline.config.deepspeed_file import translate
 from pipeline.config.deepspeed_schema import (
     Bf16Section,
     Fp16Section,
@@ -26,7 +26,9 @@ from pipeline.config.deepspeed_schema import (
     SchedulerSection,
     ZeroSection,
 )
+from pipeline.config.model_rules import check_optimizer
 from pipeline.config.schema import LaunchSection
+from pipeline.launch import detect
 
 _IN_YOUR_CODE = "remove it: this is up to your own code"
 _NOT_IN_A_LOOP = {
@@ -63,7 +65,7 @@ class LoopConfig(Section):
         description="Gradient accumulation: micro-batches whose gradients are accumulated per optimizer step, e.g. 8",
     )
     optimizer: OptimizerSection | None = Field(
-        None, description="AdamW with these parameters; only if your code passes no optimizer to prepare()"
+        None, description="AdamW, Lion or SGD; only if your code passes no optimizer to prepare()"
     )
     scheduler: SchedulerSection | None = Field(
         None, description="Learning-rate scheduler; only if your code passes no torch scheduler to prepare()"
@@ -126,13 +128,19 @@ def load_loop_config(source: str | Path | Mapping[str, Any] | None) -> LoopConfi
         given, _ = parser.parse_known_args()
         source, overrides = given.config, given.overrides
     assert source is not None
-    raw = without_auto(dict(source) if isinstance(source, Mapping) else configfile.load(source, overrides))
-    for key, remedy in _NOT_IN_A_LOOP.items():
-        if key in raw:
-            raise ConfigError(key, raw[key], why="it has no meaning in a custom training loop", remedy=remedy)
-    refuse_by_name(raw)
+    given_keys = dict(source) if isinstance(source, Mapping) else configfile.load(source, overrides)
+    translated = translate(given_keys, micro_batch=None)  # "auto" is the batch of the loader here
+    raw = translated.raw
+    why = "it has no meaning in a custom training loop"
+    foreign = [ConfigError(key, raw[key], why=why, remedy=text) for key, text in _NOT_IN_A_LOOP.items() if key in raw]
+    if foreign or translated.refused:
+        others = {key: value for key, value in raw.items() if key not in _NOT_IN_A_LOOP}
+        refuse_all([*foreign, *translated.refused, *problems_of(LoopConfig, others)])
     config = parse(LoopConfig, raw)
     _check(config)
+    for label, texts in (("auto", translated.auto), ("ignored", translated.ignored)):
+        if texts and detect().rank == 0:
+            print(f"{label}: {', '.join(texts)}", flush=True)
     return config
 
 
@@ -160,6 +168,8 @@ def share(config: LoopConfig, *, loader_batch: int | None, ranks: int, rank: int
 
 
 def _check(config: LoopConfig) -> None:
+    if config.optimizer is not None:
+        check_optimizer(config.optimizer)
     if config.bf16.enabled and config.fp16.enabled:
         raise ConfigError("fp16.enabled", True, why="bf16.enabled is true, too", remedy="enable one of the two")
     for name in ("offload_optimizer", "offload_param"):

@@ -25,11 +25,14 @@ from headrace.base.errors import TrainingError
 from headrace.base.interrupts import defer_interrupt
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.save import save_and_wait
-from pipeline.checkpoint.store import CheckpointInfo, CheckpointStore
+from pipeline.checkpoint.store import CheckpointInfo, CheckpointStore, on_rank_zero
 from pipeline.config.schedule import Schedule
 from pipeline.own_loop.batches import in_dtype
 from pipeline.own_loop.config import BatchShare, LoopConfig
+from pipeline.own_loop.gather import gathered
 from pipeline.own_loop.state import StateEntry, check_optimizer, entries, load_scalars, plain_numbers, prepare_to_read
+from pipeline.own_loop.torch_scheduler import step_taken_over
+from pipeline.own_loop.weights import full_state_dict, write_model
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Parts:
     Attributes:
         config: the checked config.
         model: the user's, on this rank's device.
-        optimizer: the user's, or AdamW from the config.
+        optimizer: the user's, or that of the config.
         scheduler: the user's torch scheduler, or None.
         schedule: the config's, or None.
         share: how a global batch is divided over ranks.
@@ -65,6 +68,7 @@ class LoopEngine(ABC):
         rank, world_size, is_main: this process among all; `is_main` on rank 0.
         device: of this rank.
         steps: optimizer steps so far.
+        accumulation: micro-batches per optimizer step (`gradient_accumulation_steps`).
         grad_norm: L2 norm of the last step's gradient of all parameters, before clipping.
     """
 
@@ -73,7 +77,8 @@ class LoopEngine(ABC):
         self.rank, self.world_size, self.is_main = parts.share.rank, parts.share.ranks, parts.share.rank == 0
         self.steps, self.grad_norm = 0, 0.0
         self._parts, self._accumulation = parts, parts.share.accumulation
-        self._backwards = 0
+        self.accumulation = self._accumulation
+        self._backwards = self._unsynced = 0
         self._peaks = [float(group["lr"]) for group in parts.optimizer.param_groups]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -109,6 +114,12 @@ class LoopEngine(ABC):
             )
         if self._backwards == self._accumulation:
             raise TrainingError("backward was called again before step\n  try: one step after every backward")
+        if self._unsynced and self._backwards + 1 == self._accumulation:
+            raise TrainingError(
+                f"backward within no_sync is micro-batch {self._backwards + 1} of {self._accumulation}, whose gradients"
+                f" are reduced\n  try: no_sync only while model.sync_gradients is false, or remove it: micro-batches"
+                f" before the last of gradient_accumulation_steps are not reduced anyway"
+            )
         self._backwards += 1
         self._backward(loss)
         mean = loss.detach().float().clone()
@@ -136,8 +147,76 @@ class LoopEngine(ABC):
         if ends:
             self.steps += 1
             if self._parts.scheduler is not None:
-                self._parts.scheduler.step()
+                step_taken_over(self._parts.scheduler)
         return ends
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the next `backward` is the last of an optimizer step, so that gradients are reduced over ranks."""
+        return self._backwards % self._accumulation + 1 == self._accumulation
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context of micro-batches whose gradients are accumulated on this rank, without communication.
+
+        Every micro-batch but the last of `gradient_accumulation_steps` is run so by itself; a loop that is written
+        with `no_sync` keeps its lines, and they are checked.
+
+        Raises:
+            TrainingError: a `backward` within the context is the last of an optimizer step.
+        """
+        self._unsynced += 1
+        try:
+            yield
+        finally:
+            self._unsynced -= 1
+
+    def gather_for_metrics(self, values: Any) -> Any:
+        """Predictions or labels of the micro-batches of all ranks, in the order of samples. Collective.
+
+        Micro-batches of one forward pass are consecutive samples over the ranks, and no sample is a copy for padding,
+        so nothing has to be left out at the end of an epoch.
+
+        Args:
+            values: a tensor [B, ...] of this rank, or nested dicts, lists and tuples of such; B may differ between
+                ranks. A scalar becomes a tensor [ranks].
+
+        Returns:
+            The same structure on every rank, detached, with tensors [sum of B, ...] on this rank's device.
+        """
+        return gathered(values, device=self.device)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The full weights and buffers under the user's names, on the CPU. Collective.
+
+        Weights are the fp32 master weights, whatever the engine, ZeRO stage and precision. One parameter at a time is
+        gathered, so that other ranks never hold more than one.
+
+        Returns:
+            On rank 0 what `state_dict` of the plain model is; empty on other ranks.
+        """
+        return full_state_dict(self._state_entries(), self.module, device=self.device)
+
+    def save_model(self, folder: str | Path, *, dtype: torch.dtype = torch.float32) -> Path:
+        """Writes the final weights as a model folder, complete or absent. Collective.
+
+        A Hugging Face model becomes what its `save_pretrained` writes; any other module `model.safetensors`, to be
+        loaded with `safetensors.torch.load_model`.
+
+        Args:
+            folder: must not exist yet.
+            dtype: of floating-point weights; buffers keep theirs.
+
+        Raises:
+            DataError: the folder exists.
+        """
+        weights, final = self.state_dict(), Path(folder)
+        on_rank_zero(lambda: write_model(self.module, weights, final, dtype=dtype, steps=self.steps))
+        return final
+
+    def save_pretrained(self, folder: str | Path) -> Path:
+        """As `save_model`: the module's own `save_pretrained` would write this rank's shards."""
+        return self.save_model(folder)
 
     def print(self, *values: Any) -> None:
         """As `print`, on rank 0 only."""

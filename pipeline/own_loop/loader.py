@@ -46,7 +46,7 @@ def distribute(
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         sampler = loader.batch_sampler
         if type(sampler) is BatchSampler:
-            return SharedLoader(_distributed(loader, sampler, share), None, device, say)
+            return SharedLoader(_distributed(loader, sampler, share), share, device, say)
     return SharedLoader(loader, share, device, say)
 
 
@@ -55,26 +55,69 @@ class SharedLoader:
 
     Args:
         batches: this rank's micro-batches, or batches that are the same on all ranks.
-        share: how to divide the latter; None for the former.
+        share: how a global batch is divided over ranks.
         device: device of this rank.
         say: prints a warning about dropped samples.
+        skipped: micro-batches of this rank that are read and left out at the beginning of an epoch.
     """
 
     def __init__(
-        self, batches: Iterable[Any], share: BatchShare | None, device: torch.device, say: Callable[[str], None]
+        self,
+        batches: Iterable[Any],
+        share: BatchShare,
+        device: torch.device,
+        say: Callable[[str], None],
+        *,
+        skipped: int = 0,
     ) -> None:
-        self._batches, self._share, self._device, self._say = batches, share, device, say
+        self._batches, self._share, self._device, self._say, self._skipped = batches, share, device, say, skipped
+
+    @property
+    def _sampler(self) -> _RankSampler | None:
+        """The sampler of this rank's micro-batches; None where every rank reads the batches of all."""
+        sampler = getattr(self._batches, "batch_sampler", None)
+        return sampler if isinstance(sampler, _RankSampler) else None
+
+    def skip_first_batches(self, batches: int) -> SharedLoader:
+        """A loader of the same epoch from a later micro-batch on, to go on within an epoch after `engine.load`.
+
+        The order of samples is that of the full epoch. A DataLoader over a dataset with a length reads none of the
+        skipped samples, its sampler draws their indices only; other iterables are read up to there.
+
+        Args:
+            batches: micro-batches of this rank to leave out, as this loader yields them: a multiple of
+                `gradient_accumulation_steps`, since samples are consumed by whole optimizer steps.
+
+        Raises:
+            DataError: it is no such multiple, or more than the epoch has.
+        """
+        each = self._share.accumulation
+        if batches < 0 or batches % each:
+            near = max(0, batches // each * each)
+            why = f"an optimizer step takes {each} micro-batches, and {batches} of them do not end one"
+            raise DataError(f"skip_first_batches({batches}): {why}\n  try: {near} or {near + each}")
+        if self._sampler is None:
+            skipped = self._skipped + batches
+            return SharedLoader(self._batches, self._share, self._device, self._say, skipped=skipped)
+        if batches > len(self):
+            raise DataError(
+                f"skip_first_batches({batches}): an epoch has {len(self)} micro-batches per rank\n"
+                f"  try: {batches % max(1, len(self))}, in a later epoch"
+            )
+        assert isinstance(self._batches, DataLoader)
+        later = _with_batch_sampler(self._batches, self._sampler.after(batches // each))
+        return SharedLoader(later, self._share, self._device, self._say)
 
     def __len__(self) -> int:
         """Micro-batches of this rank per epoch; raises TypeError if the loader has no length."""
-        if self._share is not None:
+        if self._sampler is None:
             raise TypeError("only a torch DataLoader with a length has one here")
         return len(self._batches)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
         """One epoch."""
-        own = self._batches if self._share is None else self._split(self._share)
-        for batch in own:
+        own = self._batches if self._sampler is not None else self._split(self._share)
+        for batch in islice(own, self._skipped, None):
             yield moved(batch, self._device)
 
     def _split(self, share: BatchShare) -> Iterator[Any]:
@@ -107,15 +150,20 @@ class SharedLoader:
 class _RankSampler(Sampler[list[Any]]):
     """Batch sampler of this rank's micro-batches, in the order of rank 0's sampler."""
 
-    def __init__(self, sampler: Iterable[Any], share: BatchShare, updates: int) -> None:
-        self._sampler, self._share, self._updates = sampler, share, updates
+    def __init__(self, sampler: Iterable[Any], share: BatchShare, updates: int, *, first: int = 0) -> None:
+        self._sampler, self._share, self._updates, self._first = sampler, share, updates, first
+
+    def after(self, updates: int) -> _RankSampler:
+        """The same epoch without its first optimizer steps."""
+        return _RankSampler(self._sampler, self._share, self._updates - updates, first=self._first + updates)
 
     def __len__(self) -> int:
         return self._updates * self._share.accumulation
 
     def __iter__(self) -> Iterator[list[Any]]:
         share = self._share
-        indices = iter(self._sampler) if share.rank == 0 else iter(())
+        every = iter(self._sampler) if share.rank == 0 else iter(())
+        indices = islice(every, self._first * share.total, None)
         left = self._updates
         while left:
             updates = min(left, _BLOCK)
@@ -143,9 +191,13 @@ def _distributed(loader: DataLoader[Any], sampler: BatchSampler, share: BatchSha
         if updates == 0:
             remedy = f"use {samples} or less"
         raise ConfigError("train_batch_size", share.total, why=why, remedy=remedy)
+    return _with_batch_sampler(loader, _RankSampler(sampler.sampler, share, updates))
+
+
+def _with_batch_sampler(loader: DataLoader[Any], batch_sampler: _RankSampler) -> DataLoader[Any]:
     return DataLoader(
         loader.dataset,
-        batch_sampler=_RankSampler(sampler.sampler, share, updates),
+        batch_sampler=batch_sampler,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,

@@ -19,10 +19,14 @@ from pipeline.config.schedule import schedule_from_section
 from pipeline.engines.build import pick_device
 from pipeline.engines.common import decayed_names, weight_decay_groups
 from pipeline.launch import Launch, Rendezvous, detect, process_group
+from pipeline.launch.device import bind_to_gpu, set_up_allocator
+from pipeline.optim.build import build_optimizer
 from pipeline.own_loop.batchnorm import synchronize_batchnorm
 from pipeline.own_loop.config import LoopConfig, load_loop_config, share
+from pipeline.own_loop.elementwise import check_elementwise
 from pipeline.own_loop.engine import LoopEngine, Parts, PreparedOptimizer
 from pipeline.own_loop.loader import batch_size_of, distribute
+from pipeline.own_loop.torch_scheduler import refuse_second_schedule, take_over
 from pipeline.parallel.mesh import Mesh
 from pipeline.run.preflight import preflight
 from pipeline.topology import Topology
@@ -40,7 +44,7 @@ def prepare(
 
     Args:
         model: any module, with its weights; those of rank 0 are broadcast.
-        optimizer: over the model's parameters; AdamW from the config if None.
+        optimizer: over the model's parameters; the config's if None.
         loader: a torch DataLoader, or an iterable of batches that is the same on every rank.
         config: a JSON file or its content; from the command line (`--config FILE --set KEY=VALUE`) if None.
         scheduler: a torch scheduler of the optimizer, stepped by the engine once per optimizer step, if any.
@@ -49,21 +53,29 @@ def prepare(
         The engine, called like the model; an optimizer whose `step` is the engine's; this rank's loader.
 
     Raises:
-        ConfigError: the config is invalid, or does not fit the arguments.
+        ConfigError: the config is invalid, or does not fit the arguments; or an optimizer that looks at whole tensors
+            would be sharded.
         TrainingError: a rank is missing or does not respond.
     """
     checked, launch = load_loop_config(config), detect()
     size = None if loader is None else batch_size_of(loader)
     batch_share = share(checked, loader_batch=size, ranks=launch.world_size, rank=launch.rank)
     optimizer = _optimizer(checked, model, optimizer)
+    _check_optimizer(checked, optimizer, ranks=launch.world_size)
+    if scheduler is not None:
+        take_over(scheduler)
     schedule = None
     if checked.scheduler is not None:
         if scheduler is not None:
             why = "a torch scheduler is passed, too"
             raise ConfigError("scheduler.type", checked.scheduler.type, why=why, remedy="use one of the two")
+        refuse_second_schedule(checked.scheduler.type, optimizer)
         schedule = schedule_from_section(checked.scheduler, lr=float(optimizer.param_groups[0]["lr"]), steps=None)
     _quiet_libraries(launch)
+    notes = set_up_allocator(gpu=torch.cuda.is_available())
     device = pick_device(launch)
+    for line in notes + bind_to_gpu(device.index, checked.launch) if launch.rank == 0 else []:
+        print(line, flush=True)
     mesh = _join(checked, launch, device)
     _synchronize(model, checked, device, mesh)
     parts = Parts(checked, model, optimizer, scheduler, schedule, batch_share, device)
@@ -83,8 +95,18 @@ def _optimizer(config: LoopConfig, model: nn.Module, given: torch.optim.Optimize
         raise ConfigError("optimizer", why=why, remedy='add "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}')
     params = config.optimizer.params
     groups = weight_decay_groups(dict(model.named_parameters()), decayed_names(model), weight_decay=params.weight_decay)
-    used = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(used, lr=params.lr, betas=params.betas, eps=params.eps)
+    return build_optimizer(groups, config.optimizer, lr=params.lr, fused=False)
+
+
+def _check_optimizer(config: LoopConfig, optimizer: torch.optim.Optimizer, *, ranks: int) -> None:
+    """Refuses an optimizer that is not element-wise where the layout shards it."""
+    half = config.bf16.enabled or config.fp16.enabled
+    stage = config.zero_optimization.stage
+    if config.engine == "deepspeed" and half:
+        stage = max(stage, 1)  # DeepSpeed flattens parameters on one rank, too
+    if config.engine == "torch" and ranks == 1:
+        stage = 0
+    check_elementwise(optimizer, engine=config.engine, stage=stage, half=half)
 
 
 def _join(config: LoopConfig, launch: Launch, device: torch.device) -> Mesh | None:

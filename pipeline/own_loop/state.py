@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from headrace.base.errors import CheckpointError
 from pipeline.checkpoint import named_state
+from pipeline.checkpoint.metadata import read_metadata
 from pipeline.checkpoint.shards import NamedShard
 
 _NUMBER, _BUFFER = "number.", "buffer/"
@@ -51,6 +51,10 @@ class StateEntry:
         values = _local(tensor).view(-1).narrow(0, self.at, self.length)
         return NamedShard(self.shape, start=self.start, values=values)
 
+    def local_values(self) -> Tensor:
+        """The part's values, 1-D [length], a view."""
+        return _local(self.holder.data).reshape(-1).narrow(0, self.at, self.length)
+
 
 def entries(state_entries: Sequence[StateEntry], model: nn.Module) -> dict[str, NamedShard | Tensor]:
     """The state dict to write.
@@ -75,10 +79,9 @@ def prepare_to_read(
     state_entries: Sequence[StateEntry], model: nn.Module, directory: Path
 ) -> tuple[dict[str, NamedShard | Tensor], dict[str, NamedShard | Tensor]]:
     """The tensors to load from a checkpoint, created if the optimizer does not have them yet, and the scalars."""
-    stored = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
     kinds: dict[str, list[str]] = {}
-    for key in stored:
-        kind, _, name = key.partition("/")
+    for each in read_metadata(directory).tensors:
+        kind, _, name = each.key.partition("/")
         kinds.setdefault(name, []).append(kind)
     tensors: dict[str, NamedShard | Tensor] = {**_buffers(model)}
     numbers: dict[str, NamedShard | Tensor] = {}

@@ -1,10 +1,11 @@
 """Activation checkpointing, full or selective: activations are recomputed in the backward pass instead of stored.
 
-Applied through the switch that every Hugging Face decoder layer has, so that parameter names do not change.
+Applied to the forward pass of Hugging Face's decoder layers, so that parameter names do not change.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,12 +21,20 @@ _SAVED_OPERATORS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_mm.default,  # products in fp8, and the largest values that their scales are made from
+    torch.ops.aten.max.default,
+    torch.ops.aten.amax.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.higher_order.flex_attention,
+    torch.ops._c10d_functional.all_gather_into_tensor.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops._c10d_functional.all_to_all_single.default,
 }
-"""Operators whose outputs selective checkpointing saves: they cost the most compute time per byte saved."""
+"""Operators whose outputs selective checkpointing saves: they cost the most time per byte saved. No collective is
+repeated."""
 
 
 def check_activation_checkpointing(model: nn.Module, memory: MemorySection) -> None:
@@ -50,14 +59,30 @@ def apply_activation_checkpointing(model: nn.Module, memory: MemorySection) -> N
     """
     if memory.activation_checkpointing == "none":
         return
-    checkpointing: Any = partial(checkpoint, use_reentrant=False)
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": has_dropout(model)}
     if memory.activation_checkpointing == "selective":
-        contexts = partial(create_selective_checkpoint_contexts, _policy)
-        checkpointing = partial(checkpointing, context_fn=contexts)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     for index, layer in enumerate(_layers(model)):
         if index % memory.every_n_layers == 0:
-            layer.gradient_checkpointing = True
-            layer._gradient_checkpointing_func = checkpointing
+            layer.forward = _checkpointed(layer, layer.forward, options)
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether any rate of dropout in the model's config is not 0: only then are random numbers drawn in a layer."""
+    fields = model.config.to_dict()  # type: ignore[union-attr, operator]
+    rates = [value for key, value in fields.items() if "drop" in key and isinstance(value, float)]
+    return any(rates)
+
+
+def _checkpointed(layer: nn.Module, forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    """A layer's forward pass that is run again in the backward pass. The layer's hooks stay outside."""
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not (layer.training and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, **options, **kwargs)
+
+    return recomputed
 
 
 def _layers(model: nn.Module) -> list[GradientCheckpointingLayer]:

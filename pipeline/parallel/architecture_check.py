@@ -9,7 +9,8 @@ Shapes: B = 1, T = 16 positions, V = 32 ids.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,9 +23,11 @@ from pipeline.config.rules import ResolvedRun
 from pipeline.data.loader import MicroBatch
 from pipeline.models.attention import ATTENTION_NAME
 from pipeline.models.hf_config import one_line
-from pipeline.models.materialise import materialise
+from pipeline.models.layers import global_value
+from pipeline.models.materialize import materialize
 from pipeline.models.meta import build_meta
 from pipeline.models.shrink import shrink
+from pipeline.models.values import OwnBuffers
 from pipeline.parallel.decoder import Decoder, DecoderLayout, parameter_owners
 from pipeline.parallel.stages import keep_stage, split_layers
 from pipeline.parallel.tensor import check_tp_plan
@@ -52,16 +55,28 @@ def check_architecture(run: ResolvedRun, config: PretrainedConfig) -> None:
     """
     topology, masks = run.topology, run.config.data.mask_documents
     separate_head = topology.tp > 1 or topology.pp > 1 or run.config.loss.chunk is not None
-    if getattr(config, "num_attention_heads", None) is None and not (separate_head or masks or topology.cp > 1):
-        return  # the model runs entirely by Hugging Face's own code
     attention = run.config.model.attn_implementation
     own = attention == "sdpa" and not run.plain
-    if not (own or separate_head or masks):
+    has_heads = global_value(config, "num_attention_heads") is not None
+    needed = separate_head or masks or topology.cp > 1 or (own and has_heads)
+    tiny = _tiny_model(config, attention, needed=needed)
+    if tiny is None:
         return
-    tiny = _TinyModel(shrink(config, divide=1, layers=2, vocab_size=_V), attention)
+    _check_causal(run, config, tiny)
+    if not needed:
+        return  # the model runs entirely by Hugging Face's own code
     layout = DecoderLayout(own_attention=own)
     if own:
-        remedy = "use model.attn_implementation eager" + (" and parallel.cp 1" if topology.cp > 1 else "")
+        also = [
+            text
+            for text, on in (
+                ("parallel.cp 1", topology.cp > 1),
+                ("parallel.tp 1", topology.tp > 1),
+                ("data.mask_documents false", masks),
+            )
+            if on
+        ]
+        remedy = " and ".join(["use model.attn_implementation eager", *also])  # eager takes none of these
         tiny.compare("model.attn_implementation", attention, "our attention", remedy, lambda: tiny.logits(layout))
     if separate_head:
         field, value = _separate_head_field(run)
@@ -77,6 +92,64 @@ def check_architecture(run: ResolvedRun, config: PretrainedConfig) -> None:
         field, value = ("data.mask_documents", True) if masks else ("parallel.cp", topology.cp)
         why = f"layers of {config.model_type} mix positions by other means than attention"
         raise ConfigError(field, value, why=why, remedy=f"set {field} to {'false' if masks else 1}")
+
+
+def has_separate_head(config: PretrainedConfig) -> bool:
+    """Whether a model's logits are its head's output on its base model's: they are not capped or scaled afterwards."""
+    try:
+        tiny = _TinyModel(shrink(config, divide=1, layers=2, vocab_size=_V), "eager")
+        tiny.compare("", "", "", "", lambda: tiny.logits(DecoderLayout(own_attention=False, chunk=_T)))
+    except ConfigError:
+        return False
+    return True
+
+
+def _tiny_model(config: PretrainedConfig, attention: str, *, needed: bool) -> _TinyModel | None:
+    """A tiny model of the architecture; None where none can be built and nothing depends on it.
+
+    Raises:
+        ConfigError: it cannot be built, and the layout needs it.
+    """
+    try:
+        return _TinyModel(shrink(config, divide=1, layers=2, vocab_size=_V), attention)
+    except ConfigError:
+        if needed:
+            raise
+        return None
+
+
+def _fails_on_meta(config: PretrainedConfig) -> bool:
+    """Whether the forward pass of the real model fails, for another reason than the missing values of meta tensors."""
+    model = build_meta(config, dtype=torch.float32, attn_implementation="eager")
+    try:
+        with torch.no_grad():
+            model(input_ids=torch.zeros(1, _T, dtype=torch.int64, device="meta"), use_cache=False)
+    except (NotImplementedError, RuntimeError):
+        return False
+    except Exception:  # each architecture fails in its own way
+        return True
+    return False
+
+
+def _check_causal(run: ResolvedRun, config: PretrainedConfig, tiny: _TinyModel) -> None:
+    """Refuses a model that sees later tokens. `is_decoder` does not tell: GPT-NeoX is a decoder, and has it false.
+
+    Raises:
+        ConfigError: it does, or its forward pass fails.
+    """
+    try:
+        if not tiny.sees_later_tokens():
+            return
+    except ConfigError:
+        if _fails_on_meta(config):
+            raise
+        return  # the sizes of the tiny model are at fault
+    why = "it sees the tokens to its right, so predicting the next one means nothing"
+    remedy = "use a decoder, e.g. llama"
+    if getattr(config, "is_decoder", None) is False:
+        where = "" if run.config.model.path is None else f" in {run.config.model.path}/config.json"
+        remedy = f"set model.config.is_decoder to true{where}, or {remedy}"
+    raise ConfigError("model.config.model_type", config.model_type, why=why, remedy=remedy)
 
 
 def _separate_head_field(run: ResolvedRun) -> tuple[str, Any]:
@@ -109,12 +182,15 @@ class _LogitsRecorder:
         self.chunks.append(logits)
         return _Total(logits.sum())
 
+    def with_gradient(self, *_args: Any, **_kwargs: Any) -> tuple[_Total, Tensor]:
+        raise AssertionError("logits are recorded without gradients")
+
     @property
     def logits(self) -> Tensor:
         return torch.cat(self.chunks, 1)
 
 
-class _RandomValues:
+class RandomValues(OwnBuffers):
     """Random weights seeded by name, so that two models are equal; none is 0 or 1, where many operations do nothing."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -142,8 +218,22 @@ class _TinyModel:
     def reference(self) -> Tensor:
         """Hugging Face's own logits [1, T, V]."""
         if self._reference is None:
-            self._reference = self._hf_logits(self._build(self._hf_attention), self._ids)
+            with self._refusing():
+                self._reference = self._hf_logits(self._build(self._hf_attention), self._ids)
         return self._reference
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Turns a failure of Hugging Face's own forward pass into a ConfigError."""
+        kind = self._config.model_type
+        try:
+            yield
+        except ConfigError:
+            raise
+        except Exception as error:  # each architecture fails in its own way
+            why = f"transformers' own forward pass fails on a tiny {kind}: {one_line(error)}"
+            remedy = "correct the key of model.config that it names, or use another architecture"
+            raise ConfigError("model.config.model_type", kind, why=why, remedy=remedy) from None
 
     def compare(self, field: str, value: Any, what: str, remedy: str, compute: Callable[[], Tensor]) -> None:
         """Raises ConfigError for a field under which the computed logits differ from Hugging Face's."""
@@ -189,6 +279,36 @@ class _TinyModel:
         together = self._decoder_logits(model, layout, packed)[:, _BOUNDARY:]
         return not _close(together, self._decoder_logits(model, layout, alone))
 
+    def sees_later_tokens(self) -> bool:
+        """Whether another last token changes earlier logits.
+
+        Raises:
+            ConfigError: Hugging Face's own forward pass fails.
+        """
+        with self._refusing():
+            model = self._build("eager")  # every architecture has it
+            return any(
+                not _close(self._hf_logits(model, ids)[:, :-1], self._hf_logits(model, other)[:, :-1])
+                for ids, other in self._pairs()
+            )
+        raise AssertionError("unreachable: a failure is raised as ConfigError")
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Sequences that differ in their last token; also with end-of-text as both, should it be padding, too.
+
+        XLM takes any number of padding tokens for the end of a text, wherever they are.
+        """
+        other = self._ids.clone()
+        other[:, -1] = (other[:, -1] + 1) % _V
+        yield self._ids, other
+        padding = self._config.pad_token_id
+        if isinstance(padding, int) and padding == self._config.eos_token_id:
+            ids = self._ids.clone()
+            ids[:, _BOUNDARY] = padding
+            other = ids.clone()
+            ids[:, -1], other[:, -1] = (padding + 1) % _V, padding
+            yield ids, other
+
     def mixes_positions_outside_tp_blocks(self) -> bool:
         """Whether a position depends on another one although the tensor-parallel blocks output zeros."""
         model = self._build(self._hf_attention)
@@ -216,7 +336,7 @@ class _TinyModel:
 
     def _build(self, attention: str) -> nn.Module:
         model = build_meta(self._config, dtype=torch.float32, attn_implementation=attention)
-        materialise(model, _RandomValues(model), device=torch.device("cpu"))
+        materialize(model, RandomValues(model), device=torch.device("cpu"))
         return model.eval()
 
 

@@ -1,6 +1,6 @@
-"""Builds this rank's decoder from the full model: activation checkpointing, pipeline stage, then tensor parallelism.
+"""Builds this rank's decoder from the full model: checkpointing, pipeline stage, tensor parallelism, fp8, compilation.
 
-One function applies them in one order. The result is still on meta; an engine shards and materialises it.
+One function applies them in one order. The result is still on meta; an engine shards and materializes it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ from pipeline.config.rules import ResolvedRun
 from pipeline.models.attention import ATTENTION_NAME
 from pipeline.models.values import ParameterValues
 from pipeline.parallel.activation_checkpointing import apply_activation_checkpointing
+from pipeline.parallel.compilation import apply_compile
 from pipeline.parallel.context import make_cp_attention
 from pipeline.parallel.costs import describe_stages, forward_flops
 from pipeline.parallel.decoder import Decoder, DecoderLayout, parameter_owners
+from pipeline.parallel.expert_balance import ExpertBalancer
+from pipeline.parallel.fp8 import apply_fp8
 from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.stages import StageLayers, keep_stage, split_layers
+from pipeline.parallel.ring import RingAttention
+from pipeline.parallel.stages import StageLayers, keep_stage, layer_list, split_layers
 from pipeline.parallel.tensor import TensorParallel, apply_tensor_parallel
 
 
@@ -54,6 +58,7 @@ def pipeline_stages(run: ResolvedRun, model: nn.Module) -> list[StageLayers]:
     count = run.topology.pp * run.virtual_stages
     if count == 1:
         return [StageLayers(0, 1, (0, model.config.num_hidden_layers), 0.0)]  # type: ignore[union-attr, arg-type]
+    layer_list(model)  # before anything is read from the config: the architecture may have no plan for stages
     layers: int = model.config.num_hidden_layers  # type: ignore[union-attr, assignment]
     if layers < count:
         virtual = run.virtual_stages
@@ -69,7 +74,14 @@ def stage_lines(run: ResolvedRun, model: nn.Module) -> list[str]:
     return describe_stages(model, pipeline_stages(run, model)) if run.topology.pp > 1 else []
 
 
-def assemble(run: ResolvedRun, model: nn.Module, mesh: Mesh | None, *, stage: StageLayers | None = None) -> LocalModel:
+def assemble(
+    run: ResolvedRun,
+    model: nn.Module,
+    mesh: Mesh | None,
+    *,
+    stage: StageLayers | None = None,
+    balancer: ExpertBalancer | None = None,
+) -> LocalModel:
     """Reduces a copy of a model to this rank's part.
 
     Args:
@@ -77,6 +89,7 @@ def assemble(run: ResolvedRun, model: nn.Module, mesh: Mesh | None, *, stage: St
         model: the full model, on meta; not changed.
         mesh: this rank's coordinates and groups; None for one process.
         stage: the pipeline stage to build; the full model when None.
+        balancer: observes the experts' routers; None for a dense model.
 
     Raises:
         ConfigError: the architecture does not support the layout.
@@ -93,6 +106,7 @@ def assemble(run: ResolvedRun, model: nn.Module, mesh: Mesh | None, *, stage: St
     tied = frozenset(name for name, pairs in local_owners.items() if len(pairs) < len(owners[name]))
     group = mesh.group("tp") if mesh else None
     tensor = apply_tensor_parallel(causal, group, names=_names(local_owners)) if group else None
+    apply_fp8(causal, run.config.fp8)
     cp_rank = mesh.coordinates["cp"] if mesh else 0
     layout = DecoderLayout(
         first=stage is None or stage.first,
@@ -103,8 +117,15 @@ def assemble(run: ResolvedRun, model: nn.Module, mesh: Mesh | None, *, stage: St
         cp_size=run.topology.cp if mesh else 1,
         chunk=run.config.loss.chunk,
         own_attention=causal.config._attn_implementation == ATTENTION_NAME,  # type: ignore[union-attr]
+        dtype=next(model.parameters()).dtype,
     )
     decoder = Decoder(causal, layout, local_owners)
+    if balancer is not None:
+        balancer.attach(causal)
+        decoder.balancer = balancer
+    # the balancer's hooks and ring attention's messages run between the graphs of a layer
+    one_graph = balancer is None and not isinstance(layout.cp_attention, RingAttention)
+    apply_compile(causal, run.config.compile, whole_graph=one_graph)
     return LocalModel(decoder, tensor, {name: shapes[name] for name in local_owners}, tied)
 
 
@@ -129,3 +150,7 @@ class ShardedValues:
         if box is None:
             return full
         return full[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))].clone()
+
+    def buffer(self, name: str) -> Tensor | None:
+        """See `ParameterValues.buffer`: whole on every rank."""
+        return self._values.buffer(name)

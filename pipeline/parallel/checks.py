@@ -10,10 +10,14 @@ from transformers import PretrainedConfig
 from headrace.base.errors import ConfigError
 from pipeline.config.layout_rules import check_heads
 from pipeline.config.rules import ResolvedRun
+from pipeline.models.attention import window_of
+from pipeline.models.padding import check_padded_positions
 from pipeline.parallel.activation_checkpointing import check_activation_checkpointing
 from pipeline.parallel.architecture_check import check_architecture
 from pipeline.parallel.assemble import pipeline_stages
-from pipeline.parallel.costs import window_of
+from pipeline.parallel.compilation import check_compile
+from pipeline.parallel.expert_check import check_experts
+from pipeline.parallel.fp8 import check_fp8
 from pipeline.parallel.tensor import check_tp_plan
 
 _NOT_TRAINED = ("classifier_dropout", "summary_first_dropout", "seq_classif_dropout")
@@ -33,6 +37,7 @@ def check_layout(run: ResolvedRun, model: nn.Module) -> None:
     config, topology = model.config, run.topology
     assert isinstance(config, PretrainedConfig)
     _refuse_router_loss(config)
+    check_padded_positions(model, sequence_length=run.batch.sequence_length)
     if not run.plain:
         _refuse_dropout(run, config)
     check_heads(config.to_dict(), topology, cp_method=run.config.parallel.cp_method)
@@ -43,13 +48,20 @@ def check_layout(run: ResolvedRun, model: nn.Module) -> None:
     if topology.cp > 1 and run.config.parallel.cp_method == "ring":
         _check_ring(run, config)
     check_activation_checkpointing(model, run.config.memory)
+    check_compile(run.config.compile)
+    check_fp8(run, model)
+    check_experts(run, model)
     check_architecture(run, config)
 
 
 def _refuse_router_loss(config: PretrainedConfig) -> None:
     if getattr(config, "output_router_logits", False):
-        why = "the experts' load-balancing loss is not supported, and without it the router logits are not used"
-        raise ConfigError("model.config.output_router_logits", True, why=why, remedy="set it to false")
+        why = (
+            "transformers' load-balancing loss is of each micro-batch alone, so that it depends on the layout;"
+            " it is not computed here"
+        )
+        remedy = "set it to false, and moe.balance to aux_loss, which is of the global batch"
+        raise ConfigError("model.config.output_router_logits", True, why=why, remedy=remedy)
 
 
 def _refuse_dropout(run: ResolvedRun, config: PretrainedConfig) -> None:

@@ -11,6 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+functional: Any = torch.ops._c10d_functional
+"""torch's collectives that return their result, which a compiled graph can hold and selective recomputation saves."""
+
 
 def all_gather(part: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
     """Concatenates the ranks' parts along `dim`. Backward: gradients are summed over the ranks and scattered."""
@@ -26,17 +29,15 @@ def reduce_scatter(full: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tenso
 
 def _gathered(part: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     flat = part.movedim(dim, 0).contiguous()
-    out = flat.new_empty((flat.shape[0] * dist.get_world_size(group), *flat.shape[1:]))
-    dist.all_gather_into_tensor(out, flat, group=group)
+    out: Tensor = functional.wait_tensor(functional.all_gather_into_tensor(flat, group.size(), group.group_name))
     return out.movedim(0, dim).contiguous()
 
 
 def _scattered(full: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     flat = full.movedim(dim, 0).contiguous()
-    ranks = dist.get_world_size(group)
+    ranks = group.size()
     assert flat.shape[0] % ranks == 0, (tuple(full.shape), dim, ranks)
-    out = flat.new_empty((flat.shape[0] // ranks, *flat.shape[1:]))
-    dist.reduce_scatter_tensor(out, flat, group=group)
+    out: Tensor = functional.wait_tensor(functional.reduce_scatter_tensor(flat, "sum", ranks, group.group_name))
     return out.movedim(0, dim).contiguous()
 
 

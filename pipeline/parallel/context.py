@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.models.attention import AttentionMask, ContextParallelAttention, attend, repeat_heads
+from pipeline.models.attention import ContextParallelAttention, attend, repeat_heads
+from pipeline.models.masks import AttentionMask
+from pipeline.parallel.collectives import functional
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.ring import RingAttention
 
@@ -76,7 +78,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _exchanged(tensor: Tensor, group: dist.ProcessGroup, scatter_dim: int, gather_dim: int) -> Tensor:
-    sent = torch.stack(tensor.chunk(dist.get_world_size(group), dim=scatter_dim))
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent.contiguous(), group=group)
+    sent = torch.stack(tensor.chunk(group.size(), dim=scatter_dim))
+    equal = [1] * group.size()
+    received = functional.wait_tensor(functional.all_to_all_single(sent, equal, equal, group.group_name))
     return torch.cat(received.unbind(), dim=gather_dim)

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from pipeline.models.attention import window_of
+from pipeline.models.layers import attention_widths
 from pipeline.parallel.stages import StageLayers, layer_list, modules_before_layers
 
 
@@ -22,12 +24,11 @@ def forward_flops(model: nn.Module, *, sequence_length: int) -> tuple[list[float
         sequence_length: s.
     """
     config: Any = model.config
-    heads = config.num_attention_heads
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    widths = attention_widths(config)
     flops: list[float] = []
     for index, layer in enumerate(layer_list(model)[1]):
         span = min(window_of(config, index) or sequence_length, sequence_length)
-        flops.append(2.0 * _active_parameters(layer, config) + 4.0 * width * span)
+        flops.append(2.0 * _active_parameters(layer, config) + 4.0 * widths[index] * span)
     return flops, 2.0 * config.vocab_size * config.hidden_size
 
 
@@ -69,15 +70,6 @@ def describe_stages(model: nn.Module, stages: Sequence[StageLayers]) -> list[str
         size = f"{parameters:,} parameters ({parameters * bytes_each / 2**20:,.1f} MiB)"
         lines.append(f"stage {stage.index}: {modules}; {share}, {size}")
     return lines
-
-
-def window_of(config: Any, layer: int) -> int | None:
-    """Sliding window of a layer in positions, from a Hugging Face config; None for full attention."""
-    window: int | None = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types:
-        return window if layer_types[layer] == "sliding_attention" else None
-    return window if getattr(config, "use_sliding_window", True) else None
 
 
 def _active_parameters(layer: nn.Module, config: Any) -> float:

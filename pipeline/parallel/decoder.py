@@ -1,7 +1,7 @@
 """The root module of every engine: a Hugging Face decoder, or a pipeline stage of it, including the (chunked) loss.
 
 The loss is computed inside the module, because a sharding engine gathers parameters only during a forward pass, and
-because with a chunked loss the logits of the full sequence never exist.
+because with a chunked loss, fused with the head, the logits of the full sequence never exist.
 
 Shapes: B samples, T positions of this rank (the sequence divided by cp), D features, V ids. Between the blocks of a
 tensor-parallel model hidden states are [B, T / tp, D].
@@ -13,32 +13,22 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from pipeline.data.loader import MicroBatch
-from pipeline.models.attention import AttentionContext, ContextParallelAttention
+from pipeline.data.loader import IGNORE, MicroBatch
+from pipeline.models.attention import ContextParallelAttention, attention_windows, make_context
 from pipeline.parallel.collectives import all_gather
+from pipeline.parallel.fused_head import LossFunction, LossTask, fuse_head, total_and_parts
 from pipeline.parallel.tensor import TensorParallel
-from pipeline.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard
+from pipeline.parallel.vocabulary import FULL_VOCABULARY
 
 
-class _Loss(Protocol):
-    total: Tensor
-    parts: tuple[Tensor, ...]
+class TokenCounter(Protocol):
+    """The part of an `ExpertBalancer` that the decoder uses."""
 
-
-class LossFunction(Protocol):
-    """The part of an objective that the decoder uses; see `engines.objective.Objective`."""
-
-    def extra_targets(self, batch: MicroBatch) -> tuple[Tensor, ...]:
-        """Targets per position besides the labels."""
-        ...
-
-    def __call__(
-        self, logits: Tensor, labels: Tensor, *extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
-    ) -> Any:
-        """Computes the loss."""
+    def begin_micro_batch(self, counted: Tensor) -> None:
+        """Sets which tokens of the coming forward pass count."""
         ...
 
 
@@ -53,8 +43,9 @@ class DecoderLayout:
         cp_attention: attention across the ranks of a sequence (context parallelism), or None.
         offset: first position of this rank in the sequence.
         cp_size: ranks that share a sequence (cp).
-        chunk: positions whose logits exist at the same time (chunked loss); all when None.
+        chunk: positions of each sample whose logits exist at the same time (chunked loss); all when None.
         own_attention: whether attention is that of `models.attention`, which takes a context, or Hugging Face's.
+        dtype: of queries, in which masks are made.
     """
 
     first: bool = True
@@ -65,6 +56,7 @@ class DecoderLayout:
     cp_size: int = 1
     chunk: int | None = None
     own_attention: bool = True
+    dtype: torch.dtype = torch.float32
 
 
 class Decoder(nn.Module):
@@ -74,6 +66,12 @@ class Decoder(nn.Module):
         causal: Hugging Face's `...ForCausalLM`, possibly sharded by `parallel.tensor` and `parallel.stages`.
         layout: how it is computed.
         owners: canonical Hugging Face name -> the (module, attribute) pairs that hold the parameter.
+
+    Raises:
+        ValueError: a chunked loss, of a model whose head is no linear layer.
+
+    Attributes:
+        balancer: told which tokens count, before every forward pass; None for a dense model.
     """
 
     def __init__(
@@ -82,6 +80,10 @@ class Decoder(nn.Module):
         super().__init__()
         self.causal, self.layout = causal, layout
         self._owners = owners
+        self._windows = attention_windows(causal.config)
+        self.balancer: TokenCounter | None = None
+        if layout.last and layout.chunk is not None:
+            fuse_head(causal.get_output_embeddings())  # type: ignore[operator]
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """This rank's current parameters, by Hugging Face name."""
@@ -103,11 +105,13 @@ class Decoder(nn.Module):
         Returns:
             On the last stage (total, *parts): scalars, sums over targets. On others (hidden states,).
         """
+        if self.balancer is not None:
+            self.balancer.begin_micro_batch(self._routed_tokens(batch))
         if self._uses_model_forward:
             logits: Tensor = self.causal(
                 input_ids=inputs, use_cache=False, **self._attention_arguments(batch, inputs)
             ).logits
-            return _total_and_parts(objective(logits, batch.labels, *objective.extra_targets(batch)))
+            return total_and_parts(objective(logits, batch.labels, *objective.extra_targets(batch)))
         named = {"input_ids" if self.layout.first else "inputs_embeds": inputs}
         hidden: Tensor = self.causal.base_model(  # type: ignore[operator]
             **named, use_cache=False, **self._attention_arguments(batch, inputs)
@@ -122,6 +126,14 @@ class Decoder(nn.Module):
         layout = self.layout
         return layout.first and layout.last and layout.tensor is None and layout.chunk is None
 
+    def _routed_tokens(self, batch: MicroBatch) -> Tensor:
+        """Which tokens between the blocks are targets, bool [B, T / tp]: routers see hidden states of this shape."""
+        counted = batch.labels != IGNORE
+        tensor = self.layout.tensor
+        if tensor is None:
+            return counted
+        return counted.chunk(dist.get_world_size(tensor.group), dim=1)[dist.get_rank(tensor.group)]
+
     def _attention_arguments(self, batch: MicroBatch, inputs: Tensor) -> dict[str, Any]:
         length = batch.labels.shape[1]
         positions = batch.positions
@@ -129,8 +141,14 @@ class Decoder(nn.Module):
             positions = torch.arange(self.layout.offset, self.layout.offset + length, device=inputs.device).unsqueeze(0)
         arguments: dict[str, Any] = {} if positions is None else {"position_ids": positions}
         if self.layout.own_attention:
-            full_length = length * self.layout.cp_size
-            arguments["context"] = AttentionContext(full_length, batch.documents, self.layout.cp_attention)
+            arguments["context"] = make_context(
+                self._windows,
+                length=length * self.layout.cp_size,
+                dtype=self.layout.dtype,
+                device=inputs.device,
+                documents=batch.documents,
+                cp_attention=self.layout.cp_attention,
+            )
         return arguments
 
     def _loss(self, hidden: Tensor, batch: MicroBatch, objective: LossFunction) -> tuple[Tensor, ...]:
@@ -141,20 +159,13 @@ class Decoder(nn.Module):
             hidden = all_gather(hidden, tensor.group, dim=1)
             vocabulary = tensor.vocabulary
 
-        def chunk_loss(hidden: Tensor, labels: Tensor, *extra_targets: Tensor) -> tuple[Tensor, ...]:
-            return _total_and_parts(objective(head(hidden), labels, *extra_targets, vocabulary=vocabulary))
-
-        extra_targets = objective.extra_targets(batch)
-        size = self.layout.chunk
-        if size is None or size >= hidden.shape[1]:
-            return chunk_loss(hidden, batch.labels, *extra_targets)
-        chunks = zip(*(full.split(size, dim=1) for full in (hidden, batch.labels, *extra_targets)), strict=True)
-        sums = [checkpoint(chunk_loss, *chunk, use_reentrant=False) for chunk in chunks]
-        return tuple(torch.stack(column).sum() for column in zip(*sums, strict=True))
-
-
-def _total_and_parts(loss: Any) -> tuple[Tensor, ...]:
-    return (loss.total, *loss.parts)
+        targets = (batch.labels, *objective.extra_targets(batch))
+        if self.layout.chunk is None:
+            return total_and_parts(objective(head(hidden), *targets, vocabulary=vocabulary))
+        rows = len(hidden) * self.layout.chunk
+        task = LossTask(objective, targets[0], targets[1:], vocabulary, rows)
+        sums: tuple[Tensor, ...] = head(hidden, task=task)
+        return sums
 
 
 def parameter_owners(causal: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:

@@ -40,7 +40,7 @@ class Mesh:
         self._device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
         self._data = self._device_mesh["replicate", "shard"]._flatten("data")
         # creating a group is collective over all ranks, members or not
-        self._cp = _own_group(topology.group(rank, "cp") for rank in range(topology.world_size))
+        self._cp = _own_group((topology.group(rank, "cp") for rank in range(topology.world_size)), name="cp")
 
     def size(self, axis: str) -> int:
         """Number of ranks along pp, dp, cp, tp, or data."""
@@ -79,14 +79,17 @@ def tied_weights_group(topology: Topology) -> dist.ProcessGroup | None:
     Collective. None without pipeline parallelism, and on the ranks of the stages between.
     """
     columns = (topology.group(rank, "pp") for rank in range(topology.world_size))
-    return _own_group([column[0], column[-1]] for column in columns if topology.pp > 1)
+    return _own_group(([column[0], column[-1]] for column in columns if topology.pp > 1), name="tied_weights")
 
 
-def _own_group(groups: Iterable[list[int]]) -> dist.ProcessGroup | None:
-    """Creates every group of several ranks once, in the same order on all ranks, and returns this rank's own."""
+def _own_group(groups: Iterable[list[int]], *, name: str) -> dist.ProcessGroup | None:
+    """Creates every group of several ranks once, in the same order on all ranks, and returns this rank's own.
+
+    The name is what a fault report shows.
+    """
     own: dist.ProcessGroup | None = None
     for ranks in dict.fromkeys(tuple(group) for group in groups):
         if len(ranks) > 1:
-            created = dist.new_group(list(ranks))
+            created = dist.new_group(list(ranks), group_desc=name)
             own = created if dist.get_rank() in ranks else own
     return own

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.models.attention import AttentionMask, repeat_heads
+from pipeline.models.attention import repeat_heads
+from pipeline.models.masks import AttentionMask
 from pipeline.parallel.kernels import attention_backward, attention_forward
 
 
@@ -29,6 +30,7 @@ class RingAttention:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # messages between two ranks cannot be part of a graph
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: AttentionMask) -> Tensor:
         """See `ContextParallelAttention.attend`."""
         assert mask.causal_only, "refused by the checks: ring attention supports only the causal mask"

@@ -29,7 +29,10 @@ from pipeline.parallel.vocabulary import VocabularyShard
 _SEQUENCE = 1
 """The dim of hidden states [B, T, D] that is sharded between blocks."""
 
-_REPLICATED = {"replicated_with_grad_allreduce"}
+_EXPERTS = "moe_tp_experts"
+"""Transformers' style of a mixture of experts. The experts stay whole: every tp rank routes its own positions."""
+
+_REPLICATED = {"replicated_with_grad_allreduce", _EXPERTS}
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ def check_tp_plan(model: nn.Module, *, tp: int) -> dict[str, str]:
         _check_divides(module.weight.shape[0 if style == "colwise" else 1], tp, name)
         styles[name] = style
     _check_blocks_covered(model, plan, styles, tp)
+    _refuse_shared_experts(model, plan, styles, tp)
     _check_divides(config.vocab_size, tp, "model.config.vocab_size")
     for key in ("num_attention_heads", "num_key_value_heads"):
         if getattr(config, key, None):
@@ -105,6 +109,20 @@ def _check_blocks_covered(model: nn.Module, plan: dict[str, str], styles: dict[s
                     why=f"the plan of {model.config.model_type} does not cover {name}",  # type: ignore[union-attr]
                     remedy="use ZeRO or FSDP2 for this architecture (parallel.tp 1)",
                 )
+
+
+def _refuse_shared_experts(model: nn.Module, plan: dict[str, str], styles: dict[str, str], tp: int) -> None:
+    """Sharded layers beside routed experts would get tokens [N, D], whose sequence cannot be gathered."""
+    prefix = f"{model.base_model_prefix}."
+    sparse = {
+        name.rpartition(".")[0] + "."
+        for name, _ in model.named_modules()
+        if _style(plan, name.removeprefix(prefix)) == _EXPERTS
+    }
+    beside = next((name for name in styles if name.startswith(tuple(sparse))), None)
+    if beside is not None:
+        why = f"{beside} is shared by all tokens of a mixture of experts, and sharding it is not supported"
+        raise ConfigError("parallel.tp", tp, why=why, remedy="use ZeRO or FSDP2 for this architecture (parallel.tp 1)")
 
 
 def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup, *, names: dict[int, str]) -> TensorParallel:
@@ -151,9 +169,10 @@ def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup, *, names: 
             shard(linear, "bias", 0)
             blocks.add(name.rpartition(".")[0])
         else:
-            linear.forward = partial(_rowwise_forward, linear, group)  # type: ignore[method-assign]
+            linear.__class__, linear.group = RowwiseLinear, group  # type: ignore[assignment]
+    gather = partial(_gather_input, group)  # one for all blocks: a compiled layer depends on its identity
     for name in blocks:
-        model.get_submodule(name).register_forward_pre_hook(partial(_gather_input, group), with_kwargs=True)
+        model.get_submodule(name).register_forward_pre_hook(gather, with_kwargs=True)
     # not from the head's weight, which a sharding engine may have emptied by then
     config: Any = model.config
     vocabulary = VocabularyShard(group, rank * (config.vocab_size // tp))
@@ -179,10 +198,23 @@ def _gather_input(
     return args, {**kwargs, "hidden_states": all_gather(kwargs["hidden_states"], group, dim=_SEQUENCE)}
 
 
-def _rowwise_forward(linear: nn.Linear, group: dist.ProcessGroup, features: Tensor) -> Tensor:
-    """Features [B, T, D_in / tp] -> [B, T / tp, D_out]; the bias is added once, after the sum over ranks."""
-    out = reduce_scatter(F.linear(features, linear.weight), group, dim=_SEQUENCE)
-    return out if linear.bias is None else out + linear.bias
+class RowwiseLinear(nn.Linear):
+    """A linear layer whose input features are sharded over the ranks of `group`.
+
+    What a layer becomes, in place. A class, not a function bound to each layer, so that all layers share one compiled
+    graph.
+    """
+
+    group: dist.ProcessGroup
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Features [B, T, D_in / tp] -> [B, T / tp, D_out]; the bias is added once, after the sum over ranks."""
+        out = reduce_scatter(self.product(features), self.group, dim=_SEQUENCE)
+        return out if self.bias is None else out + self.bias
+
+    def product(self, features: Tensor) -> Tensor:
+        """Features [B, T, D_in / tp] -> this rank's summand of the output [B, T, D_out], without the bias."""
+        return F.linear(features, self.weight)
 
 
 def _shard_embedding(embedding: nn.Embedding, group: dist.ProcessGroup) -> None:

@@ -20,6 +20,7 @@ class Case:
         save: steps after which the state is saved.
         resume_from: name of an earlier case, and a step after which it saved its state: at the end of this case its
             engine loads that state and repeats the steps after it.
+        noise: relative size of random noise on the initial values; 0 for none.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Case:
     processes: int = 1
     save: tuple[int, ...] = (1,)
     resume_from: tuple[str, int] | None = None
+    noise: float = 0.0
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Case:

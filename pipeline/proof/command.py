@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pipeline.proof.equivalence import ProofResult
     from pipeline.proof.shrunk_run import ShrunkRun
 
-PROVEN, REFUTED = 0, 1
+PROVEN, REFUTED, INCONCLUSIVE = 0, 1, 3
 READ_BY_REFERENCE = "loss, its state in one process"
 """Name of the comparison of the reference's losses after it resumed from the layout's state."""
 
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the proof; returns PROVEN or REFUTED as the exit code."""
+    """Runs the proof; returns PROVEN, REFUTED or INCONCLUSIVE as the exit code."""
     started = time.monotonic()
     config = load_config(arguments.config, arguments.overrides)
     real = resolve(config, world_size=arguments.processes) if arguments.processes else _fewest(config)
@@ -57,9 +57,23 @@ def run(arguments: argparse.Namespace) -> int:
     from pipeline.proof.table import print_results  # noqa: PLC0415
 
     print_results(results, gradients=arguments.gradients)
-    proven = all(result.passed for result in results)
-    print(f"{'proven' if proven else 'REFUTED'} in {time.monotonic() - started:.0f} s")
-    return PROVEN if proven else REFUTED
+    verdict, words = _verdict(results)
+    print(f"{words} in {time.monotonic() - started:.0f} s")
+    return verdict
+
+
+def _verdict(results: list[ProofResult]) -> tuple[int, str]:
+    """Exit code and word. A layout is refuted by a quantity that rounding does not explain."""
+    if all(result.passed for result in results):
+        return PROVEN, "proven"
+    if all(result.passed or result.inconclusive for result in results):
+        print(
+            "The first gradients are equal. The curves differ, but one plain process with noise of the size of\n"
+            "rounding on its initial values differs from itself as much: at this learning rate the model is chaotic.\n"
+            "  try: fewer steps (--steps 5), or a smaller optimizer.params.lr"
+        )
+        return INCONCLUSIVE, "INCONCLUSIVE"
+    return REFUTED, "REFUTED"
 
 
 def _fewest(config: Config) -> ResolvedRun:
@@ -114,9 +128,28 @@ def _prove(shrunk: ShrunkRun, work: Path, *, steps: int) -> list[ProofResult]:
     resumed = check_equivalence(known["resumed-fp32"], fp32, fp32_reference=fp32)
     others = [replace(each, quantity=READ_BY_REFERENCE) for each in resumed.comparisons if each.quantity == RESUMED]
     first = results[0]
+    results[0] = replace(first, comparisons=(*first.comparisons, *others), error=first.error or resumed.error)
+    return _look_at_noise(results, known, work)
+
+
+def _look_at_noise(
+    results: list[ProofResult], known: dict[str, tuple[Case, CaseResult]], work: Path
+) -> list[ProofResult]:
+    """Runs the reference with noise of the size of rounding, in every precision in which the curves are not equal."""
+    from pipeline.proof.equivalence import with_noise  # noqa: PLC0415
+    from pipeline.proof.tolerance import UNIT_ROUNDOFF  # noqa: PLC0415
+    from pipeline.proof.worker import run_cases  # noqa: PLC0415
+
+    unclear = [result.precision for result in results if not result.passed and result.error is None]
+    cases = {
+        p: replace(known[f"reference-{p}"][0], name=f"noise-{p}", noise=UNIT_ROUNDOFF[p], resume_from=None)
+        for p in unclear
+    }
+    found = run_cases(list(cases.values()), work, on_result=_print_case) if cases else {}
     return [
-        replace(first, comparisons=(*first.comparisons, *others), error=first.error or resumed.error),
-        *results[1:],
+        with_noise(result, (cases[p], found[f"noise-{p}"]), known[f"reference-{p}"]) if p in cases else result
+        for result in results
+        for p in (result.precision,)
     ]
 
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from headrace.base.section import parse
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.read_weights import CheckpointWeights
+from pipeline.config.deepspeed_schema import OptimizerSection, SchedulerSection
+from pipeline.config.schedule import schedule_from_section
 from pipeline.proof.case import Case, CaseResult
 from pipeline.proof.tolerance import Tolerance
 
@@ -47,18 +51,46 @@ class Comparison:
 def first_gradient(case: Case, result: CaseResult) -> dict[str, Tensor]:
     """The gradient of the first step by tensor, fp32, before clipping.
 
-    AdamW's first moment after one step is (1 - beta1) times the clipped gradient; with beta1 0 it is the gradient. The
-    clipping factor follows from the norm. Elements that the state does not contain are NaN.
+    After one step AdamW's first moment is (1 - beta1) times the clipped gradient, Lion's (1 - beta2) times; with that
+    beta 0 it is the gradient. SGD's momentum is the clipped gradient plus the weight decay. The clipping factor follows
+    from the norm. Elements that the state does not contain are NaN.
     """
     directory = result.state(1)
     shapes = CheckpointWeights(directory).shapes
-    state = {named_state.moment_key("exp_avg", n): torch.full(s, math.nan) for n, s in shapes.items()}
-    named_state.read(state, directory)
-    params = case.config["optimizer"]["params"]
+    section = parse(OptimizerSection, case.config["optimizer"])
+    first = section.kind.states[0]
     clip = case.config.get("gradient_clipping") or math.inf
-    factor = (1 - params["betas"][0]) * min(1.0, clip / (result.grad_norms[1] + 1e-6))
-    prefix = named_state.moment_key("exp_avg", "")
-    return {key.removeprefix(prefix): moment / factor for key, moment in state.items()}
+    factor = _share_in_state(section) * min(1.0, clip / (result.grad_norms[1] + 1e-6))
+    states = _read(first, shapes, directory)
+    if section.type == "SGD":
+        weights = _read("weight", shapes, directory)
+        states = {name: state - _sgd_decay(case, section, weights[name], state) for name, state in states.items()}
+    return {name: state / factor for name, state in states.items()}
+
+
+def _sgd_decay(case: Case, section: OptimizerSection, weight: Tensor, momentum: Tensor) -> Tensor | float:
+    """The weight decay within SGD's momentum after the first step, from the weight after it: undoes the update."""
+    if momentum.ndim < 2:
+        return 0.0
+    params, scheduler = section.params, case.config.get("scheduler")
+    parsed = None if scheduler is None else parse(SchedulerSection, scheduler)
+    lr = schedule_from_section(parsed, lr=params.lr, steps=case.config["run"]["steps"]).lr(1)
+    update = momentum * (1 + (params.momentum or 0.0) * bool(params.nesterov))
+    return params.weight_decay * (weight + lr * update)
+
+
+def _share_in_state(section: OptimizerSection) -> float:
+    """The factor with which the first gradient enters the first state tensor."""
+    if section.type == "SGD":
+        return 1.0
+    assert section.params.betas is not None
+    return 1 - section.params.betas[1 if section.type == "Lion" else 0]
+
+
+def _read(kind: str, shapes: Mapping[str, torch.Size], directory: Path) -> dict[str, Tensor]:
+    state = {named_state.moment_key(kind, name): torch.full(shape, math.nan) for name, shape in shapes.items()}
+    named_state.read(state, directory)
+    return {key.removeprefix(named_state.moment_key(kind, "")): value for key, value in state.items()}
 
 
 def relative_differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.base.section import parse
 from pipeline.config.batch import resolve_batch
@@ -10,6 +10,10 @@ from pipeline.config.schema import Config
 from pipeline.proof.case import Case, CaseResult
 from pipeline.proof.compare import Comparison, compare, first_gradient, relative_differences
 from pipeline.proof.tolerance import Tolerance, fp32_tolerance, half_tolerance
+
+NOISE_FACTOR = 10.0
+"""How much more than noise on the initial values a layout may differ: it rounds differently in every one of 20 steps,
+noise is added once."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,8 @@ class ProofResult:
         gradient: tensor -> relative difference of the first gradient.
         tolerance: allowed differences.
         error: last lines of output of a rank when a run failed; None otherwise.
+        noise: the largest difference, by quantity, of a reference run whose initial values have noise of the size of
+            rounding; None where that was not run.
     """
 
     precision: str
@@ -29,6 +35,20 @@ class ProofResult:
     gradient: dict[str, float] | None = None
     tolerance: Tolerance | None = None
     error: str | None = None
+    noise: dict[str, float] | None = None
+
+    @property
+    def inconclusive(self) -> bool:
+        """Whether the curves differ, but no more than rounding explains: the first gradients are equal, and one plain
+        process with noise of the size of rounding differs from itself about as much."""
+        failed = [each for each in self.comparisons if not each.passed]
+        if self.error is not None or not failed or self.noise is None:
+            return False
+        curve = {name: NOISE_FACTOR * value for name, value in self.noise.items()}
+        # what is compared after a resume is a loss, too
+        return all(each.difference <= curve.get(each.quantity, curve["loss"]) for each in failed) and not any(
+            each.quantity == "gradient" for each in failed
+        )
 
     @property
     def passed(self) -> bool:
@@ -68,6 +88,23 @@ def check_equivalence(
     gradient = relative_differences(first_gradient(case, result), expected)
     comparisons = compare(result, reference[1], gradient, tolerance)
     return ProofResult(precision, tuple(comparisons), gradient, tolerance)
+
+
+def with_noise(
+    result: ProofResult, perturbed: tuple[Case, CaseResult], reference: tuple[Case, CaseResult]
+) -> ProofResult:
+    """The result, with how much a perturbed reference differs from the reference.
+
+    Args:
+        result: of a layout in the precision of both.
+        perturbed: the reference with noise on its initial values.
+        reference: the reference run.
+    """
+    if perturbed[1].error is not None or result.tolerance is None:
+        return result
+    gradient = relative_differences(first_gradient(*perturbed), first_gradient(*reference))
+    noise = compare(perturbed[1], reference[1], gradient, result.tolerance)
+    return replace(result, noise={each.quantity: each.difference for each in noise})
 
 
 def precision_of(case: Case) -> str:

@@ -6,6 +6,7 @@ Importing this module imports all dependencies of a rank.
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -24,6 +25,7 @@ from pipeline.engines.build import build_engine
 from pipeline.engines.common import require_finite_step
 from pipeline.engines.objective import CrossEntropy
 from pipeline.launch import Launch, process_group
+from pipeline.models.values import ParameterValues
 from pipeline.proof.case import Case, CaseResult, write_result
 from pipeline.run.prepare import PreparedRun, prepare
 
@@ -43,12 +45,35 @@ def run_rank(case: Case, directory: Path, *, rank: int, port: int) -> None:
     run = resolve(config, world_size=case.processes)
     prepared = prepare(run)
     launch = Launch("proof", rank, case.processes, rank, f"127.0.0.1:{port}")
-    with nullcontext() if run.plain else process_group(launch, gpu=None, timeout_s=120.0):
+    with nullcontext() if run.alone else process_group(launch, gpu=None, timeout_s=120.0):
         objective = CrossEntropy(z_loss=config.loss.z_loss)
-        engine = build_engine(run, prepared.model, prepared.values, objective, device=torch.device("cpu"))
+        values = _Perturbed(prepared.values, case.noise) if case.noise else prepared.values
+        engine = build_engine(run, prepared.model, values, objective, device=torch.device("cpu"))
         case_result = _train(case, directory, prepared, engine, _loader_arguments(run, rank))
         if rank == 0:
             write_result(case_result)
+
+
+class _Perturbed:
+    """Initial values with relative normal noise, the same in every process.
+
+    Args:
+        values: without noise.
+        size: standard deviation of the noise, relative to each element.
+    """
+
+    def __init__(self, values: ParameterValues, size: float) -> None:
+        self._values, self._size = values, size
+
+    def value(self, name: str) -> torch.Tensor:
+        """See `ParameterValues.value`."""
+        value = self._values.value(name)
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        return value * (1 + self._size * torch.randn(value.shape, generator=generator))
+
+    def buffer(self, name: str) -> torch.Tensor | None:
+        """See `ParameterValues.buffer`."""
+        return self._values.buffer(name)
 
 
 def _loader_arguments(run: ResolvedRun, rank: int) -> dict[str, Any]:

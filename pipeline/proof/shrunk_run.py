@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from pipeline.config.deepspeed_schema import OptimizerSection
 from pipeline.config.layout_rules import check_heads
 from pipeline.config.rules import ResolvedRun
 from pipeline.models.hf_config import known_keys, resolve_hf_config
@@ -24,9 +25,11 @@ SEQUENCE = 32
 """Tokens per sample."""
 
 VOCABULARY = 256
-LEARNING_RATE = 3e-3
-"""Minimum learning rate, so that the weights of the tiny model change noticeably in a few steps."""
+LEARNING_RATES = {"AdamW": (1e-3, 3e-3), "Adam": (1e-3, 3e-3), "Lion": (3e-4, 1e-3), "SGD": (3e-2, 1e-1)}
+"""The run's learning rate is kept within these, by `optimizer.type`: the weights of the tiny model change noticeably in
+a few steps, and a curve at a higher rate is chaotic, so that rounding alone tells two layouts apart."""
 
+_MOMENTUM, _SGD_DECAY = 0.9, 1e-3
 _BUCKET = 4096
 _ZERO_SIZES = {
     0: {},
@@ -81,7 +84,7 @@ def reference_config(config: dict[str, Any], *, dp: int) -> dict[str, Any]:
     accumulation = config["gradient_accumulation_steps"] * dp
     return {
         **kept,
-        "engine": "torch",
+        "engine": "reference",
         "loss": loss,
         "zero_optimization": {"stage": 0},
         "gradient_accumulation_steps": accumulation,
@@ -108,7 +111,7 @@ def shrink_run(run: ResolvedRun, *, steps: int, work: Path) -> ShrunkRun:
     Raises:
         ConfigError: the layout does not divide the model's heads, or its architecture cannot be shrunk.
     """
-    config, notes = run.config, []
+    config, notes = run.config, list[str]()
     hf_config = resolve_hf_config(
         config.model, tokenizer={"vocab_size": 1}, sequence_length=config.data.sequence_length
     )
@@ -127,10 +130,14 @@ def shrink_run(run: ResolvedRun, *, steps: int, work: Path) -> ShrunkRun:
         notes.append("flash_attention_2 needs a GPU: proven with sdpa")
     if config.distill is not None:
         notes.append("without the teacher: the next-token loss replaces the distillation objective")
+    if config.fp8.enabled:
+        notes.append("fp8 needs larger sizes: proven in bf16")
     known = known_keys(model.model_type)
     fields = {key: value for key, value in model.to_dict().items() if key in known}
     raw = config.model_dump(mode="json", exclude_none=True)
-    params = {**raw["optimizer"]["params"], "lr": max(config.optimizer.params.lr, LEARNING_RATE)}
+    lowest, highest = LEARNING_RATES[config.optimizer.type]
+    params = {**raw["optimizer"]["params"], "lr": min(max(config.optimizer.params.lr, lowest), highest)}
+    params |= _visible_gradient(config.optimizer, notes)
     shrunk = {
         "engine": config.engine,
         "model": {"config": {**fields, "model_type": model.model_type}, "attn_implementation": attention},
@@ -141,6 +148,7 @@ def shrink_run(run: ResolvedRun, *, steps: int, work: Path) -> ShrunkRun:
         "train_micro_batch_size_per_gpu": min(run.batch.micro, 2),
         "gradient_accumulation_steps": _shrink_accumulation(run, topology),
         "optimizer": {**raw["optimizer"], "params": params},
+        "scheduler": {"type": "WSD", "params": {"warmup_num_steps": steps // 2, "decay_num_steps": steps // 4}},
         "gradient_clipping": config.gradient_clipping,
         "zero_optimization": _shrink_zero(run, work),
         "fp16": {**raw["fp16"], "initial_scale_power": min(config.fp16.initial_scale_power, 12)},
@@ -154,6 +162,19 @@ def shrink_run(run: ResolvedRun, *, steps: int, work: Path) -> ShrunkRun:
         precision = "fp32"
         notes.append("DeepSpeed does not support fp16 on this CPU: proven in fp32 only")
     return ShrunkRun(topology, tuple(notes), shrunk, precision)
+
+
+def _visible_gradient(optimizer: OptimizerSection, notes: list[str]) -> dict[str, Any]:
+    """Replaced parameters of SGD, whose momentum has to show the first gradient; the others' states do as they are."""
+    replaced: dict[str, Any] = {}
+    if not optimizer.kind.states:
+        replaced["momentum"] = _MOMENTUM
+        notes.append(f"SGD without momentum keeps no state that shows the first gradient: proven with {_MOMENTUM}")
+    if optimizer.type == "SGD" and optimizer.params.weight_decay > _SGD_DECAY:
+        # at 0.1 and clipped to a fiftieth, rounding of the sum of both was seen to be 2.6e-5 of the gradient
+        replaced["weight_decay"] = _SGD_DECAY
+        notes.append(f"in SGD's momentum a larger weight decay hides the first gradient: proven with {_SGD_DECAY}")
+    return replaced
 
 
 def _cpu_supports_fp16() -> bool:

@@ -92,8 +92,9 @@ def preload(engines: Collection[str], model_types: Iterable[str]) -> None:
 
 
 _IMPORTS = {
+    "reference": ("pipeline.engines.torch_native.reference",),
     "torch": (
-        "pipeline.engines.torch_native.reference",
+        "pipeline.engines.torch_native.single",
         "pipeline.engines.torch_native.parallel",
         "pipeline.engines.torch_native.pipeline",
     ),

@@ -26,7 +26,7 @@ class Line:
     """One run's metric in a chart.
 
     Attributes:
-        index: index of the run in the report; selects colour and dash.
+        index: index of the run in the report; selects color and dash.
         name: of the run.
         x: tokens, float64 [n], n >= 1.
         y: float64 [n]; values that are not finite are left out.
@@ -198,7 +198,7 @@ def _write_labels(axes: Axes, chart: Chart, labels: list[str], *, gap: float) ->
 def spread(wanted: Sequence[float], *, gap: float) -> list[float]:
     """Positions close to `wanted`, in the same order, at least `gap` apart and none below half a gap."""
     order = sorted(range(len(wanted)), key=lambda i: wanted[i])
-    # a stack of labels is centred on its values: its lowest label starts half of its height below
+    # a stack of labels is centered on its values: its lowest label starts half of its height below
     placed, floor = [0.0] * len(wanted), gap / 2
     for rank, i in enumerate(order):
         above = sum(1 for j in order[rank + 1 :] if wanted[j] - wanted[i] < gap)

@@ -1,5 +1,7 @@
 """`python -m pipeline report OUT.html --run NAME=RUN --model NAME=FOLDER --data TOKENS`: report of runs and models.
 
+Runs alone need neither a model nor data, and may still be training: the page is of the steps they have done.
+
 All inputs are checked first; then each model is evaluated in a subprocess, a table is printed, and the page is written
 atomically.
 """
@@ -12,20 +14,24 @@ from pathlib import Path
 
 from rich.console import Console
 
+from pipeline.evaluation.command import add_window_arguments
 from pipeline.evaluation.complete import complete
-from pipeline.evaluation.data import HeldOutData
 from pipeline.report.inputs import Inputs, Model, check
 from pipeline.report.models import TABLE_WIDTH, Measured, measure_model, table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments; those of the evaluation have the defaults of `HeldOutData`."""
-    length = HeldOutData(path="").sequence_length
     parser.add_argument("out", metavar="OUT.html", help="HTML file to write; an existing one is replaced")
-    _add_named(parser, "--run", "RUN_DIR", "a run directory and its name in the report (repeatable)")
-    _add_named(parser, "--model", "FOLDER", "a Hugging Face model folder and its name in the report (repeatable)")
-    parser.add_argument("--data", required=True, metavar="TOKENS", help="a tokens directory, for its held-out split")
-    parser.add_argument("--sequence-length", type=int, default=length, metavar="T", help="default: %(default)s")
+    _add_named(
+        parser,
+        "--run",
+        "RUN_DIR",
+        "a run directory, finished or training, and its name (repeatable)",
+    )
+    _add_named(parser, "--model", "FOLDER", "a Hugging Face model folder and its name (repeatable)")
+    parser.add_argument("--data", metavar="TOKENS", help="a tokens directory, for its held-out split")
+    add_window_arguments(parser)
     parser.add_argument(
         "--max-tokens", type=int, metavar="N", help="evaluate about N tokens, evenly spaced; default: all"
     )
@@ -44,7 +50,8 @@ def run(args: argparse.Namespace) -> int:
     inputs = check(args)
     progress, output = Console(stderr=True), Console(width=max(Console().width, TABLE_WIDTH))
     measured = _measure_all(inputs, progress)
-    output.print(table(measured, inputs.data))
+    if inputs.data is not None:
+        output.print(table(measured, inputs.data))
     completion = None
     if inputs.prompt is not None:
         last = inputs.models[-1]
@@ -72,7 +79,7 @@ def write_atomically(out: Path, text: str) -> None:
 
 
 def _add_named(parser: argparse.ArgumentParser, flag: str, what: str, text: str) -> None:
-    parser.add_argument(flag, action="append", required=True, metavar=f"NAME={what}", help=text)
+    parser.add_argument(flag, action="append", default=[], metavar=f"NAME={what}", help=text)
 
 
 def _measure_all(inputs: Inputs, console: Console) -> list[Measured]:
@@ -81,6 +88,7 @@ def _measure_all(inputs: Inputs, console: Console) -> list[Measured]:
     def measure_one(number: int, model: Model) -> Measured:
         line = f"evaluating {number}/{len(inputs.models)}: {model.name} ({model.folder.path})"
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+        assert inputs.data is not None
         return measure_model(model, inputs.data)
 
     return [measure_one(i, model) for i, model in enumerate(inputs.models, start=1)]

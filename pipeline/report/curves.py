@@ -58,14 +58,14 @@ def remarks(group: Group, chart: Chart) -> Iterator[str]:
     runs = [run for _, run in group.runs]
     if any(smoothing_window(len(run.steps)) > 1 for run in runs):
         windows = _each(group, [f"{smoothing_window(len(run.steps)):,}" for run in runs])
-        yield f"Thin: training loss of each step. Thick: its centred mean over {windows} steps."
+        yield f"Thin: training loss of each step. Thick: its centered mean over {windows} steps."
     else:
         yield "Line, or circle if there is only one step: training loss of each step."
     if any(run.evaluations for run in runs):
         yield "Points: held-out loss; the last value is written beside its line."
     longest = max(len(run.steps) for run in runs)
     if longest > POINTS:
-        yield f"Runs of more than {POINTS:,} steps are drawn as {POINTS:,} points, each the mean of neighbouring steps."
+        yield f"Runs of more than {POINTS:,} steps are drawn as {POINTS:,} points, each the mean of neighboring steps."
     for run in runs:
         if run.loss_key != "loss":
             yield f"{run.name} is distilled: its cross-entropy with the data is shown, not the sum it minimizes."

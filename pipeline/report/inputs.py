@@ -11,7 +11,8 @@ from typing import TypeVar
 
 from headrace.base.errors import ConfigError, DataError
 from headrace.base.section import parse
-from pipeline.evaluation.data import FieldNames, HeldOutData, open_heldout
+from pipeline.evaluation.command import window_fields
+from pipeline.evaluation.data import FieldNames, HeldOutData, as_trained, open_heldout
 from pipeline.evaluation.model_folder import ModelFolder
 from pipeline.report.runs import RunRecord, read_run
 
@@ -32,9 +33,9 @@ class Inputs:
 
     Attributes:
         out: the page to write; its directory exists.
-        runs: read and complete, names distinct.
+        runs: read, finished or still training, names distinct.
         models: opened, with the dataset's tokenizer, names distinct.
-        data: the held-out split they are evaluated on.
+        data: the held-out split they are evaluated on; None without models.
         prompt: text for the last model to complete, or None.
         tokens: maximum number of new tokens.
     """
@@ -42,7 +43,7 @@ class Inputs:
     out: Path
     runs: tuple[RunRecord, ...]
     models: tuple[Model, ...]
-    data: HeldOutData
+    data: HeldOutData | None
     prompt: str | None
     tokens: int
 
@@ -56,15 +57,36 @@ def check(args: argparse.Namespace) -> Inputs:
     """
     out = _check_out(Path(args.out))
     _check_completion(args.prompt, args.tokens)
-    numbers = {"sequence_length": args.sequence_length, "max_tokens": args.max_tokens}
-    data = parse(HeldOutData, {"path": args.data, **numbers}, at="data")
+    data = _check_data(args)
     runs = _named("--run", args.run, read_run)
     models = _named("--model", args.model, lambda name, path: Model(name, ModelFolder.open(path)))
+    if models:
+        assert data is not None
+        data = as_trained(data, models[0].folder)  # one set of windows for all of them
     for model in models:
+        assert data is not None
         open_heldout(data, model.folder, names=FieldNames("--data", "--sequence-length"))
     if args.prompt is not None:
         _check_tokenizer(models[-1])
     return Inputs(out, runs, models, data, args.prompt, args.tokens)
+
+
+def _check_data(args: argparse.Namespace) -> HeldOutData | None:
+    """The held-out split; None for a report of runs alone."""
+    if not args.run and not args.model:
+        why = "there is nothing to report"
+        raise ConfigError("--run", why=why, remedy="give --run NAME=RUN_DIR, or --model NAME=FOLDER with --data TOKENS")
+    if args.model and args.data is None:
+        why = "models are evaluated on the held-out split of a tokens directory"
+        raise ConfigError("--data", why=why, remedy="give --data TOKENS, or leave --model out for the runs alone")
+    needless = {"--data": args.data, "--max-tokens": args.max_tokens, "--prompt": args.prompt}
+    if not args.model:
+        for flag, value in needless.items():
+            if value is not None:
+                raise ConfigError(flag, value, why="it is for models, and there is no --model", remedy="leave it out")
+        return None
+    numbers = {**window_fields(args), "max_tokens": args.max_tokens}
+    return parse(HeldOutData, {"path": args.data, **numbers}, at="data")
 
 
 def _check_out(out: Path) -> Path:

@@ -8,6 +8,7 @@ from pathlib import Path
 from string import Template
 
 from headrace.base.directory import code_version
+from pipeline.evaluation.complete import TEMPERATURE, TOP_P
 from pipeline.report import svg
 from pipeline.report.charts import Chart, draw, name_label, value_label
 from pipeline.report.curves import Group, cut_remark, groups, loss_chart, remarks, side_charts
@@ -22,17 +23,48 @@ _HERE = Path(__file__).parent
 def page(inputs: Inputs, measured: Sequence[Measured], completion: str | None) -> str:
     """The HTML document; all text from inputs is escaped."""
     template = Template((_HERE / "page.html").read_text(encoding="utf-8"))
+    names = [model.name for model in inputs.models] or [run.name for run in inputs.runs]
     return template.substitute(
         style=(_HERE / "page.css").read_text(encoding="utf-8"),
-        title=escape(", ".join(one.name for one in measured)),
-        scope=escape(scope(measured, inputs.data)),
-        where=escape(where(measured)),
-        models=_model_table(measured),
-        how=_definitions([(", ".join(filter(None, (c.head, c.unit))), c.how) for c in COLUMNS]),
+        title=escape(", ".join(names)),
+        heading=_heading(inputs),
+        models=_models(inputs, measured),
         completion=_completion(inputs, completion),
-        curves="\n".join(_group(group, alone=len(inputs.runs) == 1) for group in groups(inputs.runs)),
-        runs="\n".join(_run(place, run, inputs) for place, run in enumerate(inputs.runs)),
+        runs=_runs(inputs),
         code=escape(_code()),
+    )
+
+
+def _heading(inputs: Inputs) -> str:
+    if not inputs.models:
+        return "Runs" if len(inputs.runs) > 1 else "A run"
+    return "Models and the runs that made them" if inputs.runs else "Models"
+
+
+def _models(inputs: Inputs, measured: Sequence[Measured]) -> str:
+    """The section of the models: their table, and how each column is measured. Empty for a report of runs alone."""
+    if inputs.data is None:
+        return ""
+    scored = f"Scored: {escape(scope(measured, inputs.data))}. On {escape(where(measured))}."
+    how = _definitions([(", ".join(filter(None, (c.head, c.unit))), c.how) for c in COLUMNS])
+    return (
+        "<section>\n<h2>Models</h2>\n"
+        '<div class="scroll" tabindex="0" role="region" aria-label="Models">\n'
+        f"<table>\n{_model_table(measured)}\n</table>\n</div>\n"
+        f'<p class="note">{scored} Each model was loaded from its folder in a process of its own.</p>\n'
+        f'<div class="how">\n{how}\n</div>\n</section>'
+    )
+
+
+def _runs(inputs: Inputs) -> str:
+    """The sections of the runs: their curves, and a summary of each. Empty for a report of models alone."""
+    if not inputs.runs:
+        return ""
+    curves = "\n".join(_group(group, alone=len(inputs.runs) == 1) for group in groups(inputs.runs))
+    runs = "\n".join(_run(place, run, inputs) for place, run in enumerate(inputs.runs))
+    return (
+        f"<section>\n<h2>Training</h2>\n{curves}\n</section>\n"
+        f'<section>\n<h2>Runs</h2>\n<div class="runs">\n{runs}\n</div>\n</section>'
     )
 
 
@@ -52,7 +84,8 @@ def _completion(inputs: Inputs, completion: str | None) -> str:
     # decoding may not reproduce the prompt exactly: then it is not highlighted
     prompt = f"<b>{escape(inputs.prompt)}</b>" if added != completion else ""
     name, most = escape(inputs.models[-1].name), inputs.tokens
-    note = f"The prompt is <b>bold</b>. {name} adds up to {most} tokens by greedy decoding."
+    how = f"temperature {TEMPERATURE}, top-p {TOP_P}, seed 0"
+    note = f"The prompt is <b>bold</b>. {name} continues it by up to {most} tokens, sampled with {how}."
     return f"<section>\n<h2>Completion</h2>\n<pre>{prompt}{escape(added)}</pre>\n<p class=note>{note}</p>\n</section>"
 
 

@@ -18,12 +18,12 @@ SETTLED_SHARE = 0.02
 
 
 def smoothing_window(steps: int) -> int:
-    """Window of the moving mean in steps: odd, so that it is centred, and at least 1."""
+    """Window of the moving mean in steps: odd, so that it is centered, and at least 1."""
     return min(int(steps * SMOOTHED_SHARE) // 2 * 2 + 1, SMOOTHED_STEPS)
 
 
 def smooth(values: Series, *, window: int) -> Series:
-    """Centred moving mean, float64 [n] -> [n]; the window is truncated at the ends."""
+    """Centered moving mean, float64 [n] -> [n]; the window is truncated at the ends."""
     present = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(present, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(present)])

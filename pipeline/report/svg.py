@@ -1,7 +1,7 @@
-"""Converts matplotlib's SVG output to inline SVG with the page's colours and fonts.
+"""Converts matplotlib's SVG output to inline SVG with the page's colors and fonts.
 
-matplotlib needs fixed colours, and the page's colours follow the light or dark mode. So charts are drawn in placeholder
-colours, one per role, which are replaced here by the CSS custom properties of page.css.
+matplotlib needs fixed colors, and the page's colors follow the light or dark mode. So charts are drawn in placeholder
+colors, one per role, which are replaced here by the CSS custom properties of page.css.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from matplotlib.figure import Figure
 
 TEXT, GRID, GROUND = "#fe0001", "#fe0002", "#fe0003"
 SERIES = tuple(f"#fe00a{i}" for i in range(6))
-"""Placeholder colours of runs; from the seventh run on they repeat, with another dash."""
+"""Placeholder colors of runs; from the seventh run on they repeat, with another dash."""
 
 DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.5, 1.5), (7, 2, 1.5, 2))
-"""Dash patterns of the runs' lines, on and off in line widths: they tell runs apart without colours."""
+"""Dash patterns of the runs' lines, on and off in line widths: they tell runs apart without colors."""
 
 _ROLES = {
     TEXT: "var(--muted)",
@@ -45,12 +45,12 @@ _SETTINGS = {
 
 
 def color(index: int) -> str:
-    """The placeholder colour of run `index`."""
+    """The placeholder color of run `index`."""
     return SERIES[index % len(SERIES)]
 
 
 def dash(index: int) -> tuple[float, ...]:
-    """The dash pattern of run `index`: different for the first runs, and for runs that share a colour."""
+    """The dash pattern of run `index`: different for the first runs, and for runs that share a color."""
     return DASHES[(index + index // len(SERIES)) % len(DASHES)]
 
 
@@ -64,7 +64,7 @@ def inline(figure: Figure, *, name: str, label: str) -> str:
     """Writes a figure as an `<svg>` element.
 
     Args:
-        figure: drawn within `settings()`, in placeholder colours.
+        figure: drawn within `settings()`, in placeholder colors.
         name: unique on the page; prefixed to all ids, since clip paths are found by id in the whole page.
         label: description for screen readers.
     """

@@ -20,8 +20,7 @@ LOCK = ".lock"
 @contextmanager
 def exclusive_run(run_dir: Path) -> Iterator[None]:
     """Holds the run's directory against a second run. The lock goes with the process, however it ends."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / LOCK).open("w") as file:
+    with _open_lock(run_dir) as file:
         try:
             _lock(file)
         except BlockingIOError:
@@ -49,6 +48,18 @@ def is_training(run_dir: Path) -> bool | None:
         except OSError:
             return None
     return False
+
+
+def _open_lock(run_dir: Path) -> TextIO:
+    """The lock file, made with its directory: on some file systems (procfs, a full disk) only the attempt shows."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        return (run_dir / LOCK).open("w")
+    except OSError as error:
+        why = f"it cannot be written: {error.strerror}"
+        raise ConfigError(
+            "run.dir", str(run_dir), why=why, remedy="free space there, or choose another run.dir"
+        ) from None
 
 
 def _lock(file: TextIO) -> None:

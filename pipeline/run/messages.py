@@ -12,6 +12,7 @@ from pipeline.engines.base import Engine
 from pipeline.faults.stop import Stop
 from pipeline.launch import Launch
 from pipeline.parallel.assemble import stage_lines
+from pipeline.run.advice import advice
 from pipeline.run.prepare import PreparedRun
 
 
@@ -29,6 +30,7 @@ def opening_lines(
         f"{run.steps:,} steps = {run.steps * run.batch.tokens:,} tokens,"
         f" {epochs:.2f} epochs of {prepared.mixture.tokens:,}"
     )
+    yield from (f"warning: {text}" for text in advice(prepared))
     if checkpoint is not None:
         yield f"resuming after step {checkpoint.step} from {checkpoint.path}"
 

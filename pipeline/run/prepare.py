@@ -27,8 +27,11 @@ from pipeline.models import attention
 from pipeline.models.count import ModelSize, measure
 from pipeline.models.hf_config import read_hf_config, resolve_hf_config
 from pipeline.models.layers import original_name
-from pipeline.models.meta import build_meta, parameter_shapes
-from pipeline.models.values import FromSafetensors, InitByName, ParameterValues
+from pipeline.models.meta import build_meta
+from pipeline.models.padding import check_padded_positions
+from pipeline.models.routers import has_experts
+from pipeline.models.stored_values import FromSafetensors
+from pipeline.models.values import InitByName, ParameterValues
 from pipeline.parallel.checks import check_layout
 from pipeline.run.resume import check_run_dir
 
@@ -60,6 +63,11 @@ class PreparedRun:
     store: CheckpointStore
     curve: dict[str, Any]
     parents: dict[str, Any]
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model is a mixture of experts."""
+        return has_experts(self.hf_config)
 
     @property
     def run_dir(self) -> Path:
@@ -105,12 +113,14 @@ def attention_of(run: ResolvedRun) -> str:
 
 
 def first_values(config: Config, model: nn.Module) -> ParameterValues:
-    """Initialised by name, or read from the folder that `model.path` names."""
+    """Initialized by name, or read from the folder that `model.path` names."""
     section = config.model
     if section.path is None or section.fresh:
-        return InitByName(model, seed=config.run.seed)
+        initial = InitByName(model, seed=config.run.seed)
+        initial.check()
+        return initial
     rename, partial = original_name(section.keep_layers), section.keep_layers is not None
-    return FromSafetensors(section.path, shapes=parameter_shapes(model), rename=rename, partial=partial)
+    return FromSafetensors(section.path, model=model, rename=rename, partial=partial)
 
 
 def named_folders(config: Config) -> dict[str, str]:
@@ -153,7 +163,8 @@ def check_teacher(config: Config, *, vocab_size: int) -> None:
         why = f"the teacher was made for {longest} positions, data.sequence_length is {length}"
         raise ConfigError("distill.teacher", folder, why=why, remedy=f"set data.sequence_length to at most {longest}")
     teacher = build_meta(theirs, dtype=model_dtype(config), attn_implementation=config.model.attn_implementation)
-    FromSafetensors(folder, shapes=parameter_shapes(teacher))
+    check_padded_positions(teacher, sequence_length=length)
+    FromSafetensors(folder, model=teacher)
 
 
 def described(config: PretrainedConfig) -> dict[str, Any]:

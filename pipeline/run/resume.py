@@ -16,8 +16,11 @@ from headrace.base.directory import MANIFEST, Manifest, read_manifest
 from headrace.base.errors import CheckpointError, ConfigError, DataError
 from headrace.base.section import suggest
 from pipeline.checkpoint.store import Checkpoint, CheckpointStore, on_rank_zero
+from pipeline.config.optimizers import kind_of
 from pipeline.config.renamed_keys import upgrade_keys
 from pipeline.config.rules import ResolvedRun
+from pipeline.config.schedule import Schedule
+from pipeline.config.written_keys import is_allowed, written_keys
 from pipeline.launch import Rendezvous
 from pipeline.launch.missing_ranks import deadline
 from pipeline.metrics.journal import NAME as JOURNAL
@@ -62,25 +65,64 @@ def refuse_other_curve(checkpoint: Checkpoint, curve: dict[str, Any], *, allowed
         ConfigError: there is no such field, or it cannot be allowed.
     """
     was, curve = upgrade_keys(checkpoint.manifest.details["curve"]), upgrade_keys(curve)
-    known = {*_paths(was), *_paths(curve)}
+    fields = {*_paths(was), *_paths(curve)}
+    known = {*fields, *(part for field in fields for key in written_keys(field) for part in _parents(key))}
     for name in allowed:
         if name not in known and not _off(name, was, curve):
             near = suggest(name, sorted(known))
             remedy = f"did you mean '{near}'?" if near else f"name one of: {', '.join(sorted({*was, *curve}))}"
             raise ConfigError("run.allow_change", name, why="no such field alters the curve", remedy=remedy)
-    differing = changed_fields(was, curve)
+    was_curve, differing = was, _without_params_of_another_type(changed_fields(was, curve))
     for field, before, now in differing:
         if field == "train_batch_size":
             why = f"the checkpoint's is {before}, and the place in the data is counted in steps of it"
             raise ConfigError(field, now, why=why, remedy=f"use {before}, or start another run.dir from this model")
-    changed = [row for row in differing if not any(f"{row[0]}.".startswith(f"{name}.") for name in allowed)]
+    changed = [row for row in differing if not any(is_allowed(row[0], name) for name in allowed)]
     if changed:
-        listed = "\n".join(f"    {field}: was {was!r}, now {now!r}" for field, was, now in changed[:8])
-        names = ", ".join(f'"{field}"' for field, *_ in changed[:8])
+        listed = "\n".join(f"    {line}" for line in describe_changes(changed)[:8])
+        names = ", ".join(f'"{name}"' for name in _names(changed))
         raise CheckpointError(
             f"{checkpoint.path} belongs to another run; it would not go on as if nothing had happened:\n{listed}\n"
+            f"{_rates(checkpoint, was_curve, curve)}{_states(checkpoint, curve)}"
             f"  try: choose another run.dir, put the fields back, or, if it is meant, run.allow_change: [{names}]"
         )
+
+
+def _rates(checkpoint: Checkpoint, was: dict[str, Any], now: dict[str, Any]) -> str:
+    line = learning_rate_change(checkpoint, was, now)
+    return f"  {line}\n" if line else ""
+
+
+def _states(checkpoint: Checkpoint, now: dict[str, Any]) -> str:
+    line = fresh_optimizer_line(checkpoint, now)
+    return f"  {line}\n" if line else ""
+
+
+def fresh_optimizer_line(checkpoint: Checkpoint, now: dict[str, Any]) -> str | None:
+    """Why the optimizer starts afresh from a checkpoint; None where it takes the checkpoint's state."""
+    before, after = (kind_of(curve.get("optimizer") or {}) for curve in (checkpoint.manifest.details["curve"], now))
+    if before == after:
+        return None
+    return f"the optimizer's state starts at zero: the checkpoint has that of {before}, and the run that of {after}"
+
+
+def _without_params_of_another_type(changed: list[tuple[str, Any, Any]]) -> list[tuple[str, Any, Any]]:
+    """Without the parameters of an optimizer whose type has changed, but for its rate: the type covers them."""
+    if not any(field == "optimizer.type" for field, _, _ in changed):
+        return changed
+    kept = ("optimizer.type", "optimizer.params.lr")
+    return [row for row in changed if row[0] in kept or not row[0].startswith("optimizer.")]
+
+
+def learning_rate_change(checkpoint: Checkpoint, was: dict[str, Any], now: dict[str, Any]) -> str | None:
+    """What another schedule, such as that of a longer run, does to the learning rate; None where it is the same."""
+    before, after = was.get("scheduler"), now.get("scheduler")
+    if not before or not after or before == after:
+        return None
+    step = checkpoint.step + 1
+    rates = [Schedule(**{**fields, "total": fields["total"] or 0}).lr(step) for fields in (before, after)]
+    then = f"the learning rate of step {step:,} is then {rates[1]:.3g}"
+    return f"{then}; by the checkpoint's schedule it is {rates[0]:.3g}"
 
 
 def changes_since(checkpoint: Checkpoint, curve: dict[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -119,6 +161,35 @@ def _leave_token(run_dir: Path) -> str:
     name = f".seen-{secrets.token_hex(8)}"
     (run_dir / name).touch()
     return name
+
+
+def describe_changes(changed: Sequence[tuple[str, Any, Any]]) -> list[str]:
+    """One line for each key that a person wrote: what a field that follows from it was and is; see `changes_since`."""
+    lines: dict[str, str] = {}
+    names = _names(changed)
+    for field, was, now in sorted(changed, key=lambda row: row[0] not in names):  # a key itself before what follows
+        key = next(key for key in written_keys(field) if key in names)
+        derived = field.removeprefix(f"{key}.")
+        label = key if key == field else f"{key} ({derived})"
+        lines.setdefault(key, f"{label}: was {was!r}, now {now!r}")
+    return list(lines.values())
+
+
+def _names(changed: Sequence[tuple[str, Any, Any]]) -> list[str]:
+    """The keys to name in `run.allow_change`, each once: of several that explain a field, one that is named already."""
+    names: list[str] = []
+    for field in sorted((row[0] for row in changed), key=lambda field: len(written_keys(field))):
+        keys = written_keys(field)
+        if not any(key in names for key in keys):
+            names.append(keys[0])
+    return names
+
+
+def _parents(key: str) -> Iterator[str]:
+    """A dotted path and those of the sections that it is in."""
+    while key:
+        yield key
+        key = key.rpartition(".")[0]
 
 
 def _off(name: str, *curves: dict[str, Any]) -> bool:

@@ -26,23 +26,37 @@ from pipeline.faults.progress import progress_from_io
 from pipeline.faults.stop import Stop, StopSignals, coordinate_exit
 from pipeline.faults.watchdog import Watchdog, run_watchdog
 from pipeline.launch import Launch, Rendezvous, detect, process_group, wait_as_spare
+from pipeline.launch.device import bind_to_gpu, set_up_allocator
 from pipeline.metrics.console import TrainingDisplay
 from pipeline.metrics.journal import Journal, read_rows
+from pipeline.metrics.memory import PeakMemory
 from pipeline.metrics.peak import peak_flops
+from pipeline.metrics.profiling import StepProfiler
 from pipeline.metrics.sinks import Sink, Sinks
-from pipeline.metrics.stragglers import Stragglers, peers_of
+from pipeline.metrics.step_clock import StepClock
+from pipeline.metrics.stragglers import Stragglers, peers_of, report_interval
 from pipeline.metrics.tensorboard_sink import TensorBoardSink
 from pipeline.metrics.wandb_sink import WandbSink
 from pipeline.models.meta import parameter_shapes
 from pipeline.models.values import ReportsProgress, Zeros
+from pipeline.parallel.compilation import compilation_clock
+from pipeline.parallel.fp8 import check_fp8_device
 from pipeline.parallel.mesh import Mesh, build_mesh
 from pipeline.run.batches import RankBatches
+from pipeline.run.checkpoint_timer import CheckpointTimer
 from pipeline.run.lock import exclusive_run
 from pipeline.run.manifest import RunManifest
 from pipeline.run.messages import closing_line, opening_lines, quiet_libraries
 from pipeline.run.preflight import preflight
 from pipeline.run.prepare import PreparedRun, prepare
-from pipeline.run.resume import changes_since, check_shared, refuse_other_curve
+from pipeline.run.resume import (
+    changes_since,
+    check_shared,
+    describe_changes,
+    fresh_optimizer_line,
+    learning_rate_change,
+    refuse_other_curve,
+)
 from pipeline.run.trainer import Progress, Trainer
 
 
@@ -51,7 +65,7 @@ def train(run: ResolvedRun, make_objective: Callable[[torch.device], Objective],
 
     Args:
         run: the resolved config.
-        make_objective: called with this rank's device; returns the loss to minimise.
+        make_objective: called with this rank's device; returns the loss to minimize.
         signals: stop signals of this process.
 
     Returns:
@@ -70,7 +84,10 @@ def train(run: ResolvedRun, make_objective: Callable[[torch.device], Objective],
     prepared = prepare(run)
     if run.config.engine == "deepspeed":
         check_machine(run.config)
+    notes = set_up_allocator(gpu=torch.cuda.is_available())
     device = pick_device(launch)
+    check_fp8_device(run.config.fp8, device)
+    notes += bind_to_gpu(device.index, run.config.launch)
     with ExitStack() as stack:
         # Connect: lock the run's directory, form the process groups, start the watchdog.
         if launch.rank == 0:
@@ -81,7 +98,8 @@ def train(run: ResolvedRun, make_objective: Callable[[torch.device], Objective],
         watchdog = stack.enter_context(run_watchdog(launch, rendezvous, config=limits, run_dir=run_dir))
         session = Session(prepared, launch, signals, Agreement(device), watchdog)
         with watchdog:
-            session.say(preflight_summary)
+            for line in (preflight_summary, *notes):
+                session.say(line)
             stop = session.agreement.requested_stop(signals)
             if stop:  # building the engine and loading a checkpoint may take longer than the grace period
                 session.say(f"stopped by {stop} before it had begun: start it again to go on")
@@ -161,10 +179,15 @@ class Session:
         return [*sinks]
 
     def load(self, engine: Engine, checkpoint: Checkpoint | None) -> None:
-        """Loads parameters and optimizer state from a checkpoint, if there is one. Collective."""
+        """Loads parameters and optimizer state from a checkpoint, if there is one. Collective.
+
+        The optimizer starts afresh where the checkpoint is of another kind, which `run.allow_change` allows.
+        """
         if checkpoint is not None:
+            fresh = fresh_optimizer_line(checkpoint, self.prepared.curve)
+            self.say(fresh)
             with progress_from_io(self.watchdog.report_progress):
-                engine.load(checkpoint.path)
+                engine.load(checkpoint.path, fresh_optimizer=fresh is not None)
 
     def train(
         self, engine: Engine, services: Sequence[Sink], checkpoint: Checkpoint | None, rollback: Rollback | None
@@ -215,9 +238,14 @@ class Session:
                 sinks=sinks,
                 display=display,
                 stragglers=self._stragglers(),
+                clock=StepClock(),
+                memory=PeakMemory(self.agreement.device),
+                profiler=stack.enter_context(self._profiler(display.say)),
                 flops_per_token=prepared.size.flops_per_token,
                 peak_flops=peak_flops(engine.device_name, bf16=run.config.bf16.enabled),
                 progress=Progress(done),
+                timer=CheckpointTimer(run.config.run, decides=self._first),
+                compilations=compilation_clock(run.config.compile),
             )
             try:
                 stop = self.agreement.requested_stop(self.signals)
@@ -260,8 +288,11 @@ class Session:
             return
         sinks.event(checkpoint.step, event="resumed", world_size=self.launch.world_size)
         fields = changes_since(checkpoint, self.prepared.curve)
-        for field, before, now in fields:  # what `run.allow_change` allows leaves a trace
-            display.say(f"changed since the checkpoint: {field}, was {before!r}, now {now!r}")
+        for line in describe_changes(fields):  # what `run.allow_change` allows leaves a trace
+            display.say(f"changed since the checkpoint: {line}")
+        rates = learning_rate_change(checkpoint, checkpoint.manifest.details["curve"], self.prepared.curve)
+        if rates:
+            display.say(rates)
         if fields:
             sinks.event(checkpoint.step, event="changed", fields=[list(row) for row in fields])
 
@@ -295,22 +326,28 @@ class Session:
         background = config.run.async_checkpoints and not on_nvme
         return CheckpointWriter(self.prepared.store, background=background, on_progress=self.watchdog.report_progress)
 
+    def _profiler(self, say: Callable[[str], None]) -> StepProfiler:
+        section, gpu = self.prepared.run.config.profile, self.agreement.device.type == "cuda"
+        return StepProfiler(section, run_dir=self.prepared.run_dir, rank=self.launch.rank, gpu=gpu, say=say)
+
     def _stragglers(self) -> Stragglers:
         run = self.prepared.run
         peers = peers_of(run.topology, ring=run.config.parallel.cp_method == "ring")
-        return Stragglers(run.config.stragglers, peers=peers, rank=self.launch.rank, gpu=torch.cuda.is_available())
+        every = report_interval(run, layers=int(self.prepared.hf_config.get("num_hidden_layers") or 0))
+        gpu, threshold = torch.cuda.is_available(), run.config.stragglers.threshold
+        return Stragglers(threshold=threshold, every=every, peers=peers, rank=self.launch.rank, gpu=gpu)
 
 
 def _connect(
     prepared: PreparedRun, launch: Launch, device: torch.device, stack: ExitStack
 ) -> tuple[Rendezvous | None, Mesh | None, str | None]:
-    """Opens the process groups and checks them with all-reduces; the reference, one plain process, has none.
+    """Opens the process groups and checks them with all-reduces; one process of our own engines has none.
 
     Returns:
         The rendezvous of all ranks, this rank's process groups, and the pre-flight check's line for people.
     """
     run = prepared.run
-    if run.plain:
+    if run.alone:
         return None, None, None
     rendezvous = stack.enter_context(process_group(launch, gpu=device.index, config=run.config.launch))
     mesh, summary = None, None

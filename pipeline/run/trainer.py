@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,9 +19,13 @@ from pipeline.faults.agreement import Agreement
 from pipeline.faults.stop import Stop, StopSignals
 from pipeline.faults.watchdog import Watchdog
 from pipeline.metrics.console import TrainingDisplay
+from pipeline.metrics.memory import PeakMemory
+from pipeline.metrics.profiling import StepProfiler
 from pipeline.metrics.sinks import Sinks
+from pipeline.metrics.step_clock import StepClock, StepCost
 from pipeline.metrics.stragglers import Stragglers
 from pipeline.metrics.units import bits_per_byte, perplexity, show_bits_per_byte
+from pipeline.run.checkpoint_timer import CheckpointTimer
 from pipeline.run.manifest import RunManifest
 
 
@@ -63,9 +67,14 @@ class Trainer:
         sinks: where metrics and events go; empty on all ranks but rank 0.
         display: progress bar and messages.
         stragglers: measures how long every rank works, and names slow ones.
+        clock: measures steps from report to report.
+        memory: this rank's peak memory.
+        profiler: records the steps that the config names.
         flops_per_token: of the model, forward and backward.
         peak_flops: of one device, in FLOP/s; None where it is not known.
         progress: kept up to date.
+        timer: when a checkpoint is due by time.
+        compilations: how many graphs were compiled since the last call, and in how many seconds.
     """
 
     run: ResolvedRun
@@ -81,9 +90,14 @@ class Trainer:
     sinks: Sinks
     display: TrainingDisplay
     stragglers: Stragglers
+    clock: StepClock
+    memory: PeakMemory
+    profiler: StepProfiler
     flops_per_token: float | None
     peak_flops: float | None
     progress: Progress
+    timer: CheckpointTimer
+    compilations: Callable[[], tuple[int, float]]
 
     def train(self) -> Stop:
         """Trains to the last step or to a stop signal: per step an update, then a checkpoint and an evaluation if due.
@@ -95,14 +109,16 @@ class Trainer:
             CheckpointError: the last checkpoint could not be written. One on the way is tried again at its next time.
             TrainingError, Rollback: see `GuardedStepper.train`.
         """
-        started = time.perf_counter()
-        for batch in self.stragglers.timed(self.steps):
-            self._train_step(batch, started)
-            stop = self._synchronize()
+        for batch in self.clock.timed(self.stragglers.timed(self.steps)):
+            result = self._train_step(batch)
+            # the memory of the rank that needs most travels with the rest
+            stop, time_is_up, *memory = self._synchronize(*self.memory.read())
+            self._report(batch.step, result, memory=dict(zip(self.memory.names, memory, strict=True)))
+            self._report_stragglers(batch.step)
             last = batch.step == self.run.steps
             if stop or last:
                 self._save_last(batch.step)
-            elif self._checkpoint_due(batch.step):
+            elif self._checkpoint_due(batch.step) or (time_is_up and not self.writer.pending):
                 self._save(batch.step)
             if not stop and self.evaluation_due(batch.step):
                 stop = self.evaluate(batch.step)
@@ -111,7 +127,6 @@ class Trainer:
             if stop or last:
                 return stop
             self.watchdog.enter_phase("reading data", batch.step + 1)
-            started = time.perf_counter()
         return Stop.NO
 
     def wait_for_checkpoint(self) -> None:
@@ -133,6 +148,10 @@ class Trainer:
         A source without a target in what is evaluated of it, which a loss mask may leave, does not enter; without any
         source there is no result. Ends early, and without a result, when the run is asked to stop.
         """
+        with self.clock.excluded():
+            return self._evaluate(step)
+
+    def _evaluate(self, step: int) -> Stop:
         started = time.perf_counter()
         scored: list[tuple[TokenDataset, EvaluationSums]] = []
         interruptible = _Interruptible(self)
@@ -172,33 +191,47 @@ class Trainer:
             f" {show_bits_per_byte(per_byte)} bits per byte ({targets:,} tokens, {seconds:.1f} s)"
         )
 
-    def _train_step(self, batch: StepBatch, started: float) -> None:
-        """Runs one step and reports it; `started` is when this rank began to wait for its batch."""
+    def _train_step(self, batch: StepBatch) -> StepResult:
+        """Runs one step."""
         step = batch.step
         self.watchdog.enter_phase("training", step)
+        with self.clock.excluded():
+            self.profiler.begin(step)
         try:
-            with self.stragglers.measured(step):
+            with self.profiler.step(step), self.stragglers.measured(step):
                 result = self.stepper.train(batch, lr=self.run.schedule.lr(step))
         except TrainingError:  # on all ranks alike: a checkpoint that is being written is finished first
             self.wait_for_checkpoint()
             raise
         self.progress.step = step
-        self._report(step, result, seconds=time.perf_counter() - started)
-        self._report_stragglers(step)
+        with self.clock.excluded():
+            self.profiler.finish(step)
+        return result
 
-    def _synchronize(self) -> Stop:
-        """One small all-reduce after each step: is a stop requested, and is a checkpoint still being written?"""
-        stop, busy = self.agreement.max_over_ranks(self.signals.requested, self.writer.busy)
+    def _synchronize(self, *values: int) -> tuple[Stop, bool, *tuple[int, ...]]:
+        """One small all-reduce after each step, or batch of an evaluation; a save that is under way is advanced.
+
+        Returns:
+            The stop that is requested of any rank, whether it is time for a checkpoint, and each value's maximum.
+        """
+        own = (self.signals.requested, self.writer.busy, self.timer.due)
+        stop, busy, due, *maxima = self.agreement.max_over_ranks(*own, *values)
         if self.writer.pending and not busy:
-            self._report_saved(self.writer.advance())
-        return Stop(stop)
+            with self.clock.excluded():
+                self._report_saved(self.writer.advance())
+        return Stop(stop), bool(due), *maxima
 
-    def _report(self, step: int, result: StepResult, *, seconds: float) -> None:
-        batch = self.run.batch
-        rate = batch.tokens / seconds
-        per_device = rate / self.run.topology.world_size
+    def _cost(self, memory: dict[str, int]) -> StepCost:
+        """What the step took that has just ended, with its speed over all ranks and the MFU of one device."""
+        seconds, waited = self.clock.lap()
+        rate = self.run.batch.tokens / seconds
         known = self.flops_per_token and self.peak_flops
+        per_device = rate / self.run.topology.world_size
         mfu = per_device * self.flops_per_token / self.peak_flops if known else None  # type: ignore[operator]
+        return StepCost(seconds, waited, rate, mfu, memory)
+
+    def _report(self, step: int, result: StepResult, *, memory: dict[str, int]) -> None:
+        batch, cost = self.run.batch, self._cost(memory)
         lr = self.run.schedule.lr(step)
         self.sinks.write(
             "step",
@@ -209,15 +242,22 @@ class Trainer:
             **result.parts,
             lr=lr,
             **_health(result),
-            seconds=seconds,
-            tokens_per_second=rate,
-            **({"mfu": mfu} if mfu else {}),
+            **cost.row(),
         )
-        self.display.step(step, loss=result.loss, lr=lr, tokens_per_second=rate, mfu=mfu)
+        graphs, compile_s = self.compilations()
+        if graphs:
+            self.sinks.event(step, event="compiled", graphs=graphs, seconds=compile_s)
+            self.display.say(f"step {step}: {graphs} graphs compiled in {compile_s:.1f} s")
+        self.display.step(step, loss=result.loss, grad_norm=result.grad_norm, lr=lr, cost=cost)
 
     def _save(self, step: int) -> None:
         """Starts writing a checkpoint once the previous one is written. A failure is reported, and training goes on."""
+        with self.clock.excluded():
+            self._begin_checkpoint(step)
+
+    def _begin_checkpoint(self, step: int) -> None:
         self.watchdog.enter_phase("saving", step)
+        self.timer.restart()
         self._report_saved(self.writer.wait())
         try:
             self.writer.begin(self.manifest.checkpoint(step, self.stepper), self.engine.state)
@@ -270,7 +310,7 @@ class _Interruptible:
         """Yields batches until the run is asked to stop."""
         for batch in batches:
             self._trainer.watchdog.enter_phase("evaluation")
-            self.stop = self._trainer.agreement.requested_stop(self._trainer.signals)
+            self.stop, *_ = self._trainer._synchronize()  # a save under way is committed before the evaluation ends
             if self.stop:
                 return
             yield batch

@@ -24,7 +24,7 @@ def local_state(engine: Any) -> list[Tensor]:
     found = []
     for piece in engine._state_entries():
         found += [piece.shard(piece.holder.data), *(v for v in piece.state.values() if torch.is_tensor(v))]
-    parts = [list(each._parts.values()) if hasattr(each, "_parts") else [each] for each in found]
+    parts = [list(each.parts.values()) if hasattr(each, "parts") else [each] for each in found]
     return [part.detach().clone() for each in parts for part in each]
 
 

@@ -56,7 +56,7 @@ def local_state(engine: Any) -> dict[str, Tensor]:
     """A copy of this rank's state, as in a checkpoint."""
     found = {}
     for key, value in engine.state().items():
-        parts = value._parts if hasattr(value, "_parts") else {(): value}
+        parts = value.parts if hasattr(value, "parts") else {(): value}
         found |= {f"{key}{offsets}": part.detach().clone() for offsets, part in parts.items()}
     return found
 
@@ -78,7 +78,7 @@ def train_poisoned(run: Any, fault: str) -> dict[str, Any]:
             continue
         before, score = local_state(engine), evaluate(engine, run)
         # on one data rank only: all others must notice
-        own = run.plain or run.topology.coordinates(dist.get_rank())["dp"] == run.topology.dp - 1
+        own = run.alone or run.topology.coordinates(dist.get_rank())["dp"] == run.topology.dp - 1
         objective.fault = fault if own else "none"
         closed = {"update_gate": never_update} if fault == "gate" else {}
         result = engine.train_step(step_batch(run, step), lr=1e-3, **closed)

@@ -19,7 +19,7 @@ from pipeline.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard
 from tests.engines.comparison import layout
 from tests.engines.layout_worker import make_engine, resolved, step_batch
 
-BAD, LAST, CASE = 35, 38, layout(0, engine="torch", micro=8)
+BAD, LAST, CASE = 35, 38, layout(0, engine="reference", micro=8)
 Factor = Callable[[int, int], float]
 """(step, number of previous executions) -> factor of its loss."""
 

@@ -108,6 +108,14 @@ def test_the_samples_after_a_rollback_account_for_skipped_data(work: Path, tmp_p
     assert HEADER.findall(samples(tmp_path, "--step", 11, "--limit", 1)) == [("104", "11")]
 
 
+def test_colors_mark_the_tokens_in_the_loss(work: Path) -> None:
+    plain, colored = samples(work, "--step", 3), samples(work, "--step", 3, "--color", "always")
+    assert "\x1b" not in plain
+    assert re.sub(r"\x1b\[\d*m", "", colored) == plain
+    for line in re.findall(r"^-- .*\n(.*)", colored, flags=re.MULTILINE)[::3]:
+        assert line.startswith(("\x1b[2m", "\x1b[32m"))
+
+
 def test_invalid_requests_are_refused_with_the_reason(work: Path, tokens: Path, tmp_path: Path) -> None:
     assert "the run has steps 1 to 20, not 21 to 21" in refused(work, "--step", 21)
     assert "no such directory" in refused(tmp_path, "--step", 1)

@@ -7,13 +7,19 @@ import os
 import shutil
 import subprocess
 import sys
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from headrace.base.directory import read_manifest
+from pipeline.checkpoint import export as export_module
+from pipeline.checkpoint.store import Checkpoint
+from pipeline.models import materialize as model_materialize
 from tests import warm
 from tests.conftest import launch, tiny_config, write_config
 
@@ -55,6 +61,8 @@ def test_transformers_loads_the_exported_model_and_its_tokenizer(run_dir: Path, 
         [sys.executable, "-c", USER, str(tmp_path / "model")], capture_output=True, text=True, check=True
     )
     result = json.loads(user.stdout)
+    # nobody gave it: what was trained, not the 2048 of the model that was built
+    assert json.loads((tmp_path / "model/config.json").read_text())["max_position_embeddings"] == 32
     assert result["text"] == "def loads(text):\n    return 1"
     assert result["loss"] < 6.5  # untrained it would be log(512) = 6.24 on average; a wrong head gives much more
     manifest = read_manifest(tmp_path / "model", kind="model")
@@ -76,7 +84,8 @@ def test_the_exported_model_has_the_held_out_loss_of_the_run(run_dir: Path, toke
 
 def test_weights_are_split_into_files_of_bounded_size(run_dir: Path, tmp_path: Path) -> None:
     code = (
-        "import pipeline.checkpoint.export as e, sys; from pathlib import Path; e.SHARD_BYTES = 60_000;"
+        "import pipeline.checkpoint.export as e, sys; from pathlib import Path;"
+        "import pipeline.checkpoint.write_folder as w; w.SHARD_BYTES = 60_000;"
         "from pipeline.checkpoint.find import find_checkpoint;"
         "e.export(find_checkpoint(Path(sys.argv[1])), Path(sys.argv[2]))"
     )
@@ -100,14 +109,17 @@ def test_bf16_weights_are_written_on_request(run_dir: Path, tmp_path: Path) -> N
 def test_an_export_with_other_logits_than_the_trained_model_is_refused(run_dir: Path, tmp_path: Path) -> None:
     code = """
 import sys
+import weakref
 from pathlib import Path
+from typing import Any
 import pipeline.checkpoint.export as e
+import pipeline.checkpoint.write_folder as w
 from pipeline.checkpoint.find import find_checkpoint
-write = e.save_file
+write = w.save_file
 def damage(tensors, *arguments, **named):
     tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].roll(1, 0)
     write(tensors, *arguments, **named)
-e.save_file = damage
+w.save_file = damage
 e.export(find_checkpoint(Path(sys.argv[1])), Path(sys.argv[2]))
 """
     done = warm.run("-c", code, run_dir, tmp_path / "model")
@@ -133,3 +145,26 @@ def test_an_impossible_export_is_refused_with_exit_code_2(run_dir: Path, tmp_pat
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "other").exists()
+
+
+def test_the_gate_never_holds_two_whole_models(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even one whose modules refer to each other in a cycle, which is freed by the garbage collector only."""
+    original = AutoModelForCausalLM.from_pretrained
+    loaded: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+
+    def load(*arguments: Any, **options: Any) -> Any:
+        model = original(*arguments, **options)
+        model.itself = [model]
+        loaded.extend(weakref.ref(parameter) for parameter in model.parameters())
+        return model
+
+    def materialize(*arguments: Any, **options: Any) -> None:
+        alive.append(sum(each() is not None for each in loaded))
+        model_materialize.materialize(*arguments, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
+    monkeypatch.setattr(export_module, "materialize", materialize)
+    export_module.export(Checkpoint(run_dir / "checkpoints/step-00000006", 6), tmp_path / "model")
+    assert loaded
+    assert alive == [0]

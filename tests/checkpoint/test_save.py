@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 import signal
@@ -14,13 +15,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from headrace.base.directory import read_manifest, verify
+from headrace.base.errors import CheckpointError
 from pipeline.checkpoint import named_state, save
 from pipeline.checkpoint.read_weights import CheckpointWeights
 from pipeline.checkpoint.save import CheckpointWriter, SaveResult
 from pipeline.checkpoint.shards import NamedShard
 from pipeline.checkpoint.store import CheckpointInfo, CheckpointStore
+from pipeline.checkpoint.write import WrittenShards
 from tests.parallel.ranks import WORLD, Ranks
 
 ROWS = 64
@@ -64,7 +68,7 @@ def test_changes_after_begin_are_not_in_the_checkpoint(tmp_path: Path) -> None:
     assert torch.equal(stored(saved.checkpoint.path), before)
     manifest = saved.checkpoint.manifest
     assert all(good for _, good in verify(saved.checkpoint.path, manifest))
-    assert {"__0_0.distcp", ".metadata"} == set(manifest.files)
+    assert {"__0_0.distcp", "metadata.npz"} == set(manifest.files)
 
 
 def test_a_checkpoint_has_its_name_only_when_everything_is_written(tmp_path: Path) -> None:
@@ -86,6 +90,52 @@ def test_retention_keeps_the_newest_and_those_of_every_nth_step(tmp_path: Path) 
         finish(writer)
     names = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
     assert names == ["step-00000004", "step-00000008", "step-00000010", "step-00000011"]
+
+
+@pytest.mark.parametrize("harm", ["truncated", "no manifest", "flipped bit"])
+def test_a_damaged_checkpoint_takes_no_place_among_those_kept_and_protects_none(tmp_path: Path, harm: str) -> None:
+    store = CheckpointStore(tmp_path, keep=2, keep_every=2)
+    writer = CheckpointWriter(store)
+    for step in (1, 2):
+        writer.begin(info(step), lambda: state_of(torch.ones(3)))
+        finish(writer)
+    damaged = tmp_path / "checkpoints/step-00000002"
+    shards = damaged / "__0_0.distcp"
+    if harm == "truncated":
+        os.truncate(shards, 10)
+    elif harm == "no manifest":
+        (damaged / "manifest.json").unlink()
+    else:  # as many bytes as before: found where the run resumes, and remembered
+        shards.write_bytes(bytes([shards.read_bytes()[0] ^ 1]) + shards.read_bytes()[1:])
+        assert store.newest_intact(lambda _line: None).step == 1
+    kept = []
+    for step in (3, 5):
+        writer.begin(info(step), lambda: state_of(torch.ones(3)))
+        finish(writer)
+        kept.append(sorted(int(path.name[-2:]) for path in (tmp_path / "checkpoints").glob("step-*")))
+    assert kept == [[1, 2, 3], [3, 5]]  # 1 is kept until there are two good ones; the damaged 2 goes, though even
+
+
+def test_torch_options_of_the_main_thread_stay_while_a_thread_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    original = FileSystemWriter.write_data
+
+    def write_data(self: FileSystemWriter, *arguments: Any) -> Any:
+        assert not torch.serialization.get_crc32_options()  # in the writing thread
+        time.sleep(0.2)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", write_data)
+    writer = CheckpointWriter(CheckpointStore(tmp_path, keep=2))
+    writer.begin(info(1), lambda: state_of(torch.ones(3)))
+    while writer.busy:
+        seen.append(torch.serialization.get_crc32_options())
+        time.sleep(0.01)
+    assert finish(writer).checkpoint is not None
+    assert seen
+    assert all(seen)
 
 
 def test_buffers_follow_a_state_of_other_sizes(tmp_path: Path) -> None:
@@ -180,6 +230,51 @@ def test_a_rank_that_cannot_write_is_named_and_the_next_checkpoint_is_intact(
             assert remaining == []  # the staging directory is deleted
     manifest = read_manifest(tmp_path / "checkpoints/step-00000002", kind="checkpoint")
     assert all(good for _, good in verify(tmp_path / "checkpoints/step-00000002", manifest))
+
+
+def save_in_changing_layouts(rank: int, folder: str) -> list[Any]:
+    """Saves five times; returns for each whether locations were sent, and what is wrong with the values, if anything.
+
+    Borders between the ranks' parts move, for some of the ranks; the fourth save lacks a part.
+    """
+    writer = CheckpointWriter(CheckpointStore(Path(folder), keep=9))
+    sent: list[bool] = []
+    original = writer._message
+
+    def message(written: WrittenShards) -> WrittenShards:
+        told = original(written)
+        sent.append(told.locations is not None)
+        return told
+
+    writer._message = message  # type: ignore[method-assign]
+    found: list[Any] = []
+    layouts = ([0, 5, 9, 13, 40], [0, 5, 9, 13, 40], [0, 2, 9, 13, 40], [0, 2, 9, 13, 39], [0, 2, 9, 13, 40])
+    for step, borders in enumerate(layouts, start=1):
+        start, end = borders[rank], borders[rank + 1]
+        values = torch.arange(start, end, dtype=torch.float32) + 100 * step
+        state = {KEY: NamedShard((8, 5), start=start, values=values), f"only on {rank}": torch.full((3,), float(rank))}
+        try:
+            writer.begin(info(step), lambda state=state: state)
+        except CheckpointError as error:
+            found.append(str(error))
+            continue
+        saved = finish(writer)
+        assert saved.checkpoint is not None
+        whole, other = torch.zeros(40), torch.zeros(3)
+        read = {KEY: NamedShard((8, 5), start=0, values=whole), f"only on {(rank + 1) % WORLD}": other}
+        named_state.read(read, saved.checkpoint.path)
+        good = torch.equal(whole, torch.arange(40.0) + 100 * step) and bool((other == (rank + 1) % WORLD).all())
+        found.append((sent[-1], good))
+    return found
+
+
+def test_a_layout_that_changes_between_saves_is_planned_anew_and_one_that_does_not_is_not(
+    world: Ranks, tmp_path: Path
+) -> None:
+    for new, same, moved, incomplete, again in world.run(save_in_changing_layouts, str(tmp_path)):
+        assert new == moved == again == (True, True)
+        assert same == (False, True)
+        assert "weight/w: 1 of 40 elements are in no shard" in incomplete
 
 
 def written_bytes(rank: int, folder: str) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +15,12 @@ from transformers import AutoConfig
 
 from headrace.base.directory import commit
 from pipeline.checkpoint import named_state
+from pipeline.checkpoint.metadata import METADATA, encode_metadata, read_metadata
+from pipeline.checkpoint.shard_table import CheckpointMetadata
 from pipeline.checkpoint.shards import NamedShard
 from pipeline.checkpoint.store import Checkpoint
-from pipeline.checkpoint.verify import MOMENTS, verify_checkpoint
+from pipeline.checkpoint.verify import verify_checkpoint
+from pipeline.config.optimizers import ADAMW
 from pipeline.models.meta import build_meta, parameter_shapes
 from tests import warm
 from tests.parity.matrix import model_of
@@ -36,7 +39,7 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     state: dict[str, NamedShard | torch.Tensor] = {named_state.OPTIMIZER_STEP: torch.tensor(3.0)}
     shapes = parameter_shapes(build_meta(config, dtype=torch.float32, attn_implementation="sdpa"))
     for name, shape in shapes.items():
-        for kind in ("weight", *MOMENTS):
+        for kind in ("weight", *ADAMW.states):
             state[f"{kind}/{name}"] = NamedShard(tuple(shape), start=0, values=torch.randn(shape.numel()))
     named_state.write(state, staging)
     details = {"step": 3, "samples": 24, "engine": "torch", "topology": "1 process", "hf_config": HF}
@@ -50,13 +53,12 @@ def copy_of(checkpoint: Checkpoint, tmp_path: Path) -> Checkpoint:
     return Checkpoint(final, 3)
 
 
-def with_metadata(checkpoint: Checkpoint, change: Callable[[Any], None], tmp_path: Path) -> Checkpoint:
+def with_metadata(
+    checkpoint: Checkpoint, change: Callable[[CheckpointMetadata], CheckpointMetadata], tmp_path: Path
+) -> Checkpoint:
     """A copy with changed metadata, and checksums that match."""
     copy = copy_of(checkpoint, tmp_path)
-    path = copy.path / ".metadata"
-    metadata = pickle.loads(path.read_bytes())
-    change(metadata)
-    path.write_bytes(pickle.dumps(metadata))
+    (copy.path / METADATA).write_bytes(encode_metadata(change(read_metadata(copy.path))))
     commit_again(copy, config=copy.manifest.config, details=copy.manifest.details)
     return copy
 
@@ -80,7 +82,7 @@ def flip(path: Path) -> None:
 
 DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "a flipped bit": ("__0_0.distcp", flip, "checksum"),
-    "a flipped bit of the metadata": (".metadata", flip, "checksum"),
+    "a flipped bit of the metadata": (METADATA, flip, "checksum"),
     "a file cut short": ("__0_0.distcp", lambda p: p.write_bytes(p.read_bytes()[:-1]), "and was written with"),
     "a lost file": ("__0_0.distcp", Path.unlink, "No such file"),
     "a lost manifest": ("manifest.json", Path.unlink, "has no manifest.json"),
@@ -101,28 +103,34 @@ def test_a_damaged_file_is_named(intact: Checkpoint, tmp_path: Path, damage: str
 def test_tensors_that_do_not_match_the_model_are_named_though_all_checksums_match(
     intact: Checkpoint, tmp_path: Path
 ) -> None:
-    def damage(metadata: Any) -> None:
-        entries, places = metadata.state_dict_metadata, metadata.storage_data
-        entries["weight/stray"] = entries[NORM]
-        del entries["exp_avg/model.norm.weight"]
-        entries["exp_avg_sq/model.norm.weight"].size = torch.Size([33])
-        first, second = list(places)[:2]
-        places[second] = places[first]
+    def damage(metadata: CheckpointMetadata) -> CheckpointMetadata:
+        table, index = metadata.table, metadata.table.index
+        norm, gone = index[NORM], index["exp_avg/model.norm.weight"]
+        tensors = list(table.tensors)
+        tensors[gone] = tensors[norm]._replace(key="weight/stray")
+        grown = index["exp_avg_sq/model.norm.weight"]
+        tensors[grown] = tensors[grown]._replace(shape=(33,))
+        file, position = metadata.file.copy(), metadata.position.copy()
+        file[table.rows(gone).start] = -1
+        position[1] = position[0]
+        changed = dataclasses.replace(table, tensors=tuple(tensors))
+        return dataclasses.replace(metadata, table=changed, file=file, position=position)
 
     found = verify_checkpoint(with_metadata(intact, damage, tmp_path))
     problems = {(problem.place, problem.what) for problem in found}
     assert ("exp_avg_sq/model.norm.weight", "1 of 33 elements are in no shard") in problems
     assert ("exp_avg_sq/model.norm.weight", "has shape (33,); the model has it as (32,)") in problems
     assert ("exp_avg/model.norm.weight", "is missing; the model has it as (32,)") in problems
-    assert ("weight/stray", "belongs to no parameter of the model") in problems
+    assert ("weight/stray", "belongs to no parameter or persistent buffer of the model") in problems
     assert ("weight/stray", "the metadata does not say where its shard at (0,) lies") in problems
     assert any("shares bytes of __0_0.distcp with" in problem.what for problem in found)
 
 
 def test_a_shard_past_the_end_of_its_file_is_named(intact: Checkpoint, tmp_path: Path) -> None:
-    def damage(metadata: Any) -> None:
-        place = max(metadata.storage_data.values(), key=lambda info: info.offset)
-        place.length += 1
+    def damage(metadata: CheckpointMetadata) -> CheckpointMetadata:
+        length = metadata.length.copy()
+        length[metadata.position.argmax()] += 1
+        return dataclasses.replace(metadata, length=length)
 
     (problem,) = verify_checkpoint(with_metadata(intact, damage, tmp_path))
     assert problem.what == "it lies past the end of __0_0.distcp"

@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from headrace.base.directory import read_manifest
-from pipeline.compress.distillation import kl_sum
+from pipeline.compress.distillation import Distillation, kl_gradient_sum, kl_sum
+from pipeline.config.schema import DistillSection
 from pipeline.data.loader import IGNORE
 from tests import warm
 from tests.conftest import launch, losses, start, tiny_config, write_config
+from tests.models.architectures import assert_same, batch_of, gradients, meta_of, plain_decoder, with_weights
+from tests.parallel.allocations import AllocationRecorder
 
 
 def test_the_kl_term_is_the_sum_over_targets_of_p_log_p_over_q() -> None:
@@ -29,6 +32,46 @@ def test_the_kl_term_is_the_sum_over_targets_of_p_log_p_over_q() -> None:
                 expected += float((p * (p / q).log()).sum())
     assert float(kl_sum(teacher, student, labels, temperature=3.0)) == pytest.approx(expected, rel=1e-6)
     assert float(kl_sum(teacher, teacher, labels, temperature=3.0)) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_the_gradient_of_the_kl_term_is_the_one_autograd_computes() -> None:
+    torch.manual_seed(0)
+    teacher, student = torch.randn(2, 5, 11), torch.randn(2, 5, 11, requires_grad=True)
+    labels = torch.randint(0, 11, (2, 5))
+    labels[0, 3] = IGNORE
+    expected = kl_sum(teacher, student, labels, temperature=3.0)
+    expected.backward()
+    assert student.grad is not None
+    kl, gradient = kl_gradient_sum(teacher, student.detach(), labels, temperature=3.0)
+    assert float(kl) == pytest.approx(float(expected.detach()), rel=1e-6)
+    assert torch.allclose(gradient, student.grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("architecture", "separate"), [("llama", True), ("gemma2", False)])
+def test_a_chunked_distillation_is_the_same_and_the_logits_of_teacher_and_student_never_exist_as_a_whole(
+    tmp_path: Path, architecture: str, separate: bool
+) -> None:
+    known = {"gemma2": {"model_type": "gemma2", "head_dim": 8, "final_logit_softcapping": 5.0}}
+    fields = {**known.get(architecture, {}), "vocab_size": 512}
+    teacher = with_weights(meta_of("llama", attention="eager", **fields))
+    teacher.save_pretrained(tmp_path)
+    objective = Distillation(
+        DistillSection(teacher=str(tmp_path), temperature=2.0, alpha=0.4),
+        bf16=False,
+        attn_implementation="eager",
+        device=torch.device("cpu"),
+        z_loss=0.01,
+    )
+    batch, found = batch_of(), {}
+    for chunk in (None, 4):
+        decoder = plain_decoder("llama_tied", vocab_size=512, chunk=chunk)
+        with AllocationRecorder() as recorder:
+            sums = decoder(batch.input_ids, batch, objective)
+            sums[0].backward()
+        found[chunk] = ([float(each.detach()) for each in sums], gradients(decoder), recorder.largest)
+    assert found[4][0] == pytest.approx(found[None][0], rel=1e-5)
+    assert_same(found[4][1], found[None][1])
+    assert (found[4][2] < batch.labels.numel() * 512) == separate
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +125,7 @@ def test_an_incomplete_teacher_is_refused_and_another_teacher_cannot_resume_the_
     (copy / "manifest.json").unlink()  # without it the files themselves are looked at
     other = start("distill.py", path)
     assert other.returncode == 2
-    assert "distill.teacher.fingerprint: was" in other.stdout
+    assert "distill.teacher (fingerprint): was" in other.stdout
     (copy / "model.safetensors").unlink()
     done = start("distill.py", path, f"run.dir={tmp_path / 'other'}")
     assert done.returncode == 2

@@ -13,6 +13,7 @@ import pytest
 from headrace.base.errors import ConfigError
 from pipeline.config.curve import curve_fields
 from pipeline.config.load import load_config
+from pipeline.config.optimizers import ADAMW
 from pipeline.config.rules import ResolvedRun, resolve
 from tests import warm
 from tests.conftest import ROOT, tiny_config, write_config
@@ -30,16 +31,33 @@ REFUSALS = [
     ("zero_optimization.cpu_offload=true", "use offload_optimizer"),
     ("tensor_parallel.autotp_size=2", "start 2 or 4 processes"),
     ("csv_monitor.enabled=true", "metrics.jsonl"),
-    ("optimizer.type=Lion", "AdamW"),
+    ("optimizer.type=LAMB", "trust ratio of norms"),
+    ("optimizer.type=adafactor", "means of its rows and columns"),
+    ("optimizer.type=OneBitAdam", "compresses and reduces gradients"),
+    ("optimizer.type=Muon", "orthogonalized"),
+    ("optimizer.type=AdamWx", "did you mean 'AdamW'"),
+    ("optimizer.type=SGD", "SGD has no such parameter"),
+    ("optimizer.params.momentum=0.9", "AdamW has no such parameter"),
+    ('optimizer={"type": "SGD", "params": {"momentum": 1.0}}', "momentum must lie in [0, 1)"),
+    ('optimizer={"type": "SGD", "params": {"nesterov": true}}', "add optimizer.params.momentum"),
+    ('optimizer={"type": "SGD", "params": {"dampening": 0.1}}', "not dampened here"),
+    ('optimizer={"type": "Lion", "params": {"betas": [0.9, 1]}}', "use [0.9, 0.99]"),
     ("optimizer.params.betas=[0.9, 1.0]", "a beta must lie in [0, 1)"),
     ("optimizer.params.lr=-1", "optimizer.params.lr"),
     ("train_batch_size=9", "8 or 10"),
     ("run.tokens=1000", "exactly one of the two"),
     ("run.steps=0", "run.steps"),
+    ('profile={"steps": [18, 23]}', "use steps up to 20, or run.steps 23 or more"),
+    ('profile={"steps": [5, 4]}', "use [4, 5]"),
+    ('profile={"steps": [0, 4]}', "profile.steps"),
+    ('profile={"steps": [4, 5], "ranks": [1]}', "the only rank is 0"),
+    ('profile={"steps": [4, 5], "ranks": []}', "profile.ranks"),
     ("model.path=somewhere", "exactly one of the two"),
     ("model.config.num_attention_heads=5", "use 4, or set head_dim"),
     ("model.config.num_key_value_heads=3", "use 2"),
     ("model.config.num_hidden_layers=-1", "not a whole number above 0"),
+    ("model.config.vocab_size=0", "not a whole number above 0"),
+    ("model.config.num_nextn_predict_layers=-1", "use 0 or more"),
     ("model.config.max_position_embeddings=16", "use at most 16"),
     ("model.config.model_type=null", "architecture"),
     ("data.sources=[]", "data.sources"),
@@ -65,7 +83,9 @@ def test_auto_values_of_a_hugging_face_trainer_config_are_derived(tmp_path: Path
     sets = ["train_micro_batch_size_per_gpu=auto", "gradient_clipping=auto", "fp16.enabled=auto", "bf16.enabled=auto"]
     off = ["zero_optimization.offload_optimizer.device=none", "zero_optimization.reduce_bucket_size=auto"]
     run = resolved(tmp_path, *sets, *off)
-    assert (run.batch.micro, run.config.gradient_clipping) == (8, 0.0)
+    assert (run.batch.micro, run.config.gradient_clipping) == (8, 1.0)
+    assert (run.config.bf16.enabled, run.config.fp16.enabled) == (True, False)
+    assert run.config.zero_optimization.reduce_bucket_size == 48 * 48
 
 
 def test_tokens_become_whole_steps_rounded_up(tmp_path: Path) -> None:
@@ -104,6 +124,18 @@ def test_a_misspelt_key_is_refused_without_importing_torch_and_with_exit_code_2(
     assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
 
 
+def test_a_corpus_config_and_a_training_config_are_told_apart(tokens: Path, tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.json"
+    corpus.write_text(json.dumps({"output": "tokens", "sources": [{"path": "x"}], "tokenizer": {"path": "y"}}))
+    done = check("--config", str(corpus))
+    assert done.returncode == 2
+    assert f"headrace prep --config {corpus}" in done.stderr
+    train = write_config(tmp_path / "c.json", tiny_config(tokens, tmp_path / "run"))
+    done = warm.run("-m", "data_prep", "plan", "--config", str(train))
+    assert done.returncode == 2
+    assert f"headrace train --config {train}" in done.stderr
+
+
 @pytest.mark.parametrize("number", ["0", "-2", "two"])
 def test_check_refuses_an_invalid_number_of_processes(tokens: Path, tmp_path: Path, number: str) -> None:
     path = write_config(tmp_path / "c.json", tiny_config(tokens, tmp_path / "run"))
@@ -120,7 +152,32 @@ def test_check_prints_the_resolved_run(tokens: Path, tmp_path: Path) -> None:
         assert words in done.stdout
     count = parameters_of(tiny_config(tokens, tmp_path)["model"]["config"], vocabulary=512)
     assert f"{count:,} parameters" in done.stdout
+    for line in (
+        "contiguous packing, attention crosses documents",
+        "the newest 2 are kept",
+        "every 100 steps",
+    ):
+        assert line in done.stdout
     assert not (tmp_path / "run").exists()
+
+
+def test_check_prints_the_resolved_run_as_json(tokens: Path, tmp_path: Path) -> None:
+    config = tiny_config(tokens, tmp_path / "run")
+    config["data"]["mask_documents"] = True
+    done = check("--config", str(write_config(tmp_path / "c.json", config)), "--processes", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["batch"] == {
+        "samples": 8, "micro_batch": 2, "gradient_accumulation": 2, "sequence_length": 32, "tokens": 256
+    }  # fmt: skip
+    assert found["layout"]["dp"] == 2
+    assert found["samples"]["mask_documents"] is True
+    assert found["learning_rate"]["at_step"].keys() >= {"1", "20"}
+    (source,) = found["data"]
+    assert source["share"] == pytest.approx(1.0)
+    assert source["epochs"] == pytest.approx(20 * 8 / source["samples"])
+    assert found["config"]["run"]["dir"] == str(tmp_path / "run")
+    assert found["start"] == {"resume_after_step": None}
 
 
 def parameters_of(c: dict[str, Any], *, vocabulary: int) -> int:
@@ -134,3 +191,10 @@ def test_shipped_configs_are_json_with_deepspeeds_keys() -> None:
     raw = json.loads((ROOT / "ds_configs/zero3.json").read_text())
     assert raw["zero_optimization"]["stage"] == 3
     assert {"train_batch_size", "optimizer", "scheduler", "gradient_clipping"} <= set(raw)
+
+
+def test_lion_is_not_swapped_to_nvme_where_nobody_has_tried_it(tmp_path: Path) -> None:
+    nvme = 'zero_optimization.offload_optimizer={"device": "nvme", "nvme_path": "/x"}'
+    assert resolved(tmp_path, nvme).config.optimizer.kind == ADAMW
+    with pytest.raises(ConfigError, match="states of AdamW alone"):
+        resolved(tmp_path, nvme, 'optimizer={"type": "Lion"}')

@@ -1,4 +1,4 @@
-"""Topology: rank <-> coordinates is a bijection, and neighbours share a tensor-parallel group."""
+"""Topology: rank <-> coordinates is a bijection, and neighbors share a tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_groups_of_an_axis_partition_the_ranks(pp: int, dp: int, cp: int, tp
     assert sorted(rank for group in groups for rank in group) == list(range(topology.world_size))
 
 
-def test_tensor_parallel_ranks_are_neighbours_and_stages_lie_furthest_apart() -> None:
+def test_tensor_parallel_ranks_are_neighbors_and_stages_lie_furthest_apart() -> None:
     topology = Topology(pp=2, dp=2, tp=2)
     assert topology.group(0, "tp") == [0, 1]
     assert topology.group(0, "dp") == [0, 2]

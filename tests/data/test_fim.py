@@ -18,6 +18,7 @@ from pipeline.config.batch import BatchSizes
 from pipeline.config.data_schema import DataSection
 from pipeline.data.loader import IGNORE, StepBatch, StepLoader
 from pipeline.data.mixture import DataMixture, open_mixture
+from pipeline.data.trained_sample import trained_documents
 from tests.conftest import make_tokens
 
 T, SAMPLES = 64, 6
@@ -149,6 +150,22 @@ def test_fim_gives_the_same_samples_and_targets_in_every_layout(tokens: Path, pa
             of_all = zip(*([getattr(m, field) for m in rank.micro_batches] for rank in ranks), strict=True)
             if expected is not None:
                 assert torch.equal(torch.cat([part for each in of_all for part in each])[:8], expected), (dp, field)
+
+
+@pytest.mark.parametrize("packing", ["contiguous", "best_fit"])
+@pytest.mark.parametrize("masked", [True, False])
+def test_what_is_shown_of_a_sample_is_what_the_loader_trains_on(tokens: Path, packing: str, masked: bool) -> None:
+    mixture = opened(tokens, packing=packing, rate=0.6)
+    batch = BatchSizes(SAMPLES, SAMPLES, 1, 1, T)
+    (micro,) = gathered(mixture, batch, masked=masked).micro_batches
+    rearranged = 0
+    for row, number in enumerate(range(SAMPLES, 2 * SAMPLES)):
+        parts = list(trained_documents(mixture, number, mask_documents=masked))
+        shown, targets = (np.concatenate([getattr(part, name) for part in parts]) for name in ("tokens", "targets"))
+        assert shown[:-1].tolist() == micro.input_ids[row, : shown.size - 1].tolist()
+        assert targets[1:].tolist() == (micro.labels[row, : shown.size - 1] != IGNORE).tolist()
+        rearranged += sum(part.rearranged for part in parts)
+    assert rearranged > 0
 
 
 def test_another_seed_selects_other_documents(tokens: Path) -> None:

@@ -33,6 +33,7 @@ from pipeline.data.loader import IGNORE, StepBatch, StepLoader
 from pipeline.data.mixture import DataMixture, open_mixture
 from pipeline.data.packed import PackedDataset
 from tests.conftest import make_tokens
+from tests.evaluation import small
 
 T, LOOK_AHEAD = 32, 40
 STOPPED_AT_WORK = """
@@ -150,6 +151,20 @@ def test_the_manifest_has_the_right_counts(tokens: Path) -> None:
     assert entry["padding"] == int((T + 1 - boundaries.used).sum()) > 0
     assert entry["targets"] == dataset.windows * T - boundaries.count_non_targets(length=T, masked=True)
     assert dataset.target_fraction == entry["targets"] / (dataset.windows * T)
+
+
+def test_the_targets_of_a_packing_are_those_of_the_loss_mask(tmp_path: Path) -> None:
+    plain = small.make_tokens(tmp_path / "plain")
+    masked = small.make_masked(tmp_path / "masked", plain, lambda ids, _: np.arange(ids.size) % 5 == 0)
+    found = pack(masked, length=T, look_ahead=LOOK_AHEAD).details["splits"]["train"]["targets"]
+    source = {"path": str(masked)}
+    data = parse(DataSection, {"sources": [source], "sequence_length": T, "packing": "best_fit"})
+    (dataset,) = open_mixture(data, seed=1).sources
+    windows = np.arange(dataset.windows)
+    targets = dataset.loss_mask(windows)[:, 1:]
+    dataset.boundaries(windows).clear_non_targets(targets, masked=True)
+    assert found == int(targets.sum()) > 0
+    assert pack(plain, length=T, look_ahead=LOOK_AHEAD).details["splits"]["train"]["targets"] > 4 * found
 
 
 @pytest.mark.parametrize("masked", [True, False])

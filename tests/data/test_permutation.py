@@ -33,8 +33,8 @@ def test_a_permutation_of_a_trillion_needs_no_memory() -> None:
 @pytest.mark.parametrize("size", [64, 1000, 4097])
 def test_the_order_looks_random(size: int) -> None:
     image = permute(np.arange(size), size=size, key=5).astype(float)
-    neighbours = np.corrcoef(image[:-1], image[1:])[0, 1]
-    assert abs(neighbours) < 4 / np.sqrt(size)  # four standard deviations of a random order
+    neighbors = np.corrcoef(image[:-1], image[1:])[0, 1]
+    assert abs(neighbors) < 4 / np.sqrt(size)  # four standard deviations of a random order
     assert abs(np.corrcoef(image, np.arange(size))[0, 1]) < 4 / np.sqrt(size)
 
 

@@ -41,6 +41,7 @@ ANSWERS = {
     "reference/data-prep": ("executor", "worker", "task", "retry", "speculative execution"),
     "how-to/learning-rate": ("learning rate",),
     "tutorials/two-nodes": ("two nodes",),
+    "how-to/mixture-of-experts": ("mixture of experts", "expert load", "correction bias"),
     "how-to/export-and-serve": ("convert to GGUF",),
     "tutorials/a-run-that-failed": ("my run died",),
 }

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from headrace.base.section import parse
@@ -33,18 +34,32 @@ from pipeline.engines.objective import CrossEntropy
 from pipeline.models.attention import ATTENTION_NAME
 from pipeline.models.hf_config import resolve_hf_config
 from pipeline.models.meta import build_meta
-from pipeline.models.values import InitByName, ParameterValues
+from pipeline.models.values import InitByName, OwnBuffers, ParameterValues
 from tests.parity.matrix import model_of
 
+CPU = torch.device("cpu")
 SAMPLES, LENGTH, VOCABULARY, SAVED, LAST = 8, 32, 64, 2, 4
 MODEL = {**model_of({"tied": True}), "vocab_size": VOCABULARY}
-SAME = ("bf16", "fp16", "loss", "model", "gradient_clipping", "optimizer", "train_micro_batch_size_per_gpu")
+SAME = (
+    "bf16",
+    "fp16",
+    "fp8",
+    "loss",
+    "model",
+    "moe",
+    "gradient_clipping",
+    "optimizer",
+    "train_micro_batch_size_per_gpu",
+)
 """Keys that the reference shares with a layout; the last because fp16 may overflow only in a large micro-batch."""
 
 
 def reference_case(case: dict[str, Any]) -> dict[str, Any]:
     """The reference of a case, as a case."""
-    return {key: case[key] for key in SAME if key in case}
+    shared = {key: case[key] for key in SAME if key in case}
+    if "fp8" in shared:  # how weights are gathered is a layout
+        shared["fp8"] = {**shared["fp8"], "fsdp_all_gather": False}
+    return shared
 
 
 def reference_directory(case: dict[str, Any]) -> str:
@@ -60,19 +75,21 @@ def layout_directory(name: str) -> str:
 
 @dataclass(frozen=True)
 class Curve:
-    """Losses and gradient norms of a run's steps, loss sum of an evaluation, gradients of the first step by name."""
+    """Losses and gradient norms of a run's steps, loss sum of an evaluation, gradients of the first step by name,
+    and of experts the auxiliary loss and the largest violation of balance per step."""
 
     losses: list[float]
     norms: list[float]
     skipped: list[bool]
     nats: float
     gradients: dict[str, Tensor]
+    balance: list[float]
 
 
 def resolved(case: dict[str, Any], *, processes: int) -> ResolvedRun:
     """The resolved run of a case on so many processes."""
     config = {
-        "engine": "torch",
+        "engine": "reference" if processes == 1 else "torch",
         "data": {"sources": [{"path": "none"}], "sequence_length": LENGTH},
         "train_batch_size": SAMPLES,
         "optimizer": {"params": {"lr": 3e-3, "betas": [0.0, 0.95], "weight_decay": 0.1}},
@@ -83,20 +100,20 @@ def resolved(case: dict[str, Any], *, processes: int) -> ResolvedRun:
     return resolve(parse(Config, config), world_size=processes)
 
 
-def make_engine(run: ResolvedRun, objective: Objective | None = None) -> Any:
+def make_engine(run: ResolvedRun, objective: Objective | None = None, *, device: torch.device = CPU) -> Any:
     """The engine of a run, with the run's own objective unless another is given."""
     hf = resolve_hf_config(run.config.model, tokenizer={"vocab_size": VOCABULARY}, sequence_length=LENGTH)
     model = build_meta(hf, dtype=model_dtype(run.config), attn_implementation="sdpa" if run.plain else ATTENTION_NAME)
     objective, plain = objective or CrossEntropy(z_loss=run.config.loss.z_loss), InitByName(model, seed=3)
     values: ParameterValues = plain
-    if not run.plain and run.config.engine == "torch":
+    if not run.alone and run.config.engine == "torch":
         values = OneParameterAtATime(plain, lingering=0)
-    elif not run.plain and run.config.zero_optimization.stage == 3:
+    elif not run.alone and run.config.zero_optimization.stage == 3:
         values = OneParameterAtATime(plain, lingering=1)  # one may still be in use by an asynchronous collective
-    return build_engine(run, model, values, objective, device=torch.device("cpu"))
+    return build_engine(run, model, values, objective, device=device)
 
 
-class OneParameterAtATime:
+class OneParameterAtATime(OwnBuffers):
     """Asserts that at most `lingering` full parameter values are still referenced when the next one is requested."""
 
     def __init__(self, values: ParameterValues, *, lingering: int) -> None:
@@ -117,7 +134,7 @@ def step_batch(run: ResolvedRun, step: int) -> StepBatch:
     tokens = torch.randint(0, 5, (SAMPLES, LENGTH + 1), generator=generator).cumsum(1) % VOCABULARY
     labels = tokens[:, 1:].clone()
     labels[torch.rand(labels.shape, generator=generator) < 0.1] = IGNORE
-    coordinates = run.topology.coordinates(0 if run.plain else dist.get_rank())
+    coordinates = run.topology.coordinates(0 if run.alone else dist.get_rank())
     length = LENGTH // run.topology.cp
     shard = slice(coordinates["cp"] * length, (coordinates["cp"] + 1) * length)
     micros = []
@@ -134,27 +151,32 @@ def train(run: ResolvedRun, engine: Any, *, first: int, last: int, save: Path | 
     """Trains from step `first` to `last`; evaluates at the end, and when saving, where it must not change the state."""
     results, gradients = [], {}
     for step in range(first, last + 1):
-        results.append(engine.train_step(step_batch(run, step), lr=3e-4 * step))
+        results.append(engine.train_step(step_batch(run, step), lr=run.config.optimizer.params.lr / 10 * step))
         if step == 1:
-            gradients = dict(first_moments(engine))
+            gradients = dict(first_states(engine))
         if step == SAVED and save is not None:
             engine.evaluate(iter(step_batch(run, 98).micro_batches))
             save.mkdir(exist_ok=True)
             named_state.write(engine.state(), save)
     nats = engine.evaluate(iter(step_batch(run, 99).micro_batches)).nats
     losses, norms = [r.loss for r in results], [r.grad_norm for r in results]
-    return Curve(losses, norms, [r.skipped for r in results], nats, gradients)
+    names = ("load_balance_loss", "expert_max_violation")
+    balance = [r.parts[name] for r in results for name in names if name in r.parts]
+    return Curve(losses, norms, [r.skipped for r in results], nats, gradients, balance)
 
 
-def first_moments(engine: Any) -> Iterator[tuple[str, Tensor]]:
-    """Name -> first moment, as a full tensor with zeros for other ranks' shards; with beta1 0 it is the gradient."""
-    state = engine._named_state()
+def first_states(engine: Any) -> Iterator[tuple[str, Tensor]]:
+    """Name -> first optimizer state, as a full tensor with zeros for other ranks' shards.
+
+    Of AdamW with beta1 0 it is the gradient. Of an optimizer without states it is the weight.
+    """
+    state, prefix = engine.state(), f"{[*engine._kind.states, 'weight'][0]}/"
     for key, shard in state.items():
-        if key.startswith("exp_avg/"):
+        if key.startswith(prefix):
             full = torch.zeros(shard.shape)
-            for offsets, part in shard._parts.items():
+            for offsets, part in shard.parts.items():
                 full[tuple(slice(o, o + s) for o, s in zip(offsets, part.shape, strict=True))] = part
-            yield key.removeprefix("exp_avg/"), full
+            yield key.removeprefix(prefix), full
 
 
 def compare(run: ResolvedRun, expected: Curve, saved: Path, own: Path) -> dict[str, Any]:
@@ -167,7 +189,11 @@ def compare(run: ResolvedRun, expected: Curve, saved: Path, own: Path) -> dict[s
         own: directory for the layout's state.
     """
     steps = len(expected.losses)
+    torch._dynamo.reset()
+    counters["stats"].clear()
     found = train(run, make_engine(run), first=1, last=steps, save=own)
+    graphs = counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()
     resumed = make_engine(run)
     resumed.load(saved)
     resumed_curve = train(run, resumed, first=SAVED + 1, last=LAST)
@@ -178,11 +204,13 @@ def compare(run: ResolvedRun, expected: Curve, saved: Path, own: Path) -> dict[s
         ),
         "loss": largest_difference_over_ranks(found.losses, expected.losses),
         "norm": largest_difference_over_ranks(found.norms, expected.norms),
+        "balance": largest_difference_over_ranks(found.balance, expected.balance),
         "evaluation": largest_difference_over_ranks([found.nats], [expected.nats]),
         "resumed": largest_difference_over_ranks(resumed_curve.losses, expected.losses[SAVED:LAST]),
         "skipped": sum(found.skipped),
         "share": weight_share(resumed, expected),
         "losses": found.losses,
+        "graphs": graphs,
     }
 
 

@@ -53,6 +53,7 @@ def test_a_lock_that_another_host_may_hold_is_waited_for(
     lock.parent.mkdir()
     lock.touch()
     monkeypatch.setattr(os, "major", lambda _device: 0)  # as on a network file system
+    monkeypatch.setattr("pipeline.engines.deepspeed.operators.CONFIRM_S", 0.2)
     remove_stale_locks(tmp_path, old_s=2.0)
     output = capsys.readouterr().err
     assert not lock.exists()

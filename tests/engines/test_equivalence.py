@@ -18,7 +18,7 @@ FP32_TOLERANCE = 1e-5
 def reference(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of the one-process reference."""
     work = tmp_path_factory.mktemp("reference")
-    config = write_config(work / "c.json", tiny_config(tokens, work / "run", engine="torch"))
+    config = write_config(work / "c.json", tiny_config(tokens, work / "run", engine="reference"))
     launch("train.py", config)
     return work / "run"
 
@@ -43,11 +43,11 @@ def test_zero_on_two_processes_follows_the_reference_for_20_steps(
 # end to end through train.py; tests/parity exchanges states between layouts of all kinds, so one runs by default
 RELAYOUTS = [
     pytest.param(
-        ("engine=torch", 1), ("zero_optimization.stage=3", 2), id="reference-to-zero3", marks=pytest.mark.sweep
+        ("engine=reference", 1), ("zero_optimization.stage=3", 2), id="reference-to-zero3", marks=pytest.mark.sweep
     ),
     pytest.param(("zero_optimization.stage=3", 2), ("zero_optimization.stage=1", 1), id="zero3-to-zero1-on-half"),
     pytest.param(
-        ("zero_optimization.stage=2", 2), ("engine=torch", 1), id="zero2-to-reference", marks=pytest.mark.sweep
+        ("zero_optimization.stage=2", 2), ("engine=reference", 1), id="zero2-to-reference", marks=pytest.mark.sweep
     ),
     pytest.param(
         ("zero_optimization.stage=1", 2),
@@ -79,7 +79,7 @@ def test_a_checkpoint_of_one_layout_resumes_in_another(
 def test_bf16_in_every_stage_follows_the_bf16_reference(tokens: Path, tmp_path: Path) -> None:
     base = tiny_config(tokens, tmp_path / "run", bf16={"enabled": True})
     config = write_config(tmp_path / "c.json", base)
-    launch("train.py", config, "engine=torch", f"run.dir={tmp_path / 'reference'}")
+    launch("train.py", config, "engine=reference", f"run.dir={tmp_path / 'reference'}")
     for stage in (1, 2, 3):
         launch("train.py", config, f"zero_optimization.stage={stage}", f"run.dir={tmp_path / str(stage)}", processes=2)
         for step, loss in losses(tmp_path / str(stage)).items():
@@ -92,7 +92,7 @@ def test_the_first_update_of_a_run_has_full_size(tokens: Path, tmp_path: Path) -
     base = tiny_config(tokens, tmp_path / "run", scheduler=None, bf16={"enabled": True})
     base["run"]["steps"] = 2
     config = write_config(tmp_path / "c.json", {k: v for k, v in base.items() if v is not None})
-    launch("train.py", config, "engine=torch", f"run.dir={tmp_path / 'reference'}")
+    launch("train.py", config, "engine=reference", f"run.dir={tmp_path / 'reference'}")
     launch("train.py", config, "zero_optimization.stage=1", processes=2)
     first, second = (losses(tmp_path / name) for name in ("reference", "run"))
     drop = {name: run[1] - run[2] for name, run in (("reference", first), ("zero", second))}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from tests.conftest import command_line, losses, tiny_config, write_config
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="the package deepspeed is missing"),
 ]
 
 
@@ -32,7 +34,7 @@ def test_zero_on_up_to_two_gpus_follows_the_reference_on_one(
 ) -> None:
     base = tiny_config(tokens, tmp_path / "run", bf16={"enabled": dtype == "bf16"})
     config = write_config(tmp_path / "c.json", base)
-    output = launch("train.py", config, "engine=torch", f"run.dir={tmp_path / 'reference'}")
+    output = launch("train.py", config, "engine=reference", f"run.dir={tmp_path / 'reference'}")
     assert "NVIDIA" in output
     processes = min(2, torch.cuda.device_count())
     launch("train.py", config, f"zero_optimization.stage={stage}", processes=processes)
@@ -49,3 +51,22 @@ def test_a_gpu_checkpoint_resumes_in_the_reference(tokens: Path, tmp_path: Path)
     assert "resuming after step 15" in launch("train.py", config, "engine=torch")
     for step, loss in losses(tmp_path / "run").items():
         assert loss == pytest.approx(uninterrupted[step], rel=1e-4), step
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"])
+def test_fp8_kernels_give_what_their_emulation_gives(tokens: Path, tmp_path: Path, recipe: str) -> None:
+    needed = (10, 0) if recipe == "mxfp8" else (8, 9)
+    if torch.cuda.get_device_capability() < needed:
+        pytest.skip(f"{recipe} needs compute capability {needed}")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+    model = {"config": {"model_type": "llama", "num_hidden_layers": 2, **sizes}}
+    section = {"enabled": True, "recipe": recipe}
+    base = tiny_config(tokens, tmp_path / "run", bf16={"enabled": True}, fp8=section, model=model)
+    config = write_config(tmp_path / "c.json", base)
+    for engine in ("torch", "deepspeed"):
+        for emulate in ("false", "true"):
+            where = f"run.dir={tmp_path / engine / emulate}"
+            launch("train.py", config, f"engine={engine}", f"fp8.emulate={emulate}", where)
+        expected = losses(tmp_path / engine / "true")
+        for step, loss in losses(tmp_path / engine / "false").items():
+            assert loss == pytest.approx(expected[step], rel=5e-3), step

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from headrace.base.errors import ConfigError, DataError
 from pipeline.data.dataset import TokenDataset
@@ -170,6 +171,27 @@ def test_chat_uses_the_template_and_prints_the_reply_alone(chatty: Path, capsys:
     whole = completed(capsys, chatty, "--prompt", plain, "--tokens", 12, "--greedy")
     assert answer.strip()
     assert whole == plain + answer
+
+
+def test_a_reply_ends_at_the_token_that_the_template_writes_after_it(
+    chatty: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = (chatty, "--prompt", "How many wheels?", "--tokens", 12, "--chat", "--greedy")
+    whole = completed(capsys, *given)
+    tokenizer = AutoTokenizer.from_pretrained(chatty)
+    ids = tokenizer("The mill" + whole)["input_ids"][len(tokenizer("The mill")["input_ids"]) :]
+    # the fourth token of the reply becomes the end of a turn: another one than the tokenizer's EOS
+    end = next(token for token in ids[3:] if token not in ids[:3])
+    content = tokenizer.convert_ids_to_tokens(end)
+    tokenizer.add_special_tokens({"additional_special_tokens": [content]})
+    tokenizer.save_pretrained(chatty)
+    template = (chatty / "chat_template.jinja").read_text()
+    (chatty / "chat_template.jinja").write_text(
+        template.replace("{% endfor %}", "{% if m.role == 'assistant' %}" + content + "{% endif %}{% endfor %}")
+    )
+    reply = completed(capsys, *given)
+    assert whole.startswith(reply.rstrip("\n"))
+    assert len(reply) < len(whole)
 
 
 def test_a_chat_without_a_template_is_refused(model: Path) -> None:

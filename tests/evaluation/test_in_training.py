@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pipeline.metrics.journal import read_rows
+from tests import warm
 from tests.conftest import launch, losses, tiny_config, write_config
 from tests.evaluation.small import make_masked
 
@@ -61,3 +62,26 @@ def test_sources_with_a_loss_mask_have_no_bits_per_byte_in_the_journal(masked: P
     assert all("bits_per_byte" not in row and 0 < row["targets"] < 2 * 32 for row in found)
     assert ", - bits per byte (" in output
     assert "null" not in json.dumps(found)
+
+
+@pytest.mark.parametrize("mask_documents", [True, False])
+def test_the_command_finds_the_loss_of_the_last_evaluation_without_being_told_how(
+    tokens: Path, masked: Path, tmp_path: Path, mask_documents: bool
+) -> None:
+    for number, path in enumerate((tokens, masked)):
+        work = tmp_path / str(number)
+        work.mkdir()
+        data = {"sources": [{"path": str(path)}], "sequence_length": 48, "mask_documents": mask_documents}
+        run = {"dir": str(work / "run"), "steps": 3, "seed": 7}
+        sections = {"data": data, "run": run, "evaluation": {}, "scheduler": None}
+        config = tiny_config(path, work / "run", engine="torch", zero_optimization={"stage": 0}, **sections)
+        launch("train.py", write_config(work / "c.json", config))
+        (row,) = read_rows(work / "run", kind="eval")
+        for words in (("export", work / "run", work / "model"), ("eval", work / "model", "--data", path, "--json")):
+            done = warm.run("-m", "pipeline", *words)
+            assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout.splitlines()[-1])
+        assert found["sequence_length"] == 48
+        assert found["mask_documents"] is mask_documents
+        assert found["tokens"] == row["targets"]
+        assert found["loss_nats"] == pytest.approx(row["loss"], rel=1e-5)

@@ -9,8 +9,10 @@ import pytest
 
 from pipeline.config.schema import WatchdogSection
 from pipeline.faults.diagnosis import SETTLE_S, Diagnosis, RankStatus, diagnose
+from pipeline.faults.flight_recorder import describe_pending
 from pipeline.faults.heartbeat_connection import heartbeat_interval, heartbeat_timeout
 from pipeline.faults.heartbeat_messages import MessageDecoder, encode
+from pipeline.faults.monitor import PendingCollective, RankPosition
 from pipeline.faults.report import append_fault_once, describe_fault, fault_row, read_faults
 from pipeline.faults.stack_dumps import in_debugger, is_waiting, parse_faulthandler_dump
 
@@ -44,6 +46,59 @@ def diagnosis_of(statuses: list[RankStatus], now: float = NOW) -> Diagnosis | No
 
 def test_a_run_is_healthy_while_all_ranks_send_heartbeats_and_one_makes_progress() -> None:
     assert diagnosis_of(ranks({}, {"last_heartbeat": NOW - 59, "last_progress": NOW - 9999})) is None
+
+
+def test_a_rank_that_waits_in_a_collective_inside_our_own_code_is_told_from_one_that_is_stuck_there() -> None:
+    stack = ("pipeline/engines/base.py:9 in read_loss", "pipeline/run/trainer.py:88 in train")
+    hung: dict[str, object] = {"last_progress": NOW - 1600, "stack": stack}
+    waiting = hung | {"collective": "nccl:all_reduce 7 of mesh_tp, BFloat16 [64]"}
+    statuses = ranks(waiting, hung, waiting, waiting)
+    found = diagnosis_of(statuses)
+    assert found == Diagnosis("stuck", (1,), 1600.0)
+    text = describe_fault(found, {status.rank: status for status in statuses}, world_size=4)
+    assert "rank 1 is in no collective that is known" in text
+    assert "waiting in nccl:all_reduce 7 of mesh_tp, BFloat16 [64]: ranks 0, 2-3" in text
+
+
+def test_a_rank_asks_which_collective_it_is_in_only_without_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, asked = [100.0], []
+    monkeypatch.setattr("pipeline.faults.monitor.time.monotonic", lambda: now[0])
+
+    def ask() -> str:
+        asked.append(now[0])
+        if len(asked) == 3:
+            raise RuntimeError("a recorder of another form")
+        return "nccl:all_reduce 7"
+
+    pending = PendingCollective(ask, idle_s=10.0)
+    at_work = RankPosition("training", 5, 9)
+    assert pending.changed(at_work) is None
+    told = []
+    for _ in range(35):  # one heartbeat per second
+        now[0] += 1.0
+        told.append(pending.changed(at_work))
+    assert asked == [110.0, 120.0, 130.0]
+    assert [text for text in told if text is not None] == ["nccl:all_reduce 7"]
+    assert pending.changed(at_work.moved_to("training", 6)) == ""
+
+
+def test_the_oldest_collective_that_has_not_ended_is_described() -> None:
+    done = {"profiling_name": "nccl:all_gather", "collective_seq_id": 1, "state": "completed", "time_created_ns": 1}
+    first = {
+        "profiling_name": "nccl:reduce_scatter",
+        "collective_seq_id": 41,
+        "process_group": ["5", "mesh_shard"],
+        "input_dtypes": ["BFloat16"] * 3,
+        "input_sizes": [[64, 8], [8], [8]],
+        "state": "started",
+        "time_created_ns": 5,
+    }
+    send = {"profiling_name": "nccl:send 0->1", "is_p2p": True, "p2p_seq_id": 3, "state": "scheduled"}
+    later = {**send, "process_group": ["0", ""], "time_created_ns": 9}
+    text = "nccl:reduce_scatter 41 of mesh_shard, BFloat16 [64, 8], BFloat16 [8] and 1 more"
+    assert describe_pending([{"entries": [done, later, first]}, {}]) == text
+    assert describe_pending([{"entries": [done, later]}]) == "nccl:send 0->1 3 of 0"
+    assert describe_pending([{"entries": [done, {**later, "retired": True}]}]) == ""
 
 
 def test_a_rank_that_disconnects_without_signing_off_has_died() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 from dataclasses import dataclass
@@ -97,6 +98,11 @@ def test_a_rank_that_hangs_in_python_is_reported_with_the_line_it_hangs_in(tmp_p
     text = "".join(run.outputs)
     assert "ranks.py" in text.partition("where rank 2 is")[2].partition("where rank")[0]
     assert "all_reduce" in text  # the stack of a waiting rank is shown beside it
+    # torch's flight recorder: the bad rank has begun no third all-reduce, the others wait in it
+    assert "rank 2 is in no collective that is known" in text
+    assert re.search(r"waiting in gloo:all_reduce \d+ of default_pg, Float \[1\]: ranks 0-1, 3\n", text)
+    dumped = [json.loads((tmp_path / f"flight-recorder-rank-{rank}").read_text())["entries"] for rank in (0, 1, 3)]
+    assert all(entries[-1]["profiling_name"] == "gloo:all_reduce" for entries in dumped)
 
 
 def test_a_rank_in_a_long_call_that_holds_the_interpreter_lock_does_not_count_as_dead(tmp_path: Path) -> None:
@@ -140,6 +146,9 @@ def test_a_broken_link_is_reported_as_lost_with_the_exit_code_for_a_restart(tmp_
     assert len(run.reports) == 1, run
     assert "lost its connection to another rank at step 3, in training" in run.reports[0]
     assert [row["fault"] for row in run.faults] == ["lost"]
+    text = "".join(run.outputs)
+    assert "Traceback" in text
+    assert "/gloo/transport/" in text
 
 
 def test_a_paused_run_does_not_count_as_hung(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def main():
         raise ValueError("the real cause")
     if mode == "raise":
         time.sleep(0.3)
-        raise RuntimeError("Connection closed by peer")
+        raise RuntimeError("[/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
     if mode == "refuse":
         raise TrainingError("all raise this")
     if mode == "kill" and rank == 1:

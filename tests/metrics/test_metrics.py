@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,16 @@ def test_reopening_a_journal_removes_later_rows_and_a_partial_line(tmp_path: Pat
     again.write("step", 4, loss=9.0)
     again.close()
     assert [(row["step"], row["loss"]) for row in read_rows(tmp_path, kind="step")][-2:] == [(3, 1 / 3), (4, 9.0)]
+
+
+def test_rows_say_when_they_were_written(tmp_path: Path) -> None:
+    before = datetime.now(UTC)
+    journal = Journal(tmp_path, from_step=0)
+    journal.write("step", 1, loss=1.0)
+    journal.close()
+    (row,) = read_rows(tmp_path)
+    assert row["time"].endswith("Z")
+    assert before - timedelta(seconds=1) < datetime.fromisoformat(row["time"]) <= datetime.now(UTC)
 
 
 def test_a_damaged_line_is_kept_and_named_and_does_not_prevent_a_resume(

@@ -175,13 +175,12 @@ LONG_PROFILES = """
 import os, sys
 import torch
 import torch.distributed as dist
-from pipeline.config.schema import StragglersSection
 from pipeline.metrics import stragglers
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 for limit_s in (0.01, 60.0):
     stragglers._MAX_REPORT_S = limit_s
-    measuring = stragglers.Stragglers(StragglersSection(every=2), peers=[0, 0], rank=rank, gpu=False)
+    measuring = stragglers.Stragglers(threshold=0.1, every=2, peers=[0, 0], rank=rank, gpu=False)
     for step in range(1, 9):
         with measuring.measured(step):
             for _ in range(4000 if rank == 1 else 1):

@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from pipeline.data.loader import IGNORE, MicroBatch
 from pipeline.models.attention import ATTENTION_NAME
-from pipeline.models.materialise import materialise
+from pipeline.models.materialize import materialize
 from pipeline.models.meta import build_meta
 from pipeline.models.values import InitByName
 from pipeline.parallel.decoder import Decoder, DecoderLayout, parameter_owners
@@ -47,6 +47,32 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "starcoder2": {"model_type": "starcoder2", **_COMMON},
     "gpt2": {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 64, **_NO_DROPOUT},
     "mixtral": {"model_type": "mixtral", **_COMMON, "num_local_experts": 4, **_EXPERTS},
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        **_COMMON,
+        "num_experts": 4,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24,
+        **_EXPERTS,
+    },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        **_COMMON,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 24,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 16,
+        "rope_interleave": False,
+    },
     "qwen3_moe": {
         "model_type": "qwen3_moe",
         **_COMMON,
@@ -71,7 +97,7 @@ def meta_of(name: str, *, attention: str = ATTENTION_NAME, **fields: Any) -> nn.
 
 def with_weights(model: nn.Module, *, seed: int = 3, spread: float = 5.0) -> nn.Module:
     """Initializes a model's weights in place, larger than usual so that attention is far from uniform."""
-    materialise(model, InitByName(model, seed=seed), device=torch.device("cpu"))
+    materialize(model, InitByName(model, seed=seed), device=torch.device("cpu"))
     scale_up(model, spread=spread)
     return model
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from pipeline.models.materialise import materialise
+from pipeline.models.materialize import materialize
 from pipeline.models.meta import build_meta, parameter_shapes
 from pipeline.models.values import InitByName
 
@@ -38,7 +38,7 @@ def meta(family: str, **changes: Any) -> nn.Module:
 
 def real(family: str, *, seed: int = 1, **changes: Any) -> nn.Module:
     model = meta(family, **changes)
-    materialise(model, InitByName(model, seed=seed), device=torch.device("cpu"))
+    materialize(model, InitByName(model, seed=seed), device=torch.device("cpu"))
     return model
 
 
@@ -64,7 +64,7 @@ def test_values_depend_on_the_seed_and_not_on_the_number_of_layers(family: str) 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_initialisation_is_the_architectures_own(family: str) -> None:
+def test_the_initialization_is_the_architectures_own(family: str) -> None:
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
     torch.manual_seed(0)
@@ -78,7 +78,7 @@ def test_the_initialisation_is_the_architectures_own(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_materialised_model_computes_the_same_logits_as_one_built_without_meta(family: str) -> None:
+def test_a_materialized_model_computes_the_same_logits_as_one_built_without_meta(family: str) -> None:
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
     ours = real(family).eval()
@@ -95,7 +95,7 @@ def test_tied_parameters_stay_one_object() -> None:
     assert "lm_head.weight" not in parameter_shapes(model)
 
 
-def test_parameters_are_materialised_one_at_a_time() -> None:
+def test_parameters_are_materialized_one_at_a_time() -> None:
     model = meta("llama")
     assert all(p.is_meta for p in model.parameters())
     alive: list[int] = []
@@ -104,5 +104,5 @@ def test_parameters_are_materialised_one_at_a_time() -> None:
         alive.append(sum(not p.is_meta for p in model.parameters()))
         parameter.data = torch.empty(0)  # as ZeRO-3 does: the full value is freed before the next is computed
 
-    materialise(model, InitByName(model, seed=1), device=torch.device("cpu"), on_parameter=record)
+    materialize(model, InitByName(model, seed=1), device=torch.device("cpu"), on_parameter=record)
     assert alive == [0] * len(list(model.parameters()))

@@ -8,8 +8,10 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
+from pipeline.models.materialize import materialize
 from pipeline.models.meta import build_meta
 from pipeline.models.shrink import shrink
+from pipeline.parallel.architecture_check import RandomValues
 
 REAL: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8, "num_hidden_layers": 80},
@@ -67,3 +69,24 @@ def test_fields_that_select_code_paths_are_kept(kind: str) -> None:
 def test_a_model_with_fewer_key_value_heads_than_ranks_keeps_fewer() -> None:
     small = shrink(real("llama"), divide=16, layers=2, vocab_size=256)
     assert (small.num_attention_heads % 16, small.num_key_value_heads) == (0, 8)
+
+
+NAMED_OTHERWISE = (
+    *("bamba", "granitemoehybrid", "falcon_h1", "zamba", "zamba2"),  # heads of Mamba-2; shared blocks
+    *("gemma3n_text", "gemma4_text", "dots3_note_text"),  # lists, and sizes of single layers
+    *("bailing_hybrid", "kimi_linear", "longcat_flash"),  # counts of experts
+    *("blenderbot", "whisper", "codegen", "gptj", "xlnet"),  # heads
+)
+
+
+@pytest.mark.parametrize("kind", NAMED_OTHERWISE)
+def test_an_architecture_whose_sizes_have_names_of_their_own_is_shrunk_to_one_that_runs(kind: str) -> None:
+    model = build_meta(
+        shrink(CONFIG_MAPPING[kind](), divide=1, layers=2, vocab_size=64),
+        dtype=torch.float32,
+        attn_implementation="eager",
+    )
+    assert sum(p.numel() for p in model.parameters()) < 10_000_000
+    materialize(model, RandomValues(model), device=torch.device("cpu"))
+    with torch.no_grad():
+        assert model(input_ids=torch.arange(8)[None], use_cache=False).logits.shape == (1, 8, 64)

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from torch import nn
+from transformers import AutoConfig, MixtralConfig
 
+from headrace.base.directory import Manifest
 from headrace.base.errors import ConfigError, DataError
+from pipeline.checkpoint.trained_model import trained_config
 from pipeline.config.schema import ModelSection
 from pipeline.models.count import measure
 from pipeline.models.hf_config import resolve_hf_config
-from pipeline.models.layers import keep_layers, original_name
-from pipeline.models.materialise import materialise
-from pipeline.models.meta import build_meta, parameter_shapes
-from pipeline.models.values import FromSafetensors, InitByName
+from pipeline.models.layers import attention_widths, keep_layers, original_name
+from pipeline.models.materialize import materialize
+from pipeline.models.meta import build_meta
+from pipeline.models.padding import check_padded_positions
+from pipeline.models.stored_values import FromSafetensors
+from pipeline.models.values import InitByName
+from pipeline.run.prepare import described
 
 TOKENIZER: dict[str, Any] = {"vocab_size": 300, "bos_id": None, "eos_id": 0, "pad_id": None}
 LLAMA = {
@@ -37,50 +44,50 @@ def resolve(section: dict[str, Any], sequence_length: int = 64) -> Any:
 def folder(tmp_path: Path) -> Path:
     config = resolve({"config": LLAMA})
     model = build_meta(config, dtype=torch.float32, attn_implementation="sdpa")
-    materialise(model, InitByName(model, seed=0), device=torch.device("cpu"))
+    materialize(model, InitByName(model, seed=0), device=torch.device("cpu"))
     model.save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
-def shapes_of(folder: Path) -> dict[str, torch.Size]:
+def model_of(folder: Path) -> nn.Module:
     config = AutoConfig.from_pretrained(folder)
-    return parameter_shapes(build_meta(config, dtype=torch.float32, attn_implementation="sdpa"))
+    return build_meta(config, dtype=torch.float32, attn_implementation="sdpa")
 
 
 def test_saved_weights_are_loaded_unchanged(folder: Path) -> None:
-    values = FromSafetensors(folder, shapes=shapes_of(folder))
+    values = FromSafetensors(folder, model=model_of(folder))
     for name, tensor in load_file(folder / "model.safetensors").items():
         assert torch.equal(values.value(name), tensor)
 
 
 def test_missing_unexpected_and_misshapen_tensors_are_refused(folder: Path) -> None:
-    file, shapes = folder / "model.safetensors", shapes_of(folder)
+    file, model = folder / "model.safetensors", model_of(folder)
     original = load_file(file)
     first = next(iter(original))
     save_file({k: v for k, v in original.items() if k != first}, file)
     with pytest.raises(DataError, match=rf"missing \(1\): {first}"):
-        FromSafetensors(folder, shapes=shapes)
+        FromSafetensors(folder, model=model)
     save_file({**original, "stray": torch.zeros(1)}, file)
     with pytest.raises(DataError, match=r"unexpected \(1\): stray"):
-        FromSafetensors(folder, shapes=shapes)
+        FromSafetensors(folder, model=model)
     save_file({**original, first: torch.zeros(3, 3)}, file)
     with pytest.raises(DataError, match=r"has shape \(3, 3\)"):
-        FromSafetensors(folder, shapes=shapes)
+        FromSafetensors(folder, model=model)
 
 
 def test_a_truncated_file_and_an_empty_folder_are_refused(folder: Path, tmp_path: Path) -> None:
-    shapes, file = shapes_of(folder), folder / "model.safetensors"
+    model, file = model_of(folder), folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
     for path in (folder, tmp_path):
         with pytest.raises(DataError, match="no complete safetensors weights"):
-            FromSafetensors(path, shapes=shapes)
+            FromSafetensors(path, model=model)
 
 
 def test_kept_layers_load_the_weights_of_their_original_layers(folder: Path) -> None:
     config = keep_layers(AutoConfig.from_pretrained(folder), [0, 3])
     model = build_meta(config, dtype=torch.float32, attn_implementation="sdpa")
     rename = original_name([0, 3])
-    values = FromSafetensors(folder, shapes=parameter_shapes(model), rename=rename, partial=True)
+    values = FromSafetensors(folder, model=model, rename=rename, partial=True)
     original = load_file(folder / "model.safetensors")
     assert torch.equal(values.value("model.layers.1.mlp.up_proj.weight"), original["model.layers.3.mlp.up_proj.weight"])
     assert torch.equal(values.value("model.norm.weight"), original["model.norm.weight"])
@@ -121,17 +128,142 @@ def test_a_model_key_of_a_wrong_type_is_refused(wrong: dict[str, Any]) -> None:
         resolve({"config": {**LLAMA, **wrong}})
 
 
-def test_a_bidirectional_model_is_refused() -> None:
-    bert = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    with pytest.raises(ConfigError, match="sees the tokens to its right"):
-        resolve({"config": bert})
+def test_a_model_of_several_modalities_is_refused_with_its_language_model() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)vision_config.*use gemma3_text"):
+        resolve({"config": {"model_type": "gemma3"}})
 
 
-def test_a_parameter_that_transformers_does_not_initialise_is_refused() -> None:
-    config = resolve({"config": {"model_type": "openai-gpt", "n_embd": 32, "n_layer": 2, "n_head": 4}})
+_GROUPS = {"num_key_value_heads": 2, "head_dim": 8}
+
+
+def test_a_special_token_that_an_architecture_insists_on_is_end_of_text_where_the_tokenizer_has_none() -> None:
+    config = resolve({"config": {"model_type": "cwm", "hidden_size": 32, "num_attention_heads": 4, **_GROUPS}})
+    assert config.bos_token_id == config.eos_token_id == TOKENIZER["eos_id"]
+
+
+@pytest.mark.parametrize("given", [{"max_seq_len": 32}, {}])
+def test_a_sequence_longer_than_mpts_positions_is_refused(given: dict[str, Any]) -> None:
+    model = {"model_type": "mpt", "d_model": 32, "n_heads": 4, "n_layers": 2, **given}
+    with pytest.raises(ConfigError, match="raise max_seq_len"):
+        resolve({"config": model}, sequence_length=33 if given else 4096)
+
+
+def test_a_parameter_whose_initialization_reads_another_one_is_drawn_with_it() -> None:
+    model = build_meta(
+        resolve(
+            {"config": {"model_type": "rwkv", "hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2}}
+        ),
+        dtype=torch.float32,
+        attn_implementation="eager",
+    )
+    values = InitByName(model, seed=0)
+    values.check()
+    decay = values.value("rwkv.blocks.1.attention.time_decay")
+    assert decay.tolist() == sorted(decay.tolist())
+    assert decay[0] < -4  # transformers' formula begins at -5
+
+
+def test_a_parameter_that_neither_transformers_nor_a_constructor_sets_is_refused() -> None:
+    model = build_meta(resolve({"config": LLAMA}), dtype=torch.float32, attn_implementation="eager")
+    model.model.layers[0].mlp.register_parameter("scale", nn.Parameter(torch.empty(3, device="meta")))
+    with pytest.raises(ConfigError, match=r"does not set .*mlp\.scale"):
+        materialize(model, InitByName(model, seed=0), device=torch.device("cpu"))
+
+
+SMALL_HEADS = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
+
+
+def test_a_parameter_or_buffer_that_only_its_constructor_sets_has_the_constructors_value() -> None:
+    config = resolve({"config": {"model_type": "apertus", **SMALL_HEADS, "num_key_value_heads": 2}})
     model = build_meta(config, dtype=torch.float32, attn_implementation="eager")
-    with pytest.raises(ConfigError, match=r"does not set .*c_attn\.weight"):
-        materialise(model, InitByName(model, seed=0), device=torch.device("cpu"))
+    materialize(model, InitByName(model, seed=0), device=torch.device("cpu"))
+    activation = model.model.layers[2].mlp.act_fn
+    # xIELU (arXiv:2411.13010): softplus(alpha_p) = 0.8, beta + softplus(alpha_n) = 0.8, beta = 0.5
+    assert torch.nn.functional.softplus(activation.alpha_p).item() == pytest.approx(0.8)
+    assert torch.nn.functional.softplus(activation.alpha_n).item() == pytest.approx(0.3)
+    assert activation.beta.item() == 0.5
+    assert activation.eps.item() == pytest.approx(-1e-6)
+
+
+def test_a_parameter_that_a_constructor_draws_is_a_function_of_seed_name_and_shape() -> None:
+    def drawn(seed: int, layers: int, *, name: str = "transformer.h.1.attn.c_attn.weight") -> torch.Tensor:
+        fields = {"model_type": "openai-gpt", "n_embd": 32, "n_layer": layers, "n_head": 4}
+        model = build_meta(resolve({"config": fields}), dtype=torch.float32, attn_implementation="eager")
+        torch.manual_seed(layers)  # the state of the process's generator has no influence
+        return InitByName(model, seed=seed).value(name)
+
+    value = drawn(0, 2)
+    assert value.std().item() == pytest.approx(0.02, rel=0.1)  # GPT-1's; 3072 values: standard error 1.3 %
+    assert torch.equal(value, drawn(0, 3))
+    assert not torch.equal(value, drawn(1, 2))
+    assert not torch.equal(value, drawn(0, 2, name="transformer.h.0.attn.c_attn.weight"))
+
+
+def test_a_parameter_is_initialized_by_the_nearest_model_that_contains_it() -> None:
+    fields = {"model_type": "xlstm", "hidden_size": 64, "num_heads": 4, "num_hidden_layers": 2}
+    model = build_meta(resolve({"config": fields}), dtype=torch.float32, attn_implementation="eager")
+    InitByName(model, seed=0).check()  # the model around it has no `embeddings`, which its `_init_weights` sets
+
+
+def test_a_buffer_that_a_module_around_its_owner_sets_is_filled() -> None:
+    sizes = {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "num_key_value_heads": 2}
+    multipliers = {"ssm_multipliers": [0.5, 0.25, 2.0, 3.0, 4.0]}
+    config = resolve({"config": {"model_type": "falcon_h1", **SMALL_HEADS, **sizes, **multipliers}})
+    model = build_meta(config, dtype=torch.float32, attn_implementation="eager")
+    materialize(model, InitByName(model, seed=0), device=torch.device("cpu"))
+    found = model.model.layers[1].mamba.mup_vector.unique().tolist()
+    assert sorted(found) == sorted(multipliers["ssm_multipliers"])
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("roberta", 0), ("bert", None), ("gemma", None)])
+def test_end_of_text_is_padding_only_for_an_architecture_that_cannot_compute_without(
+    kind: str, expected: int | None
+) -> None:
+    fields = {"model_type": kind, **SMALL_HEADS, "max_position_embeddings": 64}
+    more: dict[str, Any] = {"is_decoder": True} if kind != "gemma" else {"num_key_value_heads": 2, "head_dim": 8}
+    assert resolve({"config": {**fields, **more}}).pad_token_id == expected
+    assert resolve({"config": {**fields, **more, "pad_token_id": 7}}).pad_token_id == 7
+
+
+def test_positions_that_begin_after_the_padding_id_must_be_enough_for_the_sequence() -> None:
+    fields = {"model_type": "roberta", **SMALL_HEADS, "is_decoder": True, "pad_token_id": 7}
+    config = resolve({"config": {**fields, "max_position_embeddings": 40}}, sequence_length=32)
+    model = build_meta(config, dtype=torch.float32, attn_implementation="eager")
+    check_padded_positions(model, sequence_length=32)
+    with pytest.raises(ConfigError, match=r"(?s)max_position_embeddings = 40.*use 41 or more"):
+        check_padded_positions(model, sequence_length=33)
+
+
+def test_sizes_that_differ_from_layer_to_layer_are_counted_layer_by_layer() -> None:
+    sizes = {"num_key_value_heads": 2, "head_dim": 8, "hidden_size_per_layer_input": 8, "sliding_window": 8}
+    layers = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+    fields = {"model_type": "gemma4_text", **SMALL_HEADS, **sizes, **layers, "vocab_size_per_layer_input": 320}
+    config = resolve({"config": {**fields, "per_layer_config": {"2": {"head_dim": 16}}}})
+    assert attention_widths(config) == [32, 32, 64]
+    with pytest.raises(ConfigError, match="per_layer_config"):
+        keep_layers(config, [0, 2])
+    model = build_meta(config, dtype=torch.float32, attn_implementation="eager")
+    short, long = (measure(model, config, sequence_length=length).flops_per_token for length in (1, 2))
+    assert short is not None
+    assert long is not None
+    assert long - short == 12 * (32 + 32 + 64)  # as `measure`: 12 h s for every layer
+
+
+def test_a_model_that_drafts_tokens_for_another_one_is_refused() -> None:
+    with pytest.raises(ConfigError, match="drafts tokens for another model"):
+        resolve({"config": {"model_type": "gemma4_assistant"}})
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_a_model_config_with_numbers_that_json_lacks_is_read_back_as_it_was(value: float) -> None:
+    config = resolve({"config": {"model_type": "mamba2", "time_step_limit": [0.0, value], **_MAMBA2}})
+    stored = json.loads(json.dumps(described(config), allow_nan=False))  # as a manifest: plain JSON
+    manifest = Manifest("checkpoint", {}, {}, {"hf_config": stored}, {}, "", {})
+    found = trained_config(manifest).time_step_limit
+    assert list(found) == pytest.approx([0.0, value], nan_ok=True)
+
+
+_MAMBA2 = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8}
 
 
 def test_a_sequence_longer_than_a_loaded_models_positions_is_refused(folder: Path) -> None:
@@ -158,3 +290,15 @@ def test_parameters_and_flops_per_token_of_llama_8b() -> None:
     size = measure(model, config, sequence_length=8192)
     assert size.parameters == 8_030_261_248
     assert size.flops_per_token / 1e9 == pytest.approx(57.9, abs=0.05)
+
+
+def test_the_flops_of_a_mixture_of_experts_count_the_experts_that_a_token_goes_to() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = MixtralConfig(**sizes, num_key_value_heads=4, vocab_size=256, num_local_experts=8, num_experts_per_tok=2)
+    model = build_meta(config, dtype=torch.float32, attn_implementation="sdpa")
+    size = measure(model, config, sequence_length=128)
+    expert, attention, router = 3 * 64 * 96, 4 * 64 * 64, 8 * 64
+    layer, norms = attention + router, 2 * 64
+    assert size.parameters == 2 * 256 * 64 + 2 * (layer + norms + 8 * expert) + 64
+    assert size.active == size.parameters - 2 * 6 * expert
+    assert size.flops_per_token == 6 * (size.active - 256 * 64) + 12 * 2 * 64 * 128

@@ -59,6 +59,52 @@ def test_a_shuffled_dataloader_has_the_order_of_the_plain_one() -> None:
     assert sorted(again) == sorted(plain)
 
 
+class Counted:
+    """A dataset of numbers that records which were read."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.read = size, list[int]()
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        self.read.append(index)
+        return index
+
+
+def test_skipping_leaves_the_order_and_reads_none_of_the_skipped_samples() -> None:
+    def shared(dataset: Counted) -> Any:
+        torch.manual_seed(3)
+        loader = DataLoader(dataset, batch_size=8, shuffle=True)  # type: ignore[arg-type, var-annotated]
+        return distribute(loader, BatchShare(8, 2, 4, 1, 0), device=CPU, say=print)
+
+    whole = torch.cat(list(shared(Counted(40)))).tolist()
+    dataset = Counted(40)
+    later = shared(dataset).skip_first_batches(4).skip_first_batches(8)  # one step, and two more
+    assert len(later) == 8
+    assert torch.cat(list(later)).tolist() == whole[24:]
+    assert sorted(dataset.read) == sorted(whole[24:])
+    assert list(shared(Counted(40)).skip_first_batches(20)) == []
+
+
+def test_skipping_in_an_iterable_gives_every_rank_its_later_batches() -> None:
+    batches = list(torch.arange(24).split(8))
+    for rank in range(2):
+        loader = distribute(batches, BatchShare(8, 2, 2, 2, rank), device=CPU, say=print)
+        whole = [batch.tolist() for batch in loader]
+        assert [batch.tolist() for batch in loader.skip_first_batches(2).skip_first_batches(2)] == whole[4:]
+
+
+def test_a_position_within_an_optimizer_step_or_beyond_the_epoch_is_refused() -> None:
+    loader = distribute(DataLoader(Counted(16), batch_size=8), BatchShare(8, 2, 4, 1, 0), device=CPU, say=print)  # type: ignore[arg-type, var-annotated]
+    for wrong in (-4, 1, 6):
+        with pytest.raises(DataError, match="takes 4 micro-batches"):
+            loader.skip_first_batches(wrong)
+    with pytest.raises(DataError, match="an epoch has 8 micro-batches"):
+        loader.skip_first_batches(12)
+
+
 def test_an_incomplete_global_batch_is_refused_or_dropped_but_never_padded() -> None:
     samples: Any = torch.arange(21)
     with pytest.raises(ConfigError, match="21 samples are 2 global batches of 8 and 5 more samples"):
@@ -122,13 +168,22 @@ def test_loader_batches_are_global_batches_or_micro_batches_and_others_are_refus
     assert batch_size_of([1, 2]) is None
 
 
+def test_an_auto_batch_size_is_that_of_the_loader_and_auto_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    config = load_loop_config({"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto", "amp": {}})
+    assert share(config, loader_batch=6, ranks=2, rank=0).total == 6
+    assert config.gradient_clipping == 1.0
+    printed = capsys.readouterr().out
+    assert "gradient_clipping = 1.0" in printed
+    assert "ignored: amp" in printed
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
         ({"zero_optimisation": {}}, "did you mean 'zero_optimization'"),
         ({"model": {"path": "x"}}, "up to your own code"),
         ({"tensor_parallel": {"autotp_size": 2}}, r"use pipeline/train\.py"),
-        ({"amp": {}}, "use bf16"),
+        ({"amp": {"enabled": True}}, "use bf16"),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "enable one of the two"),
         ({"engine": "torch", "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "engine deepspeed"),
     ],

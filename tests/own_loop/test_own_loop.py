@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
+from safetensors.torch import load_model
 from torch import nn
 
+from headrace.base.directory import read_manifest
 from pipeline.config.deepspeed_schema import SchedulerParams, SchedulerSection
 from pipeline.config.schedule import schedule_from_section
 from tests import warm
@@ -33,10 +35,14 @@ def all_cases(work: Path) -> dict[str, dict[str, Any]]:
         clipped = {**layout, "gradient_accumulation_steps": 2, "gradient_clipping": 0.15, "scheduler": WARMUP}
         cases[f"everything {name}"] = {"config": {**clipped, "optimizer": ADAMW}, "optimizer": "none"}
         cases[f"sgd {name}"] = {"config": layout, "optimizer": "sgd", "user_schedule": True}
-        cases[f"norm {name}"] = {"config": layout, "network": "norm"}
+        folder = str(work / f"model {name}")
+        cases[f"norm {name}"] = {"config": layout, "network": "norm", "save_model": folder, "gather": True}
         cases[f"save {name}"] = {"config": layout, "save": str(work / name), "network": "norm"}
     for name in ("torch-0", "torch-3", "deepspeed-2"):
-        cases[f"tied {name}"] = {"config": LAYOUTS[name], "network": "tied"}
+        folder = str(work / f"tied {name}")
+        cases[f"tied {name}"] = {"config": LAYOUTS[name], "network": "tied", "save_model": folder}
+    for name in ("torch-0", "deepspeed-0"):
+        cases[f"adafactor {name}"] = {"config": LAYOUTS[name], "optimizer": "adafactor"}
     for name in ("torch-0", "torch-3"):
         cases[f"fp16 {name}"] = {"config": {**LAYOUTS[name], "fp16": {"enabled": True}}, "network": "norm"}
     for name in HALF:
@@ -140,6 +146,49 @@ def test_batchnorm_sees_the_samples_of_all_ranks(seen: dict[str, Any], layout: s
     assert result["buffers"].keys() == buffers.keys()
     for name, value in buffers.items():
         assert result["buffers"][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+
+
+@cache
+def plain_weights(kind: str) -> dict[str, torch.Tensor]:
+    """The state dict of the plain loop's model at the end, after AdamW."""
+    model = network(kind)
+    made = optimizer_of("adamw", model)
+    assert made is not None
+    plain("none", made, model)
+    return {name: value.detach() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("ranks", ["one", "two"])
+@pytest.mark.parametrize(
+    ("kind", "layout"), [*(("norm", name) for name in LAYOUTS), ("tied", "torch-3"), ("tied", "deepspeed-2")]
+)
+def test_the_final_weights_are_those_of_the_plain_loop(
+    request: pytest.FixtureRequest, work: Path, ranks: str, kind: str, layout: str
+) -> None:
+    request.getfixturevalue(ranks)
+    folder = work / ranks / f"{'model' if kind == 'norm' else kind} {layout}"
+    model = network(kind, seed=99)
+    missing, unexpected = load_model(model, folder / "model.safetensors")
+    assert (list(missing), unexpected) == ([], [])
+    expected = plain_weights(kind)
+    assert model.state_dict().keys() == expected.keys()
+    for name, value in model.state_dict().items():
+        assert value.dtype == expected[name].dtype
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+    assert read_manifest(folder, kind="model").details["steps"] == 8
+
+
+def test_metrics_are_gathered_in_the_order_of_samples(one: dict[str, Any], two: dict[str, Any]) -> None:
+    inputs, _ = data()
+    for layout in LAYOUTS:
+        assert one[f"norm {layout}"]["gathered"] == {"x": inputs[-BATCH:].tolist(), "rank": [0]}
+        assert two[f"norm {layout}"]["gathered"] == {"x": inputs[-BATCH:].tolist(), "rank": [0, 1]}
+
+
+@pytest.mark.parametrize("layout", ["torch-0", "deepspeed-0"])
+def test_an_optimizer_of_whole_tensors_is_exact_where_nothing_is_sharded(seen: dict[str, Any], layout: str) -> None:
+    losses, _, _ = plain_of("plain", "adafactor", "none")
+    assert seen[f"adafactor {layout}"]["losses"] == pytest.approx(losses, rel=1e-5)
 
 
 @pytest.mark.parametrize("layout", ["torch-0", "torch-3", "deepspeed-2"])

@@ -50,6 +50,8 @@ class Tied(nn.Module):
 
 def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer | None:
     """What the user brings; None leaves it to the config."""
+    if kind == "adafactor":
+        return torch.optim.Adafactor(model.parameters(), lr=1e-2)
     if kind == "sgd":
         return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     return torch.optim.AdamW(model.parameters(), lr=1e-2) if kind == "adamw" else None
@@ -79,8 +81,20 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         if "save" in case and saved is None:
             saved = str(engine.save(case["save"]))
     buffers = {name: value.tolist() for name, value in model.named_buffers()}
+    if "save_model" in case:
+        engine.save_model(case["save_model"])
+    seen = engine.gather_for_metrics({"x": x, "rank": torch.tensor(engine.rank)}) if case.get("gather") else None
+    gathered = None if seen is None else {"x": seen["x"].tolist(), "rank": seen["rank"].tolist()}
     dtypes = sorted({str(p.dtype) for p in model.parameters()})
-    return {"losses": losses, "norms": norms, "rates": rates, "done": done, "buffers": buffers, "dtypes": dtypes}
+    return {
+        "losses": losses,
+        "norms": norms,
+        "rates": rates,
+        "done": done,
+        "buffers": buffers,
+        "dtypes": dtypes,
+        "gathered": gathered,
+    }
 
 
 def main() -> None:

@@ -12,8 +12,8 @@ from pipeline.config.rules import ResolvedRun, resolve
 from pipeline.config.schema import Config
 from pipeline.data.loader import MicroBatch
 from pipeline.engines.objective import CrossEntropy
-from pipeline.models.materialise import fill_buffers
-from pipeline.models.values import InitByName
+from pipeline.models.buffers import fill_buffers
+from pipeline.models.values import InitByName, OwnBuffers
 from pipeline.parallel.assemble import LocalModel, ShardedValues, assemble
 from pipeline.parallel.mesh import Mesh
 from tests.models.architectures import V, batch_of, enlarged, gradients, meta_of, plain_decoder
@@ -23,7 +23,7 @@ Z = 0.01
 Borders = tuple[tuple[int, ...], ...] | None
 
 
-class EnlargedValues:
+class EnlargedValues(OwnBuffers):
     """Initial values as in the full model of the tests."""
 
     def __init__(self, values: InitByName) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
@@ -38,7 +39,7 @@ def built(kind: str, attention: str = ATTENTION_NAME, **fields: Any) -> torch.nn
     [
         (("gpt2", {}), TP2, r"no base_model_tp_plan for gpt2.*use ZeRO or FSDP2 \(parallel.tp 1\)"),
         (("gpt2", {}), PP2, r"no base_model_pp_plan for gpt2.*use ZeRO or FSDP2 \(parallel.pp 1\)"),
-        (("mixtral", {}), TP2, r"'moe_tp_experts', which is not supported.*parallel.tp 1"),
+        (("deepseek_v3", {}), TP2, r"shared_experts.* is shared by all tokens.*parallel.tp 1"),
         (("phi3", {}), TP2, r"'(rowwise_split_input|colwise_gather_output)', which is not supported.*parallel.tp 1"),
         (
             ("llama", {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}),
@@ -57,7 +58,7 @@ def built(kind: str, attention: str = ATTENTION_NAME, **fields: Any) -> torch.nn
             {},
             r"model.config.attention_dropout = 0.1.*set \"attention_dropout\": 0.0",
         ),
-        (("mixtral", {"output_router_logits": True}), {}, r"load-balancing loss is not supported.*false"),
+        (("mixtral", {"output_router_logits": True}), {}, r"depends on the layout.*moe.balance to aux_loss"),
     ],
 )
 def test_an_unsupported_layout_is_refused(
@@ -92,6 +93,51 @@ def test_soft_capped_attention_needs_eager() -> None:
     check_layout(resolved(world_size=2, **eager), built("gemma2", attention="eager"))
     with pytest.raises(ConfigError, match=r"(?s)loss.chunk = 8.*other logits"):  # it caps its logits too
         check_layout(resolved(world_size=2, **eager, **CHUNK), built("gemma2", attention="eager"))
+
+
+BIDIRECTIONAL = r"(?s)sees the tokens to its right.*set model.config.is_decoder to true"
+
+
+def test_whether_a_model_is_causal_is_tried_not_read_from_is_decoder() -> None:
+    neox = built("gpt_neox")
+    assert neox.config.is_decoder is False  # type: ignore[union-attr]  # transformers' default, for a decoder
+    check_layout(resolved(world_size=2), neox)
+    for attention in (ATTENTION_NAME, "eager"):
+        model = {"config": {"model_type": "bert"}, "attn_implementation": "sdpa" if attention != "eager" else "eager"}
+        with pytest.raises(ConfigError, match=BIDIRECTIONAL):
+            check_layout(resolved(world_size=2, model=model), built("bert", attention=attention, **_NO_DROPOUT))
+        check_layout(resolved(world_size=2, model=model), built("bert", attention, is_decoder=True, **_NO_DROPOUT))
+
+
+def test_end_of_text_that_is_padding_too_may_not_hide_other_tokens() -> None:
+    model = {"config": {"model_type": "xlm"}, "attn_implementation": "eager"}
+    fields = {"causal": True, "emb_dim": 64, "n_heads": 4, "n_layers": 2, "dropout": 0.0, "attention_dropout": 0.0}
+    for padding, refusal in ((0, "sees the tokens to its right"), (63, None)):
+        config = CONFIG_MAPPING["xlm"](**fields, vocab_size=64, pad_token_id=padding, eos_token_id=0)
+        xlm = build_meta(config, dtype=torch.float32, attn_implementation="eager")
+        with pytest.raises(ConfigError, match=refusal) if refusal else contextlib.nullcontext():
+            check_layout(resolved(world_size=2, model=model), xlm)
+
+
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def test_models_without_attention_heads_are_refused_as_pipelines() -> None:
+    rwkv = CONFIG_MAPPING["rwkv"](vocab_size=64, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2)
+    mamba = CONFIG_MAPPING["mamba2"](
+        vocab_size=64, hidden_size=32, num_heads=4, head_dim=16, n_groups=1, num_hidden_layers=2
+    )
+    for config in (rwkv, mamba):
+        model = build_meta(config, dtype=torch.float32, attn_implementation="eager")
+        with pytest.raises(ConfigError, match=r"parallel.pp.*\n.*base_model_pp_plan"):
+            check_layout(resolved(world_size=2, **PP2), model)
+
+
+def test_the_remedy_eager_names_what_eager_does_not_have() -> None:
+    with pytest.raises(ConfigError, match=r"use eager \(without data\.mask_documents"):
+        check_layout(resolved(world_size=2, **MASKED), built("gemma2"))  # transformers has no sdpa for it
+    with pytest.raises(ConfigError, match=r"use model\.attn_implementation eager and data\.mask_documents false"):
+        check_layout(resolved(world_size=2, **MASKED), built("llama4_text"))
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "qwen3", "mistral", "gemma", "gemma3_text"])

@@ -43,8 +43,8 @@ def test_with_a_chunked_loss_the_logits_of_a_full_sequence_never_exist(name: str
     assert recorder.largest < logits
 
 
-def test_with_a_chunked_loss_saved_activations_do_not_grow_with_the_vocabulary() -> None:
-    batch, saved = batch_of(), {}
+def test_with_a_chunked_loss_saved_activations_do_not_grow_with_positions_times_vocabulary() -> None:
+    batch, saved = batch_of(samples=16), {}
     for chunk in (None, 4):
         decoder = plain_decoder("llama", vocab_size=BIG_V, chunk=chunk)
         with AllocationRecorder() as recorder:
@@ -52,7 +52,9 @@ def test_with_a_chunked_loss_saved_activations_do_not_grow_with_the_vocabulary()
             saved[chunk] = recorder.alive_bytes
         total.backward()
     logits_bytes = 4 * batch.labels.numel() * BIG_V
-    assert saved[None] - saved[4] > 0.9 * logits_bytes
+    # instead, the gradients of the head's weight and of its input are made in the forward pass
+    gradient_bytes = 4 * 32 * (BIG_V + batch.labels.numel())
+    assert saved[None] - saved[4] > 0.9 * logits_bytes - gradient_bytes > 0.7 * logits_bytes
 
 
 def test_the_z_loss_follows_its_formula() -> None:

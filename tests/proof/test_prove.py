@@ -12,7 +12,7 @@ import torch
 
 from pipeline.proof.case import Case, CaseResult
 from pipeline.proof.compare import first_gradient, relative_differences
-from pipeline.proof.equivalence import check_equivalence
+from pipeline.proof.equivalence import check_equivalence, with_noise
 from pipeline.proof.tokens import write_tokens
 from tests import warm
 from tests.conftest import tiny_config, write_config
@@ -46,7 +46,7 @@ def test_an_illegal_layout_is_refused_before_anything_runs(tmp_path: Path) -> No
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Case, CaseResult]]:
-    """One plain process four times: as it is, with beta1 0 and no clipping, from another seed, and one that fails."""
+    """One plain process: as it is, with beta1 0 and no clipping, from another seed, one that fails, and with noise."""
     work = tmp_path_factory.mktemp("runs")
     tokens = write_tokens(work / "tokens", vocab_size=VOCABULARY, tokens=12_000, longest=2 * SEQUENCE)
     values = {**read_pairs()[0], "clip": 0.1, "precision": "fp32"}
@@ -54,10 +54,27 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Case, Case
     params = plain.config["optimizer"]["params"]
     bare = {**plain.config, "gradient_clipping": 0.0}
     bare["optimizer"] = {"type": "AdamW", "params": {**params, "betas": [0.0, 0.0]}}
+    lion = {**plain.config, "optimizer": {"type": "Lion", "params": {"lr": 1e-3, "betas": [0.9, 0.99]}}}
+    sgd = {"type": "SGD", "params": {"lr": 0.03, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-3}}
     seeded = {**plain.config, "run": {**plain.config["run"], "seed": 8}}
     failing = {**plain.config, "model": {"config": {**plain.config["model"]["config"], "hidden_act": "none"}}}
-    named = {"plain": plain.config, "bare": bare, "seeded": seeded, "failing": failing}
-    return launch([replace(plain, name=name, config=config) for name, config in named.items()], work)
+    named = {"plain": plain.config, "bare": bare, "seeded": seeded, "failing": failing, "lion": lion}
+    named["sgd"] = {**plain.config, "optimizer": sgd}
+    cases = [replace(plain, name=name, config=config) for name, config in named.items()]
+    # a model that is chaotic at a high learning rate; layouts are stood for by noise and by another weight decay
+    chaotic = _with(plain.config, {"lr": 0.1}, gradient_clipping=0.0)
+    calm, decayed = _with(plain.config, {"lr": 1e-3}), _with(plain.config, {"lr": 1e-3, "weight_decay": 0.5})
+    for name, config in {"chaotic": chaotic, "calm": calm, "decayed": decayed}.items():
+        cases += [
+            replace(plain, name=f"{name}{suffix}", config=config, noise=noise)
+            for suffix, noise in (("", 0.0), ("-noise", 2.0**-24), ("-layout", 2.0**-23))
+        ]
+    return launch(cases, work)
+
+
+def _with(config: dict[str, Any], params: dict[str, float], **sections: Any) -> dict[str, Any]:
+    optimizer = config["optimizer"]
+    return {**config, "optimizer": {**optimizer, "params": {**optimizer["params"], **params}}, **sections}
 
 
 def test_the_first_gradient_is_recovered_from_the_optimizer_state(
@@ -69,12 +86,54 @@ def test_the_first_gradient_is_recovered_from_the_optimizer_state(
     assert sum(norms) ** 0.5 == pytest.approx(runs["bare"][1].grad_norms[1], rel=1e-6)
 
 
+@pytest.mark.parametrize("name", ["lion", "sgd"])
+def test_it_is_recovered_from_the_state_of_lion_and_of_sgd_too(
+    runs: dict[str, tuple[Case, CaseResult]], name: str
+) -> None:
+    found = relative_differences(first_gradient(*runs[name]), first_gradient(*runs["bare"]))
+    assert max(found.values()) < 1e-6
+
+
 def test_a_run_with_another_seed_is_refuted_in_every_tensor(runs: dict[str, tuple[Case, CaseResult]]) -> None:
     result = check_equivalence(runs["seeded"], runs["plain"], fp32_reference=runs["plain"])
     assert not result.passed
     assert {each.quantity for each in result.comparisons if not each.passed} >= {"loss", "gradient", "gradient norm"}
     assert len(result.wrong_gradients()) == len(first_gradient(*runs["plain"]))
     assert check_equivalence(runs["plain"], runs["plain"], fp32_reference=runs["plain"]).passed
+
+
+Runs = dict[str, tuple[Case, CaseResult]]
+
+
+def test_a_chaotic_curve_is_inconclusive_where_the_first_gradients_are_equal(runs: Runs) -> None:
+    result = check_equivalence(runs["chaotic-layout"], runs["chaotic"], fp32_reference=runs["chaotic"])
+    assert not result.passed
+    assert result.wrong_gradients() == []
+    assert not result.inconclusive  # nobody has looked yet
+    assert with_noise(result, runs["chaotic-noise"], runs["chaotic"]).inconclusive
+
+
+def test_a_calm_curve_is_proven_and_an_optimizer_that_differs_is_refuted(runs: Runs) -> None:
+    assert check_equivalence(runs["calm-layout"], runs["calm"], fp32_reference=runs["calm"]).passed
+    result = check_equivalence(runs["decayed"], runs["calm"], fp32_reference=runs["calm"])
+    assert result.wrong_gradients() == []  # weight decay does not enter the first gradient
+    assert not result.passed
+    assert not with_noise(result, runs["calm-noise"], runs["calm"]).inconclusive
+
+
+def test_a_wrong_gradient_is_refuted_however_chaotic_the_curve_is(runs: Runs) -> None:
+    result = check_equivalence(runs["seeded"], runs["plain"], fp32_reference=runs["plain"])
+    assert not with_noise(result, runs["chaotic"], runs["plain"]).inconclusive
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("kind", ["olmo3", "exaone4"])
+def test_families_with_norms_after_their_layers_are_proven(tmp_path: Path, kind: str) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    model = {"config": {"model_type": kind, **sizes, "num_key_value_heads": 2}}
+    config = tiny_config(tmp_path / "nowhere", tmp_path / "run", model=model, engine="torch")
+    done = prove("--config", str(write_config(tmp_path / "c.json", config)), "--steps", "10")
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_error_of_a_failed_rank_is_reported(runs: dict[str, tuple[Case, CaseResult]]) -> None:

@@ -12,12 +12,14 @@ from pipeline.metrics.journal import Journal
 TOKENS_PER_STEP = 1000
 
 
-def make_run(path: Path, *, steps: int, every: int = 10, distilled: bool = False, **config: Any) -> Path:
-    """Writes manifest.json and metrics.jsonl of a finished run whose loss falls from about 6 to 2."""
+def make_run(
+    path: Path, *, steps: int, every: int = 10, distilled: bool = False, planned: int | None = None, **config: Any
+) -> Path:
+    """Writes manifest.json and metrics.jsonl of a run whose loss falls from about 6 to 2; `planned` steps, if more."""
     path.mkdir(parents=True)
     made_with = {"engine": "deepspeed", "zero_optimization": {"stage": 2}, "run": {"seed": 11}, **config}
     parents = {"data.sources.0": {"path": "out/tokens", "fingerprint": "0123456789abcdef" * 4}}
-    details = {"step": steps, "steps": steps, "finished": True}
+    details = {"step": steps, "steps": planned or steps, "finished": planned is None}
     write_manifest(path, kind="run", config=made_with, parents=parents, details=details)
     journal = Journal(path, from_step=0)
     journal.write("event", 0, event="started", world_size=2)

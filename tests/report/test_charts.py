@@ -39,7 +39,7 @@ def test_unusual_values_are_drawn_without_warnings(values: list[float], recwarn:
     assert not recwarn.list
 
 
-def test_colours_follow_the_page_and_text_stays_text() -> None:
+def test_colors_follow_the_page_and_text_stays_text() -> None:
     drawn = draw(chart_of(np.array([3.0, 2.0]), np.array([4.0, 1.0])), width=300, height=200)
     assert "#fe00" not in drawn
     assert {"var(--series-1)", "var(--series-2)", "var(--muted)", "var(--rule)"} <= set(
@@ -66,7 +66,7 @@ def test_a_name_is_shown_as_it_is_written() -> None:
     assert "a&lt;b&gt; &amp; $x_2$ 水車" in drawn
 
 
-def test_the_first_runs_differ_in_dash_and_colour() -> None:
+def test_the_first_runs_differ_in_dash_and_color() -> None:
     looks = {(svg.color(i), svg.dash(i)) for i in range(12)}
     assert len(looks) == 12
 

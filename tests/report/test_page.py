@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from headrace.base.directory import write_manifest
+from pipeline.evaluation.complete import complete
 from pipeline.evaluation.model_folder import ModelFolder
 from pipeline.report import svg
 from pipeline.report.command import write_atomically
@@ -60,6 +61,23 @@ def test_text_from_inputs_is_escaped(made: tuple[Path, str]) -> None:
     assert "<pre><b>The &lt;b&gt;mill&lt;/b&gt; &amp; race</b>" in text
     assert "<second>" not in text
     assert "&lt;second&gt;" in text
+
+
+def test_the_page_says_how_its_completion_was_sampled(made: tuple[Path, str], model: Path) -> None:
+    text, shown = made[0].read_text(), made[1]
+    assert "[small] continues it by up to 4 tokens, sampled with temperature 0.8, top-p 0.95, seed 0." in text
+    assert complete(model, PROMPT, tokens=4) in shown  # the defaults in Python are those of the command and the page
+
+
+def test_a_run_that_is_training_is_reported_alone(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=12, planned=100)
+    done = warm.run("-m", "pipeline", "report", tmp_path / "r.html", "--run", f"only={run}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"wrote {tmp_path / 'r.html'}\n"
+    text = (tmp_path / "r.html").read_text()
+    assert "12 of 100, not finished" in text
+    assert "<h2>Models</h2>" not in text
+    assert "<title>Headrace: only</title>" in text
 
 
 def test_no_temporary_files_are_left_beside_the_page(made: tuple[Path, str]) -> None:
@@ -114,7 +132,7 @@ def test_text_and_lines_have_enough_contrast_in_light_and_dark_mode() -> None:
 
 
 def contrast(one: str, other: str) -> float:
-    """Contrast ratio of two colours by WCAG 2.2, "relative luminance"."""
+    """Contrast ratio of two colors by WCAG 2.2, "relative luminance"."""
     bright, dim = sorted((luminance(one), luminance(other)), reverse=True)
     return (bright + 0.05) / (dim + 0.05)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +58,22 @@ def test_valid_arguments_pass(checked: Check) -> None:
 def test_invalid_arguments_are_named(checked: Check, more: list[str], message: str) -> None:
     with pytest.raises(HeadraceError, match=message):
         checked(*more)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "nothing to report"),
+        (["--model", "a=b"], "--data.*\n.*leave --model out"),
+        (["--run", "a=b", "--data", "tokens"], "--data.*there is no --model"),
+        (["--run", "a=b", "--prompt", "The mill"], "--prompt.*there is no --model"),
+    ],
+)
+def test_models_need_data_and_runs_need_nothing(given: list[str], message: str, tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    with pytest.raises(ConfigError, match=re.compile(message, re.DOTALL)):
+        check(parser.parse_args([str(tmp_path / "report.html"), *given]))
 
 
 def test_a_run_without_a_journal_is_refused_by_name(checked: Check, run_dir: Path) -> None:

@@ -9,7 +9,7 @@ from pipeline.report.charts import spread, tokens
 from pipeline.report.series import POINTS, settled, smooth, smoothing_window, thin
 
 
-def test_downsampling_takes_means_of_neighbours() -> None:
+def test_downsampling_takes_means_of_neighbors() -> None:
     assert thin(np.arange(12.0), points=4).tolist() == [1.0, 4.0, 7.0, 10.0]
     assert thin(np.arange(5.0), points=9).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
 
@@ -23,14 +23,14 @@ def test_no_line_has_more_points_than_a_page_can_show(rows: int) -> None:
     assert thinned.mean() == pytest.approx(values.mean(), abs=2e-3)
 
 
-def test_smoothing_is_centred_and_keeps_a_straight_line() -> None:
+def test_smoothing_is_centered_and_keeps_a_straight_line() -> None:
     line = np.arange(20.0)
     assert smooth(line, window=5)[2:-2] == pytest.approx(line[2:-2])
     assert smooth(line, window=5)[0] == pytest.approx(1.0)  # the mean of 0, 1, 2: what there is of the window
     assert smooth(line, window=1) == pytest.approx(line)
 
 
-def test_a_non_finite_step_does_not_affect_its_neighbours() -> None:
+def test_a_non_finite_step_does_not_affect_its_neighbors() -> None:
     values = np.array([1.0, np.inf, 3.0, np.nan, 5.0])
     assert smooth(values, window=3) == pytest.approx([1.0, 2.0, 3.0, 4.0, 5.0])
     assert thin(np.array([np.nan, np.nan, 1.0, 3.0]), points=2) == pytest.approx([np.nan, 2.0], nan_ok=True)

@@ -58,9 +58,9 @@ def prepare(how: str, bad: int) -> None:
         reached("store", how, bad)
         return opened
 
-    def connecting(*arguments: Any) -> None:
+    def connecting(*arguments: Any, **device: Any) -> None:
         reached("met", how, bad)
-        connect(*arguments)
+        connect(*arguments, **device)
 
     preflight._check, preflight._timed, group._connect = checking, timing, connecting
     resume._PATIENCE_S = 1.0  # that a file of one host may take to be seen on another

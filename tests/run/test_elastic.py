@@ -118,7 +118,7 @@ def expected(work: Path) -> dict[int, float]:
 
 
 @pytest.fixture
-def meeting_point() -> Iterator[int]:
+def rendezvous_port() -> Iterator[int]:
     """Port of a store where torchruns find each other, on a host of its own: this process."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield store.port
@@ -150,12 +150,12 @@ def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[bytes], sa
     ("lost", "left"), [pytest.param("first", 2, id="without-rank-0", marks=pytest.mark.integration), ("last", 2)]
 )
 def test_a_node_that_is_killed_is_done_without_and_the_curve_is_that_of_a_whole_run(
-    work: Path, expected: dict[int, float], meeting_point: int, lost: str, left: int
+    work: Path, expected: dict[int, float], rendezvous_port: int, lost: str, left: int
 ) -> None:
     run_dir = work / lost
     # the node whose process came first has rank 0; torch sorts nodes by host and process id
     sizes = (1, 2) if lost == "first" else (2, 1)
-    agents = [agent(work, run_dir, port=meeting_point, processes=size) for size in sizes]
+    agents = [agent(work, run_dir, port=rendezvous_port, processes=size) for size in sizes]
     dead, alive = agents if lost == "first" else reversed(agents)
     said = work / f"said-{left}"
     try:
@@ -169,10 +169,12 @@ def test_a_node_that_is_killed_is_done_without_and_the_curve_is_that_of_a_whole_
 
 
 def test_a_node_that_is_asked_to_leave_saves_the_run_and_the_others_go_on(
-    work: Path, expected: dict[int, float], meeting_point: int
+    work: Path, expected: dict[int, float], rendezvous_port: int
 ) -> None:
     run_dir, said = work / "asked", work / "said-2"
-    asked, left = (agent(work, run_dir, port=meeting_point, processes=size) for size in (1, 2))  # the first has rank 0
+    asked, left = (
+        agent(work, run_dir, port=rendezvous_port, processes=size) for size in (1, 2)
+    )  # the first has rank 0
     try:
         wait_for_step(run_dir, 12, left, said)
         asked.terminate()
@@ -324,8 +326,8 @@ def test_a_spare_process_leaves_with_those_that_train_and_not_before(how: str, m
         assert spare.wait(timeout=60) == 0
 
 
-def test_a_spare_process_of_torchrun_leaves_at_once_when_it_is_asked_to(meeting_point: int) -> None:
-    with spare_process(meeting_point, launcher="torchrun") as spare:
+def test_a_spare_process_of_torchrun_leaves_at_once_when_it_is_asked_to(rendezvous_port: int) -> None:
+    with spare_process(rendezvous_port, launcher="torchrun") as spare:
         spare.terminate()
         assert spare.wait(timeout=60) == 0
 

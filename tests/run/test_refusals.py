@@ -58,7 +58,7 @@ def test_a_checkpoint_of_another_model_data_or_seed_is_refused(tokens: Path, tmp
     assert "optimizer.params.lr: was 0.003, now 0.0001" in said
     other = make_tokens(tmp_path, [Path(json.__file__).parent.parent / "asyncio"])
     said = refusal(tmp_path, config, f"data.sources.0.path={other}")
-    assert "fingerprint: was" in said
+    assert "fingerprint): was" in said
     said = refusal(tmp_path, config, "run.resume=never")
     assert "run.resume is never" in said
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == before

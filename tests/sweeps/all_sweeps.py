@@ -11,12 +11,15 @@ from statistics import median
 
 from tests.conftest import make_tokens, text_folders
 from tests.data_prep import campaign as data_prep_campaign
+from tests.fake_gpu import cells as fake_gpu
 from tests.faults.campaign.driver import Campaign, violations_of
 from tests.faults.campaign.injections import FAULTS
 from tests.faults.campaign.layouts import LAYOUTS
 from tests.parity.choice import full
 from tests.parity.matrix import name_of
 from tests.parity.run import failure_text, run
+from tests.sweeps.families import families as every_family
+from tests.sweeps.run_families import run_family
 from tests.sweeps.sweep import Sweep
 
 Outcomes = Mapping[str, tuple[bool, str]]
@@ -92,4 +95,62 @@ def faults() -> Sweep:
     )
 
 
-SWEEPS: dict[str, Callable[[], Sweep]] = {"parity": parity, "faults": faults}
+def families() -> Sweep:
+    """Every causal language model of transformers, tiny."""
+
+    def run_batch(cells: Sequence[str]) -> Outcomes:
+        found: dict[str, tuple[bool, str]] = {}
+        with tempfile.TemporaryDirectory(prefix="headrace-families-") as work:
+            tokens = make_tokens(Path(work), text_folders())
+            for kind in cells:
+                result = run_family(kind, tokens, Path(work) / kind)
+                found[kind] = (result.trained, result.note)
+        return found
+
+    groups: dict[str, list[str]] = {}
+    for kind in every_family():
+        groups.setdefault(next(name for name in _LETTERS if name[0] <= kind[0] <= name[-1]), []).append(kind)
+    return Sweep(
+        name="families",
+        title="every causal language model of transformers, trained, exported and loaded again",
+        what="A cell is an architecture (`model_type`), as a tiny model. It trains 3 steps on two processes under"
+        " ZeRO-1, ZeRO-3 and FSDP2; every run is exported, the export is loaded by transformers, and its held-out loss"
+        " must be the run's to 1e-4 nats. Where headrace's own attention is refused, eager is used. What did not"
+        " pass is listed with the property of the architecture that forces the refusal, or with the fault.",
+        groups=groups,
+        run=run_batch,
+        batch=8,
+        failed="Refused, and failed",
+    )
+
+
+def gpu() -> Sweep:
+    """Every shipped config, as one training step on a GPU that is not there."""
+    cases = fake_gpu.shipped_cases()
+
+    def run_batch(cells: Sequence[str]) -> Outcomes:
+        found: dict[str, tuple[bool, str]] = {}
+        for cell in cells:
+            (result,) = fake_gpu.run_cases([cases[cell]])
+            found[cell] = fake_gpu.judged(cell, result)
+        return found
+
+    groups: dict[str, list[str]] = {}
+    for cell, case in cases.items():
+        groups.setdefault(fake_gpu.engine_of(case), []).append(cell)
+    return Sweep(
+        name="gpu",
+        title="a training step of every shipped config on a GPU that is not there",
+        what="A cell is a config at its real size and number of ranks, on one rank of its pipeline: forward and"
+        " backward passes of all micro-batches and the update, by the engine itself on fake tensors. It fails on any"
+        " error, on collectives, host reads, copies from pageable memory or FLOPs that differ from"
+        " [Communication and memory](../reference/communication.md), and on another peak.",
+        groups=groups,
+        run=run_batch,
+        failed="Refused, and failed",
+    )
+
+
+_LETTERS = ("a to d", "e to g", "h to m", "n to z")
+
+SWEEPS: dict[str, Callable[[], Sweep]] = {"parity": parity, "faults": faults, "families": families, "gpu": gpu}

@@ -56,6 +56,7 @@ class Sweep:
         groups: group -> names of its cells.
         run: runs some cells; cell -> (passed, one line about it).
         batch: how many cells are run at one time.
+        failed: heading of the list of cells that did not pass.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Sweep:
     groups: Mapping[str, Sequence[str]]
     run: Callable[[Sequence[str]], Mapping[str, tuple[bool, str]]]
     batch: int = 1
+    failed: str = "Failed cells"
 
     @property
     def cells(self) -> list[str]:
@@ -132,8 +134,8 @@ def table(sweep: Sweep, results: Mapping[str, CellResult]) -> str:
         good = sum(result.passed for result in run)
         digest = digest_of(cells)
         lines.append(f"| {group} | {len(cells)} | {len(run)} | {good} | {len(run) - good} | `{digest}` |")
-    failed = [result for result in results.values() if not result.passed]
-    lines += ["", "## Failed cells", "", *(f"- `{each.cell}`: {each.note}" for each in failed)] if failed else []
+    failed = [results[cell] for cell in sweep.cells if cell in results and not results[cell].passed]
+    lines += ["", f"## {sweep.failed}", "", *(f"- `{each.cell}`: {each.note}" for each in failed)] if failed else []
     return "\n".join([*lines, ""])
 
 

@@ -10,21 +10,22 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.checkpoint import named_state
-from pipeline.checkpoint.plan import State
+from pipeline.checkpoint.shard_table import State
 from pipeline.checkpoint.shards import NamedShard
 from pipeline.checkpoint.store import raise_on_all_ranks
 from pipeline.config.rules import ResolvedRun
 from pipeline.data.loader import StepBatch
 from pipeline.engines.base import EvaluationSums, Objective, Replica, StepOutcome, StepResult, UpdateGate, always_update
-from pipeline.engines.common import MOMENTS
+from pipeline.engines.common import with_expert_load
 from pipeline.engines.deepspeed.operators import set_up_deepspeed
-from pipeline.engines.deepspeed.replicated import ReplicatedAdamW
+from pipeline.engines.deepspeed.replicated import ReplicatedOptimizer
 from pipeline.engines.deepspeed.state import LocalState, collect_local_state, replicas, restore_local_state
 from pipeline.engines.loss_scale import LossScaler
 from pipeline.parallel.assemble import LocalModel
+from pipeline.parallel.expert_balance import make_balancer
 from pipeline.parallel.mesh import Mesh
 
 
@@ -33,6 +34,7 @@ class DeepSpeedBase:
 
     Args:
         run: the resolved config.
+        model: the full model, on meta.
         objective: the loss.
         device: of this rank.
         mesh: this rank's coordinates and process groups; None for one process.
@@ -47,14 +49,17 @@ class DeepSpeedBase:
     _outcome: StepOutcome | None
     """Of the current step; None until it is decided."""
 
-    def __init__(self, run: ResolvedRun, objective: Objective, *, device: torch.device, mesh: Mesh | None) -> None:
+    def __init__(
+        self, run: ResolvedRun, model: nn.Module, objective: Objective, *, device: torch.device, mesh: Mesh | None
+    ) -> None:
         set_up_deepspeed()  # zero.Init would not take over the process group
         deepspeed.utils.groups.mpu = None  # a global, which may hold the groups of an engine built earlier
         self.rank = dist.get_rank()
         self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self._objective, self._device = objective, device
-        self._scaler = LossScaler(run.config.fp16)
+        self._kind, self._scaler = run.config.optimizer.kind, LossScaler(run.config.fp16)
         self._mesh, self._tied_group = mesh, None
+        self._balancer = make_balancer(run.config.moe, model, device=device)
         self._loss, self._update_gate, self._outcome = math.nan, always_update, StepOutcome.APPLIED
         coordinates = run.topology.coordinates(self.rank)
         # every tp rank of the last stage has the same loss; one of them counts
@@ -65,16 +70,18 @@ class DeepSpeedBase:
         state = self._state_or_raise_on_all()
         if not self._local_model.decoder.layout.first:  # of tied weights, the first stage writes its copy
             for name in self._local_model.tied:
-                for key in (named_state.weight_key(name), *(named_state.moment_key(m, name) for m in MOMENTS)):
+                for key in named_state.parameter_keys(name, self._kind):
                     del state[key]
         return state
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path, *, fresh_optimizer: bool = False) -> None:
         """See `Engine.load`."""
         local_state = self._local_state()
-        named_state.read(local_state.named, directory)
+        named_state.read(local_state.named, directory, fresh_optimizer=fresh_optimizer)
         self._scaler.load_state_dict(local_state.named)
-        restore_local_state(self._engine.optimizer, local_state)
+        if self._balancer is not None:
+            self._balancer.load_state_dict(local_state.named)
+        restore_local_state(self._engine.optimizer, local_state, self._kind)
 
     def _state_or_raise_on_all(self) -> dict[str, NamedShard | Tensor]:
         """The named state; raises on all ranks if one rank's disk fails, because writing is collective."""
@@ -91,8 +98,11 @@ class DeepSpeedBase:
         return self._local_state().named
 
     def _local_state(self) -> LocalState:
-        local_state = collect_local_state(self._engine.optimizer, self._local_model)
+        local_state = collect_local_state(self._engine.optimizer, self._local_model, self._kind)
         local_state.named.update(self._scaler.state_dict())
+        if self._balancer is not None:
+            local_state.named.update(self._balancer.state_dict())
+        local_state.named.update(named_state.buffer_state(self._local_model.decoder.causal))
         return local_state
 
     def replicas(self) -> Iterator[Replica]:
@@ -110,9 +120,11 @@ class DeepSpeedBase:
         self._loss, self._update_gate, self._outcome = math.nan, update_gate, None
         for group in optimizer.param_groups:
             group["lr"] = lr
+        if self._balancer is not None:  # the factor on a summed loss, and the scale that DeepSpeed applies on top of it
+            self._balancer.begin_step((self._scaler.value if self._scaler.enabled else ranks) / step.targets)
         if not self._scaler.enabled:
             return ranks / step.targets
-        if isinstance(optimizer, ReplicatedAdamW):
+        if isinstance(optimizer, ReplicatedOptimizer):
             optimizer.scale = self._scaler.value / ranks
             return self._scaler.value / step.targets
         optimizer.override_loss_scale(self._scaler.value / ranks)  # DeepSpeed multiplies the loss by it, in `backward`
@@ -125,10 +137,11 @@ class DeepSpeedBase:
         """
         self._update_allowed()
         assert self._outcome is not None
-        return self._scaler.result(step.step, means, self._objective.parts, self._norm(), self._outcome)
+        result = self._scaler.result(step.step, means, self._objective.parts, self._norm(), self._outcome)
+        return with_expert_load(self._balancer, result, targets=step.targets)
 
     def _update_allowed(self) -> bool:
-        """Whether weights and moments may be updated; called by the wrapped optimizer.
+        """Whether weights and optimizer states may be updated; called by the wrapped optimizer.
 
         DeepSpeed's optimizers know the norm by then, and call once per flat tensor: the first decision is kept.
         """

@@ -1,4 +1,4 @@
-"""Builds this rank's part of the model for DeepSpeed: assembled, materialised, and marked the way DeepSpeed expects."""
+"""Builds this rank's part of the model for DeepSpeed: assembled, materialized, and marked the way DeepSpeed expects."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from pipeline.config.rules import ResolvedRun
-from pipeline.models.materialise import materialise
+from pipeline.models.materialize import materialize
 from pipeline.models.values import ParameterValues
 from pipeline.parallel.assemble import LocalModel, ShardedValues, assemble
+from pipeline.parallel.expert_balance import ExpertBalancer
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.stages import StageLayers
 
@@ -25,9 +26,10 @@ def build_local_model(
     *,
     device: torch.device,
     stage: StageLayers | None = None,
+    balancer: ExpertBalancer | None = None,
     on_parameter: Callable[[nn.Parameter], None] | None = None,
 ) -> LocalModel:
-    """Builds and materialises this rank's part of the model. No rank holds more than its part and one parameter.
+    """Builds and materializes this rank's part of the model. No rank holds more than its part and one parameter.
 
     Args:
         run: the resolved config.
@@ -36,12 +38,13 @@ def build_local_model(
         mesh: this rank's coordinates and groups; None for one process.
         device: of this rank.
         stage: the pipeline stage to build; the full model when None.
-        on_parameter: called with each parameter as soon as it is materialised.
+        balancer: observes the experts' routers; None for a dense model.
+        on_parameter: called with each parameter as soon as it is materialized.
     """
-    local_model = assemble(run, model, mesh, stage=stage)
+    local_model = assemble(run, model, mesh, stage=stage, balancer=balancer)
     # alone on its stage, a tied head has another name in the module than the embedding it is a copy of
     names = {id(parameter): name for name, parameter in local_model.decoder.parameters_by_name().items()}
-    materialise(
+    materialize(
         local_model.decoder.causal,
         ShardedValues(values, local_model),
         device=device,
@@ -56,7 +59,7 @@ def build_local_model(
 
 
 def zero3_sharder(config: dict[str, Any], unit: Any) -> Callable[[nn.Parameter], None]:
-    """A callback that shards a parameter over the data group with ZeRO-3, as soon as it is materialised.
+    """A callback that shards a parameter over the data group with ZeRO-3, as soon as it is materialized.
 
     Args:
         config: DeepSpeed's.

@@ -13,13 +13,13 @@ from typing import Any
 
 
 def is_swapped(optimizer: Any, index: int) -> bool:
-    """Whether a flat tensor of a ZeRO optimizer and its moments are stored on a disk."""
+    """Whether a flat tensor of a ZeRO optimizer and its states are stored on a disk."""
     return bool(getattr(optimizer, "swap_optimizer", False)) and bool(optimizer._swappable_optimizer_subgroup(index))
 
 
 @contextmanager
 def swapped_in(optimizer: Any, index: int, *, write: bool) -> Iterator[None]:
-    """Context manager that keeps a flat tensor and its moments in memory; does nothing if they are not on a disk.
+    """Context manager that keeps a flat tensor and its states in memory; does nothing if they are not on a disk.
 
     Args:
         optimizer: the engine's `optimizer`.

@@ -1,4 +1,4 @@
-"""The optimizer that DeepSpeed's engine gets: AdamW with an update gate for ZeRO to wrap, or `ReplicatedAdamW`."""
+"""The optimizer that DeepSpeed's engine gets: one with an update gate for ZeRO to wrap, or `ReplicatedOptimizer`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.config.rules import ResolvedRun
-from pipeline.engines.common import make_adamw, weight_decay_groups
-from pipeline.engines.deepspeed.replicated import NormScope, ReplicatedAdamW
+from pipeline.engines.common import weight_decay_groups
+from pipeline.engines.deepspeed.replicated import NormScope, ReplicatedOptimizer
+from pipeline.optim.build import build_optimizer
 from pipeline.parallel.assemble import LocalModel
 
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
@@ -27,26 +28,28 @@ def make_optimizer(
     counts_unsharded: bool,
     update_allowed: Callable[[], bool],
 ) -> torch.optim.Optimizer:
-    """AdamW as DeepSpeed's engine gets it: `ReplicatedAdamW` at stage 0, else torch's, which ZeRO wraps.
+    """The optimizer as DeepSpeed's engine gets it: `ReplicatedOptimizer` at stage 0, else one that ZeRO wraps.
 
     Args:
         run: the resolved config.
-        local_model: this rank's part of the model, materialised.
+        local_model: this rank's part of the model, materialized.
         decayed: names of the parameters that weight decay applies to.
         model_group: the ranks that together hold the whole model; None when this rank does.
         counts_unsharded: this rank counts the gradients of parameters that all tp ranks hold in full in the norm.
         update_allowed: called before every update, when the gradient norm is known.
     """
-    params, named = run.config.optimizer.params, local_model.decoder.parameters_by_name()
+    section, named = run.config.optimizer, local_model.decoder.parameters_by_name()
     if run.config.zero_optimization.stage > 0:
         hook_partial_gradients(local_model)
-        groups = weight_decay_groups(named, decayed, weight_decay=params.weight_decay)
-        return with_update_gate(make_adamw(groups, params), update_allowed)
+        groups = weight_decay_groups(named, decayed, weight_decay=section.params.weight_decay)
+        return with_update_gate(build_optimizer(groups, section), update_allowed)
     tp_sharded = local_model.tensor.boxes.keys() if local_model.tensor else set()
     tied_copies = local_model.tied if not local_model.decoder.layout.first else frozenset()
     counted = frozenset(n for n in named if (counts_unsharded or n in tp_sharded) and n not in tied_copies)
     clip, scope = run.config.gradient_clipping, NormScope(counted, model_group)
-    return ReplicatedAdamW(local_model, decayed, params, clip=clip, norm_scope=scope, update_allowed=update_allowed)
+    return ReplicatedOptimizer(
+        local_model, decayed, section, clip=clip, norm_scope=scope, update_allowed=update_allowed
+    )
 
 
 def with_update_gate(optimizer: Opt, update_allowed: Callable[[], bool]) -> Opt:

@@ -30,8 +30,8 @@ from pipeline.engines.deepspeed.base import DeepSpeedBase
 from pipeline.engines.deepspeed.config import deepspeed_config
 from pipeline.engines.deepspeed.local_model import build_local_model
 from pipeline.engines.deepspeed.optimizer import make_optimizer
-from pipeline.engines.deepspeed.replicated import ReplicatedAdamW
-from pipeline.engines.deepspeed.state import reset_moments
+from pipeline.engines.deepspeed.replicated import ReplicatedOptimizer
+from pipeline.engines.deepspeed.state import reset_optimizer_state
 from pipeline.engines.objective import CrossEntropy
 from pipeline.models.values import ParameterValues
 from pipeline.parallel.assemble import LocalModel, pipeline_stages
@@ -66,10 +66,12 @@ class DeepSpeedPipeline(DeepSpeedBase):
         device: torch.device,
         mesh: Mesh,
     ) -> None:
-        super().__init__(run, objective, device=device, mesh=mesh)
+        super().__init__(run, model, objective, device=device, mesh=mesh)
         coordinates = mesh.coordinates
         stage = pipeline_stages(run, model)[coordinates["pp"]]
-        self._local_model = build_local_model(run, model, values, self._mesh, device=device, stage=stage)
+        self._local_model = build_local_model(
+            run, model, values, self._mesh, device=device, balancer=self._balancer, stage=stage
+        )
         self._stage_module = _StageModule(self._local_model.decoder, device)
         self._tied_group = tied_weights_group(run.topology) if is_tied(model) else None
         module = _PipelineModule(
@@ -89,7 +91,7 @@ class DeepSpeedPipeline(DeepSpeedBase):
         )
         self._engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=deepspeed_config(run))
         module.optimizer = self._engine.optimizer
-        reset_moments(self._engine.optimizer)
+        reset_optimizer_state(self._engine.optimizer)
 
     def train_step(self, step: StepBatch, *, lr: float, update_gate: UpdateGate = always_update) -> StepResult:
         """See `Engine.train_step`."""
@@ -214,7 +216,7 @@ class _PipelineModule(PipelineModule):  # type: ignore[misc]
         return []
 
     def _gradient(self, name: str) -> Tensor | None:
-        if isinstance(self.optimizer, ReplicatedAdamW):
+        if isinstance(self.optimizer, ReplicatedOptimizer):
             return self.optimizer.gradient(name)
         weight = self._local_model.decoder.parameters_by_name()[name]
         candidates = (getattr(weight, attribute, None) for attribute in ("_hp_grad", "grad_accum", "grad"))

@@ -1,4 +1,4 @@
-"""ZeRO stage 0: AdamW with fp32 master weights and moments replicated on every data rank (data parallelism, DDP).
+"""ZeRO stage 0: an optimizer with fp32 master weights and states replicated on every data rank (data parallelism, DDP).
 
 DeepSpeed's own wrappers for stage 0 accumulate and reduce gradients in bf16 or fp16, refuse fp32 accumulation, omit the
 loss scale (fp16) and make a dummy first step (bf16). So DeepSpeed gets this optimizer instead. Its engine does not wrap
@@ -19,9 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.config.deepspeed_schema import OptimizerParams
+from pipeline.config.deepspeed_schema import OptimizerSection
 from pipeline.engines.common import master_weight, weight_decay_groups
 from pipeline.engines.loss_scale import update_factor
+from pipeline.optim.build import build_optimizer
+from pipeline.optim.state import ensure_all_states
 from pipeline.parallel.assemble import LocalModel
 from pipeline.parallel.tensor import all_reduce_gradients
 
@@ -39,13 +41,13 @@ class NormScope:
     group: dist.ProcessGroup | None
 
 
-class ReplicatedAdamW(torch.optim.AdamW):
-    """AdamW on fp32 master weights; weights that are fp32 already are their own master weights.
+class ReplicatedOptimizer(torch.optim.Optimizer):
+    """An optimizer on fp32 master weights; weights that are fp32 already are their own master weights.
 
     Args:
-        local_model: this rank's part of the model, materialised.
+        local_model: this rank's part of the model, materialized.
         decayed: names of the parameters that weight decay applies to.
-        params: AdamW's hyperparameters.
+        section: the config's `optimizer`.
         clip: largest norm of the gradient; 0 is off.
         norm_scope: see `NormScope`.
         update_allowed: called before every update, when the norm is known; must return False if it is not finite.
@@ -60,7 +62,7 @@ class ReplicatedAdamW(torch.optim.AdamW):
         self,
         local_model: LocalModel,
         decayed: set[str],
-        params: OptimizerParams,
+        section: OptimizerSection,
         *,
         clip: float,
         norm_scope: NormScope,
@@ -70,10 +72,11 @@ class ReplicatedAdamW(torch.optim.AdamW):
         self._update_allowed = update_allowed
         self._weights = local_model.decoder.parameters_by_name()
         self.masters = {name: master_weight(weight) for name, weight in self._weights.items()}
-        groups = [
-            g for g in weight_decay_groups(self.masters, decayed, weight_decay=params.weight_decay) if g["params"]
-        ]
-        super().__init__(groups, lr=0.0, betas=params.betas, eps=params.eps, fused=True)
+        groups = weight_decay_groups(self.masters, decayed, weight_decay=section.params.weight_decay)
+        self._updating = build_optimizer(groups, section)
+        ensure_all_states(self._updating, section.kind)
+        super().__init__(self._updating.param_groups, self._updating.defaults)
+        self.param_groups, self.state = self._updating.param_groups, self._updating.state
         self.scale, self.overflow, self._global_grad_norm = 1.0, False, 0.0
         for name, weight in self._weights.items():
             if self.masters[name] is not weight:
@@ -104,7 +107,7 @@ class ReplicatedAdamW(torch.optim.AdamW):
             factor = update_factor(norm, clip=self._clip, scale=self.scale)
             if factor != 1.0:
                 torch._foreach_mul_([self.gradient(name) for name in self.masters], factor)
-            super().step()
+            self._updating.step()
             self.refresh_weights()
         for master in self.masters.values():
             master.grad = None

@@ -1,10 +1,10 @@
 """Maps the flat partitions of DeepSpeed's ZeRO optimizers to named shards, to save and restore the state.
 
-All of these optimizers hold fp32 weights in flat tensors, one or more per rank, and the moments in tensors of the same
+All of these optimizers hold fp32 weights in flat tensors, one or more per rank, and the states in tensors of the same
 length in the wrapped optimizer's state. This module finds, for every parameter, this rank's slice of a flat tensor, and
 which flat range of the parameter it holds. Verified with deepspeed 0.19.8: `DeepSpeedZeroOptimizer` (stages 1 and 2),
 `BF16_Optimizer` (stage 1 with bf16 and fp32 accumulation) and `DeepSpeedZeroOptimizer_Stage3`, whose flat tensors may
-be offloaded to a disk (see `offload`); and our own `ReplicatedAdamW` (stage 0), where a flat tensor is one parameter.
+be offloaded to a disk (see `offload`); and our `ReplicatedOptimizer` (stage 0), where a flat tensor is one parameter.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.shards import NamedShard
+from pipeline.config.optimizers import OptimizerKind
 from pipeline.engines.base import Replica
-from pipeline.engines.common import MOMENTS, ensure_adamw_state
 from pipeline.engines.deepspeed.offload import is_swapped, swapped_in
-from pipeline.engines.deepspeed.replicated import ReplicatedAdamW
+from pipeline.engines.deepspeed.replicated import ReplicatedOptimizer
+from pipeline.optim.state import ensure_state, set_step_counter, step_counter
 from pipeline.parallel.assemble import LocalModel
 from pipeline.parallel.mesh import Mesh
 
@@ -55,77 +56,77 @@ class LocalState:
 
     Attributes:
         named: under the keys of `checkpoint.named_state`; values are views, or copies of what is offloaded to a disk.
-        copies: index of a flat tensor on a disk -> copies of it and of its moments.
+        copies: index of a flat tensor on a disk -> copies of it and of its states.
     """
 
     named: dict[str, NamedShard | Tensor]
     copies: dict[int, dict[str, Tensor]]
 
 
-def collect_local_state(optimizer: Any, local_model: LocalModel) -> LocalState:
+def collect_local_state(optimizer: Any, local_model: LocalModel, kind: OptimizerKind) -> LocalState:
     """This rank's state. What is offloaded to a disk is read into host memory.
 
     Args:
         optimizer: the engine's `optimizer`.
         local_model: this rank's part of the model.
+        kind: of the optimizer that it wraps.
     """
-    flats = [_weight_and_moments(optimizer, index) for index in range(len(flat_tensors(optimizer)))]
+    flats = [_weight_and_states(optimizer, index, kind) for index in range(len(flat_tensors(optimizer)))]
     copies = {index: flat for index, flat in enumerate(flats) if is_swapped(optimizer, index)}
     named: dict[str, NamedShard | Tensor] = {}
     for s in flat_slices(optimizer, local_model.decoder.parameters_by_name()):
         shape, box = local_model.shapes[s.name], local_model.box(s.name)
-        for kind in (_WEIGHT, *MOMENTS):
-            key = named_state.weight_key(s.name) if kind == _WEIGHT else named_state.moment_key(kind, s.name)
-            values = flats[s.flat][kind].view(-1).narrow(0, s.offset, s.length)
+        for key, tensor in zip(named_state.parameter_keys(s.name, kind), (_WEIGHT, *kind.states), strict=True):
+            values = flats[s.flat][tensor].view(-1).narrow(0, s.offset, s.length)
             named[key] = NamedShard(shape, start=s.start, values=values, box=box)
-    state = _adamw(optimizer).state.get(flat_tensors(optimizer)[-1], {})
-    step = state["step"].detach().to("cpu", copy=True) if "step" in state else torch.zeros((), dtype=torch.float32)
-    return LocalState({**named, named_state.OPTIMIZER_STEP: step}, copies)
+    if kind.counts_steps:
+        state = _wrapped(optimizer).state.get(flat_tensors(optimizer)[-1], {})
+        named[named_state.OPTIMIZER_STEP] = step_counter(state)
+    return LocalState(named, copies)
 
 
 @torch.no_grad()
-def restore_local_state(optimizer: Any, local_state: LocalState) -> None:
+def restore_local_state(optimizer: Any, local_state: LocalState, kind: OptimizerKind) -> None:
     """Restores a loaded state: offloaded tensors, step counters and the model's own weights. Collective."""
-    step = local_state.named[named_state.OPTIMIZER_STEP]
-    assert isinstance(step, Tensor)
+    counter = local_state.named.get(named_state.OPTIMIZER_STEP)
     for index, flat in enumerate(flat_tensors(optimizer)):
         with swapped_in(optimizer, index, write=True):
-            state = ensure_adamw_state(_adamw(optimizer), flat)
-            for kind, values in local_state.copies.get(index, {}).items():
-                (flat.data if kind == _WEIGHT else state[kind]).copy_(values)
-            state["step"].copy_(step)  # not through param_groups: stage 3 keeps them empty between steps
+            state = ensure_state(_wrapped(optimizer), flat, kind)
+            for tensor, values in local_state.copies.get(index, {}).items():
+                (flat.data if tensor == _WEIGHT else state[tensor]).copy_(values)
+            set_step_counter(state, counter)  # not through param_groups: stage 3 keeps them empty between steps
             if _is_stage3(optimizer):
                 optimizer._reassign_or_swap_out_partitioned_parameters(index)
     refresh_model_weights(optimizer)
 
 
-def reset_moments(optimizer: Any) -> None:
+def reset_optimizer_state(optimizer: Any) -> None:
     """Undoes the dummy step with which some of DeepSpeed's optimizers allocate their state.
 
-    It leaves the step counter at 1, which would make the first real update 0.74 of its size (bias correction).
+    It leaves AdamW's step counter at 1, which would make the first real update 0.74 of its size (bias correction).
     """
-    for state in _adamw(optimizer).state.values():
+    for state in _wrapped(optimizer).state.values():
         for value in state.values():
             if torch.is_tensor(value):
                 value.zero_()
 
 
-def _weight_and_moments(optimizer: Any, index: int) -> dict[str, Tensor]:
-    """A flat tensor and its moments; copies when they are offloaded to a disk."""
+def _weight_and_states(optimizer: Any, index: int, kind: OptimizerKind) -> dict[str, Tensor]:
+    """A flat tensor and its states; copies when they are offloaded to a disk."""
     flat = flat_tensors(optimizer)[index]
     if not is_swapped(optimizer, index):
-        state = ensure_adamw_state(_adamw(optimizer), flat)
-        return {_WEIGHT: flat.data, **{moment: state[moment] for moment in MOMENTS}}
+        state = ensure_state(_wrapped(optimizer), flat, kind)
+        return {_WEIGHT: flat.data, **{name: state[name] for name in kind.states}}
     with swapped_in(optimizer, index, write=False):
-        state = _adamw(optimizer).state.get(flat, {})
+        state = _wrapped(optimizer).state.get(flat, {})
         weight = flat.data.clone()
-        moments = {m: state[m].clone() if m in state else torch.zeros_like(weight) for m in MOMENTS}
-    return {_WEIGHT: weight, **moments}
+        states = {s: state[s].clone() if s in state else torch.zeros_like(weight) for s in kind.states}
+    return {_WEIGHT: weight, **states}
 
 
 def refresh_model_weights(optimizer: Any) -> None:
     """Updates the model's own weights from the fp32 master weights of all ranks."""
-    if isinstance(optimizer, ReplicatedAdamW):
+    if isinstance(optimizer, ReplicatedOptimizer):
         optimizer.refresh_weights()
     elif not _is_stage3(optimizer):
         optimizer.update_lp_params()
@@ -154,7 +155,7 @@ def replicas(
     data_group, tp_group = mesh.group("data"), mesh.group("tp")
     for name, weight in local_model.decoder.parameters_by_name().items():
         values, replica_group = weight.data, data_group
-        if isinstance(optimizer, ReplicatedAdamW):
+        if isinstance(optimizer, ReplicatedOptimizer):
             values = optimizer.masters[name].data
         elif _is_stage3(optimizer):
             part: Any = weight.ds_tensor  # type: ignore[attr-defined]
@@ -166,9 +167,9 @@ def replicas(
         yield from (Replica(name, values, group) for group in groups if group is not None)
 
 
-def _adamw(optimizer: Any) -> Any:
-    """The wrapped optimizer, which holds the moments."""
-    return optimizer if isinstance(optimizer, ReplicatedAdamW) else optimizer.optimizer
+def _wrapped(optimizer: Any) -> Any:
+    """The wrapped optimizer, which holds the states."""
+    return optimizer if isinstance(optimizer, ReplicatedOptimizer) else optimizer.optimizer
 
 
 def _is_stage3(optimizer: Any) -> bool:
@@ -177,7 +178,7 @@ def _is_stage3(optimizer: Any) -> bool:
 
 def flat_tensors(optimizer: Any) -> list[Tensor]:
     """This rank's flat fp32 tensors: per parameter (stage 0), parameter group (1, 2) or sub-group (3)."""
-    if isinstance(optimizer, ReplicatedAdamW):
+    if isinstance(optimizer, ReplicatedOptimizer):
         return list(optimizer.masters.values())
     names = ("fp32_partitioned_groups_flat", "fp32_groups_flat_partition", "single_partition_of_fp32_groups")
     flats: list[Tensor] = next(getattr(optimizer, name) for name in names if hasattr(optimizer, name))
@@ -192,7 +193,7 @@ def flat_slices(optimizer: Any, named: dict[str, nn.Parameter]) -> Iterator[Flat
         named: the parameters by Hugging Face name.
     """
     for index, (name, parameter) in enumerate(named.items()):
-        if isinstance(optimizer, ReplicatedAdamW):
+        if isinstance(optimizer, ReplicatedOptimizer):
             yield FlatSlice(name, 0, index, 0, parameter.numel())
         else:
             yield (_flat_slice_stage3 if _is_stage3(optimizer) else _flat_slice_stage12)(optimizer, name, parameter)

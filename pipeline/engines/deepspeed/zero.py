@@ -6,7 +6,9 @@ from collections.abc import Iterable
 
 import deepspeed
 import torch
+from deepspeed.utils import set_z3_leaf_modules
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.config.rules import ResolvedRun
 from pipeline.data.loader import IGNORE, MicroBatch, StepBatch
@@ -17,9 +19,11 @@ from pipeline.engines.deepspeed.config import deepspeed_config
 from pipeline.engines.deepspeed.groups import ModelParallelUnit
 from pipeline.engines.deepspeed.local_model import build_local_model, zero3_sharder
 from pipeline.engines.deepspeed.optimizer import make_optimizer
-from pipeline.engines.deepspeed.state import reset_moments
+from pipeline.engines.deepspeed.state import reset_optimizer_state
 from pipeline.engines.objective import CrossEntropy
 from pipeline.models.values import ParameterValues
+from pipeline.parallel.compilation import compiles
+from pipeline.parallel.conditional_modules import conditional_blocks
 from pipeline.parallel.mesh import Mesh
 
 
@@ -45,11 +49,13 @@ class DeepSpeedZero(DeepSpeedBase):
         device: torch.device,
         mesh: Mesh | None,
     ) -> None:
-        super().__init__(run, objective, device=device, mesh=mesh)
+        super().__init__(run, model, objective, device=device, mesh=mesh)
         config = deepspeed_config(run)
         unit = ModelParallelUnit(mesh) if mesh and mesh.size("tp") > 1 else None
         sharder = zero3_sharder(config, unit) if run.config.zero_optimization.stage == 3 else None
-        self._local_model = build_local_model(run, model, values, mesh, device=device, on_parameter=sharder)
+        self._local_model = build_local_model(
+            run, model, values, mesh, device=device, balancer=self._balancer, on_parameter=sharder
+        )
         optimizer = make_optimizer(
             run,
             self._local_model,
@@ -58,10 +64,16 @@ class DeepSpeedZero(DeepSpeedBase):
             counts_unsharded=mesh is None or mesh.coordinates["tp"] == 0,
             update_allowed=self._update_allowed,
         )
+        if sharder is not None:
+            blocks = conditional_blocks(model.config)
+            if compiles(run.config.compile):
+                # a layer's weights are gathered at once, by hooks outside its compiled graph
+                blocks = [*blocks, GradientCheckpointingLayer]
+            set_z3_leaf_modules(self._local_model.decoder, blocks, raise_if_not_found=False)
         self._engine, *_ = deepspeed.initialize(
             model=self._local_model.decoder, optimizer=optimizer, config=config, mpu=unit
         )
-        reset_moments(self._engine.optimizer)
+        reset_optimizer_state(self._engine.optimizer)
         self._engine.train()
 
     def train_step(self, step: StepBatch, *, lr: float, update_gate: UpdateGate = always_update) -> StepResult:

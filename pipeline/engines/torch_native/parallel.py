@@ -11,21 +11,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.checkpoint import named_state
-from pipeline.checkpoint.plan import State
+from pipeline.checkpoint.shard_table import State
 from pipeline.checkpoint.shards import NamedShard
 from pipeline.config.rules import ResolvedRun
 from pipeline.data.loader import IGNORE, MicroBatch, StepBatch
 from pipeline.engines.base import EvaluationSums, Objective, Replica, StepOutcome, StepResult, UpdateGate, always_update
-from pipeline.engines.common import decayed_names, make_adamw, model_dtype, weight_decay_groups
+from pipeline.engines.common import decayed_names, model_dtype, weight_decay_groups, with_expert_load
 from pipeline.engines.loss_scale import LossScaler
 from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.torch_native import gradients
 from pipeline.engines.torch_native.forward_backward import ForwardBackward, GradientAccumulation
+from pipeline.engines.torch_native.fp8_gather import refresh_scales
 from pipeline.engines.torch_native.pipeline import PipelineSchedule, StageModule
 from pipeline.engines.torch_native.sharding import ParameterShard, reshard, shard_decoder
 from pipeline.engines.torch_native.state import named_shards, replicas, set_step
 from pipeline.models.values import ParameterValues
+from pipeline.optim.build import build_optimizer
+from pipeline.optim.state import ensure_all_states
 from pipeline.parallel.assemble import assemble, pipeline_stages
+from pipeline.parallel.decoder import Decoder
+from pipeline.parallel.expert_balance import make_balancer
 from pipeline.parallel.mesh import Mesh, tied_weights_group
 from pipeline.parallel.stages import StageLayers, is_tied
 
@@ -55,12 +60,14 @@ class TorchParallel:
         device: torch.device,
         mesh: Mesh,
     ) -> None:
-        params = run.config.optimizer.params
+        section = run.config.optimizer
+        self._kind = section.kind
         self.rank = dist.get_rank()
         self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self._objective, self._device, self._clip = objective, device, run.config.gradient_clipping
         self._scaler = LossScaler(run.config.fp16)
         self._mesh = mesh
+        self._balancer = make_balancer(run.config.moe, model, device=device)
         built = [self._build_stage(run, model, values, stage) for stage in _own_stages(run, model, self._mesh)]
         self._roots = [root for root, _ in built]
         self._shards = [shard for _, shards in built for shard in shards]
@@ -69,21 +76,22 @@ class TorchParallel:
         self._forward_backward = self._build_forward_backward(run, model)
         self._set_training(True)
         masters = {shard.name: shard.master for shard in self._shards}
-        groups = weight_decay_groups(masters, decayed_names(model), weight_decay=params.weight_decay)
-        self._optimizer = make_adamw(groups, params)
+        groups = weight_decay_groups(masters, decayed_names(model), weight_decay=section.params.weight_decay)
+        self._optimizer = build_optimizer(groups, section)
+        ensure_all_states(self._optimizer, self._kind)
 
     def _build_stage(
         self, run: ResolvedRun, model: nn.Module, values: ParameterValues, stage: StageLayers
     ) -> tuple[nn.Module, list[ParameterShard]]:
         zero_stage = run.config.zero_optimization.stage
-        local_model = assemble(run, model, self._mesh, stage=stage)
+        local_model = assemble(run, model, self._mesh, stage=stage, balancer=self._balancer)
         decoder = local_model.decoder
         root = decoder if stage.count == 1 else StageModule(decoder, stage)
         sharding: dict[str, Any] = {"stage": zero_stage, "dtype": model_dtype(run.config), "device": self._device}
         # torch's schedules delay the reduction of an FSDP2 stage module until the last micro-batch; stage 3 must not
         # be delayed, so there the decoder inside the stage module is the FSDP2 root
         fsdp_root = decoder if zero_stage == 3 else root
-        return root, shard_decoder(local_model, values, self._mesh, root=fsdp_root, **sharding)
+        return root, shard_decoder(local_model, values, self._mesh, root=fsdp_root, fp8=run.config.fp8, **sharding)
 
     def _build_forward_backward(self, run: ResolvedRun, model: nn.Module) -> ForwardBackward:
         stage_modules = [root for root in self._roots if isinstance(root, StageModule)]
@@ -95,6 +103,8 @@ class TorchParallel:
     def train_step(self, step: StepBatch, *, lr: float, update_gate: UpdateGate = always_update) -> StepResult:
         """See `Engine.train_step`."""
         batches = [micro.to(self._device) for micro in step.micro_batches]
+        if self._balancer is not None:
+            self._balancer.begin_step(self._scaler.value / step.targets)
         sums = self._forward_backward.train(batches, self._objective, scale=self._scaler.value / step.targets)
         means: list[float] = (self._all_reduce_sums(sums) / step.targets).tolist()
         gradients.finish_reduction(self._shards, self._mesh, self._tied_group)
@@ -104,7 +114,8 @@ class TorchParallel:
             self._update(norm, lr)
         for shard in self._shards:
             shard.clear_gradient()
-        return self._scaler.result(step.step, means, self._objective.parts, norm, outcome)
+        result = self._scaler.result(step.step, means, self._objective.parts, norm, outcome)
+        return with_expert_load(self._balancer, result, targets=step.targets)
 
     def replicas(self) -> Iterator[Replica]:
         """See `Engine.replicas`: HSDP replicas, parameters that tp does not shard, weights tied across stages."""
@@ -128,19 +139,27 @@ class TorchParallel:
         """See `Engine.state`."""
         return self._named_state()
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path, *, fresh_optimizer: bool = False) -> None:
         """See `Engine.load`."""
         state = self._named_state()
-        named_state.read(state, directory)
-        step = state[named_state.OPTIMIZER_STEP]
-        assert isinstance(step, Tensor)
-        set_step(self._shards, self._optimizer, step)
+        named_state.read(state, directory, fresh_optimizer=fresh_optimizer)
+        set_step(self._shards, self._optimizer, self._kind, state.get(named_state.OPTIMIZER_STEP))
         self._scaler.load_state_dict(state)
+        if self._balancer is not None:
+            self._balancer.load_state_dict(state)
         for root in self._roots:
             reshard(root)
+        refresh_scales(shard.sharded for shard in self._shards)
 
     def _named_state(self) -> dict[str, NamedShard | Tensor]:
-        return {**named_shards(self._shards, self._optimizer), **self._scaler.state_dict()}
+        experts = self._balancer.state_dict() if self._balancer else {}
+        buffers = {key: value for root in self._roots for key, value in named_state.buffer_state(_causal(root)).items()}
+        return {
+            **named_shards(self._shards, self._optimizer, self._kind),
+            **experts,
+            **buffers,
+            **self._scaler.state_dict(),
+        }
 
     def _all_reduce_sums(self, sums: Tensor) -> Tensor:
         """Sums over the data ranks; of the ranks that hold one model together, one that computes the loss counts."""
@@ -158,10 +177,18 @@ class TorchParallel:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
+        refresh_scales(shard.sharded for shard in self._shards)
 
     def _set_training(self, mode: bool) -> None:
         for root in self._roots:
             root.train(mode)
+
+
+def _causal(root: nn.Module) -> nn.Module:
+    """Hugging Face's model, or this stage's part of it, within a root module."""
+    decoder = root.decoder if isinstance(root, StageModule) else root
+    assert isinstance(decoder, Decoder)
+    return decoder.causal
 
 
 def _own_stages(run: ResolvedRun, model: nn.Module, mesh: Mesh) -> list[StageLayers]:

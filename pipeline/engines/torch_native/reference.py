@@ -9,24 +9,25 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.checkpoint import named_state
-from pipeline.checkpoint.plan import State
+from pipeline.checkpoint.shard_table import State
 from pipeline.checkpoint.shards import NamedShard
 from pipeline.config.rules import ResolvedRun
 from pipeline.data.loader import IGNORE, MicroBatch, StepBatch
 from pipeline.engines.base import EvaluationSums, Objective, Replica, StepOutcome, StepResult, UpdateGate, always_update
 from pipeline.engines.common import (
-    MOMENTS,
     decayed_names,
-    ensure_adamw_state,
-    make_adamw,
     master_weight,
     weight_decay_groups,
+    with_expert_load,
 )
 from pipeline.engines.loss_scale import LossScaler
 from pipeline.engines.objective import CrossEntropy
-from pipeline.models.materialise import materialise
+from pipeline.models.materialize import materialize
 from pipeline.models.values import ParameterValues
+from pipeline.optim.build import build_optimizer
+from pipeline.optim.state import ensure_all_states, ensure_state, set_step_counter, step_counter
 from pipeline.parallel.assemble import assemble
+from pipeline.parallel.expert_balance import make_balancer
 
 
 class TorchReference:
@@ -46,22 +47,27 @@ class TorchReference:
     def __init__(
         self, run: ResolvedRun, model: nn.Module, values: ParameterValues, objective: Objective, *, device: torch.device
     ) -> None:
-        params = run.config.optimizer.params
+        section = run.config.optimizer
+        self._kind = section.kind
         self.rank = 0
         self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self._objective, self._device = objective, device
         self._clip, self._scaler = run.config.gradient_clipping, LossScaler(run.config.fp16)
-        self._decoder = assemble(run, model, None).decoder
-        materialise(self._decoder.causal, values, device=device)
+        self._balancer = make_balancer(run.config.moe, model, device=device)
+        self._decoder = assemble(run, model, None, balancer=self._balancer).decoder
+        materialize(self._decoder.causal, values, device=device)
         self._decoder.train()
         self._weights = self._decoder.parameters_by_name()
         self._masters = {name: master_weight(weight) for name, weight in self._weights.items()}
-        groups = weight_decay_groups(self._masters, decayed_names(model), weight_decay=params.weight_decay)
-        self._optimizer = make_adamw(groups, params)
+        groups = weight_decay_groups(self._masters, decayed_names(model), weight_decay=section.params.weight_decay)
+        self._optimizer = build_optimizer(groups, section)
+        ensure_all_states(self._optimizer, self._kind)
 
     def train_step(self, step: StepBatch, *, lr: float, update_gate: UpdateGate = always_update) -> StepResult:
         """See `Engine.train_step`."""
         sums = torch.zeros(1 + len(self._objective.parts), device=self._device)
+        if self._balancer is not None:
+            self._balancer.begin_step(self._scaler.value / step.targets)
         for micro in step.micro_batches:
             batch = micro.to(self._device)
             total, *parts = self._decoder(batch.input_ids, batch, self._objective)
@@ -74,7 +80,8 @@ class TorchReference:
         if outcome is StepOutcome.APPLIED:
             self._update(norm, lr)
         self._optimizer.zero_grad(set_to_none=True)
-        return self._scaler.result(step.step, means, self._objective.parts, norm, outcome)
+        result = self._scaler.result(step.step, means, self._objective.parts, norm, outcome)
+        return with_expert_load(self._balancer, result, targets=step.targets)
 
     def replicas(self) -> Iterator[Replica]:
         """See `Engine.replicas`: one process has none."""
@@ -96,27 +103,35 @@ class TorchReference:
         """See `Engine.state`."""
         return self._named_state()
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path, *, fresh_optimizer: bool = False) -> None:
         """See `Engine.load`."""
         state = self._named_state()
-        named_state.read(state, directory)
-        step = state[named_state.OPTIMIZER_STEP]
-        assert isinstance(step, Tensor)
+        named_state.read(state, directory, fresh_optimizer=fresh_optimizer)
+        counter = state.get(named_state.OPTIMIZER_STEP)
         self._scaler.load_state_dict(state)
+        if self._balancer is not None:
+            self._balancer.load_state_dict(state)
         for name, master in self._masters.items():
-            ensure_adamw_state(self._optimizer, master)["step"].copy_(step)
+            set_step_counter(ensure_state(self._optimizer, master, self._kind), counter)
             self._weights[name].data.copy_(master.data)
 
     def _named_state(self) -> dict[str, NamedShard | Tensor]:
         named: dict[str, NamedShard | Tensor] = {}
-        step = torch.zeros((), dtype=torch.float32)
+        state: dict[str, Tensor] = {}
         for name, master in self._masters.items():
-            state, shape = ensure_adamw_state(self._optimizer, master), tuple(master.shape)
-            named[named_state.weight_key(name)] = NamedShard(shape, start=0, values=master.data.view(-1))
-            for moment in MOMENTS:
-                named[named_state.moment_key(moment, name)] = NamedShard(shape, start=0, values=state[moment].view(-1))
-            step = state["step"].detach().to("cpu", copy=True)
-        return {**named, **self._scaler.state_dict(), named_state.OPTIMIZER_STEP: step}
+            state, shape = ensure_state(self._optimizer, master, self._kind), tuple(master.shape)
+            values = (master.data, *(state[each] for each in self._kind.states))
+            for key, tensor in zip(named_state.parameter_keys(name, self._kind), values, strict=True):
+                named[key] = NamedShard(shape, start=0, values=tensor.view(-1))
+        counter = {named_state.OPTIMIZER_STEP: step_counter(state)} if self._kind.counts_steps else {}
+        experts = self._balancer.state_dict() if self._balancer else {}
+        return {
+            **named,
+            **experts,
+            **named_state.buffer_state(self._decoder.causal),
+            **self._scaler.state_dict(),
+            **counter,
+        }
 
     def _accumulate_gradients(self) -> None:
         for name, weight in self._weights.items():

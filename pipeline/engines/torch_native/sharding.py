@@ -7,7 +7,7 @@
 | 2 | sharded | unsharded | sharded | after every micro-batch |
 | 3 | sharded | gathered layer by layer | sharded | after every micro-batch |
 
-fp32 master weights and the optimizer's moments are sharded from stage 1 on. With hybrid sharding (HSDP) the replicas
+fp32 master weights and the optimizer's states are sharded from stage 1 on. With hybrid sharding (HSDP) the replicas
 all-reduce gradients once per step, but with pipeline parallelism at stage 3 after every micro-batch. With pipeline
 parallelism stages 1 and 2 are the same (see `torch_native.pipeline`). Every decoder layer is one FSDP2 unit (one
 collective); the remaining parameters (embedding, final norm, head) form another.
@@ -27,7 +27,9 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.checkpoint.shards import NamedShard, Rectangle
-from pipeline.models.materialise import fill_buffers
+from pipeline.config.schema import Fp8Section
+from pipeline.engines.torch_native.fp8_gather import gather_in_fp8, unwrapped, wrapped_like
+from pipeline.models.buffers import fill_buffers
 from pipeline.models.values import ParameterValues
 from pipeline.parallel.assemble import LocalModel, ShardedValues
 from pipeline.parallel.mesh import Mesh
@@ -70,7 +72,7 @@ class ParameterShard:
         self.master.grad = self.sharded.grad = None
 
     def named_shard(self, values: Tensor) -> NamedShard:
-        """The named shard of values laid out as the master weight: the weight itself or a moment."""
+        """The named shard of values laid out as the master weight: the weight itself or an optimizer state."""
         return NamedShard(self.shape, start=self.start, values=values.view(-1), box=self.box)
 
 
@@ -83,8 +85,9 @@ def shard_decoder(
     stage: int,
     dtype: torch.dtype,
     device: torch.device,
+    fp8: Fp8Section,
 ) -> list[ParameterShard]:
-    """Shards a decoder on meta in place and materialises it. No rank holds more than its shards and one parameter.
+    """Shards a decoder on meta in place and materializes it. No rank holds more than its shards and one parameter.
 
     Gradients are summed in fp32, not averaged: the loss is divided by the targets of the whole step.
 
@@ -96,23 +99,46 @@ def shard_decoder(
         stage: ZeRO stage, see above.
         dtype: of forward and backward passes; the parameters are fp32.
         device: of this rank.
+        fp8: whether weights are gathered in fp8.
 
     Returns:
         This rank's shard of every parameter of the decoder.
     """
-    fill_buffers(local_model.decoder.causal, device)
+    fill_buffers(local_model.decoder.causal, device, values)
     for parameter in root.parameters():
         parameter.data = parameter.data.to(torch.float32)
+    sharding_mesh = mesh.sharding_mesh()
+    gather_in_fp8(local_model.decoder, fp8, shards=sharding_mesh.size(sharding_mesh.ndim - 1))
     mixed: dict[str, Any] = {"param_dtype": dtype, "reduce_dtype": torch.float32} if dtype != torch.float32 else {}
     policy = MixedPrecisionPolicy(**mixed, cast_forward_inputs=False)
-    for layer in [m for m in root.modules() if isinstance(m, GradientCheckpointingLayer)]:
-        fully_shard(layer, mesh=mesh.sharding_mesh(), reshard_after_forward=stage == 3, mp_policy=policy)
-    fully_shard(root, mesh=mesh.sharding_mesh(), reshard_after_forward=False, mp_policy=policy)
+    for layers in layer_units(root):
+        unit: Any = layers if len(layers) > 1 else layers[0]
+        fully_shard(unit, mesh=sharding_mesh, reshard_after_forward=stage == 3, mp_policy=policy)
+    fully_shard(root, mesh=sharding_mesh, reshard_after_forward=False, mp_policy=policy)
     for module in sharded_modules(root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
-    _materialise(local_model, values, device)
+    _materialize(local_model, values, device)
     return [_parameter_shard(name, local_model, mesh) for name in local_model.decoder.parameters_by_name()]
+
+
+def layer_units(root: nn.Module) -> list[list[nn.Module]]:
+    """The decoder layers, each a unit; layers that share parameters (Zamba's attention block) are one unit."""
+    units: list[list[nn.Module]] = []
+    for layer in _outermost_layers(root):
+        own = set(layer.parameters())
+        sharing = [unit for unit in units if any(own & set(each.parameters()) for each in unit)]
+        units = [unit for unit in units if unit not in sharing]
+        units.append([*(each for unit in sharing for each in unit), layer])
+    return units
+
+
+def _outermost_layers(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, GradientCheckpointingLayer):
+            yield child
+        else:
+            yield from _outermost_layers(child)
 
 
 def sharded_modules(root: nn.Module) -> Iterator[FSDPModule]:
@@ -127,12 +153,13 @@ def reshard(root: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _materialise(local_model: LocalModel, values: ParameterValues, device: torch.device) -> None:
+def _materialize(local_model: LocalModel, values: ParameterValues, device: torch.device) -> None:
     decoder, sharded_values = local_model.decoder, ShardedValues(values, local_model)
     on_meta: dict[str, Any] = dict(decoder.parameters_by_name())
     for name, old in on_meta.items():
         local = _rows(sharded_values.value(name), old).to(device, copy=True)
         placement = (old.device_mesh, old.placements)
+        local = wrapped_like(local, old.to_local())
         real = DTensor.from_local(local, *placement, run_check=False, shape=old.shape, stride=old.stride())
         decoder.set_parameter(name, nn.Parameter(real, requires_grad=old.requires_grad))
 
@@ -160,7 +187,7 @@ def _local(tensor: Tensor) -> Tensor:
     assert isinstance(tensor, DTensor)
     with torch.no_grad():
         local: Tensor = tensor.to_local()
-    return local.detach()
+    return unwrapped(local.detach())
 
 
 def _first_row(sharded: DTensor) -> int:

@@ -11,32 +11,38 @@ from torch.distributed.tensor import DTensor
 
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.shards import NamedShard
+from pipeline.config.optimizers import OptimizerKind
 from pipeline.engines.base import Replica
-from pipeline.engines.common import MOMENTS, ensure_adamw_state
 from pipeline.engines.torch_native.sharding import ParameterShard
+from pipeline.optim.state import ensure_state, set_step_counter, step_counter
 from pipeline.parallel.mesh import Mesh
 
 
 @torch.no_grad()
-def named_shards(shards: Sequence[ParameterShard], optimizer: torch.optim.Optimizer) -> dict[str, NamedShard | Tensor]:
-    """This rank's shards of weights and moments, as views; and the optimizer's step counter, a copy."""
+def named_shards(
+    shards: Sequence[ParameterShard], optimizer: torch.optim.Optimizer, kind: OptimizerKind
+) -> dict[str, NamedShard | Tensor]:
+    """This rank's shards of weights and optimizer states, as views; and the optimizer's step counter, a copy."""
     named: dict[str, NamedShard | Tensor] = {}
-    step = torch.zeros((), dtype=torch.float32)
+    state: dict[str, Tensor] = {}
     for shard in shards:
         shard.attach()
-        state = ensure_adamw_state(optimizer, shard.master)
-        named[named_state.weight_key(shard.name)] = shard.named_shard(shard.master.data)
-        for moment in MOMENTS:
-            named[named_state.moment_key(moment, shard.name)] = shard.named_shard(state[moment])
-        step = state["step"].detach().to("cpu", copy=True)
-    return {**named, named_state.OPTIMIZER_STEP: step}
+        state = ensure_state(optimizer, shard.master, kind)
+        values = (shard.master.data, *(state[name] for name in kind.states))
+        for key, tensor in zip(named_state.parameter_keys(shard.name, kind), values, strict=True):
+            named[key] = shard.named_shard(tensor)
+    if kind.counts_steps:
+        named[named_state.OPTIMIZER_STEP] = step_counter(state)
+    return named
 
 
 @torch.no_grad()
-def set_step(shards: Sequence[ParameterShard], optimizer: torch.optim.Optimizer, step: Tensor) -> None:
-    """Sets AdamW's step counter of every shard."""
+def set_step(
+    shards: Sequence[ParameterShard], optimizer: torch.optim.Optimizer, kind: OptimizerKind, step: object
+) -> None:
+    """Sets the step counter of every shard; `step` is None for an optimizer that has none."""
     for shard in shards:
-        ensure_adamw_state(optimizer, shard.master)["step"].copy_(step)
+        set_step_counter(ensure_state(optimizer, shard.master, kind), step)
 
 
 @torch.no_grad()

@@ -92,7 +92,7 @@ def test_a_file_that_is_not_json_is_refused_with_its_line(tmp_path: Path) -> Non
         configfile.load(path)
 
 
-def test_a_missing_file_names_its_neighbours(tmp_path: Path) -> None:
+def test_a_missing_file_names_its_neighbors(tmp_path: Path) -> None:
     write(tmp_path / "zero3.json", {})
     with pytest.raises(ConfigError, match=r"files there: zero3\.json"):
         configfile.load(tmp_path / "zero4.json")
@@ -205,3 +205,8 @@ def test_whole_numbers_may_be_written_with_an_exponent_in_any_field() -> None:
     assert (parsed.count, type(parsed.count)) == (40_000_000_000, int)
     assert type(parsed.ratio) is float
     assert type((parsed.anything or {})["theta"]) is float  # what a field does not describe stays as it is
+
+
+def test_a_directory_in_place_of_a_config_is_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="it is a directory"):
+        configfile.load(tmp_path)

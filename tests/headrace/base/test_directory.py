@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.directory import check_sizes, commit, read_manifest, staging_path, verify
+from headrace.base.directory import check_sizes, code_version, commit, read_manifest, staging_path, verify
 from headrace.base.errors import DataError
+from tests.conftest import ROOT
 
 
 def build(final: Path, text: str = "water") -> None:
@@ -123,6 +124,22 @@ def test_a_manifest_in_which_one_character_changed_is_damaged(tmp_path: Path) ->
     read_manifest(tmp_path / "out", kind="tokens")
 
 
+def test_a_commit_does_not_change_the_umask_which_other_threads_create_files_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "staging").mkdir()
+    (tmp_path / "staging/a").write_text("a")
+    before = os.umask(0o027)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "umask", lambda _mask: pytest.fail("the umask belongs to the whole process"))
+            commit(tmp_path / "staging", tmp_path / "final", kind="tokens", config={})
+    finally:
+        os.umask(before)
+    assert (tmp_path / "final/a").stat().st_mode & 0o777 == 0o640
+    assert sorted(path.name for path in (tmp_path / "final").iterdir()) == ["a", "manifest.json"]
+
+
 def test_a_directory_of_another_kind_is_refused_with_how_to_make_the_right_one(tmp_path: Path) -> None:
     build(tmp_path / "out")
     with pytest.raises(DataError, match=r"holds a 'tokens', but a 'model' is needed\n.*headrace export"):
@@ -165,3 +182,18 @@ def test_a_manifest_is_plain_json_without_time_or_host(tmp_path: Path) -> None:
     build(tmp_path / "out")
     manifest = json.loads((tmp_path / "out/manifest.json").read_text())
     assert set(manifest) == {"kind", "config", "code", "parents", "details", "files", "fingerprint", "checksum"}
+
+
+def test_a_file_and_a_directory_without_a_manifest_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(DataError, match=r"file: it is a file, not a directory\n  try: make one with: headrace prep"):
+        read_manifest(tmp_path / "file", kind="tokens")
+    with pytest.raises(DataError, match=r"has no manifest.json: .*\n  try: make one with: headrace prep"):
+        read_manifest(tmp_path, kind="tokens")
+
+
+def test_the_code_version_has_the_commit_of_the_checkout() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    done = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    assert code_version()["commit"] == done.stdout.strip()

@@ -24,7 +24,7 @@ HEAVY = ("torch", "transformers", "deepspeed", "datasets", "matplotlib")
 
 
 def run(*words: object) -> Result:
-    """The command in this process; its help is 100 columns wide, without colours."""
+    """The command in this process; its help is 100 columns wide, without colors."""
     env = {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
     return CliRunner().invoke(app, [str(word) for word in words], env=env, prog_name="headrace")
 

@@ -1,4 +1,4 @@
-"""Materialises a model from the meta device, parameter by parameter.
+"""Materializes a model from the meta device, parameter by parameter.
 
 A callback receives each parameter once it has its value (ZeRO-3 shards it immediately), so that no rank holds more than
 its shards plus one full parameter.
@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
+from pipeline.models.buffers import fill_buffers
 from pipeline.models.values import ParameterValues
 
 
 @torch.no_grad()
-def materialise(
+def materialize(
     model: nn.Module,
     values: ParameterValues,
     *,
@@ -27,7 +28,7 @@ def materialise(
 
     Args:
         model: built by `build_meta`; changed in place. Tied parameters stay one object.
-        values: the parameters' values.
+        values: of its parameters, and of persistent buffers where it has them.
         device: of the result.
         on_parameter: called with each parameter as soon as it has its value.
         names: id of a parameter -> its name in `values`, where that is not its name in `model`.
@@ -43,20 +44,6 @@ def materialise(
             del value  # otherwise the full tensor would stay in memory while the next one is computed
             if on_parameter is not None:
                 on_parameter(real[id(on_meta)])
-    fill_buffers(model, device)
+    fill_buffers(model, device, values)
     for module, key, on_meta in owners:
         module._parameters[key] = real[id(on_meta)]
-
-
-def fill_buffers(model: nn.Module, device: torch.device) -> None:
-    """Gives the buffers (rotary tables) of a model their values, computed by its own `_init_weights`.
-
-    Call it while the parameters are on meta, where `_init_weights` does nothing.
-    """
-    for module in model.modules():
-        buffers = {key: b for key, b in module._buffers.items() if b is not None and b.is_meta}
-        if not buffers:
-            continue
-        for key, buffer in buffers.items():
-            module._buffers[key] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
-        model._init_weights(module)  # type: ignore[operator]

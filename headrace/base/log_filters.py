@@ -1,0 +1,22 @@
+"""Drops log lines that tell the user nothing: transformers imports torchao wherever it is installed."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+_DRIVER = Path("/proc/driver/nvidia")
+
+
+def quiet_torchao() -> None:
+    """Drops torchao 0.18's lines on GPU kernels where there is no GPU, and on a call that torch 2.13 deprecates."""
+    logging.getLogger("torchao").addFilter(_needs_gpu)
+    logging.getLogger("torch.utils._pytree").addFilter(_is_news)
+
+
+def _needs_gpu(record: logging.LogRecord) -> bool:
+    return _DRIVER.exists() or not record.getMessage().startswith("Failed to load")
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return "is an Enum subclass" not in record.getMessage()

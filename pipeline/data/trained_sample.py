@@ -1,0 +1,55 @@
+"""A sample as it is trained on: after fill-in-the-middle, with the positions that enter the loss. Without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.data.document_slices import DocumentSlice, document_slices
+from pipeline.data.mixture import DataMixture
+
+
+@dataclass(frozen=True)
+class TrainedDocument:
+    """The part of a document in a sample.
+
+    Attributes:
+        origin: the document, and which of its tokens these are.
+        tokens: int64 [n], in the order the model reads them.
+        targets: bool [n], whether the token is predicted: its loss is part of the step's.
+    """
+
+    origin: DocumentSlice
+    tokens: npt.NDArray[np.int64]
+    targets: npt.NDArray[np.bool_]
+
+    @property
+    def rearranged(self) -> bool:
+        """Whether fill-in-the-middle has changed the order of its tokens."""
+        return not np.array_equal(self.tokens, self.origin.tokens[: self.tokens.size])
+
+
+def trained_documents(mixture: DataMixture, number: int, *, mask_documents: bool) -> Iterator[TrainedDocument]:
+    """The documents of a sample, in order, as the loader hands them to the model; padding is left out.
+
+    Args:
+        mixture: the data of the run.
+        number: of the sample, global, from 0.
+        mask_documents: `data.mask_documents`: the first token of a document is not predicted from the one before.
+    """
+    location, samples = mixture.order.locate([number]), np.asarray([number], dtype=np.int64)
+    row, boundaries = mixture.rows(location), mixture.boundaries(samples)
+    targets = mixture.loss_mask(location) if mixture.masked else np.ones(row.shape, dtype=np.bool_)
+    if mixture.fim is not None:
+        row, boundaries = mixture.fim.rows(row, boundaries, samples), mixture.fim.boundaries(boundaries, samples)
+    targets[:, 0] = False  # nothing precedes it
+    boundaries.clear_non_targets(targets[:, 1:], masked=mask_documents)
+    end = row.shape[1] if boundaries.used is None else int(boundaries.used[0])
+    cuts = [0, *sorted(boundaries.at.tolist()), end]
+    slices = document_slices(mixture.sources[int(location.source[0])], int(location.window[0]))
+    # fill-in-the-middle lengthens documents: the last ones may have left the sample, which zip leaves out
+    for origin, start, stop in zip(slices, cuts, cuts[1:], strict=False):
+        yield TrainedDocument(origin, row[0, start:stop].astype(np.int64), targets[0, start:stop])

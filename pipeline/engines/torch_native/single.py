@@ -1,0 +1,323 @@
+"""The native PyTorch engine on one GPU (or one CPU process): the memory of a large model is what it is made for.
+
+In bf16 it holds 14 bytes per parameter with AdamW: the weight (2) and the rest of its fp32 master (2, see
+`optim.split_master`), the gradient (2), and two moments (8). With several micro-batches per step gradients are added up
+in fp32 (4), each freed as soon as it is added. The update runs on some of the parameters at a time, so that its fp32
+copies stay small. Numbers reach the host once per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.checkpoint import named_state
+from pipeline.checkpoint.shard_table import State
+from pipeline.checkpoint.shards import NamedShard
+from pipeline.config.rules import ResolvedRun
+from pipeline.data.loader import IGNORE, MicroBatch, StepBatch
+from pipeline.engines.base import EvaluationSums, Objective, Replica, StepOutcome, StepResult, UpdateGate, always_update
+from pipeline.engines.common import decayed_names, weight_decay_groups, with_expert_load
+from pipeline.engines.loss_scale import LossScaler
+from pipeline.engines.objective import CrossEntropy
+from pipeline.models.materialize import materialize
+from pipeline.models.values import ParameterValues
+from pipeline.optim.build import build_optimizer
+from pipeline.optim.split_master import joined, split
+from pipeline.optim.state import ensure_all_states, set_step_counter, step_counter
+from pipeline.parallel.assemble import assemble
+from pipeline.parallel.expert_balance import make_balancer
+
+UPDATE_ELEMENTS = 1 << 27
+"""Parameters whose update runs at once: their fp32 copies take 8 bytes each, 1 GiB."""
+
+
+@dataclass
+class _Master:
+    """A parameter and its fp32 master weight.
+
+    Attributes:
+        weight: of the model.
+        parameter: what the optimizer updates: the weight itself in fp32; else it has the master's values during an
+            update only (bf16), or always (fp16).
+        residual: what the bf16 weight lacks of the master; None in other precisions.
+        gradient: fp32 sum over the micro-batches of a step, where there are several.
+    """
+
+    weight: nn.Parameter
+    parameter: nn.Parameter
+    residual: Tensor | None
+    gradient: Tensor | None = None
+
+    def values(self) -> Tensor:
+        """The fp32 master weight."""
+        if self.residual is None:
+            return self.parameter.data
+        return joined(self.weight.data, self.residual)
+
+    def set(self, values: Tensor) -> None:
+        """Replaces the master weight, and with it the model's."""
+        if self.residual is not None:
+            split(values, self.weight.data, self.residual)
+            return
+        self.parameter.data.copy_(values)
+        if self.parameter is not self.weight:
+            self.weight.data.copy_(values)
+
+    def take_gradient(self) -> Tensor | None:
+        """The gradient of the step, in fp32 or the model's dtype; it is no longer held here."""
+        taken = self.gradient if self.gradient is not None else self.weight.grad
+        self.gradient = self.weight.grad = None
+        return taken
+
+
+class TorchSingle:
+    """One process, one device, no sharding. See the module.
+
+    Args:
+        run: the resolved config.
+        model: on meta, as `build_meta` made it.
+        values: initial values of its parameters.
+        objective: the loss.
+        device: where model and optimizer are placed.
+    """
+
+    def __init__(
+        self, run: ResolvedRun, model: nn.Module, values: ParameterValues, objective: Objective, *, device: torch.device
+    ) -> None:
+        section = run.config.optimizer
+        self._kind, self.rank = section.kind, 0
+        self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        self._objective, self._device = objective, device
+        self._clip, self._scaler = run.config.gradient_clipping, LossScaler(run.config.fp16)
+        self._balancer = make_balancer(run.config.moe, model, device=device)
+        self._decoder = assemble(run, model, None, balancer=self._balancer).decoder
+        recorded = _Residuals(values, device)
+        materialize(self._decoder.causal, recorded, device=device, names=None)
+        self._decoder.train()
+        weights = self._decoder.parameters_by_name()
+        self._masters = {name: _master(weight, recorded.residuals.pop(name, None)) for name, weight in weights.items()}
+        if run.batch.accumulation > 1:
+            for master in self._masters.values():
+                if master.weight.dtype != torch.float32:
+                    master.weight.register_post_accumulate_grad_hook(_accumulate_into(master))
+        decayed, decay = decayed_names(model), section.params.weight_decay
+        self._updates = [
+            _Update(
+                {name: self._masters[name] for name in names},
+                build_optimizer(
+                    weight_decay_groups(
+                        {name: self._masters[name].parameter for name in names}, decayed, weight_decay=decay
+                    ),
+                    section,
+                ),
+            )
+            for names in _by_size(self._masters)
+        ]
+        for update in self._updates:
+            with update.master_values():
+                ensure_all_states(update.optimizer, self._kind)
+
+    def train_step(self, step: StepBatch, *, lr: float, update_gate: UpdateGate = always_update) -> StepResult:
+        """See `Engine.train_step`."""
+        sums = torch.zeros(1 + len(self._objective.parts), device=self._device)
+        if self._balancer is not None:
+            self._balancer.begin_step(self._scaler.value / step.targets)
+        for micro in step.micro_batches:
+            batch = micro.to(self._device)
+            total, *parts = self._decoder(batch.input_ids, batch, self._objective)
+            (total * (self._scaler.value / step.targets)).backward()
+            sums += torch.stack([total.detach(), *parts])
+        *means, norm = torch.cat([sums.double() / step.targets, self._gradient_norm()[None]]).tolist()
+        norm /= self._scaler.value
+        outcome = self._scaler.outcome(means[0], norm, update_gate)
+        if outcome is StepOutcome.APPLIED:
+            factor = self._scaler.factor(norm, self._clip)
+            for update in self._updates:
+                update.run(lr=lr, factor=factor)
+        for master in self._masters.values():
+            master.take_gradient()
+        result = self._scaler.result(step.step, means, self._objective.parts, norm, outcome)
+        return with_expert_load(self._balancer, result, targets=step.targets)
+
+    def replicas(self) -> Iterator[Replica]:
+        """See `Engine.replicas`: one process has none."""
+        return iter(())
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[MicroBatch]) -> EvaluationSums:
+        """See `Engine.evaluate`."""
+        self._decoder.eval()
+        nats, targets, objective = torch.zeros((), dtype=torch.float64, device=self._device), 0, CrossEntropy()
+        for micro in batches:
+            batch = micro.to(self._device)
+            nats += self._decoder(batch.input_ids, batch, objective)[0]
+            targets += int((micro.labels != IGNORE).sum())
+        self._decoder.train()
+        return EvaluationSums(float(nats), targets)
+
+    def state(self) -> State:
+        """See `Engine.state`."""
+        return self._named_state(self._master_values())
+
+    def load(self, directory: Path, *, fresh_optimizer: bool = False) -> None:
+        """See `Engine.load`."""
+        masters = self._master_values()
+        state = self._named_state(masters)
+        named_state.read(state, directory, fresh_optimizer=fresh_optimizer)
+        self._scaler.load_state_dict(state)
+        if self._balancer is not None:
+            self._balancer.load_state_dict(state)
+        counter = state.get(named_state.OPTIMIZER_STEP)
+        for update in self._updates:
+            for name, master in update.masters.items():
+                master.set(masters[name].to(self._device))
+                set_step_counter(update.optimizer.state[master.parameter], counter)
+
+    def _master_values(self) -> dict[str, Tensor]:
+        """The fp32 master weights. Split ones are joined on the CPU: 4 more bytes each might not fit on the device."""
+        return {
+            name: master.values() if master.residual is None else master.values().cpu()
+            for name, master in self._masters.items()
+        }
+
+    def _named_state(self, masters: dict[str, Tensor]) -> dict[str, NamedShard | Tensor]:
+        named: dict[str, NamedShard | Tensor] = {}
+        state: dict[str, Tensor] = {}
+        for update in self._updates:
+            for name, master in update.masters.items():
+                state, shape = update.optimizer.state[master.parameter], tuple(master.weight.shape)
+                tensors = (masters[name], *(state[each] for each in self._kind.states))
+                for key, tensor in zip(named_state.parameter_keys(name, self._kind), tensors, strict=True):
+                    named[key] = NamedShard(shape, start=0, values=tensor.view(-1))
+        counter = {named_state.OPTIMIZER_STEP: step_counter(state)} if self._kind.counts_steps else {}
+        experts = self._balancer.state_dict() if self._balancer else {}
+        return {
+            **named,
+            **experts,
+            **named_state.buffer_state(self._decoder.causal),
+            **self._scaler.state_dict(),
+            **counter,
+        }
+
+    def _gradient_norm(self) -> Tensor:
+        """2-norm of the gradient, fp64 scalar on the device; each tensor's in fp32 whatever its dtype."""
+        gradients = [each for m in self._masters.values() if (each := _gradient(m)) is not None]
+        if not gradients:
+            return torch.zeros((), dtype=torch.float64, device=self._device)
+        norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return norm.double()
+
+
+class _Update:
+    """The update of some parameters.
+
+    Attributes:
+        masters: by name.
+        optimizer: of their `parameter`.
+    """
+
+    def __init__(self, masters: dict[str, _Master], optimizer: torch.optim.Optimizer) -> None:
+        self.masters, self.optimizer = masters, optimizer
+
+    @torch.no_grad()
+    def run(self, *, lr: float, factor: float) -> None:
+        """Updates the master weights and the model's; `factor` is on the gradients."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        with self.master_values():
+            for master in self.masters.values():
+                gradient = master.take_gradient()
+                if gradient is not None:
+                    master.parameter.grad = gradient.float() if factor == 1.0 else gradient.float().mul_(factor)
+            self.optimizer.step()
+            for master in self.masters.values():
+                master.parameter.grad = None
+                if master.parameter is not master.weight:
+                    master.set(master.parameter.data)
+
+    def master_values(self) -> _MasterValues:
+        """A context in which split master weights are joined in the memory of `parameter`."""
+        return _MasterValues([master for master in self.masters.values() if master.residual is not None])
+
+
+class _MasterValues:
+    def __init__(self, masters: list[_Master]) -> None:
+        self._masters = masters
+
+    def __enter__(self) -> None:
+        for master in self._masters:
+            master.parameter.data = master.values()
+
+    def __exit__(self, *_error: object) -> None:
+        for master in self._masters:
+            master.parameter.data = torch.empty(0, device=master.weight.device)
+
+
+class _Residuals:
+    """Initial values whose part that bf16 weights lack is kept, on the device.
+
+    Args:
+        values: of the parameters.
+        device: of the residuals.
+    """
+
+    def __init__(self, values: ParameterValues, device: torch.device) -> None:
+        self._values, self._device = values, device
+        self.residuals: dict[str, Tensor] = {}
+
+    def value(self, name: str) -> Tensor:
+        """See `ParameterValues.value`."""
+        value = self._values.value(name)
+        residual = torch.empty(value.shape, dtype=torch.int16)
+        split(value.float(), torch.empty(value.shape, dtype=torch.bfloat16), residual)
+        self.residuals[name] = residual.to(self._device)
+        return value
+
+    def buffer(self, name: str) -> Tensor | None:
+        """See `ParameterValues.buffer`."""
+        return self._values.buffer(name)
+
+
+def _master(weight: nn.Parameter, residual: Tensor | None) -> _Master:
+    if weight.dtype == torch.float32:
+        return _Master(weight, weight, None)
+    if weight.dtype == torch.bfloat16:
+        return _Master(weight, nn.Parameter(torch.empty(0, device=weight.device)), residual)
+    return _Master(weight, nn.Parameter(weight.detach().float()), None)
+
+
+def _gradient(master: _Master) -> Tensor | None:
+    return master.gradient if master.gradient is not None else master.weight.grad
+
+
+def _accumulate_into(master: _Master) -> Any:
+    def accumulate(weight: Tensor) -> None:
+        assert weight.grad is not None
+        if master.gradient is None:
+            master.gradient = weight.grad.float()
+        else:
+            master.gradient.add_(weight.grad)
+        weight.grad = None
+
+    return accumulate
+
+
+def _by_size(masters: dict[str, _Master]) -> Iterator[list[str]]:
+    """Names of parameters that are updated together."""
+    names: list[str] = []
+    elements = 0
+    for name, master in masters.items():
+        if names and elements + master.weight.numel() > UPDATE_ELEMENTS:
+            yield names
+            names, elements = [], 0
+        names.append(name)
+        elements += master.weight.numel()
+    if names:
+        yield names

@@ -1,0 +1,31 @@
+"""Environment variables of torch that a run sets unless the user has: CUDA's allocator and NCCL's flight recorder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""The current name, and older ones that torch still reads."""
+_RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_RECORDED = "2000"
+"""Newest collectives that each rank keeps: some megabytes, and less than a microsecond for each."""
+
+
+def allocator_defaults(environ: Mapping[str, str]) -> dict[str, str]:
+    """Expandable segments, which leave less memory in pieces that nothing fits into; nothing where the user chose.
+
+    To be set before the first allocation on the GPU.
+    """
+    if any(name in environ for name in _ALLOCATOR):
+        return {}
+    return {_ALLOCATOR[0]: "expandable_segments:True"}
+
+
+def flight_recorder_defaults(environ: Mapping[str, str]) -> dict[str, str]:
+    """The flight recorder of torch.distributed, dumped also by NCCL's own timeout; nothing where the user chose.
+
+    To be set before the process group is made.
+    """
+    size = {} if any(name in environ for name in _RECORDER) else {_RECORDER[0]: _RECORDED}
+    dump = {} if "TORCH_NCCL_DUMP_ON_TIMEOUT" in environ else {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    return {**size, **dump}

@@ -1,0 +1,80 @@
+"""What a step takes by the clock on the wall: from the report of the step before to its own. No framework here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What a step took.
+
+    Attributes:
+        seconds: from the report of the step before to that of this one, without checkpoints and evaluations.
+        data_wait_seconds: of these, waiting for the batch.
+        tokens_per_second: over all ranks.
+        mfu: model FLOPs utilization, a fraction; None where the device's peak is not known.
+        memory: peak memory in bytes by name, see `PeakMemory`; the largest of all ranks.
+    """
+
+    seconds: float
+    data_wait_seconds: float
+    tokens_per_second: float
+    mfu: float | None = None
+    memory: dict[str, int] = field(default_factory=dict)
+
+    def row(self) -> dict[str, Any]:
+        """Values of a row of metrics."""
+        times = {"seconds": self.seconds, "data_wait_seconds": self.data_wait_seconds}
+        speed = {"tokens_per_second": self.tokens_per_second, **({"mfu": self.mfu} if self.mfu else {})}
+        return {**times, **speed, **self.memory}
+
+
+class StepClock:
+    """Measures steps from report to report, so that work that a device does after the host has gone on is counted.
+
+    A clock that starts and stops with a step misses an update that runs on the device until the next step begins.
+    """
+
+    def __init__(self) -> None:
+        self._mark = time.perf_counter()
+        self._excluded = self._waited = 0.0
+        self._depth = 0
+
+    def timed(self, steps: Iterable[T]) -> Iterator[T]:
+        """Passes steps on and measures how long each is waited for. The first step begins when it is asked for."""
+        coming = iter(steps)
+        self._mark, self._excluded, self._waited = time.perf_counter(), 0.0, 0.0
+        while True:
+            started = time.perf_counter()
+            try:
+                step = next(coming)
+            except StopIteration:
+                return
+            self._waited += time.perf_counter() - started
+            yield step
+
+    @contextmanager
+    def excluded(self) -> Iterator[None]:
+        """The time of the block is not part of any step: a checkpoint, an evaluation. Blocks may be nested."""
+        started = time.perf_counter()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._excluded += time.perf_counter() - started
+
+    def lap(self) -> tuple[float, float]:
+        """Seconds since the lap before, without what was excluded; and of these the wait for the batch."""
+        now = time.perf_counter()
+        seconds, waited = now - self._mark - self._excluded, self._waited
+        self._mark, self._excluded, self._waited = now, 0.0, 0.0
+        return seconds, waited

@@ -1,0 +1,97 @@
+"""The initialization that an architecture's own code computes: by its modules' constructors, then by `_init_weights`.
+
+Transformers calls, for every module, the `_init_weights` of the nearest model that contains it; what that does not set
+keeps the constructor's value (xIELU's parameters in Apertus, GPT-1's projections). A model that is built on the meta
+device has no such value, so the module is built again from the arguments its constructor was called with.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+
+def init_weights(model: nn.Module, name: str) -> None:
+    """Calls the `_init_weights` of the nearest model that contains the module with this name, on the module.
+
+    A base model may have another than the causal language model around it (xLSTM).
+    """
+    parts = name.split(".") if name else []
+    path = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
+    nearest: Any = next((module for module in path if isinstance(module, PreTrainedModel)), model)
+    nearest._init_weights(path[0])
+
+
+class Constructors:
+    """Builds single modules of a model again, on the CPU, with the arguments that the architecture gives them.
+
+    Args:
+        model: on meta, built by `build_meta`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._calls: dict[type, dict[str, tuple[tuple[Any, ...], dict[str, Any]]]] = {}
+
+    def value(self, owner: str, key: str, *, seed: int) -> Tensor | None:
+        """What a constructor sets: memory that it leaves uninitialized is NaN. None where it cannot be built alone.
+
+        Args:
+            owner: name of the module.
+            key: of its parameter or buffer.
+            seed: of torch's generator while the constructor runs.
+        """
+        kind = type(self._model.get_submodule(owner))
+        if kind not in self._calls:
+            self._calls[kind] = self._recorded(kind)
+        if owner not in self._calls[kind]:
+            return None
+        args, kwargs = self._calls[kind][owner]
+        try:
+            with torch.random.fork_rng(devices=[]), _uninitialized_is_nan(), torch.device("cpu"):
+                torch.manual_seed(seed)
+                module = kind(*args, **kwargs)
+        except Exception:  # an argument may be a module on meta
+            return None
+        found: Tensor | None = {**module._buffers, **module._parameters}.get(key)
+        return None if found is None or found.is_meta else found.detach()
+
+    def _recorded(self, kind: type[nn.Module]) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Name of a module of a class -> the arguments of its constructor."""
+        calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        original: Any = kind.__init__
+
+        @functools.wraps(original)
+        def record(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            calls[id(module)] = (args, kwargs)
+            original(module, *args, **kwargs)
+
+        config = copy.deepcopy(self._model.config)
+        kind.__init__ = record  # type: ignore[assignment, method-assign]
+        try:
+            with torch.device("meta"):
+                built = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        finally:
+            kind.__init__ = original  # type: ignore[method-assign]
+        return {name: calls[id(module)] for name, module in built.named_modules() if id(module) in calls}
+
+
+@contextmanager
+def _uninitialized_is_nan() -> Iterator[None]:
+    """Floating-point memory that torch does not initialize is NaN: zeros by chance would look as if they were meant."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]

@@ -1,0 +1,76 @@
+"""The padding id that some architectures compute with: RoBERTa's positions count the tokens that are not padding."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from headrace.base.errors import ConfigError
+
+
+def give_padding_id(config: PretrainedConfig, end_of_text: int | None) -> None:
+    """Makes end-of-text the padding id of an architecture that cannot compute without one; changed in place.
+
+    That id's embedding is a row of zeros then, which no gradient changes, as transformers has it for padding. Others
+    keep None: their end-of-text is a token as any other.
+    """
+    own = getattr(type(config), "pad_token_id", None)
+    if config.pad_token_id is not None or end_of_text is None or own is None:
+        return
+    padded = copy.deepcopy(config)
+    padded.pad_token_id = end_of_text
+    if _fails(config) and not _fails(padded):
+        config.pad_token_id = end_of_text
+
+
+def check_padded_positions(model: nn.Module, *, sequence_length: int) -> None:
+    """Checks that positions which begin after the padding id, as RoBERTa's do, are enough for a sequence.
+
+    Raises:
+        ConfigError: the last positions of a sequence have no embedding.
+    """
+    for module in _padded_positions(model):
+        needed = sequence_length + _before(model, module)
+        if module.num_embeddings < needed:
+            why = f"positions begin after the padding id, {module.padding_idx}: {sequence_length} need {needed} of them"
+            remedy = f"use {needed} or more (or shorter sequences), or a tokenizer whose padding has a small id"
+            raise ConfigError("model.config.max_position_embeddings", module.num_embeddings, why=why, remedy=remedy)
+
+
+def longest_sequence(model: nn.Module) -> int | None:
+    """Positions of the longest sequence that a model computes; None where its config sets no limit."""
+    config: Any = model.config
+    given = getattr(config, "max_position_embeddings", None) or None
+    after_padding = [module.num_embeddings - _before(model, module) for module in _padded_positions(model)]
+    return min([*after_padding, *([given] if given and given > 0 else [])], default=None)
+
+
+def _before(model: nn.Module, positions: Any) -> int:
+    """Rows before the first position: up to that of padding; ProphetNet also computes the position after a sequence."""
+    return int(positions.padding_idx) + 1 + bool(getattr(model.config, "ngram", 0))
+
+
+def _padded_positions(model: nn.Module) -> list[Any]:
+    """Embeddings of positions of which one is that of padding."""
+    return [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and "position" in name and module.padding_idx is not None
+    ]
+
+
+def _fails(config: PretrainedConfig) -> bool:
+    """Whether a forward pass on the meta device fails, for another reason than the missing values of meta tensors."""
+    try:
+        with torch.device("meta"), torch.no_grad():
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
+            model(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False)
+    except (NotImplementedError, RuntimeError):
+        return False
+    except Exception:  # each architecture fails in its own way
+        return True
+    return False

@@ -1,0 +1,113 @@
+"""Finds the routers of a mixture of experts: the modules that choose the experts of every token.
+
+Transformers records a router's logits on request, and so names the class of the routers and where in their output the
+logits are (`_can_record_outputs`). A router returns a tuple: the logits [N, E], the weights of the chosen experts
+[N, K], and their indices, integers [N, K], of N tokens, E experts, K of them per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+BIAS = "e_score_correction_bias"
+"""Buffer that is added to the scores only to choose experts. Source: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2."""
+
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+
+def has_experts(config: Mapping[str, Any]) -> bool:
+    """Whether a model is a mixture of experts, by its Hugging Face config."""
+    return any(isinstance(config.get(name), int) and config[name] > 1 for name in _EXPERTS)
+
+
+@dataclass(frozen=True)
+class Router:
+    """A router of a model.
+
+    Attributes:
+        name: of the module.
+        module: the router.
+        logits: index of the logits in its output.
+        experts: number of experts, E.
+        bias_owner: the module with the correction bias, and its name: the router itself or its block; None without one.
+    """
+
+    name: str
+    module: nn.Module
+    logits: int
+    experts: int
+    bias_owner: tuple[str, nn.Module] | None
+
+
+@dataclass(frozen=True)
+class Routed:
+    """What a router returned for N tokens.
+
+    Attributes:
+        logits: [N, E].
+        weights: of the chosen experts, [N, K].
+        indices: of the chosen experts, int64 [N, K].
+        weights_at: index of the weights in the output.
+    """
+
+    logits: Tensor
+    weights: Tensor
+    indices: Tensor
+    weights_at: int
+
+
+def find_routers(model: nn.Module) -> list[Router]:
+    """The routers of a model, in its order. None of a dense model, nor where transformers does not name the routers."""
+    recorded = list(_recorders(model))
+    modules = dict(model.named_modules())
+    return [
+        Router(name, module, recorder.index, experts, _bias_owner(name, modules))
+        for name, module in modules.items()
+        for recorder in recorded
+        if _is_recorded(name, module, recorder) and (experts := _experts(module))
+    ]
+
+
+def routed(output: Any, logits_at: int) -> Routed | None:
+    """Reads a router's output; None where it is not of the form that is described above."""
+    if not isinstance(output, tuple) or logits_at >= len(output):
+        return None
+    logits = output[logits_at]
+    others = [(at, each) for at, each in enumerate(output) if at != logits_at and isinstance(each, Tensor)]
+    chosen = [each for _, each in others if each.ndim == 2 and not each.is_floating_point()]
+    if not isinstance(logits, Tensor) or logits.ndim != 2 or len(chosen) != 1 or len(logits) != len(chosen[0]):
+        return None
+    weights = [(at, each) for at, each in others if each.is_floating_point() and each.shape == chosen[0].shape]
+    return Routed(logits, weights[0][1], chosen[0], weights[0][0]) if len(weights) == 1 else None
+
+
+def _recorders(model: Any) -> Iterator[Any]:
+    for owner in (model, getattr(model, "base_model", model)):
+        named = (getattr(owner, "_can_record_outputs", None) or {}).get("router_logits")
+        if named is not None:
+            yield from named if isinstance(named, list) else [named]
+            return
+
+
+def _is_recorded(name: str, module: nn.Module, recorder: Any) -> bool:
+    if not isinstance(recorder, type):
+        within = getattr(recorder, "layer_name", None)
+        return isinstance(module, recorder.target_class) and (within is None or within in name)
+    return False
+
+
+def _experts(module: nn.Module) -> int:
+    weight = module._parameters.get("weight")
+    return int(weight.shape[0]) if weight is not None and weight.ndim == 2 else 0
+
+
+def _bias_owner(name: str, modules: dict[str, nn.Module]) -> tuple[str, nn.Module] | None:
+    for each in (name, name.rpartition(".")[0]):
+        if modules[each]._buffers.get(BIAS) is not None:
+            return each, modules[each]
+    return None

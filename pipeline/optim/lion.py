@@ -1,0 +1,109 @@
+"""Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", arXiv:2302.06675, algorithm 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+_ELEMENTS_AT_ONCE = 1 << 24
+"""Bound on the temporary tensor of an update: 64 MiB in fp32. One of the size of all gradients would take the memory
+that Lion saves against AdamW."""
+
+
+class Lion(torch.optim.Optimizer):
+    """w <- w - lr (sign(b1 m + (1 - b1) g) + weight_decay w), then m <- b2 m + (1 - b2) g.
+
+    Weight decay is decoupled, as in AdamW. Element-wise: the update of a piece of a parameter is that piece of the
+    update of the parameter. Gradient g; state m: `exp_avg`, which begins at zero.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: learning rate, the size of every element's update before weight decay.
+        betas: b1 weighs the momentum in the update, b2 in the momentum itself.
+        weight_decay: decoupled weight decay.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates every parameter that has a gradient; returns the closure's value, if there is one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            present = [p for p in group["params"] if p.grad is not None]
+            for batch in _batches([(p, p.grad, self._momentum(p)) for p in present]):
+                _update(*batch, lr=float(group["lr"]), betas=group["betas"], weight_decay=group["weight_decay"])
+        return loss
+
+    def _momentum(self, parameter: Tensor) -> Tensor:
+        state = self.state[parameter]
+        if "exp_avg" not in state:
+            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        momentum: Tensor = state["exp_avg"]
+        return momentum
+
+
+def _update(
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    momenta: list[Tensor],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+) -> None:
+    directions = torch._foreach_mul(momenta, betas[0])
+    torch._foreach_add_(directions, gradients, alpha=1 - betas[0])
+    torch._foreach_sign_(directions)
+    if weight_decay:
+        torch._foreach_mul_(weights, 1 - lr * weight_decay)
+    torch._foreach_add_(weights, directions, alpha=-lr)
+    torch._foreach_mul_(momenta, betas[1])
+    torch._foreach_add_(momenta, gradients, alpha=1 - betas[1])
+
+
+def _batches(
+    triples: Sequence[tuple[Tensor, Tensor, Tensor]],
+) -> Iterator[tuple[list[Tensor], list[Tensor], list[Tensor]]]:
+    """Weights, gradients and momenta, `_ELEMENTS_AT_ONCE` elements at a time: few kernels, bounded temporary memory."""
+    batch: list[tuple[Tensor, ...]] = []
+    elements = 0
+    for pieces in (pieces for triple in triples for pieces in _pieces(triple)):
+        if batch and elements + pieces[0].numel() > _ELEMENTS_AT_ONCE:
+            yield _columns(batch)
+            batch, elements = [], 0
+        batch.append(pieces)
+        elements += pieces[0].numel()
+    if batch:
+        yield _columns(batch)
+
+
+def _pieces(triple: tuple[Tensor, Tensor, Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    """Views of at most `_ELEMENTS_AT_ONCE` elements; the tensors themselves where they have gaps in memory."""
+    local = [each.to_local() if isinstance(each, DTensor) else each for each in triple]
+    if not local[0].numel():
+        return
+    if not all(each.is_contiguous() for each in local):
+        yield tuple(local)
+        return
+    yield from zip(*(each.view(-1).split(_ELEMENTS_AT_ONCE) for each in local), strict=True)
+
+
+def _columns(batch: list[tuple[Tensor, ...]]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    weights, gradients, momenta = (list(column) for column in zip(*batch, strict=True))
+    return weights, gradients, momenta

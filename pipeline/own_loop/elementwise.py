@@ -1,0 +1,154 @@
+"""Whether a user's optimizer may be sharded: its update of an element must depend on no other element.
+
+ZeRO updates flat pieces of all parameters joined together, FSDP2 rows of them. An optimizer that looks at a whole
+tensor (Adafactor's row and column means, Muon's orthogonalization, LAMB's norms) computes another update from a piece,
+without an error. So an optimizer of unknown kind is tried: whole parameters against flat pieces that cut through them,
+each piece in an optimizer of its own as on a rank of its own, with the same gradients.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace.base.errors import ConfigError
+from pipeline.optim.lion import Lion
+
+ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
+    {
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.SGD,
+        Lion,
+    }
+)
+"""torch's own and ours, by their exact class: a class derived from one of them may do anything."""
+
+STEPS = 25
+"""Of a trial: more than the interval at which published optimizers refresh statistics of a tensor (10, 20)."""
+
+TOLERANCE = 1e-4
+"""Of the largest update. Rounding differs by 1e-6 (vector kernels treat the last elements of a tensor apart);
+the update of Adafactor's pieces differs by 3.7."""
+
+_SHAPES = ((12, 8), (8,), (5, 3, 2))
+_CUTS = (50, 40, 44)
+"""Flat pieces of the parameters of `_SHAPES` joined together; two cut through a matrix."""
+
+
+def why_not_elementwise(optimizer: torch.optim.Optimizer) -> str | None:
+    """The reason why an optimizer cannot be sharded; None when its update is element-wise.
+
+    The optimizer, its state and the parameters stay as they are. Takes milliseconds.
+    """
+    if type(optimizer) in ELEMENTWISE:
+        return None
+    name = type(optimizer).__name__
+    for group in optimizer.param_groups:
+        try:
+            difference = largest_difference(optimizer, group)
+        except Exception as error:  # a user's class may raise anything
+            reason = (str(error) or repr(error)).splitlines()[0]
+            return f"a trial of {name} on flat pieces of parameters failed ({type(error).__name__}: {reason})"
+        if difference is None:
+            return f"a trial of {name} changed no weight, so that nothing is known of its update"
+        if not difference <= TOLERANCE:
+            return (
+                f"{name} looks at whole tensors: on pieces of them its update differs by {difference:.2g} of its size"
+            )
+    return None
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer, *, engine: str, stage: int, half: bool) -> None:
+    """Refuses an optimizer that a sharded layout would run on pieces of parameters, unless it is element-wise.
+
+    Args:
+        optimizer: the user's.
+        engine: deepspeed or torch.
+        stage: ZeRO stage that runs: at 0 the optimizer sees whole parameters, at all others pieces.
+        half: bf16 or fp16, where engine deepspeed runs stage 0 as 1.
+
+    Raises:
+        ConfigError: it is not element-wise.
+    """
+    reason = None if stage == 0 else why_not_elementwise(optimizer)
+    if reason is not None:
+        remedy = "zero_optimization.stage 0 with engine torch, where every rank updates whole parameters"
+        if engine == "deepspeed" and not half:
+            remedy = "zero_optimization.stage 0, where every rank updates whole parameters"
+        raise ConfigError(
+            "zero_optimization.stage", stage, why=reason, remedy=f"use {remedy}; or an element-wise optimizer (AdamW)"
+        )
+
+
+def largest_difference(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float | None:
+    """Largest difference between updates of whole parameters and of pieces, as a share of the largest update.
+
+    Args:
+        optimizer: an optimizer of its class is tried, in fp32 on the CPU.
+        group: the parameter group whose options are used, at a learning rate of 0.01.
+
+    Returns:
+        The largest over `STEPS` steps; None if no weight changed. NaN if an update is not finite.
+    """
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=generator) for shape in _SHAPES]
+    whole = [nn.Parameter(tensor.clone()) for tensor in start]
+    flat = torch.cat([tensor.view(-1) for tensor in start])
+    pieces = [nn.Parameter(piece.clone()) for piece in flat.clone().split(_CUTS)]
+    together, apart = _trial(optimizer, group, whole), [_trial(optimizer, group, [piece]) for piece in pieces]
+    worst, changed = 0.0, False
+    for _step in range(STEPS):
+        # sizes from 1e-3 to 1, so that statistics of a whole tensor differ from those of its pieces
+        gradient = torch.randn(flat.shape, generator=generator) * 10 ** (-3 * torch.linspace(0, 1, len(flat)))
+        before = _joined(whole)
+        _step_with(together, whole, gradient)
+        for trial, piece, part in zip(apart, pieces, gradient.split(_CUTS), strict=True):
+            _step_with(trial, [piece], part)
+        size = float((_joined(whole) - before).abs().max())
+        changed = changed or size > 0
+        if size > 0:
+            worst = max(worst, float((_joined(whole) - _joined(pieces)).abs().max()) / size)
+        if not bool(torch.isfinite(_joined(whole)).all() & torch.isfinite(_joined(pieces)).all()):
+            return float("nan")
+    return worst if changed else None
+
+
+def _trial(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameters: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """An optimizer of the same class and options on other parameters, with no state and no hooks."""
+    made = object.__new__(type(optimizer))
+    # torch's schedulers and profilers put a `step` of their own on an object; the class's is tried
+    for key, value in optimizer.__dict__.items():
+        if key not in ("step", "state", "param_groups"):
+            made.__dict__[key] = copy.copy(value) if isinstance(value, dict | list | set) else value
+    hooks = [key for key in made.__dict__ if key.startswith("_optimizer_") and key.endswith("_hooks")]
+    made.__dict__.update({key: OrderedDict() for key in hooks})
+    made.state = defaultdict(dict)
+    options = {
+        key: value for key, value in group.items() if key not in ("params", "param_names", "fused", "capturable")
+    }
+    rate = {"lr": 0.01} if "lr" in options else {}
+    made.param_groups = [{**options, **rate, "fused": None, "capturable": False, "params": parameters}]
+    return made
+
+
+def _step_with(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], gradient: Tensor) -> None:
+    parts = gradient.split([parameter.numel() for parameter in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
+        parameter.grad = part.view(parameter.shape).clone()
+    optimizer.step()
+
+
+def _joined(parameters: Sequence[nn.Parameter]) -> Tensor:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])

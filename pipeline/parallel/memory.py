@@ -1,0 +1,301 @@
+"""Peak device memory of a training step, per rank and by kind, by closed formulas from sizes alone.
+
+The peak is the largest of a few moments of a step, each a sum of what lives then; `tests/fake_gpu` holds the formulas
+to within 5 % of a step that is executed on fake tensors. Not in it: what the allocator loses to fragmentation, NCCL's
+and the kernels' own buffers, and the CUDA context (together some GB).
+
+Shapes as in `footprint`; s bytes per element in forward and backward passes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from pipeline.config.layout_rules import micro_batch_constraints
+from pipeline.config.rules import ResolvedRun
+from pipeline.parallel.footprint import Footprint, RankModel, Widths
+
+KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
+UPDATE_ELEMENTS = 1 << 27
+"""Parameters that the engine on one device updates at once (`engines.torch_native.single`)."""
+
+_MASTER, _MOMENTS = 4, 8
+"""Bytes per element of fp32 master weights, and of AdamW's two moments."""
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes of a rank at one moment, by kind."""
+
+    weights: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    logits: float = 0.0
+    buffers: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """In all."""
+        return float(sum(getattr(self, kind) for kind in KINDS))
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What the formulas need of a run."""
+
+    run: ResolvedRun
+    rank: RankModel
+    widths: Widths
+    micro: int
+    pp_rank: int
+
+    @property
+    def size(self) -> int:
+        """s."""
+        return 2 if self.run.config.bf16.enabled or self.run.config.fp16.enabled else 4
+
+    @property
+    def stage(self) -> int:
+        """ZeRO stage."""
+        return self.run.config.zero_optimization.stage
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share optimizer states."""
+        topology = self.run.topology
+        data = topology.dp * topology.cp
+        return 1 if self.stage == 0 else self.run.config.parallel.hybrid_shard_size or data
+
+    @property
+    def tokens(self) -> int:
+        """B T."""
+        return self.micro * self.run.batch.sequence_length // self.run.topology.cp
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of a step."""
+        return -(-self.run.batch.samples // (self.run.topology.dp * self.micro))
+
+    @property
+    def kept(self) -> float:
+        """Micro-batches, of all layers of this rank, whose activations live at one time.
+
+        1F1B begins with as many forward passes as there are stages after this one, interleaved 1F1B with those of
+        2 (stages after) + (virtual stages - 1) pp chunks. Source: Narayanan et al. 2021 (arXiv:2104.04473), 2.2.
+        """
+        topology, accumulation = self.run.topology, self.accumulation
+        if topology.pp == 1:
+            return 1
+        if self.run.config.parallel.schedule == "gpipe":
+            return accumulation
+        after, virtual = topology.pp - self.pp_rank - 1, self.rank.stages
+        if virtual == 1:
+            return min(accumulation, after + 1)
+        return min(accumulation, (2 * after + (virtual - 1) * topology.pp + 1) / virtual)
+
+
+def peak_memory(run: ResolvedRun, footprint: Footprint, *, pp_rank: int = 0, micro: int | None = None) -> Bytes:
+    """The peak of a training step.
+
+    Args:
+        run: the resolved config.
+        footprint: sizes of its model.
+        pp_rank: which rank of the pipeline.
+        micro: samples per micro-batch, of the same global batch; the run's own when None.
+    """
+    step = _Step(run, footprint.ranks[pp_rank], footprint.widths, micro or run.batch.micro, pp_rank)
+    return max(_moments(step), key=lambda moment: moment.total)
+
+
+def largest_micro_batch(run: ResolvedRun, footprint: Footprint, *, memory: float, pp_rank: int = 0) -> int:
+    """The largest micro-batch that divides the global batch and whose peak fits so many bytes; 0 if none does."""
+    least, multiple = micro_batch_constraints(run.config, run.topology)
+    samples = run.batch.samples // run.topology.dp
+
+    def legal(micro: int) -> bool:
+        accumulation, rest = divmod(samples, micro)
+        return not rest and accumulation >= least and accumulation % multiple == 0
+
+    def fits(micro: int) -> bool:
+        return peak_memory(run, footprint, pp_rank=pp_rank, micro=micro).total <= memory
+
+    return next((micro for micro in range(samples, 0, -1) if legal(micro) and fits(micro)), 0)
+
+
+def _moments(step: _Step) -> list[Bytes]:
+    if step.run.config.engine == "deepspeed":
+        return _deepspeed(step)
+    if step.run.plain:
+        return _plain(step)
+    return _single(step) if step.run.alone else _sharded(step)
+
+
+def _single(step: _Step) -> list[Bytes]:
+    """One device (`engines.torch_native.single`): bf16 weights and the 16 bits that they lack of their fp32 masters."""
+    rank, s, several = step.rank, step.size, step.accumulation > 1
+    masters = {2: 2, 4: 0}[s] if not step.run.config.fp16.enabled else _MASTER
+    base = Bytes(weights=(s + masters) * rank.parameters, optimizer=_MOMENTS * rank.parameters)
+    before = _MASTER * rank.parameters if several else 0  # fp32 sums of the micro-batches before
+    whole = (_MASTER if several else s) * rank.parameters
+    at_once = min(rank.parameters, max(UPDATE_ELEMENTS, rank.largest))
+    copies = at_once * (0 if s == _MASTER else _MASTER)
+    update = replace(base, weights=base.weights + (copies if masters == 2 else 0))
+    ahead = s * rank.head
+    return [
+        replace(base, gradients=before + ahead, **_loss(step)),
+        replace(base, gradients=before + ahead + s * max(rank.layers), **_first_backward(step)),
+        replace(update, gradients=whole + (0 if several else copies)),
+    ]
+
+
+def _plain(step: _Step) -> list[Bytes]:
+    """One process: weights in s bytes with fp32 masters, all gradients in s bytes before they are added up in fp32."""
+    rank, s, mixed = step.rank, step.size, step.size < _MASTER
+    weights = rank.parameters * (s + _MASTER if mixed else _MASTER)
+    base = Bytes(weights=weights, optimizer=_MOMENTS * rank.parameters)
+    several = step.accumulation > 1
+    added = _MASTER * rank.parameters if mixed and several else 0
+    if mixed:  # an fp32 copy of one gradient at a time, and of all once
+        copied = _MASTER * rank.largest if several else (_MASTER - s) * rank.parameters
+        accumulate = s * rank.parameters + added + copied
+    else:
+        accumulate = s * rank.parameters
+    before = s * rank.parameters if not mixed and several else added
+    return [
+        replace(base, gradients=accumulate),
+        replace(base, gradients=before + s * rank.head, **_loss(step)),
+        replace(base, gradients=before + s * (rank.head + max(rank.layers)), **_first_backward(step)),
+    ]
+
+
+def _sharded(step: _Step) -> list[Bytes]:
+    """FSDP2 (`engines.torch_native.sharding`): fp32 shards; one layer is gathered ahead of the one that is computed."""
+    rank, s, n = step.rank, step.size, step.shards
+    unit, per_layer = max(rank.layers), step.stage == 3
+    several = step.accumulation > 1
+    # gradients are reduced once per step by stage 0 and in pipelines, else after every micro-batch
+    once = step.stage < 2 or (step.run.topology.pp > 1 and not per_layer)
+    gathered = s * rank.rest + (2 * s * unit if per_layer else s * sum(rank.layers))
+    masters = _MASTER * rank.parameters / n
+    base = Bytes(weights=masters + gathered, optimizer=_MOMENTS * rank.parameters / n)
+    held = _MASTER * rank.parameters / (1 if once else n) if several else 0.0
+    head = held + s * rank.head
+    # the fp32 copy of a layer's gradients lives until those of the next layer are reduced
+    second = {"activations": _first_backward(step)["activations"] - _stored(step) / max(1, len(rank.layers))}
+    last = replace(base, weights=masters)  # gathered weights are freed before their gradients are reduced
+    reduced = _MASTER * rank.parameters / (1 if once else n) + (s + _MASTER) * rank.rest
+    return [
+        replace(base, gradients=held + s * rank.head, **_loss(step)),
+        replace(base, gradients=held + _heads(step) * s * rank.head, **_loss(step, heads=_heads(step))),
+        replace(base, gradients=head + _mlp_gradients(step), **_first_backward(step)),
+        replace(base, gradients=head + _mlp_gradients(step) + (0 if once else _MASTER * unit), **second),
+        replace(last, gradients=reduced),
+    ]
+
+
+def _mlp_gradients(step: _Step) -> float:
+    """Gradients of a layer that exist when most of its activations do: of the MLP, two of its three matrices."""
+    w = step.widths
+    return step.size * 2 / 3 * max(step.rank.layers) if not w.experts else step.size * max(step.rank.layers)
+
+
+def _deepspeed(step: _Step) -> list[Bytes]:
+    """ZeRO: weights in s bytes, fp32 masters and moments over the shards, gradients through buckets."""
+    rank, s, n, section = step.rank, step.size, step.shards, step.run.config.zero_optimization
+    if step.stage == 0:
+        return _plain(step)
+    added = s if step.run.config.data_types.grad_accum_dtype == "bf16" else _MASTER
+    # a pipeline fills one bucket while the other is reduced
+    bucket = float(section.reduce_bucket_size or 5e8) * added * (2 if step.run.topology.pp > 1 else 1)
+    masters = _MASTER * rank.parameters / n
+    offloaded = section.offload_optimizer.device != "none"
+    states = 0.0 if offloaded else _MOMENTS * rank.parameters / n
+    weights = s * rank.parameters / (n if step.stage == 3 else 1) + (0.0 if offloaded else masters)
+    live = s * max(2 * max(rank.layers), rank.rest) if step.stage == 3 else 0.0
+    gradients = added * rank.parameters / (1 if step.stage == 1 else n) + bucket
+    base = Bytes(weights=weights + live, optimizer=states, gradients=gradients)
+    return [replace(base, **_loss(step)), replace(base, **_first_backward(step))]
+
+
+def _loss(step: _Step, *, heads: int = 1) -> dict[str, float]:
+    """At the loss: all activations; logits in s bytes, with fp32 exponentials unless the head's gradient is next."""
+    rows = step.tokens
+    if step.run.config.loss.chunk is not None:
+        rows = step.micro * min(step.run.config.loss.chunk, rows // step.micro)
+    each = step.size + (_MASTER if heads == 1 else 0)
+    columns = step.widths.vocabulary / step.run.topology.tp if step.rank.last else 0
+    return {"activations": _stored(step), "logits": rows * columns * each}
+
+
+def _first_backward(step: _Step) -> dict[str, float]:
+    """In the backward pass of the last layer: what is stored, what is recomputed, and the gradients of the MLP."""
+    return {"activations": _stored(step) + _recomputed(step) + _backward_buffers(step)}
+
+
+def _heads(step: _Step) -> int:
+    """Gradients of the head: a chunked loss adds up the sum so far and that of a chunk to a new sum."""
+    chunk = step.run.config.loss.chunk
+    return 3 if chunk is not None and chunk * step.micro < step.tokens else 1
+
+
+def _stored(step: _Step) -> float:
+    """Activations of all layers that live when the backward pass begins."""
+    memory = step.run.config.memory
+    each = {"none": _whole_layer, "full": _layer_input, "selective": _selected}[memory.activation_checkpointing](step)
+    layers = len(step.rank.layers)
+    count = -(-layers // memory.every_n_layers)
+    return _received(step) + step.kept * (count * each + (layers - count) * _whole_layer(step))
+
+
+def _received(step: _Step) -> float:
+    """Buffers of a pipeline: torch's stages have one for every micro-batch, for hidden states and for gradients."""
+    rank = step.rank
+    if step.run.topology.pp == 1 or step.run.config.engine != "torch":
+        return 0.0
+    borders = 2 * rank.stages - int(rank.first) - int(rank.last)
+    return step.accumulation * borders * _layer_input(step)
+
+
+def _recomputed(step: _Step) -> float:
+    """The layer that is computed again for its backward pass."""
+    mode = step.run.config.memory.activation_checkpointing
+    if mode == "none":
+        return 0.0
+    return _whole_layer(step) - (_selected(step) if mode == "selective" else _layer_input(step))
+
+
+def _layer_input(step: _Step) -> float:
+    return step.size * step.widths.hidden * step.tokens / step.run.topology.tp
+
+
+def _whole_layer(step: _Step) -> float:
+    """What a layer's backward pass needs, eager: norms (an fp32 copy, normalized, scaled), attention, MLP."""
+    w, s, tp = step.widths, step.size, step.run.topology.tp
+    norms = 2 * w.hidden * ((_MASTER + s) / tp + s)
+    if w.head_norms:
+        norms += (w.query + w.key_value) * (_MASTER + s) / tp
+    attention = (2 * w.query + 2 * w.key_value) * s / tp + _MASTER * w.heads / tp
+    # of every chosen expert: its input, gate and up, their activation and product, and its output
+    experts = w.experts * (2 * w.hidden + 4 * w.intermediate) * s
+    mlp = experts or 4 * w.intermediate * s / tp
+    return step.tokens * (norms + attention + mlp)
+
+
+def _selected(step: _Step) -> float:
+    """Selective checkpointing: outputs of matrix products and of attention, and the layer's input."""
+    w, s, tp = step.widths, step.size, step.run.topology.tp
+    products = (w.query + 2 * w.key_value + 2 * w.intermediate) / tp + 2 * w.hidden
+    if tp > 1:  # no collective is repeated: what two gathered, what two scattered, and a sum with it
+        products += 2 * w.hidden + 3 * w.hidden / tp
+    return step.tokens * s * (products + w.query / tp + w.hidden / tp)
+
+
+def _backward_buffers(step: _Step) -> float:
+    """Gradients within a layer's MLP: of the product, of its two factors, and of the hidden states.
+
+    A mixture of experts needs most memory when the weights' gradients exist, and gate, up and product are freed.
+    """
+    w, s, tp = step.widths, step.size, step.run.topology.tp
+    inner = 3 * w.intermediate / tp if not w.experts else -2 * w.experts * w.intermediate
+    return step.tokens * s * (inner + 2 * w.hidden)

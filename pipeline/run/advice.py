@@ -1,0 +1,93 @@
+"""Warnings before the money is spent: settings that are legal, and rarely meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from data_prep.formats.tokenfile import TokenFile
+from pipeline.data.dataset import TokenDataset, tokenizer_details
+from pipeline.models.hf_config import VOCAB_MULTIPLE
+from pipeline.run.prepare import PreparedRun
+
+_UNUSED_ROWS = 0.1
+"""Share of the vocabulary without a token from which it is worth a warning; padding to a round size stays below."""
+_EPOCHS = 4
+"""Up to four a repeated token is worth nearly as much as a new one: Muennighoff et al. 2023, arXiv:2305.16264."""
+_LOOKED_AT = 50_000
+"""Documents whose lengths are read, from the first shard of a source."""
+_COVERED, _LONGER = 0.9, 4
+"""A sequence is too long when it is 4 times as long as the documents that hold 90 % of the tokens."""
+
+
+def advice(prepared: PreparedRun) -> Iterator[str]:
+    """One line for each setting that looks like a mistake, with what to do. Nothing is refused."""
+    yield from _vocabulary(prepared)
+    yield from _repetition(prepared)
+    yield from _sequence_length(prepared)
+    yield from _experts(prepared)
+
+
+def _vocabulary(prepared: PreparedRun) -> Iterator[str]:
+    section = prepared.run.config.model
+    vocabulary = int(prepared.hf_config.get("vocab_size") or 0)
+    ids = int(tokenizer_details(prepared.mixture.sources[0].manifest)["vocab_size"])
+    unused = vocabulary - ids
+    if (section.path is not None and not section.fresh) or unused <= max(VOCAB_MULTIPLE, _UNUSED_ROWS * vocabulary):
+        return  # a trained model keeps the rows it has
+    width = prepared.size.embedding // vocabulary
+    tables = 1 if prepared.hf_config.get("tie_word_embeddings") else 2
+    yield (
+        f"model.config.vocab_size = {vocabulary:,}, and the tokenizer has {ids:,} ids: {unused * width * tables:,} of"
+        f" {prepared.size.parameters:,} parameters are of tokens that never occur; leave vocab_size out, and it is"
+        f" taken from the tokenizer"
+    )
+
+
+def _repetition(prepared: PreparedRun) -> Iterator[str]:
+    run = prepared.run
+    epochs = prepared.mixture.order.epochs(run.steps * run.batch.samples)
+    for source, seen in zip(prepared.mixture.sources, epochs, strict=True):
+        if seen > _EPOCHS:
+            yield (
+                f"{source.label} is repeated {seen:.1f} times: from about {_EPOCHS} epochs on repeated tokens are worth"
+                f" ever less (arXiv:2305.16264); a shorter run, more text, or max_epochs of the source as a limit"
+            )
+
+
+def _sequence_length(prepared: PreparedRun) -> Iterator[str]:
+    length = prepared.run.config.data.sequence_length
+    for source in prepared.mixture.sources:
+        longest = _length_of_most_tokens(source)
+        if length > _LONGER * longest:
+            shorter = 1 << max(4, (2 * longest - 1).bit_length())
+            yield (
+                f"data.sequence_length = {length:,}, and {_COVERED:.0%} of the tokens of {source.label} are in"
+                f" documents of at most {longest:,}: attention and memory are spent on text of other documents;"
+                f" {shorter:,} would hold nearly all"
+            )
+
+
+def _experts(prepared: PreparedRun) -> Iterator[str]:
+    if prepared.has_experts and prepared.run.config.moe.balance == "none":
+        yield (
+            "nothing balances the experts: a few may get most tokens, and the others stay untrained;"
+            " set moe.balance to aux_loss, or to bias where the architecture has a correction bias"
+        )
+
+
+def _length_of_most_tokens(source: TokenDataset) -> int:
+    """The length, in tokens, up to which documents hold `_COVERED` of the tokens; of a sample of the source."""
+    lengths = np.sort(_document_lengths(source.file(0)))
+    held = np.cumsum(lengths)
+    return int(lengths[np.searchsorted(held, _COVERED * held[-1])]) if lengths.size and held[-1] else 1 << 62
+
+
+def _document_lengths(file: TokenFile) -> npt.NDArray[np.int64]:
+    """int64 [documents], lengths in tokens of the first documents of a token file."""
+    sequences = np.asarray(file.document_index[: _LOOKED_AT + 1])
+    offsets = np.append(np.asarray(file.byte_offsets[: sequences[-1] + 1]), file.tokens.size * file.dtype.itemsize)
+    lengths: npt.NDArray[np.int64] = np.diff(offsets[sequences] // file.dtype.itemsize).astype(np.int64)
+    return lengths

@@ -1,0 +1,191 @@
+"""Public DeepSpeed files start as they are; what they ignore, and what "auto" becomes, is said; the rest is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+from headrace.base.errors import CombinedConfigError, ConfigError
+from pipeline.config.auto import resolve_auto
+from pipeline.config.deepspeed_file import translate
+from pipeline.config.deepspeed_ignored import IGNORED, OTHER_NAMES
+from pipeline.config.deepspeed_keys import REFUSED_ZERO
+from pipeline.config.deepspeed_schema import ZeroSection
+from pipeline.config.load import LoadedConfig, read_config
+from pipeline.config.rules import ResolvedRun, resolve
+from tests import warm
+from tests.config import deepspeed_files
+from tests.conftest import tiny_config, write_config
+
+
+def loaded(tmp_path: Path, **fields: Any) -> LoadedConfig:
+    return read_config(write_config(tmp_path / "c.json", tiny_config(tmp_path / "tokens", tmp_path / "run", **fields)))
+
+
+def start(source: str, tmp_path: Path) -> ResolvedRun:
+    path = deepspeed_files.write(source, tmp_path, tokens=tmp_path / "tokens")
+    return resolve(read_config(path).config, world_size=deepspeed_files.processes(source))
+
+
+def test_at_least_20_public_files_of_8_projects_are_tried() -> None:
+    assert len(deepspeed_files.FILES) >= 20
+    assert len({source.split("@")[0] for source in deepspeed_files.FILES}) == 8
+
+
+@pytest.mark.parametrize("source", deepspeed_files.FILES)
+def test_a_public_deepspeed_file_starts_as_it_is(source: str, tmp_path: Path) -> None:
+    run, keys = start(source, tmp_path), deepspeed_files.FILES[source]
+    assert run.config.zero_optimization.stage == keys.get("zero_optimization.stage", 0)
+    precise = [name for name in ("bf16", "fp16") if keys.get(f"{name}.enabled") is True]
+    asked = precise or [name for name in ("bf16", "fp16") if keys.get(f"{name}.enabled") == "auto"]
+    assert run.config.bf16.enabled == (bool(asked) and precise != ["fp16"])
+    if keys.get("gradient_clipping") == "auto":
+        assert run.config.gradient_clipping == 1.0
+    if keys.get("optimizer.params.lr") == "auto":
+        assert run.schedule.peak == 5e-5
+
+
+@pytest.mark.parametrize("name", ["playground/deepspeed_config_s2.json", "deepspeed_configs/zero3.json"])
+@pytest.mark.integration
+def test_a_public_deepspeed_file_trains(name: str, tokens: Path, tmp_path: Path) -> None:
+    source = next(each for each in deepspeed_files.FILES if each.endswith(name))
+    path = deepspeed_files.write(source, tmp_path, tokens=tokens)
+    done = warm.run("pipeline/train.py", "--config", str(path))
+    assert done.returncode == 0, done.stderr
+    assert "auto: " in done.stdout
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert max(row.get("step", 0) for row in rows) == 2
+
+
+def test_auto_is_listed_with_what_it_became_and_ignored_keys_in_one_line(tmp_path: Path) -> None:
+    zero = {"stage": 3, "max_live_parameters": 0, "stage3_prefetch_bucket_size": "auto"}
+    notes = dict(
+        loaded(
+            tmp_path,
+            zero_optimization=zero,
+            prescale_gradients=False,
+            zero_allow_untested_optimizer=True,
+            bfloat16={"enabled": "auto"},
+            _comment="a comment",
+        ).notes
+    )
+    prefetch = "zero_optimization.stage3_prefetch_bucket_size = 2073"  # 0.9 x 48 x 48
+    assert notes["auto"] == (prefetch, "bf16.enabled = true")
+    assert notes["ignored"] == ("prescale_gradients = false", "zero_allow_untested_optimizer = true", "_comment")
+
+
+def test_check_prints_what_auto_became_and_what_was_ignored(tmp_path: Path) -> None:
+    source = next(each for each in deepspeed_files.FILES if each.endswith("ds_z3_config.json"))
+    path = deepspeed_files.write(source, tmp_path, tokens=tmp_path / "tokens")
+    done = warm.run("-m", "pipeline", "check", "--config", str(path), "--rules-only")
+    assert done.returncode == 0, done.stderr
+    lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if line.split())
+    assert "gradient_clipping = 1.0" in lines["auto"]
+    assert lines["ignored"] == "zero_allow_untested_optimizer = true"
+
+
+@pytest.mark.parametrize(
+    ("given", "bf16", "fp16"),
+    [
+        ({"bf16": {"enabled": "auto"}}, True, False),
+        ({"fp16": {"enabled": "auto"}}, True, False),
+        ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": True}}, False, True),
+        ({"bf16": {"enabled": False}, "fp16": {"enabled": "auto"}}, False, True),
+        ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": False}}, True, False),
+    ],
+)
+def test_auto_precision_is_bf16_unless_the_file_says_otherwise(
+    given: dict[str, Any], bf16: bool, fp16: bool, tmp_path: Path
+) -> None:
+    config = loaded(tmp_path, **given).config
+    assert (config.bf16.enabled, config.fp16.enabled) == (bf16, fp16)
+
+
+def test_auto_batch_sizes_keep_what_is_given() -> None:
+    total, micro = "train_batch_size", "train_micro_batch_size_per_gpu"
+    assert resolve_auto({total: "auto", micro: "auto"})[0] == {micro: 8}
+    assert resolve_auto({total: 64, micro: "auto"})[0] == {total: 64}
+    assert resolve_auto({total: "auto", micro: 4})[0] == {micro: 4}
+
+
+def test_auto_in_our_own_sections_is_no_key_and_leaves_a_models_config_alone() -> None:
+    rope = {"rope_scaling": "auto"}
+    raw = {"model": {"config": rope, "path": "auto"}, "launch": {"backend": "auto"}, "run": "auto"}
+    assert resolve_auto(raw) == ({"model": {"config": rope}, "launch": {}}, [])
+    assert resolve_auto({"model": {"config": "auto"}})[0] == {"model": {}}
+
+
+def test_auto_bucket_sizes_are_those_of_the_trainer_at_the_stage_that_has_them() -> None:
+    model = {"config": {"hidden_size": 64}}
+    names = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    autos = dict.fromkeys(names, "auto")
+    at = {stage: resolve_auto({"model": model, "zero_optimization": {"stage": stage, **autos}})[0] for stage in (2, 3)}
+    assert at[2]["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 4096}
+    assert [at[3]["zero_optimization"][name] for name in names] == [4096, 3686, 640]
+    native = resolve_auto({"model": model, "engine": "torch", "zero_optimization": {"stage": 3, **autos}})[0]
+    assert native["zero_optimization"] == {"stage": 3}
+
+
+def test_a_zero_stage_is_never_guessed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"zero_optimization\.stage = 'auto'"):
+        loaded(tmp_path, zero_optimization={"stage": "auto"})
+
+
+def test_everything_wrong_with_a_file_is_said_at_once(tmp_path: Path) -> None:
+    with pytest.raises(CombinedConfigError) as refused:
+        loaded(
+            tmp_path,
+            zero_optimization={"stage": 5, "zero_quantized_weights": True},
+            sparse_gradients=True,
+            gradient_cliping=1.0,
+            optimizer={"type": "AdamW", "params": {"lr": "fast", "amsgrad": True}},
+            bf16={"immediate_grad_update": True},
+        )
+    assert {each.field for each in refused.value.problems} == {
+        "zero_optimization.stage",
+        "zero_optimization.zero_quantized_weights",
+        "sparse_gradients",
+        "gradient_cliping",
+        "optimizer.params.lr",
+        "optimizer.params.amsgrad",
+        "bf16.immediate_grad_update",
+    }
+    assert all(each.remedy and each.why for each in refused.value.problems)
+
+
+def test_rules_that_do_not_depend_on_each_other_are_checked_together(tmp_path: Path) -> None:
+    both = {"bf16": {"enabled": True}, "fp16": {"enabled": True}}
+    config = loaded(tmp_path, train_batch_size=7, run={"dir": "r"}, **both).config
+    with pytest.raises(CombinedConfigError) as refused:
+        resolve(config, world_size=1)
+    fields = {each.field for each in refused.value.problems}
+    assert fields == {"fp16.enabled", "run.steps / run.tokens", "train_batch_size"}
+
+
+def test_keys_without_a_meaning_on_engine_torch_are_refused_together(tmp_path: Path) -> None:
+    zero = {"stage": 3, "sub_group_size": 10, "reduce_bucket_size": 10}
+    config = loaded(tmp_path, engine="torch", zero_optimization=zero).config
+    with pytest.raises(CombinedConfigError, match="2 things") as refused:
+        resolve(config, world_size=2)
+    assert "sub_group_size" in str(refused.value)
+    assert "reduce_bucket_size" in str(refused.value)
+
+
+def test_every_key_of_deepspeeds_zero_section_is_taken_ignored_or_refused_by_name() -> None:
+    for name, field in DeepSpeedZeroConfig.model_fields.items():
+        for key in {name, field.alias or name}:
+            known = OTHER_NAMES.get(f"zero_optimization.{key}", f"zero_optimization.{key}").split(".")[1]
+            assert (
+                known in ZeroSection.model_fields or known in REFUSED_ZERO or f"zero_optimization.{known}" in IGNORED
+            ), key
+
+
+def test_deepspeeds_own_zero_defaults_are_accepted(tmp_path: Path) -> None:
+    defaults = DeepSpeedZeroConfig().model_dump(mode="json", by_alias=True)
+    defaults.pop("leaf_module")  # names of module classes, which differ by version
+    assert not translate({"zero_optimization": defaults}).refused
+    loaded(tmp_path, zero_optimization={**defaults, "stage": 1})

@@ -1,0 +1,98 @@
+"""Compiled decoder layers train as uncompiled ones, in every layout, and each kind of layer is one graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headrace.base.errors import ConfigError
+from pipeline.config.schema import CompileSection
+from pipeline.parallel.compilation import check_compile
+from tests.engines.comparison import assert_within_tolerance, compare_selected, layout, layout_params
+
+AOT = {"compile": {"enabled": True, "backend": "aot_eager"}}
+INDUCTOR = {"compile": {"enabled": True}}
+GRAPHS = {
+    "tp 2, selective": 3,  # the stride of a batch of one after the embedding
+    "ZeRO-1, tp 2": 4,
+    "cp 2, ring": 10,  # messages between ranks split a layer in five
+    "experts": 10,  # so does the count of routed tokens
+    "balanced experts, full": 5,
+    "chunked loss, inductor": 3,  # the loss and its gradient
+    "tp 2, chunked loss": 4,
+    "ZeRO-3, chunked loss": 3,
+}
+"""Layouts with other numbers of graphs than 2."""
+
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def compiled(stage: int, *, how: dict[str, Any] = AOT, memory: str = "none", **keys: Any) -> dict[str, Any]:
+    """A layout with compiled layers."""
+    return {**layout(stage, **keys), **how, "memory": {"activation_checkpointing": memory}}
+
+
+NATIVE = {
+    "dp 2, selective": compiled(3, memory="selective"),
+    "dp 2, full, inductor": compiled(3, how=INDUCTOR, memory="full"),
+    "dp 2, bf16, inductor": compiled(2, how=INDUCTOR, bf16={"enabled": True}),
+    "tp 2, selective": compiled(3, memory="selective", parallel={"tp": 2}),
+    "cp 2, full": compiled(3, memory="full", parallel={"cp": 2}),
+    "cp 2, ring": compiled(3, parallel={"cp": 2, "cp_method": "ring"}),
+    "chunked loss, inductor": compiled(3, how=INDUCTOR, loss={"chunk": 8, "z_loss": 1e-3}),
+    "tp 2, chunked loss": compiled(2, parallel={"tp": 2}, loss={"chunk": 8}),
+    "pp 2, full, zero bubble": compiled(2, memory="full", parallel={"pp": 2, "schedule": "zero_bubble"}),
+    "experts": compiled(3, model=EXPERTS),
+    "balanced experts, full": compiled(
+        3, memory="full", model=EXPERTS, moe={"balance": "aux_loss", "aux_loss_coef": 0.5}, micro=2
+    ),
+}
+DEEPSPEED = {
+    "ZeRO-0, selective": compiled(0, memory="selective"),
+    "ZeRO-2, inductor": compiled(2, how=INDUCTOR),
+    "ZeRO-3, full": compiled(3, memory="full"),
+    "ZeRO-3, chunked loss": compiled(3, loss={"chunk": 8, "z_loss": 1e-3}),
+    "ZeRO-1, tp 2": compiled(1, parallel={"tp": 2}),
+    "ZeRO-1, pp 2": compiled(1, parallel={"pp": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    """Differences of the native engine's layouts from the uncompiled reference, by name."""
+    test, work = test_a_compiled_native_layout_trains_as_the_reference, tmp_path_factory.mktemp("native")
+    return compare_selected(request, work, "torch", test, set(), {2: NATIVE})
+
+
+@pytest.fixture(scope="module")
+def deepspeed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    """Differences of DeepSpeed's layouts from the uncompiled reference, by name."""
+    test, work = test_a_compiled_deepspeed_layout_trains_as_the_reference, tmp_path_factory.mktemp("deepspeed")
+    return compare_selected(request, work, "deepspeed", test, set(), {2: DEEPSPEED})
+
+
+@pytest.mark.parametrize("name", layout_params({"dp 2, selective"}, NATIVE, integration=NATIVE))
+def test_a_compiled_native_layout_trains_as_the_reference(name: str, native: dict[str, dict[str, float]]) -> None:
+    assert_within_tolerance(native[name], name)
+    # of all layers together: one with gradients, one for the evaluation
+    assert native[name]["graphs"] == GRAPHS.get(name, 2)
+
+
+@pytest.mark.parametrize("name", layout_params(set(), DEEPSPEED, integration=DEEPSPEED))
+def test_a_compiled_deepspeed_layout_trains_as_the_reference(name: str, deepspeed: dict[str, dict[str, float]]) -> None:
+    assert_within_tolerance(deepspeed[name], name)
+    assert deepspeed[name]["graphs"] == GRAPHS.get(name, 2)
+
+
+def test_an_unknown_backend_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"compile.backend = 'inducter'\n.*\n  try: did you mean 'inductor'"):
+        check_compile(CompileSection(enabled=True, backend="inducter"))
+    check_compile(CompileSection(backend="inducter"))  # no GPU, so it is not used
+
+
+def test_inductor_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda _name: None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"there is no g\+\+\n  try: install g\+\+, or set it to false"):
+        check_compile(CompileSection(enabled=True))

@@ -1,0 +1,142 @@
+"""The balance of experts is that of the global batch: layouts of both engines follow one process, and exchange states.
+
+Micro-batches of different sizes are among the layouts: a balance of the micro-batch would differ. The weight of the
+auxiliary loss is 50 times the default, so that a missing one, or one of another scale, exceeds the tolerance 100-fold.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from pipeline.metrics.journal import read_rows
+from pipeline.models.routers import BIAS as BUFFER
+from tests import warm
+from tests.conftest import launch, tiny_config, write_config
+from tests.engines.comparison import FP32, assert_within_tolerance, compare_selected, layout, layout_params
+
+QWEN = {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "tie_word_embeddings": True,
+}
+MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False}
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "rope_interleave": False,
+    "num_key_value_heads": 4,
+}
+AUX = {"balance": "aux_loss", "aux_loss_coef": 0.5}
+BIAS = {"balance": "bias", "bias_update_rate": 0.02}
+RECOMPUTED = {"memory": {"activation_checkpointing": "full"}}
+
+
+def balanced(stage: int, model: dict[str, Any] = QWEN, moe: dict[str, Any] = AUX, **keys: Any) -> dict[str, Any]:
+    """A layout with balanced experts."""
+    return layout(stage, model=model, moe=moe, **keys)
+
+
+NATIVE = {
+    "dp 2, stage 3": balanced(3, micro=2),
+    "dp 2, Mixtral, accumulation 4": balanced(2, MIXTRAL, micro=1),
+    "tp 2": balanced(3, micro=4, parallel={"tp": 2}),
+    "pp 2, recomputed": {**balanced(2, micro=2, parallel={"pp": 2}), **RECOMPUTED},
+    "pp 2, zero bubble": balanced(2, micro=2, parallel={"pp": 2, "schedule": "zero_bubble"}),
+    "pp 2, Mixtral, interleaved": balanced(3, MIXTRAL, micro=2, parallel={"pp": 2, "schedule": "interleaved_1f1b"}),
+    "cp 2": balanced(3, micro=2, parallel={"cp": 2}),
+    "bias, dp 2": balanced(3, DEEPSEEK, BIAS, micro=2),
+    "bias, pp 2": balanced(2, DEEPSEEK, BIAS, micro=2, parallel={"pp": 2}),
+    "bias and auxiliary loss, dp 2": balanced(2, DEEPSEEK, {**BIAS, "aux_loss_coef": 0.5}, micro=2),
+    "bf16": balanced(3, micro=2, bf16={"enabled": True}),
+    "fp16, dp 2": balanced(3, micro=2, fp16={"enabled": True, "initial_scale_power": 22, "hysteresis": 1}),
+}
+DEEPSPEED = {
+    "ZeRO-0": balanced(0, micro=2),
+    "ZeRO-1": balanced(1, micro=2),
+    "ZeRO-1, tp 2": balanced(1, micro=2, parallel={"tp": 2}),
+    "ZeRO-2, cp 2, Mixtral": balanced(2, MIXTRAL, micro=2, parallel={"cp": 2}),
+    "ZeRO-3, recomputed": {**balanced(3, micro=2), **RECOMPUTED},
+    "ZeRO-1, pp 2": balanced(1, micro=2, parallel={"pp": 2}),
+    "bias, ZeRO-3": balanced(3, DEEPSEEK, BIAS, micro=2),
+    "bias, bf16, ZeRO-1": balanced(1, DEEPSEEK, BIAS, micro=2, bf16={"enabled": True}),
+    "fp16, ZeRO-0": balanced(0, micro=2, fp16={"enabled": True, "initial_scale_power": 22, "hysteresis": 1}),
+}
+ALWAYS = {"dp 2, Mixtral, accumulation 4", "pp 2, recomputed"}
+ALWAYS_DEEPSPEED = {"ZeRO-1"}
+
+
+@pytest.fixture(scope="module")
+def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    """Differences of the native engine's layouts from the reference, by name."""
+    test, work = test_a_native_layout_balances_experts_as_one_process, tmp_path_factory.mktemp("native")
+    return compare_selected(request, work, "torch", test, set(), {2: NATIVE})
+
+
+@pytest.fixture(scope="module")
+def deepspeed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    """Differences of DeepSpeed's layouts from the reference, by name."""
+    test, work = test_a_deepspeed_layout_balances_experts_as_one_process, tmp_path_factory.mktemp("deepspeed")
+    return compare_selected(request, work, "deepspeed", test, set(), {2: DEEPSPEED})
+
+
+@pytest.mark.parametrize("name", layout_params(ALWAYS, NATIVE, integration=NATIVE))
+def test_a_native_layout_balances_experts_as_one_process(native: dict[str, dict[str, float]], name: str) -> None:
+    assert_within_tolerance(native[name], name)
+    assert_same_load(native[name], name)
+
+
+@pytest.mark.parametrize("name", layout_params(ALWAYS_DEEPSPEED, DEEPSPEED, integration=DEEPSPEED))
+def test_a_deepspeed_layout_balances_experts_as_one_process(deepspeed: dict[str, dict[str, float]], name: str) -> None:
+    assert_within_tolerance(deepspeed[name], name)
+    assert_same_load(deepspeed[name], name)
+
+
+def assert_same_load(differences: dict[str, float], name: str) -> None:
+    """Asserts that the load that is logged is that of one process. A rounding to bf16 or fp16 moves single tokens."""
+    assert differences["balance"] < (0.2 if "16" in name else FP32)
+
+
+@pytest.mark.integration
+def test_a_run_logs_the_load_resumes_identically_and_exports_its_biases(tokens: Path, tmp_path: Path) -> None:
+    model = {"config": {**tiny_config(tokens, tmp_path)["model"]["config"], **DEEPSEEK}}
+    config = tiny_config(tokens, tmp_path / "run", engine="torch", model=model, moe={**BIAS, "aux_loss_coef": 0.1})
+    config["run"] |= {"steps": 6, "checkpoint_every": 3}
+    config["scheduler"]["params"] = {"warmup_num_steps": 2, "decay_num_steps": 2}
+    path = write_config(tmp_path / "run.json", config)
+    launch("train.py", path, processes=2)
+    rows = rows_of(tmp_path / "run")
+    assert {"load_balance_loss", "expert_max_violation", "expert_load_entropy", "idle_experts"} <= rows[6].keys()
+    for newest in sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[1:]:
+        shutil.rmtree(newest)
+    launch("train.py", path, processes=1)
+    for step, row in rows_of(tmp_path / "run").items():
+        for key in ("loss", "load_balance_loss", "expert_max_violation"):
+            assert row[key] == pytest.approx(rows[step][key], rel=FP32), (step, key)
+    assert warm.run("-m", "pipeline", "checkpoint", "verify", tmp_path / "run").returncode == 0
+    assert warm.run("-m", "pipeline", "export", tmp_path / "run", tmp_path / "model").returncode == 0
+    biases = [v for n, v in load_file(tmp_path / "model" / "model.safetensors").items() if n.endswith(BUFFER)]
+    assert biases
+    assert all(float(bias.abs().max()) >= 0.02 for bias in biases)
+
+
+def rows_of(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """Step -> its row of the journal."""
+    return {row["step"]: row for row in read_rows(run_dir, kind="step")}

@@ -1,0 +1,159 @@
+"""The shipped configs as fake steps: every config at its real size and world, every stage of its pipeline."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.load import load_config
+from pipeline.config.rules import ResolvedRun, resolve
+from tests.config.test_layouts import shipped
+from tests.conftest import ROOT
+
+MEASURED = Path(__file__).with_name("measured.json")
+"""Cell -> its report as the last sweep saw it; `docs/reference/communication.md` is made from it."""
+
+DEMO_VOCABULARY = 4096
+"""Ids of the tokenizer that `make demo` trains; the others are those of Llama 3."""
+
+
+EAGER = "compile.enabled=false"
+"""Operators are counted one by one; a compiled layer would be one of them."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step to be run.
+
+    Attributes:
+        config: path of the config file.
+        processes: world size.
+        pp_rank: which rank of the pipeline; 0 on every other axis.
+        vocabulary: ids of the tokenizer, for a model whose config does not say.
+        overrides: as of `--set`.
+        steps: how many; the last one is reported.
+    """
+
+    config: str
+    processes: int
+    pp_rank: int = 0
+    vocabulary: int = 128_256
+    overrides: tuple[str, ...] = ()
+    steps: int = 1
+
+    def resolved(self) -> ResolvedRun:
+        """The run of the case."""
+        overrides = [EAGER, *self.overrides]
+        return resolve(load_config(self.config, overrides), world_size=self.processes)
+
+
+GATING = {
+    "one GPU": ("llama_8b_h200.json", 0, ("model.config.num_hidden_layers=4", "train_batch_size=2")),
+    "FSDP2": ("llama_8b_8gpu.json", 0, ("model.config.num_hidden_layers=4", "train_batch_size=16")),
+    "tensor and pipeline parallelism": (
+        "llama_70b_fsdp_3d.json",
+        3,
+        ("model.config.num_hidden_layers=16", "train_batch_size=64", "run.tokens=null", "run.steps=70000"),
+    ),
+    "context parallelism": ("llama_8b_64k_cp.json", 0, ("model.config.num_hidden_layers=4", "train_batch_size=2")),
+    "mixture of experts": ("qwen3_moe_30b.json", 0, ("model.config.num_hidden_layers=4", "train_batch_size=128")),
+}
+"""Kind of layout -> a shipped config at its world and its widths, with fewer layers and micro-batches, and the rank of
+its pipeline: what `make test` has time for."""
+
+
+def gating_cases() -> dict[str, Case]:
+    """Name -> case: one config of each kind."""
+    worlds = shipped()
+    return {
+        f"gate: {name}": Case(f"ds_configs/{file}", worlds[file], pp_rank=rank, overrides=overrides)
+        for name, (file, rank, overrides) in GATING.items()
+    }
+
+
+def shipped_cases() -> dict[str, Case]:
+    """Name -> case: one for each rank of the pipeline of every shipped config."""
+    return {name: case for file, processes in sorted(shipped().items()) for name, case in _stages(file, processes)}
+
+
+def engine_of(case: Case) -> str:
+    """deepspeed or torch."""
+    return case.resolved().config.engine
+
+
+def measured() -> dict[str, dict[str, Any]]:
+    """The committed reports."""
+    found: dict[str, dict[str, Any]] = json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
+    return found
+
+
+def keep(name: str, report: dict[str, Any]) -> None:
+    """Replaces the committed report of a cell."""
+    found = {**measured(), name: without_line_numbers(report)}
+    MEASURED.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+
+
+def judged(name: str, result: dict[str, Any]) -> tuple[bool, str]:
+    """Whether a step did what is committed, and figures or what is wrong. A cell without a committed report gets it."""
+    if "error" in result:
+        return False, result["error"]
+    report, committed = result["report"], measured().get(name)
+    if committed is None:
+        keep(name, report)
+    wrong = differences(report, committed or report)
+    figures = f"peak {report['peak'] / 1e9:.2f} GB, {report['flops'] / 1e12:,.1f} TFLOP"
+    return not wrong, "; ".join(wrong) or figures
+
+
+def without_line_numbers(report: dict[str, Any]) -> dict[str, Any]:
+    """A report whose lines are functions: it changes when a function reads the device more often, not when it moves."""
+    merged: dict[str, dict[str, int]] = {key: {} for key in ("host_reads", "unpinned")}
+    for key, counts in merged.items():
+        for line, count in report[key].items():
+            where = re.sub(r":\d+ ", " ", line)
+            counts[where] = counts.get(where, 0) + count
+    return {**report, **merged}
+
+
+def differences(report: dict[str, Any], committed: dict[str, Any]) -> list[str]:
+    """What a step does that the committed table does not say, and the other way round."""
+    found, told = without_line_numbers(report), without_line_numbers(committed)
+    wrong = [
+        f"{key}: {found[key]}, the table says {told[key]}"
+        for key in ("collectives", "host_reads", "unpinned", "flops", "parameters")
+        if found[key] != told[key]
+    ]
+    if abs(found["peak"] - told["peak"]) > 0.001 * told["peak"]:
+        wrong.append(f"peak: {found['peak']:,} bytes, the table says {told['peak']:,}")
+    return wrong
+
+
+def run_cases(cases: Sequence[Case], *, timeout_s: float = 3600) -> list[dict[str, Any]]:
+    """Runs cases in one new process: "report", or "error" and "traceback", and "seconds" of each."""
+    lines = "".join(json.dumps(asdict(case)) + "\n" for case in cases)
+    command = [sys.executable, "-m", "tests.fake_gpu.worker"]
+    done = subprocess.run(
+        command, input=lines, capture_output=True, text=True, timeout=timeout_s, cwd=ROOT, check=False
+    )
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(results) == len(cases), done.stderr[-3000:]
+    return results
+
+
+def _stages(file: str, processes: int) -> Iterator[tuple[str, Case]]:
+    path = ROOT / "ds_configs" / file
+    demo = "out/demo" in str(load_config(path).data.sources[0].path)
+    vocabulary = DEMO_VOCABULARY if demo else Case.vocabulary
+    run = Case(str(path), processes).resolved()
+    count = run.topology.pp
+    # DeepSpeed makes the moments in its first step, and fakes of that are quick for the small configs
+    steps = 2 if run.config.engine == "deepspeed" and demo else 1
+    for rank in range(count):
+        name = f"{file} pp {rank}" if count > 1 else file
+        yield name, Case(f"ds_configs/{file}", processes, pp_rank=rank, vocabulary=vocabulary, steps=steps)

@@ -1,0 +1,50 @@
+"""One config of every kind executes a training step on the fake device, and does what the committed table says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.fake_gpu import guard
+from tests.fake_gpu.cells import Case, differences, gating_cases, measured, run_cases
+
+pytestmark = pytest.mark.skipif(guard.missing() is not None, reason=guard.missing() or "")
+
+SELF_TEST = "selftest"
+ALLOWED_UNPINNED = {"pipeline/engines/torch_native/pipeline.py train"}
+"""torch's pipeline stages tell each other shapes through pageable memory, in the first step only."""
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, dict[str, Any]]:
+    """All kinds, in one process."""
+    cases = {**gating_cases(), SELF_TEST: Case(SELF_TEST, 1)}
+    return dict(zip(cases, run_cases(list(cases.values()), timeout_s=300), strict=True))
+
+
+@pytest.mark.parametrize("name", gating_cases())
+def test_a_step_at_real_width_and_world_does_what_the_table_says(results: dict[str, dict[str, Any]], name: str) -> None:
+    result = results[name]
+    assert "report" in result, result["traceback"]
+    wrong = differences(result["report"], measured()[name])
+    assert not wrong, "\n".join([*wrong, f"if it is meant: python -m tests.fake_gpu.document '{name}'"])
+    assert set(measured()[name]["unpinned"]) <= ALLOWED_UNPINNED
+
+
+def test_a_device_mix_up_a_host_read_and_an_unpinned_copy_are_seen(results: dict[str, dict[str, Any]]) -> None:
+    assert "report" in results[SELF_TEST], results[SELF_TEST]["traceback"]
+    report = results[SELF_TEST]["report"]
+    assert "same device" in report["mix_up"]
+    assert report["host_reads"] == 3
+    assert report["unpinned"] == 1
+    assert report["all_reduce"] == [1, 4096]
+    assert report["peak"] == 3 * 2**20
+
+
+@pytest.mark.integration
+def test_a_zero_stage_3_step_of_deepspeed_runs_with_its_own_collectives() -> None:
+    (result,) = run_cases([Case("ds_configs/zero3.json", 2, vocabulary=4096)], timeout_s=120)
+    assert "report" in result, result["traceback"]
+    kinds = {row[0] for row in result["report"]["collectives"]}
+    assert {"all_gather", "reduce_scatter", "all_reduce"} <= kinds

@@ -1,0 +1,78 @@
+"""The formulas of memory and traffic, and the page of the docs, against the committed fake steps. No step is run."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.parallel.memory import peak_memory
+from tests.fake_gpu.cells import GATING, gating_cases, measured, shipped_cases
+from tests.fake_gpu.document import (
+    H200_BYTES,
+    NOT_FITTING,
+    PAGE,
+    SLACK,
+    facts,
+    formula_peak,
+    page,
+    ratio_of,
+    reason_of,
+    rows,
+)
+
+CASES = {name: case for name, case in {**gating_cases(), **shipped_cases()}.items() if name in measured()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_formula_of_peak_memory_is_within_5_percent_of_the_executed_step(name: str) -> None:
+    assert formula_peak(CASES[name]).total == pytest.approx(measured()[name]["peak"], rel=0.05)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if measured()[name]["layout"].startswith("torch")])
+def test_weights_and_optimizer_states_of_the_native_engine_are_right_kind_by_kind(name: str) -> None:
+    formula, kinds = formula_peak(CASES[name]), measured()[name]["kinds"]
+    total = formula.total
+    for kind in ("weights", "optimizer"):
+        assert abs(getattr(formula, kind) - kinds[kind]) < 0.1 * total, kind
+
+
+def test_every_config_fits_an_h200_but_those_that_are_known_not_to() -> None:
+    too_large = {name for name in shipped_cases() if name in CASES and measured()[name]["peak"] > H200_BYTES}
+    assert too_large == set(NOT_FITTING)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_row_of_traffic_above_its_minimum_names_the_reason_and_none_is_below_it(name: str) -> None:
+    case, layout = CASES[name], measured()[name]["layout"]
+    for label, count, size, _dtype, least in rows(case, measured()[name]):
+        purpose = label.split("|")[0]
+        ratio = ratio_of(purpose, count, size, least)
+        assert ratio <= SLACK or reason_of(case, purpose, ratio), (label, ratio)
+        assert ratio > 0.99 or layout.startswith("deepspeed"), f"{label}: fewer bytes than the least, {ratio:.3f}"
+
+
+def test_the_page_shows_the_committed_steps() -> None:
+    assert PAGE.read_text() == page(), "run: python -m tests.fake_gpu.document"
+
+
+@pytest.mark.sweep  # after make sweep-gpu, which keeps the report of every cell that has none
+def test_every_config_of_the_native_engine_was_executed_on_every_rank_of_its_pipeline() -> None:
+    native = {name for name, case in shipped_cases().items() if case.resolved().config.engine == "torch"}
+    assert native <= measured().keys()
+
+
+def test_one_config_of_every_kind_is_committed_as_gate() -> None:
+    assert {f"gate: {name}" for name in GATING} <= measured().keys()
+
+
+def test_a_larger_micro_batch_needs_more_memory_and_activation_checkpointing_less() -> None:
+    case = shipped_cases()["llama_8b_8gpu.json"]
+    layout, footprint = facts(case)
+    one, two = (peak_memory(layout.run, footprint, micro=micro) for micro in (1, 2))
+    assert 1.8 < two.activations / one.activations < 2.2  # the peak may be at another moment of the step
+    peaks = []
+    for mode in ("full", "selective", "none"):
+        memory = layout.run.config.memory.model_copy(update={"activation_checkpointing": mode})
+        config = layout.run.config.model_copy(update={"memory": memory})
+        run = type(layout.run)(**{**vars(layout.run), "config": config})
+        peaks.append(peak_memory(run, footprint).total)
+    assert peaks == sorted(peaks)

@@ -1,0 +1,105 @@
+"""Attention kernels of a GPU against plain mathematics: torch's backends, and FlexAttention with our masks."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from pipeline.models.attention import attend, repeat_heads
+from pipeline.models.masks import AttentionMask, make_mask
+from tests.gpu.device import DEVICE, MARKS, difference, needs_cuda
+
+pytestmark = MARKS
+BACKENDS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+BF16 = 1e-2
+"""Relative 2-norm of bf16 results against fp32: 8 bits of mantissa give 2^-9 per rounding, of which there are some."""
+FP32 = 1e-3
+"""TF32 in FlexAttention's matrix products has 10 bits of mantissa, so 2^-11 per rounding."""
+SCALE = 0.125
+
+
+def inputs(dtype: torch.dtype, *, length: int, key_heads: int) -> list[Tensor]:
+    """Query [2, 8, length, 64], and key and value with fewer heads."""
+    torch.manual_seed(0)
+    heads = (8, key_heads, key_heads)
+    drawn = [torch.randn(2, each, length, 64, device=DEVICE).to(dtype) for each in heads]
+    return [tensor.requires_grad_() for tensor in drawn]
+
+
+def with_gradients(out: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    """The output and the gradients of the inputs, for a fixed gradient of the output."""
+    torch.manual_seed(1)
+    given = torch.randn(out.shape, device=DEVICE).to(out.dtype)
+    return [out, *torch.autograd.grad(out, tensors, given)]
+
+
+def dense(tensors: list[Tensor], mask: Tensor) -> Tensor:
+    """Attention written out, in fp32; `mask` is additive."""
+    query, key, value = (tensor.float() for tensor in tensors)
+    key, value = (repeat_heads(each, query.shape[1] // each.shape[1]) for each in (key, value))
+    weights = (query @ key.transpose(-1, -2) * SCALE + mask).softmax(-1)
+    return weights @ value
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("key_heads", [8, 2])
+def test_every_backend_of_torch_attends_causally_as_the_formula_says(name: str, key_heads: int) -> None:
+    if not hasattr(SDPBackend, name):
+        pytest.skip(f"this torch has no {name}")
+    tensors = inputs(torch.bfloat16, length=256, key_heads=key_heads)
+    mask = torch.full((256, 256), -torch.inf, device=DEVICE).triu(1)
+    expected = with_gradients(dense(tensors, mask), tensors)
+    grouped = key_heads != 8
+    try:
+        with sdpa_kernel(getattr(SDPBackend, name)):
+            out = F.scaled_dot_product_attention(*tensors, is_causal=True, scale=SCALE, enable_gqa=grouped)
+    except RuntimeError as error:
+        pytest.skip(f"{name} does not run{' with grouped heads' if grouped else ''} here: {str(error)[:80]}")
+    found = with_gradients(out, tensors)
+    assert max(itertools.starmap(difference, zip(found, expected, strict=True))) < BF16
+
+
+MASKS = {
+    "documents": (True, None),
+    "window": (False, 100),
+    "documents and window": (True, 200),
+}
+
+
+@needs_cuda
+@pytest.mark.parametrize("key_heads", [8, 2])
+@pytest.mark.parametrize("length", [384, 300])  # 300: the last block of 128 is not full
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, BF16), (torch.float32, FP32)])
+@pytest.mark.parametrize("case", MASKS)
+def test_flex_attention_and_its_gradients_are_those_of_the_dense_mask(
+    case: str, dtype: torch.dtype, tolerance: float, length: int, key_heads: int
+) -> None:
+    packed, window = MASKS[case]
+    positions = torch.arange(length, device=DEVICE)
+    documents = torch.stack([positions // 70, positions // 150]).int() if packed else None
+    common = {"length": length, "dtype": torch.float32, "device": DEVICE}
+    plain, blocks = (make_mask(documents, window, **common, blocks=each) for each in (False, True))
+    assert plain.additive is not None
+    assert blocks.blocks is not None
+    tensors = inputs(dtype, length=length, key_heads=key_heads)
+    expected = with_gradients(dense(tensors, plain.additive), tensors)
+    found = with_gradients(attend(*tensors, scale=SCALE, mask=blocks), tensors)
+    assert max(itertools.starmap(difference, zip(found, expected, strict=True))) < tolerance
+
+
+@needs_cuda
+def test_attention_over_64k_packed_tokens_makes_no_square_mask() -> None:
+    length = 65536
+    documents = (torch.arange(length, device=DEVICE) // 3000).int()[None]
+    mask: AttentionMask = make_mask(documents, None, length=length, dtype=torch.bfloat16, device=DEVICE)
+    shape = (1, 4, length, 64)
+    tensors = [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    torch.cuda.reset_peak_memory_stats()
+    attend(*tensors, scale=SCALE, mask=mask).sum().backward()
+    # inputs, outputs and gradients are 7 x 32 MiB; a mask of S x S would be 4 GiB in a byte per entry
+    assert torch.cuda.max_memory_allocated() < 2**30

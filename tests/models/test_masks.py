@@ -1,0 +1,118 @@
+"""Masks of documents and sliding windows: FlexAttention's table of blocks allows what the dense mask allows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+
+from pipeline.models.attention import AttentionContext, attention_windows, make_context
+from pipeline.models.masks import BLOCK, CAUSAL, AttentionMask, make_mask
+from tests.models.architectures import config_of
+
+CPU = torch.device("cpu")
+Case = tuple[int, int | None, list[list[int]] | None]
+MASKS = st.tuples(
+    st.integers(1, 5 * BLOCK + 7),
+    st.none() | st.integers(1, 4 * BLOCK),
+    st.none() | st.lists(st.lists(st.integers(1, 3 * BLOCK), min_size=1, max_size=8), min_size=1, max_size=2),
+)
+"""Positions, window, and the lengths of the documents of every sample."""
+
+
+def documents_of(lengths: list[list[int]], total: int) -> Tensor:
+    """[B, S]: each sample filled up with its documents, the last one as long as needed."""
+    rows = []
+    for each in lengths:
+        numbers = torch.arange(len(each)).repeat_interleave(torch.tensor(each))[:total]
+        rows.append(torch.cat([numbers, torch.full((total - len(numbers),), len(each))]).int())
+    return torch.stack(rows)
+
+
+def both(total: int, window: int | None, documents: Tensor | None) -> tuple[AttentionMask, AttentionMask]:
+    common = {"length": total, "dtype": torch.float32, "device": CPU}
+    return tuple(make_mask(documents, window, **common, blocks=blocks) for blocks in (False, True))  # type: ignore[arg-type, return-value]
+
+
+@settings(max_examples=40, deadline=None)
+@given(MASKS)
+def test_the_table_of_blocks_allows_what_the_dense_mask_allows(
+    case: tuple[int, int | None, list[list[int]] | None],
+) -> None:
+    total, window, lengths = case
+    documents = None if lengths is None else documents_of(lengths, total)
+    dense, flex = both(total, window, documents)
+    if dense.causal_only:
+        assert flex is dense is CAUSAL
+        return
+    assert dense.additive is not None
+    assert flex.blocks is not None
+    blocks, rule = flex.blocks, flex.blocks.mask_mod
+    allowed = dense.additive == 0
+    listed = torch.zeros(allowed.shape[0], 1, *blocks.to_dense().shape[-2:])
+    for sample in range(allowed.shape[0]):
+        for row in range(listed.shape[2]):
+            for numbers, chosen, whole in (
+                (blocks.kv_num_blocks, blocks.kv_indices, False),
+                (blocks.full_kv_num_blocks, blocks.full_kv_indices, True),
+            ):
+                for column in chosen[sample, 0, row, : int(numbers[sample, 0, row])].tolist():
+                    listed[sample, 0, row, column] += 1
+                    tile = allowed[sample, 0, row * BLOCK : (row + 1) * BLOCK, column * BLOCK : (column + 1) * BLOCK]
+                    assert tile.all() if whole else tile.any()  # nothing is computed in vain
+    assert listed.max() <= 1
+    tiles = listed.repeat_interleave(BLOCK, -1).repeat_interleave(BLOCK, -2)[..., :total, :total]
+    assert not (allowed & (tiles == 0)).any()
+    at = torch.arange(total)
+    by_rule = torch.stack(
+        [rule(torch.tensor(b), torch.tensor(0), at[:, None], at[None]) for b in range(allowed.shape[0])]
+    )
+    assert torch.equal(by_rule[:, None], allowed)
+
+
+@pytest.mark.parametrize(
+    ("window", "lengths"), [(None, [[100, 28, 200], [300, 1]]), (50, None), (150, [[90, 170], [1, 400]])]
+)
+def test_flex_attention_has_the_output_of_the_dense_mask(window: int | None, lengths: list[list[int]] | None) -> None:
+    total = 3 * BLOCK - 5
+    documents = None if lengths is None else documents_of(lengths, total)
+    dense, flex = both(total, window, documents)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, heads, total, 16, generator=generator) for heads in (4, 2, 2))
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key.repeat_interleave(2, 1), value.repeat_interleave(2, 1), attn_mask=dense.additive, scale=0.25
+    )
+    found = flex_attention(query, key, value, block_mask=flex.blocks, scale=0.25, enable_gqa=True)
+    assert isinstance(found, Tensor)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_masks_are_made_once_for_the_windows_of_the_layers() -> None:
+    windows = attention_windows(config_of("gemma3_text"))
+    assert windows == {7, None}
+    context = make_context(windows, length=24, dtype=torch.float32, device=CPU)
+    assert context.masks[None] is CAUSAL
+    assert isinstance(context, AttentionContext)
+    query = torch.zeros(1, 1, 24, 8)
+    assert context.mask(7, query) is context.masks[7]
+    assert context.mask(5, query).additive is not None  # a window that the config does not tell
+
+
+def test_an_attention_of_64k_positions_with_documents_makes_nothing_of_size_s_by_s() -> None:
+    """Counted, not timed: no tensor of the mask has more than n^2 elements."""
+    total = 64 * 1024
+    made: list[int] = []
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            out = func(*args, **(kwargs or {}))
+            made.extend(each.numel() for each in torch.utils._pytree.tree_leaves(out) if isinstance(each, Tensor))
+            return out
+
+    documents = documents_of([[1000] * 60], total)
+    with Sizes():
+        make_mask(documents, 4096, length=total, dtype=torch.bfloat16, device=CPU, blocks=True)
+    assert max(made) <= (total // BLOCK + 1) ** 2

@@ -1,0 +1,88 @@
+"""Warnings of `check`: settings that are legal and rarely meant; a sensible run has none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.base.section import parse
+from pipeline.config.rules import ResolvedRun, resolve
+from pipeline.config.schema import Config
+from pipeline.metrics.stragglers import report_interval, report_seconds
+from pipeline.run.advice import advice
+from pipeline.run.prepare import prepare
+from tests.conftest import make_tokens, tiny_config
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tokens of 900 documents of ten to forty tokens."""
+    work = tmp_path_factory.mktemp("short")
+    (work / "text").mkdir()
+    for i in range(900):
+        (work / "text" / f"{i}.txt").write_text(f"mill {i} " + "water turns the wheel " * (1 + i % 4))
+    return make_tokens(work, [work / "text"], tokenizer={"train": "bpe", "vocab_size": 300})
+
+
+def resolved(tokens: Path, tmp_path: Path, **sections: Any) -> ResolvedRun:
+    return resolve(parse(Config, tiny_config(tokens, tmp_path / "run", **sections)), world_size=1)
+
+
+def warnings(tokens: Path, tmp_path: Path, **sections: Any) -> list[str]:
+    return list(advice(prepare(resolved(tokens, tmp_path, **sections))))
+
+
+def test_a_sensible_run_has_no_warning(tokens: Path, tmp_path: Path) -> None:
+    assert warnings(tokens, tmp_path) == []
+
+
+def test_rows_of_the_embedding_that_no_token_has_are_counted(tokens: Path, tmp_path: Path) -> None:
+    model = tiny_config(tokens, tmp_path)["model"]
+    model["config"]["vocab_size"] = 4096
+    (line,) = warnings(tokens, tmp_path, model=model)
+    assert line.startswith("model.config.vocab_size = 4,096, and the tokenizer has 512 ids: ")
+    width = model["config"]["hidden_size"]
+    assert f"{(4096 - 512) * width * 2:,} of" in line
+    model["config"]["vocab_size"] = 576  # padding to a round number is none
+    assert warnings(tokens, tmp_path, model=model) == []
+
+
+def test_more_than_four_epochs_are_a_warning(tokens: Path, tmp_path: Path) -> None:
+    run = {"dir": str(tmp_path / "run"), "steps": 20}
+    (samples,) = (s.windows for s in prepare(resolved(tokens, tmp_path)).mixture.sources)
+    for epochs, found in ((3, 0), (5, 1)):
+        lines = warnings(tokens, tmp_path, run={**run, "steps": -(-epochs * samples // 8)}, scheduler=None)
+        assert len(lines) == found
+        assert all("is repeated 5.0 times" in line for line in lines)
+
+
+def test_experts_that_nothing_balances_are_a_warning(tokens: Path, tmp_path: Path) -> None:
+    model = tiny_config(tokens, tmp_path)["model"]
+    model["config"] |= {"model_type": "mixtral", "num_local_experts": 4}
+    (line,) = warnings(tokens, tmp_path, model=model)
+    assert line.startswith("nothing balances the experts")
+    assert warnings(tokens, tmp_path, model=model, moe={"balance": "aux_loss"}) == []
+
+
+def test_a_sequence_much_longer_than_the_documents_is_a_warning(short: Path, tmp_path: Path) -> None:
+    data = {"sources": [{"path": str(short)}], "sequence_length": 256}
+    model = tiny_config(short, tmp_path)["model"]
+    model["config"]["max_position_embeddings"] = 256
+    (line,) = warnings(
+        short, tmp_path, data=data, model=model, run={"dir": str(tmp_path / "r"), "steps": 4}, scheduler=None
+    )
+    assert "data.sequence_length = 256, and 90% of the tokens of" in line
+    assert line.endswith(("64 would hold nearly all", "32 would hold nearly all"))
+    assert warnings(short, tmp_path, data={**data, "sequence_length": 64}, model=model) == []
+
+
+def test_no_straggler_reports_by_default_where_one_takes_seconds(tokens: Path, tmp_path: Path) -> None:
+    run = resolved(tokens, tmp_path)
+    assert report_interval(run, layers=2) == 100
+    assert report_seconds(run, layers=400) > 2
+    assert report_interval(run, layers=400) is None
+    asked = resolved(tokens, tmp_path, stragglers={"every": 7})
+    assert report_interval(asked, layers=400) == 7
+    assert report_interval(resolved(tokens, tmp_path, stragglers={"every": None}), layers=2) is None

@@ -1,0 +1,85 @@
+"""A resume across engines keeps the optimizer state; one with another optimizer starts it from zero, if allowed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.checkpoint.metadata import read_metadata
+from pipeline.checkpoint.store import Checkpoint
+from pipeline.checkpoint.verify import verify_checkpoint
+from tests.conftest import launch, losses, start, tiny_config, write_config
+from tests.engines.test_equivalence import FP32_TOLERANCE, keep_only
+
+pytestmark = pytest.mark.integration
+
+LION = {"type": "lion", "params": {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.1}}
+SGD = {"type": "sgd", "params": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}}
+
+
+def states(checkpoint: Path) -> set[str]:
+    """The kinds of tensors in a checkpoint, and its scalars."""
+    return {tensor.key.partition("/")[0] for tensor in read_metadata(checkpoint).tensors}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "kinds"), [(LION, {"weight", "exp_avg"}), (SGD, {"weight", "momentum_buffer"})], ids=["lion", "sgd"]
+)
+def test_a_checkpoint_of_one_engine_resumes_on_the_other_and_has_the_states_of_its_optimizer(
+    tokens: Path, tmp_path: Path, optimizer: dict[str, Any], kinds: set[str]
+) -> None:
+    config = write_config(tmp_path / "c.json", tiny_config(tokens, tmp_path / "run", optimizer=optimizer))
+    launch("train.py", config, "engine=torch", f"run.dir={tmp_path / 'reference'}")
+    launch("train.py", config, "zero_optimization.stage=3", processes=2)
+    shutil.copytree(tmp_path / "run", tmp_path / "last")
+    keep_only(tmp_path / "last", tmp_path / "run", step=15)
+    output = launch("train.py", config, "engine=torch", f"run.dir={tmp_path / 'last'}", processes=2)
+    assert "resuming after step 15" in output
+    assert "starts at zero" not in output
+    expected, sharded, resumed = (losses(tmp_path / name) for name in ("reference", "run", "last"))
+    assert list(resumed) == list(range(1, 21))
+    for step, loss in expected.items():
+        assert [sharded[step], resumed[step]] == pytest.approx([loss, loss], rel=FP32_TOLERANCE), step
+    assert expected[20] < 0.99 * expected[1]  # it trains
+    for checkpoint in (tmp_path / "run/checkpoints/step-00000020", tmp_path / "last/checkpoints/step-00000020"):
+        assert states(checkpoint) == kinds
+        assert verify_checkpoint(Checkpoint(checkpoint, 20)) == []
+
+
+def test_another_optimizer_is_refused_with_what_to_do_and_starts_from_zero_where_it_is_allowed(
+    tokens: Path, tmp_path: Path
+) -> None:
+    config = write_config(tmp_path / "c.json", tiny_config(tokens, tmp_path / "run", engine="torch"))
+    launch("train.py", config, "run.steps=10")
+    lion = f"optimizer={json.dumps(LION)}"
+    refused = start("train.py", config, "run.steps=10", lion)
+    assert refused.returncode == 2
+    assert "optimizer.type: was 'AdamW', now 'Lion'" in refused.stdout
+    starts = "the optimizer's state starts at zero: the checkpoint has that of AdamW (exp_avg, exp_avg_sq), and the run"
+    assert starts in refused.stdout
+    assert 'run.allow_change: ["optimizer.params.lr", "optimizer.type"]' in refused.stdout
+    allow = 'run.allow_change=["optimizer.type", "optimizer.params.lr", "run.steps", "scheduler"]'
+    output = launch("train.py", config, "run.steps=12", lion, allow, "scheduler=null")
+    assert starts in output
+    assert states(tmp_path / "run/checkpoints/step-00000012") == {"weight", "exp_avg"}
+    # on from 12 with its own state: the change is not made again
+    assert "starts at zero" not in launch("train.py", config, "run.steps=13", lion, allow, "scheduler=null")
+    assert torch.isfinite(torch.tensor(losses(tmp_path / "run")[13]))
+
+
+def test_momentum_that_is_switched_on_starts_from_zero(tokens: Path, tmp_path: Path) -> None:
+    plain = {"type": "SGD", "params": {"lr": 0.1}}
+    config = write_config(tmp_path / "c.json", tiny_config(tokens, tmp_path / "run", optimizer=plain))
+    launch("train.py", config, "run.steps=5", "scheduler=null")
+    assert states(tmp_path / "run/checkpoints/step-00000005") == {"weight"}
+    sets = ("run.steps=6", "scheduler=null", "optimizer.params.momentum=0.9")
+    refused = start("train.py", config, *sets)
+    assert refused.returncode == 2
+    assert 'run.allow_change: ["optimizer.params.momentum"]' in refused.stdout
+    output = launch("train.py", config, *sets, 'run.allow_change=["optimizer.params.momentum"]', processes=2)
+    assert "has that of SGD (no state), and the run that of SGD (momentum_buffer)" in output

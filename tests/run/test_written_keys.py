@@ -1,0 +1,112 @@
+"""`run.allow_change` takes the keys that a person writes, and a refusal names those."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.base.errors import CheckpointError, ConfigError
+from pipeline.config.curve import curve_fields
+from pipeline.config.load import load_config
+from pipeline.config.renamed_keys import upgrade_keys
+from pipeline.config.rules import resolve
+from pipeline.config.schema import Config
+from pipeline.config.written_keys import written_keys
+from pipeline.run.resume import refuse_other_curve
+from tests.conftest import tiny_config, write_config
+
+
+class Saved:
+    """Stands for a checkpoint: its curve and its path."""
+
+    def __init__(self, curve: dict[str, Any]) -> None:
+        self.path, self.step, self.manifest, self.details = Path("step-20"), 20, self, {"curve": curve}
+
+
+def curve(work: Path, *sets: str) -> dict[str, Any]:
+    config = tiny_config(work / "tokens", work / "run", engine="torch", zero_optimization={"stage": 0})
+    del config["scheduler"]
+    return curve_fields(resolve(load_config(write_config(work / "c.json", config), list(sets)), world_size=1))
+
+
+COSINE = "scheduler.type=WarmupCosineLR", "scheduler.params.warmup_num_steps=2"
+CHANGES = {
+    "optimizer.params.lr": ((), ("optimizer.params.lr=0.001",)),
+    "run.steps": (COSINE, (*COSINE, "run.steps=40")),
+    "scheduler.params.warmup_num_steps": (COSINE, (*COSINE, "scheduler.params.warmup_num_steps=4")),
+    "scheduler.params.cos_min_ratio": (COSINE, (*COSINE, "scheduler.params.cos_min_ratio=0.5")),
+    "bf16.enabled": ((), ("bf16.enabled=true",)),
+    "data.sources": ((), ('data.sources=[{"path": "x", "weight": 2.0}]',)),
+    "run.seed": ((), ("run.seed=8",)),
+    "loss.z_loss": ((), ("loss.z_loss=0.1",)),
+}
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_the_key_that_was_changed_is_enough_to_allow_it(tmp_path: Path, key: str) -> None:
+    before, after = (curve(tmp_path, *sets) for sets in CHANGES[key])
+    refuse_other_curve(Saved(before), after, allowed=[key])
+    with pytest.raises(CheckpointError) as refused:
+        refuse_other_curve(Saved(before), after, allowed=[])
+    named = re.findall('"([^"]+)"', str(refused.value).partition("run.allow_change: [")[2])
+    assert all(Config.model_fields.get(name.split(".")[0]) for name in named), named
+    refuse_other_curve(Saved(before), after, allowed=named)
+    with pytest.raises(ConfigError, match="no such field"):
+        refuse_other_curve(Saved(before), after, allowed=[f"{key}x"])
+
+
+def test_a_longer_run_says_what_happens_to_the_learning_rate(tmp_path: Path) -> None:
+    before, after = curve(tmp_path, *COSINE), curve(tmp_path, *COSINE, "run.steps=40")
+    with pytest.raises(CheckpointError, match=r"learning rate of step 21 is then 0\.00\d+; by the checkpoint's"):
+        refuse_other_curve(Saved(before), after, allowed=[])
+
+
+def test_one_key_of_a_schedule_does_not_allow_another(tmp_path: Path) -> None:
+    before = curve(tmp_path, *COSINE)
+    after = curve(tmp_path, *COSINE, "run.steps=40", "optimizer.params.lr=0.001")
+    with pytest.raises(CheckpointError, match=r'run.allow_change: \["optimizer.params.lr"\]'):
+        refuse_other_curve(Saved(before), after, allowed=["run.steps"])
+
+
+def test_every_field_of_the_curve_is_named_by_keys_of_the_config(tmp_path: Path) -> None:
+    """Every change of a field, whichever it is, is refused and allowed under keys that can be written in a config."""
+    schema = describe()
+    for field in leaves(upgrade_keys(curve(tmp_path, *COSINE))):
+        for key in written_keys(field):
+            assert is_key(schema, key), f"{field}: {key}"
+
+
+def test_a_refusal_has_one_line_for_each_key(tmp_path: Path) -> None:
+    before = curve(tmp_path, *COSINE)
+    after = curve(tmp_path, *COSINE, "run.steps=40", "optimizer.params.lr=0.001")
+    with pytest.raises(CheckpointError) as refused:
+        refuse_other_curve(Saved(before), after, allowed=[])
+    lines = [line.strip() for line in str(refused.value).splitlines() if ": was " in line]
+    assert lines == ["optimizer.params.lr: was 0.003, now 0.001", "run.steps (scheduler.total): was 20, now 40"]
+
+
+def leaves(value: Any, at: str = "") -> list[str]:
+    """Dotted paths of everything in nested dicts that is no dict."""
+    if not isinstance(value, dict) or not value:
+        return [at]
+    return [path for key, inner in value.items() for path in leaves(inner, f"{at}.{key}" if at else key)]
+
+
+def describe() -> dict[str, Any]:
+    return Config.model_json_schema()
+
+
+def is_key(schema: dict[str, Any], key: str) -> bool:
+    """Whether the schema has a key of this dotted path; what is inside a free-form section counts, too."""
+    at: Any = schema
+    for name in key.split("."):
+        options = [at, *at.get("anyOf", []), *at.get("allOf", [])]
+        options = [schema["$defs"][o["$ref"].rpartition("/")[2]] if "$ref" in o else o for o in options]
+        found = [option["properties"][name] for option in options if name in option.get("properties", {})]
+        if not found:
+            return any(option.get("additionalProperties") or option.get("type") == "array" for option in options)
+        at = found[0]
+    return True

@@ -1,0 +1,82 @@
+"""The job scripts where only the installed package's files are: no clone, no .venv, stand-ins for Slurm's commands."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+_STAND_INS = {
+    "scontrol": "echo n1",
+    "squeue": "echo n1",
+    # options begin with --, the command follows
+    "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
+    # -c is the check of the environment, which is made with the real one
+    "python": 'if [ "$1" = -c ]; then exec "$REAL_PYTHON" "$@"; fi; echo "$@" >> "$CALLS"',
+}
+
+
+@pytest.fixture
+def share(tmp_path: Path) -> Path:
+    """What a wheel unpacks: the scripts without the repository around them."""
+    shutil.copytree(ROOT / "slurm", tmp_path / "share" / "slurm")
+    (tmp_path / "bin").mkdir()
+    for name, body in _STAND_INS.items():
+        path = tmp_path / "bin" / name
+        path.write_text(f"#!/usr/bin/env bash\n{body}\n")
+        path.chmod(0o755)
+    return tmp_path / "share"
+
+
+def run_script(
+    share: Path, name: str, *arguments: str, **variables: str
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """Runs a copy of a script from another directory, as Slurm does; returns it and the python calls."""
+    work = share.parent
+    spool = shutil.copy(share / "slurm" / name, work / "slurm_script")
+    env = {name: value for name, value in os.environ.items() if name != "HEADRACE_VENV"} | {
+        "PATH": f"{work}/bin:/usr/bin:/bin",
+        "HEADRACE_ROOT": str(share),
+        "PYTHONPATH": str(ROOT),
+        "REAL_PYTHON": sys.executable,
+        "CALLS": str(work / "calls"),
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n1",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_NTASKS": "1",
+        **variables,
+    }
+    done = subprocess.run(
+        ["bash", spool, *arguments], cwd=work, env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    calls = (work / "calls").read_text().splitlines() if (work / "calls").exists() else []
+    return done, calls
+
+
+def test_training_starts_the_installed_module_and_needs_no_clone(share: Path) -> None:
+    done, calls = run_script(share, "train.sbatch", "c.json", "--set", "run.steps=3")
+    assert done.returncode == 0, done.stderr
+    assert calls[0] == "-m pipeline check --processes 1 --config c.json --set run.steps=3"
+    option, module, *rest = calls[-1].split()
+    assert (option, rest) == ("-m", ["--config", "c.json", "--set", "run.steps=3"])
+    assert importlib.util.find_spec(module) is not None
+
+
+def test_data_prep_needs_no_clone_either(share: Path) -> None:
+    done, calls = run_script(share, "data_prep.sbatch", "--config", "c.json")
+    assert done.returncode == 0, done.stderr
+    assert calls == ["-m data_prep --workers 1 --config c.json"]
+
+
+def test_a_python_without_headrace_is_refused_with_the_variable_to_set(share: Path) -> None:
+    done, calls = run_script(share, "train.sbatch", "c.json", REAL_PYTHON="/bin/false")
+    assert done.returncode == 2
+    assert "export HEADRACE_VENV=PATH" in done.stderr
+    assert calls == []
