@@ -27,7 +27,7 @@ from pipeline.checkpoint import named_state
 from pipeline.checkpoint.save import CheckpointWriter
 from pipeline.checkpoint.shards import NamedShard
 from pipeline.checkpoint.store import CheckpointInfo, CheckpointStore
-from pipeline.engines.common import MOMENTS
+from pipeline.config.optimizers import ADAMW
 
 TENSOR = 4 << 20
 """Elements of a tensor: a matrix of 2048 x 2048."""
@@ -64,7 +64,7 @@ def main() -> None:
 def make_state(parameters: int) -> dict[str, Tensor]:
     """Named tensors, as in an engine's state."""
     names = [f"model.layers.{n}.weight" for n in range(max(1, parameters // TENSOR))]
-    kinds = [named_state.weight_key, *(lambda name, m=m: named_state.moment_key(m, name) for m in MOMENTS)]
+    kinds = [named_state.weight_key, *(lambda name, m=m: named_state.moment_key(m, name) for m in ADAMW.states)]
     return {kind(name): torch.randn(2048, 2048) for name in names for kind in kinds}
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.init_memory [--engine torch|deepspeed] [--ranks 4] [--layers 24]
 
-A Llama of about 470M parameters in fp32 is built on meta and materialised on several processes of this machine, sharded
+A Llama of about 470M parameters in fp32 is built on meta and materialized on several processes of this machine, sharded
 with FSDP2 or ZeRO-3. Printed per rank: the growth of resident memory at the end, and at its peak, beside the size of
 the full model. Linux only: the peak is read from /proc and reset before the model is built.
 """

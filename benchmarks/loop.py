@@ -50,10 +50,15 @@ from pipeline.faults.watchdog import Watchdog
 from pipeline.launch import detect, process_group
 from pipeline.metrics.console import TrainingDisplay
 from pipeline.metrics.journal import Journal
+from pipeline.metrics.memory import PeakMemory
+from pipeline.metrics.profiling import StepProfiler
 from pipeline.metrics.sinks import Sinks
+from pipeline.metrics.step_clock import StepClock
 from pipeline.metrics.stragglers import Stragglers
 from pipeline.models.hf_config import resolve_hf_config
+from pipeline.parallel.compilation import compilation_clock
 from pipeline.run.batches import RankBatches
+from pipeline.run.checkpoint_timer import CheckpointTimer
 from pipeline.run.manifest import RunManifest
 from pipeline.run.prepare import PreparedRun, prepare
 from pipeline.run.trainer import Progress, Trainer
@@ -286,10 +291,15 @@ def ours(prepared: PreparedRun, rounds: Rounds) -> None:
         watchdog=Watchdog(),
         sinks=sinks,
         display=TrainingDisplay(first=0, total=run.steps, shown=False),
-        stragglers=Stragglers(run.config.stragglers, peers=[0], rank=0, gpu=device.type == "cuda"),
+        stragglers=Stragglers(threshold=0.1, every=None, peers=[0], rank=0, gpu=device.type == "cuda"),
+        clock=StepClock(),
+        memory=PeakMemory(device),
+        profiler=StepProfiler(None, run_dir=prepared.run_dir, rank=0, gpu=device.type == "cuda", say=print),
         flops_per_token=prepared.size.flops_per_token,
         peak_flops=None,
         progress=Progress(0),
+        timer=CheckpointTimer(run.config.run, decides=True),
+        compilations=compilation_clock(run.config.compile),
     ).train()
 
 

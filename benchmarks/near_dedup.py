@@ -8,7 +8,7 @@ Jaccard similarity of 5-grams of words, without case and punctuation, which is w
 
 - recall: the share of planted pairs of which one was dropped, by similarity;
 - precision: the share of dropped documents that have a similarity of 0.5 or more with some document of their component;
-- MB/s of CPU time, without reading and tokenising, which the job does anyway.
+- MB/s of CPU time, without reading and tokenizing, which the job does anyway.
 
 `--peers` is a Python with datatrove, datasketch and rensa (`near_dedup_peers.py`).
 """
@@ -83,7 +83,7 @@ def main() -> None:
     corpus = make_corpus(arguments.corpus, arguments.megabytes, arguments.plants)
     found: dict[str, Found] = {}
     with tempfile.TemporaryDirectory() as work:
-        ids, offsets = tokenise(corpus.texts, arguments.tokenizer)
+        ids, offsets = tokenize(corpus.texts, arguments.tokenizer)
         classes = words.tokenizer_token_classes(Path(arguments.tokenizer))
         for ngram, of in ((5, "words"), (4, "words"), (6, "words"), (5, "tokens"), (8, "tokens")):
             section, table = NearSection(ngram=ngram), classes if of == "words" else None
@@ -183,7 +183,7 @@ class Grams:
         return self._sets[number]
 
 
-def tokenise(texts: list[str], tokenizer: str) -> tuple[Array, Array]:
+def tokenize(texts: list[str], tokenizer: str) -> tuple[Array, Array]:
     """uint32[n], int64[documents + 1]."""
     ids, offsets = fastokens._native.Tokenizer.from_file(tokenizer).encode_batch_flat(texts, False, True)
     return np.frombuffer(ids, dtype=np.uint32), np.frombuffer(offsets, dtype=np.uint64).astype(np.int64)

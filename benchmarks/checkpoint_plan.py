@@ -1,0 +1,229 @@
+"""Cost of a checkpoint's plan and metadata at size: all ranks of a large run simulated in one process, without weights.
+
+    python -m benchmarks.checkpoint_plan [--before] [--only 70Bx512]
+
+ZeRO-3, fp32 weights and two moments of a llama. `--before` measures the planner and the metadata of
+torch.distributed.checkpoint, which was used up to version 0.4 (minutes, and 5 GB, for 70B on 512 ranks). CPU seconds of
+this process, since other work may share the machine; garbage collection is off while something is timed.
+
+    all ranks     describing the shards of every rank, added up; a run does it on all ranks at the same time
+    rank 0        reading what the ranks have sent, the division, and what is sent back
+    MB sent       to rank 0, for the first plan and for each save after the first with the same layout
+    a save        on rank 0, after the first save: plan, what ranks have written, metadata
+    read          of the metadata, on every rank that resumes
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import math
+import pickle
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.storage import WriteResult
+
+from pipeline.checkpoint import named_state
+from pipeline.checkpoint.locations import Locations, MetadataWriter
+from pipeline.checkpoint.metadata import METADATA, read_metadata
+from pipeline.checkpoint.plan import Coordinator
+from pipeline.checkpoint.shard_table import encode_table, table_of
+from pipeline.checkpoint.shards import NamedShard
+from pipeline.checkpoint.write import WrittenShards, write_metadata
+from pipeline.config.optimizers import ADAMW
+
+T = TypeVar("T")
+State = dict[str, NamedShard | Tensor]
+Shapes = dict[str, tuple[int, ...]]
+_OVERHEAD = 1200
+"""Bytes that `torch.save` adds to a shard, about."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama:
+    """Sizes of a llama: width, width of the feed-forward layers and of keys and values, layers, vocabulary."""
+
+    width: int
+    hidden: int
+    kv_width: int
+    layers: int
+    vocabulary: int = 128_256
+
+    def shapes(self) -> Shapes:
+        """Hugging Face name -> full shape of every parameter."""
+        d, f, kv = self.width, self.hidden, self.kv_width
+        layer: Shapes = {
+            "self_attn.q_proj.weight": (d, d),
+            "self_attn.k_proj.weight": (kv, d),
+            "self_attn.v_proj.weight": (kv, d),
+            "self_attn.o_proj.weight": (d, d),
+            "mlp.gate_proj.weight": (f, d),
+            "mlp.up_proj.weight": (f, d),
+            "mlp.down_proj.weight": (d, f),
+            "input_layernorm.weight": (d,),
+            "post_attention_layernorm.weight": (d,),
+        }
+        layers = {f"model.layers.{n}.{name}": shape for n in range(self.layers) for name, shape in layer.items()}
+        table = (self.vocabulary, d)
+        return {"model.embed_tokens.weight": table, **layers, "model.norm.weight": (d,), "lm_head.weight": table}
+
+
+LLAMA_8B = Llama(width=4096, hidden=14_336, kv_width=1024, layers=32)
+LLAMA_70B = Llama(width=8192, hidden=28_672, kv_width=1024, layers=80)
+CASES = {"8Bx8": (LLAMA_8B, 8), "70Bx64": (LLAMA_70B, 64), "70Bx512": (LLAMA_70B, 512)}
+
+
+def zero3_states(llama: Llama, ranks: int) -> Iterator[State]:
+    """The state of every rank under ZeRO-3, on meta: a flat range of every parameter and of both moments, fp32."""
+    for rank in range(ranks):
+        state: State = {named_state.OPTIMIZER_STEP: torch.empty((), device="meta")}
+        for name, shape in llama.shapes().items():
+            numel = math.prod(shape)
+            per_rank = -(-numel // ranks)
+            start = min(rank * per_rank, numel)
+            values = torch.empty(min(per_rank, numel - start), device="meta")
+            state[named_state.weight_key(name)] = NamedShard(shape, start=start, values=values)
+            for moment in ADAMW.states:
+                state[named_state.moment_key(moment, name)] = NamedShard(shape, start=start, values=values)
+        yield state
+
+
+class Clock:
+    """Adds up CPU seconds, in named sums."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def time(self, name: str, action: Callable[[], T]) -> T:
+        """Runs `action`, and adds its time to a sum."""
+        gc.disable()
+        start = time.process_time()
+        result = action()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.process_time() - start
+        gc.enable()
+        return result
+
+
+def now(llama: Llama, ranks: int, work: Path) -> dict[str, Any]:
+    """What a checkpoint costs."""
+    clock = Clock()
+    tables = []
+    for state in zero3_states(llama, ranks):
+        table = clock.time("all ranks", lambda state=state: encode_table(table_of(state)))  # type: ignore[misc]
+        tables.append((table, clock.time("all ranks", lambda table=table: table.digests)))  # type: ignore[misc]
+    digests = [each for _, each in tables]
+    coordinator = Coordinator()
+    asked = clock.time("rank 0", lambda: coordinator.missing(digests))
+    sent = [
+        tuple(part if ask else None for part, ask in zip(table, asks or (), strict=True))
+        for (table, _), asks in zip(tables, asked, strict=True)
+    ]
+    clock.time("rank 0", lambda: coordinator.divide(sent))  # type: ignore[arg-type]
+    division = coordinator.division
+    assert division is not None
+    writer = MetadataWriter(division)
+
+    def save(messages: list[bytes]) -> None:
+        digests[-1] = encode_table(table_of(state)).digests
+        coordinator.missing(digests)
+        written = [pickle.loads(message) for message in messages]
+        writer.update({rank: each.locations for rank, each in enumerate(written) if each.locations})
+        write_metadata(writer.encoded(), work)
+
+    def message(rank: int, *, first: bool) -> bytes:
+        length = division.table.row_bytes[division.written_by(rank)] + _OVERHEAD
+        name, places = f"__{rank}_0.distcp", np.stack([np.cumsum(length) - length, length], axis=1)
+        return pickle.dumps(WrittenShards(Locations(name, places) if first else None, {name: "0" * 64}))
+
+    clock.time("first save", lambda: save([message(rank, first=True) for rank in range(ranks)]))
+    later = [message(rank, first=False) for rank in range(ranks)]
+    clock.time("a save", lambda: save(later))
+    clock.time("read", lambda: read_metadata(work))
+    return {
+        **clock.seconds,
+        "shards": len(division.table),
+        "MB sent": sum(len(part) for parts in sent for part in parts if part) / 1e6,
+        "MB sent per save": (sum(map(len, later)) + 64 * ranks) / 1e6,
+        "MB on disk": (work / METADATA).stat().st_size / 1e6,
+    }
+
+
+def before(llama: Llama, ranks: int, work: Path) -> dict[str, Any]:
+    """What it cost with the planner and the metadata of torch.distributed.checkpoint."""
+    clock = Clock()
+    planner = DefaultSavePlanner()
+
+    def describe(state: State) -> bytes:
+        planner.set_up_planner(dict(state), is_coordinator=True)
+        return pickle.dumps(planner.create_local_plan())
+
+    states = zero3_states(llama, ranks)
+    sent = [clock.time("all ranks", lambda state=state: describe(state)) for state in states]  # type: ignore[misc]
+    plans = clock.time("rank 0", lambda: [pickle.loads(each) for each in sent])
+    plans, metadata = clock.time("rank 0", lambda: planner.create_global_plan(plans))
+    shards = sum(len(plan.items) for plan in plans)
+    clock.time("rank 0", lambda: [len(pickle.dumps(dataclasses.replace(p, planner_data=None))) for p in plans])
+    messages = []
+    for rank, plan in enumerate(plans):
+        length = [math.prod(item.tensor_data.chunk.sizes) * 4 + _OVERHEAD for item in plan.items]
+        begin = np.cumsum([0, *length]).tolist()
+        places = [_StorageInfo(f"__{rank}_0.distcp", b, n) for b, n in zip(begin, length, strict=False)]
+        results = [WriteResult(i.index, p.length, p) for i, p in zip(plan.items, places, strict=True)]
+        messages.append(pickle.dumps(results))
+    megabytes = sum(map(len, messages)) / 1e6
+    plans.clear()
+    writer = FileSystemWriter(work, single_file_per_rank=True, sync_files=True)
+    clock.time("a save", lambda: writer.finish(metadata, [pickle.loads(each) for each in messages]))
+    clock.time("read", lambda: dcp.FileSystemReader(work).read_metadata())
+    return {
+        **clock.seconds,
+        "first save": clock.seconds["a save"],
+        "shards": shards,
+        "MB sent": sum(map(len, sent)) / 1e6,
+        "MB sent per save": megabytes,
+        "MB on disk": (work / ".metadata").stat().st_size / 1e6,
+    }
+
+
+COLUMNS = (
+    "shards",
+    "all ranks",
+    "rank 0",
+    "MB sent",
+    "first save",
+    "a save",
+    "MB sent per save",
+    "MB on disk",
+    "read",
+)
+
+
+def main() -> None:
+    """Prints the table in Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", action="store_true", help="also torch.distributed.checkpoint's planner")
+    parser.add_argument("--only", choices=CASES, help="one of the cases")
+    arguments = parser.parse_args()
+    print("| | " + " | ".join(COLUMNS) + " |")
+    print("|---" * (len(COLUMNS) + 1) + "|")
+    for case in [arguments.only] if arguments.only else CASES:
+        for method in (before, now) if arguments.before else (now,):
+            with tempfile.TemporaryDirectory() as work:
+                found = method(*CASES[case], Path(work))
+            cells = [f"{found[name]:,}" if name == "shards" else f"{found[name]:,.3f}" for name in COLUMNS]
+            print(f"| {case}, {method.__name__} | " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Our own training step: the config, `build_engine` and `StepBatch`, as `pipeline/train.py` uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_check.cases import Row, Size
+from benchmarks.gpu_check.inputs import draw, tokens
+from benchmarks.gpu_check.meter import Meter
+from headrace.base.section import parse
+from pipeline.config.rules import ResolvedRun, resolve
+from pipeline.config.schema import Config
+from pipeline.data.loader import MicroBatch, StepBatch
+from pipeline.engines.build import build_engine
+from pipeline.engines.common import model_dtype
+from pipeline.engines.objective import CrossEntropy
+from pipeline.launch import detect, process_group
+from pipeline.models.attention import ATTENTION_NAME
+from pipeline.models.hf_config import resolve_hf_config
+from pipeline.models.meta import build_meta
+from pipeline.models.values import OwnBuffers
+from pipeline.parallel.checks import check_layout
+
+LR = 1e-4
+
+
+class NotAvailableError(Exception):
+    """This version of the project does not have what a row measures."""
+
+
+class DrawnOnDevice(OwnBuffers):
+    """First values by `inputs.draw`: a model of 8B is there in a second, not in minutes."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], device: torch.device) -> None:
+        self._shapes, self._device = shapes, device
+
+    def value(self, name: str) -> Tensor:
+        """The full value, on the device."""
+        return draw(name, self._shapes[name], self._device)
+
+
+def config_of(size: Size, row: Row, *, micro: int, checkpointing: str) -> dict[str, Any]:
+    """The config of a row, as a user would write it."""
+    config: dict[str, Any] = {
+        "engine": row.contestant,
+        "model": {"config": size.model},
+        "data": {"sources": [{"path": "synthetic"}], "sequence_length": size.sequence},
+        "train_batch_size": size.samples,
+        "train_micro_batch_size_per_gpu": micro,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "gradient_clipping": 1.0,
+        "memory": {"activation_checkpointing": checkpointing},
+        "compile": {"enabled": row.mode != "eager"},
+        "run": {"dir": "unused", "steps": 1000},
+    }
+    if row.contestant == "deepspeed":
+        config["zero_optimization"] = {"stage": 1}
+    if row.mode == "fp8":
+        if "fp8" not in Config.model_fields:
+            raise NotAvailableError("this version's config has no fp8 section")
+        config["fp8"] = {"recipe": "tensorwise"}
+    return config
+
+
+@contextmanager
+def opened(device: torch.device) -> Iterator[None]:
+    """The process group of one process, which DeepSpeed needs."""
+    with process_group(detect(), gpu=device.index):
+        yield
+
+
+class Contestant:
+    """An engine that is ready to train.
+
+    Args:
+        size: the model.
+        row: engine and mode.
+        micro: micro-batch, samples.
+        checkpointing: activation checkpointing: none or full.
+        device: of the engine.
+    """
+
+    def __init__(self, size: Size, row: Row, *, micro: int, checkpointing: str, device: torch.device) -> None:
+        run = resolve(parse(Config, config_of(size, row, micro=micro, checkpointing=checkpointing)), world_size=1)
+        self._size, self._run, self._device = size, run, device
+        vocabulary = {"vocab_size": size.model["vocab_size"]}
+        hf = resolve_hf_config(run.config.model, tokenizer=vocabulary, sequence_length=size.sequence)
+        attention = "sdpa" if run.plain else ATTENTION_NAME
+        model = build_meta(hf, dtype=model_dtype(run.config), attn_implementation=attention)
+        check_layout(run, model)
+        values = DrawnOnDevice({name: tuple(p.shape) for name, p in model.named_parameters()}, device)
+        self._engine = build_engine(run, model, values, CrossEntropy(), device=device)
+
+    def train(self, meter: Meter) -> float:
+        """Makes the meter's steps; returns the mean loss in nats per token."""
+        losses, batches = [], [step_batch(self._size, self._run, step, self._device) for step in range(meter.total)]
+        for batch in batches:
+            losses.append(self._engine.train_step(batch, lr=LR).loss)
+            meter.end_step()
+        return sum(losses) / len(losses)
+
+
+def step_batch(size: Size, run: ResolvedRun, step: int, device: torch.device) -> StepBatch:
+    """A step's micro-batches, in page-locked memory where there is a GPU, as the loader gives them."""
+    rows = tokens(size, step)
+    whole = MicroBatch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+    micros = whole.split(run.batch.micro)
+    pinned = [micro.pin_memory() for micro in micros] if device.type == "cuda" else micros
+    return StepBatch(step + 1, pinned, size.tokens_per_step)
