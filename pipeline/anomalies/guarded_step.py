@@ -5,23 +5,36 @@ the second time indicate a device with intermittent errors (silent data corrupti
 the weights are the cause. The policy decides before the recheck whether that update may be applied, so that no third
 execution is needed.
 
+A device may work ahead of the host by one step: the limits of a step are known before it begins, so the device leaves
+out a step with an anomaly by itself, and the one begun after it, too. The host learns that one step late, handles the
+first, and begins the second again.
+
 Every decision follows from numbers that are the same on all ranks: they decide alike, without communication.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from headrace.base.errors import TrainingError
 from pipeline.anomalies.replicas import check_replicas
-from pipeline.anomalies.spike_detector import Anomaly, SpikeDetector
+from pipeline.anomalies.spike_detector import Anomaly, SpikeDetector, SpikeLimits
 from pipeline.config.schema import AnomaliesSection
 from pipeline.data.loader import StepBatch
 from pipeline.data.skips import Skips
-from pipeline.engines.base import Engine, StepOutcome, StepResult
+from pipeline.engines.base import (
+    Engine,
+    HostValues,
+    PendingStep,
+    StepOutcome,
+    StepResult,
+    UpdateLimits,
+    no_host_values,
+)
 
 GPU_TOLERANCE = 1e-3
 """Relative difference that counts as reproduced on a GPU, where additions have no fixed order. On a CPU it is 0."""
@@ -78,6 +91,17 @@ class _Streak:
             self.count = 0
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """A step that was begun, and what is needed to begin it again."""
+
+    batch: StepBatch
+    lr: float
+    host_values: HostValues
+    limits: SpikeLimits
+    pending: PendingStep
+
+
 class GuardedStepper:
     """Runs the steps of a training run.
 
@@ -107,31 +131,70 @@ class GuardedStepper:
         self.skips, self._samples = skips, samples
         self._record, self._can_roll_back = record, can_roll_back
         self._streak = _Streak()
+        self._begun: deque[_Begun] = deque()
 
     def train(self, batch: StepBatch, *, lr: float) -> StepResult:
-        """Runs one step, and applies the configured policy to an anomaly.
+        """Runs one step to its end, and applies the configured policy to an anomaly.
 
         Raises:
             TrainingError: the policy is to stop, or replicas differ.
             Rollback: the policy is to roll back.
         """
-        found: list[Anomaly | None] = []
+        self.begin(batch, lr=lr)
+        *_, (_, result) = self.finished(drain=True)
+        return result
 
-        def allow(loss: float, norm: float) -> bool:
-            anomaly = self._detector.check(loss, norm)
-            found.append(anomaly)
-            # the engine itself does not apply a non-finite update, and reports that
-            return anomaly is None or anomaly.kind == "non_finite" or self._is_ignored(anomaly)
+    def begin(self, batch: StepBatch, *, lr: float, host_values: HostValues = no_host_values) -> None:
+        """Begins a step; ask for finished ones before the next begins.
 
-        result = self._engine.train_step(batch, lr=lr, update_gate=allow)
-        if found[0] is not None:
-            result = self._handle(batch, lr, found[0], result)
-        if result.outcome is StepOutcome.APPLIED:
-            self._detector.add(result.loss, result.grad_norm)
-            self._streak.good(batch.step)
+        Args:
+            batch: of the step.
+            lr: learning rate.
+            host_values: numbers of this rank of which the step's result has the sums.
+        """
+        self._begun.append(self._begin(batch, lr, host_values, after=self._begun[-1].pending if self._begun else None))
+
+    def finished(self, *, drain: bool) -> Iterator[tuple[int, StepResult]]:
+        """Steps that were begun, in order, with their results; an anomaly is dealt with first.
+
+        Args:
+            drain: all of them. Otherwise the newest is left to a device that works ahead.
+
+        Raises:
+            TrainingError, Rollback: see `train`.
+        """
+        ahead = 0 if drain or not self._engine.deferred else 1
+        while len(self._begun) > ahead:
+            begun = self._begun.popleft()
+            yield begun.batch.step, self._finish(begun)
+
+    def needs_drain(self, step: int) -> bool:
+        """Whether a step is to be finished before another begins, since the state after it is looked at."""
         every = self._section.check_replicas
-        if every and batch.step % every == 0:
-            self._check_replicas(batch.step)
+        return bool(every and step % every == 0)
+
+    def _begin(self, batch: StepBatch, lr: float, host_values: HostValues, *, after: PendingStep | None) -> _Begun:
+        found = self._detector.limits(batch.step)
+        limits = UpdateLimits() if self._applies_spikes else _limits_of(found)
+        pending = self._engine.begin_step(batch, lr=lr, limits=limits, after=after, host_values=host_values)
+        return _Begun(batch, lr, host_values, found, pending)
+
+    def _finish(self, begun: _Begun) -> StepResult:
+        result, step = begun.pending.result(), begun.batch.step
+        behind = self._begun
+        if result.skipped:
+            self._begun = deque()  # what was begun after it has not been applied either
+        anomaly = begun.limits.check(result.loss, result.grad_norm)
+        if anomaly is not None:
+            result = replace(self._handle(begun, anomaly, result), host_sums=result.host_sums)
+        if result.outcome is StepOutcome.APPLIED:
+            self._detector.add(step, result.loss, result.grad_norm)
+            self._streak.good(step)
+        if self.needs_drain(step):
+            self._check_replicas(step)
+        if behind is not self._begun:
+            for each in behind:
+                self.begin(each.batch, lr=each.lr, host_values=each.host_values)
         return result
 
     def state_dict(self) -> dict[str, Any]:
@@ -152,15 +215,17 @@ class GuardedStepper:
             self._record(step, event="replicas", action="stop", why=str(error))
             raise
 
-    def _is_ignored(self, anomaly: Anomaly) -> bool:
-        return anomaly.kind == "spike" and self._section.spikes == "ignore" and not self._section.recheck
+    @property
+    def _applies_spikes(self) -> bool:
+        """Whether a spike is applied at once, and only reported."""
+        return self._section.spikes == "ignore" and not self._section.recheck
 
-    def _handle(self, batch: StepBatch, lr: float, anomaly: Anomaly, first: StepResult) -> StepResult:
+    def _handle(self, begun: _Begun, anomaly: Anomaly, first: StepResult) -> StepResult:
         """Rechecks a step with an anomaly if configured, and applies the policy unless the recheck was applied."""
         policy = self._section.non_finite if anomaly.kind == "non_finite" else self._section.spikes
-        result, reproduced = first, None
+        batch, result, reproduced = begun.batch, first, None
         if self._section.recheck:
-            result = self._recheck(batch, lr, ignore_spike=policy == "ignore")
+            result = self._recheck(begun, ignore_spike=policy == "ignore")
             reproduced = self._equal(first.loss, result.loss) and self._equal(first.grad_norm, result.grad_norm)
             if not reproduced:
                 second = {"loss_again": _plain(result.loss), "grad_norm_again": _plain(result.grad_norm)}
@@ -173,15 +238,11 @@ class GuardedStepper:
             return result
         return self._apply_policy(batch.step, anomaly, first, policy, reproduced)
 
-    def _recheck(self, batch: StepBatch, lr: float, *, ignore_spike: bool) -> StepResult:
+    def _recheck(self, begun: _Begun, *, ignore_spike: bool) -> StepResult:
         """Executes the step again. It is not applied if it has an anomaly again, unless spikes are ignored."""
-
-        def allow(loss: float, norm: float) -> bool:
-            # an overflow is not reported either: a repetition must not change fp16's loss scale
-            finite = math.isfinite(loss) and math.isfinite(norm)
-            return finite and (ignore_spike or self._detector.check(loss, norm) is None)
-
-        return self._engine.train_step(batch, lr=lr, update_gate=allow)
+        limits = UpdateLimits() if ignore_spike else _limits_of(begun.limits)
+        # an overflow is not reported either: a repetition must not change fp16's loss scale
+        return self._engine.train_step(begun.batch, lr=begun.lr, limits=replace(limits, repetition=True))
 
     def _apply_policy(
         self, step: int, anomaly: Anomaly, result: StepResult, policy: str, reproduced: bool | None
@@ -233,6 +294,10 @@ class GuardedStepper:
             f" {samples[-1]}); anomalies.{field} skip or rollback; a lower optimizer.params.lr, gradient_clipping 1.0,"
             f" a longer warm-up"
         )
+
+
+def _limits_of(limits: SpikeLimits) -> UpdateLimits:
+    return UpdateLimits(limits.thresholds.get("loss", math.inf), limits.thresholds.get("grad_norm", math.inf))
 
 
 def _plain(value: float) -> float | None:

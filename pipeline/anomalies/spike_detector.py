@@ -52,10 +52,39 @@ class Anomaly:
         return f"the {name} is {self.value:.4g}, above {self.threshold:.4g} (median {self.median:.4g})"
 
 
-class SpikeDetector:
-    """Keeps the losses and gradient norms of the last applied steps, and compares new ones with them.
+@dataclass(frozen=True)
+class SpikeLimits:
+    """The values above which a step's loss or gradient norm is a spike.
 
-    The same on every rank.
+    Attributes:
+        medians: of previous steps, by loss and grad_norm; empty while there are too few.
+        thresholds: above which a value is a spike, by the same names.
+        scaled: the loss is scaled (fp16), so that a non-finite gradient norm is no anomaly.
+    """
+
+    medians: Mapping[str, float]
+    thresholds: Mapping[str, float]
+    scaled: bool
+
+    def check(self, loss: float, grad_norm: float) -> Anomaly | None:
+        """The anomaly of a step with these values, or None."""
+        values = {"loss": loss, "grad_norm": grad_norm}
+        if self.scaled and not math.isfinite(grad_norm):
+            del values["grad_norm"]
+        for what, value in values.items():
+            if not math.isfinite(value):
+                return Anomaly("non_finite", what, value)
+        for what, value in values.items():
+            if value > self.thresholds.get(what, math.inf):
+                return Anomaly("spike", what, value, self.medians[what], self.thresholds[what])
+        return None
+
+
+class SpikeDetector:
+    """Keeps the losses and gradient norms of the last applied steps, from which the limits of a step follow.
+
+    The limits of step k are those of the steps up to k - 2, whether or not k - 1 is known: a device that works ahead of
+    the host begins k before the host has read the numbers of k - 1. The same on every rank.
 
     Args:
         window: number of steps.
@@ -64,41 +93,42 @@ class SpikeDetector:
     """
 
     def __init__(self, *, window: int, deviations: float, scaled: bool = False) -> None:
-        self._deviations, self._scaled = deviations, scaled
-        self._history: dict[str, deque[float]] = {what: deque(maxlen=window) for what in MIN_RELATIVE_DEVIATION}
+        self._window, self._deviations, self._scaled = window, deviations, scaled
+        self._history: dict[str, deque[float]] = {what: deque(maxlen=window + 1) for what in MIN_RELATIVE_DEVIATION}
+        self._newest = 0
+        """The step of the newest values."""
         self._min_steps = min(MIN_STEPS, window)
 
-    def check(self, loss: float, grad_norm: float) -> Anomaly | None:
-        """The anomaly of a step with these values, or None."""
-        values = {"loss": loss, "grad_norm": grad_norm}
-        if self._scaled and not math.isfinite(grad_norm):
-            del values["grad_norm"]
-        for what, value in values.items():
-            if not math.isfinite(value):
-                return Anomaly("non_finite", what, value)
-        found = (self._spike(what, value) for what, value in values.items())
-        return next((each for each in found if each is not None), None)
+    def limits(self, step: int) -> SpikeLimits:
+        """The limits of a step, which is later than all that were added."""
+        known = -1 if self._newest == step - 1 else None
+        found = {what: self._limit(what, list(values)[:known]) for what, values in self._history.items()}
+        present = {what: limit for what, limit in found.items() if limit is not None}
+        medians, thresholds = ({what: limit[i] for what, limit in present.items()} for i in (0, 1))
+        return SpikeLimits(medians, thresholds, self._scaled)
 
-    def add(self, loss: float, grad_norm: float) -> None:
+    def add(self, step: int, loss: float, grad_norm: float) -> None:
         """Adds a step that was applied."""
+        self._newest = step
         self._history["loss"].append(loss)
         self._history["grad_norm"].append(grad_norm)
 
-    def state_dict(self) -> dict[str, list[float]]:
+    def state_dict(self) -> dict[str, Any]:
         """State as plain JSON; `load_state_dict` restores it exactly."""
-        return {what: list(values) for what, values in self._history.items()}
+        return {**{what: list(values) for what, values in self._history.items()}, "newest": self._newest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a state; of one with a longer window the last steps are used."""
+        self._newest = state.get("newest", 0)
         for what, values in self._history.items():
             values.clear()
             values.extend(state.get(what, ()))
 
-    def _spike(self, what: str, value: float) -> Anomaly | None:
-        history = self._history[what]
-        if len(history) < self._min_steps:
+    def _limit(self, what: str, values: list[float]) -> tuple[float, float] | None:
+        """Median and threshold; None with too few values."""
+        values = values[-self._window :]
+        if len(values) < self._min_steps:
             return None
-        center = median(history)
-        deviation = 1.4826 * median(abs(each - center) for each in history)
-        threshold = center + self._deviations * max(deviation, MIN_RELATIVE_DEVIATION[what] * abs(center))
-        return Anomaly("spike", what, value, center, threshold) if value > threshold else None
+        center = median(values)
+        deviation = 1.4826 * median(abs(each - center) for each in values)
+        return center, center + self._deviations * max(deviation, MIN_RELATIVE_DEVIATION[what] * abs(center))

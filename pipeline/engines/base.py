@@ -6,7 +6,8 @@ shards, the optimizer and the collectives; it knows nothing of runs, files or le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -19,22 +20,16 @@ from pipeline.checkpoint.shard_table import State
 from pipeline.data.loader import MicroBatch, StepBatch
 from pipeline.engines.objective import Objective
 
-UpdateGate = Callable[[float, float], bool]
-"""Called once per step before the optimizer update with (loss, gradient norm before clipping): whether to update.
+HostValues = Callable[[], Sequence[float]]
+"""Called once per step on every rank, before its numbers are reduced: this rank's, of which the result has the sums.
 
-Both arguments are global values, the same on every rank, so that all ranks decide alike without communication. They may
-be NaN or infinite.
+They travel with the loss in the step's one all-reduce, fp64. All ranks return the same count.
 """
 
 
-def always_update(_loss: float, _grad_norm: float) -> bool:
-    """The update gate that allows every update."""
-    return True
-
-
-def never_update(_loss: float, _grad_norm: float) -> bool:
-    """The update gate that allows none: loss and gradient norm are computed, and no state changes."""
-    return False
+def no_host_values() -> Sequence[float]:
+    """No numbers of the host."""
+    return ()
 
 
 class StepOutcome(StrEnum):
@@ -46,7 +41,52 @@ class StepOutcome(StrEnum):
     NON_FINITE = "non_finite"
     """The loss or the gradient norm was not finite, for a reason other than an fp16 overflow."""
     REFUSED = "refused"
-    """The update gate did not allow the update; the loss scaler's state is unchanged too."""
+    """Loss or gradient norm are above the step's limits; the loss scaler's state is unchanged too."""
+
+
+@dataclass(frozen=True)
+class UpdateLimits:
+    """Up to which loss and gradient norm a step is applied; known before it, so that a device can decide alone.
+
+    Attributes:
+        loss: largest loss.
+        grad_norm: largest gradient norm before clipping.
+        repetition: the step was executed before: whatever keeps it from being applied counts as `REFUSED`, so that
+            fp16's loss scale stays as it is.
+    """
+
+    loss: float = math.inf
+    grad_norm: float = math.inf
+    repetition: bool = False
+
+    def outcome(self, loss: float, grad_norm: float, *, scaled: bool) -> StepOutcome:
+        """Whether a step with these numbers, which may be NaN or infinite, is applied.
+
+        A non-finite loss is no fp16 overflow: it comes from the forward pass, where nothing is scaled.
+
+        Args:
+            loss: of the step.
+            grad_norm: before clipping.
+            scaled: the loss is scaled (fp16).
+        """
+        found = self._outcome(loss, grad_norm, scaled=scaled)
+        return StepOutcome.REFUSED if self.repetition and found is not StepOutcome.APPLIED else found
+
+    def _outcome(self, loss: float, grad_norm: float, *, scaled: bool) -> StepOutcome:
+        finite = math.isfinite(grad_norm)
+        if not math.isfinite(loss) or not (finite or scaled):
+            return StepOutcome.NON_FINITE
+        if loss > self.loss:
+            return StepOutcome.REFUSED
+        if not finite:
+            return StepOutcome.OVERFLOW
+        return StepOutcome.REFUSED if grad_norm > self.grad_norm else StepOutcome.APPLIED
+
+
+NO_LIMITS = UpdateLimits()
+"""Every finite step is applied."""
+NO_UPDATE = UpdateLimits(loss=-math.inf, grad_norm=-math.inf, repetition=True)
+"""No step is applied: loss and gradient norm are computed, and no state changes."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +99,7 @@ class StepResult:
         grad_norm: 2-norm of the global gradient before clipping; infinite or NaN where it was not finite.
         outcome: whether the weights were updated, and if not, why.
         loss_scale: fp16's loss scale in this step; None in other precisions.
+        host_sums: the sums over all ranks of the step's `HostValues`.
     """
 
     loss: float
@@ -66,6 +107,7 @@ class StepResult:
     grad_norm: float
     outcome: StepOutcome = StepOutcome.APPLIED
     loss_scale: float | None = None
+    host_sums: tuple[float, ...] = ()
 
     @property
     def skipped(self) -> bool:
@@ -96,13 +138,50 @@ class Replica:
     group: dist.ProcessGroup
 
 
+class PendingStep(Protocol):
+    """A step that was begun: a device may still be at work on it."""
+
+    def result(self) -> StepResult:
+        """Waits for the step's numbers; the same result at every call.
+
+        Raises:
+            TrainingError: fp16 overflows at its smallest loss scale.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class FinishedStep:
+    """A step whose result is known when `begin_step` returns."""
+
+    known: StepResult
+
+    def result(self) -> StepResult:
+        """See `PendingStep.result`."""
+        return self.known
+
+
 class Engine(Protocol):
-    """Executes training steps of one model under one layout. Every method is collective: all ranks call it."""
+    """Executes training steps of one model under one layout. Every method is collective: all ranks call it.
+
+    Attributes:
+        deferred: results are worth waiting for after the next step was begun: `begin_step` returns while the device is
+            at work, and takes the step before as `after`. Otherwise steps are begun one by one.
+    """
 
     rank: int
     device_name: str
+    deferred: bool
 
-    def train_step(self, step: StepBatch, *, lr: float, update_gate: UpdateGate = always_update) -> StepResult:
+    def begin_step(
+        self,
+        step: StepBatch,
+        *,
+        lr: float,
+        limits: UpdateLimits = NO_LIMITS,
+        after: PendingStep | None = None,
+        host_values: HostValues = no_host_values,
+    ) -> PendingStep:
         """Accumulates gradients over this rank's micro-batches and makes one optimizer update, unless it is skipped.
 
         A non-finite loss or gradient never reaches the weights or the optimizer states. A skipped step leaves no
@@ -111,7 +190,15 @@ class Engine(Protocol):
         Args:
             step: the micro-batches.
             lr: learning rate.
-            update_gate: see `UpdateGate`.
+            limits: see `UpdateLimits`.
+            after: the step before, if its result has not been asked for. If that one is not applied, neither is this
+                one, whatever its result says; only with `deferred`.
+            host_values: see `HostValues`.
+        """
+        ...
+
+    def train_step(self, step: StepBatch, *, lr: float, limits: UpdateLimits = NO_LIMITS) -> StepResult:
+        """Begins a step and waits for its result.
 
         Raises:
             TrainingError: fp16 overflows at its smallest loss scale.
@@ -145,14 +232,28 @@ class Engine(Protocol):
         ...
 
 
+class TrainsStepByStep:
+    """Gives an engine `train_step`."""
+
+    def train_step(self, step: StepBatch, *, lr: float, limits: UpdateLimits = NO_LIMITS) -> StepResult:
+        """See `Engine.train_step`."""
+        begun: PendingStep = self.begin_step(step, lr=lr, limits=limits)  # type: ignore[attr-defined]
+        return begun.result()
+
+
 __all__ = [
+    "NO_LIMITS",
+    "NO_UPDATE",
     "Engine",
     "EvaluationSums",
+    "FinishedStep",
+    "HostValues",
     "Objective",
+    "PendingStep",
     "Replica",
     "StepOutcome",
     "StepResult",
-    "UpdateGate",
-    "always_update",
-    "never_update",
+    "TrainsStepByStep",
+    "UpdateLimits",
+    "no_host_values",
 ]

@@ -67,7 +67,8 @@ def with_expert_load(balancer: ExpertBalancer | None, result: StepResult, *, tar
     """The result of a step with the experts' load among its parts; updates the balancer's state. Collective."""
     if balancer is None:
         return result
-    return replace(result, parts={**result.parts, **balancer.end_step(targets=targets, applied=not result.skipped)})
+    load = balancer.parts(balancer.end_step(targets=targets, vetoed=result.skipped).tolist())
+    return replace(result, parts={**result.parts, **load})
 
 
 def master_weight(weight: nn.Parameter) -> nn.Parameter:

@@ -18,7 +18,7 @@ from headrace.base.errors import TrainingError
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.shards import NamedShard
 from pipeline.config.deepspeed_schema import Fp16Section
-from pipeline.engines.base import StepOutcome, StepResult, UpdateGate
+from pipeline.engines.base import StepOutcome, StepResult, UpdateLimits
 
 
 class LossScaler:
@@ -39,21 +39,15 @@ class LossScaler:
             self.value = section.loss_scale or 2.0**section.initial_scale_power
         self._hysteresis_left, self._good_steps = section.hysteresis, 0
 
-    def outcome(self, loss: float, norm: float, update_gate: UpdateGate) -> StepOutcome:
-        """Decides whether a step with a fully reduced gradient is applied; only `APPLIED` may reach the weights.
-
-        A non-finite loss does not count as an fp16 overflow: it comes from the forward pass, where nothing is scaled.
-        """
-        if not update_gate(loss, norm):
-            return StepOutcome.REFUSED
-        if not math.isfinite(loss):
-            return StepOutcome.NON_FINITE
-        if not math.isfinite(norm):
-            return StepOutcome.OVERFLOW if self.enabled else StepOutcome.NON_FINITE
-        return StepOutcome.APPLIED
-
     def result(
-        self, step: int, means: Sequence[float], names: Sequence[str], norm: float, outcome: StepOutcome
+        self,
+        step: int,
+        means: Sequence[float],
+        names: Sequence[str],
+        norm: float,
+        outcome: StepOutcome,
+        *,
+        host_sums: Sequence[float] = (),
     ) -> StepResult:
         """Builds the result of a step and updates the scale after it.
 
@@ -63,6 +57,7 @@ class LossScaler:
             names: of the parts.
             norm: of the global gradient, unscaled.
             outcome: what `outcome` returned.
+            host_sums: see `StepResult`.
 
         Raises:
             TrainingError: an overflow at the smallest scale.
@@ -71,7 +66,8 @@ class LossScaler:
         if outcome in (StepOutcome.APPLIED, StepOutcome.OVERFLOW):
             self.update(step, overflow=outcome is StepOutcome.OVERFLOW)
         loss, *parts = means
-        return StepResult(loss, dict(zip(names, parts, strict=True)), norm, outcome, loss_scale=used)
+        named = dict(zip(names, parts, strict=True))
+        return StepResult(loss, named, norm, outcome, loss_scale=used, host_sums=tuple(host_sums))
 
     def update(self, step: int, *, overflow: bool) -> None:
         """Updates the scale after a step.
@@ -127,6 +123,10 @@ class LossScaler:
         if self._dynamic:
             value, good_steps, hysteresis_left = state.tolist()
             self.value, self._good_steps, self._hysteresis_left = value, int(good_steps), int(hysteresis_left)
+
+    def outcome(self, loss: float, norm: float, limits: UpdateLimits) -> StepOutcome:
+        """Decides whether a step with a fully reduced gradient is applied; only `APPLIED` may reach the weights."""
+        return limits.outcome(loss, norm, scaled=self.enabled)
 
     def factor(self, norm: float, clip: float) -> float:
         """The factor on the gradients of the scaled loss before the update; see `update_factor`."""

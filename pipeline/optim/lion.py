@@ -25,7 +25,14 @@ class Lion(torch.optim.Optimizer):
         lr: learning rate, the size of every element's update before weight decay.
         betas: b1 weighs the momentum in the update, b2 in the momentum itself.
         weight_decay: decoupled weight decay.
+
+    Attributes:
+        grad_scale, found_inf: fp32 scalars on the device, or None, as torch's fused optimizers take them: gradients are
+            divided by the one, and nothing changes where the other is 1.
     """
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
 
     def __init__(
         self,
@@ -47,7 +54,8 @@ class Lion(torch.optim.Optimizer):
         for group in self.param_groups:
             present = [p for p in group["params"] if p.grad is not None]
             for batch in _batches([(p, p.grad, self._momentum(p)) for p in present]):
-                _update(*batch, lr=float(group["lr"]), betas=group["betas"], weight_decay=group["weight_decay"])
+                keys = {"lr": float(group["lr"]), "betas": group["betas"], "weight_decay": group["weight_decay"]}
+                _update(*batch, **keys, grad_scale=self.grad_scale, found_inf=self.found_inf)
         return loss
 
     def _momentum(self, parameter: Tensor) -> Tensor:
@@ -66,15 +74,38 @@ def _update(
     lr: float,
     betas: tuple[float, float],
     weight_decay: float,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
 ) -> None:
+    if grad_scale is not None:
+        gradients = list(torch._foreach_div(gradients, grad_scale.to(gradients[0].dtype)))
     directions = torch._foreach_mul(momenta, betas[0])
     torch._foreach_add_(directions, gradients, alpha=1 - betas[0])
     torch._foreach_sign_(directions)
+    if found_inf is None:
+        _apply(weights, directions, gradients, momenta, lr=lr, beta=betas[1], weight_decay=weight_decay)
+        return
+    before = [each.clone() for each in (*weights, *momenta)]
+    _apply(weights, directions, gradients, momenta, lr=lr, beta=betas[1], weight_decay=weight_decay)
+    for new, old in zip((*weights, *momenta), before, strict=True):
+        new.copy_(torch.where(found_inf == 1, old, new))
+
+
+def _apply(
+    weights: list[Tensor],
+    directions: Sequence[Tensor],
+    gradients: list[Tensor],
+    momenta: list[Tensor],
+    *,
+    lr: float,
+    beta: float,
+    weight_decay: float,
+) -> None:
     if weight_decay:
         torch._foreach_mul_(weights, 1 - lr * weight_decay)
-    torch._foreach_add_(weights, directions, alpha=-lr)
-    torch._foreach_mul_(momenta, betas[1])
-    torch._foreach_add_(momenta, gradients, alpha=1 - betas[1])
+    torch._foreach_add_(weights, list(directions), alpha=-lr)
+    torch._foreach_mul_(momenta, beta)
+    torch._foreach_add_(momenta, gradients, alpha=1 - beta)
 
 
 def _batches(

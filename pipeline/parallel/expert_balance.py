@@ -32,6 +32,14 @@ from pipeline.checkpoint.shards import NamedShard
 from pipeline.config.schema import MoeSection
 from pipeline.models.routers import BIAS, Router, find_routers, routed
 
+_METRICS = (
+    "load_balance_loss",
+    "expert_max_violation",
+    "expert_mean_violation",
+    "expert_load_entropy",
+    "idle_experts",
+)
+
 
 class ExpertBalancer:
     """The experts' load and balance of one run; its results and its state are the same on every rank.
@@ -79,28 +87,37 @@ class ExpertBalancer:
         self._tokens = counted.flatten()
 
     @torch.no_grad()
-    def end_step(self, *, targets: int, applied: bool) -> dict[str, float]:
-        """Sums over all ranks; updates the state if the step was applied. Collective.
+    def end_step(self, *, targets: int, vetoed: Tensor | bool) -> Tensor:
+        """Sums over all ranks; updates the state unless the step was vetoed. Collective; the host waits for nothing.
 
         Args:
             targets: of the whole step.
-            applied: whether the weights were updated. The state of a step that was not stays as it was before.
+            vetoed: whether the weights were left unchanged, bool scalar. The state stays as it was then, too.
 
         Returns:
-            `load_balance_loss` (mean over layers, without its coefficient; 1 is uniform), `expert_max_violation` and
-            `expert_mean_violation` (largest load / mean load - 1: of the worst layer, and the mean over layers; source:
-            arXiv:2408.15664, section 4.1), `expert_load_entropy` (mean over layers; 1 is uniform), `idle_experts`
-            (experts of all layers without a token). Empty where no token was routed.
+            fp64 [6] on the device, which `parts` names.
         """
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(self._sums)
         counts, probabilities = self._sums.unbind()
         seen = counts.sum(-1) > 0
         load = (counts / counts.sum(-1, keepdim=True).clamp(min=1)).where(seen[:, None], self._load.double())
-        if applied:
-            self._load.copy_(load)
-            self._update_biases(load)
-        return self._metrics(load[seen], probabilities[seen] / max(targets, 1))
+        kept = torch.as_tensor(vetoed, device=self._device)
+        self._update_biases(load, kept)
+        self._load.copy_(torch.where(kept, self._load.double(), load))
+        return self._metrics(load, probabilities / max(targets, 1), seen.double())
+
+    @staticmethod
+    def parts(values: Sequence[float]) -> dict[str, float]:
+        """What `end_step` returned, by name; empty where no token was routed.
+
+        `load_balance_loss` (mean over layers, without its coefficient; 1 is uniform), `expert_max_violation` and
+        `expert_mean_violation` (largest load / mean load - 1: of the worst layer, and the mean over layers; source:
+        arXiv:2408.15664, section 4.1), `expert_load_entropy` (mean over layers; 1 is uniform), `idle_experts` (experts
+        of all layers without a token).
+        """
+        *metrics, layers = values
+        return dict(zip(_METRICS, metrics, strict=True)) if layers else {}
 
     @property
     def observed(self) -> bool:
@@ -131,9 +148,10 @@ class ExpertBalancer:
                 owner._buffers[BIAS] = bias
                 self._biases[name] = (index, owner, bias)
 
-    def _update_biases(self, load: Tensor) -> None:
+    def _update_biases(self, load: Tensor, kept: Tensor) -> None:
         for index, _, bias in self._biases.values():
-            bias.add_(torch.sign(1.0 / self._experts - load[index]).float(), alpha=self._rate)
+            change = torch.sign(1.0 / self._experts - load[index]).float()
+            bias.add_(torch.where(kept, 0.0, change), alpha=self._rate)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it changes the state of the balancer
     def _observe(self, index: int, logits_at: int, module: nn.Module, _args: Any, output: Any) -> Any:
@@ -159,19 +177,19 @@ class ExpertBalancer:
         self._sums[0, index].scatter_add_(0, indices.flatten(), tokens.repeat_interleave(indices.shape[1]))
         self._sums[1, index] += (logits.float().softmax(-1) * tokens[:, None].float()).sum(0)
 
-    def _metrics(self, load: Tensor, probabilities: Tensor) -> dict[str, float]:
-        if not len(load):
-            return {}
+    def _metrics(self, load: Tensor, probabilities: Tensor, seen: Tensor) -> Tensor:
+        """fp64 [6]: the metrics of the layers that have routed tokens, and the number of these layers."""
+        layers = seen.sum()
+
+        def mean(values: Tensor) -> Tensor:
+            return (values * seen).sum() / layers.clamp(min=1)
+
         violation = load.amax(-1) * self._experts - 1.0
         entropy = -(load * load.clamp(min=1e-30).log()).sum(-1) / math.log(max(self._experts, 2))
-        values = {
-            "load_balance_loss": (self._experts * (load * probabilities).sum(-1)).mean(),
-            "expert_max_violation": violation.max(),
-            "expert_mean_violation": violation.mean(),
-            "expert_load_entropy": entropy.mean(),
-            "idle_experts": (load == 0).sum().double(),
-        }
-        return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
+        idle = ((load == 0).sum(-1) * seen).sum()
+        balance = self._experts * (load * probabilities).sum(-1)
+        worst = violation.where(seen > 0, -math.inf).max()
+        return torch.stack([mean(balance), worst, mean(violation), mean(entropy), idle, layers])
 
 
 def make_balancer(section: MoeSection, model: nn.Module, *, device: torch.device) -> ExpertBalancer | None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.data.loader import MicroBatch
-from pipeline.engines.base import never_update
+from pipeline.engines.base import NO_UPDATE
 from pipeline.engines.objective import CrossEntropy, Loss
 from pipeline.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard
 from tests.engines.layout_worker import make_engine, resolved, step_batch
@@ -80,7 +80,7 @@ def train_poisoned(run: Any, fault: str) -> dict[str, Any]:
         # on one data rank only: all others must notice
         own = run.alone or run.topology.coordinates(dist.get_rank())["dp"] == run.topology.dp - 1
         objective.fault = fault if own else "none"
-        closed = {"update_gate": never_update} if fault == "gate" else {}
+        closed = {"limits": NO_UPDATE} if fault == "gate" else {}
         result = engine.train_step(step_batch(run, step), lr=1e-3, **closed)
         again = engine.train_step(step_batch(run, step), lr=1e-3, **closed) if closed else result
         objective.fault = "none"

@@ -28,67 +28,79 @@ def detector_with(**fields: int) -> SpikeDetector:
 @pytest.mark.parametrize("seed", range(5))
 def test_a_falling_noisy_curve_has_no_spikes(seed: int) -> None:
     detector = detector_with()
-    for loss, norm in curve(2000, seed=seed):
-        assert detector.check(loss, norm) is None
-        detector.add(loss, norm)
+    for step, numbers in enumerate(curve(2000, seed=seed), start=1):
+        assert detector.limits(step).check(*numbers) is None
+        detector.add(step, *numbers)
 
 
 def test_a_spike_of_the_loss_and_one_of_the_norm_are_found_with_their_thresholds() -> None:
     detector = detector_with()
-    for loss, norm in curve(500, seed=1):
-        detector.add(loss, norm)
-    spike = detector.check(5.0, 0.4)
+    for step, numbers in enumerate(curve(500, seed=1), start=1):
+        detector.add(step, *numbers)
+    limits = detector.limits(502)
+    spike = limits.check(5.0, 0.4)
     assert spike is not None
     assert (spike.kind, spike.what) == ("spike", "loss")
     assert spike.threshold is not None
     assert spike.median is not None
     assert 2.5 < spike.median < 2.9 < spike.threshold < 5.0
-    of_norm = detector.check(2.6, 8.0)
+    of_norm = limits.check(2.6, 8.0)
     assert of_norm is not None
     assert of_norm.what == "grad_norm"
-    assert detector.check(0.1, 0.01) is None  # a low value is never a spike
+    assert limits.check(0.1, 0.01) is None  # a low value is never a spike
 
 
 def test_a_flat_curve_raises_no_false_alarm() -> None:
     detector = detector_with()
-    for _ in range(200):
-        detector.add(2.0, 1.0)
-    assert detector.check(2.05, 1.3) is None
-    assert detector.check(2.5, 1.0) is not None
+    for step in range(1, 201):
+        detector.add(step, 2.0, 1.0)
+    assert detector.limits(202).check(2.05, 1.3) is None
+    assert detector.limits(202).check(2.5, 1.0) is not None
 
 
 def test_there_are_no_spikes_before_enough_steps_to_compare_with() -> None:
     detector = detector_with()
-    for _ in range(31):
-        detector.add(2.0, 1.0)
-    assert detector.check(200.0, 100.0) is None
-    detector.add(2.0, 1.0)
-    assert detector.check(200.0, 100.0) is not None
+    for step in range(1, 32):
+        detector.add(step, 2.0, 1.0)
+    assert detector.limits(33).check(200.0, 100.0) is None
+    detector.add(32, 2.0, 1.0)
+    assert detector.limits(34).check(200.0, 100.0) is not None
+
+
+def test_the_limits_of_a_step_do_not_depend_on_whether_the_step_before_is_known() -> None:
+    ahead, behind = detector_with(window=40), detector_with(window=40)
+    numbers = curve(100, seed=3)
+    for step, each in enumerate(numbers[:-1], start=1):
+        ahead.add(step, *each)
+        assert ahead.limits(step + 1) == behind.limits(step + 1)  # of the steps up to step - 1
+        behind.add(step, *each)
+    assert len(ahead.limits(99).thresholds) == 2
+    assert ahead.limits(100) != ahead.limits(101)  # step 99 counts from there on
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_non_finite_values_are_detected_at_once_except_scaled_gradients_of_fp16(bad: float) -> None:
     for numbers in ((bad, 1.0), (1.0, bad)):
-        found = detector_with().check(*numbers)
+        found = detector_with().limits(1).check(*numbers)
         assert found is not None
         assert found.kind == "non_finite"
-    assert detector_with(scaled=True).check(1.0, bad) is None
-    assert detector_with(scaled=True).check(bad, bad) is not None
+    assert detector_with(scaled=True).limits(1).check(1.0, bad) is None
+    assert detector_with(scaled=True).limits(1).check(bad, bad) is not None
 
 
 def test_a_detector_restored_from_its_state_gives_the_same_results() -> None:
     whole, first = detector_with(), detector_with()
     numbers = curve(400, seed=4)
-    for pair in numbers[:300]:
-        whole.add(*pair)
-        first.add(*pair)
+    for step, pair in enumerate(numbers[:300], start=1):
+        whole.add(step, *pair)
+        first.add(step, *pair)
     second = detector_with()
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    for pair in numbers[300:]:
-        whole.add(*pair)
-        second.add(*pair)
+    for step, pair in enumerate(numbers[300:], start=301):
+        whole.add(step, *pair)
+        second.add(step, *pair)
     assert second.state_dict() == whole.state_dict()
-    assert second.check(9.0, 0.1) == whole.check(9.0, 0.1)
+    assert second.limits(401) == whole.limits(401)
 
 
 def test_a_run_without_skips_trains_on_data_step_s_in_step_s() -> None:

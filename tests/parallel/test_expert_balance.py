@@ -43,6 +43,11 @@ def router_logits(decoder: Decoder) -> list[Tensor]:
     return found
 
 
+def ended(balancer: ExpertBalancer, *, targets: int = 47, applied: bool = True) -> dict[str, float]:
+    """Ends the step; returns what is logged."""
+    return balancer.parts(balancer.end_step(targets=targets, vetoed=not applied).tolist())
+
+
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v3"])
 def test_the_gradient_is_that_of_the_switch_loss_with_the_load_of_the_step_before(name: str) -> None:
     decoder, balancer = balanced(name, balance="aux_loss", aux_loss_coef=COEFFICIENT)
@@ -51,7 +56,7 @@ def test_the_gradient_is_that_of_the_switch_loss_with_the_load_of_the_step_befor
         gradients(decoder)
         balancer.begin_step(1.0 / targets)
         (decoder(batch.input_ids, batch, CrossEntropy())[0] / targets).backward()
-        logged = balancer.end_step(targets=targets, applied=True)
+        logged = ended(balancer, targets=targets)
     found = gradients(decoder)
 
     decoder.balancer = None
@@ -80,7 +85,7 @@ def test_the_first_step_has_no_gradient_of_balance_and_logs_the_load() -> None:
     balancer.begin_step(1.0)
     decoder(batch.input_ids, batch, CrossEntropy())[0].backward()
     first = gradients(decoder)
-    logged = balancer.end_step(targets=47, applied=False)
+    logged = ended(balancer, applied=False)
     assert logged["expert_max_violation"] > 0
     assert logged["expert_load_entropy"] < 1
     decoder.balancer = None
@@ -109,7 +114,7 @@ def route(decoder: Decoder, balancer: ExpertBalancer, *, applied: bool = True) -
     balancer.begin_step(1.0)
     decoder(batch.input_ids, batch, CrossEntropy())[0].backward()
     gradients(decoder)
-    return balancer.end_step(targets=47, applied=applied)
+    return ended(balancer, applied=applied)
 
 
 def test_an_evaluation_counts_no_tokens() -> None:
@@ -119,7 +124,7 @@ def test_an_evaluation_counts_no_tokens() -> None:
     balancer.begin_step(1.0)
     with torch.no_grad():
         decoder(batch.input_ids, batch, CrossEntropy())
-    assert balancer.end_step(targets=47, applied=True) == {}
+    assert ended(balancer) == {}
 
 
 @torch.no_grad()
@@ -161,7 +166,7 @@ def test_the_auxiliary_loss_balances_a_skewed_router() -> None:
         (decoder(batch.input_ids, batch, CrossEntropy())[0] * 0.0).backward()  # the balance's gradient alone
         optimizer.step()
         gradients(decoder)
-        rows.append(balancer.end_step(targets=47, applied=True))
+        rows.append(ended(balancer))
     assert rows[-1]["expert_mean_violation"] < rows[0]["expert_mean_violation"] / 3
     assert rows[-1]["load_balance_loss"] < rows[0]["load_balance_loss"]
 

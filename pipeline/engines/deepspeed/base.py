@@ -1,4 +1,4 @@
-"""Base class of the DeepSpeed engines: loss scaling, the update gate, step results and the checkpointed state."""
+"""Base class of the DeepSpeed engines: loss scaling, the limits of updates, step results and the checkpointed state."""
 
 from __future__ import annotations
 
@@ -18,18 +18,29 @@ from pipeline.checkpoint.shards import NamedShard
 from pipeline.checkpoint.store import raise_on_all_ranks
 from pipeline.config.rules import ResolvedRun
 from pipeline.data.loader import StepBatch
-from pipeline.engines.base import EvaluationSums, Objective, Replica, StepOutcome, StepResult, UpdateGate, always_update
+from pipeline.engines.base import (
+    NO_LIMITS,
+    EvaluationSums,
+    FinishedStep,
+    HostValues,
+    Objective,
+    Replica,
+    StepOutcome,
+    TrainsStepByStep,
+    UpdateLimits,
+)
 from pipeline.engines.common import with_expert_load
 from pipeline.engines.deepspeed.operators import set_up_deepspeed
 from pipeline.engines.deepspeed.replicated import ReplicatedOptimizer
 from pipeline.engines.deepspeed.state import LocalState, collect_local_state, replicas, restore_local_state
+from pipeline.engines.host_copy import to_device
 from pipeline.engines.loss_scale import LossScaler
 from pipeline.parallel.assemble import LocalModel
 from pipeline.parallel.expert_balance import make_balancer
 from pipeline.parallel.mesh import Mesh
 
 
-class DeepSpeedBase:
+class DeepSpeedBase(TrainsStepByStep):
     """State and helpers of a DeepSpeed engine. The process group must be initialized.
 
     Args:
@@ -45,7 +56,8 @@ class DeepSpeedBase:
     _tied_group: dist.ProcessGroup | None
     """First and last pipeline rank, which both hold a tied embedding; see `tied_weights_group`."""
     _loss: float
-    _update_gate: UpdateGate
+    _host_sums: list[float]
+    _limits: UpdateLimits
     _outcome: StepOutcome | None
     """Of the current step; None until it is decided."""
 
@@ -54,13 +66,14 @@ class DeepSpeedBase:
     ) -> None:
         set_up_deepspeed()  # zero.Init would not take over the process group
         deepspeed.utils.groups.mpu = None  # a global, which may hold the groups of an engine built earlier
-        self.rank = dist.get_rank()
+        self.rank, self.deferred = dist.get_rank(), False  # ZeRO's optimizers read the norm on the host
         self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self._objective, self._device = objective, device
         self._kind, self._scaler = run.config.optimizer.kind, LossScaler(run.config.fp16)
         self._mesh, self._tied_group = mesh, None
         self._balancer = make_balancer(run.config.moe, model, device=device)
-        self._loss, self._update_gate, self._outcome = math.nan, always_update, StepOutcome.APPLIED
+        self._loss, self._limits, self._outcome = math.nan, NO_LIMITS, StepOutcome.APPLIED
+        self._host_sums = []
         coordinates = run.topology.coordinates(self.rank)
         # every tp rank of the last stage has the same loss; one of them counts
         self._reports_loss = coordinates["tp"] == 0 and coordinates["pp"] == run.topology.pp - 1
@@ -109,15 +122,15 @@ class DeepSpeedBase:
         """See `Engine.replicas`."""
         return replicas(self._engine.optimizer, self._local_model, self._mesh, self._tied_group)
 
-    def _begin_step(self, step: StepBatch, lr: float, update_gate: UpdateGate) -> float:
-        """Sets learning rate, update gate and loss scale; returns the factor on a summed loss before its backward pass.
+    def _begin(self, step: StepBatch, lr: float, limits: UpdateLimits) -> float:
+        """Sets learning rate, limits and loss scale; returns the factor on a summed loss before its backward pass.
 
         DeepSpeed averages gradients over the data ranks; multiplied by their number that is the sum, and targets are
         counted over all of them. In fp16 the loss scale is divided by that number, so that gradients are as large as on
         one process and overflow in the same steps.
         """
         optimizer, ranks = self._engine.optimizer, self._mesh.size("data") if self._mesh else 1
-        self._loss, self._update_gate, self._outcome = math.nan, update_gate, None
+        self._loss, self._limits, self._outcome = math.nan, limits, None
         for group in optimizer.param_groups:
             group["lr"] = lr
         if self._balancer is not None:  # the factor on a summed loss, and the scale that DeepSpeed applies on top of it
@@ -130,15 +143,16 @@ class DeepSpeedBase:
         optimizer.override_loss_scale(self._scaler.value / ranks)  # DeepSpeed multiplies the loss by it, in `backward`
         return ranks / step.targets
 
-    def _result(self, step: StepBatch, means: list[float]) -> StepResult:
+    def _result(self, step: StepBatch, means: list[float]) -> FinishedStep:
         """The result of the step; lowers the loss scale after an overflow.
 
-        Where DeepSpeed skipped the update itself, because the norm is not finite, the gate has not been called yet.
+        Where DeepSpeed skipped the update itself, because the norm is not finite, it has not asked yet.
         """
         self._update_allowed()
         assert self._outcome is not None
-        result = self._scaler.result(step.step, means, self._objective.parts, self._norm(), self._outcome)
-        return with_expert_load(self._balancer, result, targets=step.targets)
+        names, host = self._objective.parts, self._host_sums
+        result = self._scaler.result(step.step, means, names, self._norm(), self._outcome, host_sums=host)
+        return FinishedStep(with_expert_load(self._balancer, result, targets=step.targets))
 
     def _update_allowed(self) -> bool:
         """Whether weights and optimizer states may be updated; called by the wrapped optimizer.
@@ -146,7 +160,7 @@ class DeepSpeedBase:
         DeepSpeed's optimizers know the norm by then, and call once per flat tensor: the first decision is kept.
         """
         if self._outcome is None:
-            self._outcome = self._scaler.outcome(self._loss, self._norm(), self._update_gate)
+            self._outcome = self._scaler.outcome(self._loss, self._norm(), self._limits)
         return self._outcome is StepOutcome.APPLIED
 
     def _norm(self) -> float:
@@ -155,9 +169,13 @@ class DeepSpeedBase:
         norm = math.inf if reported is None else float(reported)
         return norm if norm >= 0 else math.inf
 
-    def _means(self, sums: Tensor, step: StepBatch) -> list[float]:
+    def _means(self, sums: Tensor, step: StepBatch, host_values: HostValues) -> list[float]:
         """Sums over this rank's micro-batches -> means over the targets of the step, before its update."""
-        means: list[float] = (self._all_reduce_sums(sums).double() / step.targets).tolist()
+        own = sums.double() if self._reports_loss else torch.zeros_like(sums, dtype=torch.float64)
+        reduced = torch.cat([own, to_device(host_values(), own.device)])
+        dist.all_reduce(reduced)
+        values: list[float] = reduced.tolist()
+        means, self._host_sums = [each / step.targets for each in values[: len(own)]], values[len(own) :]
         self._loss = means[0]
         return means
 

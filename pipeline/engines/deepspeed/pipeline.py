@@ -24,7 +24,16 @@ from torch import Tensor, nn
 
 from pipeline.config.rules import ResolvedRun
 from pipeline.data.loader import IGNORE, MicroBatch, StepBatch
-from pipeline.engines.base import EvaluationSums, Objective, StepResult, UpdateGate, always_update
+from pipeline.engines.base import (
+    NO_LIMITS,
+    EvaluationSums,
+    FinishedStep,
+    HostValues,
+    Objective,
+    PendingStep,
+    UpdateLimits,
+    no_host_values,
+)
 from pipeline.engines.common import decayed_names
 from pipeline.engines.deepspeed.base import DeepSpeedBase
 from pipeline.engines.deepspeed.config import deepspeed_config
@@ -93,18 +102,26 @@ class DeepSpeedPipeline(DeepSpeedBase):
         module.optimizer = self._engine.optimizer
         reset_optimizer_state(self._engine.optimizer)
 
-    def train_step(self, step: StepBatch, *, lr: float, update_gate: UpdateGate = always_update) -> StepResult:
-        """See `Engine.train_step`."""
+    def begin_step(
+        self,
+        step: StepBatch,
+        *,
+        lr: float,
+        limits: UpdateLimits = NO_LIMITS,
+        after: PendingStep | None = None,  # noqa: ARG002
+        host_values: HostValues = no_host_values,
+    ) -> FinishedStep:
+        """See `Engine.begin_step`."""
         engine = self._engine
         # DeepSpeed divides the loss by the number of micro-batches
-        factor = self._begin_step(step, lr, update_gate) * len(step.micro_batches)
+        factor = self._begin(step, lr, limits) * len(step.micro_batches)
         batches = [micro.to(self._device) for micro in step.micro_batches]
         self._stage_module.begin(batches, self._objective, factor)
         engine.module.train()
         engine.total_loss, engine._compute_loss = None, True
         engine.set_dataiterator(_pairs(batches))
         engine._exec_schedule(_WithoutStep(len(batches), engine.num_stages, engine.stage_id))
-        means = self._means(self._stage_module.sums, step)
+        means = self._means(self._stage_module.sums, step, host_values)
         engine._exec_optimizer_step()
         return self._result(step, means)
 

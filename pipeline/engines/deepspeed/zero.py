@@ -12,7 +12,16 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.config.rules import ResolvedRun
 from pipeline.data.loader import IGNORE, MicroBatch, StepBatch
-from pipeline.engines.base import EvaluationSums, Objective, StepResult, UpdateGate, always_update
+from pipeline.engines.base import (
+    NO_LIMITS,
+    EvaluationSums,
+    FinishedStep,
+    HostValues,
+    Objective,
+    PendingStep,
+    UpdateLimits,
+    no_host_values,
+)
 from pipeline.engines.common import decayed_names
 from pipeline.engines.deepspeed.base import DeepSpeedBase
 from pipeline.engines.deepspeed.config import deepspeed_config
@@ -76,9 +85,17 @@ class DeepSpeedZero(DeepSpeedBase):
         reset_optimizer_state(self._engine.optimizer)
         self._engine.train()
 
-    def train_step(self, step: StepBatch, *, lr: float, update_gate: UpdateGate = always_update) -> StepResult:
-        """See `Engine.train_step`."""
-        factor, means = self._begin_step(step, lr, update_gate), []
+    def begin_step(
+        self,
+        step: StepBatch,
+        *,
+        lr: float,
+        limits: UpdateLimits = NO_LIMITS,
+        after: PendingStep | None = None,  # noqa: ARG002
+        host_values: HostValues = no_host_values,
+    ) -> FinishedStep:
+        """See `Engine.begin_step`."""
+        factor, means = self._begin(step, lr, limits), []
         sums = torch.zeros(1 + len(self._objective.parts), device=self._device)
         for number, micro in enumerate(step.micro_batches):
             batch = micro.to(self._device)
@@ -86,7 +103,7 @@ class DeepSpeedZero(DeepSpeedBase):
             sums += torch.stack([total.detach(), *parts])
             self._engine.backward(total * factor, scale_wrt_gas=False)
             if number == len(step.micro_batches) - 1:
-                means = self._means(sums, step)
+                means = self._means(sums, step, host_values)
             self._engine.step()
         return self._result(step, means)
 

@@ -1,4 +1,4 @@
-"""The remaining gradient reduction after the backward passes of a step, and the global gradient norm."""
+"""The gradient reduction that remains after a step's backward passes, and a rank's share of the global norm."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pipeline.engines.torch_native.sharding import ParameterShard
 from pipeline.parallel.mesh import Mesh
@@ -33,11 +34,9 @@ def finish_reduction(shards: Sequence[ParameterShard], mesh: Mesh, tied_group: d
 
 
 @torch.no_grad()
-def total_norm(shards: Sequence[ParameterShard], device: torch.device) -> float:
-    """2-norm of the gradient over all ranks, each element counted once; the same number on every rank."""
+def own_square(shards: Sequence[ParameterShard], device: torch.device) -> Tensor:
+    """fp64 scalar: this rank's share of the squared 2-norm of the gradient; each element counts on one rank."""
     gradients = [g for s in shards if s.counts_in_norm and (g := s.master.grad) is not None and g.numel()]
-    square = torch.zeros((), dtype=torch.float64, device=device)
-    if gradients:
-        square += torch.stack(torch._foreach_norm(gradients)).double().square().sum()
-    dist.all_reduce(square)
-    return float(square.sqrt())
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(torch._foreach_norm(gradients)).double().square().sum()

@@ -15,11 +15,23 @@ from pipeline.checkpoint.shard_table import State
 from pipeline.checkpoint.shards import NamedShard
 from pipeline.config.rules import ResolvedRun
 from pipeline.data.loader import IGNORE, MicroBatch, StepBatch
-from pipeline.engines.base import EvaluationSums, Objective, Replica, StepOutcome, StepResult, UpdateGate, always_update
-from pipeline.engines.common import decayed_names, model_dtype, weight_decay_groups, with_expert_load
+from pipeline.engines.base import (
+    NO_LIMITS,
+    EvaluationSums,
+    HostValues,
+    Objective,
+    PendingStep,
+    Replica,
+    TrainsStepByStep,
+    UpdateLimits,
+    no_host_values,
+)
+from pipeline.engines.common import decayed_names, model_dtype, weight_decay_groups
+from pipeline.engines.host_copy import to_device
 from pipeline.engines.loss_scale import LossScaler
 from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.torch_native import gradients
+from pipeline.engines.torch_native.deferred_step import DeferredStep, decide
 from pipeline.engines.torch_native.forward_backward import ForwardBackward, GradientAccumulation
 from pipeline.engines.torch_native.fp8_gather import refresh_scales
 from pipeline.engines.torch_native.pipeline import PipelineSchedule, StageModule
@@ -35,7 +47,7 @@ from pipeline.parallel.mesh import Mesh, tied_weights_group
 from pipeline.parallel.stages import StageLayers, is_tied
 
 
-class TorchParallel:
+class TorchParallel(TrainsStepByStep):
     """One model on all processes. The process group must be initialized.
 
     Master weights are fp32 and sharded; with bf16 or fp16, FSDP2 gathers a copy in that dtype for forward and backward
@@ -66,6 +78,7 @@ class TorchParallel:
         self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self._objective, self._device, self._clip = objective, device, run.config.gradient_clipping
         self._scaler = LossScaler(run.config.fp16)
+        self.deferred = device.type == "cuda" and not self._scaler.enabled
         self._mesh = mesh
         self._balancer = make_balancer(run.config.moe, model, device=device)
         built = [self._build_stage(run, model, values, stage) for stage in _own_stages(run, model, self._mesh)]
@@ -100,22 +113,45 @@ class TorchParallel:
         hidden_size: int = model.config.hidden_size  # type: ignore[union-attr, assignment]
         return PipelineSchedule(run, stage_modules, self._mesh, hidden_size=hidden_size, device=self._device)
 
-    def train_step(self, step: StepBatch, *, lr: float, update_gate: UpdateGate = always_update) -> StepResult:
-        """See `Engine.train_step`."""
+    def begin_step(
+        self,
+        step: StepBatch,
+        *,
+        lr: float,
+        limits: UpdateLimits = NO_LIMITS,
+        after: PendingStep | None = None,
+        host_values: HostValues = no_host_values,
+    ) -> DeferredStep:
+        """See `Engine.begin_step`."""
+        scale, names = self._scaler.value, self._objective.parts
         batches = [micro.to(self._device) for micro in step.micro_batches]
         if self._balancer is not None:
-            self._balancer.begin_step(self._scaler.value / step.targets)
-        sums = self._forward_backward.train(batches, self._objective, scale=self._scaler.value / step.targets)
-        means: list[float] = (self._all_reduce_sums(sums) / step.targets).tolist()
+            self._balancer.begin_step(scale / step.targets)
+        sums = self._forward_backward.train(batches, self._objective, scale=scale / step.targets)
+        if not self._reports_loss:
+            sums.zero_()
         gradients.finish_reduction(self._shards, self._mesh, self._tied_group)
-        norm = gradients.total_norm(self._shards, self._device) / self._scaler.value
-        outcome = self._scaler.outcome(means[0], norm, update_gate)
-        if outcome is StepOutcome.APPLIED:
-            self._update(norm, lr)
+        square = gradients.own_square(self._shards, self._device)
+        reduced = torch.cat([sums, square[None], to_device(host_values(), self._device)])
+        dist.all_reduce(reduced)  # the only one of a step whose numbers the host reads
+        sums, square, host = reduced[: len(sums)], reduced[len(sums)], reduced[len(sums) + 1 :]
+        means, norm = sums / step.targets, square.sqrt() / scale
+        decision = decide(means[0], norm, limits=limits, clip=self._clip, scale=scale, after=after)
+        with torch.no_grad():
+            decision.step(self._optimizer, lr=lr)
+        refresh_scales(shard.sharded for shard in self._shards)
         for shard in self._shards:
             shard.clear_gradient()
-        result = self._scaler.result(step.step, means, self._objective.parts, norm, outcome)
-        return with_expert_load(self._balancer, result, targets=step.targets)
+        load = [] if self._balancer is None else [self._balancer.end_step(targets=step.targets, vetoed=decision.vetoed)]
+        return DeferredStep(
+            step.step,
+            [means, norm, host, *load],
+            decision,
+            names=names,
+            limits=limits,
+            scaler=self._scaler,
+            balancer=self._balancer,
+        )
 
     def replicas(self) -> Iterator[Replica]:
         """See `Engine.replicas`: HSDP replicas, parameters that tp does not shard, weights tied across stages."""
@@ -167,17 +203,6 @@ class TorchParallel:
             sums.zero_()
         dist.all_reduce(sums)
         return sums
-
-    @torch.no_grad()
-    def _update(self, norm: float, lr: float) -> None:
-        present = [g for shard in self._shards if (g := shard.master.grad) is not None]
-        factor = self._scaler.factor(norm, self._clip)
-        if factor != 1.0:
-            torch._foreach_mul_(present, factor)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
-        refresh_scales(shard.sharded for shard in self._shards)
 
     def _set_training(self, mode: bool) -> None:
         for root in self._roots:

@@ -13,7 +13,19 @@ from pipeline.checkpoint.shard_table import State
 from pipeline.checkpoint.shards import NamedShard
 from pipeline.config.rules import ResolvedRun
 from pipeline.data.loader import IGNORE, MicroBatch, StepBatch
-from pipeline.engines.base import EvaluationSums, Objective, Replica, StepOutcome, StepResult, UpdateGate, always_update
+from pipeline.engines.base import (
+    NO_LIMITS,
+    EvaluationSums,
+    FinishedStep,
+    HostValues,
+    Objective,
+    PendingStep,
+    Replica,
+    StepOutcome,
+    TrainsStepByStep,
+    UpdateLimits,
+    no_host_values,
+)
 from pipeline.engines.common import (
     decayed_names,
     master_weight,
@@ -30,7 +42,7 @@ from pipeline.parallel.assemble import assemble
 from pipeline.parallel.expert_balance import make_balancer
 
 
-class TorchReference:
+class TorchReference(TrainsStepByStep):
     """One process, one device, no sharding.
 
     With bf16 or fp16 the model's weights have that dtype; the optimizer updates fp32 master weights, and gradients are
@@ -49,7 +61,7 @@ class TorchReference:
     ) -> None:
         section = run.config.optimizer
         self._kind = section.kind
-        self.rank = 0
+        self.rank, self.deferred = 0, False
         self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self._objective, self._device = objective, device
         self._clip, self._scaler = run.config.gradient_clipping, LossScaler(run.config.fp16)
@@ -63,8 +75,16 @@ class TorchReference:
         self._optimizer = build_optimizer(groups, section)
         ensure_all_states(self._optimizer, self._kind)
 
-    def train_step(self, step: StepBatch, *, lr: float, update_gate: UpdateGate = always_update) -> StepResult:
-        """See `Engine.train_step`."""
+    def begin_step(
+        self,
+        step: StepBatch,
+        *,
+        lr: float,
+        limits: UpdateLimits = NO_LIMITS,
+        after: PendingStep | None = None,  # noqa: ARG002
+        host_values: HostValues = no_host_values,
+    ) -> FinishedStep:
+        """See `Engine.begin_step`."""
         sums = torch.zeros(1 + len(self._objective.parts), device=self._device)
         if self._balancer is not None:
             self._balancer.begin_step(self._scaler.value / step.targets)
@@ -76,12 +96,13 @@ class TorchReference:
             sums += torch.stack([total.detach(), *parts])
         means: list[float] = (sums.double() / step.targets).tolist()
         norm = self._gradient_norm() / self._scaler.value
-        outcome = self._scaler.outcome(means[0], norm, update_gate)
+        outcome = self._scaler.outcome(means[0], norm, limits)
         if outcome is StepOutcome.APPLIED:
             self._update(norm, lr)
         self._optimizer.zero_grad(set_to_none=True)
-        result = self._scaler.result(step.step, means, self._objective.parts, norm, outcome)
-        return with_expert_load(self._balancer, result, targets=step.targets)
+        names, host = self._objective.parts, host_values()
+        result = self._scaler.result(step.step, means, names, norm, outcome, host_sums=host)
+        return FinishedStep(with_expert_load(self._balancer, result, targets=step.targets))
 
     def replicas(self) -> Iterator[Replica]:
         """See `Engine.replicas`: one process has none."""

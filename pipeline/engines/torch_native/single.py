@@ -21,10 +21,22 @@ from pipeline.checkpoint.shard_table import State
 from pipeline.checkpoint.shards import NamedShard
 from pipeline.config.rules import ResolvedRun
 from pipeline.data.loader import IGNORE, MicroBatch, StepBatch
-from pipeline.engines.base import EvaluationSums, Objective, Replica, StepOutcome, StepResult, UpdateGate, always_update
-from pipeline.engines.common import decayed_names, weight_decay_groups, with_expert_load
+from pipeline.engines.base import (
+    NO_LIMITS,
+    EvaluationSums,
+    HostValues,
+    Objective,
+    PendingStep,
+    Replica,
+    TrainsStepByStep,
+    UpdateLimits,
+    no_host_values,
+)
+from pipeline.engines.common import decayed_names, weight_decay_groups
+from pipeline.engines.host_copy import to_device
 from pipeline.engines.loss_scale import LossScaler
 from pipeline.engines.objective import CrossEntropy
+from pipeline.engines.torch_native.deferred_step import DeferredStep, UpdateDecision, decide
 from pipeline.models.materialize import materialize
 from pipeline.models.values import ParameterValues
 from pipeline.optim.build import build_optimizer
@@ -76,7 +88,7 @@ class _Master:
         return taken
 
 
-class TorchSingle:
+class TorchSingle(TrainsStepByStep):
     """One process, one device, no sharding. See the module.
 
     Args:
@@ -95,6 +107,7 @@ class TorchSingle:
         self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self._objective, self._device = objective, device
         self._clip, self._scaler = run.config.gradient_clipping, LossScaler(run.config.fp16)
+        self.deferred = device.type == "cuda" and not self._scaler.enabled
         self._balancer = make_balancer(run.config.moe, model, device=device)
         self._decoder = assemble(run, model, None, balancer=self._balancer).decoder
         recorded = _Residuals(values, device)
@@ -123,27 +136,34 @@ class TorchSingle:
             with update.master_values():
                 ensure_all_states(update.optimizer, self._kind)
 
-    def train_step(self, step: StepBatch, *, lr: float, update_gate: UpdateGate = always_update) -> StepResult:
-        """See `Engine.train_step`."""
+    def begin_step(
+        self,
+        step: StepBatch,
+        *,
+        lr: float,
+        limits: UpdateLimits = NO_LIMITS,
+        after: PendingStep | None = None,
+        host_values: HostValues = no_host_values,
+    ) -> DeferredStep:
+        """See `Engine.begin_step`."""
+        scale = self._scaler.value
         sums = torch.zeros(1 + len(self._objective.parts), device=self._device)
         if self._balancer is not None:
-            self._balancer.begin_step(self._scaler.value / step.targets)
+            self._balancer.begin_step(scale / step.targets)
         for micro in step.micro_batches:
             batch = micro.to(self._device)
             total, *parts = self._decoder(batch.input_ids, batch, self._objective)
-            (total * (self._scaler.value / step.targets)).backward()
+            (total * (scale / step.targets)).backward()
             sums += torch.stack([total.detach(), *parts])
-        *means, norm = torch.cat([sums.double() / step.targets, self._gradient_norm()[None]]).tolist()
-        norm /= self._scaler.value
-        outcome = self._scaler.outcome(means[0], norm, update_gate)
-        if outcome is StepOutcome.APPLIED:
-            factor = self._scaler.factor(norm, self._clip)
-            for update in self._updates:
-                update.run(lr=lr, factor=factor)
-        for master in self._masters.values():
-            master.take_gradient()
-        result = self._scaler.result(step.step, means, self._objective.parts, norm, outcome)
-        return with_expert_load(self._balancer, result, targets=step.targets)
+        means, norm = sums.double() / step.targets, self._gradient_norm() / scale
+        decision = decide(means[0], norm, limits=limits, clip=self._clip, scale=scale, after=after)
+        for update in self._updates:
+            update.run(decision, lr=lr)
+        load = [] if self._balancer is None else [self._balancer.end_step(targets=step.targets, vetoed=decision.vetoed)]
+        numbers, names = [means, norm, to_device(host_values(), self._device), *load], self._objective.parts
+        return DeferredStep(
+            step.step, numbers, decision, names=names, limits=limits, scaler=self._scaler, balancer=self._balancer
+        )
 
     def replicas(self) -> Iterator[Replica]:
         """See `Engine.replicas`: one process has none."""
@@ -227,16 +247,14 @@ class _Update:
         self.masters, self.optimizer = masters, optimizer
 
     @torch.no_grad()
-    def run(self, *, lr: float, factor: float) -> None:
-        """Updates the master weights and the model's; `factor` is on the gradients."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+    def run(self, decision: UpdateDecision, *, lr: float) -> None:
+        """Updates the master weights and the model's, and frees the gradients."""
         with self.master_values():
             for master in self.masters.values():
                 gradient = master.take_gradient()
                 if gradient is not None:
-                    master.parameter.grad = gradient.float() if factor == 1.0 else gradient.float().mul_(factor)
-            self.optimizer.step()
+                    master.parameter.grad = gradient.float()
+            decision.step(self.optimizer, lr=lr)
             for master in self.masters.values():
                 master.parameter.grad = None
                 if master.parameter is not master.weight:

@@ -1,0 +1,37 @@
+"""Small numbers between host and device, neither of which waits for the other until the numbers are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def to_device(values: Sequence[float], device: torch.device) -> Tensor:
+    """fp64 [n] on a device, through page-locked memory where it is a GPU."""
+    host = torch.tensor(values, dtype=torch.float64)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and len(values) else host.to(device)
+
+
+class HostCopy:
+    """A copy of a small tensor in page-locked memory, made in the order of the device's stream.
+
+    Args:
+        values: any shape, on any device; on a CPU they are there at once.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self._values, self._copied = values, None
+        if values.device.type == "cuda":
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def read(self) -> list[float]:
+        """The values; waits for the device if they are not there yet."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        values: list[float] = self._values.tolist()
+        return values

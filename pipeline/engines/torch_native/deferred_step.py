@@ -1,0 +1,107 @@
+"""A step about which its device decides: whether the update is applied, and how far gradients are clipped.
+
+Fused optimizers of torch take both as tensors: gradients are divided by `grad_scale`, and nothing is changed, step
+counters included, where `found_inf` is 1. So the host reads no number before it has begun the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.engines.base import PendingStep, StepOutcome, StepResult, UpdateLimits
+from pipeline.engines.host_copy import HostCopy
+from pipeline.engines.loss_scale import LossScaler
+from pipeline.parallel.expert_balance import ExpertBalancer
+
+
+@dataclass(frozen=True)
+class UpdateDecision:
+    """What the device has decided about an update.
+
+    Attributes:
+        vetoed: bool scalar: nothing is to change.
+        grad_scale: fp32 scalar by which gradients are divided: the loss scale, times the excess over the clipping norm.
+    """
+
+    vetoed: Tensor
+    grad_scale: Tensor
+
+    def step(self, optimizer: torch.optim.Optimizer, *, lr: float) -> None:
+        """Makes the optimizer's step, or none. It is one that takes `grad_scale` and `found_inf`."""
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        taking: Any = optimizer
+        taking.grad_scale, taking.found_inf = self.grad_scale, self.vetoed.float()
+        optimizer.step()
+        taking.grad_scale = taking.found_inf = None
+
+
+def decide(
+    loss: Tensor, norm: Tensor, *, limits: UpdateLimits, clip: float, scale: float, after: PendingStep | None
+) -> UpdateDecision:
+    """Decides about an update as `UpdateLimits.outcome` does, on the device.
+
+    Args:
+        loss: fp64 scalar, over all ranks.
+        norm: fp64 scalar, of the unscaled global gradient.
+        limits: of the step.
+        clip: the largest norm; 0 is no clipping. DeepSpeed's rule, with its 1e-6: see `update_factor`.
+        scale: the loss scale.
+        after: see `Engine.begin_step`.
+    """
+    allowed = torch.isfinite(loss) & torch.isfinite(norm) & (loss <= limits.loss) & (norm <= limits.grad_norm)
+    vetoed = ~allowed
+    if isinstance(after, DeferredStep):
+        vetoed |= after.vetoed
+    excess = ((norm + 1e-6) / clip).clamp(min=1.0) if clip > 0 else torch.ones_like(norm)
+    return UpdateDecision(vetoed, (excess * scale).float())
+
+
+class DeferredStep:
+    """A step that was begun; its numbers are on their way to the host.
+
+    Args:
+        step: its number.
+        numbers: fp64 on the device: means of the loss and its parts, gradient norm, sums of the host values, and what
+            the balancer returned.
+        decision: of the device.
+        names: of the loss's parts.
+        limits: of the step.
+        scaler: is told the outcome.
+        balancer: of a mixture of experts.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        numbers: Sequence[Tensor],
+        decision: UpdateDecision,
+        *,
+        names: Sequence[str],
+        limits: UpdateLimits,
+        scaler: LossScaler,
+        balancer: ExpertBalancer | None,
+    ) -> None:
+        self.vetoed = decision.vetoed
+        self._step, self._names, self._limits = step, names, limits
+        self._scaler, self._balancer = scaler, balancer
+        self._sizes = [each.numel() for each in numbers]
+        self._copy = HostCopy(torch.cat([each.reshape(-1) for each in numbers]))
+        self._result: StepResult | None = None
+
+    def result(self) -> StepResult:
+        """See `PendingStep.result`."""
+        if self._result is None:
+            values = iter(self._copy.read())
+            means, (norm,), host, *load = [[next(values) for _ in range(size)] for size in self._sizes]
+            outcome: StepOutcome = self._scaler.outcome(means[0], norm, self._limits)
+            result = self._scaler.result(self._step, means, self._names, norm, outcome, host_sums=host)
+            if self._balancer is not None:
+                result = replace(result, parts={**result.parts, **self._balancer.parts(load[0])})
+            self._result = result
+        return self._result
