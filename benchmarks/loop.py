@@ -57,8 +57,10 @@ from pipeline.metrics.step_clock import StepClock
 from pipeline.metrics.stragglers import Stragglers
 from pipeline.models.hf_config import resolve_hf_config
 from pipeline.parallel.compilation import compilation_clock
+from pipeline.run.agreed_peak import AgreedPeak
 from pipeline.run.batches import RankBatches
 from pipeline.run.checkpoint_timer import CheckpointTimer
+from pipeline.run.garbage import GarbageCollector
 from pipeline.run.manifest import RunManifest
 from pipeline.run.prepare import PreparedRun, prepare
 from pipeline.run.trainer import Progress, Trainer
@@ -293,12 +295,13 @@ def ours(prepared: PreparedRun, rounds: Rounds) -> None:
         display=TrainingDisplay(first=0, total=run.steps, shown=False),
         stragglers=Stragglers(threshold=0.1, every=None, peers=[0], rank=0, gpu=device.type == "cuda"),
         clock=StepClock(),
-        memory=PeakMemory(device),
+        memory=AgreedPeak(PeakMemory(device)),
         profiler=StepProfiler(None, run_dir=prepared.run_dir, rank=0, gpu=device.type == "cuda", say=print),
         flops_per_token=prepared.size.flops_per_token,
         peak_flops=None,
         progress=Progress(0),
         timer=CheckpointTimer(run.config.run, decides=True),
+        garbage=GarbageCollector(0),
         compilations=compilation_clock(run.config.compile),
     ).train()
 

@@ -16,6 +16,7 @@ from headrace.base.section import parse
 from pipeline.config.rules import ResolvedRun, resolve
 from pipeline.config.schema import Config
 from pipeline.data.loader import MicroBatch, StepBatch
+from pipeline.engines.base import PendingStep
 from pipeline.engines.build import build_engine
 from pipeline.engines.common import model_dtype
 from pipeline.engines.objective import CrossEntropy
@@ -100,9 +101,17 @@ class Contestant:
     def train(self, meter: Meter) -> float:
         """Makes the meter's steps; returns the mean loss in nats per token."""
         losses, batches = [], [step_batch(self._size, self._run, step, self._device) for step in range(meter.total)]
-        for batch in batches:
-            losses.append(self._engine.train_step(batch, lr=LR).loss)
+        before: PendingStep | None = None
+        for batch in batches:  # as the training loop does: a step is begun before the one before is read
+            begun = self._engine.begin_step(batch, lr=LR, after=before)
+            if before is not None:
+                losses.append(before.result().loss)
+            before = begun if self._engine.deferred else None
+            if before is None:
+                losses.append(begun.result().loss)
             meter.end_step()
+        if before is not None:
+            losses.append(before.result().loss)
         return sum(losses) / len(losses)
 
 

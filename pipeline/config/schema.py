@@ -239,6 +239,11 @@ class RunSection(Section):
         description="true: asynchronous checkpoints, written in the background from a copy in host memory; false:"
         " training waits for the write",
     )
+    gc_every: Index = Field(
+        50,
+        description="Steps between collections of cyclic Python objects, on all ranks at the same steps; 0: whenever"
+        " Python finds it is time, which stalls all ranks",
+    )
     allow_change: tuple[str, ...] = Field(
         (),
         description="Fields that may differ from the checkpoint's on resume although they alter the loss curve, e.g."

@@ -1,4 +1,4 @@
-"""Peak memory of a rank: of its GPU, from torch's caching allocator; on the CPU that of the process."""
+"""Peak memory of a rank since it began: of its GPU, from torch's caching allocator; on the CPU that of the process."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class PeakMemory:
         device: of this rank.
 
     Attributes:
-        names: of the values, as rows of metrics have them. On a GPU the peaks since the reading before: `allocated` is
-            held by tensors, `reserved` is held from the device by torch, and not used by others. On a CPU `resident`,
-            the peak of the process since it began, memory-mapped token files included.
+        names: of the values, as rows of metrics have them, all since the process began. On a GPU `allocated` is held by
+            tensors, `reserved` is held from the device by torch, and not used by others. On a CPU `resident`,
+            memory-mapped token files included.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -30,11 +30,10 @@ class PeakMemory:
         self.names = gpu if device.type == "cuda" else ("memory_resident_bytes",)
 
     def read(self) -> list[int]:
-        """The peaks, in the order of `names`; those of a GPU begin anew."""
+        """The peaks so far, in the order of `names`."""
         if self._device.type != "cuda":
             return [resident_peak()]
         stats = torch.cuda.memory_stats(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
         return [stats.get("allocated_bytes.all.peak", 0), stats.get("reserved_bytes.all.peak", 0)]
 
 

@@ -66,10 +66,15 @@ class StepProfiler:
         with nullcontext() if self._profiler is None else record_function(f"step {step}"):
             yield
 
+    def ends_with(self, step: int) -> bool:
+        """Whether the profile ends with this step."""
+        return self._section is not None and step == self._section.steps[1]
+
     def finish(self, step: int) -> None:
         """Writes the profile where it ends with this step; to be called after each."""
-        if self._section is None or step != self._section.steps[1] or not self._first:
+        if not self.ends_with(step) or not self._first:
             return
+        assert self._section is not None
         if self._profiler is not None:
             self._write()
         if self._rank == 0 and 0 not in self._section.ranks:

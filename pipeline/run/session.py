@@ -42,8 +42,10 @@ from pipeline.models.values import ReportsProgress, Zeros
 from pipeline.parallel.compilation import compilation_clock
 from pipeline.parallel.fp8 import check_fp8_device
 from pipeline.parallel.mesh import Mesh, build_mesh
+from pipeline.run.agreed_peak import AgreedPeak
 from pipeline.run.batches import RankBatches
 from pipeline.run.checkpoint_timer import CheckpointTimer
+from pipeline.run.garbage import GarbageCollector
 from pipeline.run.lock import exclusive_run
 from pipeline.run.manifest import RunManifest
 from pipeline.run.messages import closing_line, opening_lines, quiet_libraries
@@ -210,6 +212,7 @@ class Session:
         skips = rollback.skips_from(done) if rollback else self._recorded_skips(checkpoint)
         with ExitStack() as stack:
             sinks = Sinks([self._open_journal(stack, from_step=done), *services] if self._first else [])
+            stack.callback(sinks.close)
             display = stack.enter_context(TrainingDisplay(first=done, total=run.steps, shown=self._first))
             stepper = GuardedStepper(
                 engine,
@@ -239,12 +242,13 @@ class Session:
                 display=display,
                 stragglers=self._stragglers(),
                 clock=StepClock(),
-                memory=PeakMemory(self.agreement.device),
+                memory=AgreedPeak(PeakMemory(self.agreement.device)),
                 profiler=stack.enter_context(self._profiler(display.say)),
                 flops_per_token=prepared.size.flops_per_token,
                 peak_flops=peak_flops(engine.device_name, bf16=run.config.bf16.enabled),
                 progress=Progress(done),
                 timer=CheckpointTimer(run.config.run, decides=self._first),
+                garbage=stack.enter_context(GarbageCollector(run.config.run.gc_every)),
                 compilations=compilation_clock(run.config.compile),
             )
             try:

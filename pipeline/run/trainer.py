@@ -15,17 +15,19 @@ from pipeline.config.rules import ResolvedRun
 from pipeline.data.dataset import TokenDataset
 from pipeline.data.loader import MicroBatch, StepBatch
 from pipeline.engines.base import Engine, EvaluationSums, StepResult
-from pipeline.faults.agreement import Agreement
+from pipeline.faults.agreement import Agreement, StepFlags
 from pipeline.faults.stop import Stop, StopSignals
 from pipeline.faults.watchdog import Watchdog
+from pipeline.launch.host_copy import HostCopy
 from pipeline.metrics.console import TrainingDisplay
-from pipeline.metrics.memory import PeakMemory
 from pipeline.metrics.profiling import StepProfiler
 from pipeline.metrics.sinks import Sinks
 from pipeline.metrics.step_clock import StepClock, StepCost
 from pipeline.metrics.stragglers import Stragglers
 from pipeline.metrics.units import bits_per_byte, perplexity, show_bits_per_byte
+from pipeline.run.agreed_peak import AgreedPeak
 from pipeline.run.checkpoint_timer import CheckpointTimer
+from pipeline.run.garbage import GarbageCollector
 from pipeline.run.manifest import RunManifest
 
 
@@ -68,12 +70,13 @@ class Trainer:
         display: progress bar and messages.
         stragglers: measures how long every rank works, and names slow ones.
         clock: measures steps from report to report.
-        memory: this rank's peak memory.
+        memory: peak memory.
         profiler: records the steps that the config names.
         flops_per_token: of the model, forward and backward.
         peak_flops: of one device, in FLOP/s; None where it is not known.
         progress: kept up to date.
         timer: when a checkpoint is due by time.
+        garbage: collects cycles of Python objects at chosen steps.
         compilations: how many graphs were compiled since the last call, and in how many seconds.
     """
 
@@ -91,12 +94,13 @@ class Trainer:
     display: TrainingDisplay
     stragglers: Stragglers
     clock: StepClock
-    memory: PeakMemory
+    memory: AgreedPeak
     profiler: StepProfiler
     flops_per_token: float | None
     peak_flops: float | None
     progress: Progress
     timer: CheckpointTimer
+    garbage: GarbageCollector
     compilations: Callable[[], tuple[int, float]]
 
     def train(self) -> Stop:
@@ -110,23 +114,25 @@ class Trainer:
             TrainingError, Rollback: see `GuardedStepper.train`.
         """
         for batch in self.clock.timed(self.stragglers.timed(self.steps)):
-            result = self._train_step(batch)
-            # the memory of the rank that needs most travels with the rest
-            stop, time_is_up, *memory = self._synchronize(*self.memory.read())
-            self._report(batch.step, result, memory=dict(zip(self.memory.names, memory, strict=True)))
-            self._report_stragglers(batch.step)
-            last = batch.step == self.run.steps
+            step, last = batch.step, batch.step == self.run.steps
+            self._begin(batch)
+            stop, time_is_up = self._finish_steps(drain=self._looks_at(step))
+            if stop or time_is_up:  # of a step before, perhaps: the newest is finished, too
+                later, _ = self._finish_steps(drain=True)
+                stop = max(stop, later)
+            self._report_stragglers(step)
             if stop or last:
-                self._save_last(batch.step)
-            elif self._checkpoint_due(batch.step) or (time_is_up and not self.writer.pending):
-                self._save(batch.step)
-            if not stop and self.evaluation_due(batch.step):
-                stop = self.evaluate(batch.step)
+                self._save_last(step)
+            elif self._checkpoint_due(step) or time_is_up:
+                self._save(step)
+            if not stop and self.evaluation_due(step):
+                stop = self.evaluate(step)
                 if stop and not last:  # asked to stop meanwhile
-                    self._save_last(batch.step)
+                    self._save_last(step)
             if stop or last:
                 return stop
-            self.watchdog.enter_phase("reading data", batch.step + 1)
+            self.garbage.collect(step)
+            self.watchdog.enter_phase("reading data", step + 1)
         return Stop.NO
 
     def wait_for_checkpoint(self) -> None:
@@ -191,35 +197,53 @@ class Trainer:
             f" {show_bits_per_byte(per_byte)} bits per byte ({targets:,} tokens, {seconds:.1f} s)"
         )
 
-    def _train_step(self, batch: StepBatch) -> StepResult:
-        """Runs one step."""
+    def _looks_at(self, step: int) -> bool:
+        """Whether the state after a step is looked at, so that the step is finished before another begins."""
+        last = step == self.run.steps
+        due = last or self._checkpoint_due(step) or self.evaluation_due(step) or self.stepper.needs_drain(step)
+        return due or self.profiler.ends_with(step)
+
+    def _begin(self, batch: StepBatch) -> None:
+        """Begins a step."""
         step = batch.step
         self.watchdog.enter_phase("training", step)
         with self.clock.excluded():
             self.profiler.begin(step)
+        with self.profiler.step(step), self.stragglers.measured(step):
+            self.stepper.begin(batch, lr=self.run.schedule.lr(step), host_values=self._flags)
+
+    def _flags(self) -> list[float]:
+        """What this rank says with the numbers of a step."""
+        flags = StepFlags(self.signals.requested, self.writer.busy, self.timer.due, self.memory.grew)
+        return flags.values()
+
+    def _finish_steps(self, *, drain: bool) -> tuple[Stop, bool]:
+        """Reports the steps that are finished, all of them or those that a device at work leaves; advances a save.
+
+        Returns:
+            The stop that is requested of any rank, and whether it is time for a checkpoint.
+        """
+        found = [StepFlags(Stop.NO)]
         try:
-            with self.profiler.step(step), self.stragglers.measured(step):
-                result = self.stepper.train(batch, lr=self.run.schedule.lr(step))
+            for step, result in self.stepper.finished(drain=drain):
+                self.progress.step = step
+                found.append(StepFlags.agreed(result.host_sums))
+                if found[-1].memory_grew:
+                    self.memory.agree(self.agreement)
+                self._report(step, result)
+                with self.clock.excluded():
+                    self.profiler.finish(step)
         except TrainingError:  # on all ranks alike: a checkpoint that is being written is finished first
             self.wait_for_checkpoint()
             raise
-        self.progress.step = step
-        with self.clock.excluded():
-            self.profiler.finish(step)
-        return result
+        self._advance_save(busy=any(flags.busy for flags in found) or len(found) == 1)
+        due = any(flags.checkpoint_due for flags in found) and not self.writer.pending
+        return max(flags.stop for flags in found), due
 
-    def _synchronize(self, *values: int) -> tuple[Stop, bool, *tuple[int, ...]]:
-        """One small all-reduce after each step, or batch of an evaluation; a save that is under way is advanced.
-
-        Returns:
-            The stop that is requested of any rank, whether it is time for a checkpoint, and each value's maximum.
-        """
-        own = (self.signals.requested, self.writer.busy, self.timer.due)
-        stop, busy, due, *maxima = self.agreement.max_over_ranks(*own, *values)
+    def _advance_save(self, *, busy: bool) -> None:
         if self.writer.pending and not busy:
             with self.clock.excluded():
                 self._report_saved(self.writer.advance())
-        return Stop(stop), bool(due), *maxima
 
     def _cost(self, memory: dict[str, int]) -> StepCost:
         """What the step took that has just ended, with its speed over all ranks and the MFU of one device."""
@@ -230,8 +254,8 @@ class Trainer:
         mfu = per_device * self.flops_per_token / self.peak_flops if known else None  # type: ignore[operator]
         return StepCost(seconds, waited, rate, mfu, memory)
 
-    def _report(self, step: int, result: StepResult, *, memory: dict[str, int]) -> None:
-        batch, cost = self.run.batch, self._cost(memory)
+    def _report(self, step: int, result: StepResult) -> None:
+        batch, cost = self.run.batch, self._cost(self.memory.known)
         lr = self.run.schedule.lr(step)
         self.sinks.write(
             "step",
@@ -259,6 +283,7 @@ class Trainer:
         self.watchdog.enter_phase("saving", step)
         self.timer.restart()
         self._report_saved(self.writer.wait())
+        self.sinks.flush()  # a checkpoint has the rows of its steps, even if the process is killed next
         try:
             self.writer.begin(self.manifest.checkpoint(step, self.stepper), self.engine.state)
         except CheckpointError as error:
@@ -271,6 +296,7 @@ class Trainer:
         self._report_saved(previous)
         if previous is not None and previous.step == step and previous.checkpoint is not None:
             return
+        self.sinks.flush()
         self.writer.begin(self.manifest.checkpoint(step, self.stepper), self.engine.state)
         saved = self.writer.wait()
         assert saved is not None
@@ -284,6 +310,7 @@ class Trainer:
         if saved.checkpoint is not None:
             self.manifest.write_if_possible(saved.step, self.display.say)
             self.sinks.event(saved.step, event="checkpoint", path=str(saved.checkpoint.path), **times)
+            self.sinks.flush()
             return
         self.sinks.event(saved.step, event="checkpoint_failed", why=saved.failure, **times)
         if not last:  # that one is an error
@@ -301,19 +328,32 @@ class Trainer:
 
 
 class _Interruptible:
-    """Ends an evaluation between two batches when a stop is requested, on all ranks at the same batch."""
+    """Ends an evaluation between two batches when a stop is requested, on all ranks at the same batch.
+
+    What the ranks say at a batch is read when the next one is due: no device is waited for.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self.stop = trainer, Stop.NO
+        self._said: HostCopy | None = None
 
     def batches(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """Yields batches until the run is asked to stop."""
         for batch in batches:
             self._trainer.watchdog.enter_phase("evaluation")
-            self.stop, *_ = self._trainer._synchronize()  # a save under way is committed before the evaluation ends
+            self._listen()
             if self.stop:
                 return
+            own = (self._trainer.signals.requested, self._trainer.writer.busy)
+            self._said = self._trainer.agreement.begin_max(*own)
             yield batch
+        self._listen()
+
+    def _listen(self) -> None:
+        if self._said is not None:
+            stop, busy = self._said.read()
+            self._said, self.stop = None, Stop(int(stop))
+            self._trainer._advance_save(busy=bool(busy))  # a save under way is committed before the evaluation ends
 
 
 def _bits_per_byte(scored: Sequence[tuple[TokenDataset, EvaluationSums]]) -> float | None:

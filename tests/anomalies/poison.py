@@ -79,9 +79,13 @@ def train_poisoned(run: Any, fault: str) -> dict[str, Any]:
         before, score = local_state(engine), evaluate(engine, run)
         # on one data rank only: all others must notice
         own = run.alone or run.topology.coordinates(dist.get_rank())["dp"] == run.topology.dp - 1
-        objective.fault = fault if own else "none"
+        objective.fault = {"ahead": "loss"}.get(fault, fault) if own else "none"
         closed = {"limits": NO_UPDATE} if fault == "gate" else {}
-        result = engine.train_step(step_batch(run, step), lr=1e-3, **closed)
+        begun = engine.begin_step(step_batch(run, step), lr=1e-3, **closed)
+        if fault == "ahead":  # the next step is begun before anyone has looked at this one
+            objective.fault = "none"
+            engine.begin_step(step_batch(run, step + 1), lr=1e-3, after=begun)
+        result = begun.result()
         again = engine.train_step(step_batch(run, step), lr=1e-3, **closed) if closed else result
         objective.fault = "none"
         after = local_state(engine)
@@ -108,7 +112,8 @@ def main() -> None:
     results = {}
     for name, case in json.loads(Path(sys.argv[1]).read_text()).items():
         run = resolved(case, processes=dist.get_world_size() if several else 1)
-        own = {fault: train_poisoned(run, fault) for fault in ("loss", "gradient", "gate")}
+        native = ["ahead"] if case["engine"] == "torch" else []
+        own = {fault: train_poisoned(run, fault) for fault in ("loss", "gradient", "gate", *native)}
         own["without"] = train_without_step(run)
         results_of_ranks: list[Any] = [own]
         if several:

@@ -79,6 +79,18 @@ def test_a_step_that_is_not_applied_leaves_the_state_unchanged(
         assert result["losses"] == own["without"]  # to the last bit
 
 
+@pytest.mark.parametrize("name", [each for each in NAMES if {**ON_ONE, **ON_TWO}[each.values[0]]["engine"] == "torch"])
+def test_a_step_begun_after_one_that_is_not_applied_is_not_applied_either(
+    results: dict[str, list[dict[str, Any]]], name: str
+) -> None:
+    for own in results[name]:
+        result = own["ahead"]
+        assert result["outcome"] == "non_finite"
+        assert result["same"]
+        assert result["same score"]
+        assert result["losses"] == own["without"]  # to the last bit, as if neither had been begun
+
+
 def test_a_step_with_a_closed_gate_reports_the_same_loss_and_norm_as_an_applied_one(
     results: dict[str, list[dict[str, Any]]],
 ) -> None:

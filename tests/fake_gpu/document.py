@@ -162,12 +162,12 @@ def _memory(cases: dict[str, Case], found: dict[str, Any]) -> Iterator[str]:
 
 
 def _host(cases: dict[str, Case], found: dict[str, Any]) -> Iterator[str]:
-    yield "| config | reads | copies from pageable memory | where |"
-    yield "|---|---:|---:|---|"
+    yield "| config | waits | deferred | copies from pageable memory | where |"
+    yield "|---|---:|---:|---:|---|"
     for name in cases:
-        reads, copies = found[name]["host_reads"], found[name]["unpinned"]
-        where = "; ".join(f"`{line}` {count}" for line, count in {**reads, **copies}.items())
-        yield f"| {name} | {sum(reads.values())} | {sum(copies.values())} | {where} |"
+        kinds = [found[name].get(key, {}) for key in ("host_reads", "deferred_reads", "unpinned")]
+        where = "; ".join(f"`{line}` {count}" for counts in kinds for line, count in counts.items())
+        yield f"| {name} | {' | '.join(str(sum(counts.values())) for counts in kinds)} | {where} |"
     yield ""
 
 
@@ -191,9 +191,9 @@ the dtype of forward and backward passes, nothing repeated. A row above 1.05 tim
 _MEMORY = """Bytes on the device at the largest moment of the step, by kind, beside the formulas that
 `headrace check` prints (`pipeline/parallel/memory.py`). Not in them: the allocator's fragmentation, the buffers of NCCL
 and of kernels, the CUDA context. Of DeepSpeed only the whole is shown: its flat buffers hold several kinds."""
-_HOST = """Reads of the device by the host in a step, with the function that makes them, and copies from memory that
-is not page-locked. Those of `torch_native/pipeline.py` are in the first step only: the stages tell each other shapes.
-Those of `expert_balance.py` come after the update: the experts' load."""
+_HOST = """Reads of the device by the host in a step, with the function that makes them: for "waits" the host stops, the
+"deferred" ones are asked for when the next step has begun. Then copies from memory that is not page-locked. Those of
+`torch_native/pipeline.py` are in the first step only: the stages tell each other shapes."""
 _MISSING = """Later stages of DeepSpeed's pipeline receive the shapes of their input from the stage before, which is
 not there: `AssertionError` in `deepspeed/runtime/pipe/engine.py`, `assert isinstance(self.pipe_recv_buf, tuple)`. The
 first stage runs. `tests/fake_gpu/test_on_a_gpu.py` has the rest, for a machine with GPUs; not yet run."""

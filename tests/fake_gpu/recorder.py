@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from pipeline.launch.host_copy import HostCopy
 from tests.fake_gpu.memory import Memory
 
 aten: Any = torch.ops.aten
@@ -62,6 +63,7 @@ class Recorder(TorchDispatchMode):
     Attributes:
         collectives: (kind, axes, dtype) -> [count, bytes of the whole tensors].
         host_reads: line of ours that made the host wait for the device -> count.
+        deferred_reads: line of ours that began a copy to the host which it waits for later -> count.
         unpinned: line of ours that copied pageable host memory to the device -> count.
         flops: of matrix products and attention; causal attention counts in full, as in the FLOPs of MFU.
     """
@@ -76,6 +78,7 @@ class Recorder(TorchDispatchMode):
         """Forgets all counts."""
         self.collectives: dict[tuple[str, str, str], list[int]] = {}
         self.host_reads: Counter[str] = Counter()
+        self.deferred_reads: Counter[str] = Counter()
         self.unpinned: Counter[str] = Counter()
         self.flops = 0
         self._memory.begin()
@@ -103,6 +106,22 @@ class Recorder(TorchDispatchMode):
             if isinstance(each, FakeTensor) and each.device.type == "cuda":  # a DTensor has no memory of its own
                 self._memory.see(each)
         return result
+
+    @contextmanager
+    def deferring_reads(self) -> Iterator[None]:
+        """`HostCopy` is counted within, and has constants; a fake device has no events."""
+
+        def begin(copy: HostCopy, values: Tensor) -> None:
+            if values.device.type == "cuda":
+                self.deferred_reads[_line()] += 1
+            copy.__dict__["constants"] = [_constant(values.dtype)] * values.numel()
+
+        before = HostCopy.__init__, HostCopy.read
+        HostCopy.__init__, HostCopy.read = begin, lambda copy: copy.constants  # type: ignore[assignment, attr-defined, method-assign, misc, return-value]
+        try:
+            yield
+        finally:
+            HostCopy.__init__, HostCopy.read = before  # type: ignore[method-assign]
 
     @contextmanager
     def reading_lists(self) -> Iterator[None]:

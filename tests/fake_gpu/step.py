@@ -45,7 +45,8 @@ class Report:
     Attributes:
         layout: in words.
         collectives: kind, axes, dtype, count, bytes of the whole tensors; sorted.
-        host_reads: line -> count.
+        host_reads: line -> count; the host waits.
+        deferred_reads: line -> count; the host waits after it has begun the next step.
         unpinned: line of a copy from pageable memory -> count.
         flops: of matrix products and attention.
         peak: bytes.
@@ -56,6 +57,7 @@ class Report:
     layout: str
     collectives: list[list[Any]] = field(default_factory=list)
     host_reads: dict[str, int] = field(default_factory=dict)
+    deferred_reads: dict[str, int] = field(default_factory=dict)
     unpinned: dict[str, int] = field(default_factory=dict)
     flops: int = 0
     peak: int = 0
@@ -78,7 +80,7 @@ def run_step(case: Case) -> dict[str, Any]:
             stack.enter_context(deepspeed_on_fake_device(rank=rank, processes=run.topology.world_size))
         mesh = build_mesh(run, "cuda")
         recorder = Recorder(memory, axes_of=lambda ranks: axes_of(run.topology, ranks))
-        with fake.fake_tensors(), _watched(memory), recorder.reading_lists(), recorder:
+        with fake.fake_tensors(), _watched(memory), recorder.reading_lists(), recorder.deferring_reads(), recorder:
             values = Zeros({name: parameter.shape for name, parameter in model.named_parameters()})
             objective = CrossEntropy(z_loss=run.config.loss.z_loss)
             engine = build_engine(run, model, values, objective, device=torch.device("cuda", 0), mesh=mesh)
@@ -99,8 +101,10 @@ def run_step(case: Case) -> dict[str, Any]:
                 engine.train_step(batch, lr=1e-4)
             peak = memory.peak()
     rows = [[*key, *value] for key, value in sorted(recorder.collectives.items())]
-    reads, copies = dict(sorted(recorder.host_reads.items())), dict(sorted(recorder.unpinned.items()))
-    return asdict(Report(run.layout, rows, reads, copies, recorder.flops, peak.bytes, peak.kinds, held))
+    waited, deferred, copies = (
+        dict(sorted(each.items())) for each in (recorder.host_reads, recorder.deferred_reads, recorder.unpinned)
+    )
+    return asdict(Report(run.layout, rows, waited, deferred, copies, recorder.flops, peak.bytes, peak.kinds, held))
 
 
 def self_test(_case: Case) -> dict[str, Any]:

@@ -33,8 +33,8 @@ from pipeline.engines.common import with_expert_load
 from pipeline.engines.deepspeed.operators import set_up_deepspeed
 from pipeline.engines.deepspeed.replicated import ReplicatedOptimizer
 from pipeline.engines.deepspeed.state import LocalState, collect_local_state, replicas, restore_local_state
-from pipeline.engines.host_copy import to_device
 from pipeline.engines.loss_scale import LossScaler
+from pipeline.launch.host_copy import to_device
 from pipeline.parallel.assemble import LocalModel
 from pipeline.parallel.expert_balance import make_balancer
 from pipeline.parallel.mesh import Mesh

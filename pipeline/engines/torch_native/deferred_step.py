@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from pipeline.engines.base import PendingStep, StepOutcome, StepResult, UpdateLimits
-from pipeline.engines.host_copy import HostCopy
 from pipeline.engines.loss_scale import LossScaler
+from pipeline.launch.host_copy import HostCopy
 from pipeline.parallel.expert_balance import ExpertBalancer
 
 

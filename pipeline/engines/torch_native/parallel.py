@@ -27,7 +27,6 @@ from pipeline.engines.base import (
     no_host_values,
 )
 from pipeline.engines.common import decayed_names, model_dtype, weight_decay_groups
-from pipeline.engines.host_copy import to_device
 from pipeline.engines.loss_scale import LossScaler
 from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.torch_native import gradients
@@ -37,6 +36,7 @@ from pipeline.engines.torch_native.fp8_gather import refresh_scales
 from pipeline.engines.torch_native.pipeline import PipelineSchedule, StageModule
 from pipeline.engines.torch_native.sharding import ParameterShard, reshard, shard_decoder
 from pipeline.engines.torch_native.state import named_shards, replicas, set_step
+from pipeline.launch.host_copy import to_device
 from pipeline.models.values import ParameterValues
 from pipeline.optim.build import build_optimizer
 from pipeline.optim.state import ensure_all_states

@@ -33,10 +33,10 @@ from pipeline.engines.base import (
     no_host_values,
 )
 from pipeline.engines.common import decayed_names, weight_decay_groups
-from pipeline.engines.host_copy import to_device
 from pipeline.engines.loss_scale import LossScaler
 from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.torch_native.deferred_step import DeferredStep, UpdateDecision, decide
+from pipeline.launch.host_copy import to_device
 from pipeline.models.materialize import materialize
 from pipeline.models.values import ParameterValues
 from pipeline.optim.build import build_optimizer

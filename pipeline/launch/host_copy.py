@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 
-def to_device(values: Sequence[float], device: torch.device) -> Tensor:
-    """fp64 [n] on a device, through page-locked memory where it is a GPU."""
-    host = torch.tensor(values, dtype=torch.float64)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and len(values) else host.to(device)
+def to_device(values: Tensor | Sequence[float], device: torch.device) -> Tensor:
+    """A host tensor (numbers: fp64 [n]) on a device, through page-locked memory where that is a GPU."""
+    host = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.float64)
+    if not len(host):  # nothing to copy, which would be a copy nevertheless
+        return torch.empty(0, dtype=host.dtype, device=device)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 class HostCopy:
