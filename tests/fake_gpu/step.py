@@ -67,12 +67,8 @@ class Report:
 
 def run_step(case: Case) -> dict[str, Any]:
     """Runs a case; a `Report` as a dictionary."""
-    run = case.resolved()
-    tokenizer = {"vocab_size": case.vocabulary, "bos_id": 0, "eos_id": 1, "pad_id": None}
-    length = run.config.data.sequence_length
-    hf_config = resolve_hf_config(run.config.model, tokenizer=tokenizer, sequence_length=length)
-    model = build_meta(hf_config, dtype=model_dtype(run.config), attn_implementation=attention_of(run))
-    check_layout(run, model)
+    run, model = _run_and_model(case)
+    hf_config: Any = model.config
     memory = Memory(_makers(), head=(hf_config.vocab_size // run.topology.tp, hf_config.hidden_size))
     with contextlib.ExitStack() as stack:
         rank = stack.enter_context(_world(run.topology, case.pp_rank))
@@ -105,6 +101,34 @@ def run_step(case: Case) -> dict[str, Any]:
         dict(sorted(each.items())) for each in (recorder.host_reads, recorder.deferred_reads, recorder.unpinned)
     )
     return asdict(Report(run.layout, rows, waited, deferred, copies, recorder.flops, peak.bytes, peak.kinds, held))
+
+
+def run_compiled_step(case: Case) -> None:
+    """Runs a step of a case of the native engine without counting: a mode that sees operators hides compiled ones."""
+    run, model = _run_and_model(case)
+    hf_config: Any = model.config
+    memory = Memory(_makers(), head=(hf_config.vocab_size // run.topology.tp, hf_config.hidden_size))
+    with _world(run.topology, case.pp_rank):
+        mesh = build_mesh(run, "cuda")
+        recorder = Recorder(memory, axes_of=lambda ranks: axes_of(run.topology, ranks))
+        with fake.fake_tensors(), _watched(memory), recorder.reading_lists(), recorder.deferring_reads():
+            values = Zeros({name: parameter.shape for name, parameter in model.named_parameters()})
+            objective = CrossEntropy(z_loss=run.config.loss.z_loss)
+            with recorder:  # which leaves a model on meta alone
+                engine = build_engine(run, model, values, objective, device=torch.device("cuda", 0), mesh=mesh)
+            for number in range(1, case.steps + 1):
+                engine.train_step(_batch(run, number), lr=1e-4)
+
+
+def _run_and_model(case: Case) -> tuple[ResolvedRun, nn.Module]:
+    """The run of a case and its model on meta."""
+    run = case.resolved()
+    tokenizer = {"vocab_size": case.vocabulary, "bos_id": 0, "eos_id": 1, "pad_id": None}
+    length = run.config.data.sequence_length
+    hf_config = resolve_hf_config(run.config.model, tokenizer=tokenizer, sequence_length=length)
+    model = build_meta(hf_config, dtype=model_dtype(run.config), attn_implementation=attention_of(run))
+    check_layout(run, model)
+    return run, model
 
 
 def self_test(_case: Case) -> dict[str, Any]:
