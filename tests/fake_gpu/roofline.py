@@ -136,7 +136,8 @@ def whole(row: str) -> Case:
 def table(kept: dict[str, list[dict[str, Any]]]) -> list[str]:
     """The section of the page."""
     lines = [
-        "| config | GPU | products, s | other kernels, s | gradients, update, s | step, s | MFU, 6N + 12Lhs | 6N + 6Lhs |",
+        "| config | GPU | products, s | other kernels, s | gradients, update, s | step, s |"
+        " MFU, 6N + 12Lhs | 6N + 6Lhs |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row, graphs in kept.items():
