@@ -67,13 +67,13 @@ def measure(engine: str, layers: int) -> None:
         "zero_optimization": {"stage": 3},
     }
     run = resolve(Config.model_validate(config), world_size=dist.get_world_size())
-    before = _status("VmRSS")
+    before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak; see proc(5)
     began = time.perf_counter()
     built = build_engine(run, model, InitByName(model, seed=0), CrossEntropy(), device=torch.device("cpu"))
     line = (
-        f"rank {dist.get_rank()}: memory grew by {(_status('VmRSS') - before) / MIB:,.0f} MiB,"
-        f" at its peak by {(_status('VmHWM') - before) / MIB:,.0f}, in {time.perf_counter() - began:.0f} s"
+        f"rank {dist.get_rank()}: memory grew by {(status('VmRSS') - before) / MIB:,.0f} MiB,"
+        f" at its peak by {(status('VmHWM') - before) / MIB:,.0f}, in {time.perf_counter() - began:.0f} s"
     )
     lines: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(lines, line)
@@ -87,7 +87,7 @@ def measure(engine: str, layers: int) -> None:
         print("\n".join(lines))
 
 
-def _status(field: str) -> int:
+def status(field: str) -> int:
     """A field of /proc/self/status, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))

@@ -11,6 +11,8 @@ from headrace.base.errors import CheckpointError
 from pipeline.checkpoint.metadata import read_metadata
 from pipeline.checkpoint.named_state import buffer_key, weight_key
 from pipeline.checkpoint.read_shards import ShardReader
+from pipeline.models.counter import CPU
+from pipeline.models.rectangle import Rectangle, part
 
 
 class CheckpointWeights:
@@ -38,13 +40,13 @@ class CheckpointWeights:
         )
         self._dtypes = {each.key: each.dtype for each in stored}
 
-    def value(self, name: str) -> Tensor:
-        """The parameter's full fp32 value on the CPU.
+    def value(self, name: str, *, box: Rectangle | None = None, device: torch.device = CPU) -> Tensor:
+        """See `ParameterValues.value`. It is read whole.
 
         Raises:
             CheckpointError: a file is missing or damaged.
         """
-        return self._read(weight_key(name), torch.empty(self.shapes[name], dtype=torch.float32))
+        return part(self._read(weight_key(name), torch.empty(self.shapes[name], dtype=torch.float32)), box).to(device)
 
     def buffer(self, name: str) -> Tensor | None:
         """See `ParameterValues.buffer`; in its own dtype.

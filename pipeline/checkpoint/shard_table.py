@@ -22,7 +22,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.shards import NamedShard, Rectangle
+from pipeline.checkpoint.shards import NamedShard
+from pipeline.models.rectangle import Rectangle
 
 Ints = npt.NDArray[np.int64]
 State = Mapping[str, NamedShard | Tensor]

@@ -11,7 +11,6 @@ the same applies recursively within the first and last row.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,22 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-
-@dataclass(frozen=True)
-class Rectangle:
-    """A rectangle (box) of a tensor: first index and length along every dim."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """Elements in the rectangle."""
-        return math.prod(self.sizes)
-
-    def shifted(self, by: tuple[int, ...]) -> Rectangle:
-        """The same rectangle, `by` further along every dim."""
-        return Rectangle(tuple(o + b for o, b in zip(self.offsets, by, strict=True)), self.sizes)
+from pipeline.models.rectangle import Rectangle
 
 
 def split_flat_range(shape: tuple[int, ...], start: int, length: int) -> list[Rectangle]:

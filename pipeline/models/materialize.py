@@ -1,7 +1,7 @@
 """Materializes a model from the meta device, parameter by parameter.
 
-A callback receives each parameter once it has its value (ZeRO-3 shards it immediately), so that no rank holds more than
-its shards plus one full parameter.
+ZeRO-3 makes its parameters itself, each a shard as soon as it exists, so that no rank holds more than its shards plus
+one full parameter.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from torch import nn
 from pipeline.models.buffers import fill_buffers
 from pipeline.models.values import ParameterValues
 
+MakeParameter = Callable[[str, nn.Parameter], nn.Parameter]
+
 
 @torch.no_grad()
 def materialize(
@@ -21,7 +23,7 @@ def materialize(
     values: ParameterValues,
     *,
     device: torch.device,
-    on_parameter: Callable[[nn.Parameter], None] | None = None,
+    make: MakeParameter | None = None,
     names: Mapping[int, str] | None = None,
 ) -> None:
     """Gives every parameter and buffer of a model on meta its value.
@@ -30,20 +32,21 @@ def materialize(
         model: built by `build_meta`; changed in place. Tied parameters stay one object.
         values: of its parameters, and of persistent buffers where it has them.
         device: of the result.
-        on_parameter: called with each parameter as soon as it has its value.
+        make: makes a parameter from its name in `values` and the one on meta; when None it has its whole value.
         names: id of a parameter -> its name in `values`, where that is not its name in `model`.
     """
+
+    def whole(name: str, on_meta: nn.Parameter) -> nn.Parameter:
+        value = values.value(name, device=device).to(on_meta.dtype)
+        return nn.Parameter(value, requires_grad=on_meta.requires_grad)
+
     names = names or {id(parameter): name for name, parameter in model.named_parameters()}
     real: dict[int, nn.Parameter] = {}
     # all values are computed before the model changes: `values` may run the model's own code, on meta
     owners = [(module, key, p) for module in model.modules() for key, p in module._parameters.items() if p is not None]
     for _module, _key, on_meta in owners:
         if id(on_meta) not in real:
-            value = values.value(names[id(on_meta)]).to(device=device, dtype=on_meta.dtype)
-            real[id(on_meta)] = nn.Parameter(value, requires_grad=on_meta.requires_grad)
-            del value  # otherwise the full tensor would stay in memory while the next one is computed
-            if on_parameter is not None:
-                on_parameter(real[id(on_meta)])
+            real[id(on_meta)] = (make or whole)(names[id(on_meta)], on_meta)
     fill_buffers(model, device, values)
     for module, key, on_meta in owners:
         module._parameters[key] = real[id(on_meta)]

@@ -1,4 +1,4 @@
-"""Parameter values read from the safetensors files of a Hugging Face folder, one parameter at a time."""
+"""Parameter values read from the safetensors files of a Hugging Face folder: the wanted part of one at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from headrace.base.errors import DataError
 from pipeline.models.buffers import buffer_shapes
+from pipeline.models.counter import CPU
 from pipeline.models.meta import parameter_shapes
+from pipeline.models.rectangle import Rectangle, part
 from pipeline.models.stored_names import TensorGroup, groups_of_files
 
 _SCALE = "_scale_inv"
@@ -35,6 +37,9 @@ class FromSafetensors:
 
     Tensors that transformers renames, fuses or splits while it loads a folder are converted in the same way. Weights in
     fp8 with a scale per block are multiplied by their scales.
+
+    Of a tensor that is only renamed, the bytes of the wanted box are read and no others. Tensors that are fused or
+    split (stacked experts) and weights in fp8 are read whole, one at a time, and the box is taken out.
 
     Args:
         folder: contains model.safetensors, or model.safetensors.index.json and its shards.
@@ -71,16 +76,26 @@ class FromSafetensors:
             if found != tuple(shape):
                 raise DataError(f"{folder}: {rename(name)} has shape {found}, but config.json makes it {tuple(shape)}")
 
-    def value(self, name: str) -> Tensor:
-        """The parameter's value, fp32 on the CPU."""
-        return self._read(name).to(torch.float32)
+    def value(self, name: str, *, box: Rectangle | None = None, device: torch.device = CPU) -> Tensor:
+        """See `ParameterValues.value`."""
+        return self._read(name, box).to(device).to(torch.float32)
 
     def buffer(self, name: str) -> Tensor | None:
         """See `ParameterValues.buffer`; in the dtype of the files."""
         return self._read(name) if name in self._buffers else None
 
-    def _read(self, name: str) -> Tensor:
+    def _read(self, name: str, box: Rectangle | None = None) -> Tensor:
         group = self._group_of[self._rename(name)]
+        if box is not None and group.converter is None and group.key + _SCALE not in self._stored:
+            return self._slice(group.names[0], box)
+        return part(self._full(name, group), box)
+
+    def _slice(self, name: str, box: Rectangle) -> Tensor:
+        with safe_open(self._stored[name].file, framework="pt") as file:
+            mapped: Tensor = file.get_slice(name)[box.slices] if box.sizes else file.get_tensor(name)
+            return mapped.clone(memory_format=torch.contiguous_format)  # reads the pages of the box
+
+    def _full(self, name: str, group: TensorGroup) -> Tensor:
         if self._last is None or self._last[0] is not group:
             self._last = None
             made = group.convert({each: self._tensor(each) for each in group.names}, self._model)

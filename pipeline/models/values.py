@@ -1,7 +1,7 @@
-"""Parameter values: seeded by the parameter's name (law 2) here, read from files in `stored_values`.
+"""Parameter values: computed from the parameter's name (law 2) here, read from files in `stored_values`.
 
-Both are functions from a name to the full tensor, called for one parameter at a time, so that a rank never holds more
-than its shards and one full parameter.
+Both are functions from a name and a box to the values of that box. A rank asks for its shard of one parameter at a
+time, so that it computes or reads nothing else, and never holds more than its shards and one full parameter.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,14 +17,26 @@ from torch import Tensor, nn
 
 from headrace.base.errors import ConfigError
 from pipeline.data.permutation import derive_key
+from pipeline.models.counter import CPU
 from pipeline.models.own_init import Constructors, init_weights
+from pipeline.models.recorded_init import Fill, filled, recorded_fills
+from pipeline.models.rectangle import Rectangle, part
 
 
 class ParameterValues(Protocol):
     """The initial values of a model's parameters and persistent buffers."""
 
-    def value(self, name: str) -> Tensor:
-        """The full value of one parameter: its full shape, fp32, on the CPU."""
+    def value(self, name: str, *, box: Rectangle | None = None, device: torch.device = CPU) -> Tensor:
+        """Values of one parameter, in memory of their own.
+
+        Args:
+            name: Hugging Face name.
+            box: the part of the full parameter that is wanted; all of it when None.
+            device: where they are wanted.
+
+        Returns:
+            fp32 of the sizes of the box: the same numbers as in the full value.
+        """
         ...
 
     def buffer(self, name: str) -> Tensor | None:
@@ -40,22 +53,60 @@ class OwnBuffers:
 
 
 class InitByName(OwnBuffers):
-    """Law 2: Hugging Face's own initialization, one parameter at a time, seeded by the parameter's name.
+    """Law 2: Hugging Face's own initialization, one parameter at a time, as a function of (seed, name, element).
 
     Architectures initialize a parameter in the code of the module that owns it and sometimes again in a parent module
-    (GPT-2 rescales its residual projections). So one parameter is materialized on the CPU, the generator is seeded from
-    (seed, name, shape), and the model's `_init_weights` is called on the owner and then on each of its ancestors, with
-    all other parameters still on meta, where initialization does nothing. A parameter that `_init_weights` does not set
-    has the value of its module's constructor, called with the same seed. The values depend neither on the layout, nor
-    the device, nor on which other parameters exist.
+    (GPT-2 rescales its residual projections). What the model's `_init_weights` does to a parameter when it is called on
+    the owner and then on each of its ancestors is recorded on meta, once. Where that is a constant, or normal or
+    uniform numbers, any box is computed from the counters of its elements, on the device where it is wanted.
+
+    Other parameters have formulas or their module's constructor (the time constants of Mamba and RWKV, truncated normal
+    numbers, GPT-1's projections): the code runs on the full parameter on the CPU, with torch's generator seeded from
+    (seed, name, shape), and the box is taken out of it. All other parameters are on meta meanwhile, where
+    initialization does nothing.
+
+    The values depend neither on the layout, nor the device, nor on which other parameters exist.
+
+    Args:
+        model: on meta, built by `build_meta`.
+        seed: of the run.
     """
 
     def __init__(self, model: nn.Module, *, seed: int) -> None:
         self._model, self._seed, self._constructors = model, seed, Constructors(model)
+        self._recorded: dict[str, tuple[Fill, ...] | None] = {}
+
+    def value(self, name: str, *, box: Rectangle | None = None, device: torch.device = CPU) -> Tensor:
+        """See `ParameterValues.value`."""
+        fills = self.fills(name)
+        if fills is None:
+            return part(self._own_value(name), box).to(device)
+        shape = tuple(self._model.get_parameter(name).shape)
+        return filled(fills, shape, key=derive_key(self._seed, "init", name), box=box, device=device)
+
+    def fills(self, name: str) -> tuple[Fill, ...] | None:
+        """How a parameter is initialized; None where only the architecture's own code can tell."""
+        if name not in self._recorded:
+            owner_name, _, key = name.rpartition(".")
+            owner = self._model.get_submodule(owner_name)
+            on_meta = owner._parameters[key]
+            assert on_meta is not None
+            blank = nn.Parameter(torch.empty(on_meta.shape, device="meta"), requires_grad=False)
+            owner._parameters[key] = blank
+            try:
+                fills = recorded_fills(blank, partial(self._initialize, owner_name))
+                self._recorded[name] = fills if owner._parameters[key] is blank else None
+            finally:
+                owner._parameters[key] = on_meta
+        return self._recorded[name]
+
+    def _initialize(self, owner_name: str) -> None:
+        for each in _owner_and_ancestors(owner_name):
+            init_weights(self._model, each)
 
     @torch.no_grad()
-    def value(self, name: str) -> Tensor:
-        """The parameter's value, fp32 on the CPU."""
+    def _own_value(self, name: str) -> Tensor:
+        """The full value that the architecture's own code computes, fp32 on the CPU."""
         owner_name, _, key = name.rpartition(".")
         owner = self._model.get_submodule(owner_name)
         try:
@@ -90,8 +141,7 @@ class InitByName(OwnBuffers):
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                for each in _owner_and_ancestors(owner_name):
-                    init_weights(self._model, each)
+                self._initialize(owner_name)
         finally:
             owner._parameters.update(on_meta)
         return real[key]
@@ -103,9 +153,10 @@ class InitByName(OwnBuffers):
         return ConfigError("model.config.model_type", kind, why=why, remedy=remedy)
 
     def check(self, *, largest: int = 1 << 20) -> None:
-        """Draws one parameter of every kind (names without layer numbers), none with more than `largest` elements.
+        """Tries to initialize one parameter of every kind (names without layer numbers).
 
-        So that an architecture that cannot be initialized is refused before a process group exists.
+        So that an architecture that cannot be initialized is refused before a process group exists. Nothing is drawn
+        but where the architecture's own code has to run; of those none with more than `largest` elements.
 
         Raises:
             ConfigError: as `value`.
@@ -115,7 +166,8 @@ class InitByName(OwnBuffers):
             if parameter.numel() <= largest:
                 kinds.setdefault(re.sub(r"\d+", "*", name), name)
         for name in kinds.values():
-            self.value(name)
+            if self.fills(name) is None:
+                self._own_value(name)
 
 
 def _owner_and_ancestors(owner_name: str) -> list[str]:
@@ -134,10 +186,10 @@ class ReportsProgress:
     def __init__(self, values: ParameterValues, report: Callable[[], None]) -> None:
         self._values, self._report = values, report
 
-    def value(self, name: str) -> Tensor:
+    def value(self, name: str, *, box: Rectangle | None = None, device: torch.device = CPU) -> Tensor:
         """See `ParameterValues.value`."""
         self._report()
-        return self._values.value(name)
+        return self._values.value(name, box=box, device=device)
 
     def buffer(self, name: str) -> Tensor | None:
         """See `ParameterValues.buffer`."""
@@ -154,6 +206,7 @@ class Zeros(OwnBuffers):
     def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
         self._shapes = shapes
 
-    def value(self, name: str) -> Tensor:
-        """Zeros of the parameter's full shape, fp32 on the CPU."""
-        return torch.zeros(self._shapes[name], dtype=torch.float32)
+    def value(self, name: str, *, box: Rectangle | None = None, device: torch.device = CPU) -> Tensor:
+        """See `ParameterValues.value`."""
+        sizes = self._shapes[name] if box is None else box.sizes
+        return torch.zeros(sizes, dtype=torch.float32, device=device)

@@ -22,10 +22,12 @@ from headrace.base.errors import ConfigError
 from pipeline.config.rules import ResolvedRun
 from pipeline.data.loader import MicroBatch
 from pipeline.models.attention import ATTENTION_NAME
+from pipeline.models.counter import CPU
 from pipeline.models.hf_config import one_line
 from pipeline.models.layers import global_value
 from pipeline.models.materialize import materialize
 from pipeline.models.meta import build_meta
+from pipeline.models.rectangle import Rectangle, part
 from pipeline.models.shrink import shrink
 from pipeline.models.values import OwnBuffers
 from pipeline.parallel.decoder import Decoder, DecoderLayout, parameter_owners
@@ -196,11 +198,11 @@ class RandomValues(OwnBuffers):
     def __init__(self, model: nn.Module) -> None:
         self._shapes = {name: p.shape for name, p in model.named_parameters()}
 
-    def value(self, name: str) -> Tensor:
+    def value(self, name: str, *, box: Rectangle | None = None, device: torch.device = CPU) -> Tensor:
         shape = self._shapes[name]
         generator = torch.Generator().manual_seed(sum(name.encode()) + len(name))
         drawn = torch.randn(shape, generator=generator)
-        return 1.0 + 0.2 * drawn if len(shape) < 2 else drawn * (2.0 / shape[-1] ** 0.5)
+        return part(1.0 + 0.2 * drawn if len(shape) < 2 else drawn * (2.0 / shape[-1] ** 0.5), box).to(device)
 
 
 class _TinyModel:

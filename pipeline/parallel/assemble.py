@@ -8,12 +8,14 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from headrace.base.errors import ConfigError
-from pipeline.checkpoint.shards import Rectangle
 from pipeline.config.rules import ResolvedRun
 from pipeline.models.attention import ATTENTION_NAME
+from pipeline.models.counter import CPU
+from pipeline.models.rectangle import Rectangle
 from pipeline.models.values import ParameterValues
 from pipeline.parallel.activation_checkpointing import apply_activation_checkpointing
 from pipeline.parallel.compilation import apply_compile
@@ -144,12 +146,12 @@ class ShardedValues:
     def __init__(self, values: ParameterValues, local_model: LocalModel) -> None:
         self._values, self._local_model = values, local_model
 
-    def value(self, name: str) -> Tensor:
-        """This rank's shard of a parameter, fp32 on the CPU. The full tensor exists only during the call."""
-        full, box = self._values.value(name), self._local_model.box(name)
-        if box is None:
-            return full
-        return full[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))].clone()
+    def value(self, name: str, *, box: Rectangle | None = None, device: torch.device = CPU) -> Tensor:
+        """Values of this rank's shard of a parameter; `box` counts within the shard. See `ParameterValues.value`."""
+        shard = self._local_model.box(name)
+        if shard is not None:
+            box = shard if box is None else box.shifted(shard.offsets)
+        return self._values.value(name, box=box, device=device)
 
     def buffer(self, name: str) -> Tensor | None:
         """See `ParameterValues.buffer`: whole on every rank."""

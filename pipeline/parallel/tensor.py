@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headrace.base.errors import ConfigError
-from pipeline.checkpoint.shards import Rectangle
+from pipeline.models.rectangle import Rectangle
 from pipeline.parallel.collectives import all_gather, reduce_scatter
 from pipeline.parallel.vocabulary import VocabularyShard
 

@@ -25,6 +25,8 @@ from pipeline.engines.build import build_engine
 from pipeline.engines.common import require_finite_step
 from pipeline.engines.objective import CrossEntropy
 from pipeline.launch import Launch, process_group
+from pipeline.models.counter import CPU, normal
+from pipeline.models.rectangle import Rectangle, part
 from pipeline.models.values import ParameterValues
 from pipeline.proof.case import Case, CaseResult, write_result
 from pipeline.run.prepare import PreparedRun, prepare
@@ -65,11 +67,11 @@ class _Perturbed:
     def __init__(self, values: ParameterValues, size: float) -> None:
         self._values, self._size = values, size
 
-    def value(self, name: str) -> torch.Tensor:
+    def value(self, name: str, *, box: Rectangle | None = None, device: torch.device = CPU) -> torch.Tensor:
         """See `ParameterValues.value`."""
-        value = self._values.value(name)
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        return value * (1 + self._size * torch.randn(value.shape, generator=generator))
+        value = self._values.value(name, device=device)
+        noise = normal(tuple(value.shape), key=zlib.crc32(name.encode()), device=device)
+        return part(value * (1 + self._size * noise), box)
 
     def buffer(self, name: str) -> torch.Tensor | None:
         """See `ParameterValues.buffer`."""

@@ -37,9 +37,10 @@ from pipeline.checkpoint.shard_table import (
     encode_table,
     table_of,
 )
-from pipeline.checkpoint.shards import NamedShard, Rectangle
+from pipeline.checkpoint.shards import NamedShard
 from pipeline.checkpoint.torch_metadata import from_torch_metadata
 from pipeline.checkpoint.torch_reader import TorchReader, to_torch_metadata
+from pipeline.models.rectangle import Rectangle
 
 Box = tuple[str, tuple[int, ...], tuple[int, ...]]
 

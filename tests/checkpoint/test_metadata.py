@@ -16,7 +16,8 @@ from headrace.base.errors import CheckpointError
 from pipeline.checkpoint.coverage import coverage_error, unevenly_covered
 from pipeline.checkpoint.metadata import read_metadata
 from pipeline.checkpoint.shard_table import ShardTable, StoredTensor, padded
-from pipeline.checkpoint.shards import Rectangle, split_flat_range
+from pipeline.checkpoint.shards import split_flat_range
+from pipeline.models.rectangle import Rectangle
 
 
 def table(shape: tuple[int, ...], shards: Sequence[Rectangle]) -> ShardTable:

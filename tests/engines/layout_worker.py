@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from headrace.base.section import parse
 from pipeline.checkpoint import named_state
@@ -34,6 +33,7 @@ from pipeline.engines.objective import CrossEntropy
 from pipeline.models.attention import ATTENTION_NAME
 from pipeline.models.hf_config import resolve_hf_config
 from pipeline.models.meta import build_meta
+from pipeline.models.rectangle import Rectangle
 from pipeline.models.values import InitByName, OwnBuffers, ParameterValues
 from tests.parity.matrix import model_of
 
@@ -104,28 +104,34 @@ def make_engine(run: ResolvedRun, objective: Objective | None = None, *, device:
     """The engine of a run, with the run's own objective unless another is given."""
     hf = resolve_hf_config(run.config.model, tokenizer={"vocab_size": VOCABULARY}, sequence_length=LENGTH)
     model = build_meta(hf, dtype=model_dtype(run.config), attn_implementation="sdpa" if run.plain else ATTENTION_NAME)
-    objective, plain = objective or CrossEntropy(z_loss=run.config.loss.z_loss), InitByName(model, seed=3)
-    values: ParameterValues = plain
+    objective = objective or CrossEntropy(z_loss=run.config.loss.z_loss)
+    values = RecordedValues(InitByName(model, seed=3))
+    engine: Any = build_engine(run, model, values, objective, device=device)
     if not run.alone and run.config.engine == "torch":
-        values = OneParameterAtATime(plain, lingering=0)
+        assert values.asked == {shard.name: shard.master.numel() for shard in engine._shards}
     elif not run.alone and run.config.zero_optimization.stage == 3:
-        values = OneParameterAtATime(plain, lingering=1)  # one may still be in use by an asynchronous collective
-    return build_engine(run, model, values, objective, device=device)
+        assert_only_partitions(values.asked, engine._local_model.decoder.parameters_by_name())
+    return engine
 
 
-class OneParameterAtATime(OwnBuffers):
-    """Asserts that at most `lingering` full parameter values are still referenced when the next one is requested."""
+class RecordedValues(OwnBuffers):
+    """Counts the elements that a rank asks for: name -> number."""
 
-    def __init__(self, values: ParameterValues, *, lingering: int) -> None:
-        self._values, self._lingering, self._returned = values, lingering, list[StorageWeakRef]()
+    def __init__(self, values: ParameterValues) -> None:
+        self._values, self.asked = values, dict[str, int]()
 
-    def value(self, name: str) -> Tensor:
-        """The full value."""
-        alive = sum(not storage.expired() for storage in self._returned)
-        assert alive <= self._lingering, f"{alive} full parameters before {name} are still in memory"
-        value = self._values.value(name)
-        self._returned.append(StorageWeakRef(value.untyped_storage()))
+    def value(self, name: str, *, box: Rectangle | None = None, device: torch.device = CPU) -> Tensor:
+        """The value, counted."""
+        value = self._values.value(name, box=box, device=device)
+        self.asked[name] = self.asked.get(name, 0) + value.numel()
         return value
+
+
+def assert_only_partitions(asked: dict[str, int], parameters: dict[str, Any]) -> None:
+    """A rank with ZeRO-3 has asked for no more than its partition of each parameter, and the rows at its ends."""
+    for name, parameter in parameters.items():
+        row = parameter.ds_numel // max(1, parameter.ds_shape[0])
+        assert asked.get(name, 0) <= min(parameter.ds_numel, parameter.ds_tensor.ds_numel + 2 * row), name
 
 
 def step_batch(run: ResolvedRun, step: int) -> StepBatch:

@@ -91,10 +91,10 @@ def test_fp16_skips_the_steps_that_overflow_and_no_others(found: dict[str, dict[
     assert 0 < found["fp16"]["skipped"] < 4  # of 4 steps
 
 
-def test_a_rank_keeps_its_share_of_the_weights_and_never_more_than_one_full_parameter(
+def test_a_rank_keeps_its_share_of_the_weights_and_asks_for_no_other_values(
     found: dict[str, dict[str, float]],
 ) -> None:
-    # layout_worker.OneParameterAtATime asserts while every engine is built that full parameters are freed one by one
+    # layout_worker.make_engine asserts in every layout that the first values a rank has asked for are its shards
     assert found["sharded weights, gathered per step, on 2"]["share"] == pytest.approx(1 / 2)
     assert found["experts"]["share"] == pytest.approx(1 / 4, rel=0.01)  # rows that 4 does not divide
     assert found["hybrid sharding 2 x 2"]["share"] == pytest.approx(1 / 2)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
+from pipeline.models import counter
 from pipeline.models.materialize import materialize
 from pipeline.models.meta import build_meta, parameter_shapes
-from pipeline.models.values import InitByName
+from pipeline.models.recorded_init import Fill, recorded_fills
+from pipeline.models.rectangle import Rectangle
+from pipeline.models.values import InitByName, Zeros
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -89,6 +95,77 @@ def test_a_materialized_model_computes_the_same_logits_as_one_built_without_meta
         assert torch.equal(ours(input_ids=ids).logits, theirs(input_ids=ids).logits)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_value_of_a_box_is_that_part_of_the_full_value(family: str) -> None:
+    model = meta(family, **({"pad_token_id": 7} if family == "llama" else {}))
+    values = InitByName(model, seed=1)
+    for name, shape in parameter_shapes(model).items():
+        full = values.value(name)
+        for first in range(0, shape[0], -(-shape[0] // 3)):
+            count = min(-(-shape[0] // 3), shape[0] - first)
+            box = Rectangle.full(shape).rows(first, count)
+            assert torch.equal(values.value(name, box=box), full[first : first + count]), name
+        half = Rectangle((0,) * (len(shape) - 1) + (shape[-1] // 2,), (*shape[:-1], shape[-1] - shape[-1] // 2))
+        assert torch.equal(values.value(name, box=half), full[..., shape[-1] // 2 :]), name
+
+
+def test_the_row_of_the_padding_token_is_zero_in_every_box() -> None:
+    model = meta("llama", pad_token_id=7)
+    values, name = InitByName(model, seed=1), "model.embed_tokens.weight"
+    assert not values.value(name, box=Rectangle((7, 10), (1, 20))).any()
+    assert values.value(name, box=Rectangle((6, 0), (1, 64))).all()
+    assert not values.value(name)[7].any()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_initialization_of_common_families_is_recorded_and_runs_on_nothing(family: str) -> None:
+    model = meta(family)
+    values = InitByName(model, seed=1)
+    assert all(values.fills(name) is not None for name in parameter_shapes(model))
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_what_is_neither_constant_nor_drawn_by_a_counter_is_left_to_the_architectures_code() -> None:
+    linear = nn.Linear(8, 8, device="meta")
+    unknown: list[Callable[[], object]] = [
+        lambda: nn.init.trunc_normal_(linear.weight),  # torch does nothing on meta
+        lambda: nn.init.orthogonal_(linear.weight),
+        lambda: linear.weight.data.normal_().mul_(2.0),
+        linear.weight.data[:, 0].zero_,
+        lambda: None,
+    ]
+    for initialize in unknown:
+        assert recorded_fills(linear.weight, lambda known=initialize: (known(), None)[1]) is None
+    with torch.no_grad():
+        nn.init.normal_(linear.weight, std=0.5)
+    last = recorded_fills(linear.weight, lambda: (nn.init.ones_(linear.weight), nn.init.uniform_(linear.weight))[0])
+    assert last == (Fill("uniform", 0.0, 1.0),)
+
+
+def test_zeros_and_the_check_of_a_resumed_run_draw_nothing() -> None:
+    model, shapes = meta("llama"), parameter_shapes(meta("llama"))
+    with _Draws() as draws:
+        InitByName(model, seed=1).check()
+        materialize(model, Zeros(shapes), device=torch.device("cpu"))
+    assert draws.elements == 0
+    fresh = meta("llama")
+    with _Draws() as draws, patch.object(counter, "philox", side_effect=counter.philox) as philox:
+        materialize(fresh, InitByName(fresh, seed=1), device=torch.device("cpu"))
+    assert philox.call_count > 0  # the counter counts
+    assert not any(parameter.any() for parameter in model.parameters())
+
+
+class _Draws(TorchDispatchMode):
+    """Counts the elements that torch draws off the meta device."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and not args[0].is_meta:
+            self.elements += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
 def test_tied_parameters_stay_one_object() -> None:
     model = real("llama", tie_word_embeddings=True)
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -100,9 +177,9 @@ def test_parameters_are_materialized_one_at_a_time() -> None:
     assert all(p.is_meta for p in model.parameters())
     alive: list[int] = []
 
-    def record(parameter: nn.Parameter) -> None:
+    def make(_name: str, on_meta: nn.Parameter) -> nn.Parameter:
         alive.append(sum(not p.is_meta for p in model.parameters()))
-        parameter.data = torch.empty(0)  # as ZeRO-3 does: the full value is freed before the next is computed
+        return nn.Parameter(torch.zeros_like(on_meta, device="cpu"))
 
-    materialize(model, InitByName(model, seed=1), device=torch.device("cpu"), on_parameter=record)
+    materialize(model, InitByName(model, seed=1), device=torch.device("cpu"), make=make)
     assert alive == [0] * len(list(model.parameters()))

@@ -22,6 +22,7 @@ from pipeline.models.layers import attention_widths, keep_layers, original_name
 from pipeline.models.materialize import materialize
 from pipeline.models.meta import build_meta
 from pipeline.models.padding import check_padded_positions
+from pipeline.models.rectangle import Rectangle
 from pipeline.models.stored_values import FromSafetensors
 from pipeline.models.values import InitByName
 from pipeline.run.prepare import described
@@ -58,6 +59,49 @@ def test_saved_weights_are_loaded_unchanged(folder: Path) -> None:
     values = FromSafetensors(folder, model=model_of(folder))
     for name, tensor in load_file(folder / "model.safetensors").items():
         assert torch.equal(values.value(name), tensor)
+
+
+def test_a_box_of_a_saved_weight_is_that_part_of_it(folder: Path) -> None:
+    values = FromSafetensors(folder, model=model_of(folder))
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        box = Rectangle.full(tensor.shape).rows(3, 4)
+        assert torch.equal(values.value(name, box=box), tensor[3:7])
+        half = Rectangle((*box.offsets[:-1], box.offsets[-1] + 1), (*box.sizes[:-1], box.sizes[-1] // 2))
+        found = values.value(name, box=half)
+        assert torch.equal(found, tensor[half.slices])
+        assert found.untyped_storage().nbytes() == 4 * half.numel  # nothing holds the file
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from Linux's /proc")
+def test_only_the_bytes_of_a_box_are_read(tmp_path: Path) -> None:
+    config = resolve({"config": {**LLAMA, "hidden_size": 1024, "num_hidden_layers": 1, "vocab_size": 1 << 20}})
+    model = build_meta(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    config.save_pretrained(tmp_path)
+    sparse_weights(tmp_path / "model.safetensors", model)  # 4 GiB, of which the disk has nothing
+    values, name = FromSafetensors(tmp_path, model=model), "model.embed_tokens.weight"
+    before = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak; see proc(5)
+    assert values.value(name, box=Rectangle((1 << 19, 512), (64, 512))).shape == (64, 512)
+    assert _status("VmHWM") - before < 64 * 2**20
+    values.value(name, box=Rectangle((1 << 19, 0), (1 << 15, 1024)))
+    assert _status("VmHWM") - before > 64 * 2**20  # the peak shows what is read
+
+
+def sparse_weights(file: Path, model: nn.Module) -> None:
+    """A safetensors file of zeros in bf16, with holes in place of the zeros."""
+    header, end = dict[str, Any](), 0
+    for name, parameter in model.named_parameters():
+        begin, end = end, end + 2 * parameter.numel()
+        header[name] = {"dtype": "BF16", "shape": list(parameter.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.truncate(8 + len(text) + end)
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
 def test_missing_unexpected_and_misshapen_tensors_are_refused(folder: Path) -> None:

@@ -13,6 +13,8 @@ from pipeline.config.schema import Config
 from pipeline.data.loader import MicroBatch
 from pipeline.engines.objective import CrossEntropy
 from pipeline.models.buffers import fill_buffers
+from pipeline.models.counter import CPU
+from pipeline.models.rectangle import Rectangle, part
 from pipeline.models.values import InitByName, OwnBuffers
 from pipeline.parallel.assemble import LocalModel, ShardedValues, assemble
 from pipeline.parallel.mesh import Mesh
@@ -29,9 +31,9 @@ class EnlargedValues(OwnBuffers):
     def __init__(self, values: InitByName) -> None:
         self._values = values
 
-    def value(self, name: str) -> Tensor:
+    def value(self, name: str, *, box: Rectangle | None = None, device: torch.device = CPU) -> Tensor:
         """Initialized by name, and enlarged."""
-        return enlarged(name, self._values.value(name))
+        return part(enlarged(name, self._values.value(name)), box).to(device)
 
 
 def resolved(*, world_size: int, **sections: Any) -> ResolvedRun:

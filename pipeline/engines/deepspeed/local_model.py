@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -11,11 +13,25 @@ from torch import nn
 
 from pipeline.config.rules import ResolvedRun
 from pipeline.models.materialize import materialize
+from pipeline.models.rectangle import Rectangle
 from pipeline.models.values import ParameterValues
 from pipeline.parallel.assemble import LocalModel, ShardedValues, assemble
 from pipeline.parallel.expert_balance import ExpertBalancer
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.stages import StageLayers
+
+
+@dataclass(frozen=True)
+class Zero3:
+    """What shards a parameter over the data group with ZeRO-3.
+
+    Attributes:
+        config: DeepSpeed's.
+        unit: the model-parallel unit (mpu); None when all ranks are the data group.
+    """
+
+    config: dict[str, Any]
+    unit: Any
 
 
 def build_local_model(
@@ -27,7 +43,7 @@ def build_local_model(
     device: torch.device,
     stage: StageLayers | None = None,
     balancer: ExpertBalancer | None = None,
-    on_parameter: Callable[[nn.Parameter], None] | None = None,
+    zero3: Zero3 | None = None,
 ) -> LocalModel:
     """Builds and materializes this rank's part of the model. No rank holds more than its part and one parameter.
 
@@ -39,18 +55,14 @@ def build_local_model(
         device: of this rank.
         stage: the pipeline stage to build; the full model when None.
         balancer: observes the experts' routers; None for a dense model.
-        on_parameter: called with each parameter as soon as it is materialized.
+        zero3: shards every parameter over the data group; None for other stages.
     """
     local_model = assemble(run, model, mesh, stage=stage, balancer=balancer)
     # alone on its stage, a tied head has another name in the module than the embedding it is a copy of
     names = {id(parameter): name for name, parameter in local_model.decoder.parameters_by_name().items()}
-    materialize(
-        local_model.decoder.causal,
-        ShardedValues(values, local_model),
-        device=device,
-        on_parameter=on_parameter,
-        names=names,
-    )
+    sharded = ShardedValues(values, local_model)
+    make = None if zero3 is None else partial(_zero3_parameter, sharded, device, zero3)
+    materialize(local_model.decoder.causal, sharded, device=device, make=make, names=names)
     if local_model.tensor is not None:
         named = local_model.decoder.parameters_by_name()
         for name in local_model.tensor.boxes:
@@ -58,17 +70,53 @@ def build_local_model(
     return local_model
 
 
-def zero3_sharder(config: dict[str, Any], unit: Any) -> Callable[[nn.Parameter], None]:
-    """A callback that shards a parameter over the data group with ZeRO-3, as soon as it is materialized.
+def _zero3_parameter(
+    values: ParameterValues,
+    device: torch.device,
+    zero3: Zero3,
+    name: str,
+    on_meta: nn.Parameter,
+) -> nn.Parameter:
+    """A parameter that is sharded over the data group with ZeRO-3; only this rank's partition has been computed."""
+    full = torch.empty(on_meta.shape, dtype=on_meta.dtype, device=device)
+    parameter = nn.Parameter(full, requires_grad=on_meta.requires_grad)
+    _OwnPartition(
+        module=nn.ParameterList([parameter]),
+        config_dict_or_path=zero3.config,
+        data_parallel_group=None if zero3.unit is None else zero3.unit.get_data_parallel_group(),
+        mpu=zero3.unit,
+        fill=partial(_fill, values, name, device),
+    )
+    return parameter
+
+
+class _OwnPartition(deepspeed.zero.Init):  # type: ignore[misc]
+    """`zero.Init` for parameters whose values every rank can compute: nothing is broadcast.
 
     Args:
-        config: DeepSpeed's.
-        unit: the model-parallel unit (mpu); None when all ranks are the data group.
+        fill: writes values into a parameter, from one flat index to another.
     """
-    group = None if unit is None else unit.get_data_parallel_group()
 
-    def shard(parameter: nn.Parameter) -> None:
-        module = nn.ParameterList([parameter])
-        deepspeed.zero.Init(module=module, config_dict_or_path=config, data_parallel_group=group, mpu=unit)
+    def __init__(self, *, fill: Callable[[torch.Tensor, int, int], None], **arguments: Any) -> None:
+        self._fill_range = fill
+        super().__init__(**arguments)
 
-    return shard
+    def _zero_init_param(self, param: Any) -> None:
+        self._convert_to_deepspeed_param(param)
+        size = self._aligned_size(param) // self._partition_world_size(param)
+        start = min(size * self._partition_rank(param), param.numel())
+        self._fill_range(param.data, start, min(start + size, param.numel()))
+        param.partition()
+
+
+def _fill(values: ParameterValues, name: str, device: torch.device, full: torch.Tensor, start: int, stop: int) -> None:
+    """Writes the values from one flat index to another into a parameter; computed are the rows that they lie in."""
+    if start == stop:
+        return
+    if not full.ndim:
+        full.copy_(values.value(name, device=device))
+        return
+    row = full[0].numel()
+    first, end = start // row, -(-stop // row)
+    rows = values.value(name, box=Rectangle.full(full.shape).rows(first, end - first), device=device)
+    full.view(-1)[start:stop] = rows.view(-1)[start - first * row : stop - first * row]

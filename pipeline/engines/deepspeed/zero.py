@@ -26,7 +26,7 @@ from pipeline.engines.common import decayed_names
 from pipeline.engines.deepspeed.base import DeepSpeedBase
 from pipeline.engines.deepspeed.config import deepspeed_config
 from pipeline.engines.deepspeed.groups import ModelParallelUnit
-from pipeline.engines.deepspeed.local_model import build_local_model, zero3_sharder
+from pipeline.engines.deepspeed.local_model import Zero3, build_local_model
 from pipeline.engines.deepspeed.optimizer import make_optimizer
 from pipeline.engines.deepspeed.state import reset_optimizer_state
 from pipeline.engines.objective import CrossEntropy
@@ -61,9 +61,9 @@ class DeepSpeedZero(DeepSpeedBase):
         super().__init__(run, model, objective, device=device, mesh=mesh)
         config = deepspeed_config(run)
         unit = ModelParallelUnit(mesh) if mesh and mesh.size("tp") > 1 else None
-        sharder = zero3_sharder(config, unit) if run.config.zero_optimization.stage == 3 else None
+        zero3 = Zero3(config, unit) if run.config.zero_optimization.stage == 3 else None
         self._local_model = build_local_model(
-            run, model, values, mesh, device=device, balancer=self._balancer, on_parameter=sharder
+            run, model, values, mesh, device=device, balancer=self._balancer, zero3=zero3
         )
         optimizer = make_optimizer(
             run,
@@ -73,7 +73,7 @@ class DeepSpeedZero(DeepSpeedBase):
             counts_unsharded=mesh is None or mesh.coordinates["tp"] == 0,
             update_allowed=self._update_allowed,
         )
-        if sharder is not None:
+        if zero3 is not None:
             blocks = conditional_blocks(model.config)
             if compiles(run.config.compile):
                 # a layer's weights are gathered at once, by hooks outside its compiled graph

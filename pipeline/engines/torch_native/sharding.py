@@ -26,10 +26,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from pipeline.checkpoint.shards import NamedShard, Rectangle
+from pipeline.checkpoint.shards import NamedShard
 from pipeline.config.schema import Fp8Section
 from pipeline.engines.torch_native.fp8_gather import gather_in_fp8, unwrapped, wrapped_like
 from pipeline.models.buffers import fill_buffers
+from pipeline.models.rectangle import Rectangle
 from pipeline.models.values import ParameterValues
 from pipeline.parallel.assemble import LocalModel, ShardedValues
 from pipeline.parallel.mesh import Mesh
@@ -157,7 +158,8 @@ def _materialize(local_model: LocalModel, values: ParameterValues, device: torch
     decoder, sharded_values = local_model.decoder, ShardedValues(values, local_model)
     on_meta: dict[str, Any] = dict(decoder.parameters_by_name())
     for name, old in on_meta.items():
-        local = _rows(sharded_values.value(name), old).to(device, copy=True)
+        rows = Rectangle.full(old.shape).rows(_first_row(old), old.to_local().shape[0])
+        local = sharded_values.value(name, box=rows, device=device)
         placement = (old.device_mesh, old.placements)
         local = wrapped_like(local, old.to_local())
         real = DTensor.from_local(local, *placement, run_check=False, shape=old.shape, stride=old.stride())
@@ -195,9 +197,3 @@ def _first_row(sharded: DTensor) -> int:
     mesh = sharded.device_mesh
     size = -(-sharded.shape[0] // mesh.size(mesh.ndim - 1))
     return min(sharded.shape[0], size * mesh.get_local_rank(mesh.ndim - 1))
-
-
-def _rows(tp_shard: Tensor, sharded: DTensor) -> Tensor:
-    """This rank's rows of the tensor-parallel shard of a parameter."""
-    first = _first_row(sharded)
-    return tp_shard[first : first + sharded.to_local().shape[0]]

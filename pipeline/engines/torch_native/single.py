@@ -37,7 +37,9 @@ from pipeline.engines.loss_scale import LossScaler
 from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.torch_native.deferred_step import DeferredStep, UpdateDecision, decide
 from pipeline.launch.host_copy import to_device
+from pipeline.models.counter import CPU
 from pipeline.models.materialize import materialize
+from pipeline.models.rectangle import Rectangle
 from pipeline.models.values import ParameterValues
 from pipeline.optim.build import build_optimizer
 from pipeline.optim.split_master import joined, split
@@ -110,7 +112,7 @@ class TorchSingle(TrainsStepByStep):
         self.deferred = device.type == "cuda" and not self._scaler.enabled
         self._balancer = make_balancer(run.config.moe, model, device=device)
         self._decoder = assemble(run, model, None, balancer=self._balancer).decoder
-        recorded = _Residuals(values, device)
+        recorded = _Residuals(values)
         materialize(self._decoder.causal, recorded, device=device, names=None)
         self._decoder.train()
         weights = self._decoder.parameters_by_name()
@@ -279,23 +281,21 @@ class _MasterValues:
 
 
 class _Residuals:
-    """Initial values whose part that bf16 weights lack is kept, on the device.
+    """Initial values whose part that bf16 weights lack is kept, on their device.
 
     Args:
         values: of the parameters.
-        device: of the residuals.
     """
 
-    def __init__(self, values: ParameterValues, device: torch.device) -> None:
-        self._values, self._device = values, device
+    def __init__(self, values: ParameterValues) -> None:
+        self._values = values
         self.residuals: dict[str, Tensor] = {}
 
-    def value(self, name: str) -> Tensor:
+    def value(self, name: str, *, box: Rectangle | None = None, device: torch.device = CPU) -> Tensor:
         """See `ParameterValues.value`."""
-        value = self._values.value(name)
-        residual = torch.empty(value.shape, dtype=torch.int16)
-        split(value.float(), torch.empty(value.shape, dtype=torch.bfloat16), residual)
-        self.residuals[name] = residual.to(self._device)
+        value = self._values.value(name, box=box, device=device)
+        self.residuals[name] = torch.empty(value.shape, dtype=torch.int16, device=device)
+        split(value, torch.empty(value.shape, dtype=torch.bfloat16, device=device), self.residuals[name])
         return value
 
     def buffer(self, name: str) -> Tensor | None:
