@@ -79,6 +79,11 @@ class RankModel:
         """Elements in all."""
         return sum(self.layers) + self.rest
 
+    @property
+    def separate(self) -> bool:
+        """Whether embedding and head are gathered apart: they are not one weight of one stage."""
+        return not (self.first and self.last) or self.rest >= 2 * self.head
+
 
 def widths_of(config: Any) -> Widths | None:
     """Sizes from a Hugging Face config; None for a decoder that is not built like Llama's."""

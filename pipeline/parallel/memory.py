@@ -170,27 +170,33 @@ def _plain(step: _Step) -> list[Bytes]:
 
 
 def _sharded(step: _Step) -> list[Bytes]:
-    """FSDP2 (`engines.torch_native.sharding`): fp32 shards; one layer is gathered ahead of the one that is computed."""
+    """FSDP2 (`engines.torch_native.units`): fp32 shards; one unit is gathered ahead of the one that is computed."""
     rank, s, n = step.rank, step.size, step.shards
     unit, per_layer = max(rank.layers), step.stage == 3
     several = step.accumulation > 1
     # gradients are reduced once per step by stage 0 and in pipelines, else after every micro-batch
     once = step.stage < 2 or (step.run.topology.pp > 1 and not per_layer)
-    gathered = s * rank.rest + (2 * s * unit if per_layer else s * sum(rank.layers))
     masters = _MASTER * rank.parameters / n
-    base = Bytes(weights=masters + gathered, optimizer=_MOMENTS * rank.parameters / n)
     held = _MASTER * rank.parameters / (1 if once else n) if several else 0.0
-    head = held + s * rank.head
-    # the fp32 copy of a layer's gradients lives until those of the next layer are reduced
+    base = Bytes(weights=masters, optimizer=_MOMENTS * rank.parameters / n)
+    layers = 2 * s * unit if per_layer else s * sum(rank.layers)
+    apart = (
+        per_layer and rank.separate
+    )  # the embedding is freed after its lookup, the head before the layers' gradients
+    at_loss = replace(base, weights=masters + (s * rank.head if apart else s * rank.rest + layers))
+    backward = replace(base, weights=masters + layers + (0 if apart else s * rank.rest))
+    # the fp32 copy of a unit's gradients lives until those of the next unit are reduced
+    of_head = _MASTER * rank.head * (1 + 1 / n) if rank.separate and not once else s * rank.head
+    of_layer = 0 if once else _MASTER * unit
     second = {"activations": _first_backward(step)["activations"] - _stored(step) / max(1, len(rank.layers))}
-    last = replace(base, weights=masters)  # gathered weights are freed before their gradients are reduced
-    reduced = _MASTER * rank.parameters / (1 if once else n) + (s + _MASTER) * rank.rest
+    # gathered weights are freed before their gradients are reduced
+    reduced_last = rank.rest - rank.head if rank.separate else rank.rest
+    reduced = _MASTER * rank.parameters / (1 if once else n) + (s + _MASTER) * reduced_last
     return [
-        replace(base, gradients=held + s * rank.head, **_loss(step)),
-        replace(base, gradients=held + _heads(step) * s * rank.head, **_loss(step, heads=_heads(step))),
-        replace(base, gradients=head + _mlp_gradients(step), **_first_backward(step)),
-        replace(base, gradients=head + _mlp_gradients(step) + (0 if once else _MASTER * unit), **second),
-        replace(last, gradients=reduced),
+        replace(at_loss, gradients=held + _sum_of_head(step), **_loss(step)),
+        replace(backward, gradients=held + of_head + _mlp_gradients(step), **_first_backward(step)),
+        replace(backward, gradients=held + of_layer + _mlp_gradients(step), **second),
+        replace(base, gradients=reduced),
     ]
 
 
@@ -218,14 +224,22 @@ def _deepspeed(step: _Step) -> list[Bytes]:
     return [replace(base, **_loss(step)), replace(base, **_first_backward(step))]
 
 
-def _loss(step: _Step, *, heads: int = 1) -> dict[str, float]:
-    """At the loss: all activations; logits in s bytes, with fp32 exponentials unless the head's gradient is next."""
-    rows = step.tokens
-    if step.run.config.loss.chunk is not None:
-        rows = step.micro * min(step.run.config.loss.chunk, rows // step.micro)
-    each = step.size + (_MASTER if heads == 1 else 0)
+def _loss(step: _Step) -> dict[str, float]:
+    """At the loss: all activations; logits in s bytes with fp32 exponentials.
+
+    Fused with the head (FSDP2), the gradient of a chunk's logits too, and of all rows the hidden states, their
+    gradient, and what the final norm keeps: an fp32 copy, and the normalized one.
+    """
+    rows, each, beside = step.tokens, step.size + _MASTER, 0.0
+    chunk, run = step.run.config.loss.chunk, step.run
+    if chunk is not None:
+        rows = step.micro * min(chunk, rows // step.micro)
+        if run.config.engine == "torch" and not run.alone:
+            each += step.size
+            kept = (_MASTER + step.size) / run.topology.tp + 2 * step.size
+            beside = step.tokens * step.widths.hidden * kept if step.rank.last else 0.0
     columns = step.widths.vocabulary / step.run.topology.tp if step.rank.last else 0
-    return {"activations": _stored(step), "logits": rows * columns * each}
+    return {"activations": _stored(step) + beside, "logits": rows * columns * each}
 
 
 def _first_backward(step: _Step) -> dict[str, float]:
@@ -233,10 +247,11 @@ def _first_backward(step: _Step) -> dict[str, float]:
     return {"activations": _stored(step) + _recomputed(step) + _backward_buffers(step)}
 
 
-def _heads(step: _Step) -> int:
-    """Gradients of the head: a chunked loss adds up the sum so far and that of a chunk to a new sum."""
+def _sum_of_head(step: _Step) -> float:
+    """The head's gradient, made at the loss: of several chunks an fp32 sum (`parallel.fused_head`)."""
     chunk = step.run.config.loss.chunk
-    return 3 if chunk is not None and chunk * step.micro < step.tokens else 1
+    several = chunk is not None and chunk * step.micro < step.tokens
+    return step.rank.head * (_MASTER if several else step.size)
 
 
 def _stored(step: _Step) -> float:

@@ -21,6 +21,7 @@ ON_TWO = {
     "unsharded weights on 2, 20 steps": layout(0, steps=20),
     "sharded weights, gathered per step, on 2": layout(2),
     "sharded weights, gathered per layer, on 2, 20 steps": layout(3, steps=20),
+    "untied, chunked loss": layout(3, model={"tie_word_embeddings": False}, loss={"chunk": 8}),
     "clipped gradients": layout(3, gradient_clipping=0.1),
     "full activation checkpointing": layout(3, memory={"activation_checkpointing": "full"}),
     "selective activation checkpointing, chunked z-loss": layout(
@@ -66,6 +67,7 @@ ON_FOUR = {
 
 ALWAYS = {
     "sharded weights, gathered per step, on 2",
+    "untied, chunked loss",
     "bf16 pipeline",
     "fp16",
     "hybrid sharding 2 x 2",

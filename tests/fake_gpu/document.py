@@ -28,7 +28,7 @@ H200_BYTES = 141e9
 NOT_FITTING: dict[str, str] = {}
 """Configs whose peak is above an H200's memory today, and why."""
 REASONS = {
-    "weights": "layers that are gathered ahead of the backward pass and were gathered already",
+    "weights": "the last layer is gathered again for its backward pass, which follows its forward pass",
     "gradients": "gradients are reduced in fp32",
     "tensor parallelism, gathers": "activation checkpointing repeats the gathers of the forward pass",
     "tensor parallelism, scatters": "activation checkpointing repeats the scatters of the forward pass",

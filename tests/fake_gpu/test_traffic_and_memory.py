@@ -50,6 +50,15 @@ def test_a_row_of_traffic_above_its_minimum_names_the_reason_and_none_is_below_i
         assert ratio > 0.99 or layout.startswith("deepspeed"), f"{label}: fewer bytes than the least, {ratio:.3f}"
 
 
+@pytest.mark.parametrize("kind", ["FSDP2", "context parallelism", "mixture of experts"])
+def test_embedding_and_head_are_gathered_once_a_micro_batch_and_layers_twice_each_in_a_collective(kind: str) -> None:
+    layout, _ = facts(CASES[f"gate: {kind}"])
+    counts = {row[0]: row[3] for row in measured()[f"gate: {kind}"]["collectives"]}
+    layers, micro_batches = len(layout.rank.layers), layout.micro_batches
+    assert counts["all_gather"] == micro_batches * (2 * layers + 2)
+    assert counts["reduce_scatter"] == micro_batches * (layers + 2)
+
+
 def test_the_page_shows_the_committed_steps() -> None:
     assert PAGE.read_text() == page(), "run: python -m tests.fake_gpu.document"
 

@@ -9,26 +9,24 @@
 
 fp32 master weights and the optimizer's states are sharded from stage 1 on. With hybrid sharding (HSDP) the replicas
 all-reduce gradients once per step, but with pipeline parallelism at stage 3 after every micro-batch. With pipeline
-parallelism stages 1 and 2 are the same (see `torch_native.pipeline`). Every decoder layer is one FSDP2 unit (one
-collective); the remaining parameters (embedding, final norm, head) form another.
+parallelism stages 1 and 2 are the same (see `torch_native.pipeline`). `units` defines what is gathered together.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.checkpoint.shards import NamedShard
 from pipeline.config.schema import Fp8Section
 from pipeline.engines.torch_native.fp8_gather import gather_in_fp8, unwrapped, wrapped_like
+from pipeline.engines.torch_native.units import prefetch_explicitly, sharded_modules, units_of
 from pipeline.models.buffers import fill_buffers
 from pipeline.models.rectangle import Rectangle
 from pipeline.models.values import ParameterValues
@@ -112,39 +110,19 @@ def shard_decoder(
     gather_in_fp8(local_model.decoder, fp8, shards=sharding_mesh.size(sharding_mesh.ndim - 1))
     mixed: dict[str, Any] = {"param_dtype": dtype, "reduce_dtype": torch.float32} if dtype != torch.float32 else {}
     policy = MixedPrecisionPolicy(**mixed, cast_forward_inputs=False)
-    for layers in layer_units(root):
-        unit: Any = layers if len(layers) > 1 else layers[0]
-        fully_shard(unit, mesh=sharding_mesh, reshard_after_forward=stage == 3, mp_policy=policy)
+    units = units_of(local_model.decoder.causal)
+    for unit in units.ordered():
+        modules: Any = list(unit) if len(unit) > 1 else unit[0]
+        # the head's backward pass follows its forward pass
+        gathered_again = stage == 3 and unit is not units.end
+        fully_shard(modules, mesh=sharding_mesh, reshard_after_forward=gathered_again, mp_policy=policy)
     fully_shard(root, mesh=sharding_mesh, reshard_after_forward=False, mp_policy=policy)
+    prefetch_explicitly(root, units)
     for module in sharded_modules(root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
     _materialize(local_model, values, device)
     return [_parameter_shard(name, local_model, mesh) for name in local_model.decoder.parameters_by_name()]
-
-
-def layer_units(root: nn.Module) -> list[list[nn.Module]]:
-    """The decoder layers, each a unit; layers that share parameters (Zamba's attention block) are one unit."""
-    units: list[list[nn.Module]] = []
-    for layer in _outermost_layers(root):
-        own = set(layer.parameters())
-        sharing = [unit for unit in units if any(own & set(each.parameters()) for each in unit)]
-        units = [unit for unit in units if unit not in sharing]
-        units.append([*(each for unit in sharing for each in unit), layer])
-    return units
-
-
-def _outermost_layers(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        if isinstance(child, GradientCheckpointingLayer):
-            yield child
-        else:
-            yield from _outermost_layers(child)
-
-
-def sharded_modules(root: nn.Module) -> Iterator[FSDPModule]:
-    """The FSDP2 units: modules whose parameters are gathered in one collective."""
-    return (module for module in root.modules() if isinstance(module, FSDPModule))
 
 
 def reshard(root: nn.Module) -> None:

@@ -1,0 +1,120 @@
+"""FSDP2 units: modules whose parameters are gathered in one collective, and whose gradients are reduced in one.
+
+| unit | gathered (stage 3) | its gradients are reduced |
+|---|---|---|
+| the embedding | for the forward pass; its backward pass needs no weight | at the end of the backward pass |
+| every decoder layer | for the forward and for the backward pass | after its own backward pass |
+| final norm and head | once, for both passes, which follow each other | at the start of the backward pass |
+| the remaining parameters, as unit of the root module | once, for both passes | at the end of the backward pass |
+
+An embedding and a head that share a weight stay in the unit of the root: its first and its last operation need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+
+@dataclass(frozen=True)
+class Units:
+    """The FSDP2 units of a decoder besides the root's, in the order of the forward pass.
+
+    Attributes:
+        embedding: the embedding; None on a stage without, or where the head shares its weight.
+        layers: decoder layers; those that share parameters (Zamba's attention block) are one unit.
+        end: head, with the norm before it; empty on a stage without, or where the embedding shares its weight.
+    """
+
+    embedding: nn.Module | None
+    layers: tuple[tuple[nn.Module, ...], ...]
+    end: tuple[nn.Module, ...]
+
+    def ordered(self) -> list[tuple[nn.Module, ...]]:
+        """All units, in the order of the forward pass."""
+        first = () if self.embedding is None else ((self.embedding,),)
+        return [*first, *self.layers, *((self.end,) if self.end else ())]
+
+
+def units_of(causal: nn.Module) -> Units:
+    """The units of a Hugging Face causal language model, or of a pipeline stage of it, before it is sharded."""
+    layers = layer_units(causal)
+    model: Any = causal
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    in_layers = {parameter for unit in layers for layer in unit for parameter in layer.parameters()}
+
+    def of_their_own(module: Any, kind: type[nn.Module], other: Any) -> bool:
+        if not isinstance(module, kind):
+            return False
+        others = set(other.parameters()) if isinstance(other, nn.Module) else set()
+        return not (in_layers | others) & set(module.parameters())
+
+    end = (*_norms_after_layers(causal), head) if of_their_own(head, nn.Linear, embedding) else ()
+    first = embedding if of_their_own(embedding, nn.Embedding, head) else None
+    return Units(first, tuple(tuple(unit) for unit in layers), end)
+
+
+def layer_units(root: nn.Module) -> list[list[nn.Module]]:
+    """The decoder layers, each a unit; layers that share parameters are one unit, in the place of the last of them."""
+    units: list[list[nn.Module]] = []
+    for layer in _outermost_layers(root):
+        own = set(layer.parameters())
+        sharing = [unit for unit in units if any(own & set(each.parameters()) for each in unit)]
+        units = [unit for unit in units if unit not in sharing]
+        units.append([*(each for unit in sharing for each in unit), layer])
+    return units
+
+
+def prefetch_explicitly(root: nn.Module, units: Units) -> None:
+    """Every unit starts the all-gather of its successor before its own computation, in both passes.
+
+    FSDP2's own choice in a backward pass is the unit that ran before in the forward pass. With several micro-batches in
+    flight (pipeline parallelism) that is, for the first layer, the last layer of another micro-batch: gathered in vain.
+
+    Args:
+        root: the root unit's module.
+        units: the others; all sharded.
+    """
+    if units.embedding is not None:
+        _sharded(units.embedding).set_unshard_in_backward(False)  # the gradient of a lookup does not need the weight
+    if units.end:
+        # else FSDP2 keeps the buffer of its all-gather until the end of the forward pass: through head and loss
+        _sharded(units.end[0])._set_unshard_async_op(True)
+    chain = [_sharded(root), *(_sharded(unit[0]) for unit in units.ordered())]
+    for before, after in pairwise(chain):
+        before.set_modules_to_forward_prefetch([after])
+    for before, after in pairwise(chain[1:]):
+        after.set_modules_to_backward_prefetch([before])
+
+
+def sharded_modules(root: nn.Module) -> Iterator[FSDPModule]:
+    """The FSDP2 units' modules."""
+    return (module for module in root.modules() if isinstance(module, FSDPModule))
+
+
+def _sharded(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule)
+    return module
+
+
+def _outermost_layers(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, GradientCheckpointingLayer):
+            yield child
+        else:
+            yield from _outermost_layers(child)
+
+
+def _norms_after_layers(causal: nn.Module) -> list[nn.Module]:
+    """The modules that transformers' plan of pipeline stages names after the layers; none without such a plan."""
+    base: Any = causal.base_model
+    names = list(getattr(causal.config, "base_model_pp_plan", None) or ())
+    lists = [index for index, name in enumerate(names) if isinstance(getattr(base, name, None), nn.ModuleList)]
+    after = (getattr(base, name, None) for name in names[lists[-1] + 1 :]) if lists else ()
+    return [module for module in after if isinstance(module, nn.Module) and any(True for _ in module.parameters())]
