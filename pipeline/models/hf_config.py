@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,8 @@ _OTHER_PARTS = ("vision", "audio", "vq_config", "encoder", "patcher")
 def _refuse_unknown_keys(kind: str, given: dict[str, Any]) -> None:
     """Refuses unknown keys: transformers accepts them silently, so a typo would train a different model."""
     known = known_keys(kind)
+    if not known >= given.keys():
+        known |= optional_keys(kind)
     for key, value in given.items():
         if key not in known:
             near = suggest(key, sorted(known))
@@ -163,6 +166,15 @@ def known_keys(kind: str) -> set[str]:
     config_class = CONFIG_MAPPING[kind]
     signature = inspect.signature(config_class.__init__).parameters
     return {*signature, *config_class.attribute_map, "model_type", "per_layer_config"} - {"self", "kwargs"}
+
+
+def optional_keys(kind: str) -> set[str]:
+    """Keys that a config class does not list, and layers read if they are there: `head_dim` of Qwen3-MoE."""
+    configuration = Path(inspect.getfile(CONFIG_MAPPING[kind]))
+    modeling = configuration.with_name(configuration.name.replace("configuration_", "modeling_"))
+    if not modeling.is_file():
+        return set()
+    return set(re.findall(r'getattr\(config, "(\w+)"', modeling.read_text(encoding="utf-8")))
 
 
 def one_line(error: Exception) -> str:

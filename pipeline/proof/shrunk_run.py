@@ -16,7 +16,7 @@ import torch
 from pipeline.config.deepspeed_schema import OptimizerSection
 from pipeline.config.layout_rules import check_heads
 from pipeline.config.rules import ResolvedRun
-from pipeline.models.hf_config import known_keys, resolve_hf_config
+from pipeline.models.hf_config import known_keys, optional_keys, resolve_hf_config
 from pipeline.models.shrink import shrink
 from pipeline.proof.case import Case
 from pipeline.topology import Topology
@@ -132,7 +132,7 @@ def shrink_run(run: ResolvedRun, *, steps: int, work: Path) -> ShrunkRun:
         notes.append("without the teacher: the next-token loss replaces the distillation objective")
     if config.fp8.enabled:
         notes.append("fp8 needs larger sizes: proven in bf16")
-    known = known_keys(model.model_type)
+    known = known_keys(model.model_type) | optional_keys(model.model_type)
     fields = {key: value for key, value in model.to_dict().items() if key in known}
     raw = config.model_dump(mode="json", exclude_none=True)
     lowest, highest = LEARNING_RATES[config.optimizer.type]

@@ -149,6 +149,17 @@ def test_the_vocabulary_size_follows_from_the_tokenizer_and_a_smaller_one_is_ref
         resolve({"config": {**LLAMA, "vocab_size": 299}})
 
 
+def test_a_key_that_only_the_layers_read_is_known_and_changes_them() -> None:
+    sizes = {"model_type": "qwen3_moe", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    section = ModelSection.model_validate({"config": {**sizes, "num_hidden_layers": 1, "head_dim": 32}})
+    config = resolve_hf_config(section, tokenizer={"vocab_size": 128}, sequence_length=32)
+    model = build_meta(config, dtype=torch.float32, attn_implementation="sdpa")
+    assert model.get_parameter("model.layers.0.self_attn.q_proj.weight").shape == (4 * 32, 64)
+    typo = ModelSection.model_validate({"config": {**sizes, "head_dims": 32}})
+    with pytest.raises(ConfigError, match="did you mean 'head_dim'"):
+        resolve_hf_config(typo, tokenizer={"vocab_size": 128}, sequence_length=32)
+
+
 def test_a_misspelt_model_key_is_refused_with_a_suggestion() -> None:
     with pytest.raises(ConfigError, match="did you mean 'num_hidden_layers'"):
         resolve({"config": {**LLAMA, "num_hiden_layers": 2}})
