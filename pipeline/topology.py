@@ -55,3 +55,23 @@ class Topology:
         return (
             " x ".join(f"{axis} {size}" for axis, size in zip(AXES, self.sizes, strict=True) if size > 1) or "1 process"
         )
+
+
+def sequence_chunks(length: int, *, cp: int, cp_rank: int, zigzag: bool) -> tuple[range, ...]:
+    """The positions of a sequence that a context-parallel rank holds, in order; they are equally many on every rank.
+
+    Contiguous: rank r holds the r-th of cp chunks. Zigzag: it holds chunks r and 2 cp - 1 - r of 2 cp, so that causal
+    attention is the same work on every rank (Llama 3, arXiv:2407.21783, section 3.3.2).
+
+    Args:
+        length: positions of the sequence; a multiple of cp, or of 2 cp with zigzag.
+        cp: ranks that share a sequence.
+        cp_rank: coordinate of the rank.
+        zigzag: see above; the layout of ring attention.
+    """
+    zigzag = zigzag and cp > 1
+    count = 2 * cp if zigzag else cp
+    assert length % count == 0, (length, cp, zigzag)
+    size = length // count
+    chunks = (cp_rank, count - 1 - cp_rank) if zigzag else (cp_rank,)
+    return tuple(range(chunk * size, (chunk + 1) * size) for chunk in chunks)

@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from pipeline.models.sdpa_order import describe_order, sdpa_order
+
 PACKAGES = (
     "triton", "transformers", "accelerate", "deepspeed", "torchao", "numpy", "pydantic", "datasets", "liger-kernel",
     "kernels", "flash-attn",
@@ -61,6 +63,7 @@ def described() -> dict[str, Any]:
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
         "packages": {name: version(name) for name in PACKAGES},
         "torch_lacks": {name: use for name, use in FEATURES.items() if not has(name)},
+        "sdpa_order": describe_order(sdpa_order(torch.cuda.get_device_capability(0))) if cuda else None,
         "sdpa_ms": {backend.name: sdpa(backend, device) for backend in backends()},
     }
 

@@ -24,6 +24,7 @@ from pipeline.launch import detect, process_group
 from pipeline.models.attention import ATTENTION_NAME
 from pipeline.models.hf_config import resolve_hf_config
 from pipeline.models.meta import build_meta
+from pipeline.models.sdpa_order import ordered_sdpa
 from pipeline.models.values import OwnBuffers
 from pipeline.parallel.checks import check_layout
 
@@ -72,7 +73,7 @@ def config_of(size: Size, row: Row, *, micro: int, checkpointing: str) -> dict[s
 @contextmanager
 def opened(device: torch.device) -> Iterator[None]:
     """The process group of one process, which DeepSpeed needs."""
-    with process_group(detect(), gpu=device.index):
+    with process_group(detect(), gpu=device.index), ordered_sdpa(device):
         yield
 
 

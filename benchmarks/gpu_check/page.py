@@ -55,6 +55,8 @@ def _machine(result: dict[str, Any]) -> list[str]:
     times = sorted(machine["sdpa_ms"].items(), key=lambda item: (isinstance(item[1], str), item[1]))
     order = ", ".join(f"{name} {ms:.2f}" if isinstance(ms, float) else f"{name} does not run" for name, ms in times)
     lines.append(f"Causal attention with gradients, milliseconds by backend: {order}.")
+    if machine.get("sdpa_order"):
+        lines.append(f"The order of a run (`pipeline/models/sdpa_order.py`): {machine['sdpa_order']}.")
     lacks = [f"`{name}` ({use})" for name, use in machine["torch_lacks"].items()]
     lines += [f"This torch lacks {', '.join(lacks)}."] if lacks else []
     missing = [f"{name} ({use})" for name, use in result["missing"].items()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import gcd
+from math import gcd, lcm
 from typing import Any
 
 from headrace.base.errors import ConfigError
@@ -107,20 +107,19 @@ def _check_divides(field: str, ranks: int, count: int | None, name: str) -> None
 
 
 def _check_sequence(config: Config, topology: Topology) -> None:
-    length, ranks = config.data.sequence_length, topology.cp * topology.tp
-    if length % ranks:
-        why = (
-            f"cp {topology.cp} x tp {topology.tp} ranks each hold an equal part of the sequence between decoder layers"
-        )
-        below = length // ranks * ranks
-        near = f"{below} or {below + ranks}" if below else str(ranks)
+    length, cp, tp = config.data.sequence_length, topology.cp, topology.tp
+    ring = cp > 1 and config.parallel.cp_method == "ring"
+    unit = cp * (lcm(2, tp) if ring else tp)
+    if length % unit:
+        why = f"cp {cp} x tp {tp} ranks each hold an equal part of the sequence between decoder layers"
+        if ring:
+            why += f", and with ring attention {2 * cp} equal chunks, two for each cp rank, make its work equal"
+        below = length // unit * unit
+        near = f"{below} or {below + unit}" if below else str(unit)
         raise ConfigError("data.sequence_length", length, why=why, remedy=f"use {near}")
 
 
 def _check_attention(config: Config, topology: Topology) -> None:
-    if topology.cp > 1 and config.parallel.cp_method == "ring" and config.data.mask_documents:
-        why = "ring attention supports the causal mask only, and data.mask_documents is true"
-        raise ConfigError("parallel.cp_method", "ring", why=why, remedy="use ulysses")
     given = config.model.attn_implementation
     if given == "sdpa":
         return

@@ -162,6 +162,11 @@ class ResolvedRun:
         return self.config.engine != "deepspeed" and self.topology.world_size == 1
 
     @property
+    def zigzag(self) -> bool:
+        """Whether context-parallel ranks hold two chunks of a sequence each; see `topology.sequence_chunks`."""
+        return self.topology.cp > 1 and self.config.parallel.cp_method == "ring"
+
+    @property
     def virtual_stages(self) -> int:
         """Virtual stages (model chunks) per pipeline rank."""
         if self.topology.pp == 1:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -23,6 +24,7 @@ from pipeline.data.documents import DocumentBoundaries
 from pipeline.data.mixture import DataMixture
 from pipeline.data.order import SampleLocation
 from pipeline.data.skips import NO_SKIPS, Skips
+from pipeline.topology import sequence_chunks
 
 IGNORE: Final = -100
 """Label of a position that is not a target."""
@@ -97,8 +99,9 @@ class StepLoader:
         batch: global batch, micro-batch and gradient accumulation.
         dp_rank: coordinate of this rank on the data-parallel axis.
         steps: (first, last) step, counted from 1, both included.
-        cp: context-parallel size: ranks that each hold an equal, contiguous part of every sequence.
+        cp: context-parallel size: ranks that each hold an equal part of every sequence.
         cp_rank: coordinate of this rank on the context-parallel axis.
+        zigzag: which part it is; see `topology.sequence_chunks`.
         mask_documents: document mask: positions restart in each document, and a token that is followed by another
             document's is no target.
         skips: skipped data.
@@ -106,7 +109,7 @@ class StepLoader:
         pin: copy tensors to page-locked memory, for a GPU.
     """
 
-    def __init__(  # noqa: PLR0913  four are the rank's coordinates, and all but two have defaults
+    def __init__(  # noqa: PLR0913  five are the rank's part, and all but two have defaults
         self,
         mixture: DataMixture,
         batch: BatchSizes,
@@ -115,6 +118,7 @@ class StepLoader:
         steps: tuple[int, int],
         cp: int = 1,
         cp_rank: int = 0,
+        zigzag: bool = False,
         mask_documents: bool = False,
         skips: Skips = NO_SKIPS,
         prefetch: int = 4,
@@ -122,7 +126,7 @@ class StepLoader:
     ) -> None:
         self._mixture, self._batch, self._dp_rank, self._pin = mixture, batch, dp_rank, pin
         self._first, self._last = steps
-        self._cp, self._cp_rank = cp, cp_rank
+        self._chunks = partial(sequence_chunks, cp=cp, cp_rank=cp_rank, zigzag=zigzag)
         self._mask_documents, self._prefetch = mask_documents, prefetch
         self._skips = skips
         starts = dp_rank * batch.micro + np.arange(batch.accumulation) * batch.dp * batch.micro
@@ -162,18 +166,19 @@ class StepLoader:
                 rows[: mine.size] = fim.rows(rows[: mine.size], before.of(mine), samples[mine])
             targets -= boundaries.count_non_targets(length=batch.sequence_length, masked=self._mask_documents)
             own = boundaries.of(self._samples_of_rows[real])
-        whole = make_batch(rows, own, mask_documents=self._mask_documents, cp=self._cp, cp_rank=self._cp_rank)
+        chunks = self._chunks(batch.sequence_length)
+        whole = make_batch(rows, own, mask_documents=self._mask_documents, chunks=chunks)
         if self._mixture.masked:
-            targets = self._mask_labels(whole, location, step)
+            targets = self._mask_labels(whole, location, step, chunks)
         whole.labels[torch.from_numpy(~real)] = IGNORE
         return StepBatch(step, [self._own(micro) for micro in whole.split(batch.micro)], targets)
 
-    def _mask_labels(self, batch: MicroBatch, location: SampleLocation, step: int) -> int:
+    def _mask_labels(self, batch: MicroBatch, location: SampleLocation, step: int, chunks: Sequence[range]) -> int:
         """Applies the loss mask to the labels; returns the number of targets of the whole step.
 
         To count these, every rank reads the masks of all samples: a byte per token.
         """
-        _apply_loss_mask(batch, self._mixture.loss_mask(location), cp_rank=self._cp_rank)
+        _apply_loss_mask(batch, self._mixture.loss_mask(location), chunks)
         samples = np.arange(self._batch.samples) + self._first_sample(step)
         loss_mask = self._mixture.loss_mask(self._mixture.order.locate(samples))[:, 1:]
         if self._mask_documents or self._mixture.packed:
@@ -252,8 +257,7 @@ def make_batch(
     boundaries: DocumentBoundaries | None,
     *,
     mask_documents: bool = True,
-    cp: int = 1,
-    cp_rank: int = 0,
+    chunks: Sequence[range] | None = None,
 ) -> MicroBatch:
     """One rank's context-parallel part of samples, with labels, positions and document mask.
 
@@ -261,43 +265,60 @@ def make_batch(
         rows: [n, S + 1], of any integer dtype.
         boundaries: document boundaries and padding of the first rows; None if every sample is one document.
         mask_documents: apply the document mask; without it, only padding is masked.
-        cp: context-parallel size.
-        cp_rank: coordinate of this rank on that axis.
+        chunks: the rank's positions, of `topology.sequence_chunks`; all when None.
     """
     samples, length = rows.shape[0], rows.shape[1] - 1
-    assert length % cp == 0, (length, cp)
-    piece = slice(cp_rank * (length // cp), (cp_rank + 1) * (length // cp))
-    ids, labels = _int64(rows[:, :-1][:, piece]), _int64(rows[:, 1:][:, piece])
+    chunks = chunks or (range(length),)
+    ids, labels = (_int64(_cut(each, chunks)) for each in (rows[:, :-1], rows[:, 1:]))
     if boundaries is None:
         return MicroBatch(torch.from_numpy(ids), torch.from_numpy(labels))
-    if boundaries.used is not None:
-        for row in np.flatnonzero(boundaries.used <= length).tolist():
-            labels[row, max(0, int(boundaries.used[row]) - 1 - piece.start) :] = IGNORE
+    for chunk, part in zip(chunks, np.split(labels, len(chunks), axis=1), strict=True):
+        _mask_non_targets(part, boundaries, chunk, length=length, mask_documents=mask_documents)
     if not mask_documents:
         return MicroBatch(torch.from_numpy(ids), torch.from_numpy(labels))
-    before = boundaries.at - 1 - piece.start  # the label that crosses a boundary
-    own = (before >= 0) & (before < ids.shape[1])
-    labels[boundaries.sample[own], before[own]] = IGNORE
     sample, begun = boundaries.parts(samples, length=length)
     sizes = np.diff(sample * length + begun, append=samples * length)
     positions = np.tile(np.arange(length), samples) - np.repeat(begun, sizes)
     numbers = np.arange(sample.size) - np.searchsorted(sample, sample)
     documents = np.repeat(numbers.astype(np.int32), sizes).reshape(samples, length)
-    own_positions = np.ascontiguousarray(positions.reshape(samples, length)[:, piece])
+    own_positions = np.ascontiguousarray(_cut(positions.reshape(samples, length), chunks))
     return MicroBatch(*map(torch.from_numpy, (ids, labels, own_positions, documents)))
 
 
-def _apply_loss_mask(batch: MicroBatch, loss_mask: npt.NDArray[np.bool_], *, cp_rank: int) -> None:
+def _mask_non_targets(
+    labels: npt.NDArray[np.int64],
+    boundaries: DocumentBoundaries,
+    chunk: range,
+    *,
+    length: int,
+    mask_documents: bool,
+) -> None:
+    """Masks labels of padding and, with a document mask, those that cross a boundary; they are of one chunk."""
+    if boundaries.used is not None:
+        for row in np.flatnonzero(boundaries.used <= length).tolist():
+            labels[row, max(0, int(boundaries.used[row]) - 1 - chunk.start) :] = IGNORE
+    if mask_documents:
+        before = boundaries.at - 1 - chunk.start  # the label that crosses a boundary
+        own = (before >= 0) & (before < len(chunk))
+        labels[boundaries.sample[own], before[own]] = IGNORE
+
+
+def _cut(whole: npt.NDArray[Any], chunks: Sequence[range]) -> npt.NDArray[Any]:
+    """The columns of the chunks; a view of `whole` if there is one chunk."""
+    parts = [whole[:, chunk.start : chunk.stop] for chunk in chunks]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+
+
+def _apply_loss_mask(batch: MicroBatch, loss_mask: npt.NDArray[np.bool_], chunks: Sequence[range]) -> None:
     """Masks the labels of a rank's part; `loss_mask` is bool [n, S + 1], of whole samples."""
-    width = batch.labels.shape[1]
-    batch.labels[torch.from_numpy(~loss_mask[:, 1 + cp_rank * width : 1 + (cp_rank + 1) * width])] = IGNORE
+    batch.labels[torch.from_numpy(~_cut(loss_mask[:, 1:], chunks))] = IGNORE
 
 
 def _int64(array: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     return array.astype(np.int64, order="C")  # always a copy: inputs and labels of a sample overlap
 
 
-def heldout_batches(
+def heldout_batches(  # noqa: PLR0913  five are the rank's part
     dataset: TokenDataset,
     *,
     batch_size: int,
@@ -305,6 +326,7 @@ def heldout_batches(
     dp_rank: int,
     cp: int = 1,
     cp_rank: int = 0,
+    zigzag: bool = False,
     mask_documents: bool = False,
     samples: int | None = None,
 ) -> Iterator[MicroBatch]:
@@ -316,7 +338,7 @@ def heldout_batches(
     Args:
         dataset: the split.
         batch_size: samples per batch of a rank.
-        dp, dp_rank, cp, cp_rank, mask_documents: as `StepLoader`.
+        dp, dp_rank, cp, cp_rank, zigzag, mask_documents: as `StepLoader`.
         samples: number of windows to evaluate, evenly spaced over the split; all if None.
     """
     chosen = choose_windows(dataset.windows, samples)
@@ -324,8 +346,10 @@ def heldout_batches(
         mine = start + dp_rank * batch_size + np.arange(batch_size)
         windows = chosen[np.minimum(mine, chosen.size - 1)]
         boundaries = dataset.boundaries(windows) if mask_documents else None
-        batch = make_batch(dataset.rows(windows), boundaries, cp=cp, cp_rank=cp_rank)
+        rows = dataset.rows(windows)
+        chunks = sequence_chunks(rows.shape[1] - 1, cp=cp, cp_rank=cp_rank, zigzag=zigzag)
+        batch = make_batch(rows, boundaries, chunks=chunks)
         if dataset.masked:
-            _apply_loss_mask(batch, dataset.loss_mask(windows), cp_rank=cp_rank)
+            _apply_loss_mask(batch, dataset.loss_mask(windows), chunks)
         batch.labels[torch.from_numpy(mine >= chosen.size)] = IGNORE
         yield batch

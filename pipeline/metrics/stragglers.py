@@ -1,7 +1,6 @@
 """Straggler detection: gathers every rank's own time periodically and reports ranks slower than their peers.
 
-Peers do the same work: ranks of one pipeline stage and, with ring attention, where later parts of a sequence attend to
-more tokens, of the same part. A rank without peers is not compared.
+Peers do the same work: ranks of one pipeline stage. A rank without peers is not compared.
 """
 
 from __future__ import annotations
@@ -108,15 +107,9 @@ class StragglerReport:
         return entry | asdict(own)
 
 
-def peers_of(topology: Topology, *, ring: bool) -> list[Hashable]:
-    """For every rank the key of its peer group: ranks with equal keys do the same work.
-
-    Args:
-        topology: the mesh.
-        ring: context parallelism uses ring attention.
-    """
-    coordinates = (topology.coordinates(rank) for rank in range(topology.world_size))
-    return [(each["pp"], each["cp"] if ring else 0) for each in coordinates]
+def peers_of(topology: Topology) -> list[Hashable]:
+    """For every rank the key of its peer group: ranks with equal keys do the same work."""
+    return [topology.coordinates(rank)["pp"] for rank in range(topology.world_size)]
 
 
 def report_seconds(run: ResolvedRun, *, layers: int) -> float:

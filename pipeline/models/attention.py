@@ -30,7 +30,19 @@ ATTENTION_NAME = "headrace"
 class ContextParallelAttention(Protocol):
     """Attention across ranks that each hold a shard of the sequence (context parallelism)."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: AttentionMask) -> Tensor:
+    def make_mask(
+        self,
+        documents: Tensor | None,
+        window: int | None,
+        *,
+        length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Any:
+        """As `masks.make_mask`: what `attend` takes as mask, of a kind of its own."""
+        ...
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: Any) -> Tensor:
         """As `attend` of this module, for queries [B, H, T, d] of this rank over the keys of all ranks."""
         ...
 
@@ -42,20 +54,22 @@ class AttentionContext:
     Attributes:
         length: positions of the full sequence, S.
         documents: [B, S], document index of every position; None for one document.
-        masks: window of a layer (None for full attention) -> its mask, made once for all layers.
+        masks: window of a layer (None for full attention) -> its mask, made once for all layers; an `AttentionMask`
+            without context parallelism.
         cp_attention: attention across ranks; None without context parallelism.
     """
 
     length: int
     documents: Tensor | None
-    masks: Mapping[int | None, AttentionMask]
+    masks: Mapping[int | None, Any]
     cp_attention: ContextParallelAttention | None = None
 
-    def mask(self, window: int | None, query: Tensor) -> AttentionMask:
+    def mask(self, window: int | None, query: Tensor) -> Any:
         """The mask of a layer; made for it alone where the model's config does not tell the window of its layers."""
         if window in self.masks:
             return self.masks[window]
-        return make_mask(self.documents, window, length=self.length, dtype=query.dtype, device=query.device)
+        make = make_mask if self.cp_attention is None else self.cp_attention.make_mask
+        return make(self.documents, window, length=self.length, dtype=query.dtype, device=query.device)
 
 
 def attention_windows(config: Any) -> set[int | None]:
@@ -91,7 +105,8 @@ def make_context(
         documents: [B, S]; see `make_mask`.
         cp_attention: see `AttentionContext`.
     """
-    masks = {window: make_mask(documents, window, length=length, dtype=dtype, device=device) for window in windows}
+    make = make_mask if cp_attention is None else cp_attention.make_mask
+    masks = {window: make(documents, window, length=length, dtype=dtype, device=device) for window in windows}
     return AttentionContext(length, documents, masks, cp_attention)
 
 
@@ -99,7 +114,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: Att
     """Causal attention of a full sequence: [B, H, S, d], [B, K, S, d] twice -> [B, H, S, d]."""
     grouped = query.shape[1] != key.shape[1]
     if mask.blocks is not None:
-        run = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
+        run = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
         attended: Tensor = run(query, key, value, block_mask=mask.blocks, scale=scale, enable_gqa=grouped)
         return attended
     additive = mask.additive
@@ -115,7 +130,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: Att
 
 
 @cache
-def _compiled_flex_attention() -> Any:
+def compiled_flex_attention() -> Any:
     """Where layers are not compiled, FlexAttention is on its own: uncompiled it would make all S x S scores."""
     return torch.compile(flex_attention, dynamic=False)
 

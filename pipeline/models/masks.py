@@ -5,12 +5,16 @@ mask is a table of blocks for FlexAttention, of (S / 128)^2 entries, computed fr
 block; blocks that nobody attends to are skipped. Elsewhere it is a tensor of S x S numbers per sample (128 MiB at
 S = 8192 in bf16), since FlexAttention has no backward pass on a CPU.
 
-Shapes: B samples, S positions of the full sequence, n = S / 128 blocks, rounded up.
+A rank of ring attention needs masks of a part of the queries and a part of the keys: `make_part_mask`.
+
+Shapes: B samples, S positions of the full sequence, n = S / 128 blocks, rounded up; Q queries and K keys of a mask, S
+each but for ring attention.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,22 +31,25 @@ class AttentionMask:
     """The causal mask, and what it is combined with.
 
     Attributes:
-        additive: [B or 1, 1, S, S] of the query's dtype: 0 where a query (row) attends to a key (column), else minus
+        additive: [B or 1, 1, Q, K] of the query's dtype: 0 where a query (row) attends to a key (column), else minus
             infinity. An additive mask, not a boolean one, which the kernels of scaled dot product attention would
             convert to an additive one in every layer.
         blocks: the same for FlexAttention. Both are None for the causal mask alone.
+        causal: without them, whether it is the causal mask; else every query attends to every key.
     """
 
     additive: Tensor | None = None
     blocks: BlockMask | None = None
+    causal: bool = True
 
     @property
     def causal_only(self) -> bool:
         """Whether the mask is the causal mask alone."""
-        return self.additive is None and self.blocks is None
+        return self.additive is None and self.blocks is None and self.causal
 
 
 CAUSAL = AttentionMask()
+FULL = AttentionMask(causal=False)
 
 
 def make_mask(
@@ -69,61 +76,110 @@ def make_mask(
         window = None
     if documents is None and window is None:
         return CAUSAL
+    whole = torch.arange(length, device=device)
+    use_blocks = device.type == "cuda" if blocks is None else blocks
+    if use_blocks:
+        return AttentionMask(blocks=_block_mask(documents, window, whole, whole))
+    return AttentionMask(additive=_additive(_allowed(documents, window, whole, whole), dtype))
+
+
+def make_part_mask(
+    documents: Tensor | None,
+    window: int | None,
+    *,
+    queries: Sequence[range],
+    keys: Sequence[range],
+    dtype: torch.dtype,
+    device: torch.device,
+    blocks: bool | None = None,
+) -> AttentionMask | None:
+    """The mask of some queries and some keys of a sequence, for a rank of ring attention.
+
+    Args:
+        documents: [B, S]; see `make_mask`.
+        window: see `make_mask`.
+        queries: their positions, as chunks of the sequence in ascending order.
+        keys: likewise.
+        dtype: of the queries.
+        device: of the mask.
+        blocks: for FlexAttention; on a GPU when None.
+
+    Returns:
+        None where no query attends to any key. The window alone decides on a GPU, where reading the documents' numbers
+        would make the host wait; FlexAttention skips the blocks.
+    """
+    if queries[-1][-1] < keys[0][0] or (window is not None and queries[0][0] - keys[-1][-1] >= window):
+        return None
+    q_positions, k_positions = (
+        torch.cat([torch.arange(r.start, r.stop, device=device) for r in each]) for each in (queries, keys)
+    )
     if device.type == "cuda" if blocks is None else blocks:
-        return AttentionMask(blocks=_block_mask(documents, window, length=length, device=device))
-    allowed = _allowed(documents, window, length=length, device=device)
-    zeros = torch.zeros(allowed.shape, dtype=dtype, device=device)
-    return AttentionMask(additive=zeros.masked_fill_(~allowed, -math.inf))
+        return AttentionMask(blocks=_block_mask(documents, window, q_positions, k_positions))
+    allowed = _allowed(documents, window, q_positions, k_positions)
+    if bool(allowed.all()):
+        return FULL
+    return AttentionMask(additive=_additive(allowed, dtype)) if bool(allowed.any()) else None
 
 
-def _allowed(documents: Tensor | None, window: int | None, *, length: int, device: torch.device) -> Tensor:
-    positions = torch.arange(length, device=device)
-    distance = positions[:, None] - positions[None, :]
+def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, -math.inf)
+
+
+def _allowed(documents: Tensor | None, window: int | None, queries: Tensor, keys: Tensor) -> Tensor:
+    """Whether a query attends to a key, bool [B or 1, 1, Q, K], from their positions [Q] and [K]."""
+    distance = queries[:, None] - keys[None, :]
     allowed = distance >= 0
     if window is not None:
         allowed = allowed & (distance < window)
     if documents is None:
         return allowed[None, None]
-    return allowed & (documents[:, None, :, None] == documents[:, None, None, :])
+    return allowed & (documents[:, queries][:, None, :, None] == documents[:, keys][:, None, None, :])
 
 
-def _block_mask(documents: Tensor | None, window: int | None, *, length: int, device: torch.device) -> BlockMask:
+def _block_mask(documents: Tensor | None, window: int | None, queries: Tensor, keys: Tensor) -> BlockMask:
     """FlexAttention's table: which blocks are attended to in part, and which in full.
 
     A block of keys is needed where it is not after the block of queries, within the window, and their ranges of
     documents overlap; it is attended to in full where all its keys come before all queries, within the window of each,
-    and both blocks are of one document. Nothing of size S x S is made.
+    and both blocks are of one document. Nothing of size Q x K is made.
+
+    Args:
+        documents: [B, S].
+        window: see `make_mask`.
+        queries: positions [Q], ascending.
+        keys: positions [K], ascending.
     """
-    blocks = -(-length // BLOCK)
-    start = torch.arange(blocks, device=device) * BLOCK
-    end = (start + BLOCK).clamp(max=length) - 1
-    q_start, q_end, k_start, k_end = start[:, None], end[:, None], start[None, :], end[None, :]
+    (q_start, q_end), (k_start, k_end) = _block_range(queries[None]), _block_range(keys[None])
+    q_start, q_end, k_start, k_end = q_start[0, :, None], q_end[0, :, None], k_start[0, None], k_end[0, None]
     needed, full = k_start <= q_end, k_end <= q_start
     if window is not None:
         needed, full = needed & (q_start - k_end < window), full & (q_end - k_start < window)
+    # of an incomplete last block, FlexAttention has to mask what is missing
+    full = full & ((torch.arange(full.shape[-1], device=full.device) + 1) * BLOCK <= keys.numel())
     needed, full = needed[None, None], full[None, None]
     if documents is not None:
-        low, high = _document_range(documents, blocks)
+        (q_low, q_high), (k_low, k_high) = (_block_range(documents[:, each]) for each in (queries, keys))
         q_low, q_high, k_low, k_high = (
-            low[:, None, :, None],
-            high[:, None, :, None],
-            low[:, None, None],
-            high[:, None, None],
+            q_low[:, None, :, None],
+            q_high[:, None, :, None],
+            k_low[:, None, None],
+            k_high[:, None, None],
         )
         needed = needed & (k_high >= q_low) & (q_high >= k_low)
         full = full & (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
     part = needed & ~full
-    rule, lengths = _rule(documents, window), (length, length)
+    rule, lengths = _rule(documents, window, queries, keys), (queries.numel(), keys.numel())
     return BlockMask.from_kv_blocks(
         *_listed(part), *_listed(full), BLOCK_SIZE=BLOCK, mask_mod=rule, seq_lengths=lengths
     )
 
 
-def _document_range(documents: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-    """Smallest and largest document of every block: [B, n] each."""
-    missing = blocks * BLOCK - documents.shape[1]
-    padded = torch.cat([documents, documents[:, -1:].expand(-1, missing)], dim=1) if missing else documents
-    grouped = padded.view(documents.shape[0], blocks, BLOCK)
+def _block_range(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Smallest and largest value of every block: [B, Q] -> [B, n] each."""
+    blocks = -(-values.shape[1] // BLOCK)
+    missing = blocks * BLOCK - values.shape[1]
+    padded = torch.cat([values, values[:, -1:].expand(-1, missing)], dim=1) if missing else values
+    grouped = padded.view(values.shape[0], blocks, BLOCK)
     return grouped.amin(-1), grouped.amax(-1)
 
 
@@ -133,15 +189,23 @@ def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
     return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
 
-def _rule(documents: Tensor | None, window: int | None) -> Any:
+def _rule(documents: Tensor | None, window: int | None, queries: Tensor, keys: Tensor) -> Any:
     """FlexAttention's `mask_mod`: whether a query attends to a key."""
+    of_query = of_key = documents
+    if documents is not None and queries is not keys:
+        of_query, of_key = documents[:, queries], documents[:, keys]
+
+    def distance(query: Tensor, key: Tensor) -> Tensor:
+        # of the full sequence, an index is a position
+        return query - key if queries is keys else queries[query] - keys[key]
 
     def causal(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        allowed = query >= key
-        return allowed if window is None else allowed & (query - key < window)
+        allowed = distance(query, key) >= 0
+        return allowed if window is None else allowed & (distance(query, key) < window)
 
     def of_document(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        assert documents is not None
-        return causal(batch, head, query, key) & (documents[batch, query] == documents[batch, key])
+        assert of_query is not None
+        assert of_key is not None
+        return causal(batch, head, query, key) & (of_query[batch, query] == of_key[batch, key])
 
     return causal if documents is None else of_document

@@ -28,6 +28,7 @@ from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.ring import RingAttention
 from pipeline.parallel.stages import StageLayers, keep_stage, layer_list, split_layers
 from pipeline.parallel.tensor import TensorParallel, apply_tensor_parallel
+from pipeline.topology import sequence_chunks
 
 
 @dataclass(frozen=True)
@@ -109,14 +110,15 @@ def assemble(
     group = mesh.group("tp") if mesh else None
     tensor = apply_tensor_parallel(causal, group, names=_names(local_owners)) if group else None
     apply_fp8(causal, run.config.fp8)
-    cp_rank = mesh.coordinates["cp"] if mesh else 0
+    cp, cp_rank = (run.topology.cp, mesh.coordinates["cp"]) if mesh else (1, 0)
+    chunks = sequence_chunks(run.batch.sequence_length, cp=cp, cp_rank=cp_rank, zigzag=run.zigzag)
     layout = DecoderLayout(
         first=stage is None or stage.first,
         last=stage is None or stage.last,
         tensor=tensor,
         cp_attention=make_cp_attention(run.config.parallel.cp_method, mesh) if mesh else None,
-        offset=cp_rank * run.batch.sequence_length // run.topology.cp,
-        cp_size=run.topology.cp if mesh else 1,
+        chunks=chunks,
+        cp_size=cp,
         chunk=run.config.loss.chunk,
         own_attention=causal.config._attn_implementation == ATTENTION_NAME,  # type: ignore[union-attr]
         dtype=next(model.parameters()).dtype,

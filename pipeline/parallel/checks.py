@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 from transformers import PretrainedConfig
 
 from headrace.base.errors import ConfigError
 from pipeline.config.layout_rules import check_heads
 from pipeline.config.rules import ResolvedRun
-from pipeline.models.attention import window_of
 from pipeline.models.padding import check_padded_positions
 from pipeline.parallel.activation_checkpointing import check_activation_checkpointing
 from pipeline.parallel.architecture_check import check_architecture
@@ -45,8 +42,6 @@ def check_layout(run: ResolvedRun, model: nn.Module) -> None:
         check_tp_plan(model, tp=topology.tp)
     if topology.pp > 1:
         pipeline_stages(run, model)
-    if topology.cp > 1 and run.config.parallel.cp_method == "ring":
-        _check_ring(run, config)
     check_activation_checkpointing(model, run.config.memory)
     check_compile(run.config.compile)
     check_fp8(run, model)
@@ -79,14 +74,3 @@ def _refuse_dropout(run: ResolvedRun, config: PretrainedConfig) -> None:
             where = "model.config" if run.config.model.path is None else f"{run.config.model.path}/config.json"
             why = "the dropout masks would depend on the layout, and a resumed run would not reproduce them"
             raise ConfigError(f"model.config.{key}", value, why=why, remedy=f"set {zeros} in {where}")
-
-
-def _check_ring(run: ResolvedRun, config: Any) -> None:
-    length = run.batch.sequence_length
-    windows = [window_of(config, number) for number in range(config.num_hidden_layers)]
-    smallest = min((window for window in windows if window is not None), default=length)
-    if smallest < length:
-        why = (
-            f"ring attention supports only the causal mask, and the model has a sliding window of {smallest} positions"
-        )
-        raise ConfigError("parallel.cp_method", "ring", why=why, remedy="use ulysses")

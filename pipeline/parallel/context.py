@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.models.attention import ContextParallelAttention, attend, repeat_heads
-from pipeline.models.masks import AttentionMask
+from pipeline.models.masks import AttentionMask, make_mask
 from pipeline.parallel.collectives import functional
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.ring import RingAttention
@@ -41,6 +41,18 @@ class UlyssesAttention:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
+
+    def make_mask(
+        self,
+        documents: Tensor | None,
+        window: int | None,
+        *,
+        length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> AttentionMask:
+        """See `ContextParallelAttention.make_mask`."""
+        return make_mask(documents, window, length=length, dtype=dtype, device=device)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: AttentionMask) -> Tensor:
         """See `ContextParallelAttention.attend`."""

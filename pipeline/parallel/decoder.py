@@ -41,7 +41,7 @@ class DecoderLayout:
         last: it has the head: its output is the loss.
         tensor: its tensor-parallel shards, or None.
         cp_attention: attention across the ranks of a sequence (context parallelism), or None.
-        offset: first position of this rank in the sequence.
+        chunks: positions of the sequence that this rank holds (`topology.sequence_chunks`); all when empty.
         cp_size: ranks that share a sequence (cp).
         chunk: positions of each sample whose logits exist at the same time (chunked loss); all when None.
         own_attention: whether attention is that of `models.attention`, which takes a context, or Hugging Face's.
@@ -52,7 +52,7 @@ class DecoderLayout:
     last: bool = True
     tensor: TensorParallel | None = None
     cp_attention: ContextParallelAttention | None = None
-    offset: int = 0
+    chunks: tuple[range, ...] = ()
     cp_size: int = 1
     chunk: int | None = None
     own_attention: bool = True
@@ -138,7 +138,8 @@ class Decoder(nn.Module):
         length = batch.labels.shape[1]
         positions = batch.positions
         if positions is None and self.layout.own_attention:
-            positions = torch.arange(self.layout.offset, self.layout.offset + length, device=inputs.device).unsqueeze(0)
+            chunks = self.layout.chunks or (range(length),)
+            positions = torch.cat([torch.arange(each.start, each.stop, device=inputs.device) for each in chunks])[None]
         arguments: dict[str, Any] = {} if positions is None else {"position_ids": positions}
         if self.layout.own_attention:
             arguments["context"] = make_context(

@@ -3,36 +3,54 @@
 `F.scaled_dot_product_attention` does not return the log-sum-exp; the operators beneath it do. Where they do not run
 (fp32 on a GPU, a head size that is not a multiple of 8), plain matrix products are used, with T x T scores per head.
 
-Shapes: queries [B, H, T, d], keys and values [B, H, T', d], log-sum-exp fp32 [B, H, T].
+Blocks with a document mask or a sliding window are computed by FlexAttention on a GPU, and with an additive mask on a
+CPU.
+
+Shapes: queries [B, H, T, d], keys and values [B, K, T', d], log-sum-exp fp32 [B, H, T]; H is a multiple of K.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest
+
+from pipeline.models.attention import compiled_flex_attention, repeat_heads
+from pipeline.models.masks import AttentionMask
 
 aten: Any = torch.ops.aten
 
 
 def attention_forward(
-    query: Tensor, key: Tensor, value: Tensor, *, scale: float, causal: bool
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: AttentionMask
 ) -> tuple[Tensor, Tensor]:
-    """Output [B, H, T, d] and log-sum-exp of the scores.
+    """Output [B, H, T, d] and log-sum-exp of the scores; 0 and minus infinity for a query that attends to no key.
 
     Args:
-        query, key, value: with equally many heads.
+        query, key, value: of a block.
         scale: factor on the scores.
-        causal: query t attends to keys 0 to t; T' is T then.
+        mask: which query attends to which key. `CAUSAL`: query t to keys 0 to t; T' is T then.
     """
+    if mask.blocks is not None:
+        return flex_forward(query, key, value, scale=scale, mask=mask)
+    key, value = _repeated(query, key, value)
     if query.device.type == "cpu":
-        out, log_sum = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
+        out, log_sum = aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, mask.causal_only, attn_mask=mask.additive, scale=scale
+        )
+        if mask.additive is not None:  # the kernel's log-sum-exp of no key is 0
+            log_sum = log_sum.masked_fill((mask.additive == -torch.inf).all(-1), -torch.inf)
         return out, log_sum
+    assert mask.additive is None, "masks of a GPU are blocks"
     if _fits_flash(query):
-        out, log_sum, *_ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
+        flash = aten._scaled_dot_product_flash_attention
+        out, log_sum, *_ = flash(query, key, value, 0.0, mask.causal_only, scale=scale)
         return out, log_sum
-    return math_forward(query, key, value, scale=scale, causal=causal)
+    return math_forward(query, key, value, scale=scale, causal=mask.causal_only)
 
 
 def attention_backward(
@@ -44,17 +62,39 @@ def attention_backward(
     log_sum: Tensor,
     *,
     scale: float,
-    causal: bool,
+    mask: AttentionMask,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value from one chunk of the keys.
+    """Gradients of query, key and value from one block of the keys; those of keys and values are fp32.
 
     Args:
         grad: of `out`.
-        out, log_sum: of attention to all chunks: a probability is exp(score - log_sum), whatever its chunk.
+        query, key, value, scale, mask: see `attention_forward`.
+        out, log_sum: of attention to all blocks: a probability is exp(score - log_sum), whatever its block.
     """
+    if mask.blocks is not None:
+        flex = partial(flex_forward, scale=scale, mask=mask)
+        return merged_backward(grad, query, key, value, out, log_sum, forward=flex)
+    heads, (key, value) = key.shape[1], _repeated(query, key, value)
+    parts = _backward(grad, query, key, value, out, log_sum, scale=scale, mask=mask)
+    return parts[0], _sum_repeated_heads(parts[1], heads), _sum_repeated_heads(parts[2], heads)
+
+
+def _backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    *,
+    scale: float,
+    mask: AttentionMask,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """With equally many heads, by the kernel that fits."""
+    causal = mask.causal_only
     if query.device.type == "cpu":
         parts = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, value, out, log_sum, 0.0, causal, scale=scale
+            grad, query, key, value, out, log_sum, 0.0, causal, attn_mask=mask.additive, scale=scale
         )
         return _three(parts)
     if _fits_flash(query):
@@ -67,6 +107,57 @@ def attention_backward(
         )
         return _three(parts)
     return math_backward(grad, query, key, value, out, log_sum, scale=scale, causal=causal)
+
+
+def flex_forward(
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: AttentionMask
+) -> tuple[Tensor, Tensor]:
+    """As `attention_forward`, by FlexAttention. Differentiable on a GPU, in both outputs."""
+    run, grouped = compiled_flex_attention(), query.shape[1] != key.shape[1]
+    lse = AuxRequest(lse=True)
+    out, aux = run(query, key, value, block_mask=mask.blocks, scale=scale, enable_gqa=grouped, return_aux=lse)
+    return out, aux.lse
+
+
+def merged_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    *,
+    forward: Callable[..., tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `attention_backward`, of a kernel whose backward pass does not take the log-sum-exp of all blocks.
+
+    FlexAttention's is for its own output and log-sum-exp, o_i and l_i. So they are computed again, and differentiated
+    with the gradients that merging gives them: with w_i = exp(l_i - log_sum) and out = sum_i w_i o_i, that of o_i is
+    w_i grad, and that of l_i is w_i grad . (o_i - out).
+
+    Args:
+        grad, query, key, value, out, log_sum: see `attention_backward`.
+        forward: query, key and value of a block -> o_i and l_i; differentiable.
+    """
+    with torch.enable_grad():
+        leaves = [each.detach().requires_grad_() for each in (query, key, value)]
+        block_out, block_log_sum = forward(*leaves)
+    weight = (block_log_sum.detach() - log_sum).exp()
+    d_log_sum = weight * (grad.float() * (block_out.detach().float() - out.float())).sum(-1)
+    d_out = (weight.unsqueeze(-1) * grad.float()).to(block_out.dtype)
+    d_query, d_key, d_value = torch.autograd.grad((block_out, block_log_sum), leaves, (d_out, d_log_sum))
+    return d_query, d_key.float(), d_value.float()
+
+
+def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    times = query.shape[1] // key.shape[1]
+    return (key, value) if times == 1 else (repeat_heads(key, times), repeat_heads(value, times))
+
+
+def _sum_repeated_heads(gradient: Tensor, heads: int) -> Tensor:
+    """[B, H, T', d] -> [B, K, T', d], fp32: sums over the copies of a head; `heads` is K."""
+    batch, all_heads, length, size = gradient.shape
+    return gradient.float().reshape(batch, heads, all_heads // heads, length, size).sum(2)
 
 
 def _three(parts: Any) -> tuple[Tensor, Tensor, Tensor]:

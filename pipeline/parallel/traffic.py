@@ -99,12 +99,27 @@ def tensor_reductions(layout: Layout) -> int:
 
 
 def attention_exchanges(layout: Layout) -> int:
-    """Ulysses: all-to-alls of queries, keys, values and outputs forward, and of their gradients backward."""
+    """Ulysses: all-to-alls of queries, keys, values and outputs forward, and of their gradients backward.
+
+    Ring attention: keys and values to the next rank, cp - 1 times in either pass.
+    """
     cp, widths = layout.run.topology.cp, layout.widths
+    if layout.run.zigzag:
+        return 2 * (cp - 1) * _keys_and_values(layout)
     heads = widths.key_value // widths.head_size
     repeats = next(n for n in range(1, widths.heads // heads + 1) if heads * n % cp == 0)
     each = 2 * widths.query + 2 * widths.key_value * repeats
     return layout.micro_batches * len(layout.rank.layers) * 2 * layout.tokens * each * layout.size
+
+
+def attention_gradients(layout: Layout) -> int:
+    """Ring attention: gradients of keys and values to the next rank, cp times; Ulysses has none apart."""
+    return layout.run.topology.cp * _keys_and_values(layout) if layout.run.zigzag else 0
+
+
+def _keys_and_values(layout: Layout) -> int:
+    """Bytes of a rank's keys and values, of all layers and micro-batches."""
+    return layout.micro_batches * len(layout.rank.layers) * layout.tokens * 2 * layout.widths.key_value * layout.size
 
 
 def stage_messages(layout: Layout) -> int:
@@ -138,6 +153,7 @@ PURPOSES: dict[str, Callable[[Layout], int]] = {
     "tensor parallelism, scatters": tensor_scatters,
     "tensor parallelism, sums": tensor_reductions,
     "context parallelism": attention_exchanges,
+    "context parallelism, gradients": attention_gradients,
     "pipeline, sent": stage_messages,
     "pipeline, received": received_messages,
     "tied weights": tied_weights,

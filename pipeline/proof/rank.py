@@ -79,9 +79,9 @@ class _Perturbed:
 
 
 def _loader_arguments(run: ResolvedRun, rank: int) -> dict[str, Any]:
-    coordinates = run.topology.coordinates(rank)
-    masks = run.config.data.mask_documents
-    return {"dp_rank": coordinates["dp"], "cp": run.topology.cp, "cp_rank": coordinates["cp"], "mask_documents": masks}
+    coordinates, cp = run.topology.coordinates(rank), run.topology.cp
+    part = {"dp_rank": coordinates["dp"], "cp": cp, "cp_rank": coordinates["cp"], "zigzag": run.zigzag}
+    return {**part, "mask_documents": run.config.data.mask_documents}
 
 
 def _train(

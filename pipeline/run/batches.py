@@ -59,5 +59,6 @@ class RankBatches:
             "dp_rank": coordinates["dp"],
             "cp": run.topology.cp,
             "cp_rank": coordinates["cp"],
+            "zigzag": run.zigzag,
             "mask_documents": run.config.data.mask_documents,
         }

@@ -38,6 +38,7 @@ from pipeline.metrics.stragglers import Stragglers, peers_of, report_interval
 from pipeline.metrics.tensorboard_sink import TensorBoardSink
 from pipeline.metrics.wandb_sink import WandbSink
 from pipeline.models.meta import parameter_shapes
+from pipeline.models.sdpa_order import ordered_sdpa
 from pipeline.models.values import ReportsProgress, Zeros
 from pipeline.parallel.compilation import compilation_clock
 from pipeline.parallel.fp8 import check_fp8_device
@@ -91,6 +92,7 @@ def train(run: ResolvedRun, make_objective: Callable[[torch.device], Objective],
     check_fp8_device(run.config.fp8, device)
     notes += bind_to_gpu(device.index, run.config.launch)
     with ExitStack() as stack:
+        notes += filter(None, [stack.enter_context(ordered_sdpa(device))])
         # Connect: lock the run's directory, form the process groups, start the watchdog.
         if launch.rank == 0:
             stack.enter_context(exclusive_run(prepared.run_dir))
@@ -336,7 +338,7 @@ class Session:
 
     def _stragglers(self) -> Stragglers:
         run = self.prepared.run
-        peers = peers_of(run.topology, ring=run.config.parallel.cp_method == "ring")
+        peers = peers_of(run.topology)
         every = report_interval(run, layers=int(self.prepared.hf_config.get("num_hidden_layers") or 0))
         gpu, threshold = torch.cuda.is_available(), run.config.stragglers.threshold
         return Stragglers(threshold=threshold, every=every, peers=peers, rank=self.launch.rank, gpu=gpu)

@@ -113,7 +113,7 @@ REFUSALS = [
     (["engine=torch", "parallel.pp=2", "parallel.virtual_stages=2"], "interleaved_1f1b"),
     ([*ZERO_BUBBLE, "parallel.virtual_stages=1"], "use 2"),
     ([*ZERO_BUBBLE, "memory.activation_checkpointing=selective"], "use full"),
-    (["parallel.cp=2", "parallel.cp_method=ring", "data.mask_documents=true"], "use ulysses"),
+    (["parallel.cp=4", "parallel.cp_method=ring", "data.sequence_length=36"], "use 32 or 40"),
     (["engine=torch", "parallel.virtual_stages=2"], "parallel.pp is 1"),
     (["fp16.enabled=true", "bf16.enabled=true"], "keep bf16"),
     (["zero_optimization.offload_param.device=nvme"], "nvme_path"),

@@ -135,6 +135,22 @@ def test_the_parts_of_context_parallel_ranks_make_up_the_sequence(tokens: Path) 
                 assert all(torch.equal(some(micro.documents), some(p.documents)) for p in parts)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_zigzag_parts_of_ranks_are_columns_of_the_sequence(tokens: Path, masked: bool) -> None:
+    mixture, batch = mixture_of(tokens), BatchSizes(8, 2, 2, 2, T)
+    make = partial(StepLoader, mixture, batch, dp_rank=1, steps=(1, 9), mask_documents=masked)
+    for step in (4, 7):
+        whole = make().gather(step)
+        for rank in range(2):
+            piece, quarter = make(cp=2, cp_rank=rank, zigzag=True).gather(step), T // 4
+            columns = [*range(rank * quarter, (rank + 1) * quarter), *range((3 - rank) * quarter, (4 - rank) * quarter)]
+            assert piece.targets == whole.targets
+            for micro, part in zip(whole.micro_batches, piece.micro_batches, strict=True):
+                for field in ("input_ids", "labels", *(("positions",) if masked else ())):
+                    assert torch.equal(getattr(micro, field)[:, columns], getattr(part, field)), field
+                assert not masked or torch.equal(some(micro.documents), some(part.documents))
+
+
 def test_held_out_parts_of_context_parallel_ranks_make_up_the_split(tokens: Path) -> None:
     dataset = TokenDataset.open(tokens, split="heldout", sequence_length=T)
     make = partial(heldout_batches, dataset, batch_size=1, dp=2, dp_rank=1, samples=21, mask_documents=True)

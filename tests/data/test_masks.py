@@ -62,16 +62,18 @@ def mixture_of(talks: Path, **fields: object) -> DataMixture:
 
 @pytest.mark.parametrize("packing", ["contiguous", "best_fit"])
 @pytest.mark.parametrize("mask_documents", [False, True])
-@pytest.mark.parametrize(("dp", "cp"), [(1, 1), (2, 1), (3, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("dp", "cp", "zigzag"), [(1, 1, False), (2, 1, False), (3, 1, False), (1, 2, False), (1, 2, True)]
+)
 def test_all_ranks_together_have_the_targets_of_the_loss_mask_and_their_count(
-    talks: Path, packing: str, mask_documents: bool, dp: int, cp: int
+    talks: Path, packing: str, mask_documents: bool, dp: int, cp: int, zigzag: bool
 ) -> None:
     mixture = mixture_of(talks, packing=packing)
     batch = BatchSizes(samples=6, micro=6 // dp, accumulation=1, dp=dp, sequence_length=T)
     found, promised = 0, set()
     for dp_rank in range(dp):
         for cp_rank in range(cp):
-            location = {"dp_rank": dp_rank, "cp": cp, "cp_rank": cp_rank}
+            location = {"dp_rank": dp_rank, "cp": cp, "cp_rank": cp_rank, "zigzag": zigzag}
             loader = StepLoader(mixture, batch, steps=(1, 3), mask_documents=mask_documents, **location)
             for step in loader:
                 promised.add((step.step, step.targets))

@@ -62,6 +62,11 @@ GATING = {
         ("model.config.num_hidden_layers=16", "train_batch_size=64", "run.tokens=null", "run.steps=70000"),
     ),
     "context parallelism": ("llama_8b_64k_cp.json", 0, ("model.config.num_hidden_layers=4", "train_batch_size=2")),
+    "ring attention": (
+        "llama_8b_64k_cp.json",
+        0,
+        ("model.config.num_hidden_layers=4", "train_batch_size=2", "parallel.cp_method=ring"),
+    ),
     "mixture of experts": ("qwen3_moe_30b.json", 0, ("model.config.num_hidden_layers=4", "train_batch_size=128")),
 }
 """Kind of layout -> a shipped config at its world and its widths, with fewer layers and micro-batches, and the rank of

@@ -34,6 +34,7 @@ REASONS = {
     "tensor parallelism, scatters": "activation checkpointing repeats the scatters of the forward pass",
     "tensor parallelism, sums": "gradients of norms are summed in fp32; a chunked loss is computed twice",
     "context parallelism": "activation checkpointing repeats the exchanges of the forward pass",
+    "context parallelism, gradients": "gradients of keys and values are summed in fp32",
     "tied weights": "gradients are reduced in fp32",
     "numbers of the step": "several all-reduces where one would do",
     "shapes of messages": "torch's stages tell each other the shapes, in the first step only",
@@ -76,10 +77,12 @@ def formula_peak(case: Case) -> Bytes:
 
 def purpose_of(kind: str, axes: str, dtype: str, size: int) -> str:
     """What a collective is for."""
+    if kind == "all_to_all" or (kind in ("send", "recv") and axes == "cp"):
+        return (
+            "context parallelism, gradients" if dtype == "float32" and kind != "all_to_all" else "context parallelism"
+        )
     if kind in ("send", "recv"):
         return "shapes of messages" if dtype == "int32" else f"pipeline, {'sent' if kind == 'send' else 'received'}"
-    if kind == "all_to_all":
-        return "context parallelism"
     if kind == "all_reduce" and size <= 64:
         return "numbers of the step"
     if axes in ("tp", "pp") or "x tp" in axes:

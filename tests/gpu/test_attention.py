@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pipeline.models.attention import attend, repeat_heads
-from pipeline.models.masks import AttentionMask, make_mask
+from pipeline.models.masks import AttentionMask, make_mask, make_part_mask
+from pipeline.parallel.kernels import attention_backward, attention_forward
 from tests.gpu.device import DEVICE, MARKS, difference, needs_cuda
 
 pytestmark = MARKS
@@ -90,6 +91,44 @@ def test_flex_attention_and_its_gradients_are_those_of_the_dense_mask(
     expected = with_gradients(dense(tensors, plain.additive), tensors)
     found = with_gradients(attend(*tensors, scale=SCALE, mask=blocks), tensors)
     assert max(itertools.starmap(difference, zip(found, expected, strict=True))) < tolerance
+
+
+@needs_cuda
+@pytest.mark.parametrize("case", MASKS)
+def test_blocks_of_ring_attention_merge_to_the_whole_with_their_gradients(case: str) -> None:
+    # two chunks of queries, and the keys of two ranks one after the other, as at two hops
+    packed, window = MASKS[case]
+    length, chunk = 512, 128
+    positions = torch.arange(length, device=DEVICE)
+    documents = torch.stack([positions // 70, positions // 150]).int() if packed else None
+    whole = make_mask(documents, window, length=length, dtype=torch.float32, device=DEVICE, blocks=False)
+    assert whole.additive is not None
+    tensors = inputs(torch.bfloat16, length=length, key_heads=2)
+    rows = torch.cat([positions[chunk : 2 * chunk], positions[2 * chunk : 3 * chunk]])
+    expected = with_gradients(dense(tensors, whole.additive)[:, :, rows], tensors)
+    query, key, value = (each.detach() for each in tensors)
+    queries = (range(chunk, 2 * chunk), range(2 * chunk, 3 * chunk))
+    hops = [((range(chunk, 2 * chunk), range(2 * chunk, 3 * chunk)), rows), ((range(chunk),), positions[:chunk])]
+    parts = []
+    for keys, columns in hops:
+        mask = make_part_mask(documents, window, queries=queries, keys=keys, dtype=torch.bfloat16, device=DEVICE)
+        assert mask is not None
+        k, v = key[:, :, columns], value[:, :, columns]
+        parts.append((mask, columns, *attention_forward(query[:, :, rows], k, v, scale=SCALE, mask=mask)))
+    log_sum = torch.logaddexp(parts[0][3], parts[1][3])
+    out = sum(part[2].float() * (part[3] - log_sum).exp().unsqueeze(-1) for part in parts)
+    assert isinstance(out, Tensor)
+    out = out.bfloat16()
+    torch.manual_seed(1)
+    given = torch.randn(out.shape, device=DEVICE).bfloat16()
+    found = [torch.zeros_like(each, dtype=torch.float32) for each in tensors]
+    for mask, columns, _, _ in parts:
+        k, v = key[:, :, columns], value[:, :, columns]
+        grads = attention_backward(given, query[:, :, rows], k, v, out, log_sum, scale=SCALE, mask=mask)
+        found[0][:, :, rows] += grads[0]
+        for total, grad in zip(found[1:], grads[1:], strict=True):
+            total[:, :, columns] += grad
+    assert max(itertools.starmap(difference, zip([out, *found], expected, strict=True))) < BF16
 
 
 @needs_cuda

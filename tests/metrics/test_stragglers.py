@@ -38,18 +38,16 @@ def test_a_rank_is_named_once_after_two_slow_reports_in_a_row() -> None:
 
 
 def test_ranks_are_compared_with_those_of_their_own_pipeline_stage() -> None:
-    peers = peers_of(Topology(pp=2, dp=3), ring=False)
+    peers = peers_of(Topology(pp=2, dp=3))
     detector = StragglerDetector(peers, threshold=0.1)
     stages = [1.0, 1.0, 1.0, 3.0, 3.0, 3.6]
     assert new_stragglers(detector, stages, stages, stages) == [[], [], [5]]
     assert detector.update(stages)[0] == pytest.approx([1, 1, 1, 1, 1, 1.2])
 
 
-def test_ring_attention_ranks_are_compared_with_the_same_part_of_the_sequence() -> None:
-    topology = Topology(dp=2, cp=2)
-    assert len(set(peers_of(topology, ring=False))) == 1
-    detector = StragglerDetector(peers_of(topology, ring=True), threshold=0.1)
-    uneven = [1.0, 2.0, 1.0, 2.5]
+def test_context_parallel_ranks_are_compared_with_each_other() -> None:
+    detector = StragglerDetector(peers_of(Topology(dp=2, cp=2)), threshold=0.1)
+    uneven = [1.0, 1.0, 1.0, 1.5]
     assert new_stragglers(detector, uneven, uneven, uneven) == [[], [], [3]]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +12,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from pipeline.models.attention import AttentionContext, attention_windows, make_context
-from pipeline.models.masks import BLOCK, CAUSAL, AttentionMask, make_mask
+from pipeline.models.masks import BLOCK, CAUSAL, FULL, AttentionMask, _allowed, make_mask, make_part_mask
+from pipeline.parallel import kernels
+from pipeline.parallel.kernels import attention_forward
 from tests.models.architectures import config_of
 
 CPU = torch.device("cpu")
@@ -71,6 +75,65 @@ def test_the_table_of_blocks_allows_what_the_dense_mask_allows(
         [rule(torch.tensor(b), torch.tensor(0), at[:, None], at[None]) for b in range(allowed.shape[0])]
     )
     assert torch.equal(by_rule[:, None], allowed)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 200), st.none() | st.integers(1, 500), MASKS.map(lambda case: case[2]), st.integers(0, 3))
+def test_the_mask_of_a_part_is_that_part_of_the_whole_mask(
+    size: int, window: int | None, lengths: list[list[int]] | None, rank: int
+) -> None:
+    # queries in two chunks, as of a rank of ring attention, keys in one
+    total, documents = 8 * size, None if lengths is None else documents_of(lengths, 8 * size)
+    chunks = [range(number * size, (number + 1) * size) for number in range(8)]
+    queries, keys = (chunks[rank], chunks[7 - rank]), (chunks[2],)
+    whole = _allowed(documents, window, torch.arange(total), torch.arange(total))
+    rows, columns = (torch.tensor([at for chunk in each for at in chunk]) for each in (queries, keys))
+    expected = whole[:, :, rows][..., columns]
+    parts: dict[str, Any] = {"queries": queries, "keys": keys, "dtype": torch.float32, "device": CPU}
+    dense, flex = (make_part_mask(documents, window, **parts, blocks=blocks) for blocks in (False, True))
+    if not expected.any():
+        assert dense is None
+        return
+    assert dense is not None
+    if expected.all():
+        assert dense is FULL
+    else:
+        assert dense.additive is not None
+        assert torch.equal(dense.additive == 0, expected)
+    assert flex is not None
+    assert flex.blocks is not None
+    blocks = flex.blocks
+    tiles = blocks.to_dense().repeat_interleave(BLOCK, -1).repeat_interleave(BLOCK, -2)[..., : 2 * size, :size]
+    assert not (expected & (tiles == 0)).any()
+    for sample in range(expected.shape[0]):
+        by_rule = blocks.mask_mod(
+            torch.tensor(sample), torch.tensor(0), torch.arange(2 * size)[:, None], torch.arange(size)[None]
+        )
+        assert torch.equal(by_rule, expected[sample, 0])
+        for row in range(blocks.full_kv_num_blocks.shape[2]):
+            for column in blocks.full_kv_indices[
+                sample, 0, row, : int(blocks.full_kv_num_blocks[sample, 0, row])
+            ].tolist():
+                tile = expected[sample, 0, row * BLOCK : (row + 1) * BLOCK, column * BLOCK : (column + 1) * BLOCK]
+                assert tile.all()
+                assert tile.shape[1] == BLOCK
+
+
+def test_flex_attention_gives_the_output_and_log_sum_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        kernels, "compiled_flex_attention", lambda: flex_attention
+    )  # compiled, a CPU has no log-sum-exp
+    documents = documents_of([[100, 90, 300]], 512)
+    parts: dict[str, Any] = {"queries": (range(128, 320),), "keys": (range(64, 200),), "device": CPU}
+    masks = [make_part_mask(documents, 80, **parts, dtype=torch.float32, blocks=blocks) for blocks in (False, True)]
+    query, key, value = (torch.randn(1, heads, n, 16) for heads, n in ((4, 192), (2, 136), (2, 136)))
+    found, expected = [], []
+    for mask, into in zip(masks, (expected, found), strict=True):
+        assert mask is not None
+        into.extend(attention_forward(query, key, value, scale=0.25, mask=mask))
+    assert (expected[1] == -torch.inf).any()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

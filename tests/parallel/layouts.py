@@ -18,6 +18,7 @@ from pipeline.models.rectangle import Rectangle, part
 from pipeline.models.values import InitByName, OwnBuffers
 from pipeline.parallel.assemble import LocalModel, ShardedValues, assemble
 from pipeline.parallel.mesh import Mesh
+from pipeline.topology import sequence_chunks
 from tests.models.architectures import V, batch_of, enlarged, gradients, meta_of, plain_decoder
 
 T = 32
@@ -67,7 +68,7 @@ def layout_gradients(
     model = meta_of(name, **fields)
     local_model = assemble(run, model, mesh)
     fill_weights(local_model, model)
-    micro = sequence_shard(batch_of(length=T, borders=borders), cp=run.topology.cp, rank=mesh.coordinates["cp"])
+    micro = sequence_shard(batch_of(length=T, borders=borders), run, rank=mesh.coordinates["cp"])
     total = local_model.decoder(micro.input_ids, micro, CrossEntropy(z_loss=Z))[0]
     total.backward()
     loss = total.detach().clone()
@@ -86,9 +87,10 @@ def fill_weights(local_model: LocalModel, model: nn.Module) -> None:
         local_model.decoder.set_parameter(name, nn.Parameter(values.value(name)))
 
 
-def sequence_shard(batch: MicroBatch, *, cp: int, rank: int) -> MicroBatch:
+def sequence_shard(batch: MicroBatch, run: ResolvedRun, *, rank: int) -> MicroBatch:
     """This rank's shard of the sequences of a batch."""
-    own = slice(rank * T // cp, (rank + 1) * T // cp)
+    chunks = sequence_chunks(T, cp=run.topology.cp, cp_rank=rank, zigzag=run.zigzag)
+    own = torch.tensor([position for chunk in chunks for position in chunk])
     positions = None if batch.positions is None else batch.positions[:, own]
     return MicroBatch(batch.input_ids[:, own], batch.labels[:, own], positions, batch.documents)
 

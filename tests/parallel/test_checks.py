@@ -77,13 +77,9 @@ def test_document_masks_and_context_parallelism_are_refused_for_layers_that_mix_
             check_layout(resolved(world_size=2, **sections), built("minimax", **fields))
 
 
-def test_ring_attention_refuses_windows_and_documents() -> None:
+def test_ring_attention_takes_windows_and_documents() -> None:
     ring = {"parallel": {"cp": 2, "cp_method": "ring"}}
-    with pytest.raises(ConfigError, match=r"(?s)a sliding window of 7 positions.*use ulysses"):
-        check_layout(resolved(world_size=2, **ring), meta_of("mistral"))
-    with pytest.raises(ConfigError, match=r"(?s)data.mask_documents.*use ulysses"):
-        check_layout(resolved(world_size=2, **ring, **MASKED), meta_of("llama"))
-    check_layout(resolved(world_size=2, **ring), meta_of("mistral", sliding_window=T))
+    check_layout(resolved(world_size=2, **ring, **MASKED), meta_of("mistral"))
 
 
 def test_soft_capped_attention_needs_eager() -> None:
