@@ -144,10 +144,10 @@ def skew(decoder: Decoder, *, by: float) -> None:
 
 
 def test_the_correction_bias_balances_a_skewed_router_and_stays_fp32() -> None:
-    decoder, balancer = balanced("deepseek_v3", balance="bias", bias_update_rate=0.02)
+    decoder, balancer = balanced("deepseek_v3", balance="bias", bias_update_rate=0.005)
     skew(decoder, by=1.0)
     first = route(decoder, balancer)
-    for _ in range(40):
+    for _ in range(120):  # at the end the bias swings by one update: at a rate of 0.02 that moves many of the 47 tokens
         last = route(decoder, balancer)
     assert last["expert_mean_violation"] < first["expert_mean_violation"] / 3
     biases = [buffer for name, buffer in decoder.causal.named_buffers() if name.endswith("e_score_correction_bias")]
@@ -161,7 +161,7 @@ def test_the_auxiliary_loss_balances_a_skewed_router() -> None:
     weights = [router.module.weight for router in find_routers(decoder.causal)]
     optimizer = torch.optim.AdamW(weights, lr=0.02, weight_decay=0.0)
     batch, rows = batch_of(), []
-    for _ in range(40):
+    for _ in range(120):  # after 40, models of three seeds in six were not balanced yet
         balancer.begin_step(1.0 / 47)
         (decoder(batch.input_ids, batch, CrossEntropy())[0] * 0.0).backward()  # the balance's gradient alone
         optimizer.step()
