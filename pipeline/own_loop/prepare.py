@@ -95,7 +95,8 @@ def _optimizer(config: LoopConfig, model: nn.Module, given: torch.optim.Optimize
         raise ConfigError("optimizer", why=why, remedy='add "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}')
     params = config.optimizer.params
     groups = weight_decay_groups(dict(model.named_parameters()), decayed_names(model), weight_decay=params.weight_decay)
-    return build_optimizer(groups, config.optimizer, lr=params.lr, fused=False)
+    # torch's fused SGD needs momentum of all parameters at once, and a model of one's own may leave some out of a step
+    return build_optimizer(groups, config.optimizer, lr=params.lr, fused=config.optimizer.type != "SGD")
 
 
 def _check_optimizer(config: LoopConfig, optimizer: torch.optim.Optimizer, *, ranks: int) -> None:

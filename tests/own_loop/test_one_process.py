@@ -102,3 +102,33 @@ def test_the_final_weights_of_a_hugging_face_model_reload(tmp_path: Path) -> Non
         assert engine.state_dict().keys() == model.state_dict().keys()
         with pytest.raises(DataError, match="exists already"):
             engine.save_pretrained(folder)
+
+
+def test_adamw_of_the_config_is_fused_and_sgd_takes_steps_that_leave_parameters_out() -> None:
+    for kind, params, fused in (("AdamW", {"lr": 0.1}, True), ("SGD", {"lr": 0.1, "momentum": 0.9}, None)):
+        torch.manual_seed(1)
+        model = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])
+        model.forward = lambda x, which, model=model: model[which](x)  # type: ignore[method-assign, assignment]
+        before = [p.clone() for p in model.parameters()]
+        config = {**CONFIG, "gradient_accumulation_steps": 1, "optimizer": {"type": kind, "params": params}}
+        engine, optimizer, _ = prepare(model, config=config)
+        assert optimizer.param_groups[0]["fused"] is fused
+        for which in (0, 1, 0):
+            engine.backward(engine(torch.ones(4, 3), which).square().mean())
+            engine.step()
+        assert all(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+def test_bf16_computes_in_bf16_with_fp32_weights_gradients_and_states() -> None:
+    model, _ = small()
+    seen: list[torch.dtype] = []
+    model.register_forward_hook(lambda _module, _inputs, output: seen.append(output.dtype))
+    section = {"type": "AdamW", "params": {"lr": 0.1}}
+    engine, optimizer, _ = prepare(model, config={**CONFIG, "bf16": {"enabled": True}, "optimizer": section})
+    micro_batch(engine)
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+    micro_batch(engine)
+    engine.step()
+    assert seen == [torch.bfloat16] * 2
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    assert {p.dtype for p in model.parameters()} | {value.dtype for value in states} == {torch.float32}
