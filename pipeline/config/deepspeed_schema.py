@@ -45,6 +45,12 @@ class OptimizerParams(Section):
         description="DeepSpeed's switch to torch's AdamW, which headrace runs on both engines; leave it true, the"
         " default",
     )
+    moments_dtype: Literal["fp32", "bf16"] | None = Field(
+        None,
+        description="AdamW's two moments are held in fp32 (the default, 8 bytes per parameter) or in bf16 (4), with"
+        " stochastic rounding; updates are computed in fp32. bf16 needs engine torch on one device. Checkpoints have"
+        " them in fp32 either way",
+    )
     adam_w_mode: bool | None = Field(
         None,
         description="true, the default: decoupled weight decay (AdamW). Adam with L2 regularisation is not offered:"
@@ -71,12 +77,19 @@ class OptimizerSection(Section):
         if not isinstance(params, Mapping) or not isinstance(kind, str):
             return raw
         given = {key: value for key, value in params.items() if value is not None}
+        if given.get("moments_dtype") == "fp32":  # the default: runs with and without it are the same run
+            del given["moments_dtype"]
         return {**raw, "params": {**DEFAULTS.get(kind, {}), **given}}
 
     @property
     def kind(self) -> OptimizerKind:
         """Its state tensors and the scope of its update."""
         return kind_of(self.model_dump())
+
+    @property
+    def moments_bytes(self) -> int:
+        """Bytes per element of a state tensor in memory."""
+        return 2 if self.params.moments_dtype == "bf16" else 4
 
 
 class SchedulerParams(Section):

@@ -69,6 +69,7 @@ def check_layout(config: Config, topology: Topology) -> None:
     _check_attention(config, topology)
     _check_hybrid_shard(config, topology)
     _check_offload(config)
+    _check_moments(config, topology)
     if config.distill is not None and topology.tp * topology.cp > 1:
         why = "the teacher's logits are whole, the student's would be split over tp or cp ranks"
         remedy = "use ZeRO, FSDP2 or parallel.pp, with parallel.tp 1 and parallel.cp 1"
@@ -162,6 +163,14 @@ def _check_offload(config: Config) -> None:
     if optimizer.device != "none" and optimizer.ratio not in (None, 1.0):
         why = "an update split between CPU and GPU needs DeepSpeed's own Adam, and headrace runs torch's"
         raise ConfigError("zero_optimization.offload_optimizer.ratio", optimizer.ratio, why=why, remedy="remove it")
+
+
+def _check_moments(config: Config, topology: Topology) -> None:
+    if config.optimizer.moments_bytes != 4 and (config.engine != "torch" or topology.world_size > 1):
+        why = "small moments are rounded by an element's index in its parameter, so that parameters have to be whole"
+        remedy = 'use "engine": "torch" in one process, or fp32'
+        given = config.optimizer.params.moments_dtype
+        raise ConfigError("optimizer.params.moments_dtype", given, why=why, remedy=remedy)
 
 
 def micro_batch_constraints(config: Config, topology: Topology) -> tuple[int, int]:

@@ -55,7 +55,7 @@ SGD_MOMENTUM = OptimizerKind("SGD", ("momentum_buffer",))
 KINDS = (ADAMW, LION, SGD, SGD_MOMENTUM)
 
 _EVERY = frozenset({"lr", "weight_decay"})
-_ADAM = _EVERY | {"betas", "eps", "torch_adam", "adam_w_mode"}
+_ADAM = _EVERY | {"betas", "eps", "torch_adam", "adam_w_mode", "moments_dtype"}
 PARAMETERS: dict[str, frozenset[str]] = {
     "AdamW": _ADAM,
     "Adam": _ADAM,

@@ -176,6 +176,21 @@ class ResolvedRun:
         )
 
     @property
+    def held_bytes_per_parameter(self) -> int | None:
+        """What engine torch holds of a parameter on one device, gradient included; None in other layouts.
+
+        Weight and the rest of its fp32 master, the gradient (fp32 where several micro-batches are added up), and the
+        optimizer's states. Source: `engines.torch_native.single`.
+        """
+        if self.plain or not self.alone:
+            return None
+        config = self.config
+        weight, gradient = (4, 4) if not (config.bf16.enabled or config.fp16.enabled) else (6, 2)
+        weight = 4 if config.bf16.enabled else weight
+        states = len(config.optimizer.kind.states) * config.optimizer.moments_bytes
+        return weight + (4 if self.batch.accumulation > 1 else gradient) + states
+
+    @property
     def layout(self) -> str:
         """One line on the layout: engine, sharding, mesh, pipeline schedule."""
         config = self.config

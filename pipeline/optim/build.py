@@ -10,6 +10,7 @@ import torch
 from pipeline.config.deepspeed_schema import OptimizerSection
 from pipeline.config.optimizers import UpdateScope
 from pipeline.optim.lion import Lion
+from pipeline.optim.small_moments import AdamWSmallMoments
 
 
 def build_optimizer(
@@ -37,4 +38,6 @@ def build_optimizer(
         return torch.optim.SGD(filled, lr=lr, momentum=momentum, nesterov=nesterov, fused=fused or None)
     assert params.betas is not None
     assert params.eps is not None
+    if section.moments_bytes == 2:
+        return AdamWSmallMoments(filled, lr=lr, betas=params.betas, eps=params.eps)
     return torch.optim.AdamW(filled, lr=lr, betas=params.betas, eps=params.eps, fused=fused or None)

@@ -22,7 +22,8 @@ def ensure_state(optimizer: torch.optim.Optimizer, parameter: Tensor, kind: Opti
     state: dict[str, Tensor] = optimizer.state[parameter]
     for name in kind.states:
         if name not in state:
-            state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            dtype = optimizer.defaults.get("moments_dtype", parameter.dtype)
+            state[name] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
     if kind.counts_steps and _COUNTER not in state:
         on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
         state[_COUNTER] = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")

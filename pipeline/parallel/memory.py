@@ -19,8 +19,8 @@ KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers"
 UPDATE_ELEMENTS = 1 << 27
 """Parameters that the engine on one device updates at once (`engines.torch_native.single`)."""
 
-_MASTER, _MOMENTS = 4, 8
-"""Bytes per element of fp32 master weights, and of AdamW's two moments."""
+_MASTER = 4
+"""Bytes per element of fp32 master weights."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,12 @@ class _Step:
     def size(self) -> int:
         """s."""
         return 2 if self.run.config.bf16.enabled or self.run.config.fp16.enabled else 4
+
+    @property
+    def states(self) -> int:
+        """Bytes per parameter of optimizer states."""
+        section = self.run.config.optimizer
+        return len(section.kind.states) * section.moments_bytes
 
     @property
     def stage(self) -> int:
@@ -135,7 +141,7 @@ def _single(step: _Step) -> list[Bytes]:
     """One device (`engines.torch_native.single`): bf16 weights and the 16 bits that they lack of their fp32 masters."""
     rank, s, several = step.rank, step.size, step.accumulation > 1
     masters = {2: 2, 4: 0}[s] if not step.run.config.fp16.enabled else _MASTER
-    base = Bytes(weights=(s + masters) * rank.parameters, optimizer=_MOMENTS * rank.parameters)
+    base = Bytes(weights=(s + masters) * rank.parameters, optimizer=step.states * rank.parameters)
     before = _MASTER * rank.parameters if several else 0  # fp32 sums of the micro-batches before
     whole = (_MASTER if several else s) * rank.parameters
     at_once = min(rank.parameters, max(UPDATE_ELEMENTS, rank.largest))
@@ -153,7 +159,7 @@ def _plain(step: _Step) -> list[Bytes]:
     """One process: weights in s bytes with fp32 masters, all gradients in s bytes before they are added up in fp32."""
     rank, s, mixed = step.rank, step.size, step.size < _MASTER
     weights = rank.parameters * (s + _MASTER if mixed else _MASTER)
-    base = Bytes(weights=weights, optimizer=_MOMENTS * rank.parameters)
+    base = Bytes(weights=weights, optimizer=step.states * rank.parameters)
     several = step.accumulation > 1
     added = _MASTER * rank.parameters if mixed and several else 0
     if mixed:  # an fp32 copy of one gradient at a time, and of all once
@@ -178,7 +184,7 @@ def _sharded(step: _Step) -> list[Bytes]:
     once = step.stage < 2 or (step.run.topology.pp > 1 and not per_layer)
     masters = _MASTER * rank.parameters / n
     held = _MASTER * rank.parameters / (1 if once else n) if several else 0.0
-    base = Bytes(weights=masters, optimizer=_MOMENTS * rank.parameters / n)
+    base = Bytes(weights=masters, optimizer=step.states * rank.parameters / n)
     layers = 2 * s * unit if per_layer else s * sum(rank.layers)
     apart = (
         per_layer and rank.separate
@@ -216,7 +222,7 @@ def _deepspeed(step: _Step) -> list[Bytes]:
     bucket = float(section.reduce_bucket_size or 5e8) * added * (2 if step.run.topology.pp > 1 else 1)
     masters = _MASTER * rank.parameters / n
     offloaded = section.offload_optimizer.device != "none"
-    states = 0.0 if offloaded else _MOMENTS * rank.parameters / n
+    states = 0.0 if offloaded else step.states * rank.parameters / n
     weights = s * rank.parameters / (n if step.stage == 3 else 1) + (0.0 if offloaded else masters)
     live = s * max(2 * max(rank.layers), rank.rest) if step.stage == 3 else 0.0
     gradients = added * rank.parameters / (1 if step.stage == 1 else n) + bucket

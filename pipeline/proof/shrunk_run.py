@@ -138,6 +138,8 @@ def shrink_run(run: ResolvedRun, *, steps: int, work: Path) -> ShrunkRun:
     lowest, highest = LEARNING_RATES[config.optimizer.type]
     params = {**raw["optimizer"]["params"], "lr": min(max(config.optimizer.params.lr, lowest), highest)}
     params |= _visible_gradient(config.optimizer, notes)
+    if params.pop("moments_dtype", None) == "bf16":
+        notes.append("small moments are no layout, and round: proven with fp32 moments")
     shrunk = {
         "engine": config.engine,
         "model": {"config": {**fields, "model_type": model.model_type}, "attn_implementation": attention},

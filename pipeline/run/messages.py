@@ -25,6 +25,9 @@ def opening_lines(
     epochs = max(prepared.mixture.order.epochs(samples))
     yield f"{launch} on {engine.device_name}; {run.layout}"
     yield f"{size.parameters:,} parameters, {run.precision}; {run.batch}"
+    if run.held_bytes_per_parameter is not None:
+        states = run.config.optimizer.params.moments_dtype or "fp32"
+        yield f"{run.held_bytes_per_parameter} bytes per parameter, gradient and {states} optimizer states included"
     yield from stage_lines(run, prepared.model)
     yield (
         f"{run.steps:,} steps = {run.steps * run.batch.tokens:,} tokens,"

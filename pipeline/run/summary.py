@@ -77,7 +77,11 @@ def _optimizer_entry(run: ResolvedRun) -> Entry:
     shown = ", ".join(f"{name} {json.dumps(params[name])}" for name in _SHOWN_PARAMS if name in params)
     states = f"{len(kind.states)} state tensor{'' if len(kind.states) == 1 else 's'} per parameter"
     text = f"{kind.name}, {shown}; {states}: {kind.bytes_per_parameter} bytes per parameter with the fp32 master weight"
-    sizes = {"states": list(kind.states), "bytes_per_parameter": kind.bytes_per_parameter}
+    sizes: dict[str, Any] = {"states": list(kind.states), "bytes_per_parameter": kind.bytes_per_parameter}
+    held = run.held_bytes_per_parameter
+    if held is not None:
+        text += f", {held} held on the device with {section.params.moments_dtype or 'fp32'} states and the gradient"
+        sizes["held_bytes_per_parameter"] = held
     return Entry("optimizer", text, {"type": kind.name, "params": params, **sizes})
 
 

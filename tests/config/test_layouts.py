@@ -113,6 +113,7 @@ REFUSALS = [
     (["engine=torch", "parallel.pp=2", "parallel.virtual_stages=2"], "interleaved_1f1b"),
     ([*ZERO_BUBBLE, "parallel.virtual_stages=1"], "use 2"),
     ([*ZERO_BUBBLE, "memory.activation_checkpointing=selective"], "use full"),
+    (["engine=torch", "optimizer.params.moments_dtype=bf16"], "in one process, or fp32"),
     (["parallel.cp=4", "parallel.cp_method=ring", "data.sequence_length=36"], "use 32 or 40"),
     (["engine=torch", "parallel.virtual_stages=2"], "parallel.pp is 1"),
     (["fp16.enabled=true", "bf16.enabled=true"], "keep bf16"),

@@ -15,6 +15,7 @@ from tests.engines.layout_worker import make_engine, reference_case, resolved, s
 
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 3e-3, "momentum": 0.9}}}
 LION = {"optimizer": {"type": "Lion", "params": {"lr": 1e-4, "weight_decay": 0.1}}}
+SMALL = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.1, "moments_dtype": "bf16"}}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 22, "hysteresis": 1}}
 CASES: dict[str, dict[str, Any]] = {
     "fp32": layout(0, micro=8, gradient_clipping=0.1),
@@ -22,6 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16": layout(0, micro=8, bf16={"enabled": True}, gradient_clipping=0.1),
     "bf16, accumulation": layout(0, micro=2, bf16={"enabled": True}),
     "bf16, SGD": layout(0, micro=8, bf16={"enabled": True}, **SGD),
+    "bf16, small moments": layout(0, micro=8, bf16={"enabled": True}, **SMALL),
     "fp16, overflows": layout(0, micro=2, **FP16),
     "chunked loss, checkpointing": layout(3, micro=4, loss={"chunk": 8}, memory={"activation_checkpointing": "full"}),
 }
@@ -47,7 +49,7 @@ def test_it_follows_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert found.nats == pytest.approx(expected.nats, rel=tolerance)
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16, accumulation", "fp16, overflows"])
+@pytest.mark.parametrize("name", ["fp32", "bf16, accumulation", "bf16, small moments", "fp16, overflows"])
 def test_a_resumed_engine_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     run = of(CASES[name])
     whole = train(run, make_engine(run), first=1, last=4, save=tmp_path / "saved")
@@ -78,6 +80,28 @@ def test_it_holds_14_bytes_per_parameter_at_the_update_and_12_between_steps() ->
     for micro in step_batch(run, 2).micro_batches:
         engine._decoder(micro.input_ids, micro, engine._objective)[0].backward()
     assert held_bytes(engine) == pytest.approx(14 * parameters, rel=0.01)
+
+
+def test_with_small_moments_it_holds_10_bytes_per_parameter_at_the_update() -> None:
+    run = of(CASES["bf16, small moments"])
+    engine = make_engine(run)
+    parameters = sum(master.weight.numel() for master in engine._masters.values())
+    engine.train_step(step_batch(run, 1), lr=1e-3)
+    for micro in step_batch(run, 2).micro_batches:
+        engine._decoder(micro.input_ids, micro, engine._objective)[0].backward()
+    assert held_bytes(engine) == pytest.approx(10 * parameters, rel=0.01)
+    assert run.held_bytes_per_parameter == 10
+    assert of(CASES["bf16"]).held_bytes_per_parameter == 14
+
+
+def test_small_moments_are_exchanged_with_an_engine_that_has_fp32_moments(tmp_path: Path) -> None:
+    runs = {"small": of(CASES["bf16, small moments"]), "fp32": of(layout(0, micro=8, bf16={"enabled": True}))}
+    for name, run in runs.items():
+        whole = train(run, make_engine(run), first=1, last=4, save=tmp_path / name)
+        other = runs["fp32" if name == "small" else "small"]
+        engine = make_engine(other)
+        engine.load(tmp_path / name)
+        assert train(other, engine, first=3, last=4).losses == pytest.approx(whole.losses[2:], rel=HALF["bf16"])
 
 
 def test_micro_batches_are_added_up_in_fp32_and_freed() -> None:

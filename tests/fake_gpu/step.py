@@ -26,6 +26,7 @@ from pipeline.models import buffers
 from pipeline.models.hf_config import resolve_hf_config
 from pipeline.models.meta import build_meta
 from pipeline.models.values import Zeros
+from pipeline.optim.small_moments import AdamWSmallMoments
 from pipeline.parallel.checks import check_layout
 from pipeline.parallel.mesh import build_mesh
 from pipeline.parallel.vocabulary import _CrossEntropy
@@ -269,6 +270,7 @@ def _makers() -> dict[CodeType, str]:
         param.to_accumulated_grad_if_needed: "gradients",
         param.accumulate_unsharded_grad_if_needed: "gradients",
         torch.optim.AdamW.step: "optimizer",
+        AdamWSmallMoments.step: "optimizer",
         single._Update.run: "gradients",
         single._Master.values: "weights",
         _CrossEntropy.forward: "logits",
