@@ -35,6 +35,7 @@ from pipeline.models.hf_config import resolve_hf_config
 from pipeline.models.meta import build_meta
 from pipeline.models.rectangle import Rectangle
 from pipeline.models.values import InitByName, OwnBuffers, ParameterValues
+from pipeline.topology import sequence_chunks
 from tests.parity.matrix import model_of
 
 CPU = torch.device("cpu")
@@ -145,14 +146,14 @@ def step_batch(run: ResolvedRun, step: int) -> StepBatch:
     labels = tokens[:, 1:].clone()
     labels[torch.rand(labels.shape, generator=generator) < 0.1] = IGNORE
     coordinates = run.topology.coordinates(0 if run.alone else dist.get_rank())
-    length = LENGTH // run.topology.cp
-    shard = slice(coordinates["cp"] * length, (coordinates["cp"] + 1) * length)
+    chunks = sequence_chunks(LENGTH, cp=run.topology.cp, cp_rank=coordinates["cp"], zigzag=run.zigzag)
+    shard = torch.tensor([position for chunk in chunks for position in chunk])
     micros = []
     for number in range(run.batch.accumulation):
         first = (number * run.batch.dp + coordinates["dp"]) * run.batch.micro
         rows = torch.arange(first, first + run.batch.micro)
         padding, rows = rows >= SAMPLES, rows.clamp(max=SAMPLES - 1)
-        own_labels = labels[rows, shard].masked_fill(padding[:, None], IGNORE)
+        own_labels = labels[rows][:, shard].masked_fill(padding[:, None], IGNORE)
         micros.append(MicroBatch(tokens[rows, :-1][:, shard].contiguous(), own_labels))
     return StepBatch(step, micros, int((labels != IGNORE).sum()))
 
