@@ -38,6 +38,7 @@ def curve_fields(run: ResolvedRun) -> dict[str, Any]:
         # not emulation, which rounds as the hardware does, nor the gathering in fp8, which is a layout
         "fp8": config["fp8"]["recipe"] if config["fp8"]["enabled"] else None,
         "grad_accum_dtype": config["data_types"]["grad_accum_dtype"] or "fp32",
+        "communication_data_type": None if config["communication_data_type"] == "fp32" else "bf16",
         "run.seed": config["run"]["seed"],
         # which steps count as spikes, where spikes do not update the weights. The response to non-finite steps is not
         # among these: a run that stopped at one may be resumed with another response

@@ -155,9 +155,9 @@ class OffloadOptimizerSection(Section):
         None, description="Directory on a local NVMe disk, e.g. /local_nvme; required with device nvme"
     )
     pin_memory: bool = Field(
-        False,
-        description="true: keep offloaded states in page-locked host memory, which makes transfers faster and takes"
-        " memory that cannot be swapped out",
+        True,
+        description="true, the default: keep offloaded states in page-locked host memory, which makes transfers faster"
+        " and takes memory that cannot be swapped out (DeepSpeed's default is false). No effect without a GPU",
     )
     buffer_count: Count | None = Field(
         None,
@@ -193,9 +193,9 @@ class OffloadParamSection(Section):
         None, description="Directory on a local NVMe disk, e.g. /local_nvme; required with device nvme"
     )
     pin_memory: bool = Field(
-        False,
-        description="true: keep offloaded parameters in page-locked host memory, which makes transfers faster and"
-        " takes memory that cannot be swapped out",
+        True,
+        description="true, the default: keep offloaded parameters in page-locked host memory, which makes transfers"
+        " faster and takes memory that cannot be swapped out (DeepSpeed's default is false). No effect without a GPU",
     )
     buffer_count: Count | None = Field(
         None, description="Buffers in host memory for parameters swapped from NVMe, e.g. 6; DeepSpeed's default is 5"
@@ -259,10 +259,16 @@ class ZeroSection(Section):
         description="Elements per all-gather of updated parameters (stages 1 and 2), e.g. 5e7; DeepSpeed's default"
         " is 5e8",
     )
-    overlap_comm: bool = Field(
-        False,
-        description="true: overlap gradient reduction with the backward pass. false by default, since several DeepSpeed"
-        " versions gave NaN with it",
+    overlap_comm: bool | None = Field(
+        None,
+        description="true: overlap gradient reduction with the backward pass; DeepSpeed's default is true at stage 3,"
+        " else false. Several DeepSpeed versions before 0.19 gave NaN with it: then set it to false",
+    )
+    zero_hpz_partition_size: Count | None = Field(
+        None,
+        description="hpZ of ZeRO++ (stage 3): a second copy of the weights is sharded over so many neighbouring ranks,"
+        " e.g. the 8 GPUs of a node, and the backward pass gathers from it. Takes the memory of that copy; off when"
+        " absent",
     )
     sub_group_size: Index | None = Field(
         None,

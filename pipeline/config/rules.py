@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from headrace.base.errors import ConfigError, found_by, refuse_all
 from pipeline.config.batch import BatchSizes, resolve_batch
+from pipeline.config.communication_rules import check_gradient_dtype, check_secondary_shards
 from pipeline.config.data_rules import check_data
 from pipeline.config.deepspeed_keys import refuse_on_torch
 from pipeline.config.fp8_rules import check_fp8_precision, check_fp8_tokens
@@ -250,6 +251,8 @@ def resolve(config: Config, *, world_size: int, begun: bool = False) -> Resolved
     [(topology, batch)] = mesh
     check_schedule(config, topology, batch)
     check_fp8_tokens(config, topology, batch)
+    check_gradient_dtype(config, topology, batch)
+    check_secondary_shards(config, topology)
     steps = _steps(config, batch)
     _check_curriculum(config, steps)
     _check_profile(config, steps, topology)

@@ -458,6 +458,11 @@ class Config(Section):
     )
     aio: AioSection = AioSection()
     data_types: DataTypesSection = DataTypesSection()
+    communication_data_type: Literal["fp32", "bf16"] = Field(
+        "fp32",
+        description="dtype in which gradients are reduced over the data ranks: fp32, or bf16 with bf16 enabled, which"
+        " sends half the bytes and rounds every rank's gradient; they are accumulated over micro-batches in fp32 still",
+    )
     wandb: WandbSection = WandbSection()
     tensorboard: TensorBoardSection = TensorBoardSection()
     steps_per_print: Count | None = Field(

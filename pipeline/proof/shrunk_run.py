@@ -233,6 +233,7 @@ def _shrink_zero(run: ResolvedRun, work: Path) -> dict[str, Any]:
             section[name]["nvme_path"] = str(work)
             if name == "offload_param":  # DeepSpeed's default buffers would take gigabytes on every rank
                 section[name] |= {"buffer_size": 1 << 16, "max_in_cpu": 0}
+    section.pop("zero_hpz_partition_size", None)  # the shrunk mesh has too few data ranks for groups of them
     if run.config.engine == "deepspeed":
         return {**section, **_ZERO_SIZES[zero.stage]}
     return {"stage": zero.stage}

@@ -40,6 +40,7 @@ ON_TWO = {
     "stage 3, optimizer and weights on the cpu": layout(
         3, zero={"offload_optimizer": ON_THE_CPU, "offload_param": ON_THE_CPU, **SMALL}
     ),
+    "stage 3, bf16, reduced in bf16": layout(3, zero=SMALL, communication_data_type="bf16", **BF16),
     "tp 2, stage 3": parallel(3, tp=2, zero=SMALL),
     "tp 2, stage 0, bf16": parallel(0, tp=2, more=BF16),
     "cp 2, stage 2": parallel(2, cp=2),
@@ -58,6 +59,7 @@ ON_TWO = {
 }
 
 ON_FOUR = {
+    "stage 3, hpZ, 2 of 4": layout(3, zero={**SMALL, "zero_hpz_partition_size": 2}),
     "tp 2, stage 0": parallel(0, tp=2),
     "tp 2, stage 1, clipped, 20 steps": parallel(1, tp=2, more={"gradient_clipping": 0.1, "steps": 20}),
     "tp 2, stage 2, activation checkpointing": parallel(2, tp=2, more={"memory": {"activation_checkpointing": "full"}}),
@@ -77,6 +79,8 @@ ALWAYS = {
     "stage 1, bf16, optimizer on the cpu",
     "stage 3, optimizer and weights on the cpu",
     "experts, stage 3",
+    "stage 3, bf16, reduced in bf16",
+    "stage 3, hpZ, 2 of 4",
 }
 INTEGRATION = {"stage 0, fp16", "pp 2 x tp 2, stage 1, clipped"}
 """`ALWAYS` are layouts that `tests/parity` does not cover. Those of neither set run with `make sweep-tests`."""

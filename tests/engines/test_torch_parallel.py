@@ -34,6 +34,7 @@ ON_TWO = {
     "interleaved 1f1b": parallel(2, pp=2, schedule="interleaved_1f1b"),
     "zero bubble": parallel(2, pp=2, schedule="zero_bubble"),
     "bf16": layout(3, bf16={"enabled": True}),
+    "bf16, reduced in bf16": layout(3, bf16={"enabled": True}, communication_data_type="bf16"),
     "bf16 pipeline": {**parallel(2, pp=2), "bf16": {"enabled": True}},
     # gradients overflow at the initial scale: the layout and the reference must skip the same steps
     "fp16": layout(3, fp16={"enabled": True, "initial_scale_power": 22, "hysteresis": 1}),
@@ -41,6 +42,7 @@ ON_TWO = {
 
 ON_FOUR = {
     "hybrid sharding 2 x 2": parallel(3, hybrid_shard_size=2),
+    "hpZ, 2 of 4": layout(3, zero={"zero_hpz_partition_size": 2}),
     "dp 2 x tp 2": parallel(3, tp=2),
     "cp 2 x tp 2, unsharded weights": parallel(0, cp=2, tp=2),
     "pp 2 x dp 2": parallel(3, pp=2),
@@ -68,6 +70,8 @@ ON_FOUR = {
 ALWAYS = {
     "sharded weights, gathered per step, on 2",
     "untied, chunked loss",
+    "bf16, reduced in bf16",
+    "hpZ, 2 of 4",
     "bf16 pipeline",
     "fp16",
     "hybrid sharding 2 x 2",

@@ -25,8 +25,8 @@ def deepspeed_config(run: ResolvedRun) -> dict[str, Any]:
         "gradient_accumulation_steps": run.batch.accumulation,
         "gradient_clipping": config.gradient_clipping if stage > 0 else 0.0,  # DeepSpeed's default is 1.0
         "zero_optimization": _zero_section(run),
-        # gradients are summed over ranks and accumulated over micro-batches in fp32, whatever the model's dtype
-        "communication_data_type": "fp32",
+        # DeepSpeed's default is the model's dtype
+        "communication_data_type": config.communication_data_type,
         "wall_clock_breakdown": config.wall_clock_breakdown,
         "steps_per_print": config.steps_per_print or _NEVER,
         # with sequence parallelism every tp rank sends its own positions, so there is nothing to partition and gather

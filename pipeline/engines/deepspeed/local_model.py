@@ -9,6 +9,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.utils import groups
 from torch import nn
 
 from pipeline.config.rules import ResolvedRun
@@ -80,12 +81,16 @@ def _zero3_parameter(
     """A parameter that is sharded over the data group with ZeRO-3; only this rank's partition has been computed."""
     full = torch.empty(on_meta.shape, dtype=on_meta.dtype, device=device)
     parameter = nn.Parameter(full, requires_grad=on_meta.requires_grad)
+    secondary = zero3.config["zero_optimization"].get("zero_hpz_partition_size", 1) > 1
     _OwnPartition(
         module=nn.ParameterList([parameter]),
         config_dict_or_path=zero3.config,
         data_parallel_group=None if zero3.unit is None else zero3.unit.get_data_parallel_group(),
         mpu=zero3.unit,
+        # hpZ: None at the first parameter, for which DeepSpeed creates the group, and refuses to create it again
+        zero_param_parallel_group=groups._get_zero_param_intra_parallel_group() if secondary else None,
         fill=partial(_fill, values, name, device),
+        whole=secondary,
     )
     return parameter
 
@@ -95,17 +100,19 @@ class _OwnPartition(deepspeed.zero.Init):  # type: ignore[misc]
 
     Args:
         fill: writes values into a parameter, from one flat index to another.
+        whole: all values are needed, for the partition within a node (hpZ) besides this rank's.
     """
 
-    def __init__(self, *, fill: Callable[[torch.Tensor, int, int], None], **arguments: Any) -> None:
-        self._fill_range = fill
+    def __init__(self, *, fill: Callable[[torch.Tensor, int, int], None], whole: bool, **arguments: Any) -> None:
+        self._fill_range, self._whole = fill, whole
         super().__init__(**arguments)
 
     def _zero_init_param(self, param: Any) -> None:
         self._convert_to_deepspeed_param(param)
         size = self._aligned_size(param) // self._partition_world_size(param)
         start = min(size * self._partition_rank(param), param.numel())
-        self._fill_range(param.data, start, min(start + size, param.numel()))
+        own = (0, param.numel()) if self._whole else (start, min(start + size, param.numel()))
+        self._fill_range(param.data, *own)
         param.partition()
 
 

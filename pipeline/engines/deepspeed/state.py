@@ -133,6 +133,7 @@ def refresh_model_weights(optimizer: Any) -> None:
     else:
         # parameters still gathered, after an evaluation or because they are persistent, are outdated copies
         optimizer.empty_partition_cache()
+        optimizer.invalidate_secondary_tensor()  # hpZ: the copies within a node are of the weights before
         if optimizer.persistent_parameters:
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +33,7 @@ from pipeline.engines.torch_native.deferred_step import DeferredStep, decide
 from pipeline.engines.torch_native.forward_backward import ForwardBackward, GradientAccumulation
 from pipeline.engines.torch_native.fp8_gather import refresh_scales
 from pipeline.engines.torch_native.pipeline import PipelineSchedule, StageModule
-from pipeline.engines.torch_native.sharding import ParameterShard, reshard, shard_decoder
+from pipeline.engines.torch_native.sharding import ParameterShard, Sharding, reshard, shard_decoder
 from pipeline.engines.torch_native.state import named_shards, replicas, set_step
 from pipeline.launch.host_copy import to_device
 from pipeline.models.values import ParameterValues
@@ -100,11 +99,19 @@ class TorchParallel(TrainsStepByStep):
         local_model = assemble(run, model, self._mesh, stage=stage, balancer=self._balancer)
         decoder = local_model.decoder
         root = decoder if stage.count == 1 else StageModule(decoder, stage)
-        sharding: dict[str, Any] = {"stage": zero_stage, "dtype": model_dtype(run.config), "device": self._device}
+        sharding = Sharding(
+            stage=zero_stage,
+            dtype=model_dtype(run.config),
+            fp8=run.config.fp8,
+            reduce_dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[run.config.communication_data_type],
+            node=run.config.zero_optimization.zero_hpz_partition_size,
+        )
         # torch's schedules delay the reduction of an FSDP2 stage module until the last micro-batch; stage 3 must not
         # be delayed, so there the decoder inside the stage module is the FSDP2 root
         fsdp_root = decoder if zero_stage == 3 else root
-        return root, shard_decoder(local_model, values, self._mesh, root=fsdp_root, fp8=run.config.fp8, **sharding)
+        return root, shard_decoder(
+            local_model, values, self._mesh, root=fsdp_root, sharding=sharding, device=self._device
+        )
 
     def _build_forward_backward(self, run: ResolvedRun, model: nn.Module) -> ForwardBackward:
         stage_modules = [root for root in self._roots if isinstance(root, StageModule)]

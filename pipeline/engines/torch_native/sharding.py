@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from pipeline.checkpoint.shards import NamedShard
 from pipeline.config.schema import Fp8Section
 from pipeline.engines.torch_native.fp8_gather import gather_in_fp8, unwrapped, wrapped_like
-from pipeline.engines.torch_native.units import prefetch_explicitly, sharded_modules, units_of
+from pipeline.engines.torch_native.units import Units, prefetch_explicitly, sharded_modules, units_of
 from pipeline.models.buffers import fill_buffers
 from pipeline.models.rectangle import Rectangle
 from pipeline.models.values import ParameterValues
@@ -75,30 +75,58 @@ class ParameterShard:
         return NamedShard(self.shape, start=self.start, values=values.view(-1), box=self.box)
 
 
+@dataclass(frozen=True)
+class Sharding:
+    """How a decoder is sharded.
+
+    Attributes:
+        stage: ZeRO stage, see above.
+        dtype: of forward and backward passes; the parameters are fp32.
+        fp8: whether weights are gathered in fp8.
+        reduce_dtype: in which gradients are summed over the data ranks.
+        node: neighbouring data ranks over which the weights of layers stay sharded between forward and backward pass
+            (stage 3, hpZ); all data ranks when None.
+    """
+
+    stage: int
+    dtype: torch.dtype
+    fp8: Fp8Section
+    reduce_dtype: torch.dtype
+    node: int | None
+
+    def reshard_after_forward(self, unit: tuple[nn.Module, ...], units: Units) -> bool | int:
+        """What becomes of a unit's gathered weights after its forward pass: kept, or sharded over so many ranks."""
+        if self.stage < 3 or unit is units.end:  # the head's backward pass follows its forward pass
+            return False
+        return self.node or True if unit in units.layers else True
+
+    def policy(self) -> MixedPrecisionPolicy:
+        """FSDP2's dtypes."""
+        mixed = self.dtype != torch.float32
+        dtypes: dict[str, Any] = {"param_dtype": self.dtype, "reduce_dtype": self.reduce_dtype} if mixed else {}
+        return MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
+
+
 def shard_decoder(
     local_model: LocalModel,
     values: ParameterValues,
     mesh: Mesh,
     *,
     root: nn.Module,
-    stage: int,
-    dtype: torch.dtype,
+    sharding: Sharding,
     device: torch.device,
-    fp8: Fp8Section,
 ) -> list[ParameterShard]:
     """Shards a decoder on meta in place and materializes it. No rank holds more than its shards and one parameter.
 
-    Gradients are summed in fp32, not averaged: the loss is divided by the targets of the whole step.
+    Gradients are summed, not averaged: the loss is divided by the targets of the whole step.
 
     Args:
         local_model: this rank's part of the model.
         values: of the full parameters.
         mesh: this rank's coordinates and groups.
         root: the FSDP2 root module: the decoder, or the stage module around it.
-        stage: ZeRO stage, see above.
-        dtype: of forward and backward passes; the parameters are fp32.
+        sharding: how it is sharded.
         device: of this rank.
-        fp8: whether weights are gathered in fp8.
 
     Returns:
         This rank's shard of every parameter of the decoder.
@@ -107,16 +135,13 @@ def shard_decoder(
     for parameter in root.parameters():
         parameter.data = parameter.data.to(torch.float32)
     sharding_mesh = mesh.sharding_mesh()
-    gather_in_fp8(local_model.decoder, fp8, shards=sharding_mesh.size(sharding_mesh.ndim - 1))
-    mixed: dict[str, Any] = {"param_dtype": dtype, "reduce_dtype": torch.float32} if dtype != torch.float32 else {}
-    policy = MixedPrecisionPolicy(**mixed, cast_forward_inputs=False)
+    gather_in_fp8(local_model.decoder, sharding.fp8, shards=sharding_mesh.size(sharding_mesh.ndim - 1))
     units = units_of(local_model.decoder.causal)
+    options: dict[str, Any] = {"mesh": sharding_mesh, "mp_policy": sharding.policy()}
     for unit in units.ordered():
         modules: Any = list(unit) if len(unit) > 1 else unit[0]
-        # the head's backward pass follows its forward pass
-        gathered_again = stage == 3 and unit is not units.end
-        fully_shard(modules, mesh=sharding_mesh, reshard_after_forward=gathered_again, mp_policy=policy)
-    fully_shard(root, mesh=sharding_mesh, reshard_after_forward=False, mp_policy=policy)
+        fully_shard(modules, reshard_after_forward=sharding.reshard_after_forward(unit, units), **options)
+    fully_shard(root, reshard_after_forward=False, **options)
     prefetch_explicitly(root, units)
     for module in sharded_modules(root):
         module.set_gradient_divide_factor(1.0)
