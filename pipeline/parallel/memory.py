@@ -185,11 +185,13 @@ def _sharded(step: _Step) -> list[Bytes]:
     masters = _MASTER * rank.parameters / n
     held = _MASTER * rank.parameters / (1 if once else n) if several else 0.0
     base = Bytes(weights=masters, optimizer=step.states * rank.parameters / n)
-    layers = 2 * s * unit if per_layer else s * sum(rank.layers)
-    apart = (
-        per_layer and rank.separate
-    )  # the embedding is freed after its lookup, the head before the layers' gradients
+    node = step.run.config.zero_optimization.zero_hpz_partition_size
+    layers = (2 * s * unit if per_layer else s * sum(rank.layers)) + (s * sum(rank.layers) / node if node else 0)
+    # the embedding is freed after its lookup, the head before the layers' gradients
+    apart = per_layer and rank.separate
     at_loss = replace(base, weights=masters + (s * rank.head if apart else s * rank.rest + layers))
+    if apart and node:
+        at_loss = replace(at_loss, weights=at_loss.weights + s * sum(rank.layers) / node)
     backward = replace(base, weights=masters + layers + (0 if apart else s * rank.rest))
     # the fp32 copy of a unit's gradients lives until those of the next unit are reduced
     of_head = _MASTER * rank.head * (1 + 1 / n) if rank.separate and not once else s * rank.head
@@ -225,6 +227,7 @@ def _deepspeed(step: _Step) -> list[Bytes]:
     states = 0.0 if offloaded else step.states * rank.parameters / n
     weights = s * rank.parameters / (n if step.stage == 3 else 1) + (0.0 if offloaded else masters)
     live = s * max(2 * max(rank.layers), rank.rest) if step.stage == 3 else 0.0
+    live += s * rank.parameters / section.zero_hpz_partition_size if section.zero_hpz_partition_size else 0.0
     gradients = added * rank.parameters / (1 if step.stage == 1 else n) + bucket
     base = Bytes(weights=weights + live, optimizer=states, gradients=gradients)
     return [replace(base, **_loss(step)), replace(base, **_first_backward(step))]

@@ -85,3 +85,13 @@ def test_a_larger_micro_batch_needs_more_memory_and_activation_checkpointing_les
         run = type(layout.run)(**{**vars(layout.run), "config": config})
         peaks.append(peak_memory(run, footprint).total)
     assert peaks == sorted(peaks)
+
+
+def test_weights_kept_within_a_node_take_their_share_of_a_node() -> None:
+    case = shipped_cases()["llama_8b_8gpu.json"]
+    layout, footprint = facts(case)
+    zero = layout.run.config.zero_optimization.model_copy(update={"zero_hpz_partition_size": 4})
+    config = layout.run.config.model_copy(update={"zero_optimization": zero})
+    run = type(layout.run)(**{**vars(layout.run), "config": config})
+    more = peak_memory(run, footprint).weights - peak_memory(layout.run, footprint).weights
+    assert more == pytest.approx(2 * sum(layout.rank.layers) / 4)
