@@ -118,7 +118,7 @@ def test_defaults_are_those_of_the_type_and_a_dumped_section_is_read_again() -> 
     for name in SECTIONS:
         section = section_of(name)
         given = {key for key, value in section.params if value is not None}
-        assert given == PARAMETERS[section.type]
+        assert given == PARAMETERS[section.type] - {"moments_dtype"}  # absent is fp32
         assert parse(OptimizerSection, section.model_dump(mode="json")) == section
     assert OptimizerSection().params.betas == (0.9, 0.999)
 
