@@ -114,7 +114,8 @@ def make_engine(run: ResolvedRun, objective: Objective | None = None, *, device:
     engine: Any = build_engine(run, model, values, objective, device=device)
     if not run.alone and run.config.engine == "torch":
         assert values.asked == {shard.name: shard.master.numel() for shard in engine._shards}
-    elif not run.alone and run.config.zero_optimization.stage == 3:
+    zero = run.config.zero_optimization
+    if run.config.engine == "deepspeed" and zero.stage == 3 and not zero.zero_hpz_partition_size:
         assert_only_partitions(values.asked, engine._local_model.decoder.parameters_by_name())
     return engine
 

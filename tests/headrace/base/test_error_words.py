@@ -17,8 +17,8 @@ from headrace.commands.config_kinds import KINDS, keys
 
 VALUES = (None, True, 7, -1, 1.5, math.nan, "word", "", [], [1], ["a", 1], {}, {"a": 1}, {"step": 5})
 PYDANTIC = re.compile(
-    r"pydantic|Input|input should|valid (dict|integer|string|number|boolean|list)|instance of|Section\b|[a-z]_type:|"
-    r"extra_forbidden|Value error|value_error|union_tag|type=|function-|Traceback",
+    r"pydantic|Input|input should|valid (dict|integer|string|number|boolean|list)|instance of|Section\b|"
+    r"(?<!data)_type:|extra_forbidden|Value error|value_error|union_tag|type=|function-|Traceback",
 )
 REQUIRED: dict[str, dict[str, Any]] = {
     "run": {
