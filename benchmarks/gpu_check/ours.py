@@ -22,8 +22,10 @@ from pipeline.engines.common import model_dtype
 from pipeline.engines.objective import CrossEntropy
 from pipeline.launch import detect, process_group
 from pipeline.models.attention import ATTENTION_NAME
+from pipeline.models.counter import CPU
 from pipeline.models.hf_config import resolve_hf_config
 from pipeline.models.meta import build_meta
+from pipeline.models.rectangle import Rectangle, part
 from pipeline.models.sdpa_order import ordered_sdpa
 from pipeline.models.values import OwnBuffers
 from pipeline.parallel.checks import check_layout
@@ -41,9 +43,9 @@ class DrawnOnDevice(OwnBuffers):
     def __init__(self, shapes: dict[str, tuple[int, ...]], device: torch.device) -> None:
         self._shapes, self._device = shapes, device
 
-    def value(self, name: str) -> Tensor:
-        """The full value, on the device."""
-        return draw(name, self._shapes[name], self._device)
+    def value(self, name: str, *, box: Rectangle | None = None, device: torch.device = CPU) -> Tensor:
+        """See `ParameterValues.value`: the full value is drawn, of which the box is a part."""
+        return part(draw(name, self._shapes[name], self._device), box).to(device)
 
 
 def config_of(size: Size, row: Row, *, micro: int, checkpointing: str) -> dict[str, Any]:

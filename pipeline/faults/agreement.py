@@ -21,24 +21,27 @@ class StepFlags:
         busy: this rank's part of a checkpoint is still being written.
         checkpoint_due: it is time for a checkpoint.
         memory_grew: the peak of memory is above the one that all know of.
+        slow: steps take so long that no device needs to work ahead.
     """
 
     stop: Stop
     busy: bool = False
     checkpoint_due: bool = False
     memory_grew: bool = False
+    slow: bool = False
 
     def values(self) -> list[float]:
         """As numbers whose sums over the ranks `agreed` takes: one for each reason to stop, one for each flag."""
         stops = [float(self.stop == reason) for reason in Stop if reason]
-        return [*stops, float(self.busy), float(self.checkpoint_due), float(self.memory_grew)]
+        flags = (self.busy, self.checkpoint_due, self.memory_grew, self.slow)
+        return [*stops, *map(float, flags)]
 
     @classmethod
     def agreed(cls, sums: Sequence[float]) -> StepFlags:
         """The flags of all ranks; of several reasons to stop the highest."""
-        *stops, busy, due, grew = (each > 0 for each in sums)
+        *stops, busy, due, grew, slow = (each > 0 for each in sums)
         reasons = [reason for reason, given in zip((r for r in Stop if r), stops, strict=True) if given]
-        return cls(max(reasons, default=Stop.NO), busy, due, grew)
+        return cls(max(reasons, default=Stop.NO), busy, due, grew, slow)
 
 
 class Agreement:

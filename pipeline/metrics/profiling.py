@@ -66,6 +66,10 @@ class StepProfiler:
         with nullcontext() if self._profiler is None else record_function(f"step {step}"):
             yield
 
+    def begins_with(self, step: int) -> bool:
+        """Whether the profile begins with this step."""
+        return self._section is not None and step == self._section.steps[0]
+
     def ends_with(self, step: int) -> bool:
         """Whether the profile ends with this step."""
         return self._section is not None and step == self._section.steps[1]

@@ -21,22 +21,17 @@ class Sink(Protocol):
 
 
 class Sinks:
-    """All sinks of this rank, written to by a thread, since a file system or a service may take seconds.
+    """All sinks of this rank, each written to by a thread: a file system or a service may take seconds.
 
-    Every rank but rank 0 has none, and no thread. Rows are written in order, at once unless a sink is slow. Close it
-    before its sinks are closed.
+    Every rank but rank 0 has none. A sink gets its rows in order, at once unless it is slow; it does not wait for
+    another. Close it before its sinks are closed.
 
     Args:
-        sinks: each gets every row, in this order.
+        sinks: each gets every row.
     """
 
     def __init__(self, sinks: Sequence[Sink] = ()) -> None:
-        self._sinks = tuple(sinks)
-        self._rows: queue.Queue[_Row | None] = queue.Queue()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._write_rows, name="metrics", daemon=True)
-        if self._sinks:
-            self._thread.start()
+        self._threads = [_SinkThread(sink) for sink in sinks]
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Hands a row to every sink.
@@ -44,9 +39,9 @@ class Sinks:
         Raises:
             Exception: what a sink has raised at an earlier row.
         """
-        if self._sinks:
-            self._raise_error()
-            self._rows.put((kind, step, values))
+        for thread in self._threads:
+            thread.raise_error()
+            thread.rows.put((kind, step, values))
 
     def event(self, step: int, **values: Any) -> None:
         """Hands a row of the kind "event" to every sink."""
@@ -58,30 +53,47 @@ class Sinks:
         Raises:
             Exception: what a sink has raised.
         """
-        if self._sinks:
-            self._rows.join()
-            self._raise_error()
+        for thread in self._threads:
+            thread.rows.join()
+            thread.raise_error()
 
     def close(self) -> None:
-        """Flushes, and ends the thread; an error of a sink is printed."""
-        if self._thread.is_alive():
-            self._rows.put(None)
-            self._thread.join()
-        if self._error is not None:
-            print(f"warning: metrics are incomplete: {self._error!r}", file=sys.stderr, flush=True)
+        """Flushes, and ends the threads; an error of a sink is printed."""
+        for thread in self._threads:
+            thread.rows.put(None)
+        for thread in self._threads:
+            thread.join()
+            if thread.error is not None:
+                print(f"warning: metrics are incomplete: {thread.error!r}", file=sys.stderr, flush=True)
 
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            error, self._error = self._error, None
+
+class _SinkThread(threading.Thread):
+    """Writes rows to one sink.
+
+    Attributes:
+        rows: to be written; None ends the thread.
+        error: what the sink has raised, until it is raised again.
+    """
+
+    def __init__(self, sink: Sink) -> None:
+        super().__init__(name="metrics", daemon=True)
+        self._sink = sink
+        self.error: BaseException | None = None
+        self.rows: queue.Queue[_Row | None] = queue.Queue()
+        self.start()
+
+    def raise_error(self) -> None:
+        """Raises what the sink has raised, in the thread that writes rows."""
+        if self.error is not None:
+            error, self.error = self.error, None
             raise error
 
-    def _write_rows(self) -> None:
-        while (row := self._rows.get()) is not None:
+    def run(self) -> None:
+        while (row := self.rows.get()) is not None:
             kind, step, values = row
             try:
-                for sink in self._sinks:
-                    sink.write(kind, step, **values)
+                self._sink.write(kind, step, **values)
             except Exception as error:
-                self._error = error
+                self.error = error
             finally:
-                self._rows.task_done()
+                self.rows.task_done()

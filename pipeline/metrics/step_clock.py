@@ -46,6 +46,8 @@ class StepClock:
         self._mark = time.perf_counter()
         self._excluded = self._waited = 0.0
         self._depth = 0
+        self.last_lap = 0.0
+        """Seconds of the last lap."""
 
     def timed(self, steps: Iterable[T]) -> Iterator[T]:
         """Passes steps on and measures how long each is waited for. The first step begins when it is asked for."""
@@ -76,5 +78,5 @@ class StepClock:
         """Seconds since the lap before, without what was excluded; and of these the wait for the batch."""
         now = time.perf_counter()
         seconds, waited = now - self._mark - self._excluded, self._waited
-        self._mark, self._excluded, self._waited = now, 0.0, 0.0
+        self._mark, self._excluded, self._waited, self.last_lap = now, 0.0, 0.0, seconds
         return seconds, waited

@@ -167,12 +167,16 @@ class Stragglers:
                 self._loading.append(time.perf_counter() - started)
             yield step
 
+    def profiles(self, step: int) -> bool:
+        """Whether a step is profiled; the same on all ranks."""
+        return self._every is not None and step % self._every == 0
+
     @contextmanager
     def measured(self, step: int) -> Iterator[None]:
         """Measures a step; a context manager around its forward, backward and update."""
         if self._every is None:
             yield
-        elif step % self._every == 0:
+        elif self.profiles(step):
             with profiled(gpu=self._gpu) as spans:
                 yield
                 done = time.perf_counter()

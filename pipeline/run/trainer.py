@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,6 +31,9 @@ from pipeline.run.checkpoint_timer import CheckpointTimer
 from pipeline.run.garbage import GarbageCollector
 from pipeline.run.manifest import RunManifest
 
+SLOW_STEP_S = 5.0
+"""Seconds of a step above which it is finished before the next is begun: a stop signal should not wait for two more."""
+
 
 class HeldOutBatches(Protocol):
     """The held-out splits of a run, as one rank reads them."""
@@ -46,9 +50,21 @@ class HeldOutBatches(Protocol):
 
 @dataclass
 class Progress:
-    """The last finished step of a run."""
+    """How far a run has come.
+
+    Attributes:
+        step: the last finished step.
+        begun: the last step that was begun; what the ranks have said with it is of that moment.
+        advanced: the last step begun when a save was advanced: what was said until then is out of date.
+        agreed: the last step begun when the peak of memory was agreed on.
+        slow: steps take so long that no device needs to work ahead.
+    """
 
     step: int
+    begun: int = 0
+    advanced: int = 0
+    agreed: int = 0
+    slow: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,8 +131,9 @@ class Trainer:
         """
         for batch in self.clock.timed(self.stragglers.timed(self.steps)):
             step, last = batch.step, batch.step == self.run.steps
-            self._begin(batch)
-            stop, time_is_up = self._finish_steps(drain=self._looks_at(step))
+            with self._save_finished_first():
+                self._begin(batch)
+            stop, time_is_up = self._finish_steps(drain=self.progress.slow or self._looks_at(step))
             if stop or time_is_up:  # of a step before, perhaps: the newest is finished, too
                 later, _ = self._finish_steps(drain=True)
                 stop = max(stop, later)
@@ -163,13 +180,13 @@ class Trainer:
         interruptible = _Interruptible(self)
         for dataset in self.heldout.heldout:
             sums = self.engine.evaluate(interruptible.batches(self.heldout.evaluation(dataset)))
-            if interruptible.stop:
+            if interruptible.cut_short:
                 return interruptible.stop
             scored.append((dataset, sums))
         self._report_no_targets(step, [dataset for dataset, sums in scored if not sums.targets])
         if scored := [(dataset, sums) for dataset, sums in scored if sums.targets]:
             self._report_evaluation(step, scored, seconds=time.perf_counter() - started)
-        return Stop.NO
+        return interruptible.stop
 
     def _report_no_targets(self, step: int, datasets: Sequence[TokenDataset]) -> None:
         if datasets:
@@ -201,12 +218,15 @@ class Trainer:
         """Whether the state after a step is looked at, so that the step is finished before another begins."""
         last = step == self.run.steps
         due = last or self._checkpoint_due(step) or self.evaluation_due(step) or self.stepper.needs_drain(step)
-        return due or self.profiler.ends_with(step)
+        # a profile has the kernels of its own steps only
+        profiled = self.profiler.begins_with(step + 1) or self.stragglers.profiles(step + 1)
+        return due or profiled or self.profiler.ends_with(step)
 
     def _begin(self, batch: StepBatch) -> None:
         """Begins a step."""
         step = batch.step
         self.watchdog.enter_phase("training", step)
+        self.progress.begun = step
         with self.clock.excluded():
             self.profiler.begin(step)
         with self.profiler.step(step), self.stragglers.measured(step):
@@ -214,8 +234,9 @@ class Trainer:
 
     def _flags(self) -> list[float]:
         """What this rank says with the numbers of a step."""
-        flags = StepFlags(self.signals.requested, self.writer.busy, self.timer.due, self.memory.grew)
-        return flags.values()
+        slow = self.clock.last_lap > SLOW_STEP_S
+        own = StepFlags(self.signals.requested, self.writer.busy, self.timer.due, self.memory.grew, slow)
+        return own.values()
 
     def _finish_steps(self, *, drain: bool) -> tuple[Stop, bool]:
         """Reports the steps that are finished, all of them or those that a device at work leaves; advances a save.
@@ -223,27 +244,38 @@ class Trainer:
         Returns:
             The stop that is requested of any rank, and whether it is time for a checkpoint.
         """
-        found = [StepFlags(Stop.NO)]
-        try:
+        found: list[StepFlags] = []
+        with self._save_finished_first():
             for step, result in self.stepper.finished(drain=drain):
                 self.progress.step = step
                 found.append(StepFlags.agreed(result.host_sums))
-                if found[-1].memory_grew:
+                self.progress.slow = found[-1].slow
+                if found[-1].memory_grew and step > self.progress.agreed:
                     self.memory.agree(self.agreement)
+                    self.progress.agreed = self.progress.begun
                 self._report(step, result)
                 with self.clock.excluded():
                     self.profiler.finish(step)
-        except TrainingError:  # on all ranks alike: a checkpoint that is being written is finished first
-            self.wait_for_checkpoint()
-            raise
-        self._advance_save(busy=any(flags.busy for flags in found) or len(found) == 1)
+        if not found:
+            return Stop.NO, False
+        out_of_date = self.progress.step <= self.progress.advanced
+        self._advance_save(busy=out_of_date or any(flags.busy for flags in found))
         due = any(flags.checkpoint_due for flags in found) and not self.writer.pending
         return max(flags.stop for flags in found), due
 
+    @contextmanager
+    def _save_finished_first(self) -> Iterator[None]:
+        """A TrainingError, which all ranks raise alike, waits for a checkpoint that is being written."""
+        try:
+            yield
+        except TrainingError:
+            self.wait_for_checkpoint()
+            raise
+
     def _advance_save(self, *, busy: bool) -> None:
         if self.writer.pending and not busy:
-            with self.clock.excluded():
-                self._report_saved(self.writer.advance())
+            self.progress.advanced = self.progress.begun
+            self._report_saved(self.writer.advance())
 
     def _cost(self, memory: dict[str, int]) -> StepCost:
         """What the step took that has just ended, with its speed over all ranks and the MFU of one device."""
@@ -334,15 +366,16 @@ class _Interruptible:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer, self.stop = trainer, Stop.NO
+        self._trainer, self.stop, self.cut_short = trainer, Stop.NO, False
         self._said: HostCopy | None = None
 
     def batches(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        """Yields batches until the run is asked to stop."""
+        """Yields batches until the run is asked to stop; what was asked during the last one cuts nothing short."""
         for batch in batches:
             self._trainer.watchdog.enter_phase("evaluation")
             self._listen()
             if self.stop:
+                self.cut_short = True
                 return
             own = (self._trainer.signals.requested, self._trainer.writer.busy)
             self._said = self._trainer.agreement.begin_max(*own)
@@ -352,7 +385,7 @@ class _Interruptible:
     def _listen(self) -> None:
         if self._said is not None:
             stop, busy = self._said.read()
-            self._said, self.stop = None, Stop(int(stop))
+            self._said, self.stop = None, max(self.stop, Stop(int(stop)))
             self._trainer._advance_save(busy=bool(busy))  # a save under way is committed before the evaluation ends
 
 
