@@ -134,7 +134,7 @@ def test_a_run_logs_the_load_resumes_identically_and_exports_its_biases(tokens: 
     assert warm.run("-m", "pipeline", "export", tmp_path / "run", tmp_path / "model").returncode == 0
     biases = [v for n, v in load_file(tmp_path / "model" / "model.safetensors").items() if n.endswith(BUFFER)]
     assert biases
-    assert all(float(bias.abs().max()) >= 0.02 for bias in biases)
+    assert all(float(bias.abs().max()) > 0.019 for bias in biases)  # one step at least, in fp32
 
 
 def rows_of(run_dir: Path) -> dict[int, dict[str, Any]]:
