@@ -80,8 +80,10 @@ def test_a_deepspeed_layout_in_fp8_trains_as_the_reference(name: str, deepspeed:
 
 def assert_same_curve(differences: dict[str, float], name: str) -> None:
     """Asserts bf16's tolerance of losses; the first gradient tells whether the products were in fp8."""
-    assert_within_tolerance(differences, name)
     # of one tensor, the largest; a gradient in bf16 differs from one in fp8 by more than 1e-2 over all tensors. Other
     # roundings to fp8: shards of a tensor have scales of their own under tp; what is gathered is fp32 before, not bf16
     rounds_otherwise = "tp 2" in name or "gathered" in name
+    # whose held-out loss after the last step may then be twice bf16's tolerance away
+    held_out = {"evaluation": differences["evaluation"] / (2 if rounds_otherwise else 1)}
+    assert_within_tolerance({**differences, **held_out}, name)
     assert differences["gradient"] < (0.2 if rounds_otherwise else 5e-3)
