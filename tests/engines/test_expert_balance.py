@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from pipeline.metrics.journal import read_rows
@@ -134,7 +135,8 @@ def test_a_run_logs_the_load_resumes_identically_and_exports_its_biases(tokens: 
     assert warm.run("-m", "pipeline", "export", tmp_path / "run", tmp_path / "model").returncode == 0
     biases = [v for n, v in load_file(tmp_path / "model" / "model.safetensors").items() if n.endswith(BUFFER)]
     assert biases
-    assert all(float(bias.abs().max()) > 0.019 for bias in biases)  # one step at least, in fp32
+    step = float(torch.tensor(0.02, dtype=biases[0].dtype))  # of the bias, as its dtype rounds it
+    assert all(float(bias.abs().max()) >= step for bias in biases)
 
 
 def rows_of(run_dir: Path) -> dict[int, dict[str, Any]]:

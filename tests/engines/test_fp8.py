@@ -16,11 +16,14 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4}
 
 BF16 = {"enabled": True}
 
+CALM = {"params": {"lr": 1e-3, "betas": [0.0, 0.95], "weight_decay": 0.1}}
+"""At 3e-3 the curves of layouts that round to fp8 otherwise part: ZeRO-1 with tp 2 by 2.3e-3 in the held-out loss."""
+
 
 def fp8(stage: int, recipe: str, *, memory: str = "none", gather: bool = False, **keys: Any) -> dict[str, Any]:
     """A layout with fp8 products."""
     return {
-        **layout(stage, bf16=BF16, model=SIZES, **keys),
+        **layout(stage, bf16=BF16, model=SIZES, optimizer=CALM, **keys),
         "fp8": {"enabled": True, "recipe": recipe, "emulate": True, "fsdp_all_gather": gather},
         "memory": {"activation_checkpointing": memory},
     }
@@ -80,10 +83,8 @@ def test_a_deepspeed_layout_in_fp8_trains_as_the_reference(name: str, deepspeed:
 
 def assert_same_curve(differences: dict[str, float], name: str) -> None:
     """Asserts bf16's tolerance of losses; the first gradient tells whether the products were in fp8."""
+    assert_within_tolerance(differences, name)
     # of one tensor, the largest; a gradient in bf16 differs from one in fp8 by more than 1e-2 over all tensors. Other
     # roundings to fp8: shards of a tensor have scales of their own under tp; what is gathered is fp32 before, not bf16
     rounds_otherwise = "tp 2" in name or "gathered" in name
-    # whose held-out loss after the last step may then be twice bf16's tolerance away
-    held_out = {"evaluation": differences["evaluation"] / (2 if rounds_otherwise else 1)}
-    assert_within_tolerance({**differences, **held_out}, name)
     assert differences["gradient"] < (0.2 if rounds_otherwise else 5e-3)
