@@ -132,6 +132,9 @@ def _check_attention(config: Config, topology: Topology) -> None:
         if needs:
             why = f"{what} needs headrace's own attention, which attn_implementation sdpa selects"
             raise ConfigError("model.attn_implementation", given, why=why, remedy="use sdpa")
+    if given.startswith("flash_attention") and not (config.bf16.enabled or config.fp16.enabled):
+        why = "FlashAttention's kernels take 16-bit numbers, and this run is in fp32"
+        raise ConfigError("model.attn_implementation", given, why=why, remedy="use sdpa, or bf16.enabled true")
 
 
 def _check_hybrid_shard(config: Config, topology: Topology) -> None:

@@ -27,6 +27,8 @@ from pipeline.config.deepspeed_schema import (
     ZeroSection,
 )
 
+AttentionImplementation = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4"]
+
 
 class ModelSection(Section):
     """The model: initialized from a Hugging Face config, or loaded from a Hugging Face folder."""
@@ -51,10 +53,11 @@ class ModelSection(Section):
         " when absent",
         strict=False,
     )
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = Field(
+    attn_implementation: AttentionImplementation = Field(
         "sdpa",
         description="Attention kernel: sdpa (torch's scaled dot product attention, the default), eager, or"
-        " flash_attention_2 (needs the flash-attn package). Tensor and context parallelism need sdpa",
+        " flash_attention_2, _3, _4 in 16 bits on a GPU, from the packages flash-attn, flash-attn-3, flash-attn-4, or"
+        " by way of the package kernels. Tensor and context parallelism and document masks need sdpa",
     )
 
 

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from headrace.base.errors import ConfigError
 from pipeline.models.buffers import frozen_to_buffers, keep_in_fp32
+from pipeline.models.flash_attention import install_remedy
 from pipeline.models.hf_config import one_line
 
 
@@ -29,7 +30,8 @@ def build_meta(config: PretrainedConfig, *, dtype: torch.dtype, attn_implementat
     except (StrictDataclassError, ValueError, TypeError, KeyError, ImportError, AttributeError, RuntimeError) as error:
         why = f"transformers refuses it: {one_line(error)}"
         if attn_implementation != "eager" and _builds(config, dtype):
-            raise ConfigError("model.attn_implementation", why=why, remedy=_EAGER) from None
+            remedy = install_remedy(attn_implementation) or _EAGER
+            raise ConfigError("model.attn_implementation", attn_implementation, why=why, remedy=remedy) from None
         raise ConfigError("model.config", config.model_type, why=why, remedy="check the model section") from None
     model.config.use_cache = False
     frozen_to_buffers(model)

@@ -211,7 +211,7 @@ class _TinyModel:
     def __init__(self, config: PretrainedConfig, attention: str) -> None:
         self._config = config
         # flash attention runs on a GPU only; eager computes the same formula
-        self._hf_attention = attention if attention != "flash_attention_2" else "eager"
+        self._hf_attention = "eager" if attention.startswith("flash_attention") else attention
         generator = torch.Generator().manual_seed(0)
         self._ids = torch.randint(_V, (1, _T), generator=generator)
         self._reference: Tensor | None = None

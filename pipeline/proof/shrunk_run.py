@@ -125,9 +125,9 @@ def shrink_run(run: ResolvedRun, *, steps: int, work: Path) -> ShrunkRun:
         vocab_size=VOCABULARY,
     )
     attention = config.model.attn_implementation
-    if attention == "flash_attention_2":
+    if attention.startswith("flash_attention"):
+        notes.append(f"{attention} needs a GPU: proven with sdpa")
         attention = "sdpa"
-        notes.append("flash_attention_2 needs a GPU: proven with sdpa")
     if config.distill is not None:
         notes.append("without the teacher: the next-token loss replaces the distillation objective")
     if config.fp8.enabled:

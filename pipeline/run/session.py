@@ -37,6 +37,7 @@ from pipeline.metrics.step_clock import StepClock
 from pipeline.metrics.stragglers import Stragglers, peers_of, report_interval
 from pipeline.metrics.tensorboard_sink import TensorBoardSink
 from pipeline.metrics.wandb_sink import WandbSink
+from pipeline.models.flash_attention import check_flash_attention
 from pipeline.models.meta import parameter_shapes
 from pipeline.models.sdpa_order import ordered_sdpa
 from pipeline.models.values import ReportsProgress, Zeros
@@ -89,7 +90,7 @@ def train(run: ResolvedRun, make_objective: Callable[[torch.device], Objective],
         check_machine(run.config)
     notes = set_up_allocator(gpu=torch.cuda.is_available())
     device = pick_device(launch)
-    check_fp8_device(run.config.fp8, device)
+    _check_device(run, device)
     notes += bind_to_gpu(device.index, run.config.launch)
     with ExitStack() as stack:
         notes += filter(None, [stack.enter_context(ordered_sdpa(device))])
@@ -342,6 +343,12 @@ class Session:
         every = report_interval(run, layers=int(self.prepared.hf_config.get("num_hidden_layers") or 0))
         gpu, threshold = torch.cuda.is_available(), run.config.stragglers.threshold
         return Stragglers(threshold=threshold, every=every, peers=peers, rank=self.launch.rank, gpu=gpu)
+
+
+def _check_device(run: ResolvedRun, device: torch.device) -> None:
+    """Refuses what this rank's device cannot compute."""
+    check_fp8_device(run.config.fp8, device)
+    check_flash_attention(run.config.model.attn_implementation, device)
 
 
 def _connect(

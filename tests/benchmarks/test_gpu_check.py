@@ -178,7 +178,7 @@ def test_a_run_is_appended_and_answers_its_lines(tmp_path: Path) -> None:
     text = page.read_text()
     assert f"| `{own.name}` | {own.title} | run of 2027-01-02 |" in text
     assert f"| `{failed.name}` | {failed.title} | not yet run |" in text
-    assert "dense masks; 64k packed tokens | not yet run |" in text  # one of its tests failed
+    assert "where they are installed, compiled too | not yet run |" in text  # one of its tests failed
     assert text.count("| run of 2027-01-02 |") == 4  # two rows, a file of tests, the order of backends
     assert f"| {own.title} | 16 x 4096 | 8; none | 1.500 | 43,691 | 50.0 % | 45.0 % | 64.0 | 10.500 |" in text
     assert f"| {failed.title} | not measured: out of memory |" in text

@@ -9,8 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AutoModelForCausalLM, LlamaConfig
 
+from headrace.base.errors import ConfigError
 from pipeline.models.attention import attend, repeat_heads
+from pipeline.models.flash_attention import check_flash_attention
 from pipeline.models.masks import AttentionMask, make_mask, make_part_mask
 from pipeline.parallel.kernels import attention_backward, attention_forward
 from tests.gpu.device import DEVICE, MARKS, difference, needs_cuda
@@ -142,3 +145,29 @@ def test_attention_over_64k_packed_tokens_makes_no_square_mask() -> None:
     attend(*tensors, scale=SCALE, mask=mask).sum().backward()
     # inputs, outputs and gradients are 7 x 32 MiB; a mask of S x S would be 4 GiB in a byte per entry
     assert torch.cuda.max_memory_allocated() < 2**30
+
+
+@needs_cuda
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("version", ["flash_attention_2", "flash_attention_3", "flash_attention_4"])
+def test_a_layer_with_flash_attention_computes_what_eager_attention_does(version: str, compiled: bool) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 1, "vocab_size": 64}
+    config = LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=2)
+    try:
+        check_flash_attention(version, DEVICE)
+        with DEVICE:
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=version)
+    except (ConfigError, ImportError) as error:
+        pytest.skip(f"{version} is not there: {str(error)[:120]}")
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").to(DEVICE)
+    plain.load_state_dict(model.state_dict())
+    if compiled:
+        for layer in model.model.layers:
+            layer.compile(fullgraph=True)
+    ids = torch.arange(2 * 256, device=DEVICE).reshape(2, 256) % 61
+    found, expected = (each(input_ids=ids, labels=ids, use_cache=False) for each in (model, plain))
+    found.loss.backward()
+    expected.loss.backward()
+    assert difference(found.logits, expected.logits) < BF16
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    assert max(difference(own.grad, other.grad) for own, other in pairs) < 3 * BF16

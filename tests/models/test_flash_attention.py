@@ -1,0 +1,54 @@
+"""FlashAttention: what is refused where its package, its GPU or 16 bits are missing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from headrace.base.errors import ConfigError
+from pipeline.models.flash_attention import check_flash_attention, unfit
+from pipeline.models.meta import build_meta
+from tests.engines.layout_worker import resolved
+
+VERSIONS = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_machine_without_a_gpu_is_refused(version: str) -> None:
+    with pytest.raises(ConfigError, match=f"{version}.*\n.*no GPU.*\n.*use sdpa"):
+        check_flash_attention(version, torch.device("cpu"))
+    check_flash_attention("sdpa", torch.device("cpu"))
+
+
+def test_a_gpu_without_kernels_of_a_version_is_named_with_what_it_needs() -> None:
+    needs = {(version, found): unfit(version, found, "this GPU") for version in VERSIONS for found in GPUS}
+    assert {key for key, why in needs.items() if why is None} == {
+        *(("flash_attention_2", found) for found in GPUS if found != (7, 5)),
+        *(("flash_attention_3", found) for found in ((8, 0), (9, 0))),
+        *(("flash_attention_4", found) for found in ((9, 0), (10, 0))),
+    }
+    why = needs["flash_attention_3", (10, 0)]
+    assert why == "this GPU has compute capability 10.0, and flash_attention_3 needs 8.0 to 9.x"
+
+
+GPUS = ((7, 5), (8, 0), (9, 0), (10, 0))
+"""T4, A100, H100 and H200, B200."""
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_missing_package_is_named_before_the_model_is_built(version: str) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    with pytest.raises(ConfigError, match=f"{version}.*\n.*doesn't seem to be installed(.|\n)*pip install flash-attn"):
+        build_meta(LlamaConfig(**sizes), dtype=torch.bfloat16, attn_implementation=version)
+
+
+def test_fp32_is_refused() -> None:
+    model = {"model": {}, "bf16": {"enabled": False}}
+    run = resolved(model, processes=1)  # the layout without it is legal
+    assert run.config.model.attn_implementation == "sdpa"
+    from pipeline.config.layout_rules import check_layout  # noqa: PLC0415
+
+    section = run.config.model.model_copy(update={"attn_implementation": "flash_attention_3"})
+    with pytest.raises(ConfigError, match="take 16-bit numbers"):
+        check_layout(run.config.model_copy(update={"model": section}), run.topology)
