@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 from headrace.base.cli import add_config_arguments, guarded
 from headrace.base.configfile import load
+from headrace.base.errors import ConfigError
 from headrace.base.section import parse
 from pipeline.compress.config import QuantizeConfig
 from pipeline.compress.rules import prepare
@@ -30,12 +32,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Checks and runs the config; torch is imported only after the checks."""
-    plan = prepare(parse(QuantizeConfig, load(arguments.config, arguments.overrides)))
+    raw = load(arguments.config, arguments.overrides)
+    _refuse_old_key(raw)
+    plan = prepare(parse(QuantizeConfig, raw))
 
     from pipeline.compress.run import quantize  # noqa: PLC0415  (brings in torch)
 
     quantize(plan)
     return 0
+
+
+def _refuse_old_key(raw: dict[str, Any]) -> None:
+    """`weights` has become `scheme`, which also says what activations are."""
+    given = raw.get("weights")
+    if given is not None and "scheme" not in raw:
+        new = {"int4": '"scheme": "W4A16"'}.get(given, '"scheme": "W8A8", which vLLM serves, or "W8A16", as before')
+        raise ConfigError("weights", given, why="this key is now scheme", remedy=new)
 
 
 if __name__ == "__main__":

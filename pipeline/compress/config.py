@@ -1,7 +1,8 @@
-"""Config of weight-only quantization (`pipeline/quantize.py`). No torch."""
+"""Config of a quantization (`pipeline/quantize.py`). No torch."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import Field
@@ -9,29 +10,63 @@ from pydantic import Field
 from headrace.base.section import Section
 from pipeline.evaluation.data import HeldOutData
 
-_BITS = {"int8": 8, "int4": 4}
-
 # int4 needs small groups: a 16-bit scale for 32 weights costs half a bit per weight, and 32 is the smallest group that
 # vLLM's Marlin kernels support (MARLIN_SUPPORTED_GROUP_SIZES in its marlin_utils.py)
 _INT4_GROUP = 32
 
 
+@dataclass(frozen=True)
+class Scheme:
+    """What is quantized, and to what.
+
+    Attributes:
+        bits: per quantized weight, without its scale.
+        kind: "int", or "float" for e4m3.
+        activations: whether the inputs of the layers are rounded to 8 bits too, with a scale per token that is taken
+            from them while the model serves (dynamic).
+        group: weights of one row that share a scale; None for one scale per output row.
+    """
+
+    bits: int
+    kind: Literal["int", "float"] = "int"
+    activations: bool = False
+    group: int | None = None
+
+
+SCHEMES = {
+    "W4A16": Scheme(4, group=_INT4_GROUP),
+    "W8A16": Scheme(8),
+    "W8A8": Scheme(8, activations=True),
+    "FP8": Scheme(8, kind="float", activations=True),
+}
+"""Of Hugging Face folders, by the name in vLLM and llm-compressor: W bits of weights, A bits of activations. Every
+other name in `QuantizeConfig.scheme` is a type of GGUF files (`pipeline.gguf_files.types`)."""
+
+SchemeName = Literal[
+    "W4A16", "W8A16", "W8A8", "FP8",
+    "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q4_0", "Q3_K_M", "Q2_K", "BF16", "F16", "F32",
+]  # fmt: skip
+
+
 class QuantizeConfig(Section):
-    """Weight-only quantization of linear layers: symmetric, round to nearest."""
+    """Quantization of linear layers: symmetric, weights rounded to the nearest."""
 
     model: str = Field(
         description="Hugging Face folder of the floating-point model to quantize, e.g. out/demo/model, as written by"
         " headrace export"
     )
     output: str = Field(description="Directory of the quantized model, e.g. out/demo/model-int4; it must not exist yet")
-    weights: Literal["int8", "int4"] = Field(
-        description="Bits per quantized weight: int8, or int4, which needs group scales"
+    scheme: SchemeName = Field(
+        description="Quantization scheme. A Hugging Face folder for vLLM and transformers: W4A16 (weights in 4-bit"
+        " integers, in groups), W8A8 (8-bit integers, activations too: the 8 bits that vLLM serves on a CPU), FP8"
+        " (e4m3, activations too), W8A16 (8-bit integers). A GGUF file for llama.cpp: Q8_0, Q6_K, Q5_K_M, Q4_K_M,"
+        " Q4_0, Q3_K_M, Q2_K, or unquantized BF16, F16, F32"
     )
     group_size: int | None = Field(
         default=None,
         ge=1,
-        description="Group size: weights of one row that share a scale, e.g. 128; null: the whole row for int8, 32 for"
-        " int4",
+        description="Group size: weights of one row that share a scale, e.g. 128; null: 32 for W4A16, the whole row for"
+        " the others, of which W8A8 and FP8 take nothing else. GGUF types have group sizes of their own",
     )
     skip: list[str] = Field(
         default=["lm_head"],
@@ -42,14 +77,30 @@ class QuantizeConfig(Section):
         default=None,
         description="dtype of scales and unquantized weights: bfloat16, float16 or float32; null: the model's own",
     )
+    consumers: list[str] | None = Field(
+        default=None,
+        description='Programs that have to score the result before it gets its name, e.g. ["transformers", "vllm"]; '
+        " null: every one that is installed and takes the scheme (headrace compress consumers lists them)",
+    )
+    max_mean_kl: float | None = Field(
+        default=None,
+        gt=0,
+        description="Largest mean KL divergence from the original, in nats, that is accepted, e.g. 0.05; null: the"
+        " bound of the scheme (docs/reference/consumers.md)",
+    )
     data: HeldOutData = Field(description="Held-out data on which the model is evaluated before and after quantization")
 
     @property
-    def bits(self) -> int:
-        """Bits per quantized weight, without its scale."""
-        return _BITS[self.weights]
+    def gguf(self) -> bool:
+        """Whether a GGUF file is written, and no Hugging Face folder."""
+        return self.scheme not in SCHEMES
+
+    @property
+    def what(self) -> Scheme:
+        """The scheme of a Hugging Face folder."""
+        return SCHEMES[self.scheme]
 
     @property
     def group(self) -> int | None:
-        """Weights per scale; None for one scale per output row."""
-        return self.group_size if self.group_size is not None or self.weights == "int8" else _INT4_GROUP
+        """Weights per scale in a Hugging Face folder; None for one scale per output row, and for GGUF files."""
+        return None if self.gguf else self.group_size or self.what.group

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from headrace.base.directory import Manifest
 from pipeline.compress.rules import QuantizationPlan
+from pipeline.consumers.description import GGUF_FILE
 from pipeline.evaluation.model_folder import ModelFolder
 from pipeline.metrics.units import show_bits_per_byte
 
@@ -25,23 +28,62 @@ _MEASURED = (
 )
 
 
-def details(
-    plan: QuantizationPlan, result: ModelFolder, before: dict[str, Any], after: dict[str, Any]
-) -> dict[str, Any]:
-    """Details for the manifest: counts, sizes in bytes, and held-out metrics before and after."""
-    parameters, quantized = plan.source.parameters, sum(prod(shape) for shape in plan.layers.values())
+@dataclass(frozen=True)
+class Sizes:
+    """What a quantization has written.
+
+    Attributes:
+        weight_bytes: of all files with weights.
+        layers: matrices that were quantized.
+        parameters: elements of them.
+        packed_bytes: of them on disk, with their scales and shapes.
+    """
+
+    weight_bytes: int
+    layers: int
+    parameters: int
+    packed_bytes: int
+
+
+def sizes(plan: QuantizationPlan, folder: Path) -> Sizes:
+    """Of what was written into a folder."""
+    if plan.gguf is not None:
+        quantized = plan.gguf.quantized
+        packed = sum(tensor.stored_bytes for tensor in quantized)
+        elements = sum(prod(tensor.shape) for tensor in quantized)
+        return Sizes((folder / GGUF_FILE).stat().st_size, len(quantized), elements, packed)
+    result = ModelFolder.open(folder)
+    elements = sum(prod(shape) for shape in plan.layers.values())
+    return Sizes(result.weight_bytes, len(plan.layers), elements, _packed_bytes(plan, result))
+
+
+def details(plan: QuantizationPlan, written: Sizes, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Details for the manifest: counts, sizes in bytes, and held-out metrics before and after.
+
+    Args:
+        plan: of the quantization.
+        written: by it.
+        before: of the original, by `measure`.
+        after: of the result, by `measure`; of a GGUF file, which transformers does not run, its dtype and device.
+    """
+    parameters = plan.source.parameters
+    bits = 8 * written.packed_bytes / written.parameters if written.parameters else None
     return {
         "parameters": parameters,
-        "weight_bytes": result.weight_bytes,
+        "weight_bytes": written.weight_bytes,
         "quantization": {
-            "weights": plan.config.weights,
+            "scheme": plan.config.scheme,
             "group_size": plan.config.group,
-            "layers": len(plan.layers),
-            "parameters": quantized,
-            "bits_per_quantized_weight": 8 * _packed_bytes(plan, result) / quantized,
+            "layers": written.layers,
+            "parameters": written.parameters,
+            "bits_per_quantized_weight": bits,
         },
         "before": {**_measured(before), "bits_per_weight": 8 * plan.source.weight_bytes / parameters},
-        "after": {**_measured(after), "bits_per_weight": 8 * result.weight_bytes / parameters},
+        "after": {
+            **_measured(after),
+            "weight_bytes": written.weight_bytes,
+            "bits_per_weight": 8 * written.weight_bytes / parameters,
+        },
         "data": {key: before[key] for key in ("data", "split", "sequence_length")},
     }
 
@@ -50,31 +92,40 @@ def table(manifest: Manifest) -> Table:
     """A table with the columns before and after, from the manifest alone."""
     recorded = manifest.details
     before, after, parts = recorded["before"], recorded["after"], recorded["quantization"]
-    group = parts["group_size"] or "row"
     shown = Table(title=f"{manifest.config['model']} -> {manifest.config['output']}")
     shown.add_column("")
     shown.add_column(f"before ({before['dtype']})", justify="right")
-    shown.add_column(f"after ({parts['weights']}, group {group}, rest {after['dtype']})", justify="right")
+    shown.add_column(f"after ({_scheme(parts, after)})", justify="right")
     shown.add_row("parameters", f"{recorded['parameters']:,}", f"{recorded['parameters']:,}")
-    shown.add_row("of them quantized", "-", f"{parts['parameters']:,} at {parts['bits_per_quantized_weight']:.2f} bits")
-    for name, show in _ROWS.items():
-        shown.add_row(name, show(before), show(after))
-    shown.caption = f"{recorded['data']['split']} split, {after['tokens']:,} tokens scored, on {after['device']}"
+    bits = parts["bits_per_quantized_weight"]
+    at = "" if bits is None else f" at {bits:.2f} bits"
+    shown.add_row("of them quantized", "-", f"{parts['parameters']:,}{at}")
+    for name, (key, show) in _ROWS.items():
+        shown.add_row(name, *(show(side[key]) if key in side else "-" for side in (before, after)))
+    shown.caption = f"{recorded['data']['split']} split, {before['tokens']:,} tokens scored, on {before['device']}"
     return shown
 
 
-_ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "weights on disk": lambda side: f"{side['weight_bytes'] / 1e6:.2f} MB",
-    "bits per weight, all": lambda side: f"{side['bits_per_weight']:.2f}",
-    "held-out loss, nats/token": lambda side: f"{side['loss_nats']:.4f}",
-    "perplexity": lambda side: f"{side['perplexity']:.3f}",
-    "bits per byte": lambda side: show_bits_per_byte(side["bits_per_byte"]),
-    "tokens/s": lambda side: f"{side['tokens_per_second']:,.0f}",
+def _scheme(parts: dict[str, Any], after: dict[str, Any]) -> str:
+    name = parts.get("scheme") or parts["weights"]  # the key before 0.6
+    if after["dtype"] == name:
+        return f"GGUF, {name}"
+    return f"{name}, group {parts['group_size'] or 'row'}, rest {after['dtype']}"
+
+
+_ROWS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "weights on disk": ("weight_bytes", lambda value: f"{value / 1e6:.2f} MB"),
+    "bits per weight, all": ("bits_per_weight", lambda value: f"{value:.2f}"),
+    "held-out loss, nats/token": ("loss_nats", lambda value: f"{value:.4f}"),
+    "perplexity": ("perplexity", lambda value: f"{value:.3f}"),
+    "bits per byte": ("bits_per_byte", show_bits_per_byte),
+    "tokens/s": ("tokens_per_second", lambda value: f"{value:,.0f}"),
 }
+"""Row -> (key of a side, how its value is shown)."""
 
 
 def _measured(side: dict[str, Any]) -> dict[str, Any]:
-    return {key: side[key] for key in _MEASURED}
+    return {key: side[key] for key in _MEASURED if key in side}
 
 
 def _packed_bytes(plan: QuantizationPlan, result: ModelFolder) -> int:

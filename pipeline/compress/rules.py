@@ -11,9 +11,12 @@ from pathlib import Path
 from headrace.base.errors import ConfigError
 from headrace.base.section import suggest
 from pipeline.compress.config import QuantizeConfig
+from pipeline.consumers.consumer import ConsumerPlan, plan_consumers
+from pipeline.consumers.description import FOLDER, GGUF, ModelDescription, head_size
 from pipeline.data.dataset import TokenDataset
 from pipeline.evaluation.data import as_trained, open_heldout
 from pipeline.evaluation.model_folder import ModelFolder
+from pipeline.gguf_files.plan import GgufPlan, plan_file
 
 HEAD = "lm_head"
 _PATTERN = "re:"
@@ -27,13 +30,17 @@ class QuantizationPlan:
         config: the config.
         source: the model to quantize.
         dataset: the split it is evaluated on.
-        layers: name of each linear layer to quantize -> weight shape (outputs, inputs).
+        layers: name of each linear layer to quantize -> weight shape (outputs, inputs); of a GGUF file `gguf` says.
+        consumers: the programs that score the result.
+        gguf: the file to write; None for a Hugging Face folder.
     """
 
     config: QuantizeConfig
     source: ModelFolder
     dataset: TokenDataset
     layers: Mapping[str, tuple[int, int]]
+    consumers: ConsumerPlan
+    gguf: GgufPlan | None = None
 
     @property
     def output(self) -> Path:
@@ -56,11 +63,33 @@ def prepare(config: QuantizeConfig) -> QuantizationPlan:
     if source.quantized_by is not None:
         why = f"it is already quantized, by {source.quantized_by}"
         raise ConfigError("model", config.model, why=why, remedy="name the floating-point model it was made from")
+    gguf = _plan_gguf(config, source) if config.gguf else None
+    layers = {} if config.gguf else _plan_layers(config, source)
+    config = config.model_copy(update={"data": as_trained(config.data, source.path)})
+    dataset = open_heldout(config.data, source)
+    if gguf is not None:
+        gguf.check_context(config.data.sequence_length)
+    result = ModelDescription(GGUF if config.gguf else FOLDER, config.scheme, head_size(source.config))
+    consumers = plan_consumers(result, None if config.consumers is None else tuple(config.consumers))
+    return QuantizationPlan(config, source, dataset, layers, consumers, gguf)
+
+
+def _plan_gguf(config: QuantizeConfig, source: ModelFolder) -> GgufPlan:
+    for key in ("group_size", "skip", "dtype"):
+        if key in config.model_fields_set:
+            why = f"{config.scheme} is a type of GGUF files, which says how every tensor is stored"
+            raise ConfigError(key, getattr(config, key), why=why, remedy="leave it out, or use scheme W4A16")
+    return plan_file(source, config.scheme)
+
+
+def _plan_layers(config: QuantizeConfig, source: ModelFolder) -> dict[str, tuple[int, int]]:
+    if config.what.activations and config.group_size is not None:
+        why = f"{config.scheme} has one scale for each row of weights, as the kernels that serve it expect"
+        raise ConfigError("group_size", config.group_size, why=why, remedy="leave it out, or use scheme W4A16")
     layers = _layers(config, source)
     if config.group is not None:
         check_group_size(layers, config.group)
-    config = config.model_copy(update={"data": as_trained(config.data, source)})
-    return QuantizationPlan(config, source, open_heldout(config.data, source), layers)
+    return layers
 
 
 def linear_layers(source: ModelFolder) -> dict[str, tuple[int, int]]:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from math import exp
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress, track
 
 from headrace.base.directory import Manifest, commit, fresh_staging
 from pipeline.compress.measure import measure
-from pipeline.compress.report import details, table
+from pipeline.compress.report import details, sizes, table
 from pipeline.compress.rules import QuantizationPlan
 from pipeline.compress.weights import check_modules, pack, save
+from pipeline.consumers.bounds import Bound, bound_of
+from pipeline.consumers.gate import Sample, Say, run_gate
+from pipeline.consumers.table import consumer_table
 from pipeline.evaluation.loading import empty_model, load_model
-from pipeline.evaluation.model_folder import ModelFolder
+from pipeline.gguf_files.write import check, write
 from pipeline.models.tokenizer_files import copy_tokenizer
 
 
@@ -27,28 +32,54 @@ def quantize(plan: QuantizationPlan) -> Manifest:
 
     Raises:
         ConfigError: a layer to quantize is not a torch.nn.Linear.
-        DataError: the original or the result cannot be loaded in a subprocess, or its perplexity is not finite.
+        DataError: the original or the result cannot be loaded in a subprocess, its perplexity is not finite, or a
+            consumer finds it outside the bound of its scheme.
     """
-    check_modules(empty_model(plan.source.path), plan)
+    if plan.gguf is None:
+        check_modules(empty_model(plan.source.path), plan)
     console = Console(stderr=True)
+    sample = Sample.of(plan.dataset, plan.source.path, vocabulary=plan.source.vocab_size)
     console.print(f"{plan.source.path}: evaluating the original")
     before = measure(plan.source.path, plan.config.data)
     with _staged(plan.output) as staging:
-        console.print(f"quantizing {len(plan.layers)} layers to {plan.config.weights}")
-        _write(plan, staging)
-        console.print("evaluating the result in a subprocess")
-        after = measure(staging, plan.config.data)
-        recorded = details(plan, ModelFolder.open(staging), before, after)
+        after = _write_gguf(plan, staging) if plan.gguf else _write_folder(plan, staging, console)
+        recorded = details(plan, sizes(plan, staging), before, after)
+        recorded["consumers"] = _score(plan, staging, sample, say=lambda line: console.print(line, markup=False))
         parents = {"model": _parent(plan.source.path, plan.source.fingerprint())}
         parents["data"] = _parent(plan.dataset.path, plan.dataset.manifest.fingerprint)
         config = plan.config.model_dump()
         manifest = commit(staging, plan.output, kind="model", config=config, parents=parents, details=recorded)
     Console(file=sys.stdout).print(table(manifest))
+    Console(file=sys.stdout).print(consumer_table(recorded["consumers"], title="scored by what serves it"))
     return manifest
 
 
-def _write(plan: QuantizationPlan, staging: Path) -> None:
-    """Writes packed weights, config and tokenizer into `staging`."""
+def _score(plan: QuantizationPlan, staging: Path, sample: Sample, *, say: Say) -> dict[str, Any]:
+    """The figures of every consumer."""
+    given = plan.config.max_mean_kl
+    bound = None if given is None else Bound(given, exp(given) + bound_of(plan.config.scheme).perplexity_ratio - 1)
+    vocabulary, consumers = plan.source.vocab_size, plan.consumers
+    how: dict[str, Any] = {"sample": sample, "vocabulary": vocabulary, "consumers": consumers, "bound": bound}
+    return run_gate(plan.source.path, staging, scheme=plan.config.scheme, say=say, **how)
+
+
+def _write_gguf(plan: QuantizationPlan, staging: Path) -> dict[str, Any]:
+    """Writes model.gguf into `staging` and reads it back; its dtype, and where it was made."""
+    assert plan.gguf is not None
+    with Progress(*Progress.get_default_columns(), console=Console(stderr=True), transient=True) as shown:
+
+        def bar(what: str) -> Callable[[int, int], None]:
+            task = shown.add_task(what)
+            return lambda done, every: shown.update(task, completed=done, total=every)
+
+        write(plan.gguf, staging, progress=bar(f"writing {plan.config.scheme}"))
+        check(plan.gguf, staging, progress=bar("reading it back"))
+    return {"dtype": plan.config.scheme, "device": "cpu"}
+
+
+def _write_folder(plan: QuantizationPlan, staging: Path, console: Console) -> dict[str, Any]:
+    """Writes packed weights, config and tokenizer into `staging`; its held-out metrics."""
+    console.print(f"quantizing {len(plan.layers)} layers to {plan.config.scheme}")
     model = load_model(plan.source.path, dtype=torch.float32)
     dtype = getattr(torch, plan.config.dtype or plan.source.dtype)
 
@@ -58,6 +89,8 @@ def _write(plan: QuantizationPlan, staging: Path) -> None:
 
     save(model, pack(model, plan, dtype=dtype, progress=bar), staging)
     copy_tokenizer(plan.source.path, staging)
+    console.print("evaluating the result in a subprocess")
+    return measure(staging, plan.config.data)
 
 
 @contextmanager

@@ -1,7 +1,9 @@
-"""Weight-only quantization: rounds linear weights to 8 or 4 bits and packs them with compressed-tensors.
+"""Rounds linear weights to 8 or 4 bits and packs them with compressed-tensors.
 
 For each group of weights w of one row: scale s = max|w| / ((2^bits - 1) / 2), stored integer
-q = clamp(round(w / s), -2^(bits-1), 2^(bits-1) - 1), dequantized as q s. There is no calibration: q depends on w alone.
+q = clamp(round(w / s), -2^(bits-1), 2^(bits-1) - 1), dequantized as q s; for FP8 s = max|w| / 448, and q is the nearest
+e4m3 number. There is no calibration: q depends on w alone. Activations are rounded in the same way, one scale per
+token, by what serves the model.
 Source of the formula: compressed_tensors/quantization/utils/helpers.py, calculate_qparams, symmetric case.
 """
 
@@ -56,17 +58,25 @@ def pack(model: nn.Module, plan: QuantizationPlan, *, dtype: torch.dtype, progre
     Returns:
         The compressor that writes the quantization section of config.json.
     """
-    args = _arguments(plan)
+    scheme = _scheme(plan)
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     ignore = sorted(linear.keys() - plan.layers.keys())
-    groups = {"group_0": QuantizationScheme(targets=["Linear"], weights=args)}
+    groups = {"group_0": scheme}
     apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=ignore), show_progress=False)
     compressor = ModelCompressor.from_pretrained_model(model)
+    assert scheme.weights is not None
     for name in progress(list(plan.layers)):
-        _pack_layer(linear[name], args, dtype)
+        _pack_layer(linear[name], scheme.weights, dtype)
     compressor.quantization_config.quantization_status = QuantizationStatus.COMPRESSED
-    model.to(dtype)
+    _cast(model, dtype)
     return compressor
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Casts floating-point tensors in place, but for e4m3, which is what a weight was quantized to."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point() and tensor.itemsize > 1:
+            tensor.data = tensor.data.to(dtype)
 
 
 def save(model: Any, compressor: ModelCompressor, folder: Path) -> None:
@@ -75,15 +85,21 @@ def save(model: Any, compressor: ModelCompressor, folder: Path) -> None:
     compressor.update_config(str(folder))
 
 
-def _arguments(plan: QuantizationPlan) -> QuantizationArgs:
-    group = plan.config.group
+def _scheme(plan: QuantizationPlan) -> QuantizationScheme:
+    what, group = plan.config.what, plan.config.group
     strategy = "channel" if group is None else "group"
-    return QuantizationArgs(num_bits=plan.config.bits, type="int", strategy=strategy, group_size=group, symmetric=True)
+    common: dict[str, Any] = {"num_bits": what.bits, "type": what.kind, "symmetric": True}
+    activations = QuantizationArgs(**common, strategy="token", dynamic=True) if what.activations else None
+    weights = QuantizationArgs(**common, strategy=strategy, group_size=group)
+    return QuantizationScheme(targets=["Linear"], weights=weights, input_activations=activations)
 
 
 @torch.no_grad()
 def _pack_layer(module: nn.Linear, args: QuantizationArgs, dtype: torch.dtype) -> None:
-    """Replaces weight [out, in] by weight_packed int32 [out, in x bits / 32] and weight_scale [out, groups]."""
+    """Replaces weight [out, in] by what the scheme's format stores, and weight_scale [out, groups].
+
+    That is weight_packed int32 [out, in x bits / 32] without quantized activations, else weight int8 or e4m3 [out, in].
+    """
     width = args.group_size or module.in_features
     grouped = module.weight.reshape(module.out_features, -1, width)
     scale, zero_point = calculate_qparams(grouped.amin(-1), grouped.amax(-1), args)

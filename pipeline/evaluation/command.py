@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         },
         at="data",
     )
-    data = as_trained(data, folder)
+    data = as_trained(data, folder.path)
     dataset = open_heldout(data, folder, names=FieldNames("--data", "--sequence-length"))
     result = _evaluate(folder, data, dataset)
     if args.json:

@@ -13,7 +13,7 @@ from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
 from headrace.base.errors import ConfigError, DataError
 from headrace.base.section import Section
 from pipeline.data.dataset import TokenDataset, choose_windows, tokenizer_details
-from pipeline.evaluation.model_folder import ModelFolder
+from pipeline.evaluation.model_folder import ModelFolder, trained_data
 
 _COUNTED_WINDOWS = 256
 """Windows whose loss masks are in memory at a time."""
@@ -50,14 +50,14 @@ class HeldOutData(Section):
         return None if self.max_tokens is None else max(1, self.max_tokens // self.sequence_length)
 
 
-def as_trained(data: HeldOutData, folder: ModelFolder) -> HeldOutData:
+def as_trained(data: HeldOutData, model: Path) -> HeldOutData:
     """The section with what is not given in it as in the training of the model, so that the losses can be compared.
 
     Args:
         data: the section as written.
-        folder: the model; its manifest has the config of its training, or of its quantization.
+        model: its directory; the manifest has the config of its training, or of its quantization.
     """
-    trained = folder.trained_data
+    trained = trained_data(model)
     names = ("sequence_length", "mask_documents")
     update = {name: trained[name] for name in names if name in trained and name not in data.model_fields_set}
     return data.model_copy(update=update)

@@ -5,7 +5,11 @@ transformers 5 fills a missing tensor with random values and continues (issues 4
 
 from __future__ import annotations
 
+import io
+import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +27,10 @@ def pick_device() -> torch.device:
 
 
 def load_model(path: Path, *, dtype: torch.dtype | str = "auto", device: torch.device | str = "cpu") -> Any:
-    """Loads a causal language model in evaluation mode; quantized weights are dequantized while loading.
+    """Loads a causal language model in evaluation mode.
+
+    Weights are dequantized while loading where weights alone are quantized. Where activations are too, their rounding
+    is part of the model, and it stays.
 
     Args:
         path: a Hugging Face folder, quantized or not.
@@ -35,7 +42,8 @@ def load_model(path: Path, *, dtype: torch.dtype | str = "auto", device: torch.d
     """
     logging.disable_progress_bar()  # its bars would interleave with ours
     how: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
-    if ModelFolder.open(path).quantized_by == "compressed-tensors":
+    folder = ModelFolder.open(path)
+    if folder.quantized_by == "compressed-tensors" and not folder.quantizes_activations:
         # dequantized now instead of at the first forward pass: the same bits, but without the wrapper that stays on
         # every layer and costs more than a small layer itself
         how["quantization_config"] = CompressedTensorsConfig(dequantize=True)
@@ -43,11 +51,24 @@ def load_model(path: Path, *, dtype: torch.dtype | str = "auto", device: torch.d
         with warnings.catch_warnings():
             # it warns that the file's settings take precedence, as intended
             warnings.filterwarnings("ignore", message="You passed `quantization_config`")
-            model, info = AutoModelForCausalLM.from_pretrained(path, **how)
+            with _without_progress_bars():
+                model, info = AutoModelForCausalLM.from_pretrained(path, **how)
     except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
         raise DataError(f"{path} cannot be loaded: {error}\n  try: export the model again") from error
-    _check_keys(path, info)
+    check_keys(path, info)
     return model.to(device).eval()
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Other lines on stderr pass. compressed-tensors has no switch for its bars, which begin lines anew by a "\\r"."""
+    kept = io.StringIO()
+    try:
+        with redirect_stderr(kept):
+            yield
+    finally:
+        lines = [line for line in kept.getvalue().splitlines(keepends=True) if line.strip() and "it/s]" not in line]
+        sys.stderr.write("".join(lines))
 
 
 def empty_model(path: Path) -> Any:
@@ -63,7 +84,7 @@ def empty_model(path: Path) -> Any:
         raise DataError(f"{path} cannot be loaded: {error}\n  try: export the model again") from error
 
 
-def _check_keys(path: Path, info: dict[str, Any]) -> None:
+def check_keys(path: Path, info: dict[str, Any]) -> None:
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[what]:
             names = sorted(str(name) for name in info[what])

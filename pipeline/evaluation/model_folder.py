@@ -88,6 +88,12 @@ class ModelFolder:
         return None if section is None else str(section.get("quant_method", "unknown"))
 
     @property
+    def quantizes_activations(self) -> bool:
+        """Whether layers round their inputs while the model serves, by its `quantization_config`."""
+        groups = (self.config.get("quantization_config") or {}).get("config_groups") or {}
+        return any(group.get("input_activations") for group in groups.values())
+
+    @property
     def dtype(self) -> str:
         """The floating-point dtype of most bytes, by its torch name."""
         sizes = {word: sum(i.bytes for i in self.tensors.values() if i.dtype == word) for word in _TORCH_DTYPES}
@@ -97,14 +103,6 @@ class ModelFolder:
     def parameters(self) -> int:
         """Number of stored parameters; tied ones count once. Only meaningful for unquantized folders."""
         return sum(prod(info.shape) for info in self.tensors.values())
-
-    @property
-    def trained_data(self) -> dict[str, Any]:
-        """The section `data` of the config in its manifest, under today's keys; empty without a manifest."""
-        if not (self.path / MANIFEST).is_file():
-            return {}
-        section = upgrade_keys(read_manifest(self.path, kind="model").config).get("data")
-        return section if isinstance(section, dict) else {}
 
     def fingerprint(self) -> str:
         """The manifest's fingerprint, or without a manifest the SHA-256 over its files' checksums."""
@@ -119,6 +117,18 @@ class ModelFolder:
         if key in self.config or key in text or default:
             return self.config.get(key, text.get(key, *default))
         raise DataError(f"{self.path / CONFIG} has no '{key}': not a language model's config\n  try: {_EXPORT}")
+
+
+def trained_data(path: Path) -> dict[str, Any]:
+    """The section `data` of the config in a model directory's manifest, under today's keys; empty without a manifest.
+
+    Args:
+        path: a Hugging Face folder or a directory with a GGUF file.
+    """
+    if not (path / MANIFEST).is_file():
+        return {}
+    section = upgrade_keys(read_manifest(path, kind="model").config).get("data")
+    return section if isinstance(section, dict) else {}
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:

@@ -62,7 +62,7 @@ def check(args: argparse.Namespace) -> Inputs:
     models = _named("--model", args.model, lambda name, path: Model(name, ModelFolder.open(path)))
     if models:
         assert data is not None
-        data = as_trained(data, models[0].folder)  # one set of windows for all of them
+        data = as_trained(data, models[0].folder.path)  # one set of windows for all of them
     for model in models:
         assert data is not None
         open_heldout(data, model.folder, names=FieldNames("--data", "--sequence-length"))

@@ -51,7 +51,7 @@ class Made:
 
 
 def write_config(folder: Path, model: Path, tokens: Path, **fields: Any) -> Path:
-    config = {"model": str(model), "output": str(folder / "small"), "weights": "int8", **fields}
+    config = {"model": str(model), "output": str(folder / "small"), "scheme": "W8A16", **fields}
     config.setdefault("data", {"path": str(tokens), "sequence_length": SEQUENCE, "batch_size": 8})
     path = folder / "quantize.json"
     path.write_text(json.dumps(config))
@@ -70,12 +70,12 @@ def int8(model: Path, tokens: Path, tmp_path_factory: pytest.TempPathFactory) ->
     leftover = staging_path(folder / "small") / "tokenizer.leftover"  # as a run leaves it that was killed here
     leftover.parent.mkdir()
     leftover.touch()
-    return quantize(folder, model, tokens, weights="int8")
+    return quantize(folder, model, tokens, scheme="W8A16")
 
 
 @pytest.fixture(scope="module")
 def int4(model: Path, tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    return quantize(tmp_path_factory.mktemp("int4"), model, tokens, weights="int4", dtype="bfloat16")
+    return quantize(tmp_path_factory.mktemp("int4"), model, tokens, scheme="W4A16", dtype="bfloat16")
 
 
 @pytest.fixture(params=["int8", "int4"])

@@ -30,7 +30,7 @@ def refusal(folder: Path, model: Path, tokens: Path, **fields: Any) -> str:
 
 
 def test_a_refusal_imports_no_torch_and_writes_nothing(model: Path, tokens: Path, tmp_path: Path) -> None:
-    config = write_config(tmp_path, model, tokens, weights="int4", group_size=64)
+    config = write_config(tmp_path, model, tokens, scheme="W4A16", group_size=64)
     done = run_python("-X", "importtime", ENTRY, "--config", config)
     assert done.returncode == 2
     *imports, field, why, remedy = done.stderr.splitlines()
@@ -54,11 +54,11 @@ def test_a_misspelled_key_is_refused_with_the_right_one(model: Path, tokens: Pat
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"weights": "int3"}, "weights = 'int3'"),
-        ({"weights": "int4", "group_size": 0}, "group_size = 0"),
-        ({"weights": "int4", "group_size": 48}, "try: use 32, which divides"),
-        ({"weights": "int4", "group_size": 20}, "try: use 16 or 32"),
-        ({"weights": "int8", "group_size": 1000}, "try: use 32"),
+        ({"scheme": "int3"}, "scheme = 'int3'"),
+        ({"scheme": "W4A16", "group_size": 0}, "group_size = 0"),
+        ({"scheme": "W4A16", "group_size": 48}, "try: use 32, which divides"),
+        ({"scheme": "W4A16", "group_size": 20}, "try: use 16 or 32"),
+        ({"scheme": "W8A16", "group_size": 1000}, "try: use 32"),
         ({"skip": []}, "the head of"),
         ({"skip": ["lm_head", "model.layers.0.mlp.up_prj"]}, "did you mean 'model.layers.0.mlp.up_proj'?"),
         ({"skip": ["re:("]}, "not a regular expression"),
@@ -107,7 +107,7 @@ def test_a_quantized_model_is_not_quantized_again(model: Path, tokens: Path, tmp
 def test_layers_that_are_not_linear_modules_are_refused_with_nothing_left(tokens: Path, tmp_path: Path) -> None:
     shape = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": SEQUENCE, "vocab_size": VOCAB}
     GPT2LMHeadModel(GPT2Config(**shape)).save_pretrained(tmp_path / "gpt2")
-    done = warm.run(ENTRY, "--config", write_config(tmp_path, tmp_path / "gpt2", tokens, weights="int4"))
+    done = warm.run(ENTRY, "--config", write_config(tmp_path, tmp_path / "gpt2", tokens, scheme="W4A16"))
     assert done.returncode == 2
     assert "is Conv1D, and only torch.nn.Linear can be quantized" in done.stderr
     assert sorted(p.name for p in tmp_path.iterdir()) == ["gpt2", "quantize.json"]
@@ -125,13 +125,13 @@ def test_a_result_without_a_finite_perplexity_is_not_accepted(model: Path, token
 
 def test_a_null_group_is_a_row_for_int8_and_32_for_int4() -> None:
     fields: dict[str, Any] = {"model": "m", "output": "o", "data": {"path": "d"}}
-    assert parse(QuantizeConfig, {**fields, "weights": "int8"}).group is None
-    assert parse(QuantizeConfig, {**fields, "weights": "int4"}).group == 32
-    assert parse(QuantizeConfig, {**fields, "weights": "int8", "group_size": 16}).group == 16
+    assert parse(QuantizeConfig, {**fields, "scheme": "W8A16"}).group is None
+    assert parse(QuantizeConfig, {**fields, "scheme": "W4A16"}).group == 32
+    assert parse(QuantizeConfig, {**fields, "scheme": "W8A16", "group_size": 16}).group == 16
 
 
 def test_a_string_is_not_a_number() -> None:
     with pytest.raises(ConfigError, match="group_size"):
         parse(
-            QuantizeConfig, {"model": "m", "output": "o", "data": {"path": "d"}, "weights": "int4", "group_size": "32"}
+            QuantizeConfig, {"model": "m", "output": "o", "data": {"path": "d"}, "scheme": "W4A16", "group_size": "32"}
         )

@@ -73,12 +73,12 @@ def every_third(ids: np.ndarray, _split: str) -> np.ndarray:
     return np.arange(ids.size) % 3 == 0
 
 
-def make_model(folder: Path, tokens: Path, *, tied: bool = True, steps: int = 60) -> Path:
+def make_model(folder: Path, tokens: Path, *, tied: bool = True, steps: int = 60, heads: int = 4) -> Path:
     """Trains a two-layer Llama for a second or two and saves it in float32 beside the dataset's tokenizer."""
     torch.manual_seed(0)
     shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": VOCAB}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
-    model = LlamaForCausalLM(LlamaConfig(**shape, **heads, tie_word_embeddings=tied))
+    attention = {"num_attention_heads": heads, "num_key_value_heads": heads // 2, "max_position_embeddings": 128}
+    model = LlamaForCausalLM(LlamaConfig(**shape, **attention, tie_word_embeddings=tied))
     dataset = TokenDataset.open(tokens, split="train", sequence_length=SEQUENCE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(steps):

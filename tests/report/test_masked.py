@@ -27,7 +27,7 @@ def test_bits_per_byte_are_absent_with_a_loss_mask(model: Path, tokens: Path, ru
 def test_a_model_is_quantized_on_masked_tokens(model: Path, tokens: Path, tmp_path: Path) -> None:
     masked = make_masked(tmp_path / "masked", tokens, every_third)
     data = {"path": str(masked), "sequence_length": SEQUENCE}
-    config = {"model": str(model), "output": str(tmp_path / "small"), "weights": "int8", "data": data}
+    config = {"model": str(model), "output": str(tmp_path / "small"), "scheme": "W8A16", "data": data}
     (tmp_path / "c.json").write_text(json.dumps(config))
     done = warm.run("-m", "pipeline.quantize", "--config", tmp_path / "c.json")
     assert done.returncode == 0, done.stderr

@@ -27,7 +27,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
         "run": {"dir": "d"},
     },
     "corpus": {"output": "o", "sources": [{"path": "x"}], "tokenizer": {"train": "bpe"}},
-    "quantize": {"model": "m", "output": "o", "weights": "int8", "data": {"path": "t"}},
+    "quantize": {"model": "m", "output": "o", "scheme": "W8A8", "data": {"path": "t"}},
 }
 
 

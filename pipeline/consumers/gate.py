@@ -1,0 +1,163 @@
+"""The gate of a compression: every consumer scores what was written, and beyond the bound nothing gets its name.
+
+The reference is the original model in floating point, scored by transformers. A consumer's figures are therefore those
+of the compression and of the consumer's own arithmetic together, which is what will be served. No torch here: every
+score comes from another process.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.base.errors import DataError
+from pipeline.consumers.bounds import Bound, bound_of, broken_bounds
+from pipeline.consumers.compare import compare
+from pipeline.consumers.consumer import CONSUMERS, Consumer, ConsumerPlan
+from pipeline.consumers.request import ScoreRequest, Scores, windows_that_fit
+from pipeline.consumers.texts import texts_of
+from pipeline.data.dataset import TokenDataset, choose_windows
+
+LIMIT_BYTES = 512 << 20
+"""Of the log-probabilities of one consumer; two are in memory at a time."""
+POSITIONS = 4096
+"""That are compared, where the vocabulary is small enough for LIMIT_BYTES."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What all consumers score.
+
+    Attributes:
+        windows: token ids, int64 [n, T].
+        texts: for the tokenizers.
+    """
+
+    windows: npt.NDArray[np.int64]
+    texts: tuple[str, ...]
+
+    @classmethod
+    def of(cls, dataset: TokenDataset, model: Path, *, vocabulary: int, positions: int = POSITIONS) -> Sample:
+        """Windows evenly spread over a held-out split, and texts: theirs, and awkward ones.
+
+        Args:
+            dataset: the split, with its sequence length.
+            model: folder with the tokenizer.
+            vocabulary: V of the model.
+            positions: at most so many are scored.
+        """
+        length = dataset.sequence_length + 1
+        count = windows_that_fit(
+            length=length, vocabulary=vocabulary, limit_bytes=LIMIT_BYTES, limit_positions=positions
+        )
+        windows = dataset.read(choose_windows(dataset.windows, count)).astype(np.int64)
+        return cls(windows, texts_of(model, windows))
+
+
+def score_original(model: Path, sample: Sample, *, vocabulary: int) -> Scores:
+    """The reference: the original in floating point, by transformers.
+
+    Raises:
+        DataError: it cannot be loaded.
+    """
+    return CONSUMERS["transformers"].score(ScoreRequest(model, sample.windows, sample.texts, vocabulary))
+
+
+def run_gate(
+    original: Path,
+    result: Path,
+    *,
+    scheme: str,
+    sample: Sample,
+    vocabulary: int,
+    consumers: ConsumerPlan,
+    say: Say = lambda _line: None,
+    bound: Bound | None = None,
+) -> dict[str, Any]:
+    """Scores a compressed model by its consumers.
+
+    Args:
+        original: Hugging Face folder of the model in floating point.
+        result: what was made of it.
+        scheme: whose bound holds.
+        sample: what is scored.
+        vocabulary: V of the original.
+        consumers: which are run.
+        say: takes lines for people.
+        bound: instead of the scheme's.
+
+    Returns:
+        For the manifest: consumer -> its figures, or {"not_run": reason}.
+
+    Raises:
+        DataError: a consumer fails, its tokenizer gives other ids, or it is outside the bound: the message names the
+            figures and the layers that lose most.
+    """
+    reference = score_original(original, sample, vocabulary=vocabulary)
+    figures: dict[str, Any] = {name: {"not_run": reason} for name, reason in consumers.not_run.items()}
+    wrong: list[str] = []
+    for consumer in consumers.run:
+        say(f"scoring with {consumer.name}")
+        found = _figures(consumer, result, sample, reference, vocabulary)
+        figures[consumer.name] = found.pop("figures")
+        wrong += [f"{consumer.name}: {each}" for each in found["compare"](bound or bound_of(scheme))]
+    if wrong:
+        raise DataError(_refusal(original, result, scheme, wrong))
+    return dict(sorted(figures.items()))
+
+
+def _figures(consumer: Consumer, result: Path, sample: Sample, reference: Scores, vocabulary: int) -> dict[str, Any]:
+    """ "figures" for the manifest, and "compare": bound -> what is wrong."""
+    scores = consumer.score(ScoreRequest(result, sample.windows, sample.texts, vocabulary))
+    found = compare(reference.log_probabilities, scores.log_probabilities, sample.windows)
+    different = [n for n, (a, b) in enumerate(zip(reference.ids, scores.ids, strict=True)) if a != b]
+    figures = {
+        "version": scores.version,
+        **asdict(found),
+        "texts": len(sample.texts),
+        "texts_with_equal_ids": len(sample.texts) - len(different),
+    }
+
+    def wrong(bound: Bound) -> list[str]:
+        sentences = broken_bounds(found, bound)
+        if different:
+            first = sample.texts[different[0]]
+            count = f"{len(different)} of {len(sample.texts)}"
+            sentences.append(f"its tokenizer gives other ids for {count} texts, the first is {first[:60]!r}")
+        return sentences
+
+    return {"figures": figures, "compare": wrong}
+
+
+def _refusal(original: Path, result: Path, scheme: str, wrong: list[str]) -> str:
+    lines = [f"{result.name.strip('.').removesuffix('.partial')} was not accepted, and was deleted:", *wrong]
+    lines += attribution(original, result)
+    remedy = "more bits, smaller groups, or skip the layers named above" if scheme else ""
+    return "\n  ".join(lines) + f"\n  try: {remedy}"
+
+
+def attribution(original: Path, result: Path) -> list[str]:
+    """Which layers lose most, for people; says so where it cannot be found out.
+
+    Each decoder layer of the original gets the compressed weights alone, and the KL divergence of its output is taken.
+    """
+    with TemporaryDirectory(prefix="headrace-layers-") as folder:
+        out = Path(folder) / "layers.json"
+        command = [sys.executable, "-P", "-m", "pipeline.consumers.layers_worker", str(original), str(result), str(out)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode or not out.is_file():
+            return ["which layers lose most is not known: that is found for Hugging Face folders"]
+        rows: list[tuple[str, float]] = json.loads(out.read_text())
+    shown = ", ".join(f"{name} {kl:.3g}" for name, kl in rows[:5])
+    return [f"KL in nats with the weights of one part alone compressed, largest first: {shown}"]

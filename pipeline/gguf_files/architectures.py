@@ -1,0 +1,240 @@
+"""The architectures that can be written: what llama.cpp is told of a model, and how its tensors are stored. No torch.
+
+Names are those of the package gguf; the keys and the order of features are what llama.cpp's loader of an architecture
+expects (its `src/models`, and its converter's classes as a description of the format).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gguf import MODEL_ARCH, GGUFWriter, RopeScalingType, TensorNameMap, get_tensor_name_map
+
+from headrace.base.errors import ConfigError
+
+Array = npt.NDArray[np.float32]
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A kind of decoder.
+
+    Attributes:
+        arch: gguf's name of it.
+        permuted: whether queries and keys are stored with the halves of rotary positions interleaved.
+        norm_offset: what is added to the weights of norms.
+        transposed: whether linear layers are stored [in, out] in the Hugging Face folder (Conv1D).
+        kind: model types with the same keys: "llama", "gemma" or "gpt2".
+    """
+
+    arch: MODEL_ARCH
+    permuted: bool = False
+    norm_offset: float = 0.0
+    transposed: bool = False
+    kind: str = "llama"
+
+
+ARCHITECTURES = {
+    "llama": Architecture(MODEL_ARCH.LLAMA, permuted=True),
+    "mistral": Architecture(MODEL_ARCH.LLAMA, permuted=True),
+    "mixtral": Architecture(MODEL_ARCH.LLAMA, permuted=True),
+    "qwen2": Architecture(MODEL_ARCH.QWEN2),
+    "qwen3": Architecture(MODEL_ARCH.QWEN3),
+    "qwen3_moe": Architecture(MODEL_ARCH.QWEN3MOE),
+    "gemma": Architecture(MODEL_ARCH.GEMMA, norm_offset=1.0, kind="gemma"),
+    "gemma2": Architecture(MODEL_ARCH.GEMMA2, norm_offset=1.0, kind="gemma"),
+    "gpt2": Architecture(MODEL_ARCH.GPT2, transposed=True, kind="gpt2"),
+}
+"""By `model_type`."""
+
+
+def architecture_of(config: Config) -> Architecture:
+    """Of a Hugging Face config.
+
+    Raises:
+        ConfigError: it cannot be written, or it has something that llama.cpp's loader does not know.
+    """
+    kind = str(config.get("model_type"))
+    found = ARCHITECTURES.get(kind)
+    if found is None:
+        remedy = f"models of {', '.join(ARCHITECTURES)} can be written"
+        raise ConfigError("model", kind, why="GGUF files of this architecture are not written", remedy=remedy)
+    for key in ("attention_bias", "mlp_bias"):
+        if config.get(key) and found.arch is MODEL_ARCH.LLAMA:
+            why = f"{key} is true, and queries and keys with biases were not tried"
+            raise ConfigError("model", kind, why=why, remedy="models without biases can be written")
+    scaling = rope_scaling(config)
+    if scaling not in ("default", "linear", "llama3", None):
+        why = f"its rotary positions are scaled by {scaling}"
+        raise ConfigError("model", kind, why=why, remedy="models with default, linear or llama3 scaling can be written")
+    if found.arch is MODEL_ARCH.QWEN3MOE and not config.get("norm_topk_prob"):
+        why = "norm_topk_prob is false, and llama.cpp divides the weights of the chosen experts by their sum"
+        raise ConfigError("model", kind, why=why, remedy="serve the Hugging Face folder with vLLM or transformers")
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        why = "some of its layers have no experts"
+        raise ConfigError("model", kind, why=why, remedy="models with experts in every layer can be written")
+    return found
+
+
+def rope_parameters(config: Config) -> dict[str, Any]:
+    """`rope_parameters` of transformers 5, or `rope_scaling` and `rope_theta` before it."""
+    found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if "rope_theta" in config:
+        found.setdefault("rope_theta", config["rope_theta"])
+    return found
+
+
+def rope_scaling(config: Config) -> str | None:
+    """How rotary positions are scaled; None where the model has none."""
+    found = rope_parameters(config)
+    return str(found.get("rope_type") or found.get("type") or "default") if found else None
+
+
+def head_size(config: Config) -> int:
+    """Features of an attention head."""
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def write_keys(writer: GGUFWriter, config: Config, architecture: Architecture) -> None:
+    """Adds what llama.cpp has to know of the model."""
+    (_gpt2_keys if architecture.kind == "gpt2" else _llama_keys)(writer, config, architecture)
+
+
+def _gpt2_keys(writer: GGUFWriter, config: Config, _architecture: Architecture) -> None:
+    width = config["n_embd"]
+    writer.add_block_count(config["n_layer"])
+    writer.add_context_length(config.get("n_ctx") or config["n_positions"])
+    writer.add_embedding_length(width)
+    writer.add_feed_forward_length(config.get("n_inner") or 4 * width)
+    writer.add_head_count(config["n_head"])
+    writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+
+
+def _llama_keys(writer: GGUFWriter, config: Config, architecture: Architecture) -> None:
+    size, rope = head_size(config), rope_parameters(config)
+    heads = config["num_attention_heads"]
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(context_length(config, architecture))
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_dimension_count(size)
+    writer.add_rope_freq_base(float(rope.get("rope_theta", 10000.0)))
+    writer.add_key_length(size)
+    writer.add_value_length(size)
+    if rope_scaling(config) == "linear":
+        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(float(rope["factor"]))
+    _expert_keys(writer, config)
+    if architecture.arch is MODEL_ARCH.GEMMA2:
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+        writer.add_sliding_window(config["sliding_window"])
+
+
+def _expert_keys(writer: GGUFWriter, config: Config) -> None:
+    count = config.get("num_local_experts") or config.get("num_experts")
+    if count:
+        writer.add_expert_count(count)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    if config.get("moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
+def context_length(config: Config, architecture: Architecture) -> int:
+    """Positions of the file; no more than a sliding window where llama.cpp's loader has none for the architecture."""
+    length, window = int(config["max_position_embeddings"]), config.get("sliding_window")
+    if window is None or architecture.kind == "gemma" or not config.get("use_sliding_window", True):
+        return length
+    return min(length, int(window))
+
+
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
+_LAYER = re.compile(r"blk\.(\d+)\.")
+
+
+def stored_name(name: str, names: TensorNameMap) -> str | None:
+    """Name in the file of a tensor of a Hugging Face folder; None where llama.cpp has no such tensor."""
+    expert = _EXPERT.fullmatch(name)
+    if expert:
+        name = f"{expert[1]}.{expert[3]}.weight"
+    found: str | None = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    return found
+
+
+def expert_number(name: str) -> int | None:
+    """Which expert a tensor belongs to, where there is one tensor for each."""
+    expert = _EXPERT.fullmatch(name)
+    return int(expert[2]) if expert else None
+
+
+def name_map(config: Config, architecture: Architecture) -> TensorNameMap:
+    """gguf's table for the architecture and the number of layers."""
+    return get_tensor_name_map(architecture.arch, layer_count(config))
+
+
+def layer_count(config: Config) -> int:
+    """Decoder layers."""
+    return int(config.get("num_hidden_layers") or config["n_layer"])
+
+
+def stored_shape(name: str, shape: tuple[int, ...], architecture: Architecture) -> tuple[int, ...]:
+    """The shape in the file, of one expert where there is one tensor for each."""
+    return shape[::-1] if architecture.transposed and _is_conv1d(name) else shape
+
+
+def stored_value(name: str, value: Array, config: Config, architecture: Architecture) -> Array:
+    """The values in the file.
+
+    Args:
+        name: in the Hugging Face folder.
+        value: fp32.
+    """
+    if architecture.transposed and _is_conv1d(name):
+        return value.T
+    if architecture.norm_offset and name.endswith("norm.weight"):
+        return value + np.float32(architecture.norm_offset)
+    if architecture.permuted and name.endswith(("q_proj.weight", "k_proj.weight")):
+        return interleaved(value, size=head_size(config))
+    return value
+
+
+def interleaved(value: Array, *, size: int) -> Array:
+    """Rows [heads x size, D] with the two halves of each head in turns, as llama.cpp rotates them.
+
+    Hugging Face rotates feature i with i + size / 2, llama.cpp's older architectures rotate 2i with 2i + 1.
+    """
+    rows, width = value.shape
+    return value.reshape(rows // size, 2, size // 2, width).swapaxes(1, 2).reshape(rows, width)
+
+
+def rope_factors(config: Config) -> Array | None:
+    """Divisors of the rotary frequencies [head size / 2] of Llama 3's scaling; None without it.
+
+    Source: transformers, modeling_rope_utils.py, `_compute_llama3_parameters`: frequencies of wavelengths above
+    original / low are divided by the factor, those below original / high are kept, and between them it is mixed.
+    """
+    if rope_scaling(config) != "llama3":
+        return None
+    rope, size = rope_parameters(config), head_size(config)
+    base, factor = float(rope["rope_theta"]), float(rope["factor"])
+    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    original = float(rope["original_max_position_embeddings"])
+    wavelengths = 2 * math.pi * base ** (np.arange(0, size, 2, dtype=np.float64) / size)
+    smooth = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
+    kept: Array = (1.0 / ((1 - smooth) / factor + smooth)).astype(np.float32)
+    return kept
+
+
+def _is_conv1d(name: str) -> bool:
+    return name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))

@@ -1,0 +1,208 @@
+"""llama.cpp by ctypes, from the shared library in the wheel `xllamacpp`, which exports the whole of llama.h.
+
+Only in a process of its own: an error in C ends the process. Of the parameter structs, whose fields change between
+versions of llama.cpp, the library's own defaults are taken, and only fields at their head are set; each is declared
+with room behind it, so that fields which a version adds at the end are carried along.
+Source of the declarations: llama.cpp, include/llama.h and ggml/include/ggml.h, October 2026.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import POINTER, c_bool, c_char_p, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint32, c_void_p
+from functools import cache
+from importlib.metadata import version as version_of
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+PACKAGE = "xllamacpp"
+_ROOM = 512
+
+
+class _ModelParameters(ctypes.Structure):
+    _fields_ = (("fields", c_int8 * (128 + _ROOM)),)
+
+
+class _ContextParameters(ctypes.Structure):
+    _fields_ = (
+        ("n_ctx", c_uint32),
+        ("n_batch", c_uint32),
+        ("n_ubatch", c_uint32),
+        ("n_seq_max", c_uint32),
+        ("others", c_int8 * (256 + _ROOM)),
+    )
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = (
+        ("n_tokens", c_int32),
+        ("token", POINTER(c_int32)),
+        ("embd", POINTER(c_float)),
+        ("pos", POINTER(c_int32)),
+        ("n_seq_id", POINTER(c_int32)),
+        ("seq_id", POINTER(POINTER(c_int32))),
+        ("logits", POINTER(c_int8)),
+    )
+
+
+def installed() -> bool:
+    """Whether the library is there."""
+    return find_spec(PACKAGE) is not None
+
+
+def version() -> str:
+    """Of the package; its last number is llama.cpp's build."""
+    return version_of(PACKAGE)
+
+
+@cache
+def library() -> Any:
+    """The shared library, with the types of the functions that are used.
+
+    Raises:
+        ImportError: the package is not installed.
+    """
+    spec = find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
+        raise ImportError(f"{PACKAGE} is not installed")
+    (file,) = Path(spec.origin).parent.glob("*.so")
+    loaded = ctypes.CDLL(str(file))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    loaded.llama_log_set(_quiet, None)
+    loaded.llama_backend_init()
+    return loaded
+
+
+_LogCallback = ctypes.CFUNCTYPE(None, c_int, c_char_p, c_void_p)
+_WARNING = 3
+
+
+def _print_errors(level: int, text: bytes, _data: object) -> None:
+    """Errors and what goes on with one (level 5) are printed, the rest is not."""
+    if level > _WARNING and level != _CONTINUED:
+        print(text.decode(errors="replace"), end="", flush=True)
+
+
+_quiet = _LogCallback(_print_errors)
+"""Kept, because the library calls it later."""
+
+_CONTINUED = 5
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "llama_log_set": (None, [_LogCallback, c_void_p]),
+    "llama_backend_init": (None, []),
+    "llama_model_default_params": (_ModelParameters, []),
+    "llama_context_default_params": (_ContextParameters, []),
+    "llama_model_load_from_file": (c_void_p, [c_char_p, _ModelParameters]),
+    "llama_model_free": (None, [c_void_p]),
+    "llama_model_get_vocab": (c_void_p, [c_void_p]),
+    "llama_vocab_n_tokens": (c_int32, [c_void_p]),
+    "llama_init_from_model": (c_void_p, [c_void_p, _ContextParameters]),
+    "llama_free": (None, [c_void_p]),
+    "llama_tokenize": (c_int32, [c_void_p, c_char_p, c_int32, POINTER(c_int32), c_int32, c_bool, c_bool]),
+    "llama_batch_init": (_Batch, [c_int32, c_int32, c_int32]),
+    "llama_batch_free": (None, [_Batch]),
+    "llama_decode": (c_int32, [c_void_p, _Batch]),
+    "llama_get_logits_ith": (POINTER(c_float), [c_void_p, c_int32]),
+    "ggml_quantize_init": (None, [c_int]),
+    "ggml_row_size": (c_size_t, [c_int, c_int64]),
+    "ggml_quantize_chunk": (c_size_t, [c_int, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p]),
+}
+"""Function -> (result, arguments)."""
+
+
+class Model:
+    """A GGUF file loaded by llama.cpp, on the CPU.
+
+    Args:
+        path: the file.
+
+    Raises:
+        RuntimeError: llama.cpp cannot load it; it has printed why.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._library = library()
+        parameters = self._library.llama_model_default_params()
+        self._model = self._library.llama_model_load_from_file(str(path).encode(), parameters)
+        if not self._model:
+            raise RuntimeError(f"llama.cpp cannot load {path}")
+        self._vocabulary = self._library.llama_model_get_vocab(self._model)
+        self.vocabulary_size = int(self._library.llama_vocab_n_tokens(self._vocabulary))
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            text: any.
+            add_special: with the ids that the file says to put in front or behind (BOS, EOS).
+            parse_special: whether the text of a special token becomes that token.
+        """
+        raw = text.encode()
+        room = len(raw) + 16
+        ids = (c_int32 * room)()
+        arguments = (self._vocabulary, raw, len(raw), ids, room, add_special, parse_special)
+        count = self._library.llama_tokenize(*arguments)
+        assert count >= 0, "a token has a byte at least"
+        return list(ids[:count])
+
+    def logits(self, ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        """float32 [T, V] of T token ids, each position after those before it.
+
+        Raises:
+            RuntimeError: llama.cpp does not run the model.
+        """
+        parameters = self._library.llama_context_default_params()
+        parameters.n_ctx = parameters.n_batch = parameters.n_ubatch = len(ids)
+        context = self._library.llama_init_from_model(self._model, parameters)
+        if not context:
+            raise RuntimeError("llama.cpp cannot make a context for the model")
+        batch = self._library.llama_batch_init(len(ids), 0, 1)
+        try:
+            self._fill(batch, ids)
+            code = self._library.llama_decode(context, batch)
+            if code:
+                raise RuntimeError(f"llama_decode failed with code {code}")
+            rows = [self._library.llama_get_logits_ith(context, number) for number in range(len(ids))]
+            return np.stack([np.ctypeslib.as_array(row, (self.vocabulary_size,)).copy() for row in rows])
+        finally:
+            self._library.llama_batch_free(batch)
+            self._library.llama_free(context)
+
+    @staticmethod
+    def _fill(batch: Any, ids: Sequence[int]) -> None:
+        """All positions of sequence 0, each with its logits."""
+        batch.n_tokens = len(ids)
+        for number, each in enumerate(ids):
+            batch.token[number] = each
+            batch.pos[number] = number
+            batch.n_seq_id[number] = 1
+            batch.seq_id[number][0] = 0
+            batch.logits[number] = 1
+
+
+def quantize_rows(values: npt.NDArray[np.float32], *, ggml_type: int) -> npt.NDArray[np.uint8]:
+    """Rows of numbers in a type of ggml.
+
+    Args:
+        values: float32 [rows, n], C order; n a multiple of the type's block.
+        ggml_type: as `gguf.GGMLQuantizationType`.
+
+    Returns:
+        uint8 [rows, bytes per row].
+    """
+    loaded = library()
+    rows, width = values.shape
+    values = np.ascontiguousarray(values, dtype=np.float32)
+    out = np.empty((rows, loaded.ggml_row_size(ggml_type, width)), dtype=np.uint8)
+    loaded.ggml_quantize_init(ggml_type)
+    source, target = (each.ctypes.data_as(c_void_p) for each in (values, out))
+    written = loaded.ggml_quantize_chunk(ggml_type, source, target, 0, rows, width, None)
+    assert written == out.nbytes, (written, out.nbytes)
+    return out

@@ -1,0 +1,108 @@
+"""The types of GGUF files, and which tensor gets which. No torch.
+
+A mix (Q4_K_M and the like) gives some tensors more bits. Ours follows llama.cpp's `llama-quantize` in its purpose: the
+head, or an embedding that is the head too, in 6 bits; the value projections and the down projections of the first and
+last eighth of the layers and of every third one between them in the next type above. A row that is no multiple of 256
+cannot be a K-quant: it falls back to a type with blocks of 32, and one that is no multiple of 32 to F16.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
+
+Q = GGMLQuantizationType
+
+_FALLBACK = {Q.Q2_K: Q.Q4_0, Q.Q3_K: Q.Q4_0, Q.Q4_K: Q.Q5_0, Q.Q5_K: Q.Q5_1, Q.Q6_K: Q.Q8_0}
+"""For rows that are no multiple of 256."""
+
+FLOATING_POINT = {Q.F32, Q.F16, Q.BF16}
+
+ROUNDING = {
+    Q.F32: 0.0, Q.F16: 1e-3, Q.BF16: 4e-3, Q.Q8_0: 0.02, Q.Q6_K: 0.05, Q.Q5_K: 0.1, Q.Q5_0: 0.1, Q.Q5_1: 0.1,
+    Q.Q4_K: 0.2, Q.Q4_0: 0.25, Q.Q3_K: 0.4, Q.Q2_K: 0.7,
+}  # fmt: skip
+"""Root mean square of the error allowed, in that of the tensor: some three times what normally distributed weights
+have (measured: 0.005 Q8_0, 0.018 Q6_K, 0.036 Q5_K, 0.071 Q4_K, 0.086 Q4_0, 0.15 Q3_K, 0.30 Q2_K), so that it finds a
+tensor that is broken, not one that is hard to quantize."""
+
+BY_GGUF = {Q.F32, Q.F16, Q.BF16, Q.Q4_0, Q.Q8_0}
+"""Types that the package gguf computes; the others are computed by libllama."""
+
+
+@dataclass(frozen=True)
+class FileType:
+    """A type of file.
+
+    Attributes:
+        base: of most matrices.
+        more: of the value and down projections of some layers.
+        head: of the head, or of an embedding that is the head.
+        number: what the file says of itself (`general.file_type`).
+    """
+
+    base: GGMLQuantizationType
+    more: GGMLQuantizationType
+    head: GGMLQuantizationType
+    number: LlamaFileType
+
+    @property
+    def needs_libllama(self) -> bool:
+        """Whether the package gguf alone cannot write it."""
+        return not {self.base, self.more, self.head} <= BY_GGUF
+
+
+FILE_TYPES = {
+    "F32": FileType(Q.F32, Q.F32, Q.F32, LlamaFileType.ALL_F32),
+    "BF16": FileType(Q.BF16, Q.BF16, Q.BF16, LlamaFileType.MOSTLY_BF16),
+    "F16": FileType(Q.F16, Q.F16, Q.F16, LlamaFileType.MOSTLY_F16),
+    "Q8_0": FileType(Q.Q8_0, Q.Q8_0, Q.Q8_0, LlamaFileType.MOSTLY_Q8_0),
+    "Q6_K": FileType(Q.Q6_K, Q.Q6_K, Q.Q6_K, LlamaFileType.MOSTLY_Q6_K),
+    "Q5_K_M": FileType(Q.Q5_K, Q.Q6_K, Q.Q6_K, LlamaFileType.MOSTLY_Q5_K_M),
+    "Q4_K_M": FileType(Q.Q4_K, Q.Q6_K, Q.Q6_K, LlamaFileType.MOSTLY_Q4_K_M),
+    "Q4_0": FileType(Q.Q4_0, Q.Q4_0, Q.Q8_0, LlamaFileType.MOSTLY_Q4_0),
+    "Q3_K_M": FileType(Q.Q3_K, Q.Q5_K, Q.Q6_K, LlamaFileType.MOSTLY_Q3_K_M),
+    "Q2_K": FileType(Q.Q2_K, Q.Q4_K, Q.Q6_K, LlamaFileType.MOSTLY_Q2_K),
+}
+"""By name, as llama.cpp calls them."""
+
+_EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
+_MORE = re.compile(r"blk\.(\d+)\.(attn_v|attn_qkv|ffn_down|ffn_down_exps)\.weight")
+_FULL = re.compile(r"(_norm|ffn_gate_inp|position_embd|rope_freqs)\b")
+"""Norms, routers, positions and frequencies: small, and not for rounding."""
+
+
+def type_of(name: str, shape: tuple[int, ...], file_type: FileType, *, layers: int, tied: bool) -> GGMLQuantizationType:
+    """The type of one tensor.
+
+    Args:
+        name: in the file.
+        shape: of the tensor; the last dim is the row.
+        file_type: of the file.
+        layers: of the model.
+        tied: whether the embedding is the head, too.
+    """
+    if len(shape) < 2 or _FULL.search(name):
+        return Q.F32
+    wanted = file_type.base
+    found = _MORE.fullmatch(name)
+    if name == _HEAD or (tied and name == _EMBEDDING):
+        wanted = file_type.head
+    elif found and more_bits(int(found[1]), layers):
+        wanted = file_type.more
+    return fitting(wanted, shape[-1])
+
+
+def more_bits(layer: int, layers: int) -> bool:
+    """Whether a layer's value and down projections get more bits."""
+    eighth = layers // 8
+    return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+
+
+def fitting(wanted: GGMLQuantizationType, width: int) -> GGMLQuantizationType:
+    """The type, or the nearest one whose blocks divide a row of `width`."""
+    while width % GGML_QUANT_SIZES[wanted][0]:
+        wanted = _FALLBACK.get(wanted, Q.F16)
+    return wanted

@@ -1,0 +1,106 @@
+"""Writes model.gguf from a Hugging Face folder, tensor by tensor: never more than one tensor in memory, or one layer's
+experts of one projection. What was written is read back and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFReader, GGUFWriter, quant_shape_to_byte_shape
+from gguf.quants import dequantize, quantize
+
+from headrace.base.errors import DataError
+from pipeline.gguf_files import architectures, libllama
+from pipeline.gguf_files.architectures import Array
+from pipeline.gguf_files.plan import GgufPlan, StoredTensor
+from pipeline.gguf_files.read_weights import Weights
+from pipeline.gguf_files.types import BY_GGUF, FILE_TYPES, ROUNDING
+
+FILE = "model.gguf"
+Progress = Callable[[int, int], None]
+
+
+def write(plan: GgufPlan, folder: Path, *, progress: Progress = lambda _done, _all: None) -> None:
+    """Writes `model.gguf` into a folder.
+
+    Args:
+        plan: from `prepare`.
+        folder: exists.
+        progress: called with (tensors written, all tensors).
+    """
+    config = plan.source.config
+    writer = GGUFWriter(folder / FILE, MODEL_ARCH_NAMES[plan.architecture.arch])
+    writer.add_name(plan.source.path.name)
+    writer.add_file_type(FILE_TYPES[plan.type].number)
+    architectures.write_keys(writer, config, plan.architecture)
+    plan.tokenizer.write(writer)
+    factors = architectures.rope_factors(config)
+    if factors is not None:
+        writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
+    for tensor in plan.tensors:
+        _announce(writer, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    if factors is not None:
+        writer.write_tensor_data(factors)
+    weights = Weights(plan.source.path)
+    for number, tensor in enumerate(plan.tensors):
+        writer.write_tensor_data(encoded(_values(tensor, weights, plan), tensor.type))
+        progress(number + 1, len(plan.tensors))
+    writer.close()
+
+
+def check(plan: GgufPlan, folder: Path, *, progress: Progress = lambda _done, _all: None) -> None:
+    """Reads `model.gguf` back and compares every tensor with the original's.
+
+    Args:
+        plan: that it was written by.
+        folder: with the file.
+        progress: called with (tensors compared, all tensors).
+
+    Raises:
+        DataError: a tensor is missing, or it differs by more than its type rounds.
+    """
+    stored = {tensor.name: tensor for tensor in GGUFReader(folder / FILE).tensors}
+    weights = Weights(plan.source.path)
+    for number, tensor in enumerate(plan.tensors):
+        if tensor.name not in stored:
+            raise DataError(f"{FILE} has no tensor {tensor.name}, which was written\n  try: run it again")
+        found = dequantize(stored[tensor.name].data, tensor.type).reshape(tensor.shape)
+        expected = _values(tensor, weights, plan)
+        error, size = np.sqrt(np.mean(np.square(found - expected))), np.sqrt(np.mean(np.square(expected)))
+        if not error <= ROUNDING[tensor.type] * size:
+            raise DataError(
+                f"{tensor.name} of {FILE} differs from the original by {error / max(size, 1e-30):.2g} of its root mean"
+                f" square, and {tensor.type.name} rounds by at most {ROUNDING[tensor.type]:g}\n  try: another scheme"
+            )
+        progress(number + 1, len(plan.tensors))
+
+
+def _values(tensor: StoredTensor, weights: Weights, plan: GgufPlan) -> Array:
+    """fp32, in the file's shape."""
+    config, kind = plan.source.config, plan.architecture
+    values = [architectures.stored_value(name, weights.read(name), config, kind) for name in tensor.sources]
+    return np.stack(values) if len(tensor.shape) == 3 else values[0]
+
+
+def _announce(writer: GGUFWriter, tensor: StoredTensor) -> None:
+    if tensor.type in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
+        dtype: Any = np.float32 if tensor.type is GGMLQuantizationType.F32 else np.float16
+        size = int(np.prod(tensor.shape)) * np.dtype(dtype).itemsize
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(dtype), size)
+        return
+    shape = quant_shape_to_byte_shape(tensor.shape, tensor.type)
+    writer.add_tensor_info(tensor.name, shape, np.dtype(np.uint8), int(np.prod(shape)), raw_dtype=tensor.type)
+
+
+def encoded(value: Array, kind: GGMLQuantizationType) -> Any:
+    """A tensor in a type of ggml: float32 or float16 of its shape, or the bytes of its rows, uint8 [..., bytes]."""
+    if kind in BY_GGUF:
+        made = quantize(np.ascontiguousarray(value), kind)
+        return np.ascontiguousarray(made)
+    rows = value.reshape(-1, value.shape[-1])
+    return libllama.quantize_rows(rows, ggml_type=int(kind)).reshape(*value.shape[:-1], -1)
