@@ -65,6 +65,10 @@ class FakeStream:
         """Whether all work is done."""
         return True
 
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph is being made."""
+        return False
+
     def __enter__(self) -> FakeStream:
         return self
 
@@ -134,6 +138,7 @@ def _answer_for_cuda() -> None:
         setattr(torch.cuda, name, _always(answer))
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
     torch.cuda.random.set_rng_state = torch.cuda.set_rng_state
+    torch.accelerator.current_stream = _always(stream)  # the C++ one takes no event of Python
     torch.cuda.Stream, torch.cuda.Event = FakeStream, FakeEvent  # type: ignore[assignment, misc]
     for name in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, name, _always(None))

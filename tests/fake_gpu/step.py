@@ -236,9 +236,9 @@ def _state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 @contextlib.contextmanager
 def _watched(memory: Memory) -> Iterator[None]:
-    """Attention by fused kernels; FSDP2's gradients are named before they are reduced, and its resizes followed."""
+    """Attention by fused kernels; gradients are named before they are reduced or added up, and resizes followed."""
     group = _fsdp_param_group.FSDPParamGroup
-    post_backward = group.post_backward
+    post_backward, add_gradient = group.post_backward, single._Master.add_gradient
 
     def named(self: Any, *args: Any) -> Any:
         with torch.no_grad():
@@ -246,7 +246,12 @@ def _watched(memory: Memory) -> Iterator[None]:
             memory.name([p.grad for p in params if p is not None and p.grad is not None], "gradients")
         return post_backward(self, *args)
 
+    def added(master: Any, weight: Tensor) -> None:
+        memory.name([] if weight.grad is None else [weight.grad], "gradients")
+        add_gradient(master, weight)
+
     group.post_backward = named  # type: ignore[method-assign]
+    single._Master.add_gradient = added  # type: ignore[method-assign]
     pin_memory, torch.Tensor.pin_memory = torch.Tensor.pin_memory, pin  # type: ignore[assignment, method-assign]
     same, buffers._same = buffers._same, lambda _first, _second: True  # fakes have no values to compare
     try:
@@ -254,6 +259,7 @@ def _watched(memory: Memory) -> Iterator[None]:
             yield
     finally:
         group.post_backward = post_backward  # type: ignore[method-assign]
+        single._Master.add_gradient = add_gradient  # type: ignore[method-assign]
         torch.Tensor.pin_memory = pin_memory  # type: ignore[method-assign]
         buffers._same = same
 
@@ -272,6 +278,7 @@ def _makers() -> dict[CodeType, str]:
         torch.optim.AdamW.step: "optimizer",
         AdamWSmallMoments.step: "optimizer",
         single._Update.run: "gradients",
+        single._Master.add_gradient: "gradients",
         single._Master.values: "weights",
         _CrossEntropy.forward: "logits",
         _CrossEntropy.backward: "logits",
