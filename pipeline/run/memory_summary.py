@@ -47,7 +47,9 @@ def memory_entries(run: ResolvedRun, model: nn.Module, *, memory: int | None = N
     worst = max(range(run.topology.pp), key=lambda rank: peaks[rank].total)
     yield _peak_entry(run, peaks[worst], worst)
     if memory is not None:
-        largest = largest_micro_batch(run, footprint, memory=memory, pp_rank=worst)
+        # which rank needs most depends on the micro-batch
+        ranks = range(run.topology.pp)
+        largest = min(largest_micro_batch(run, footprint, memory=memory, pp_rank=rank) for rank in ranks)
         yield _fit_entry(run, peaks[worst].total, memory=memory, largest=largest)
 
 
