@@ -90,9 +90,22 @@ def gating_cases() -> dict[str, Case]:
     }
 
 
+VARIANTS = {
+    "zero1.json, ZeRO stage 0": Case(
+        "ds_configs/zero1.json",
+        2,
+        vocabulary=DEMO_VOCABULARY,
+        overrides=("zero_optimization.stage=0",),
+        steps=2,
+    )
+}
+"""Name -> case of a layout that no shipped config has: DeepSpeed's optimizer with states on every rank."""
+
+
 def shipped_cases() -> dict[str, Case]:
-    """Name -> case: one for each rank of the pipeline of every shipped config."""
-    return {name: case for file, processes in sorted(shipped().items()) for name, case in _stages(file, processes)}
+    """Name -> case: one for each rank of the pipeline of every shipped config, and the variants."""
+    cases = {name: case for file, processes in sorted(shipped().items()) for name, case in _stages(file, processes)}
+    return cases | VARIANTS
 
 
 def engine_of(case: Case) -> str:

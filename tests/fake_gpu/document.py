@@ -32,7 +32,7 @@ REASONS = {
     "gradients": "gradients are reduced in fp32",
     "tensor parallelism, gathers": "activation checkpointing repeats the gathers of the forward pass",
     "tensor parallelism, scatters": "activation checkpointing repeats the scatters of the forward pass",
-    "tensor parallelism, sums": "gradients of norms are summed in fp32; a chunked loss is computed twice",
+    "tensor parallelism, sums": "gradients of norms are summed in fp32",
     "context parallelism": "activation checkpointing repeats the exchanges of the forward pass",
     "context parallelism, gradients": "gradients of keys and values are summed in fp32",
     "tied weights": "gradients are reduced in fp32",
