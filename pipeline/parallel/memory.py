@@ -88,7 +88,8 @@ class _Step:
         """Micro-batches, of all layers of this rank, whose activations live at one time.
 
         1F1B begins with as many forward passes as there are stages after this one, interleaved 1F1B with those of
-        2 (stages after) + (virtual stages - 1) pp chunks, pp of one virtual stage after pp of the one before. Source: Narayanan et al. 2021 (arXiv:2104.04473), 2.2.
+        2 (stages after) + (virtual stages - 1) pp chunks, pp of one virtual stage after pp of the one before. Source:
+        Narayanan et al. 2021 (arXiv:2104.04473), 2.2.
         """
         topology, accumulation = self.run.topology, self.accumulation
         if topology.pp == 1:

@@ -29,7 +29,7 @@ def test_the_formula_of_peak_memory_is_within_5_percent_of_the_executed_step(nam
 
 @pytest.mark.parametrize("name", [name for name in CASES if measured()[name]["layout"].startswith("torch")])
 def test_every_kind_of_memory_of_the_native_engine_is_within_5_percent_of_the_peak(name: str) -> None:
-    # not of DeepSpeed: its flat buffers hold weights, gradients and sums at once, and are allocated by the same function
+    # not of DeepSpeed: its flat buffers hold several kinds at once, and one function allocates them all
     formula, measured_bytes = formula_peak(CASES[name]), dict(measured()[name]["kinds"])
     for kind in ("weights", "gradients", "optimizer"):
         assert abs(getattr(formula, kind) - measured_bytes[kind]) < 0.05 * measured()[name]["peak"], kind

@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.fake_gpu import guard
+from pipeline.fake_gpu import guard
 
 guard.load()
 
@@ -149,8 +149,8 @@ def _patch_torch() -> None:
     """What else asks for a device that computes."""
     torch.random.fork_rng = _always(contextlib.nullcontext())
     torch.Tensor.record_stream = _always(None)  # type: ignore[method-assign]
-    fake_tensor.init_gpu_context = _always(None)
-    fake_tensor.FakeTensorMode.avoid_device_init = property(_always(True))  # type: ignore[assignment, misc]
+    fake_tensor.init_gpu_context = _always(None)  # type: ignore[assignment]
+    fake_tensor.FakeTensorMode.avoid_device_init = property(_always(True))  # type: ignore[assignment]
 
 
 @contextlib.contextmanager
