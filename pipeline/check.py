@@ -7,15 +7,22 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headrace.base.cli import add_config_arguments
+from headrace.base.errors import ConfigError
 from pipeline.arguments import has_begun
 from pipeline.checkpoint.naming import finished_checkpoints
 from pipeline.config.load import read_config
-from pipeline.config.rules import resolve
+from pipeline.config.rules import ResolvedRun, resolve
+from pipeline.fake_gpu.requirements import check_exact
 from pipeline.launch import detect
 from pipeline.run.summary import Entry, as_json, prepared_entries, resolved_entries
+
+if TYPE_CHECKING:
+    from pipeline.run.prepare import PreparedRun
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="memory of a device, e.g. 80GB: whether a rank fits, and the micro-batch that does",
     )
+    parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="execute one step at the config's size and world on fake tensors for its peak memory, in place of the"
+        " formulas: takes seconds to minutes, and a C++ compiler",
+    )
     text = "print only the step of the run's newest checkpoint (0 without any) and its directory, for job scripts"
     parser.add_argument("--json", action="store_true", help="print the summary as JSON, with the resolved config")
     parser.add_argument("--progress", action="store_true", help=text)
@@ -45,7 +58,10 @@ def run(arguments: argparse.Namespace) -> int:
         newest = next(iter(finished_checkpoints(Path(config.run.dir))), None)
         print(newest[0] if newest else 0, config.run.dir)
         return 0
-    resolved = resolve(config, world_size=arguments.processes or detect().world_size, begun=has_begun(config))
+    processes, begun = arguments.processes or detect().world_size, has_begun(config)
+    resolved = resolve(config, world_size=processes, begun=begun)
+    if arguments.exact:
+        _check_exact(resolved, rules_only=arguments.rules_only)
     entries = [Entry(label, ", ".join(texts), list(texts)) for label, texts in loaded.notes]
     entries += resolved_entries(resolved)
     if not arguments.rules_only:
@@ -56,7 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
         device_memory = None if arguments.memory is None else memory_bytes(arguments.memory)
         prepared = prepare(resolved)
         entries += prepared_entries(prepared)
-        entries += memory_entries(resolved, prepared.model, memory=device_memory)
+        if arguments.exact:
+            entries += _exact_entries(arguments, prepared, processes=processes, begun=begun, memory=device_memory)
+        else:
+            entries += memory_entries(resolved, prepared.model, memory=device_memory)
         entries += [Entry("warnings", text, text) for text in advice(prepared)]
     if arguments.json:
         print(json.dumps({**as_json(entries), "config": config.model_dump(mode="json")}, indent=2))
@@ -65,6 +84,33 @@ def run(arguments: argparse.Namespace) -> int:
         label = "warning" if entry.label == "warnings" else entry.label
         print(f"{label:>14}  {entry.text}")
     return 0
+
+
+def _check_exact(run: ResolvedRun, *, rules_only: bool) -> None:
+    if rules_only:
+        raise ConfigError("--exact", True, why="--rules-only looks at no model", remedy="give one of the two")
+    check_exact(run)
+
+
+def _exact_entries(
+    arguments: argparse.Namespace, prepared: PreparedRun, *, processes: int, begun: bool, memory: int | None
+) -> Iterator[Entry]:
+    """Memory and work of an executed step."""
+    from pipeline.data.dataset import tokenizer_details  # noqa: PLC0415  imports torch
+    from pipeline.fake_gpu.exact import Source, execute, step_entries  # noqa: PLC0415
+    from pipeline.run.memory_summary import Executed, memory_entries  # noqa: PLC0415
+
+    vocabulary = tokenizer_details(prepared.mixture.sources[0].manifest)["vocab_size"]
+    source = Source(str(arguments.config), arguments.overrides, processes, begun, vocabulary)
+    steps: list[Executed] = []
+
+    def executed(ranks: Sequence[int]) -> Executed:
+        steps.append(execute(prepared.run, source, ranks=ranks))
+        return steps[-1]
+
+    yield from memory_entries(prepared.run, prepared.model, memory=memory, execute=executed)
+    for step in steps:
+        yield from step_entries(step)
 
 
 def _at_least_one(text: str) -> int:

@@ -61,7 +61,7 @@ class RankModel:
         tied: elements of an embedding and head that are one parameter on two stages; 0 without.
         first: whether it has the embedding.
         last: whether it has the head.
-        stages: (virtual) stages that the rank holds.
+        stage_layers: number of decoder layers of each (virtual) stage that the rank holds.
     """
 
     layers: tuple[int, ...]
@@ -72,7 +72,12 @@ class RankModel:
     tied: int
     first: bool
     last: bool
-    stages: int
+    stage_layers: tuple[int, ...]
+
+    @property
+    def stages(self) -> int:
+        """(Virtual) stages that the rank holds."""
+        return len(self.stage_layers)
 
     @property
     def parameters(self) -> int:
@@ -182,7 +187,7 @@ def _rank_model(
         tied=head if tied and split_up and (first or last) else 0,
         first=first,
         last=last,
-        stages=len(stages),
+        stage_layers=tuple(len(range(*stage.layers)) for stage in stages),
     )
 
 

@@ -88,7 +88,8 @@ class _Step:
         """Micro-batches, of all layers of this rank, whose activations live at one time.
 
         1F1B begins with as many forward passes as there are stages after this one, interleaved 1F1B with those of
-        2 (stages after) + (virtual stages - 1) pp chunks. Source: Narayanan et al. 2021 (arXiv:2104.04473), 2.2.
+        2 (stages after) + (virtual stages - 1) pp chunks, pp of one virtual stage after pp of the one before. Source:
+        Narayanan et al. 2021 (arXiv:2104.04473), 2.2.
         """
         topology, accumulation = self.run.topology, self.accumulation
         if topology.pp == 1:
@@ -98,7 +99,9 @@ class _Step:
         after, virtual = topology.pp - self.pp_rank - 1, self.rank.stages
         if virtual == 1:
             return min(accumulation, after + 1)
-        return min(accumulation, (2 * after + (virtual - 1) * topology.pp + 1) / virtual)
+        passes = range(2 * after + (virtual - 1) * topology.pp + 1)
+        layers = sum(self.rank.stage_layers[(number // topology.pp) % virtual] for number in passes)
+        return min(accumulation, layers / max(1, len(self.rank.layers)))
 
 
 def peak_memory(run: ResolvedRun, footprint: Footprint, *, pp_rank: int = 0, micro: int | None = None) -> Bytes:
@@ -147,9 +150,9 @@ def _single(step: _Step) -> list[Bytes]:
     at_once = min(rank.parameters, max(UPDATE_ELEMENTS, rank.largest))
     copies = at_once * (0 if s == _MASTER else _MASTER)
     update = replace(base, weights=base.weights + (copies if masters == 2 else 0))
-    ahead = s * rank.head
+    ahead = 0 if several else s * rank.head  # of several micro-batches it is in the sum by then
     return [
-        replace(base, gradients=before + ahead, **_loss(step)),
+        replace(base, gradients=before + _sum_of_head(step), **_loss(step)),
         replace(base, gradients=before + ahead + s * max(rank.layers), **_first_backward(step)),
         replace(update, gradients=whole + (0 if several else copies)),
     ]
@@ -183,7 +186,7 @@ def _sharded(step: _Step) -> list[Bytes]:
     # gradients are reduced once per step by stage 0 and in pipelines, else after every micro-batch
     once = step.stage < 2 or (step.run.topology.pp > 1 and not per_layer)
     masters = _MASTER * rank.parameters / n
-    held = _MASTER * rank.parameters / (1 if once else n) if several else 0.0
+    held = _MASTER * _accumulated(step) / (1 if once else n) if several else 0.0
     base = Bytes(weights=masters, optimizer=step.states * rank.parameters / n)
     node = step.run.config.zero_optimization.zero_hpz_partition_size
     layers = (2 * s * unit if per_layer else s * sum(rank.layers)) + (s * sum(rank.layers) / node if node else 0)
@@ -202,10 +205,23 @@ def _sharded(step: _Step) -> list[Bytes]:
     reduced = _MASTER * rank.parameters / (1 if once else n) + (s + _MASTER) * reduced_last
     return [
         replace(at_loss, gradients=held + _sum_of_head(step), **_loss(step)),
+        replace(at_loss, gradients=held + _sum_of_head(step) + s * rank.head, **_head_backward(step)),
         replace(backward, gradients=held + of_head + _mlp_gradients(step), **_first_backward(step)),
         replace(backward, gradients=held + of_layer + _mlp_gradients(step), **second),
         replace(base, gradients=reduced),
     ]
+
+
+def _accumulated(step: _Step) -> int:
+    """Elements whose gradients of the micro-batches before are there when most activations are.
+
+    Of interleaved stages all micro-batches, if there are no more than stages, pass the last one before another one's
+    backward pass.
+    """
+    rank, pp = step.rank, step.run.topology.pp
+    if rank.stages == 1 or step.accumulation > pp:
+        return rank.parameters
+    return sum(rank.layers[len(rank.layers) - rank.stage_layers[-1] :]) + rank.head
 
 
 def _mlp_gradients(step: _Step) -> float:
@@ -236,19 +252,25 @@ def _deepspeed(step: _Step) -> list[Bytes]:
 def _loss(step: _Step) -> dict[str, float]:
     """At the loss: all activations; logits in s bytes with fp32 exponentials.
 
-    Fused with the head (FSDP2), the gradient of a chunk's logits too, and of all rows the hidden states, their
+    Fused with the head (native engine), the gradient of a chunk's logits too, and of all rows the hidden states, their
     gradient, and what the final norm keeps: an fp32 copy, and the normalized one.
     """
     rows, each, beside = step.tokens, step.size + _MASTER, 0.0
     chunk, run = step.run.config.loss.chunk, step.run
     if chunk is not None:
         rows = step.micro * min(chunk, rows // step.micro)
-        if run.config.engine == "torch" and not run.alone:
+        if run.config.engine == "torch":
             each += step.size
             kept = (_MASTER + step.size) / run.topology.tp + 2 * step.size
             beside = step.tokens * step.widths.hidden * kept if step.rank.last else 0.0
     columns = step.widths.vocabulary / step.run.topology.tp if step.rank.last else 0
     return {"activations": _stored(step) + beside, "logits": rows * columns * each}
+
+
+def _head_backward(step: _Step) -> dict[str, float]:
+    """When the gradients that the fused head made are scaled: all activations, and the hidden states' gradient."""
+    tokens = step.tokens if step.rank.last else 0
+    return {"activations": _loss(step)["activations"] + step.size * tokens * step.widths.hidden}
 
 
 def _first_backward(step: _Step) -> dict[str, float]:
@@ -299,7 +321,10 @@ def _whole_layer(step: _Step) -> float:
     norms = 2 * w.hidden * ((_MASTER + s) / tp + s)
     if w.head_norms:
         norms += (w.query + w.key_value) * (_MASTER + s) / tp
-    attention = (2 * w.query + 2 * w.key_value) * s / tp + _MASTER * w.heads / tp
+    # fused attention in fp32 takes as many heads of keys and values as of queries
+    key_value = w.query if s == _MASTER else w.key_value
+    outputs = 2 if step.run.topology.cp > 1 else 1  # of all positions, and of this rank's
+    attention = ((1 + outputs) * w.query + 2 * key_value) * s / tp + _MASTER * w.heads / tp
     # of every chosen expert: its input, gate and up, their activation and product, and its output
     experts = w.experts * (2 * w.hidden + 4 * w.intermediate) * s
     mlp = experts or 4 * w.intermediate * s / tp
@@ -321,5 +346,8 @@ def _backward_buffers(step: _Step) -> float:
     A mixture of experts needs most memory when the weights' gradients exist, and gate, up and product are freed.
     """
     w, s, tp = step.widths, step.size, step.run.topology.tp
-    inner = 3 * w.intermediate / tp if not w.experts else -2 * w.experts * w.intermediate
+    config = step.run.config
+    # the native engine frees what it recomputed a little later
+    kept = config.memory.activation_checkpointing == "full" and config.engine == "torch"
+    inner = (3 + kept) * w.intermediate / tp if not w.experts else -2 * w.experts * w.intermediate
     return step.tokens * s * (inner + 2 * w.hidden)

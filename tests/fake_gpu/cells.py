@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pipeline.config.load import load_config
-from pipeline.config.rules import ResolvedRun, resolve
+from pipeline.fake_gpu import case
+from pipeline.fake_gpu.case import Case
 from tests.config.test_layouts import shipped
 from tests.conftest import ROOT
 
@@ -21,37 +19,6 @@ MEASURED = Path(__file__).with_name("measured.json")
 
 DEMO_VOCABULARY = 4096
 """Ids of the tokenizer that `make demo` trains; the others are those of Llama 3."""
-
-
-EAGER = "compile.enabled=false"
-"""Operators are counted one by one; a compiled layer would be one of them."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """A step to be run.
-
-    Attributes:
-        config: path of the config file.
-        processes: world size.
-        pp_rank: which rank of the pipeline; 0 on every other axis.
-        vocabulary: ids of the tokenizer, for a model whose config does not say.
-        overrides: as of `--set`.
-        steps: how many; the last one is reported.
-    """
-
-    config: str
-    processes: int
-    pp_rank: int = 0
-    vocabulary: int = 128_256
-    overrides: tuple[str, ...] = ()
-    steps: int = 1
-
-    def resolved(self) -> ResolvedRun:
-        """The run of the case."""
-        overrides = [EAGER, *self.overrides]
-        return resolve(load_config(self.config, overrides), world_size=self.processes)
-
 
 GATING = {
     "one GPU": ("llama_8b_h200.json", 0, ("model.config.num_hidden_layers=4", "train_batch_size=2")),
@@ -90,9 +57,22 @@ def gating_cases() -> dict[str, Case]:
     }
 
 
+VARIANTS = {
+    "zero1.json, ZeRO stage 0": Case(
+        "ds_configs/zero1.json",
+        2,
+        vocabulary=DEMO_VOCABULARY,
+        overrides=("zero_optimization.stage=0",),
+        steps=2,
+    )
+}
+"""Name -> case of a layout that no shipped config has: DeepSpeed's optimizer with states on every rank."""
+
+
 def shipped_cases() -> dict[str, Case]:
-    """Name -> case: one for each rank of the pipeline of every shipped config."""
-    return {name: case for file, processes in sorted(shipped().items()) for name, case in _stages(file, processes)}
+    """Name -> case: one for each rank of the pipeline of every shipped config, and the variants."""
+    cases = {name: case for file, processes in sorted(shipped().items()) for name, case in _stages(file, processes)}
+    return cases | VARIANTS
 
 
 def engine_of(case: Case) -> str:
@@ -148,15 +128,8 @@ def differences(report: dict[str, Any], committed: dict[str, Any]) -> list[str]:
 
 
 def run_cases(cases: Sequence[Case], *, timeout_s: float = 3600) -> list[dict[str, Any]]:
-    """Runs cases in one new process: "report", or "error" and "traceback", and "seconds" of each."""
-    lines = "".join(json.dumps(asdict(case)) + "\n" for case in cases)
-    command = [sys.executable, "-m", "tests.fake_gpu.worker"]
-    done = subprocess.run(
-        command, input=lines, capture_output=True, text=True, timeout=timeout_s, cwd=ROOT, check=False
-    )
-    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(results) == len(cases), done.stderr[-3000:]
-    return results
+    """Runs cases whose configs are shipped ones in one new process; see `case.run_cases`."""
+    return case.run_cases(cases, timeout_s=timeout_s, cwd=ROOT)
 
 
 def _stages(file: str, processes: int) -> Iterator[tuple[str, Case]]:

@@ -13,6 +13,7 @@ from torch import nn
 
 from pipeline.config.rules import ResolvedRun
 from pipeline.engines.common import model_dtype
+from pipeline.fake_gpu.case import Case
 from pipeline.models.hf_config import resolve_hf_config
 from pipeline.models.meta import build_meta
 from pipeline.models.routers import find_routers
@@ -21,7 +22,7 @@ from pipeline.parallel.memory import Bytes, peak_memory
 from pipeline.parallel.traffic import PURPOSES, Layout
 from pipeline.run.prepare import attention_of
 from tests.conftest import ROOT
-from tests.fake_gpu.cells import Case, gating_cases, keep, measured, run_cases, shipped_cases
+from tests.fake_gpu.cells import gating_cases, keep, measured, run_cases, shipped_cases
 
 PAGE = ROOT / "docs" / "reference" / "communication.md"
 H200_BYTES = 141e9
@@ -32,7 +33,7 @@ REASONS = {
     "gradients": "gradients are reduced in fp32",
     "tensor parallelism, gathers": "activation checkpointing repeats the gathers of the forward pass",
     "tensor parallelism, scatters": "activation checkpointing repeats the scatters of the forward pass",
-    "tensor parallelism, sums": "gradients of norms are summed in fp32; a chunked loss is computed twice",
+    "tensor parallelism, sums": "gradients of norms are summed in fp32",
     "context parallelism": "activation checkpointing repeats the exchanges of the forward pass",
     "context parallelism, gradients": "gradients of keys and values are summed in fp32",
     "tied weights": "gradients are reduced in fp32",
@@ -184,7 +185,8 @@ _HEAD = """# Communication and memory of a step
 
 What one training step of every shipped config does, at its real size and number of ranks, on one rank (the first of
 each pipeline stage). No GPU was there: the engines themselves executed the steps on fake `cuda` tensors and a fake
-process group, which have shapes, dtypes and lifetimes, and no numbers (`tests/fake_gpu`). The page is made by
+process group, which have shapes, dtypes and lifetimes, and no numbers (`pipeline/fake_gpu`); `headrace check --exact`
+does the same for a config of yours. The page is made by
 `python -m tests.fake_gpu.document`, and a test compares it with the steps; `make sweep-gpu` executes all of them.
 
 Bytes are those of the whole tensor: what an all-gather returns, what a reduce-scatter or an all-reduce is given, what

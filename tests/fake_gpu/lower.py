@@ -7,8 +7,8 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from tests.fake_gpu.step import run_compiled_step  # isort: skip  before anything that imports torch
-from tests.fake_gpu.cells import Case
+from pipeline.fake_gpu.step import run_compiled_step  # isort: skip  before anything that imports torch
+from pipeline.fake_gpu.case import Case
 from tests.fake_gpu.lowering import BACKEND, build_cubins, lowering
 
 CAPABILITIES = (90, 100)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import tests.fake_gpu.device  # noqa: F401  isort: skip  before torch
+import pipeline.fake_gpu.device  # noqa: F401  isort: skip  before torch
 import torch
 import torch._functorch.config as functorch
 import torch._inductor.config as inductor

@@ -20,10 +20,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pipeline.fake_gpu.case import Case
 from pipeline.models.count import measure as size_of
 from tests.config.test_layouts import shipped
 from tests.conftest import ROOT
-from tests.fake_gpu.cells import GATING, Case
+from tests.fake_gpu.cells import GATING
 from tests.fake_gpu.document import built
 
 KEPT = Path(__file__).with_name("lowered.json")

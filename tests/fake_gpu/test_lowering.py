@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests.fake_gpu import guard
+from pipeline.fake_gpu import guard
 from tests.fake_gpu.roofline import GPUS, KEPT, PAGE, ROWS, cases, least_time, measure, model_flops, page
 
 SHARED_MEMORY = 227 * 2**10

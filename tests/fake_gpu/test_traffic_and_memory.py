@@ -28,11 +28,15 @@ def test_the_formula_of_peak_memory_is_within_5_percent_of_the_executed_step(nam
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if measured()[name]["layout"].startswith("torch")])
-def test_weights_and_optimizer_states_of_the_native_engine_are_right_kind_by_kind(name: str) -> None:
-    formula, kinds = formula_peak(CASES[name]), measured()[name]["kinds"]
-    total = formula.total
-    for kind in ("weights", "optimizer"):
-        assert abs(getattr(formula, kind) - kinds[kind]) < 0.1 * total, kind
+def test_every_kind_of_memory_of_the_native_engine_is_within_5_percent_of_the_peak(name: str) -> None:
+    # not of DeepSpeed: its flat buffers hold several kinds at once, and one function allocates them all
+    formula, measured_bytes = formula_peak(CASES[name]), dict(measured()[name]["kinds"])
+    for kind in ("weights", "gradients", "optimizer"):
+        assert abs(getattr(formula, kind) - measured_bytes[kind]) < 0.05 * measured()[name]["peak"], kind
+    # whether logits or activations are at their largest differs between moments of nearly the same total: their sum
+    passing = formula.activations + formula.logits + formula.buffers
+    passed = sum(measured_bytes[kind] for kind in ("activations", "logits", "buffers"))
+    assert abs(passing - passed) < 0.05 * measured()[name]["peak"]
 
 
 def test_every_config_fits_an_h200_but_those_that_are_known_not_to() -> None:

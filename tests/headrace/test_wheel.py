@@ -55,6 +55,7 @@ def test_the_wheel_has_the_configs_the_job_scripts_and_the_demo(installed: Path)
         assert all((share / folder / name).read_bytes() == (ROOT / folder / name).read_bytes() for name in here)
     assert (installed / "headrace/base/moved.txt").is_file()
     assert (installed / "pipeline/report/page.html").is_file()
+    assert (installed / "pipeline/fake_gpu/cuda_guard.cpp").is_file()
     assert not list(installed.glob("tests*"))
 
 

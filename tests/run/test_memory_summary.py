@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from headrace.base.errors import ConfigError
+from pipeline.parallel.footprint import footprint_of
+from pipeline.parallel.memory import peak_memory
 from pipeline.run.memory_summary import memory_bytes, memory_entries
 from tests import warm
 from tests.conftest import tiny_config, write_config
@@ -31,6 +34,21 @@ def test_8b_fits_one_h200_and_eight() -> None:
     assert fits["llama_8b_h200.json"] == {"memory": 141 * 10**9, "fits": True, "largest_micro_batch": 4}
     assert fits["llama_8b_8gpu.json"]["fits"]
     assert fits["llama_8b_8gpu.json"]["largest_micro_batch"] == 4
+
+
+def test_the_largest_micro_batch_fits_every_rank_of_the_pipeline() -> None:
+    case = shipped_cases()["llama_70b_fsdp_3d.json pp 0"]
+    schedule = ("parallel.schedule=1f1b", "parallel.virtual_stages=null", "loss.chunk=65536")
+    overrides = (*schedule, "model.config.num_hidden_layers=8", "memory.activation_checkpointing=full")
+    run, model = built(replace(case, overrides=overrides))
+    peak, fit = memory_entries(run, model, memory=memory_bytes("13.3GB"))
+    # of 1 sample the third rank needs most, with the micro-batches it keeps; of 8 the last one, with their logits
+    assert peak.values["pp_rank"] == 2
+    assert fit.values["largest_micro_batch"] == 4
+    footprint = footprint_of(run, model)
+    assert footprint is not None
+    peaks = [peak_memory(run, footprint, pp_rank=rank, micro=8).total for rank in (2, 3)]
+    assert peaks[0] < 13.3e9 < peaks[1]
 
 
 @pytest.mark.integration

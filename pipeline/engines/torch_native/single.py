@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +82,15 @@ class _Master:
         if self.parameter is not self.weight:
             self.weight.data.copy_(values)
 
+    def add_gradient(self, weight: Tensor) -> None:
+        """Adds the weight's gradient of a micro-batch to the sum, and frees it."""
+        assert weight.grad is not None
+        if self.gradient is None:
+            self.gradient = weight.grad.float()
+        else:
+            self.gradient.add_(weight.grad)
+        weight.grad = None
+
     def take_gradient(self) -> Tensor | None:
         """The gradient of the step, in fp32 or the model's dtype; it is no longer held here."""
         taken = self.gradient if self.gradient is not None else self.weight.grad
@@ -120,7 +128,7 @@ class TorchSingle(TrainsStepByStep):
         if run.batch.accumulation > 1:
             for master in self._masters.values():
                 if master.weight.dtype != torch.float32:
-                    master.weight.register_post_accumulate_grad_hook(_accumulate_into(master))
+                    master.weight.register_post_accumulate_grad_hook(master.add_gradient)
         decayed, decay = decayed_names(model), section.params.weight_decay
         self._updates = [
             _Update(
@@ -330,18 +338,6 @@ def _whole(shard: NamedShard | Tensor) -> Tensor:
 
 def _gradient(master: _Master) -> Tensor | None:
     return master.gradient if master.gradient is not None else master.weight.grad
-
-
-def _accumulate_into(master: _Master) -> Any:
-    def accumulate(weight: Tensor) -> None:
-        assert weight.grad is not None
-        if master.gradient is None:
-            master.gradient = weight.grad.float()
-        else:
-            master.gradient.add_(weight.grad)
-        weight.grad = None
-
-    return accumulate
 
 
 def _by_size(masters: dict[str, _Master]) -> Iterator[list[str]]:

@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -23,7 +22,8 @@ def missing() -> str | None:
     if not (_torch_folder() / "include/ATen").is_dir():
         return "this torch has no C++ headers"
     if "cpu" not in _torch_version():
-        return f"torch {_torch_version()} is not a CPU build: it has a device guard of its own"
+        build = "pip install torch --index-url https://download.pytorch.org/whl/cpu, in an environment of its own"
+        return f"torch {_torch_version()} is not a CPU build: it has a device guard of its own ({build})"
     return None
 
 
@@ -36,7 +36,7 @@ def load() -> None:
 def _library() -> Path:
     text = f"{_torch_folder()} {_torch_version()} ".encode() + _SOURCE.read_bytes()
     name = f"cuda_guard_{hashlib.sha256(text).hexdigest()[:16]}.so"
-    cache_dir = Path(os.environ.get("XDG_CACHE_HOME") or tempfile.gettempdir()) / f"headrace-fake-gpu-{os.getuid()}"
+    cache_dir = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
     library = cache_dir / name
     if not library.exists():
         cache_dir.mkdir(parents=True, exist_ok=True)

@@ -46,7 +46,7 @@ def attend(
 def fused_attention() -> Iterator[None]:
     """Attention is that of `attend` within."""
     before = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = attend  # type: ignore[assignment]
+    F.scaled_dot_product_attention = attend
     try:
         yield
     finally:

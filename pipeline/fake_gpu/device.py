@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.fake_gpu import guard
+from pipeline.fake_gpu import guard
 
 guard.load()
 
@@ -37,6 +37,9 @@ PROPERTIES = types.SimpleNamespace(
     shared_memory_per_block_optin=227 * 2**10,
     L2_cache_size=50 * 2**20,
     gcnArchName="",
+    pci_domain_id=0xFFFF,  # of no device: a process is bound to no cores
+    pci_bus_id=0xFF,
+    pci_device_id=0x1F,
 )
 
 
@@ -64,6 +67,10 @@ class FakeStream:
     def query(self) -> bool:
         """Whether all work is done."""
         return True
+
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph is being made."""
+        return False
 
     def __enter__(self) -> FakeStream:
         return self
@@ -134,6 +141,7 @@ def _answer_for_cuda() -> None:
         setattr(torch.cuda, name, _always(answer))
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
     torch.cuda.random.set_rng_state = torch.cuda.set_rng_state
+    torch.accelerator.current_stream = _always(stream)  # the C++ one takes no event of Python
     torch.cuda.Stream, torch.cuda.Event = FakeStream, FakeEvent  # type: ignore[assignment, misc]
     for name in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, name, _always(None))
@@ -144,8 +152,8 @@ def _patch_torch() -> None:
     """What else asks for a device that computes."""
     torch.random.fork_rng = _always(contextlib.nullcontext())
     torch.Tensor.record_stream = _always(None)  # type: ignore[method-assign]
-    fake_tensor.init_gpu_context = _always(None)
-    fake_tensor.FakeTensorMode.avoid_device_init = property(_always(True))  # type: ignore[assignment, misc]
+    fake_tensor.init_gpu_context = _always(None)  # type: ignore[assignment]
+    fake_tensor.FakeTensorMode.avoid_device_init = property(_always(True))  # type: ignore[assignment]
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -18,10 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from pipeline.fake_gpu.memory import Memory
 from pipeline.launch.host_copy import HostCopy
-from tests.fake_gpu.memory import Memory
 
 aten: Any = torch.ops.aten
+
+_HERE = f"{Path(__file__).parent}/"
+_PACKAGE = f"{Path(__file__).parents[1]}/"
 
 COLLECTIVES: dict[str, tuple[str, int]] = {
     "_allgather_base_": ("all_gather", 0),
@@ -117,7 +121,7 @@ class Recorder(TorchDispatchMode):
             copy.__dict__["constants"] = [_constant(values.dtype)] * values.numel()
 
         before = HostCopy.__init__, HostCopy.read
-        HostCopy.__init__, HostCopy.read = begin, lambda copy: copy.constants  # type: ignore[assignment, attr-defined, method-assign, misc, return-value]
+        HostCopy.__init__, HostCopy.read = begin, lambda copy: copy.constants  # type: ignore[assignment, attr-defined, method-assign]
         try:
             yield
         finally:
@@ -233,11 +237,11 @@ def _asks_for_overflow() -> bool:
 
 
 def _line() -> str:
-    """The innermost line of the project (but these tests) that is being executed."""
+    """The innermost line of the project (but the fake device) that is being executed."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if "/pipeline/" in name and "/site-packages/" not in name:
-            return f"pipeline/{name.rpartition('/pipeline/')[2]}:{frame.f_lineno} {frame.f_code.co_name}"
+        if name.startswith(_PACKAGE) and not name.startswith(_HERE):
+            return f"pipeline/{name.removeprefix(_PACKAGE)}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
     return "backward pass"
