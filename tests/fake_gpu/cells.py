@@ -21,11 +21,20 @@ DEMO_VOCABULARY = 4096
 """Ids of the tokenizer that `make demo` trains; the others are those of Llama 3."""
 
 GATING = {
-    "one GPU": ("llama_8b_h200.json", 0, ("model.config.num_hidden_layers=4", "train_batch_size=2")),
+    "one GPU": (
+        "llama_8b_h200.json",
+        0,
+        ("model.config.num_hidden_layers=4", "train_batch_size=2", "train_micro_batch_size_per_gpu=1"),
+    ),
     "small moments": (
         "llama_8b_h200.json",
         0,
-        ("model.config.num_hidden_layers=8", "train_batch_size=2", "optimizer.params.moments_dtype=bf16"),
+        (
+            "model.config.num_hidden_layers=8",
+            "train_batch_size=2",
+            "train_micro_batch_size_per_gpu=1",
+            "optimizer.params.moments_dtype=bf16",
+        ),
     ),
     "FSDP2": ("llama_8b_8gpu.json", 0, ("model.config.num_hidden_layers=4", "train_batch_size=16")),
     "tensor and pipeline parallelism": (

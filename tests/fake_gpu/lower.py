@@ -26,7 +26,7 @@ def main() -> None:
     for graph in graphs:
         cubins = {str(each): build_cubins(graph, capability=each) for each in CAPABILITIES}
         shared = max((size for made in cubins.values() for _, size in made.values()), default=0)
-        shape = {"backward": graph.backward, "kernels": len(graph.kernels), "calls": graph.calls}
+        shape = {"part": graph.part, "backward": graph.backward, "kernels": len(graph.kernels), "calls": graph.calls}
         built = {each: len(made) for each, made in cubins.items()}
         memory = {"fused_bytes": graph.fused_bytes, "products": graph.products, "shared_memory": shared}
         found.append({**shape, **memory, "cubins": built})

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pipeline.fake_gpu.device  # noqa: F401  isort: skip  before torch
@@ -17,7 +18,7 @@ import torch
 import torch._functorch.config as functorch
 import torch._inductor.config as inductor
 import triton
-from torch._inductor import graph
+from torch._inductor import graph, ir
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.runtime import triton_helpers
@@ -26,8 +27,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
+from pipeline.parallel import fused_head
+
 BACKEND = "fake_h200"
 """Name of the backend, for `compile.backend`."""
+
+aten: Any = torch.ops.aten
+_LOSS = str(fused_head.__file__)
+"""File whose operators are those of the loss."""
 
 SM = 90
 """Compute capability for which kernels are built: Hopper's."""
@@ -41,7 +48,9 @@ class Lowered:
         backward: whether it is of a backward pass.
         code: of the wrapper, with the sources of its Triton kernels.
         fused_bytes: read and written by its Triton kernels.
-        products: (FLOPs, bytes) of each matrix product and attention.
+        products: (FLOPs, bytes) of each matrix product and attention, and of what else runs outside of Triton but
+            collectives.
+        part: "layers", or "loss" of the loss that is fused with the head.
         calls: how often it was called.
     """
 
@@ -49,6 +58,7 @@ class Lowered:
     code: str
     fused_bytes: int
     products: list[tuple[int, int]] = field(default_factory=list)
+    part: str = "layers"
     calls: int = 0
 
     @property
@@ -96,22 +106,17 @@ def lowering() -> Iterator[list[Lowered]]:
 
     def keep(self: Any) -> Any:
         wrapper, _ = self.codegen()
-        fused, products, counted = 0, [], set()
-        for node in self.scheduler.nodes:
-            size = int(node.get_read_write_buffers_sizes())
-            if node.is_extern():
-                products.append((_flops(node, counted), size))
-            else:
-                fused += size
-        found.append(Lowered(False, wrapper.value, fused, products))
+        found.append(Lowered(False, wrapper.value, *_costs(self.scheduler.nodes)))
         self.cache_key, self.cache_path, self.cache_linemap = "none", "/dev/null", []
         return _Module()
 
-    def lower(module: torch.fx.GraphModule, examples: list[Any], **options: Any) -> Any:
-        kept = _copied(module)
+    def lower(module: torch.fx.GraphModule, examples: list[Any], *, part: str, **options: Any) -> Any:
+        kept, known = _copied(module), len(found)
         compile_fx_inner(module, examples, **options)
+        if len(found) == known:  # nothing to compute, and so nothing was lowered
+            found.append(Lowered(False, "", 0))
         lowered = found[-1]
-        lowered.backward = bool(options.get("is_backward", False))
+        lowered.backward, lowered.part = bool(options.get("is_backward", False)), part
 
         def run(args: list[Any]) -> Any:
             lowered.calls += 1
@@ -123,7 +128,9 @@ def lowering() -> Iterator[list[Lowered]]:
         return run
 
     def backend(module: torch.fx.GraphModule, examples: list[Any]) -> Any:
-        return compile_fx(module, examples, inner_compile=lower)
+        traces = (node.meta.get("stack_trace") or "" for node in module.graph.nodes)
+        part = "loss" if any(_LOSS in trace for trace in traces) else "layers"
+        return compile_fx(module, examples, inner_compile=partial(lower, part=part))
 
     graph.GraphLowering.compile_to_module = keep  # type: ignore[assignment, method-assign]
     if BACKEND not in torch._dynamo.list_backends(exclude_tags=()):
@@ -168,16 +175,52 @@ def _copied(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     return torch.fx.GraphModule(module, nodes)
 
 
+def _costs(nodes: list[Any]) -> tuple[int, list[tuple[int, int]]]:
+    """`Lowered.fused_bytes` and `Lowered.products` of a graph's kernels."""
+    fused, products, counted = 0, [], set[Any]()
+    for node in nodes:
+        size = int(node.get_read_write_buffers_sizes())
+        if not node.is_extern():
+            fused += size
+        elif size and not isinstance(node.node, ir._CollectiveKernel):
+            products.append((_flops(node, counted), size))
+    return fused, products
+
+
 def _flops(node: Any, counted: set[Any]) -> int:
     """FLOPs of an operator outside Triton, by torch's formulas; of causal attention the half that kernels compute.
 
     An operator with several outputs is several nodes: it counts once, and is added to `counted`.
     """
-    found = {each for each in node.node.origins if getattr(each.target, "overloadpacket", None) in flop_registry}
     flops = 0
-    for each in found - counted:
+    for each in set(node.node.origins) - counted:
+        operator, args, kwargs = _called(each)
+        if operator not in flop_registry and operator is not aten._grouped_mm:
+            continue
         counted.add(each)
-        args, kwargs = torch.fx.map_arg((each.args, each.kwargs), lambda given: given.meta["val"])
-        own = int(flop_registry[each.target.overloadpacket](*args, **kwargs, out_val=each.meta["val"]))
-        flops += own // 2 if "attention" in str(each.target) else own
+        args, kwargs = torch.fx.map_arg((args, kwargs), lambda given: given.meta["val"])
+        flops += flops_of(operator, args, kwargs, each.meta["val"])
     return flops
+
+
+def flops_of(operator: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """FLOPs of a call of an operator (overload packet); 0 where it is no product. See `_flops`."""
+    if operator is aten._grouped_mm:  # of experts: [N, K] x [E, K, M], or [K, N] x [N, M] for gradients of weights
+        return int(2 * args[0].numel() * args[1].shape[-1])
+    if operator not in flop_registry:
+        return 0
+    flops = int(flop_registry[operator](*args, **kwargs, out_val=result))
+    return flops // 2 if "attention" in str(operator) else flops
+
+
+def _called(node: torch.fx.Node) -> tuple[Any, Any, Any]:
+    """Operator, arguments and keyword arguments of a node.
+
+    With activation checkpointing, attention is called by an operator that keeps the state of random numbers for its
+    recomputation, or sets it.
+    """
+    target, args = node.target, node.args
+    wrapped = {"run_and_save_rng_state": 0, "run_with_rng_state": 1}.get(str(target))
+    if wrapped is not None:
+        target, args = args[wrapped], args[wrapped + 1 :]  # type: ignore[assignment]
+    return getattr(target, "overloadpacket", None), args, node.kwargs

@@ -1,12 +1,13 @@
-"""The bound on MFU of compiled training steps: what matrix products and memory traffic allow, with nothing exposed.
+"""The bound on MFU of compiled training steps: what matrix products, memory traffic and links between GPUs allow.
 
-    python -m tests.fake_gpu.roofline
+    python -m tests.fake_gpu.roofline_page [ROW ...]
 
 The compiled kernels of a decoder layer and of the loss are those that Inductor makes for an H200
 (`tests.fake_gpu.lowering`), with the bytes that they read and write, times the layers and micro-batches of the config.
 A matrix product or attention takes the longer of FLOPs / peak and bytes / bandwidth, any other kernel bytes /
-bandwidth. What runs outside of compiled graphs (the head's products, the optimizer) is counted by formula.
-Communication is taken to be hidden.
+bandwidth. What runs outside of compiled graphs (the head's products, the optimizer) is counted by formula; layers or a
+loss that are not compiled are counted operator by operator (`tests.fake_gpu.eager`). Of a pipeline, the slowest rank
+counts.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from typing import Any
 
 from pipeline.fake_gpu.case import Case
 from pipeline.models.count import measure as size_of
-from tests.config.test_layouts import shipped
+from pipeline.parallel.traffic import PURPOSES
 from tests.conftest import ROOT
-from tests.fake_gpu.cells import GATING
-from tests.fake_gpu.document import built
+from tests.fake_gpu.cells import measured
+from tests.fake_gpu.document import built, facts
+from tests.fake_gpu.links import Sent, sent
+from tests.fake_gpu.rows import ROWS, SMALL_LAYERS, Row
 
 KEPT = Path(__file__).with_name("lowered.json")
-PAGE = ROOT / "docs/performance.md"
-BEGIN, END = "<!-- roofline: made by python -m tests.fake_gpu.roofline -->", "<!-- end of the roofline -->"
 
 GPUS = {"H100 SXM": (989.4e12, 3.35e12), "H200": (989.4e12, 4.8e12), "B200": (2250e12, 8.0e12)}
 """Dense bf16 FLOP/s and bytes/s, from NVIDIA's data sheets (B200: HGX B200, per GPU)."""
@@ -38,17 +39,44 @@ OPTIMIZER_BYTES = {True: 54, False: 32}
 """Bytes that an AdamW update reads and writes per parameter that a rank holds. fp32 states: weight, gradient and two
 moments are read and written. One device in bf16 also joins and splits the master weights (8), widens the gradient (6)
 and writes the result (8)."""
+SMALL_MOMENTS_BYTES = 8
+"""How many fewer with moments in bf16."""
 ACCUMULATION_BYTES = 10
-"""Bytes per parameter and micro-batch where one device adds up several gradients: one in bf16 to a sum in fp32."""
+"""Bytes per parameter and micro-batch where gradients of several are added up unsharded: one in bf16 to a sum in fp32.
+FSDP2 and ZeRO do so in a pipeline; elsewhere they reduce every micro-batch's."""
 
-ROWS = {
-    "llama_8b_h200.json, as shipped": ("one GPU", ()),
-    "llama_8b_h200.json, nothing recomputed": ("one GPU", ("memory.activation_checkpointing=none",)),
-    "the same, 64k tokens a step": ("one GPU", ("memory.activation_checkpointing=none", "train_batch_size=16")),
-    "llama_8b_8gpu.json, as shipped": ("FSDP2", ()),
-    "llama_8b_64k_cp.json, as shipped": ("context parallelism", ()),
+_LEAST = {
+    "weights": ("all_gather", "dp x cp"),
+    "gradients": ("reduce_scatter", "dp x cp"),
+    "tensor parallelism, gathers": ("all_gather", "tp"),
+    "tensor parallelism, scatters": ("reduce_scatter", "tp"),
+    "pipeline, sent": ("send", "pp"),
 }
-"""Row -> kind of layout in `GATING`, and what differs from the config."""
+"""Purpose of a formula of traffic -> (kind, axes), for a config whose fake step is not committed."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one rank does in a step.
+
+    Attributes:
+        products: (FLOPs, bytes, times) of matrix products and attention.
+        kernel_bytes: read and written by the other kernels.
+        held_bytes: read and written by the optimizer's update, and to add up gradients.
+        bubble: time that a rank of a pipeline waits, as a share of its forward and backward passes.
+        sent: collectives.
+    """
+
+    products: tuple[tuple[int, int, float], ...]
+    kernel_bytes: float
+    held_bytes: float
+    bubble: float
+    sent: tuple[Sent, ...]
+
+    @property
+    def flops(self) -> float:
+        """Of the matrix products and attention; of causal attention the half that is computed."""
+        return sum(flops * times for flops, _, times in self.products)
 
 
 @dataclass(frozen=True)
@@ -57,112 +85,136 @@ class Time:
 
     Attributes:
         products: matrix products and attention.
-        fused: the other compiled kernels.
+        fused: the other kernels.
         optimizer: its update, and the addition of gradients.
+        bubble: a rank of a pipeline waits for others.
+        nvlink: collectives within a node.
+        network: collectives of groups that span nodes.
+        exposed: those of them that layers wait for, see `links.Sent`.
     """
 
     products: float
     fused: float
     optimizer: float
+    bubble: float = 0.0
+    nvlink: float = 0.0
+    network: float = 0.0
+    exposed: float = 0.0
+
+    @property
+    def computing(self) -> float:
+        """Without communication."""
+        return self.products + self.fused + self.optimizer + self.bubble
 
     @property
     def total(self) -> float:
-        """Of the step."""
-        return self.products + self.fused + self.optimizer
+        """Of the step, if all communication runs beside kernels."""
+        return max(self.computing, self.nvlink, self.network)
+
+    @property
+    def total_exposed(self) -> float:
+        """Of the step, if kernels wait for the collectives within a layer."""
+        return max(self.computing + self.exposed, self.nvlink, self.network)
+
+
+_facts, _built = cache(facts), cache(built)
 
 
 def cases() -> dict[str, Case]:
-    """Row -> a step with two layers and one micro-batch."""
-    found = {}
-    for row, (kind, overrides) in ROWS.items():
-        file, rank, _ = GATING[kind]
-        processes = shipped()[file]
-        run = Case(f"ds_configs/{file}", processes).resolved()
-        small = ("model.config.num_hidden_layers=2", f"train_batch_size={run.batch.samples // run.batch.accumulation}")
-        found[row] = Case(f"ds_configs/{file}", processes, pp_rank=rank, overrides=(*overrides, *small))
+    """Row -> a step with few layers and one micro-batch."""
+    return {name: row.lowered() for name, row in ROWS.items()}
+
+
+def measure(name: str) -> list[dict[str, Any]]:
+    """The graphs of a row, lowered in a new process, and the operators of layers that are not compiled."""
+    case, found = cases()[name], []
+    for module in (["lower"], *([["eager", part] for part in ROWS[name].eager])):
+        command = [sys.executable, "-m", f"tests.fake_gpu.{module[0]}", json.dumps(vars(case)), *module[1:]]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=dict(os.environ), check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        result = json.loads(done.stdout.splitlines()[-1])
+        found += result if isinstance(result, list) else [result]
     return found
 
 
-def measure(case: Case) -> list[dict[str, Any]]:
-    """The graphs of a case, lowered in a new process."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.fake_gpu.lower", json.dumps(vars(case))],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=dict(os.environ),
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+def work_of(case: Case, graphs: list[dict[str, Any]], *, cell: str | None) -> Work:
+    """What a rank of a case does.
 
-
-def least_time(row: str, graphs: list[dict[str, Any]], *, flops: float, bandwidth: float) -> Time:
-    """The least time of a step of a row's config on a GPU with such a peak and bandwidth."""
-    (run, model), (small, _) = built(whole(row)), built(cases()[row])
-    config: Any = model.config
-    layers = config.num_hidden_layers / small.config.model.config["num_hidden_layers"]  # type: ignore[index]
-    micro_batches = run.batch.accumulation
-    products = fused = 0.0
+    Args:
+        case: at its real size.
+        graphs: of the layers and of the loss, as `measure` returns them.
+        cell: name of its committed fake step.
+    """
+    layout, _ = _facts(case)
+    run, rank = layout.run, layout.rank
+    topology, count = run.topology, run.batch.accumulation
+    products, kernel_bytes = [], 0.0
     for graph in graphs:
-        times = graph["calls"] * micro_batches * (layers if graph["products"] else 1.0)  # the loss has no products
-        products += times * sum(max(f / flops, size / bandwidth) for f, size in graph["products"])
-        fused += times * graph["fused_bytes"] / bandwidth
-    tokens = run.batch.micro * run.batch.sequence_length // run.topology.cp
-    products += micro_batches * 3 * 2 * tokens * config.vocab_size * config.hidden_size / flops
-    size = size_of(model, config, sequence_length=run.batch.sequence_length)
-    held = size.parameters / (1 if run.alone else run.topology.dp * run.topology.cp)
-    added = ACCUMULATION_BYTES * micro_batches if run.alone and micro_batches > 1 else 0
-    return Time(products, fused, (OPTIMIZER_BYTES[run.alone] + added) * held / bandwidth)
+        if graph["part"] == "layers":
+            times = graph["calls"] * count * len(rank.layers) / SMALL_LAYERS
+        else:  # the last stage has the loss
+            times = graph["calls"] * count if rank.last else 0
+        products += [(flops, size, times) for flops, size in graph["products"]]
+        kernel_bytes += times * graph["fused_bytes"]
+    if rank.last:
+        head = 3 * 2 * layout.tokens * layout.widths.vocabulary * layout.widths.hidden // topology.tp
+        products.append((head, 0, count))
+    update = OPTIMIZER_BYTES[run.alone]
+    if run.config.optimizer.params.moments_dtype == "bf16":
+        update -= SMALL_MOMENTS_BYTES
+    shards = 1 if run.alone else topology.dp * topology.cp
+    added = ACCUMULATION_BYTES * count if count > 1 and (run.alone or topology.pp > 1) else 0
+    bubble = (topology.pp - 1) / (count * run.virtual_stages)
+    held_bytes = rank.parameters * (update / shards + added)
+    return Work(tuple(products), kernel_bytes, held_bytes, bubble, tuple(_sent(case, cell)))
 
 
-def model_flops(row: str, *, halves: int) -> float:
+def _sent(case: Case, cell: str | None) -> list[Sent]:
+    """What the committed fake step sends; without one, the least by the formulas."""
+    layout, _ = _facts(case)
+    report = measured().get(cell or "")
+    if layout.run.alone:
+        rows = []
+    elif report is not None:
+        rows = [(kind, axes, size) for kind, axes, _, _, size in report["collectives"]]
+    else:
+        rows = [(*_LEAST[each], size) for each in _LEAST if (size := PURPOSES[each](layout))]
+    return sent(layout.run.topology, rows)
+
+
+def time_of(work: Work, gpu: str) -> Time:
+    """The least time of some work on a GPU of `GPUS`."""
+    flops, bandwidth = GPUS[gpu]
+    products = sum(times * max(each / flops, size / bandwidth) for each, size, times in work.products)
+    fused = work.kernel_bytes / bandwidth
+    links = [(each, each.seconds(gpu)) for each in work.sent]
+    return Time(
+        products,
+        fused,
+        work.held_bytes / bandwidth,
+        bubble=work.bubble * (products + fused),
+        nvlink=sum(seconds for each, seconds in links if each.within),
+        network=sum(seconds for each, seconds in links if not each.within),
+        exposed=sum(seconds for each, seconds in links if each.exposed),
+    )
+
+
+def slowest(row: Row, graphs: list[dict[str, Any]]) -> tuple[Case, Work]:
+    """The rank of the pipeline that computes longest, on an H200, and what it does."""
+    found = [(case, work_of(case, graphs, cell=row.traffic_cell(case.pp_rank))) for case in row.stages()]
+    return max(found, key=lambda pair: time_of(pair[1], "H200").computing)
+
+
+def least_time(name: str, graphs: list[dict[str, Any]], *, gpu: str) -> Time:
+    """The least time of a step of a row on a GPU."""
+    return time_of(slowest(ROWS[name], graphs)[1], gpu)
+
+
+def model_flops(name: str, *, halves: int) -> float:
     """FLOPs of a step per rank: 6N + 12Lhs per token, as the training loop counts them, or with one half 6N + 6Lhs."""
-    run, model = built(whole(row))
+    run, model = _built(ROWS[name].whole)
     config: Any = model.config
     length = run.batch.sequence_length * halves // 2  # it enters the attention alone
     per_token = size_of(model, config, sequence_length=length).flops_per_token
     assert per_token is not None
     return per_token * run.batch.tokens / run.topology.world_size
-
-
-@cache
-def whole(row: str) -> Case:
-    """The config of a row at its real size."""
-    case = cases()[row]
-    return Case(case.config, case.processes, pp_rank=case.pp_rank, overrides=ROWS[row][1])
-
-
-def table(kept: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """The section of the page."""
-    lines = [
-        "| config | GPU | products, s | other kernels, s | gradients, update, s | step, s |"
-        " MFU, 6N + 12Lhs | 6N + 6Lhs |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    for row, graphs in kept.items():
-        counted = [model_flops(row, halves=halves) for halves in (2, 1)]
-        for gpu, (flops, bandwidth) in GPUS.items():
-            time = least_time(row, graphs, flops=flops, bandwidth=bandwidth)
-            parts = " | ".join(f"{each:.3f}" for each in (time.products, time.fused, time.optimizer, time.total))
-            shares = " | ".join(f"{each / flops / time.total:.1%}" for each in counted)
-            lines.append(f"| {row} | {gpu} | {parts} | {shares} |")
-    return lines
-
-
-def page(text: str, kept: dict[str, list[dict[str, Any]]]) -> str:
-    """The page with its section replaced."""
-    before, after = text.split(BEGIN, maxsplit=1)[0], text.split(END)[1]
-    return "\n".join([before + BEGIN, "", *table(kept), "", END]) + after
-
-
-def main() -> None:
-    """Lowers all rows, keeps what was found, and writes the section of the page."""
-    kept = {row: measure(case) for row, case in cases().items()}
-    KEPT.write_text(json.dumps(kept, indent=1) + "\n")
-    PAGE.write_text(page(PAGE.read_text(), kept))
-
-
-if __name__ == "__main__":
-    main()
