@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from headrace.base.section import Count, Index, Section
-from pipeline.config.optimizers import DEFAULTS, OptimizerKind, kind_of
+from pipeline.config.optimizers import DEFAULTS, MOMENTS_BYTES, OptimizerKind, kind_of
 
 
 class OptimizerParams(Section):
@@ -45,11 +45,11 @@ class OptimizerParams(Section):
         description="DeepSpeed's switch to torch's AdamW, which headrace runs on both engines; leave it true, the"
         " default",
     )
-    moments_dtype: Literal["fp32", "bf16"] | None = Field(
+    moments_dtype: Literal["fp32", "bf16", "8bit"] | None = Field(
         None,
-        description="AdamW's two moments are held in fp32 (the default, 8 bytes per parameter) or in bf16 (4), with"
-        " stochastic rounding; updates are computed in fp32. bf16 needs engine torch on one device. Checkpoints have"
-        " them in fp32 either way",
+        description="AdamW's two moments are held in fp32 (the default, 8 bytes per parameter), in bf16 (4) or in 8"
+        " bits (2.03, a scale per 256 elements included), rounded stochastically; updates are computed in fp32. Small"
+        " ones need engine torch on one device. Checkpoints have them in fp32 either way",
     )
     adam_w_mode: bool | None = Field(
         None,
@@ -87,9 +87,9 @@ class OptimizerSection(Section):
         return kind_of(self.model_dump())
 
     @property
-    def moments_bytes(self) -> int:
+    def moments_bytes(self) -> float:
         """Bytes per element of a state tensor in memory."""
-        return 2 if self.params.moments_dtype == "bf16" else 4
+        return MOMENTS_BYTES[self.params.moments_dtype]
 
 
 class SchedulerParams(Section):

@@ -54,6 +54,11 @@ SGD = OptimizerKind("SGD", ())
 SGD_MOMENTUM = OptimizerKind("SGD", ("momentum_buffer",))
 KINDS = (ADAMW, LION, SGD, SGD_MOMENTUM)
 
+CODE_BLOCK = 256
+"""Numbers that share a scale where moments are held in 8 bits."""
+MOMENTS_BYTES: dict[str | None, float] = {None: 4, "fp32": 4, "bf16": 2, "8bit": 1 + 4 / CODE_BLOCK}
+"""`optimizer.params.moments_dtype` -> bytes per element of a state tensor in memory."""
+
 _EVERY = frozenset({"lr", "weight_decay"})
 _ADAM = _EVERY | {"betas", "eps", "torch_adam", "adam_w_mode", "moments_dtype"}
 PARAMETERS: dict[str, frozenset[str]] = {

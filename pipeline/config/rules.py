@@ -177,7 +177,7 @@ class ResolvedRun:
         )
 
     @property
-    def held_bytes_per_parameter(self) -> int | None:
+    def held_bytes_per_parameter(self) -> float | None:
         """What engine torch holds of a parameter on one device, gradient included; None in other layouts.
 
         Weight and the rest of its fp32 master, the gradient (fp32 where several micro-batches are added up), and the

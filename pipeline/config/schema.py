@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator
 
 from headrace.base.section import Count, Index, Section
 from pipeline.config.data_schema import DataSection
@@ -149,6 +149,7 @@ class Fp8Section(Section):
         " exact), rowwise_with_gw_hp (rowwise with weight gradients in bf16, the most exact) or mxfp8 (one per 32"
         " elements; Blackwell GPUs)",
     )
+
     fsdp_all_gather: bool = Field(
         False,
         description="true: FSDP2 gathers weights in fp8, half the bytes; engine torch with ZeRO stage 2 or 3, recipe"
@@ -158,6 +159,16 @@ class Fp8Section(Section):
         False,
         description="true: round to fp8 and multiply in a larger type, on any device; slow: for tests of the numerics",
     )
+
+    @field_validator("recipe", mode="before")
+    @classmethod
+    def _without_nvfp4(cls, value: Any) -> Any:
+        if isinstance(value, str) and value.lower() == "nvfp4":
+            raise ValueError(
+                "in NVFP4 torchao 0.18 rounds gradients at random, so that no two layouts would train the same model,"
+                " and there is no emulation to prove them with"
+            )
+        return value
 
 
 class ParallelSection(Section):

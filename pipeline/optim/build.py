@@ -12,6 +12,9 @@ from pipeline.config.optimizers import UpdateScope
 from pipeline.optim.lion import Lion
 from pipeline.optim.small_moments import AdamWSmallMoments
 
+_DTYPES = {"bf16": torch.bfloat16, "8bit": torch.uint8}
+"""`moments_dtype` -> that of the state tensors."""
+
 
 def build_optimizer(
     groups: Iterable[dict[str, Any]], section: OptimizerSection, *, lr: float = 0.0, fused: bool = True
@@ -38,6 +41,8 @@ def build_optimizer(
         return torch.optim.SGD(filled, lr=lr, momentum=momentum, nesterov=nesterov, fused=fused or None)
     assert params.betas is not None
     assert params.eps is not None
-    if section.moments_bytes == 2:
-        return AdamWSmallMoments(filled, lr=lr, betas=params.betas, eps=params.eps)
+    if params.moments_dtype is not None:
+        return AdamWSmallMoments(
+            filled, lr=lr, betas=params.betas, eps=params.eps, moments_dtype=_DTYPES[params.moments_dtype]
+        )
     return torch.optim.AdamW(filled, lr=lr, betas=params.betas, eps=params.eps, fused=fused or None)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config.optimizers import OptimizerKind
+from pipeline.optim.small_moments import AdamWSmallMoments
 
 _COUNTER = "step"
 
@@ -22,8 +23,10 @@ def ensure_state(optimizer: torch.optim.Optimizer, parameter: Tensor, kind: Opti
     state: dict[str, Tensor] = optimizer.state[parameter]
     for name in kind.states:
         if name not in state:
-            dtype = optimizer.defaults.get("moments_dtype", parameter.dtype)
-            state[name] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
+            if isinstance(optimizer, AdamWSmallMoments):
+                state.update(optimizer.empty_moment(parameter, name))
+            else:
+                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
     if kind.counts_steps and _COUNTER not in state:
         on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
         state[_COUNTER] = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")

@@ -134,6 +134,8 @@ def _synchronize(model: nn.Module, config: LoopConfig, device: torch.device, mes
     """Moves the model to the device, broadcasts rank 0's weights, and synchronizes BatchNorm over ranks."""
     model.to(device)
     half = config.engine == "deepspeed" and (config.bf16.enabled or config.fp16.enabled)
+    if config.engine == "torch" and mesh is not None:  # FSDP2 gathers weights in bf16
+        half = config.bf16.enabled and config.zero_optimization.stage > 0
     if mesh is None:
         if half:
             synchronize_batchnorm(model, None, half=True)

@@ -20,9 +20,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from headrace.base.errors import ConfigError
 from headrace.base.section import suggest
 from pipeline.config.schema import CompileSection
+from pipeline.parallel.compile_errors import KEY, NamingBackend, named
 from pipeline.parallel.fused_head import FusedHead, loss_and_gradient
-
-KEY = "compile.enabled"
 
 
 def compiles(section: CompileSection) -> bool:
@@ -67,30 +66,14 @@ def apply_compile(model: nn.Module, section: CompileSection, *, whole_graph: boo
     """
     if not compiles(section):
         return
-    options: dict[str, Any] = {"dynamic": False, "backend": section.backend}
-    if section.mode != "default":
-        options["mode"] = section.mode
+    options: dict[str, Any] = {"dynamic": False, "backend": NamingBackend(section.backend, section.mode)}
     for name, layer in model.named_modules():
         if isinstance(layer, GradientCheckpointingLayer):
             # its forward function only: the hooks of FSDP2 and ZeRO run outside of the compiler
-            layer.forward = _named(torch.compile(layer.forward, fullgraph=whole_graph, **options), name)
+            layer.forward = named(torch.compile(layer.forward, fullgraph=whole_graph, **options), name)
         elif isinstance(layer, FusedHead):
             # but for the matrix products, which no compiler makes faster
-            layer.compiled = _named(torch.compile(loss_and_gradient, fullgraph=True, **options), f"the loss of {name}")
-
-
-def _named(compiled: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A compiled call whose failure names the layer, and the key that turns compilation off."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return compiled(*args, **kwargs)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            why = f"{name} cannot be compiled: {' '.join(lines[:3])[:400]}"
-            raise ConfigError(KEY, True, why=why, remedy="set it to false") from error
-
-    return call
+            layer.compiled = named(torch.compile(loss_and_gradient, fullgraph=True, **options), f"the loss of {name}")
 
 
 def compilation_clock(section: CompileSection) -> Callable[[], tuple[int, float]]:

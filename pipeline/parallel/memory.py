@@ -56,7 +56,7 @@ class _Step:
         return 2 if self.run.config.bf16.enabled or self.run.config.fp16.enabled else 4
 
     @property
-    def states(self) -> int:
+    def states(self) -> float:
         """Bytes per parameter of optimizer states."""
         section = self.run.config.optimizer
         return len(section.kind.states) * section.moments_bytes

@@ -90,7 +90,8 @@ def _fewest(config: Config) -> ResolvedRun:
     derived = []
     if config.train_batch_size and all(keys):
         derived = [max(1, config.train_batch_size // ((keys[0] or 1) * (keys[1] or 1)))]
-    shard = [2 * config.parallel.hybrid_shard_size] if config.parallel.hybrid_shard_size else []
+    sizes = (config.parallel.hybrid_shard_size, config.zero_optimization.zero_hpz_partition_size)
+    shard = [2 * size for size in sizes if size]
     refused: ConfigError | None = None
     for dp in [*derived, *shard, 2, 4, 8, 1]:
         try:

@@ -1,12 +1,14 @@
 """Shrinks a run to a size that can be proven on one machine: the same layout, features and code paths, tiny sizes.
 
-Every axis with more than one rank keeps two. Engine, ZeRO stage, schedule, offload, precision, activation checkpointing
-and loss are kept. DeepSpeed's size thresholds are scaled so that it takes the same code paths: buckets are filled more
-than once, and matrices are partitioned.
+Every axis with more than one rank keeps two. Engine, ZeRO stage, schedule, offload, precision, activation
+checkpointing, loss, the balance of experts, the dtype of reduction and secondary shards (hpZ) are kept; compiled layers
+are traced as for inductor, without its kernels. DeepSpeed's size thresholds are scaled so that it takes the same code
+paths: buckets are filled more than once, and matrices are partitioned.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 from pipeline.config.deepspeed_schema import OptimizerSection
 from pipeline.config.layout_rules import check_heads
 from pipeline.config.rules import ResolvedRun
+from pipeline.config.schema import CompileSection
 from pipeline.models.hf_config import known_keys, optional_keys, resolve_hf_config
 from pipeline.models.shrink import shrink
 from pipeline.proof.case import Case
@@ -29,7 +32,14 @@ LEARNING_RATES = {"AdamW": (1e-3, 3e-3), "Adam": (1e-3, 3e-3), "Lion": (3e-4, 1e
 """The run's learning rate is kept within these, by `optimizer.type`: the weights of the tiny model change noticeably in
 a few steps, and a curve at a higher rate is chaotic, so that rounding alone tells two layouts apart."""
 
+_LAYOUT_KEYS = frozenset({"parallel", "memory", "aio", "compile", "communication_data_type"})
+"""Sections and keys that a plain process does without."""
+
 _MOMENTUM, _SGD_DECAY = 0.9, 1e-3
+_TRACED = "aot_eager"
+"""Backend that traces layers as for inductor, forward and backward, and compiles no kernels: those of a CPU are not
+those of a GPU, and take minutes."""
+
 _BUCKET = 4096
 _ZERO_SIZES = {
     0: {},
@@ -79,7 +89,7 @@ class ShrunkRun:
 
 def reference_config(config: dict[str, Any], *, dp: int) -> dict[str, Any]:
     """A layout's config for one plain process, with the same samples in every step."""
-    kept = {key: value for key, value in config.items() if key not in ("parallel", "memory", "aio")}
+    kept = {key: value for key, value in config.items() if key not in _LAYOUT_KEYS}
     loss = {key: value for key, value in config.get("loss", {}).items() if key != "chunk"}
     accumulation = config["gradient_accumulation_steps"] * dp
     return {
@@ -97,6 +107,7 @@ def with_precision(config: dict[str, Any], precision: str) -> dict[str, Any]:
     changed = {**config, "bf16": {"enabled": precision == "bf16"}, "fp16": fp16}
     if precision != "bf16":
         changed.pop("data_types", None)
+        changed.pop("communication_data_type", None)
     return changed
 
 
@@ -111,7 +122,7 @@ def shrink_run(run: ResolvedRun, *, steps: int, work: Path) -> ShrunkRun:
     Raises:
         ConfigError: the layout does not divide the model's heads, or its architecture cannot be shrunk.
     """
-    config, notes = run.config, list[str]()
+    config, notes = run.config, list(_compile_notes(run.config.compile))
     hf_config = resolve_hf_config(
         config.model, tokenizer={"vocab_size": 1}, sequence_length=config.data.sequence_length
     )
@@ -138,7 +149,7 @@ def shrink_run(run: ResolvedRun, *, steps: int, work: Path) -> ShrunkRun:
     lowest, highest = LEARNING_RATES[config.optimizer.type]
     params = {**raw["optimizer"]["params"], "lr": min(max(config.optimizer.params.lr, lowest), highest)}
     params |= _visible_gradient(config.optimizer, notes)
-    if params.pop("moments_dtype", None) == "bf16":
+    if params.pop("moments_dtype", None) is not None:
         notes.append("small moments are no layout, and round: proven with fp32 moments")
     shrunk = {
         "engine": config.engine,
@@ -146,6 +157,9 @@ def shrink_run(run: ResolvedRun, *, steps: int, work: Path) -> ShrunkRun:
         "data": {"sequence_length": SEQUENCE, "mask_documents": config.data.mask_documents},
         "loss": _shrink_loss(run, topology),
         "memory": {**raw["memory"], "every_n_layers": min(config.memory.every_n_layers, 2)},
+        "moe": raw["moe"],
+        "compile": {"enabled": bool(config.compile.enabled), "backend": _TRACED},
+        "communication_data_type": config.communication_data_type,
         "parallel": _shrink_parallel(run, topology, shard),
         "train_micro_batch_size_per_gpu": min(run.batch.micro, 2),
         "gradient_accumulation_steps": _shrink_accumulation(run, topology),
@@ -164,6 +178,13 @@ def shrink_run(run: ResolvedRun, *, steps: int, work: Path) -> ShrunkRun:
         precision = "fp32"
         notes.append("DeepSpeed does not support fp16 on this CPU: proven in fp32 only")
     return ShrunkRun(topology, tuple(notes), shrunk, precision)
+
+
+def _compile_notes(section: CompileSection) -> Iterator[str]:
+    if section.enabled:
+        yield f"compiled layers are proven as they are traced ({_TRACED}), without the kernels of {section.backend}"
+    elif section.enabled is None:
+        yield "proven without compilation, which is on by default on a GPU: compile.enabled true proves traced layers"
 
 
 def _visible_gradient(optimizer: OptimizerSection, notes: list[str]) -> dict[str, Any]:
@@ -188,6 +209,8 @@ def _shrink_mesh(run: ResolvedRun) -> tuple[Topology, int | None]:
     """The smallest mesh that keeps every axis, and its hybrid shard size (`parallel.hybrid_shard_size`)."""
     pp, dp, cp, tp = (min(size, 2) for size in run.topology.sizes)
     shard, data = run.config.parallel.hybrid_shard_size, run.topology.dp * run.topology.cp
+    if run.config.zero_optimization.zero_hpz_partition_size:  # two groups of two
+        return Topology(pp=pp, dp=4 // cp, cp=cp, tp=tp), None
     if shard is None:
         return Topology(pp=pp, dp=dp, cp=cp, tp=tp), None
     if 1 < shard < data:  # two replicas of two shards
@@ -233,7 +256,7 @@ def _shrink_zero(run: ResolvedRun, work: Path) -> dict[str, Any]:
             section[name]["nvme_path"] = str(work)
             if name == "offload_param":  # DeepSpeed's default buffers would take gigabytes on every rank
                 section[name] |= {"buffer_size": 1 << 16, "max_in_cpu": 0}
-    section.pop("zero_hpz_partition_size", None)  # the shrunk mesh has too few data ranks for groups of them
+    secondary = {"zero_hpz_partition_size": 2} if zero.zero_hpz_partition_size else {}
     if run.config.engine == "deepspeed":
-        return {**section, **_ZERO_SIZES[zero.stage]}
-    return {"stage": zero.stage}
+        return {**section, **_ZERO_SIZES[zero.stage], **secondary}
+    return {"stage": zero.stage, **secondary}

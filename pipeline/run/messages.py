@@ -27,7 +27,7 @@ def opening_lines(
     yield f"{size.parameters:,} parameters, {run.precision}; {run.batch}"
     if run.held_bytes_per_parameter is not None:
         states = run.config.optimizer.params.moments_dtype or "fp32"
-        yield f"{run.held_bytes_per_parameter} bytes per parameter, gradient and {states} optimizer states included"
+        yield f"{run.held_bytes_per_parameter:.4g} bytes per parameter, gradient and {states} optimizer states included"
     yield from stage_lines(run, prepared.model)
     yield (
         f"{run.steps:,} steps = {run.steps * run.batch.tokens:,} tokens,"

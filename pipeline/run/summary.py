@@ -80,7 +80,7 @@ def _optimizer_entry(run: ResolvedRun) -> Entry:
     sizes: dict[str, Any] = {"states": list(kind.states), "bytes_per_parameter": kind.bytes_per_parameter}
     held = run.held_bytes_per_parameter
     if held is not None:
-        text += f", {held} held on the device with {section.params.moments_dtype or 'fp32'} states and the gradient"
+        text += f", {held:.4g} held on the device with {section.params.moments_dtype or 'fp32'} states and the gradient"
         sizes["held_bytes_per_parameter"] = held
     return Entry("optimizer", text, {"type": kind.name, "params": params, **sizes})
 

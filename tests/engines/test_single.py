@@ -16,6 +16,7 @@ from tests.engines.layout_worker import make_engine, reference_case, resolved, s
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 3e-3, "momentum": 0.9}}}
 LION = {"optimizer": {"type": "Lion", "params": {"lr": 1e-4, "weight_decay": 0.1}}}
 SMALL = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.1, "moments_dtype": "bf16"}}}
+EIGHT = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.1, "moments_dtype": "8bit"}}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 22, "hysteresis": 1}}
 CASES: dict[str, dict[str, Any]] = {
     "fp32": layout(0, micro=8, gradient_clipping=0.1),
@@ -24,6 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16, accumulation": layout(0, micro=2, bf16={"enabled": True}),
     "bf16, SGD": layout(0, micro=8, bf16={"enabled": True}, **SGD),
     "bf16, small moments": layout(0, micro=8, bf16={"enabled": True}, **SMALL),
+    "bf16, 8-bit moments": layout(0, micro=8, bf16={"enabled": True}, **EIGHT),
     "fp16, overflows": layout(0, micro=2, **FP16),
     "chunked loss, checkpointing": layout(3, micro=4, loss={"chunk": 8}, memory={"activation_checkpointing": "full"}),
 }
@@ -49,7 +51,9 @@ def test_it_follows_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert found.nats == pytest.approx(expected.nats, rel=tolerance)
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16, accumulation", "bf16, small moments", "fp16, overflows"])
+@pytest.mark.parametrize(
+    "name", ["fp32", "bf16, accumulation", "bf16, small moments", "bf16, 8-bit moments", "fp16, overflows"]
+)
 def test_a_resumed_engine_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     run = of(CASES[name])
     whole = train(run, make_engine(run), first=1, last=4, save=tmp_path / "saved")

@@ -25,7 +25,7 @@ LAYOUTS = {
 }
 WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_type": "linear"}}
 ADAMW = {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1}}
-HALF = {"torch-0": 1e-2, "torch-3": 1e-2, "deepspeed-0": 1e-2, "deepspeed-2": 1e-2, "deepspeed-3": 1e-2}
+HALF = dict.fromkeys(("torch-0", "torch-2", "torch-3", "deepspeed-0", "deepspeed-2", "deepspeed-3"), 1e-2)
 
 
 def all_cases(work: Path) -> dict[str, dict[str, Any]]:
@@ -205,6 +205,18 @@ def test_bf16_follows_fp32_and_keeps_its_statistics_in_fp32(seen: dict[str, Any]
     assert result["losses"] == pytest.approx(losses, rel=HALF[layout])
     # 2^-8 is bf16's precision; statistics of activations in bf16, kept in fp32
     assert result["buffers"]["1.running_var"] == pytest.approx(buffers["1.running_var"], rel=2**-6)
+
+
+@pytest.mark.parametrize(("layout", "weights"), [("torch-3", "torch.float32"), ("bf16 torch-3", "torch.bfloat16")])
+def test_fsdp_gathers_weights_in_bf16_and_reduces_gradients_in_fp32(
+    two: dict[str, Any], layout: str, weights: str
+) -> None:
+    found = two[layout if "bf16" in layout else f"norm {layout}"]
+    assert found["collectives"] == {
+        "c10d::_allgather_base_": [weights],
+        "c10d::_reduce_scatter_base_": ["torch.float32"],
+    }
+    assert found["dtypes"] == ["torch.float32"]  # of the shards that the optimizer updates
 
 
 @pytest.mark.parametrize("layout", ["torch-0", "torch-3"])

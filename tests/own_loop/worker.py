@@ -10,11 +10,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from pipeline.own_loop import prepare
 
 SAMPLES, FEATURES, BATCH = 64, 8, 16
+
+
+class Collectives(TorchDispatchMode):
+    """Records the dtypes of what is all-gathered and reduce-scattered within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: dict[str, set[str]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        if name in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_"):
+            self.dtypes.setdefault(name, set()).add(str(args[0].dtype))
+        return func(*args, **(kwargs or {}))
 
 
 def data() -> tuple[Tensor, Tensor]:
@@ -69,10 +84,11 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     engine, _, loader = prepare(model, optimizer, loader, config=case["config"], scheduler=scheduler)
     done = engine.load(case["load"]) if "load" in case else 0
     losses, norms, rates, now = [], [], [], []
-    saved = None
+    saved, collectives = None, Collectives()
     for _epoch in range(case.get("epochs", 2)):
         for x, y in loader:
-            now.append(float(engine.backward(nn.functional.mse_loss(engine(x), y))))
+            with collectives:
+                now.append(float(engine.backward(nn.functional.mse_loss(engine(x), y))))
             if engine.step():
                 losses.append(sum(now) / len(now))
                 norms.append(engine.grad_norm)
@@ -94,6 +110,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         "buffers": buffers,
         "dtypes": dtypes,
         "gathered": gathered,
+        "collectives": {name: sorted(seen) for name, seen in collectives.dtypes.items()},
     }
 
 

@@ -58,8 +58,10 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
     "mask": (False, True),
     "z_loss": (0.0, 1e-2),
     "clip": (0.0, 0.5),
+    "compile": (False, True),
 }
-"""Factors that are legal in nearly every layout. 12 divides no sequence here, so the last chunk is shorter."""
+"""Factors that are legal in nearly every layout. 12 divides no sequence here, so the last chunk is shorter. Compiled
+layers are traced and differentiated as for inductor (aot_eager), without its kernels; the reference has none."""
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 CURVE = ("tied", "mask", "z_loss", "clip", "precision")
@@ -91,6 +93,7 @@ def config_of(values: Values, tokens: str, *, steps: int = LONG.steps) -> tuple[
         },
         "loss": loss,
         "memory": {"activation_checkpointing": values["activation_checkpointing"]},
+        "compile": {"enabled": values["compile"], "backend": "aot_eager"},
         "parallel": parallel,
         "train_batch_size": SAMPLES,
         "gradient_accumulation_steps": values["accumulation"],

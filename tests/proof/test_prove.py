@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.base.section import parse
+from pipeline.config.rules import resolve
+from pipeline.config.schema import Config
 from pipeline.proof.case import Case, CaseResult
 from pipeline.proof.compare import first_gradient, relative_differences
 from pipeline.proof.equivalence import check_equivalence, with_noise
+from pipeline.proof.shrunk_run import shrink_run
 from pipeline.proof.tokens import write_tokens
 from tests import warm
 from tests.conftest import tiny_config, write_config
@@ -42,6 +46,60 @@ def test_an_illegal_layout_is_refused_before_anything_runs(tmp_path: Path) -> No
     done = prove("--config", str(write_config(tmp_path / "c.json", config)))
     assert done.returncode == 2
     assert "use engine torch, or zero_optimization.stage 1" in done.stderr
+
+
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("engine", ["torch", "deepspeed"])
+def test_secondary_shards_bf16_reduction_compiled_layers_and_balanced_experts_are_proven(
+    tmp_path: Path, engine: str
+) -> None:
+    config = tiny_config(tmp_path / "nowhere", tmp_path / "run", engine=engine, bf16={"enabled": True})
+    config["model"]["config"] |= EXPERTS
+    config["moe"] = {"balance": "aux_loss", "aux_loss_coef": 0.05}
+    config["compile"] = {"enabled": True}
+    config["communication_data_type"] = "bf16"
+    config["zero_optimization"] = {"stage": 3, "zero_hpz_partition_size": 2}
+    done = prove("--config", str(write_config(tmp_path / "c.json", config)), "--steps", "4")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "dp 4, 4 steps in fp32 and bf16" in done.stdout
+    assert "proven as they are traced (aot_eager)" in done.stdout
+
+
+def test_what_a_shrunk_run_keeps_and_what_its_reference_does_without(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "nowhere", tmp_path / "run", engine="torch", bf16={"enabled": True})
+    config["model"]["config"] |= EXPERTS
+    config |= {
+        "moe": {"balance": "aux_loss", "aux_loss_coef": 0.05},
+        "compile": {"enabled": True, "mode": "max-autotune-no-cudagraphs"},
+        "communication_data_type": "bf16",
+        "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4},
+        "train_batch_size": 16,
+    }
+    small = shrink_run(resolve(parse(Config, config), world_size=8), steps=4, work=tmp_path)
+    assert small.topology.dp == 4
+    layout = small.layout("a", precision="bf16", tokens=tmp_path).config
+    assert layout["zero_optimization"] == {"stage": 3, "zero_hpz_partition_size": 2}
+    assert layout["communication_data_type"] == "bf16"
+    assert layout["compile"] == {"enabled": True, "backend": "aot_eager"}
+    assert layout["moe"]["balance"] == "aux_loss"
+    assert "communication_data_type" not in small.layout("a", precision="fp32", tokens=tmp_path).config
+    reference = small.reference("a", precision="bf16", tokens=tmp_path).config
+    assert reference["moe"] == layout["moe"]
+    assert reference.keys().isdisjoint({"compile", "communication_data_type"})
+
+
+def test_compilation_that_is_left_out_is_said(tmp_path: Path) -> None:
+    notes = {}
+    for enabled in (None, False):
+        config = tiny_config(tmp_path / "nowhere", tmp_path / "run", engine="torch", compile={"enabled": enabled})
+        small = shrink_run(resolve(parse(Config, config), world_size=2), steps=4, work=tmp_path)
+        assert small.config["compile"]["enabled"] is False
+        notes[enabled] = " ".join(small.notes)
+    assert "proven without compilation" in notes[None]
+    assert "compil" not in notes[False]
 
 
 @pytest.fixture(scope="module")

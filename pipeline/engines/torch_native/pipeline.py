@@ -29,6 +29,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
 )
 
+from headrace.base.errors import HeadraceError
 from pipeline.config.rules import ResolvedRun
 from pipeline.data.loader import MicroBatch
 from pipeline.engines.base import Objective
@@ -119,7 +120,10 @@ class PipelineSchedule:
             module.begin(batches, objective, scale=scale)
         first = self._stage_modules[0].stage.first
         ids = [torch.cat([batch.input_ids for batch in batches])] if first else []
-        self._schedule.step(*ids, target=torch.zeros(self._micro_batches, device=self._device))
+        try:
+            self._schedule.step(*ids, target=torch.zeros(self._micro_batches, device=self._device))
+        except RuntimeError as error:
+            raise _own_error(error) from error
         return sum((each for module in self._stage_modules for each in module.sums), zero_sums(objective, self._device))
 
     def score(self, batch: MicroBatch, objective: Objective) -> Tensor:
@@ -164,3 +168,11 @@ class PipelineSchedule:
 def _output_is_loss(loss: Tensor, _target: Tensor) -> Tensor:
     """Loss function for torch's schedules: the output of the last stage already is the loss."""
     return loss.sum()
+
+
+def _own_error(error: BaseException) -> BaseException:
+    """An error of ours that torch's schedules have wrapped into theirs; any other as it is."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, HeadraceError):
+        found = found.__cause__
+    return found or error

@@ -1,9 +1,9 @@
 """The native PyTorch engine on one GPU (or one CPU process): the memory of a large model is what it is made for.
 
 In bf16 it holds 14 bytes per parameter with AdamW: the weight (2) and the rest of its fp32 master (2, see
-`optim.split_master`), the gradient (2), and two moments (8; 4 in bf16, see `optim.small_moments`). With several
-micro-batches per step gradients are added up in fp32 (4), each freed as soon as it is added. The update runs on some of
-the parameters at a time, so that its fp32 copies stay small. Numbers reach the host once per step.
+`optim.split_master`), the gradient (2), and two moments (8; 4 in bf16, 2.03 in 8 bits, see `optim.small_moments`). With
+several micro-batches per step gradients are added up in fp32 (4), each freed as soon as it is added. The update runs on
+some of the parameters at a time, so that its fp32 copies stay small. Numbers reach the host once per step.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from pipeline.models.materialize import materialize
 from pipeline.models.rectangle import Rectangle
 from pipeline.models.values import ParameterValues
 from pipeline.optim.build import build_optimizer
+from pipeline.optim.small_moments import AdamWSmallMoments
 from pipeline.optim.split_master import joined, split
 from pipeline.optim.state import ensure_all_states, set_step_counter, step_counter
 from pipeline.parallel.assemble import assemble
@@ -210,8 +211,8 @@ class TorchSingle(TrainsStepByStep):
                 kept = update.optimizer.state[master.parameter]
                 set_step_counter(kept, counter)
                 for key, each in zip(named_state.parameter_keys(name, self._kind)[1:], self._kind.states, strict=True):
-                    if kept[each].dtype != torch.float32:
-                        kept[each].copy_(_whole(state[key]))
+                    if isinstance(update.optimizer, AdamWSmallMoments):
+                        update.optimizer.set_moment(master.parameter, each, _whole(state[key]))
 
     def _master_values(self) -> dict[str, Tensor]:
         """The fp32 master weights. Split ones are joined on the CPU: 4 more bytes each might not fit on the device."""
@@ -226,7 +227,7 @@ class TorchSingle(TrainsStepByStep):
         for update in self._updates:
             for name, master in update.masters.items():
                 state, shape = update.optimizer.state[master.parameter], tuple(master.weight.shape)
-                tensors = (masters[name], *(_widened(state[each]) for each in self._kind.states))
+                tensors = (masters[name], *(update.moment(master, each) for each in self._kind.states))
                 for key, tensor in zip(named_state.parameter_keys(name, self._kind), tensors, strict=True):
                     named[key] = NamedShard(shape, start=0, values=tensor.view(-1))
         counter = {named_state.OPTIMIZER_STEP: step_counter(state)} if self._kind.counts_steps else {}
@@ -273,6 +274,13 @@ class _Update:
                 master.parameter.grad = None
                 if master.parameter is not master.weight:
                     master.set(master.parameter.data)
+
+    def moment(self, master: _Master, name: str) -> Tensor:
+        """What a checkpoint has of a state: itself in fp32; else an exact fp32 copy, on the CPU as split masters."""
+        if isinstance(self.optimizer, AdamWSmallMoments):
+            return self.optimizer.moment(master.parameter, name)
+        moment: Tensor = self.optimizer.state[master.parameter][name]
+        return moment
 
     def master_values(self) -> _MasterValues:
         """A context in which split master weights are joined in the memory of `parameter`."""
@@ -321,11 +329,6 @@ def _master(weight: nn.Parameter, residual: Tensor | None) -> _Master:
     if weight.dtype == torch.bfloat16:
         return _Master(weight, nn.Parameter(torch.empty(0, device=weight.device)), residual)
     return _Master(weight, nn.Parameter(weight.detach().float()), None)
-
-
-def _widened(moment: Tensor) -> Tensor:
-    """What a checkpoint has: the moment itself in fp32; else an exact fp32 copy, on the CPU as split masters are."""
-    return moment if moment.dtype == torch.float32 else moment.cpu().float()
 
 
 def _whole(shard: NamedShard | Tensor) -> Tensor:
