@@ -37,6 +37,9 @@ PROPERTIES = types.SimpleNamespace(
     shared_memory_per_block_optin=227 * 2**10,
     L2_cache_size=50 * 2**20,
     gcnArchName="",
+    pci_domain_id=0xFFFF,  # of no device: a process is bound to no cores
+    pci_bus_id=0xFF,
+    pci_device_id=0x1F,
 )
 
 

@@ -48,9 +48,11 @@ class RankBatches:
         """The held-out batches of a split: `evaluation.samples` windows spread over it, or all of it."""
         run = self.prepared.run
         samples = run.config.evaluation.samples
-        return heldout_batches(
+        batches = heldout_batches(
             dataset, batch_size=run.batch.micro, dp=run.topology.dp, **self._position(), samples=samples
         )
+        # from pageable memory the host would wait until a batch is copied
+        return (batch.pin_memory() for batch in batches) if torch.cuda.is_available() else batches
 
     def _position(self) -> dict[str, Any]:
         run = self.prepared.run
