@@ -126,6 +126,7 @@ def test_mean_and_standard_deviation_are_applied_in_fp32() -> None:
     assert torch.equal(normal((1000,), key=2, std=0.02, mean=1.0), unit * 0.02 + 1.0)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_computes_the_bits_of_the_cpu() -> None:
     gpu, shape = torch.device("cuda"), (1 << 21, 3)
