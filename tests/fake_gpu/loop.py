@@ -27,6 +27,8 @@ from pipeline.fake_gpu.recorder import Recorder
 from pipeline.faults.agreement import Agreement, StepFlags
 from pipeline.faults.stop import Stop, StopSignals
 from pipeline.run import session
+from pipeline.run.batches import RankBatches
+from pipeline.run.prepare import prepare
 from pipeline.run.trainer import Trainer
 
 
@@ -71,7 +73,7 @@ class _Phases:
         return Counter(self._recorder.host_reads), Counter(self._recorder.deferred_reads)
 
 
-_BEGIN, _EVALUATE, _HELDOUT = Trainer._begin, Trainer._evaluate, session.RankBatches.evaluation
+_BEGIN, _EVALUATE, _HELDOUT = Trainer._begin, Trainer._evaluate, RankBatches.evaluation
 
 
 def _method(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,7 +84,7 @@ def _method(function: Callable[..., Any]) -> Callable[..., Any]:
 def main() -> None:
     """Entry point."""
     run = resolve(load_config(sys.argv[1], ["compile.enabled=false"]), world_size=1)
-    prepared = session.prepare(run)  # computes numbers: tries the layout on a tiny model
+    prepared = prepare(run)  # computes numbers: tries the layout on a tiny model
     memory = Memory(makers(), head=(1, 1))
     recorder = Recorder(memory, axes_of=str)
     phases = _Phases(recorder)
@@ -96,7 +98,7 @@ def main() -> None:
         patch.object(session, "prepare", lambda _run: prepared),
         patch.object(Trainer, "_begin", _method(phases.begin)),
         patch.object(Trainer, "_evaluate", _method(phases.evaluate)),
-        patch.object(session.RankBatches, "evaluation", _method(phases.scored)),
+        patch.object(RankBatches, "evaluation", _method(phases.scored)),
         patch.object(CheckpointWriter, "begin", reached),
         patch.object(Agreement, "begin_max", lambda _self, *values: SimpleNamespace(read=lambda: list(values))),
         patch.object(StepFlags, "agreed", classmethod(lambda _cls, _sums: no_flags)),
