@@ -37,6 +37,10 @@ _SAVED_OPERATORS = {
 repeated."""
 
 
+WITHIN = "forward_within_checkpoint"
+"""Attribute of a checkpointed layer: its forward pass without checkpointing, which may be replaced."""
+
+
 def check_activation_checkpointing(model: nn.Module, memory: MemorySection) -> None:
     """Refuses activation checkpointing for a model whose layers do not support it.
 
@@ -76,11 +80,13 @@ def has_dropout(model: nn.Module) -> bool:
 
 def _checkpointed(layer: nn.Module, forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     """A layer's forward pass that is run again in the backward pass. The layer's hooks stay outside."""
+    setattr(layer, WITHIN, forward)
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:
+        within = getattr(layer, WITHIN)
         if not (layer.training and torch.is_grad_enabled()):
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, **options, **kwargs)
+            return within(*args, **kwargs)
+        return checkpoint(within, *args, **options, **kwargs)
 
     return recomputed
 

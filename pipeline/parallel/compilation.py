@@ -1,7 +1,8 @@
 """torch.compile of the decoder layers, one by one, and of the loss: the layers of a kind share one compiled graph.
 
 A layer is compiled with its activation checkpointing inside, so that the compiler decides about recomputation, and
-before it is sharded, so that the hooks of FSDP2 and of ZeRO stay outside.
+before it is sharded, so that the hooks of FSDP2 and of ZeRO stay outside. A layer that cannot be one graph is compiled
+within its checkpoint: the compiler would not compile any of a checkpoint with a graph break in it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from headrace.base.errors import ConfigError
 from headrace.base.section import suggest
 from pipeline.config.schema import CompileSection
+from pipeline.parallel.activation_checkpointing import WITHIN
 from pipeline.parallel.compile_errors import KEY, NamingBackend, named
 from pipeline.parallel.fused_head import FusedHead, loss_and_gradient
 
@@ -70,7 +72,8 @@ def apply_compile(model: nn.Module, section: CompileSection, *, whole_graph: boo
     for name, layer in model.named_modules():
         if isinstance(layer, GradientCheckpointingLayer):
             # its forward function only: the hooks of FSDP2 and ZeRO run outside of the compiler
-            layer.forward = named(torch.compile(layer.forward, fullgraph=whole_graph, **options), name)
+            which = WITHIN if not whole_graph and hasattr(layer, WITHIN) else "forward"
+            setattr(layer, which, named(torch.compile(getattr(layer, which), fullgraph=whole_graph, **options), name))
         elif isinstance(layer, FusedHead):
             # but for the matrix products, which no compiler makes faster
             layer.compiled = named(torch.compile(loss_and_gradient, fullgraph=True, **options), f"the loss of {name}")

@@ -18,7 +18,8 @@ GRAPHS = {
     "ZeRO-1, tp 2": 4,
     "cp 2, ring": 10,  # messages between ranks split a layer in five
     "experts": 10,  # so does the count of routed tokens
-    "balanced experts, full": 5,
+    "cp 2, ring, full": 10,
+    "balanced experts, full": 10,
     "chunked loss, inductor": 3,  # the loss and its gradient
     "tp 2, chunked loss": 4,
     "ZeRO-3, chunked loss": 3,
@@ -40,6 +41,7 @@ NATIVE = {
     "tp 2, selective": compiled(3, memory="selective", parallel={"tp": 2}),
     "cp 2, full": compiled(3, memory="full", parallel={"cp": 2}),
     "cp 2, ring": compiled(3, parallel={"cp": 2, "cp_method": "ring"}),
+    "cp 2, ring, full": compiled(3, memory="full", parallel={"cp": 2, "cp_method": "ring"}),
     "chunked loss, inductor": compiled(3, how=INDUCTOR, loss={"chunk": 8, "z_loss": 1e-3}),
     "tp 2, chunked loss": compiled(2, parallel={"tp": 2}, loss={"chunk": 8}),
     "pp 2, full, zero bubble": compiled(2, memory="full", parallel={"pp": 2, "schedule": "zero_bubble"}),

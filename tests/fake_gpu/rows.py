@@ -90,7 +90,7 @@ ROWS = {
         "llama_70b_3d.json", small=(*_ON_ENGINE_TORCH, "zero_optimization.stage=2", *_ONE_STAGE)
     ),
     "llama_70b_fsdp_3d.json, as shipped": Row("llama_70b_fsdp_3d.json", small=_ONE_STAGE),
-    "qwen3_moe_30b.json, as shipped": Row("qwen3_moe_30b.json", eager=("layers",)),
+    "qwen3_moe_30b.json, as shipped": Row("qwen3_moe_30b.json"),
     "qwen3_moe_30b.json, nothing recomputed": Row(
         "qwen3_moe_30b.json", ("memory.activation_checkpointing=none",), same_traffic=True
     ),
