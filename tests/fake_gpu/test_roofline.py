@@ -34,7 +34,10 @@ def test_a_roofline_without_recomputation_is_that_of_the_model_s_products() -> N
 
 @pytest.mark.parametrize("name", DENSE)
 def test_the_products_of_compiled_layers_are_those_of_the_executed_step(name: str) -> None:
-    for case in ROWS[name].stages():
+    # the later stages of DeepSpeed's pipeline are not executed on fake devices
+    executed = [case for case in ROWS[name].stages() if ROWS[name].cell(case.pp_rank) in measured()]
+    assert executed
+    for case in executed:
         layout, _ = facts(case)
         run, rank, widths = layout.run, layout.rank, layout.widths
         full = run.config.memory.activation_checkpointing == "full"
@@ -49,7 +52,7 @@ def test_the_products_of_compiled_layers_are_those_of_the_executed_step(name: st
 
 
 def test_layers_of_experts_are_compiled_within_their_checkpoint() -> None:
-    """The graphs of the forward pass run again in the backward pass; all of a layer but the router's hook is in them."""
+    """The graphs of the forward pass run again in the backward pass; only the router's hook is in none."""
     checkpointed, plain = (kept()[f"qwen3_moe_30b.json, {kind}"] for kind in ("as shipped", "nothing recomputed"))
 
     def products(graphs: list[dict[str, Any]], *, backward: bool) -> float:
