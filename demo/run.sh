@@ -33,6 +33,7 @@ step "Distill it into two of its three layers" deepspeed --log_level warning "${
 once $o/models/student step "Export the student" headrace export $o/runs/student $o/models/student
 once $o/models/student-int8 step "Quantize to 8 bits" headrace quantize --config demo/int8.json
 once $o/models/student-int4 step "Quantize to 4 bits" headrace quantize --config demo/int4.json
+once $o/models/student-q8_0 step "Write it for llama.cpp, in 8 bits" headrace quantize --config demo/q8_0.json
 step "Compare them all" headrace report $o/report.html \
   --run teacher=$o/runs/teacher --run student=$o/runs/student \
   --model teacher=$o/models/teacher --model student=$o/models/student \
