@@ -107,10 +107,10 @@ def write_keys(writer: GGUFWriter, config: Config, architecture: Architecture) -
     (_gpt2_keys if architecture.kind == "gpt2" else _llama_keys)(writer, config, architecture)
 
 
-def _gpt2_keys(writer: GGUFWriter, config: Config, _architecture: Architecture) -> None:
+def _gpt2_keys(writer: GGUFWriter, config: Config, architecture: Architecture) -> None:
     width = config["n_embd"]
     writer.add_block_count(config["n_layer"])
-    writer.add_context_length(config.get("n_ctx") or config["n_positions"])
+    writer.add_context_length(context_length(config, architecture))
     writer.add_embedding_length(width)
     writer.add_feed_forward_length(config.get("n_inner") or 4 * width)
     writer.add_head_count(config["n_head"])
@@ -153,6 +153,8 @@ def _expert_keys(writer: GGUFWriter, config: Config) -> None:
 
 def context_length(config: Config, architecture: Architecture) -> int:
     """Positions of the file; no more than a sliding window where llama.cpp's loader has none for the architecture."""
+    if architecture.kind == "gpt2":
+        return int(config.get("n_ctx") or config["n_positions"])
     length, window = int(config["max_position_embeddings"]), config.get("sliding_window")
     if window is None or architecture.kind == "gemma" or not config.get("use_sliding_window", True):
         return length

@@ -36,7 +36,7 @@ def test_a_step_at_real_width_and_world_does_what_the_table_says(results: dict[s
 
 
 def test_a_device_mix_up_a_host_read_and_an_unpinned_copy_are_seen() -> None:
-    command = [sys.executable, "-m", "tests.fake_gpu.self_test"]
+    command = [sys.executable, "-m", "tests.fake_gpu.mistakes"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)

@@ -144,5 +144,6 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(
 def test_windows_longer_than_a_sliding_window_that_llama_cpp_ignores_are_refused(tmp_path: Path) -> None:
     plan = plan_file(make_folder(tmp_path / "model", "mistral", sliding_window=7), "Q8_0")
     plan.check_context(7)
+    plan_file(make_folder(tmp_path / "gpt2", "gpt2"), "Q8_0").check_context(64)
     with pytest.raises(ConfigError, match="for 7 tokens at most"):
         plan.check_context(8)

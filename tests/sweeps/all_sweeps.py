@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-from tests.conftest import make_tokens, text_folders
+from tests.conftest import ROOT, make_tokens, text_folders
+from tests.consumers import cells as cells_of_compress
 from tests.data_prep import campaign as data_prep_campaign
 from tests.fake_gpu import cells as fake_gpu
 from tests.faults.campaign.driver import Campaign, violations_of
@@ -151,6 +152,33 @@ def gpu() -> Sweep:
     )
 
 
+def compress() -> Sweep:
+    """Architecture x scheme x tokenizer, scored by what serves it."""
+    work = ROOT / "out" / "sweep-compress"
+
+    def run_batch(cells: Sequence[str]) -> Outcomes:
+        return {cell: cells_of_compress.run_cell(cell, work) for cell in cells}
+
+    return Sweep(
+        name="compress",
+        title="compressed models, scored by the programs that serve them",
+        what="A cell is an architecture, a scheme and a kind of tokenizer, as a tiny model in bf16 trained for some"
+        " seconds. It is compressed, and every consumer that takes the scheme scores it: mean KL to the original in"
+        " nats, and how often both have the same likeliest token. bf16 is the original itself. vLLM is run where"
+        " HEADRACE_VLLM_PYTHON names its Python.",
+        groups=cells_of_compress.groups(),
+        run=run_batch,
+        failed="Refused, and failed",
+        passed="Accepted",
+    )
+
+
 _LETTERS = ("a to d", "e to g", "h to m", "n to z")
 
-SWEEPS: dict[str, Callable[[], Sweep]] = {"parity": parity, "faults": faults, "families": families, "gpu": gpu}
+SWEEPS: dict[str, Callable[[], Sweep]] = {
+    "parity": parity,
+    "faults": faults,
+    "families": families,
+    "gpu": gpu,
+    "compress": compress,
+}

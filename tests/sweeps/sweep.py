@@ -57,6 +57,7 @@ class Sweep:
         run: runs some cells; cell -> (passed, one line about it).
         batch: how many cells are run at one time.
         failed: heading of the list of cells that did not pass.
+        passed: heading of the list of cells that did, with what was noted of each; None for no list.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Sweep:
     run: Callable[[Sequence[str]], Mapping[str, tuple[bool, str]]]
     batch: int = 1
     failed: str = "Failed cells"
+    passed: str | None = None
 
     @property
     def cells(self) -> list[str]:
@@ -114,7 +116,7 @@ def table(sweep: Sweep, results: Mapping[str, CellResult]) -> str:
     commits = sorted({result.commit[:12] for result in results.values()})
     when = f"{dates[0]} to {dates[-1]}" if len(dates) > 1 else dates[0] if dates else "not run yet"
     versions = ", ".join(f"{name} {version(name)}" for name in _PACKAGES)
-    passed = sum(result.passed for result in results.values())
+    good = [results[cell] for cell in sweep.cells if cell in results and results[cell].passed]
     lines = [
         f"# Sweep: {sweep.title}",
         "",
@@ -124,16 +126,17 @@ def table(sweep: Sweep, results: Mapping[str, CellResult]) -> str:
         "",
         f"- Run: {when}; commits {', '.join(commits) or '-'}",
         f"- Versions: Python {platform.python_version()}, {versions}; {os.cpu_count()} cores, no GPU",
-        f"- Cells: {len(sweep.cells)}, of which {len(results)} were run and {passed} passed",
+        f"- Cells: {len(sweep.cells)}, of which {len(results)} were run and {len(good)} passed",
         "",
         "| group | cells | run | passed | failed | names of the cells (SHA-256) |",
         "|---|---:|---:|---:|---:|---|",
     ]
     for group, cells in sweep.groups.items():
         run = [results[cell] for cell in cells if cell in results]
-        good = sum(result.passed for result in run)
-        digest = digest_of(cells)
-        lines.append(f"| {group} | {len(cells)} | {len(run)} | {good} | {len(run) - good} | `{digest}` |")
+        passed, digest = sum(result.passed for result in run), digest_of(cells)
+        lines.append(f"| {group} | {len(cells)} | {len(run)} | {passed} | {len(run) - passed} | `{digest}` |")
+    if sweep.passed and good:
+        lines += ["", f"## {sweep.passed}", "", *(f"- `{each.cell}`: {each.note}" for each in good)]
     failed = [results[cell] for cell in sweep.cells if cell in results and not results[cell].passed]
     lines += ["", f"## {sweep.failed}", "", *(f"- `{each.cell}`: {each.note}" for each in failed)] if failed else []
     return "\n".join([*lines, ""])
