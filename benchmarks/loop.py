@@ -4,8 +4,9 @@
 
 One model, one dataset, and every loop in a process of its own, so that none inherits another's memory or threads. All
 are set up first; then they run alternately, some steps each per round, so that drifts of the machine's speed affect all
-alike. Memory placement makes 2 % for the life of a process, so all are restarted several times. Printed are tokens/s
-(median over the rounds) and the median of the rounds' ratios, with quartiles, of wall-clock time and of CPU time.
+alike. The first round is a warmup, in which layers are compiled. Memory placement makes 2 % for the life of a process,
+so all are restarted several times. Printed are tokens/s (median over the rounds) and the median of the rounds' ratios,
+with quartiles, of wall-clock time and of CPU time.
 Headrace's is the whole loop: loader, learning-rate schedule, journal on disk.
 
 The Trainer needs `pip install accelerate`; without it, it is skipped with a message.
@@ -134,12 +135,14 @@ class Entry:
 
 def entries(zero: int) -> dict[str, Entry]:
     """The loops by their names for `--only`."""
-    stage = {"zero_optimization": {"stage": zero}}
+    stage, compiled = {"zero_optimization": {"stage": zero}}, {"compile": {"enabled": True}}
     known = {
         "bare": Entry("bare PyTorch loop", bare, {"engine": "torch"}),
         "torch": Entry("ours, engine torch", ours, {"engine": "torch"}),
+        "torch-compiled": Entry("ours, engine torch, compiled", ours, {"engine": "torch", **compiled}),
         "bare-deepspeed": Entry(f"bare loop around deepspeed.initialize, ZeRO-{zero}", bare_deepspeed, stage),
         "deepspeed": Entry(f"ours, engine deepspeed, ZeRO-{zero}", ours, stage),
+        "deepspeed-compiled": Entry(f"ours, engine deepspeed, ZeRO-{zero}, compiled", ours, {**stage, **compiled}),
         "trainer": Entry(f"Hugging Face Trainer, deepspeed, ZeRO-{zero}", hf_trainer, stage),
     }
     if not importlib.util.find_spec("accelerate"):
@@ -148,7 +151,14 @@ def entries(zero: int) -> dict[str, Entry]:
     return known
 
 
-PAIRS = (("torch", "bare"), ("deepspeed", "bare-deepspeed"), ("deepspeed", "trainer"), ("trainer", "bare-deepspeed"))
+PAIRS = (
+    ("torch", "bare"),
+    ("torch-compiled", "torch"),
+    ("deepspeed", "bare-deepspeed"),
+    ("deepspeed-compiled", "deepspeed"),
+    ("deepspeed", "trainer"),
+    ("trainer", "bare-deepspeed"),
+)
 """Pairs of loops to compare, besides all against the first."""
 
 

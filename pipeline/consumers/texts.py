@@ -20,7 +20,7 @@ AWKWARD = (
     "don't can't WE'LL I'd",
     "1234567890 3.14159 1,000,000 0x7f",
     "def f(x):\n    return x  # comment\n\n\nclass A:\n\tpass\n",
-    "Straße naïve café coöperate Ærø",
+    "Stra\u00dfe naïve café coöperate Ærø",
     "Привет, мир! Это проверка.",
     "你好,世界。東京は晴れです。안녕하세요",
     "مرحبا بالعالم שלום עולם",
