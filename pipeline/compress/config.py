@@ -48,8 +48,20 @@ SchemeName = Literal[
 ]  # fmt: skip
 
 
+class CalibrationSection(Section):
+    """The text that calibrated methods measure the inputs of layers on."""
+
+    split: str = Field(default="train", description="Split of data.path that is read: train or heldout")
+    samples: int = Field(
+        default=128,
+        ge=1,
+        description="Windows of data.sequence_length tokens, evenly spaced over the split, e.g. 256; their tokens have"
+        " to be as many as the inputs of the widest layer at least",
+    )
+
+
 class QuantizeConfig(Section):
-    """Quantization of linear layers: symmetric, weights rounded to the nearest."""
+    """Quantization of linear layers: symmetric, weights rounded to the nearest or calibrated."""
 
     model: str = Field(
         description="Hugging Face folder of the floating-point model to quantize, e.g. out/demo/model, as written by"
@@ -61,6 +73,14 @@ class QuantizeConfig(Section):
         " integers, in groups), W8A8 (8-bit integers, activations too: the 8 bits that vLLM serves on a CPU), FP8"
         " (e4m3, activations too), W8A16 (8-bit integers). A GGUF file for llama.cpp: Q8_0, Q6_K, Q5_K_M, Q4_K_M,"
         " Q4_0, Q3_K_M, Q2_K, or unquantized BF16, F16, F32"
+    )
+    method: Literal["rtn", "gptq"] = Field(
+        default="rtn",
+        description="How weights are rounded: rtn (to the nearest, without data) or gptq (calibrated on text: the error"
+        " of the layers' outputs is made small); GGUF types are rtn",
+    )
+    calibration: CalibrationSection = Field(
+        default_factory=CalibrationSection, description="Text that gptq is calibrated on"
     )
     group_size: int | None = Field(
         default=None,

@@ -73,6 +73,7 @@ def details(plan: QuantizationPlan, written: Sizes, before: dict[str, Any], afte
         "weight_bytes": written.weight_bytes,
         "quantization": {
             "scheme": plan.config.scheme,
+            "method": plan.config.method,
             "group_size": plan.config.group,
             "layers": written.layers,
             "parameters": written.parameters,
@@ -110,6 +111,8 @@ def _scheme(parts: dict[str, Any], after: dict[str, Any]) -> str:
     name = parts.get("scheme") or parts["weights"]  # the key before 0.6
     if after["dtype"] == name:
         return f"GGUF, {name}"
+    if parts.get("method", "rtn") != "rtn":
+        name = f"{name} {parts['method']}"
     return f"{name}, group {parts['group_size'] or 'row'}, rest {after['dtype']}"
 
 

@@ -33,6 +33,7 @@ class QuantizationPlan:
         layers: name of each linear layer to quantize -> weight shape (outputs, inputs); of a GGUF file `gguf` says.
         consumers: the programs that score the result.
         gguf: the file to write; None for a Hugging Face folder.
+        calibration: the split that a calibrated method reads; None for rounding to the nearest.
     """
 
     config: QuantizeConfig
@@ -41,6 +42,7 @@ class QuantizationPlan:
     layers: Mapping[str, tuple[int, int]]
     consumers: ConsumerPlan
     gguf: GgufPlan | None = None
+    calibration: TokenDataset | None = None
 
     @property
     def output(self) -> Path:
@@ -71,11 +73,26 @@ def prepare(config: QuantizeConfig) -> QuantizationPlan:
         gguf.check_context(config.data.sequence_length)
     result = ModelDescription(GGUF if config.gguf else FOLDER, config.scheme, head_size(source.config))
     consumers = plan_consumers(result, None if config.consumers is None else tuple(config.consumers))
-    return QuantizationPlan(config, source, dataset, layers, consumers, gguf)
+    calibration = _calibration(config, layers) if config.method == "gptq" else None
+    return QuantizationPlan(config, source, dataset, layers, consumers, gguf, calibration)
+
+
+def _calibration(config: QuantizeConfig, layers: Mapping[str, tuple[int, int]]) -> TokenDataset:
+    """The split that is read, whose tokenizer is that of the held-out data."""
+    length, samples = config.data.sequence_length, config.calibration.samples
+    dataset = TokenDataset.open(config.data.path, split=config.calibration.split, sequence_length=length)
+    if samples > dataset.windows:
+        why = f"the split {config.calibration.split} has {dataset.windows} windows of {length} tokens"
+        raise ConfigError("calibration.samples", samples, why=why, remedy=f"use {dataset.windows} or less")
+    widest, (_, inputs) = max(layers.items(), key=lambda item: item[1][1])
+    if samples * length < inputs:
+        why = f"{widest} has {inputs} inputs, and {samples} windows have {samples * length} tokens"
+        raise ConfigError("calibration.samples", samples, why=why, remedy=f"use {-(-inputs // length)} or more")
+    return dataset
 
 
 def _plan_gguf(config: QuantizeConfig, source: ModelFolder) -> GgufPlan:
-    for key in ("group_size", "skip", "dtype"):
+    for key in ("group_size", "skip", "dtype", "method"):
         if key in config.model_fields_set:
             why = f"{config.scheme} is a type of GGUF files, which says how every tensor is stored"
             raise ConfigError(key, getattr(config, key), why=why, remedy="leave it out, or use scheme W4A16")

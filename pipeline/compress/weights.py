@@ -2,8 +2,8 @@
 
 For each group of weights w of one row: scale s = max|w| / ((2^bits - 1) / 2), stored integer
 q = clamp(round(w / s), -2^(bits-1), 2^(bits-1) - 1), dequantized as q s; for FP8 s = max|w| / 448, and q is the nearest
-e4m3 number. There is no calibration: q depends on w alone. Activations are rounded in the same way, one scale per
-token, by what serves the model.
+e4m3 number. With method gptq q is chosen by `pipeline.compress.gptq`, for the same scales. Activations are rounded to
+the nearest, one scale per token, by what serves the model.
 Source of the formula: compressed_tensors/quantization/utils/helpers.py, calculate_qparams, symmetric case.
 """
 
@@ -23,10 +23,16 @@ from compressed_tensors.quantization import (
     apply_quantization_config,
 )
 from compressed_tensors.quantization.utils import calculate_qparams
+from rich.console import Console
+from rich.progress import track
 from torch import nn
 
 from headrace.base.errors import ConfigError
+from pipeline.compress.calibration import calibrate
+from pipeline.compress.gptq import e4m3, integers
 from pipeline.compress.rules import QuantizationPlan
+from pipeline.data.dataset import choose_windows
+from pipeline.evaluation.loading import pick_device
 
 Progress = Callable[[list[str]], Iterable[str]]
 
@@ -59,14 +65,16 @@ def pack(model: nn.Module, plan: QuantizationPlan, *, dtype: torch.dtype, progre
         The compressor that writes the quantization section of config.json.
     """
     scheme = _scheme(plan)
+    assert scheme.weights is not None
+    scales = _calibrated(model, plan, scheme.weights, dtype) if plan.calibration else {}
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     ignore = sorted(linear.keys() - plan.layers.keys())
     groups = {"group_0": scheme}
     apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=ignore), show_progress=False)
     compressor = ModelCompressor.from_pretrained_model(model)
-    assert scheme.weights is not None
     for name in progress(list(plan.layers)):
-        _pack_layer(linear[name], scheme.weights, dtype)
+        scale = scales[name] if name in scales else _scale(linear[name], scheme.weights, dtype)
+        _pack_layer(linear[name], scale)
     compressor.quantization_config.quantization_status = QuantizationStatus.COMPRESSED
     _cast(model, dtype)
     return compressor
@@ -94,16 +102,42 @@ def _scheme(plan: QuantizationPlan) -> QuantizationScheme:
     return QuantizationScheme(targets=["Linear"], weights=weights, input_activations=activations)
 
 
+def _calibrated(
+    model: nn.Module, plan: QuantizationPlan, args: QuantizationArgs, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Rounds weights in place by GPTQ; name -> their scales."""
+    assert plan.calibration is not None
+    config, dataset, device = plan.config, plan.calibration, pick_device()
+    rows = torch.from_numpy(dataset.read(choose_windows(dataset.windows, config.calibration.samples))[:, :-1]).long()
+    batch = next(n for n in range(min(config.data.batch_size, len(rows)), 0, -1) if len(rows) % n == 0)
+    console = Console(stderr=True)
+    return calibrate(
+        model,
+        plan.layers,
+        rows.split(batch),
+        scale=lambda module: _scale(module, args, dtype),
+        rounding=e4m3 if config.what.kind == "float" else integers(config.what.bits),
+        device=device,
+        progress=lambda layers: track(layers, "GPTQ", console=console, transient=True, disable=not console.is_terminal),
+    )
+
+
 @torch.no_grad()
-def _pack_layer(module: nn.Linear, args: QuantizationArgs, dtype: torch.dtype) -> None:
+def _scale(module: nn.Linear, args: QuantizationArgs, dtype: torch.dtype) -> torch.Tensor:
+    """[out, groups] in its stored dtype, by whose values the integers are multiplied."""
+    grouped = module.weight.reshape(module.out_features, -1, args.group_size or module.in_features)
+    scale: torch.Tensor
+    scale, _ = calculate_qparams(grouped.amin(-1), grouped.amax(-1), args)
+    return scale.to(dtype)
+
+
+@torch.no_grad()
+def _pack_layer(module: nn.Linear, scale: torch.Tensor) -> None:
     """Replaces weight [out, in] by what the scheme's format stores, and weight_scale [out, groups].
 
     That is weight_packed int32 [out, in x bits / 32] without quantized activations, else weight int8 or e4m3 [out, in].
     """
-    width = args.group_size or module.in_features
-    grouped = module.weight.reshape(module.out_features, -1, width)
-    scale, zero_point = calculate_qparams(grouped.amin(-1), grouped.amax(-1), args)
-    # the scale is rounded to its stored dtype first, since the integers are multiplied by that value
-    module.register_parameter("weight_scale", nn.Parameter(scale.to(dtype), requires_grad=False))
+    module.register_parameter("weight_scale", nn.Parameter(scale, requires_grad=False))
+    zero_point = torch.zeros(scale.shape, dtype=torch.int8)  # symmetric
     module.register_parameter("weight_zero_point", nn.Parameter(zero_point, requires_grad=False))
     compress_module(module)

@@ -1,0 +1,141 @@
+"""Calibrated quantization, decoder layer by decoder layer: each layer sees what the quantized layers before it give.
+
+The hidden states of all calibration windows are in the host's memory, and the second moments of the inputs of one
+decoder layer; the layer that is worked on is on the device.
+
+Shapes: B windows per batch, T tokens, D model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from pipeline.compress.gptq import Rounding, gptq
+
+Scale = Callable[[nn.Linear], Tensor]
+Progress = Callable[[Sequence[nn.Module]], Iterable[nn.Module]]
+
+
+class _ReachedError(Exception):
+    """The first decoder layer was reached."""
+
+
+@torch.no_grad()
+def calibrate(
+    model: nn.Module,
+    names: Iterable[str],
+    batches: Sequence[Tensor],
+    *,
+    scale: Scale,
+    rounding: Rounding,
+    device: torch.device,
+    progress: Progress = iter,
+) -> dict[str, Tensor]:
+    """Rounds the weights of linear layers in place, by GPTQ.
+
+    Args:
+        model: a Hugging Face model in fp32, in evaluation mode, on the CPU.
+        names: of the linear layers. Those outside of the decoder layers (the head) are left as they are.
+        batches: token ids, int64 [B, T], all of one shape.
+        scale: gives the scales [O, G] of a linear layer.
+        rounding: to the numbers that the scheme stores.
+        device: where layers are run.
+        progress: wraps the iteration over decoder layers.
+
+    Returns:
+        Name -> scales of every layer that was rounded.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    wanted = {id(module): name for name, module in model.named_modules() if name in set(names)}
+    hidden, arguments = _inputs(model, layers, batches)
+    found = {}
+    for number, layer in enumerate(progress(layers)):
+        layer.to(device)
+        given = _moved(arguments[number], device)
+        linear = {wanted[id(module)]: module for module in layer.modules() if id(module) in wanted}
+        with _second_moments(linear, device) as moments:
+            for states in hidden:
+                _run(layer, states.to(device), given)
+        for name, module in linear.items():
+            assert isinstance(module, nn.Linear)
+            found[name] = scale(module)
+            module.weight.copy_(gptq(module.weight, moments[name], found[name].float(), rounding=rounding))
+        hidden = [_run(layer, states.to(device), given).cpu() for states in hidden]
+        layer.cpu()
+    return {name: each.cpu() for name, each in found.items()}
+
+
+def _inputs(
+    model: nn.Module, layers: Sequence[nn.Module], batches: Sequence[Tensor]
+) -> tuple[list[Tensor], list[dict[str, Any]]]:
+    """The first layer's hidden states [B, T, D] of every batch; each layer's other arguments, alike for all batches."""
+    arguments: list[dict[str, Any]] = []
+    hidden: list[Tensor] = []
+
+    def note(_layer: nn.Module, _positional: Any, given: dict[str, Any]) -> None:
+        arguments.append({name: value for name, value in given.items() if name != "hidden_states"})
+
+    def stop(_layer: nn.Module, positional: Any, given: dict[str, Any]) -> None:
+        hidden.append(positional[0] if positional else given["hidden_states"])
+        raise _ReachedError
+
+    handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
+    model(input_ids=batches[0], use_cache=False)
+    for handle in handles:
+        handle.remove()
+    handle = layers[0].register_forward_pre_hook(stop, with_kwargs=True)
+    for batch in batches:
+        try:
+            model(input_ids=batch, use_cache=False)
+        except _ReachedError:
+            continue
+    handle.remove()
+    return hidden, arguments
+
+
+@contextmanager
+def _second_moments(linear: Mapping[str, nn.Module], device: torch.device) -> Iterator[dict[str, Tensor]]:
+    """Name -> mean of x x^T over the inputs that a layer sees meanwhile, fp32 [I, I]; complete when the block ends."""
+    sums: dict[str, Tensor] = {}
+    tokens = dict.fromkeys(linear, 0)
+
+    def observe(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def hook(_module: nn.Module, positional: tuple[Tensor, ...]) -> None:
+            rows = positional[0].reshape(-1, positional[0].shape[-1]).float()
+            if name not in sums:
+                sums[name] = torch.zeros(rows.shape[1], rows.shape[1], device=device)
+            sums[name].addmm_(rows.T, rows)
+            tokens[name] += len(rows)
+
+        return hook
+
+    handles = [module.register_forward_pre_hook(observe(name)) for name, module in linear.items()]
+    try:
+        yield sums
+    finally:
+        for handle in handles:
+            handle.remove()
+        for name, total in sums.items():
+            total.div_(tokens[name])
+
+
+def _run(layer: nn.Module, states: Tensor, arguments: dict[str, Any]) -> Tensor:
+    made = layer(states, **arguments)
+    found: Tensor = made[0] if isinstance(made, tuple) else made
+    return found
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, tuple):
+        return tuple(_moved(each, device) for each in value)
+    if isinstance(value, dict):
+        return {name: _moved(each, device) for name, each in value.items()}
+    return value
