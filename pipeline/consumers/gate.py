@@ -22,7 +22,7 @@ import numpy.typing as npt
 from headrace.base.errors import DataError
 from pipeline.consumers.bounds import Bound, bound_of, broken_bounds
 from pipeline.consumers.compare import compare
-from pipeline.consumers.consumer import CONSUMERS, Consumer, ConsumerPlan
+from pipeline.consumers.consumer import CONSUMERS, ConsumerPlan
 from pipeline.consumers.request import ScoreRequest, Scores, windows_that_fit
 from pipeline.consumers.texts import texts_of
 from pipeline.data.dataset import TokenDataset, choose_windows
@@ -109,17 +109,16 @@ def run_gate(
     wrong: list[str] = []
     for consumer in consumers.run:
         say(f"scoring with {consumer.name}")
-        found = _figures(consumer, result, sample, reference, vocabulary)
-        figures[consumer.name] = found.pop("figures")
-        wrong += [f"{consumer.name}: {each}" for each in found["compare"](bound or bound_of(scheme))]
+        scores = consumer.score(ScoreRequest(result, sample.windows, sample.texts, vocabulary))
+        figures[consumer.name], broken = _judged(scores, reference, sample, bound or bound_of(scheme))
+        wrong += [f"{consumer.name}: {each}" for each in broken]
     if wrong:
-        raise DataError(_refusal(original, result, scheme, wrong))
+        raise DataError(_refusal(original, result, wrong))
     return dict(sorted(figures.items()))
 
 
-def _figures(consumer: Consumer, result: Path, sample: Sample, reference: Scores, vocabulary: int) -> dict[str, Any]:
-    """ "figures" for the manifest, and "compare": bound -> what is wrong."""
-    scores = consumer.score(ScoreRequest(result, sample.windows, sample.texts, vocabulary))
+def _judged(scores: Scores, reference: Scores, sample: Sample, bound: Bound) -> tuple[dict[str, Any], list[str]]:
+    """A consumer's figures for the manifest, and what is outside of the bound, as sentences."""
     found = compare(reference.log_probabilities, scores.log_probabilities, sample.windows)
     different = [n for n, (a, b) in enumerate(zip(reference.ids, scores.ids, strict=True)) if a != b]
     figures = {
@@ -128,23 +127,18 @@ def _figures(consumer: Consumer, result: Path, sample: Sample, reference: Scores
         "texts": len(sample.texts),
         "texts_with_equal_ids": len(sample.texts) - len(different),
     }
-
-    def wrong(bound: Bound) -> list[str]:
-        sentences = broken_bounds(found, bound)
-        if different:
-            first = sample.texts[different[0]]
-            count = f"{len(different)} of {len(sample.texts)}"
-            sentences.append(f"its tokenizer gives other ids for {count} texts, the first is {first[:60]!r}")
-        return sentences
-
-    return {"figures": figures, "compare": wrong}
+    wrong = broken_bounds(found, bound)
+    if different:
+        first = sample.texts[different[0]]
+        count = f"{len(different)} of {len(sample.texts)}"
+        wrong.append(f"its tokenizer gives other ids for {count} texts, the first is {first[:60]!r}")
+    return figures, wrong
 
 
-def _refusal(original: Path, result: Path, scheme: str, wrong: list[str]) -> str:
+def _refusal(original: Path, result: Path, wrong: list[str]) -> str:
     lines = [f"{result.name.strip('.').removesuffix('.partial')} was not accepted, and was deleted:", *wrong]
     lines += attribution(original, result)
-    remedy = "more bits, smaller groups, or skip the layers named above" if scheme else ""
-    return "\n  ".join(lines) + f"\n  try: {remedy}"
+    return "\n  ".join(lines) + "\n  try: more bits, smaller groups, or skip the layers named above"
 
 
 def attribution(original: Path, result: Path) -> list[str]:

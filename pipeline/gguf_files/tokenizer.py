@@ -27,8 +27,6 @@ GPT2 = "gpt-2"
 """llama.cpp's name of the pattern inside of tokenizers' ByteLevel."""
 
 _BPE, _SENTENCEPIECE = "gpt2", "llama"
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
-"""Types of sentencepiece's pieces; gguf's are the same numbers."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +151,7 @@ def _sentencepiece(folder: Path, raw: Mapping[str, Any], about: Mapping[str, Any
     tokens, types = _filled(vocabulary)
     scores = [0.0] * vocabulary
     for number, piece in enumerate(proto.pieces):
-        _place(tokens, types, number, piece.piece, TokenType(piece.type))
+        _place(tokens, types, number, piece.piece, TokenType(piece.type))  # the numbers of sentencepiece are gguf's
         scores[number] = piece.score
     known = {token: number for number, token in enumerate(tokens)}
     ids = {"unknown": proto.trainer_spec.unk_id, **_special_ids(about, known)}

@@ -86,13 +86,12 @@ def _verify(model: Path, tokens: Path) -> tuple[bool, str]:
 
 
 def shown(consumers: dict[str, dict[str, Any]]) -> str:
-    """Figures of the consumers that were run, and why vLLM was not where it could have been."""
-    run = [
+    """Figures of the consumers that were run."""
+    return "; ".join(
         f"{name} {each['mean_kl']:.1e} ({each['top1_agreement']:.1%})"
         for name, each in consumers.items()
         if "not_run" not in each
-    ]
-    return "; ".join(run)
+    )
 
 
 def train(folder: Path, name: str, tokens: Path) -> None:
