@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.progress import Progress, track
 
 from headrace.base.directory import Manifest, commit, fresh_staging
-from pipeline.compress.measure import measure
 from pipeline.compress.report import details, sizes, table
 from pipeline.compress.rules import QuantizationPlan
 from pipeline.compress.weights import check_modules, pack, save
@@ -23,6 +22,7 @@ from pipeline.consumers.bounds import Bound, bound_of
 from pipeline.consumers.gate import Sample, Say, run_gate
 from pipeline.consumers.table import consumer_table
 from pipeline.evaluation.loading import empty_model, load_model
+from pipeline.evaluation.measure import measure
 from pipeline.gguf_files.write import check, write
 from pipeline.models.tokenizer_files import copy_tokenizer
 
