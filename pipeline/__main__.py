@@ -13,7 +13,10 @@ COMMANDS = {
     "train": ("pipeline.train", "train a language model, or resume from the newest checkpoint of run.dir"),
     "distill": ("pipeline.distill", "train a student to follow a frozen teacher"),
     "quantize": ("pipeline.quantize", "write a finished model in 8 or 4 bits: a Hugging Face folder or a GGUF file"),
-    "compress": ("pipeline.consumers.command_compress", "verify a compressed model with every program that serves it"),
+    "compress": (
+        "pipeline.recipe.command",
+        "prune, distil, quantize and evaluate from one config; verify a result",
+    ),
     "check": ("pipeline.check", "print the resolved run of a config, or the one thing that is wrong with it"),
     "prove": ("pipeline.proof.command", "show that a config's layout, made small, learns what one process does"),
     "checkpoint": ("pipeline.checkpoint.command_checkpoint", "list, verify or export the checkpoints of a run"),

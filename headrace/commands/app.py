@@ -44,7 +44,7 @@ def _pipeline(name: str) -> typer.Typer:
 
     module_name, text = COMMANDS[name]
     module = import_module(module_name)
-    kind = "quantize" if name == "quantize" else "run"
+    kind = name if name in ("quantize", "compress") else "run"
     completions = {"overrides": complete_override(kind)}
     return app_of(module.add_arguments, module.run, text=sentence(text), completions=completions)
 
