@@ -14,6 +14,7 @@ from rich.console import Console
 from headrace.base.directory import write_json
 from headrace.base.errors import EXIT_USAGE
 from headrace.base.lock import lock_file
+from headrace.base.processes import die_with_parent
 from pipeline.recipe.check import check_recipe, check_steps
 from pipeline.recipe.config import RecipeConfig
 from pipeline.recipe.results import write_results
@@ -73,7 +74,9 @@ def _run(recipe: Recipe, step: Step) -> int:
         write_json(configs / f"{step.name}.json", dict(step.config))
     words = step.command(configs)
     _say(f"\n== {step.title}\n$ headrace {' '.join(words)}")
-    with subprocess.Popen([sys.executable, "-P", "-m", "pipeline", *words]) as process, _passed_on(process):
+    command = [sys.executable, "-P", "-m", "pipeline", *words]
+    # a step that outlived a killed recipe would write beside the same step of the next start
+    with subprocess.Popen(command, preexec_fn=die_with_parent) as process, _passed_on(process):  # noqa: PLW1509
         code = process.wait()
     return 128 - code if code < 0 else code
 
