@@ -147,8 +147,8 @@ def test_a_killed_recipe_goes_on_with_the_step_that_was_interrupted_and_ends_wit
     code, output = run(path)
     assert code == 0, output
     assert "resum" in output
-    rows = [json.loads(line) for line in journal.read_text().splitlines()]
-    assert max(row["step"] for row in rows if row["kind"] == "step") == STEPS
+    journaled = [json.loads(line) for line in journal.read_text().splitlines()]
+    assert max(row["step"] for row in journaled if row["kind"] == "step") == STEPS
     made = read_manifest(work / "whole/int8", kind="model")
     assert made.parents["model"]["fingerprint"] == read_manifest(work / "whole/distilled", kind="model").fingerprint
     rows = {row["name"]: row for row in json.loads((work / "whole/frontier.json").read_text())}
