@@ -9,7 +9,7 @@ Source of the formula: compressed_tensors/quantization/utils/helpers.py, calcula
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,11 @@ from rich.progress import track
 from torch import nn
 
 from headrace.base.errors import ConfigError
-from pipeline.compress.calibration import calibrate
+from pipeline.compress.calibration import Method, calibrate
+from pipeline.compress.families import family_of
 from pipeline.compress.gptq import e4m3, integers
 from pipeline.compress.rules import QuantizationPlan
+from pipeline.compress.smoothing import Smoother
 from pipeline.data.dataset import choose_windows
 from pipeline.evaluation.loading import pick_device
 
@@ -102,23 +104,39 @@ def _scheme(plan: QuantizationPlan) -> QuantizationScheme:
     return QuantizationScheme(targets=["Linear"], weights=weights, input_activations=activations)
 
 
+def calibration_batches(plan: QuantizationPlan) -> Sequence[torch.Tensor]:
+    """Token ids of the calibration windows, int64 [B, T] each, all of one shape."""
+    assert plan.calibration is not None
+    config, dataset = plan.config, plan.calibration
+    rows = torch.from_numpy(dataset.read(choose_windows(dataset.windows, config.calibration.samples))[:, :-1]).long()
+    return rows.split(next(n for n in range(min(config.data.batch_size, len(rows)), 0, -1) if len(rows) % n == 0))
+
+
+def method_of(plan: QuantizationPlan, args: QuantizationArgs, dtype: torch.dtype) -> Method:
+    """What calibration does with a decoder layer."""
+    config, what = plan.config, plan.config.what
+    rounding = e4m3 if what.kind == "float" else integers(what.bits)
+    smoother = None
+    if config.smoothing is not None:
+        family = family_of(plan.source.config, key="smoothing", value=config.smoothing)
+        smoother = Smoother(config.smoothing, family, maximum=what.activations)
+    return Method(lambda module: _scale(module, args, dtype), rounding if config.method == "gptq" else None, smoother)
+
+
 def _calibrated(
     model: nn.Module, plan: QuantizationPlan, args: QuantizationArgs, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Rounds weights in place by GPTQ; name -> their scales."""
-    assert plan.calibration is not None
-    config, dataset, device = plan.config, plan.calibration, pick_device()
-    rows = torch.from_numpy(dataset.read(choose_windows(dataset.windows, config.calibration.samples))[:, :-1]).long()
-    batch = next(n for n in range(min(config.data.batch_size, len(rows)), 0, -1) if len(rows) % n == 0)
+    """Smooths the model and rounds weights in place by GPTQ; name -> their scales."""
     console = Console(stderr=True)
     return calibrate(
         model,
         plan.layers,
-        rows.split(batch),
-        scale=lambda module: _scale(module, args, dtype),
-        rounding=e4m3 if config.what.kind == "float" else integers(config.what.bits),
-        device=device,
-        progress=lambda layers: track(layers, "GPTQ", console=console, transient=True, disable=not console.is_terminal),
+        calibration_batches(plan),
+        method=method_of(plan, args, dtype),
+        device=pick_device(),
+        progress=lambda layers: track(
+            layers, "calibrating", console=console, transient=True, disable=not console.is_terminal
+        ),
     )
 
 
