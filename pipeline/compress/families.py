@@ -1,4 +1,4 @@
-"""Decoder layers whose channels can be scaled without a change of the function: which norms feed which layers. No torch.
+"""Decoder layers whose channels can be scaled while the function stays: which norms feed which layers. No torch.
 
 A norm's weight can take any factor per channel, if the linear layers that read its output are divided by it. In these
 architectures nothing else reads it; in others (a residual stream that takes the norm's output, parallel blocks, norms
