@@ -69,7 +69,7 @@ def calibrate(
     layers = decoder_layers(model)
     wanted = {id(module): name for name, module in model.named_modules() if name in set(names)}
     hidden, arguments = layer_inputs(model, layers, batches)
-    found = {}
+    found: dict[str, Tensor] = {}
     for number, layer in enumerate(progress(layers)):
         linear = {wanted[id(module)]: module for module in layer.modules() if id(module) in wanted}
         scales, hidden = calibrate_layer(layer, linear, hidden, arguments[number], method=method, device=device)
@@ -130,7 +130,11 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 def layer_inputs(
     model: nn.Module, layers: Sequence[nn.Module], batches: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[dict[str, Any]]]:
-    """The first layer's hidden states [B, T, D] of every batch; each layer's other arguments, alike for all batches."""
+    """The first layer's hidden states [B, T, D] of every batch; each layer's other arguments, alike for all batches.
+
+    Runs the decoder without its head, whose logits would be the largest tensor of all.
+    """
+    decoder: nn.Module = model.base_model  # type: ignore[assignment]
     arguments: list[dict[str, Any]] = []
     hidden: list[Tensor] = []
 
@@ -142,13 +146,13 @@ def layer_inputs(
         raise _ReachedError
 
     handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
-    model(input_ids=batches[0], use_cache=False)
+    decoder(input_ids=batches[0], use_cache=False)
     for handle in handles:
         handle.remove()
     handle = layers[0].register_forward_pre_hook(stop, with_kwargs=True)
     for batch in batches:
         try:
-            model(input_ids=batch, use_cache=False)
+            decoder(input_ids=batch, use_cache=False)
         except _ReachedError:
             continue
     handle.remove()

@@ -45,7 +45,7 @@ class Smoother:
     @contextmanager
     def observe(self, layer: nn.Module) -> Iterator[Callable[[], None]]:
         """Gives a function that smooths the layer in place, by the activations that it sees in the meantime."""
-        points = [*_norms(layer, self.family), *_rows(layer)]
+        points: list[_Norm | _Rows] = [*_norms(layer, self.family), *_rows(layer)]
         seen: list[_Measure] = [_Measure(self.maximum) for _ in points]
         handles = [point.attach(measure) for point, measure in zip(points, seen, strict=True)]
 
