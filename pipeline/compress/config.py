@@ -64,8 +64,8 @@ class QuantizeConfig(Section):
     """Quantization of linear layers: symmetric, weights rounded to the nearest or calibrated."""
 
     model: str = Field(
-        description="Hugging Face folder of the floating-point model to quantize, e.g. out/demo/model, as written by"
-        " headrace export"
+        description="Floating-point model to quantize: a Hugging Face folder, e.g. out/demo/model, or a run directory"
+        " or checkpoint of any layout, e.g. runs/teacher, which is exported first"
     )
     output: str = Field(description="Directory of the quantized model, e.g. out/demo/model-int4; it must not exist yet")
     scheme: SchemeName = Field(

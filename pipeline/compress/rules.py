@@ -51,8 +51,12 @@ class QuantizationPlan:
         return Path(self.config.output)
 
 
-def prepare(config: QuantizeConfig) -> QuantizationPlan:
+def prepare(config: QuantizeConfig, *, folder: Path | None = None) -> QuantizationPlan:
     """Checks a config against the model and the dataset it names.
+
+    Args:
+        config: to check.
+        folder: Hugging Face folder of the model, where `config.model` is a run from which it was exported.
 
     Raises:
         ConfigError: the output exists; the model is already quantized; `skip` names an unknown module, does not skip
@@ -60,9 +64,8 @@ def prepare(config: QuantizeConfig) -> QuantizationPlan:
             dataset made with another tokenizer.
         DataError: the model or the dataset is missing or damaged.
     """
-    if Path(config.output).exists():
-        raise ConfigError("output", config.output, why="it already exists", remedy="remove it, or choose another name")
-    source = ModelFolder.open(config.model)
+    check_output(config)
+    source = ModelFolder.open(folder or config.model)
     if source.quantized_by is not None:
         why = f"it is already quantized, by {source.quantized_by}"
         raise ConfigError("model", config.model, why=why, remedy="name the floating-point model it was made from")
@@ -76,6 +79,17 @@ def prepare(config: QuantizeConfig) -> QuantizationPlan:
     consumers = plan_consumers(result, None if config.consumers is None else tuple(config.consumers))
     calibration = _calibration(config, layers) if config.calibrated else None
     return QuantizationPlan(config, source, dataset, layers, consumers, gguf, calibration)
+
+
+def check_output(config: QuantizeConfig) -> None:
+    """Raises ConfigError if the output exists."""
+    if Path(config.output).exists():
+        raise ConfigError("output", config.output, why="it already exists", remedy="remove it, or choose another name")
+
+
+def work_path(output: Path) -> Path:
+    """The work directory of an output: exported run, calibrated layers."""
+    return output.parent / f".{output.name}.work"
 
 
 def _calibration(config: QuantizeConfig, layers: Mapping[str, tuple[int, int]]) -> TokenDataset:

@@ -14,14 +14,13 @@ import torch
 from rich.console import Console
 from rich.progress import Progress, track
 
-from headrace.base.directory import Manifest, commit, fresh_staging
+from headrace.base.directory import Manifest, commit, fresh_staging, read_manifest
 from headrace.base.errors import DataError
 from pipeline.compress.measure import measure
 from pipeline.compress.report import details, sizes, table
-from pipeline.compress.rules import QuantizationPlan
+from pipeline.compress.rules import QuantizationPlan, work_path
 from pipeline.compress.streaming import stream, streamable
 from pipeline.compress.weights import check_modules, pack, save
-from pipeline.compress.work import work_path
 from pipeline.consumers.bounds import Bound, bound_of
 from pipeline.consumers.gate import Sample, Say, run_gate
 from pipeline.consumers.table import consumer_table
@@ -59,7 +58,7 @@ def _quantize(plan: QuantizationPlan, console: Console) -> Manifest:
         after = _write_gguf(plan, staging) if plan.gguf else _write_folder(plan, staging, console)
         recorded = details(plan, sizes(plan, staging), before, after)
         recorded["consumers"] = _score(plan, staging, sample, say=lambda line: console.print(line, markup=False))
-        parents = {"model": _parent(plan.source.path, plan.source.fingerprint())}
+        parents = _model_parents(plan)
         parents["data"] = _parent(plan.dataset.path, plan.dataset.manifest.fingerprint)
         config = plan.config.model_dump()
         return commit(staging, plan.output, kind="model", config=config, parents=parents, details=recorded)
@@ -122,6 +121,13 @@ def _staged(final: Path) -> Iterator[Path]:
         yield staging
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _model_parents(plan: QuantizationPlan) -> dict[str, Any]:
+    """The model, or the checkpoint it was exported from for this alone."""
+    if plan.source.path == Path(plan.config.model):
+        return {"model": _parent(plan.source.path, plan.source.fingerprint())}
+    return {"checkpoint": read_manifest(plan.source.path, kind="model").parents["checkpoint"]}
 
 
 def _parent(path: Path, fingerprint: str) -> dict[str, str]:

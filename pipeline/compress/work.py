@@ -18,16 +18,11 @@ from torch import Tensor
 
 from headrace.base.directory import code_version, fingerprint_of, sync, write_json
 from pipeline.checkpoint.write_folder import METADATA
-from pipeline.compress.rules import QuantizationPlan
+from pipeline.compress.rules import QuantizationPlan, work_path
 
 _ABOUT = "work.json"
 _USED = ("scheme", "method", "smoothing", "calibration", "group_size", "skip", "dtype")
 """Keys of the config that decide about the bytes of a layer, beside the data."""
-
-
-def work_path(output: Path) -> Path:
-    """The work directory of an output."""
-    return output.parent / f".{output.name}.work"
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 from headrace.base.directory import fresh_staging, read_manifest, sha256_of_file, verify
 from headrace.base.section import parse
 from pipeline.compress.config import QuantizeConfig
-from pipeline.compress.rules import QuantizationPlan, prepare
+from pipeline.compress.rules import QuantizationPlan, prepare, work_path
 from pipeline.compress.streaming import stream, streamable
-from pipeline.compress.work import Work, work_path
+from pipeline.compress.work import Work
 from pipeline.evaluation.loading import empty_model, load_model
 from pipeline.evaluation.model_folder import ModelFolder
 from tests import warm
