@@ -11,6 +11,7 @@ from pathlib import Path
 from headrace.base.errors import ConfigError
 from headrace.base.section import suggest
 from pipeline.compress.config import QuantizeConfig
+from pipeline.compress.families import family_of
 from pipeline.consumers.consumer import ConsumerPlan, plan_consumers
 from pipeline.consumers.description import FOLDER, GGUF, ModelDescription, head_size
 from pipeline.data.dataset import TokenDataset
@@ -50,8 +51,12 @@ class QuantizationPlan:
         return Path(self.config.output)
 
 
-def prepare(config: QuantizeConfig) -> QuantizationPlan:
+def prepare(config: QuantizeConfig, *, folder: Path | None = None) -> QuantizationPlan:
     """Checks a config against the model and the dataset it names.
+
+    Args:
+        config: to check.
+        folder: Hugging Face folder of the model, where `config.model` is a run from which it was exported.
 
     Raises:
         ConfigError: the output exists; the model is already quantized; `skip` names an unknown module, does not skip
@@ -59,9 +64,8 @@ def prepare(config: QuantizeConfig) -> QuantizationPlan:
             dataset made with another tokenizer.
         DataError: the model or the dataset is missing or damaged.
     """
-    if Path(config.output).exists():
-        raise ConfigError("output", config.output, why="it already exists", remedy="remove it, or choose another name")
-    source = ModelFolder.open(config.model)
+    check_output(config)
+    source = ModelFolder.open(folder or config.model)
     if source.quantized_by is not None:
         why = f"it is already quantized, by {source.quantized_by}"
         raise ConfigError("model", config.model, why=why, remedy="name the floating-point model it was made from")
@@ -73,8 +77,19 @@ def prepare(config: QuantizeConfig) -> QuantizationPlan:
         gguf.check_context(config.data.sequence_length)
     result = ModelDescription(GGUF if config.gguf else FOLDER, config.scheme, head_size(source.config))
     consumers = plan_consumers(result, None if config.consumers is None else tuple(config.consumers))
-    calibration = _calibration(config, layers) if config.method == "gptq" else None
+    calibration = _calibration(config, layers) if config.calibrated else None
     return QuantizationPlan(config, source, dataset, layers, consumers, gguf, calibration)
+
+
+def check_output(config: QuantizeConfig) -> None:
+    """Raises ConfigError if the output exists."""
+    if Path(config.output).exists():
+        raise ConfigError("output", config.output, why="it already exists", remedy="remove it, or choose another name")
+
+
+def work_path(output: Path) -> Path:
+    """The work directory of an output: exported run, calibrated layers."""
+    return output.parent / f".{output.name}.work"
 
 
 def _calibration(config: QuantizeConfig, layers: Mapping[str, tuple[int, int]]) -> TokenDataset:
@@ -85,14 +100,14 @@ def _calibration(config: QuantizeConfig, layers: Mapping[str, tuple[int, int]]) 
         why = f"the split {config.calibration.split} has {dataset.windows} windows of {length} tokens"
         raise ConfigError("calibration.samples", samples, why=why, remedy=f"use {dataset.windows} or less")
     widest, (_, inputs) = max(layers.items(), key=lambda item: item[1][1])
-    if samples * length < inputs:
+    if config.method == "gptq" and samples * length < inputs:
         why = f"{widest} has {inputs} inputs, and {samples} windows have {samples * length} tokens"
         raise ConfigError("calibration.samples", samples, why=why, remedy=f"use {-(-inputs // length)} or more")
     return dataset
 
 
 def _plan_gguf(config: QuantizeConfig, source: ModelFolder) -> GgufPlan:
-    for key in ("group_size", "skip", "dtype", "method"):
+    for key in ("group_size", "skip", "dtype", "method", "smoothing"):
         if key in config.model_fields_set:
             why = f"{config.scheme} is a type of GGUF files, which says how every tensor is stored"
             raise ConfigError(key, getattr(config, key), why=why, remedy="leave it out, or use scheme W4A16")
@@ -103,6 +118,8 @@ def _plan_layers(config: QuantizeConfig, source: ModelFolder) -> dict[str, tuple
     if config.what.activations and config.group_size is not None:
         why = f"{config.scheme} has one scale for each row of weights, as the kernels that serve it expect"
         raise ConfigError("group_size", config.group_size, why=why, remedy="leave it out, or use scheme W4A16")
+    if config.smoothing is not None:
+        family_of(source.config, key="smoothing", value=config.smoothing)
     layers = _layers(config, source)
     if config.group is not None:
         check_group_size(layers, config.group)

@@ -9,7 +9,7 @@ Source of the formula: compressed_tensors/quantization/utils/helpers.py, calcula
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,11 @@ from rich.progress import track
 from torch import nn
 
 from headrace.base.errors import ConfigError
-from pipeline.compress.calibration import calibrate
+from pipeline.compress.calibration import Method, calibrate
+from pipeline.compress.families import family_of
 from pipeline.compress.gptq import e4m3, integers
 from pipeline.compress.rules import QuantizationPlan
+from pipeline.compress.smoothing import Smoother
 from pipeline.data.dataset import choose_windows
 from pipeline.evaluation.loading import pick_device
 
@@ -64,27 +66,43 @@ def pack(model: nn.Module, plan: QuantizationPlan, *, dtype: torch.dtype, progre
     Returns:
         The compressor that writes the quantization section of config.json.
     """
-    scheme = _scheme(plan)
-    assert scheme.weights is not None
-    scales = _calibrated(model, plan, scheme.weights, dtype) if plan.calibration else {}
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    ignore = sorted(linear.keys() - plan.layers.keys())
-    groups = {"group_0": scheme}
-    apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=ignore), show_progress=False)
-    compressor = ModelCompressor.from_pretrained_model(model)
+    args = weight_args(plan)
+    scales = _calibrated(model, plan, args, dtype) if plan.calibration else {}
+    compressor = apply_scheme(model, plan)
+    modules = dict(model.named_modules())
     for name in progress(list(plan.layers)):
-        scale = scales[name] if name in scales else _scale(linear[name], scheme.weights, dtype)
-        _pack_layer(linear[name], scale)
-    compressor.quantization_config.quantization_status = QuantizationStatus.COMPRESSED
+        module = modules[name]
+        assert isinstance(module, nn.Linear)
+        pack_layer(module, scales[name] if name in scales else scale_of(module, args, dtype))
     _cast(model, dtype)
     return compressor
 
 
+def apply_scheme(model: nn.Module, plan: QuantizationPlan) -> ModelCompressor:
+    """Gives the plan's layers what packing needs; the compressor writes the quantization section of config.json."""
+    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    groups, ignore = {"group_0": _scheme(plan)}, sorted(linear - plan.layers.keys())
+    apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=ignore), show_progress=False)
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.quantization_config.quantization_status = QuantizationStatus.COMPRESSED
+    return compressor
+
+
+def weight_args(plan: QuantizationPlan) -> QuantizationArgs:
+    """How the weights of the plan's layers are stored."""
+    args = _scheme(plan).weights
+    assert args is not None
+    return args
+
+
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Casts floating-point tensors in place, but for e4m3, which is what a weight was quantized to."""
     for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_floating_point() and tensor.itemsize > 1:
-            tensor.data = tensor.data.to(dtype)
+        tensor.data = cast(tensor.data, dtype)
+
+
+def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In `dtype` if it is floating point, but for e4m3, which is what a weight was quantized to."""
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.itemsize > 1 else tensor
 
 
 def save(model: Any, compressor: ModelCompressor, folder: Path) -> None:
@@ -102,28 +120,45 @@ def _scheme(plan: QuantizationPlan) -> QuantizationScheme:
     return QuantizationScheme(targets=["Linear"], weights=weights, input_activations=activations)
 
 
+def calibration_batches(plan: QuantizationPlan) -> Sequence[torch.Tensor]:
+    """Token ids of the calibration windows, int64 [B, T] each, all of one shape."""
+    assert plan.calibration is not None
+    config, dataset = plan.config, plan.calibration
+    rows = torch.from_numpy(dataset.read(choose_windows(dataset.windows, config.calibration.samples))[:, :-1]).long()
+    size = next(n for n in range(min(config.data.batch_size, len(rows)), 0, -1) if len(rows) % n == 0)
+    return torch.split(rows, size)
+
+
+def method_of(plan: QuantizationPlan, args: QuantizationArgs, dtype: torch.dtype) -> Method:
+    """What calibration does with a decoder layer."""
+    config, what = plan.config, plan.config.what
+    rounding = e4m3 if what.kind == "float" else integers(what.bits)
+    smoother = None
+    if config.smoothing is not None:
+        family = family_of(plan.source.config, key="smoothing", value=config.smoothing)
+        smoother = Smoother(config.smoothing, family, maximum=what.activations)
+    return Method(lambda module: scale_of(module, args, dtype), rounding if config.method == "gptq" else None, smoother)
+
+
 def _calibrated(
     model: nn.Module, plan: QuantizationPlan, args: QuantizationArgs, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Rounds weights in place by GPTQ; name -> their scales."""
-    assert plan.calibration is not None
-    config, dataset, device = plan.config, plan.calibration, pick_device()
-    rows = torch.from_numpy(dataset.read(choose_windows(dataset.windows, config.calibration.samples))[:, :-1]).long()
-    batch = next(n for n in range(min(config.data.batch_size, len(rows)), 0, -1) if len(rows) % n == 0)
+    """Smooths the model and rounds weights in place by GPTQ; name -> their scales."""
     console = Console(stderr=True)
     return calibrate(
         model,
         plan.layers,
-        rows.split(batch),
-        scale=lambda module: _scale(module, args, dtype),
-        rounding=e4m3 if config.what.kind == "float" else integers(config.what.bits),
-        device=device,
-        progress=lambda layers: track(layers, "GPTQ", console=console, transient=True, disable=not console.is_terminal),
+        calibration_batches(plan),
+        method=method_of(plan, args, dtype),
+        device=pick_device(),
+        progress=lambda layers: track(
+            layers, "calibrating", console=console, transient=True, disable=not console.is_terminal
+        ),
     )
 
 
 @torch.no_grad()
-def _scale(module: nn.Linear, args: QuantizationArgs, dtype: torch.dtype) -> torch.Tensor:
+def scale_of(module: nn.Linear, args: QuantizationArgs, dtype: torch.dtype) -> torch.Tensor:
     """[out, groups] in its stored dtype, by whose values the integers are multiplied."""
     grouped = module.weight.reshape(module.out_features, -1, args.group_size or module.in_features)
     scale: torch.Tensor
@@ -132,7 +167,7 @@ def _scale(module: nn.Linear, args: QuantizationArgs, dtype: torch.dtype) -> tor
 
 
 @torch.no_grad()
-def _pack_layer(module: nn.Linear, scale: torch.Tensor) -> None:
+def pack_layer(module: nn.Linear, scale: torch.Tensor) -> None:
     """Replaces weight [out, in] by what the scheme's format stores, and weight_scale [out, groups].
 
     That is weight_packed int32 [out, in x bits / 32] without quantized activations, else weight int8 or e4m3 [out, in].
