@@ -1,4 +1,4 @@
-"""`headrace cache-logits --config F`: runs the teacher of a distillation once, and keeps its likeliest ids per position.
+"""`headrace cache-logits --config F`: runs a distillation's teacher once, and keeps its likeliest ids per position.
 
 The config is that of `headrace distill`, with both `distill.teacher` and `distill.logits`, the directory to write.
 Afterwards the same config distils without a teacher in memory. See docs/how-to/distillation.md.
@@ -59,7 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
     mixture = open_mixture(config.data, seed=config.run.seed, extent=extent)
     complete = _compute(resolved, mixture, rank=rank, processes=processes)
     assert config.distill is not None
-    print(f"{config.distill.logits} is complete" if complete else "the parts of other processes are missing", flush=True)
+    print(
+        f"{config.distill.logits} is complete" if complete else "the parts of other processes are missing", flush=True
+    )
     return 0
 
 
@@ -98,10 +100,10 @@ def _part(given: str | None) -> tuple[int, int]:
 
 def _compute(run: ResolvedRun, mixture: DataMixture, *, rank: int, processes: int) -> bool:
     from pipeline.distillation.teacher import Teacher  # noqa: PLC0415
-    from pipeline.distillation.write_logits import write_logits  # noqa: PLC0415
+    from pipeline.distillation.write_logits import is_written, write_logits  # noqa: PLC0415
     from pipeline.engines.build import pick_device  # noqa: PLC0415
-    from pipeline.run.prepare import folder_parents, open_teacher  # noqa: PLC0415
     from pipeline.models.hf_config import read_hf_config  # noqa: PLC0415
+    from pipeline.run.prepare import folder_parents, open_teacher  # noqa: PLC0415
 
     section = run.config.distill
     assert section is not None
@@ -112,6 +114,8 @@ def _compute(run: ResolvedRun, mixture: DataMixture, *, rank: int, processes: in
     online = run.config.model_copy(update={"distill": section.model_copy(update={"logits": None})})
     folders = folder_parents(online)
     plan = _plan(run, mixture, vocab_size=vocabulary, teacher=folders["distill.teacher"]["fingerprint"])
+    if is_written(plan, Path(section.logits)):
+        return True
     found, device = open_teacher(run, vocab_size=vocabulary), pick_device(detect())
     if rank == 0:
         size = plan.tokens * plan.format.bytes_per_token

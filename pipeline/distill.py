@@ -39,7 +39,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("distill", why="the config has no teacher", remedy=remedy)
     first = detect().rank == 0
     code = _train(resolved, first=first)
-    line = comparison(resolved.config.run.dir.removesuffix("-control") if arguments.control else resolved.config.run.dir)
+    line = comparison(
+        resolved.config.run.dir.removesuffix("-control") if arguments.control else resolved.config.run.dir
+    )
     if first and code == 0 and line is not None:
         print(line, flush=True)
     return code

@@ -1,1 +1,1 @@
-"""Knowledge distillation: divergences, teachers, cached logits, the objective, and the control run without a teacher."""
+"""Knowledge distillation: divergences, teachers, cached logits, the objective, and the control run."""

@@ -151,7 +151,7 @@ class CachedLogits:
                 what = f"{self._path} has {have.size:,} windows of source {source}, and not its window"
                 raise DataError(
                     f"{what} {int(wanted[missing[0]])}, which the run draws\n"
-                    f"  try: headrace cache-logits with this config (data.sources, run.seed, run.steps), or distill.teacher"
+                    f"  try: headrace cache-logits with this config (its data, run.seed, run.steps), or distill.teacher"
                 )
             slots[mine] = found
         return slots

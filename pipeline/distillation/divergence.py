@@ -133,7 +133,7 @@ def bucket_divergence_and_gradient(
 
 
 def log_probabilities(logits: Tensor, temperature: float) -> Tensor:
-    """log softmax(logits / t) over the last dim, in fp32 (fp64 for fp64 logits); of a vocabulary that is not sharded."""
+    """log softmax(logits / t) over the last dim, fp32 (fp64 for fp64 logits); of a vocabulary that is not sharded."""
     return _log_probabilities((logits,), temperature, FULL_VOCABULARY)[0]
 
 
@@ -164,9 +164,7 @@ def _log_probabilities(
     return tuple(each.sub_(z.unsqueeze(-1)) for each, z in zip(scaled, log_z, strict=True))
 
 
-def _scaled(
-    logits: tuple[Tensor, ...], temperature: float, vocabulary: VocabularyShard
-) -> tuple[list[Tensor], Tensor]:
+def _scaled(logits: tuple[Tensor, ...], temperature: float, vocabulary: VocabularyShard) -> tuple[list[Tensor], Tensor]:
     """Logits / t in fp32, and the log of their partition functions, [len(logits), N..]."""
     scaled = [each.to(torch.promote_types(each.dtype, torch.float32)) / temperature for each in logits]
     if vocabulary.group is None:

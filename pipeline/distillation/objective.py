@@ -62,7 +62,7 @@ class Distillation:
     def __call__(
         self, logits: Tensor, labels: Tensor, *extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
     ) -> Loss:
-        """Loss of the student's logits; its parts are the cross-entropy, the divergence (without t^2) and the z-loss."""
+        """Loss of the student's logits; its parts: cross-entropy, divergence (without t^2) and z-loss."""
         ce, squares = cross_entropy(logits, labels, vocabulary)
         return self._sums(ce, _Compared.apply(logits, labels, extra_targets, self, vocabulary), squares)
 

@@ -1,4 +1,4 @@
-"""The teacher in memory: in the student's tensor and context parallelism, whole on every data rank or sharded over them.
+"""The teacher in memory, in the student's tensor and context parallelism, and whole or sharded over the data ranks.
 
 It is a decoder of the engine's own, assembled as the student's is, without a loss: with tp every rank has its columns
 of the teacher's logits beside its columns of the student's, and with cp the positions that it has of the student. It

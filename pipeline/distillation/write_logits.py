@@ -1,4 +1,4 @@
-"""Writes cached logits: a batch job in tasks, one file each, over any number of processes that need not know each other.
+"""Writes cached logits: a batch job in tasks, one file each, in any number of processes that do not communicate.
 
 Process r of n computes tasks r, r + n, ... A task's file gets its name when it is complete, so that a job that was
 killed goes on with the tasks that are missing, on any number of processes. Whichever process finds all files there
@@ -85,7 +85,7 @@ def drawn_windows(order: SampleOrder, samples: int) -> tuple[I64, ...]:
     return tuple(np.flatnonzero(each) for each in drawn)
 
 
-def write_logits(  # noqa: PLR0913  two are the place of this process
+def write_logits(
     plan: LogitsPlan,
     final: Path,
     logits_of: LogitsOf,
@@ -113,10 +113,7 @@ def write_logits(  # noqa: PLR0913  two are the place of this process
     Raises:
         DataError: `final` holds something else.
     """
-    if final.exists():
-        if read_manifest(final, kind=KIND).details["plan"] != plan.fingerprint:
-            why = f"{final} holds logits of another teacher, data or format"
-            raise DataError(f"{why}\n  try: remove it, or choose another distill.logits")
+    if is_written(plan, final):
         return True
     staging = final.parent / f".{final.name}.{plan.fingerprint[:12]}.partial"
     staging.mkdir(parents=True, exist_ok=True)
@@ -127,6 +124,20 @@ def write_logits(  # noqa: PLR0913  two are the place of this process
             _write(staging, name, _records(plan, source, number, logits_of, batch=batch))
             say(f"{name} ({done} of {len(mine)} files of process {rank})")
     return _commit_if_whole(plan, staging, final, parents)
+
+
+def is_written(plan: LogitsPlan, final: Path) -> bool:
+    """Whether the directory is there.
+
+    Raises:
+        DataError: it holds something else.
+    """
+    if not final.exists():
+        return False
+    if read_manifest(final, kind=KIND).details["plan"] != plan.fingerprint:
+        why = f"{final} holds logits of another teacher, data or format"
+        raise DataError(f"{why}\n  try: remove it, or choose another distill.logits")
+    return True
 
 
 def _records(

@@ -121,7 +121,7 @@ def assemble(
         cp_attention=make_cp_attention(run.config.parallel.cp_method, mesh) if mesh else None,
         chunks=chunks,
         cp_size=cp,
-        chunk=loss_chunk(run, causal.config),  # type: ignore[arg-type]
+        chunk=loss_chunk(run, causal.config),
         own_attention=causal.config._attn_implementation == ATTENTION_NAME,  # type: ignore[union-attr]
         dtype=next(model.parameters()).dtype,
     )

@@ -63,7 +63,6 @@ from pipeline.run.resume import (
 )
 from pipeline.run.trainer import Progress, Trainer
 
-
 MakeObjective = Callable[[PreparedRun, torch.device, Mesh | None], Objective]
 
 
@@ -115,8 +114,7 @@ def train(run: ResolvedRun, make_objective: MakeObjective, *, signals: StopSigna
                 # Decide: resume from the newest whole checkpoint, or begin at step 1.
                 checkpoint = session.newest_checkpoint()
                 # Allocate: initial values are drawn only where no checkpoint is about to overwrite them.
-                objective = make_objective(prepared, device, mesh)
-                engine = session.allocate(objective, device=device, mesh=mesh, checkpoint=checkpoint)
+                engine = session.allocate(make_objective, device=device, mesh=mesh, checkpoint=checkpoint)
                 services = session.open_services(stack)
                 # Load, then train: step, save, evaluate. A rollback loads an older checkpoint and trains on from there.
                 rollback: Rollback | None = None
@@ -167,10 +165,10 @@ class Session:
         return checkpoint
 
     def allocate(
-        self, objective: Objective, *, device: torch.device, mesh: Mesh | None, checkpoint: Checkpoint | None
+        self, make_objective: MakeObjective, *, device: torch.device, mesh: Mesh | None, checkpoint: Checkpoint | None
     ) -> Engine:
         """Builds the engine: initialized or loaded from `model.path`; zeros when a checkpoint follows. Collective."""
-        prepared = self.prepared
+        prepared, objective = self.prepared, make_objective(self.prepared, device, mesh)
         values = prepared.values if checkpoint is None else Zeros(parameter_shapes(prepared.model))
         reporting = ReportsProgress(values, self.watchdog.report_progress)
         return build_engine(prepared.run, prepared.model, reporting, objective, device=device, mesh=mesh)
