@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress, track
 
 from headrace.base.directory import Manifest, commit, fresh_staging
-from pipeline.compress.report import details, sizes, table
+from pipeline.compress.report import details, sizes, step_numbers, table
 from pipeline.compress.rules import QuantizationPlan
 from pipeline.compress.weights import check_modules, pack, save
 from pipeline.consumers.bounds import Bound, bound_of
@@ -24,6 +24,9 @@ from pipeline.consumers.table import consumer_table
 from pipeline.evaluation.loading import empty_model, load_model
 from pipeline.evaluation.measure import measure
 from pipeline.gguf_files.write import check, write
+from pipeline.model_card.card import write_card
+from pipeline.model_card.lineage import KEY as LINEAGE
+from pipeline.model_card.lineage import lineage_of, with_step
 from pipeline.models.tokenizer_files import copy_tokenizer
 
 
@@ -48,7 +51,11 @@ def quantize(plan: QuantizationPlan) -> Manifest:
         parents = {"model": _parent(plan.source.path, plan.source.fingerprint())}
         parents["data"] = _parent(plan.dataset.path, plan.dataset.manifest.fingerprint)
         config = plan.config.model_dump()
-        manifest = commit(staging, plan.output, kind="model", config=config, parents=parents, details=recorded)
+        recorded["model_type"] = plan.source.config.get("model_type")
+        recorded[LINEAGE] = with_step(lineage_of(plan.source.path), "quantization", step_numbers(recorded))
+        known = write_card(staging, recorded)
+        fields: dict[str, Any] = {"config": config, "parents": parents, "details": recorded, "known_sha256": known}
+        manifest = commit(staging, plan.output, kind="model", **fields)
     Console(file=sys.stdout).print(table(manifest))
     Console(file=sys.stdout).print(consumer_table(recorded["consumers"], title="scored by what serves it"))
     return manifest

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) ->
         optional: whether MODEL and --data may be left out, as where several models are compared.
     """
     defaults = HeldOutData(path="")
-    count = {"nargs": "?"} if optional else {}
+    count: dict[str, Any] = {"nargs": "?"} if optional else {}
     parser.add_argument("model", metavar="MODEL", help="a Hugging Face model folder, quantized or not", **count)
     parser.add_argument("--data", required=not optional, metavar="TOKENS", help="a tokens directory")
     parser.add_argument("--split", default=defaults.split, help="default: %(default)s")

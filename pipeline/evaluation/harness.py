@@ -1,4 +1,4 @@
-"""`headrace eval --tasks NAMES`: tasks of lm-evaluation-harness (PyPI lm_eval), also offline, several models side by side.
+"""`headrace eval --tasks NAMES`: tasks of lm-evaluation-harness (PyPI lm_eval), also offline.
 
 Each model is evaluated in a process of its own, loaded strictly by transformers. Tasks are the library's own, whose
 data sets have to be in the cache of `datasets` where there is no network, or those of a folder of YAML files, which may
@@ -32,8 +32,8 @@ _TAIL = 2000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of tasks."""
     parser.add_argument("--tasks", metavar="NAME,NAME", help="tasks of lm-evaluation-harness, in place of the loss")
-    parser.add_argument("--task-folder", metavar="DIR", help="folder of further tasks: YAML files, as the library's own")
-    parser.add_argument("--shots", type=int, metavar="N", help="examples in front of each question; default: the task's")
+    parser.add_argument("--task-folder", metavar="DIR", help="folder of your own tasks: YAML files, as lm_eval's")
+    parser.add_argument("--shots", type=int, metavar="N", help="examples before each question; default: the task's")
     parser.add_argument("--limit", type=int, metavar="N", help="documents of each task, from its first; default: all")
 
 
@@ -115,7 +115,7 @@ def _table(found: Mapping[str, dict[str, Any]]) -> Table:
     for head in ("task", "shots", "documents", "metric"):
         shown.add_column(head)
     for name in found:
-        shown.add_column(name, justify="right")
+        shown.add_column(name, justify="right", no_wrap=True)
     first = next(iter(found.values()))
     for task, about in first.items():
         for metric in about["metrics"]:
