@@ -22,7 +22,7 @@ COMMANDS = {
     "prove": ("pipeline.proof.command", "show that a config's layout, made small, learns what one process does"),
     "checkpoint": ("pipeline.checkpoint.command_checkpoint", "list, verify or export the checkpoints of a run"),
     "export": ("pipeline.checkpoint.command_export", "write a run's model as a Hugging Face folder"),
-    "eval": ("pipeline.evaluation.command", "held-out loss, perplexity and bits per byte of a model"),
+    "eval": ("pipeline.comparison.command", "held-out loss of a model, or several side by side; tasks of lm_eval"),
     "samples": ("pipeline.anomalies.suspect_samples", "print the text that a step of a run was trained on"),
     "complete": ("pipeline.evaluation.complete", "let a model go on from a prompt"),
     "report": ("pipeline.report.command", "a self-contained HTML page of runs and models"),

@@ -90,6 +90,17 @@ def details(plan: QuantizationPlan, written: Sizes, before: dict[str, Any], afte
     }
 
 
+def step_numbers(recorded: dict[str, Any]) -> dict[str, Any]:
+    """A quantization's numbers for the lineage: how it was done, bytes and loss before and after, KL by consumer."""
+    before, after = recorded["before"], recorded["after"]
+    found = {**recorded["quantization"]}
+    for name, key in (("weight_bytes", "weight_bytes"), ("loss_nats", "loss_nats")):
+        found |= {f"{name}_before": before.get(key), f"{name}_after": after.get(key)}
+    scored = recorded["consumers"].items()
+    found["mean_kl"] = {name: each["mean_kl"] for name, each in scored if "mean_kl" in each}
+    return {key: value for key, value in found.items() if value is not None}
+
+
 def table(manifest: Manifest) -> Table:
     """A table with the columns before and after, from the manifest alone."""
     recorded = manifest.details

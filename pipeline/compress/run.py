@@ -16,7 +16,7 @@ from rich.progress import Progress, track
 
 from headrace.base.directory import Manifest, commit, fresh_staging, read_manifest
 from headrace.base.errors import DataError
-from pipeline.compress.report import details, sizes, table
+from pipeline.compress.report import details, sizes, step_numbers, table
 from pipeline.compress.rules import QuantizationPlan, work_path
 from pipeline.compress.streaming import stream, streamable
 from pipeline.compress.weights import check_modules, pack, save
@@ -26,6 +26,9 @@ from pipeline.consumers.table import consumer_table
 from pipeline.evaluation.loading import empty_model, load_model
 from pipeline.evaluation.measure import measure
 from pipeline.gguf_files.write import check, write
+from pipeline.model_card.card import write_card
+from pipeline.model_card.lineage import KEY as LINEAGE
+from pipeline.model_card.lineage import lineage_of, with_step
 from pipeline.models.tokenizer_files import copy_tokenizer
 
 
@@ -61,7 +64,11 @@ def _quantize(plan: QuantizationPlan, console: Console) -> Manifest:
         parents = _model_parents(plan)
         parents["data"] = _parent(plan.dataset.path, plan.dataset.manifest.fingerprint)
         config = plan.config.model_dump()
-        return commit(staging, plan.output, kind="model", config=config, parents=parents, details=recorded)
+        recorded["model_type"] = plan.source.config.get("model_type")
+        recorded[LINEAGE] = with_step(lineage_of(plan.source.path), "quantization", step_numbers(recorded))
+        known = write_card(staging, recorded)
+        fields: dict[str, Any] = {"config": config, "parents": parents, "details": recorded, "known_sha256": known}
+        return commit(staging, plan.output, kind="model", **fields)
 
 
 def _score(plan: QuantizationPlan, staging: Path, sample: Sample, *, say: Say) -> dict[str, Any]:
