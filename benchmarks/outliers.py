@@ -20,11 +20,11 @@ from headrace.base.directory import read_manifest
 from tests.compress.outliers import make_outliers
 
 INT4, INT8, FP8 = {"scheme": "W4A16", "group_size": 64}, {"scheme": "W8A8"}, {"scheme": "FP8"}
-SMOOTH, GPTQ = {"smoothing": 0.5}, {"method": "gptq"}
+SMOOTH, ROTATE, GPTQ = {"smoothing": 0.5}, {"rotation": True}, {"method": "gptq"}
 CASES: dict[str, tuple[dict[str, Any], ...]] = {
-    "weights": (INT4, INT4 | GPTQ, INT4 | SMOOTH, INT4 | GPTQ | SMOOTH),
-    "activations": (INT8, INT8 | SMOOTH, INT8 | GPTQ | SMOOTH, FP8, FP8 | SMOOTH),
-    "none": (INT4, INT4 | GPTQ, INT4 | GPTQ | SMOOTH, INT8, INT8 | SMOOTH),
+    "weights": (INT4, INT4 | GPTQ, INT4 | SMOOTH, INT4 | GPTQ | SMOOTH, INT4 | GPTQ | ROTATE),
+    "activations": (INT8, INT8 | SMOOTH, INT8 | ROTATE, INT8 | GPTQ | SMOOTH, FP8, FP8 | SMOOTH),
+    "none": (INT4, INT4 | GPTQ, INT4 | GPTQ | SMOOTH, INT4 | GPTQ | ROTATE, INT8, INT8 | SMOOTH, INT8 | ROTATE),
 }
 
 
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("tokens", type=Path, help="tokens directory")
     parser.add_argument("--sequence-length", type=int, default=128)
     asked = parser.parse_args()
-    print("outliers | scheme | method | smoothing | mean KL | top-1 | nats lost")
+    print("outliers | scheme | method | smoothing | rotation | mean KL | top-1 | nats lost")
     with tempfile.TemporaryDirectory(prefix="headrace-outliers-") as folder:
         for where, cases in CASES.items():
             source = asked.model
@@ -43,6 +43,7 @@ def main() -> None:
                 source = make_outliers(asked.model, Path(folder) / where, activations=where == "activations")
             for number, fields in enumerate(cases):
                 shown = [fields["scheme"], fields.get("method", "rtn"), str(fields.get("smoothing", "-"))]
+                shown.append("yes" if fields.get("rotation") else "-")
                 print(" | ".join([where, *shown, quantized(asked, source, Path(folder) / f"{where}-{number}", fields)]))
 
 

@@ -86,6 +86,12 @@ class QuantizeConfig(Section):
         description="Smoothing before rounding, with this exponent: outliers of single channels go from activations"
         " into weights, or back, by factors that are folded into norms and layers, e.g. 0.5; null: none",
     )
+    rotation: bool = Field(
+        default=False,
+        description="Turn the residual stream and the values of attention by Hadamard matrices that are folded into the"
+        " weights, before smoothing and rounding, so that no channel stands out, e.g. true; needs RMS norms and a head"
+        " that is not tied",
+    )
     calibration: CalibrationSection = Field(
         default_factory=CalibrationSection, description="Text that gptq and smoothing are calibrated on"
     )

@@ -21,17 +21,19 @@ class Family:
         attention_norm: its output is read by the query, key and value projections alone.
         mlp_norm: its output is read by gate and up projections, and by the router, alone.
         offset: the norm multiplies by offset + weight; 1 for Gemma.
+        norms_outputs: there are norms behind the layers, too, with which a rotation does not commute.
     """
 
     attention_norm: str = "input_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     offset: float = 0.0
+    norms_outputs: bool = False
 
 
 FAMILIES = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"), Family()),
     "gemma": Family(offset=1.0),
-    "gemma2": Family(mlp_norm="pre_feedforward_layernorm", offset=1.0),
+    "gemma2": Family(mlp_norm="pre_feedforward_layernorm", offset=1.0, norms_outputs=True),
 }
 """By `model_type` of config.json."""
 

@@ -75,6 +75,7 @@ def details(plan: QuantizationPlan, written: Sizes, before: dict[str, Any], afte
             "scheme": plan.config.scheme,
             "method": plan.config.method,
             "smoothing": plan.config.smoothing,
+            "rotation": plan.config.rotation,
             "group_size": plan.config.group,
             "layers": written.layers,
             "parameters": written.parameters,
@@ -125,6 +126,8 @@ def _scheme(parts: dict[str, Any], after: dict[str, Any]) -> str:
         return f"GGUF, {name}"
     if parts.get("method", "rtn") != "rtn":
         name = f"{name} {parts['method']}"
+    if parts.get("rotation"):
+        name = f"{name} rotated"
     if parts.get("smoothing") is not None:
         name = f"{name} smoothed"
     return f"{name}, group {parts['group_size'] or 'row'}, rest {after['dtype']}"

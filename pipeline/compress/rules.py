@@ -107,7 +107,7 @@ def _calibration(config: QuantizeConfig, layers: Mapping[str, tuple[int, int]]) 
 
 
 def _plan_gguf(config: QuantizeConfig, source: ModelFolder) -> GgufPlan:
-    for key in ("group_size", "skip", "dtype", "method", "smoothing"):
+    for key in ("group_size", "skip", "dtype", "method", "smoothing", "rotation"):
         if key in config.model_fields_set:
             why = f"{config.scheme} is a type of GGUF files, which says how every tensor is stored"
             raise ConfigError(key, getattr(config, key), why=why, remedy="leave it out, or use scheme W4A16")
@@ -120,10 +120,22 @@ def _plan_layers(config: QuantizeConfig, source: ModelFolder) -> dict[str, tuple
         raise ConfigError("group_size", config.group_size, why=why, remedy="leave it out, or use scheme W4A16")
     if config.smoothing is not None:
         family_of(source.config, key="smoothing", value=config.smoothing)
+    if config.rotation:
+        _check_rotation(config, source)
     layers = _layers(config, source)
     if config.group is not None:
         check_group_size(layers, config.group)
     return layers
+
+
+def _check_rotation(config: QuantizeConfig, source: ModelFolder) -> None:
+    remedy = "leave it out; smoothing helps against outliers, too"
+    if family_of(source.config, key="rotation", value=True).norms_outputs:
+        why = f"{source.config['model_type']} has norms behind its layers, with which a rotation does not commute"
+        raise ConfigError("rotation", True, why=why, remedy=remedy)
+    if source.tied:
+        why = f"the head of {config.model} is its embedding, and takes the weight of the last norm, which that must not"
+        raise ConfigError("rotation", True, why=why, remedy=remedy)
 
 
 def linear_layers(source: ModelFolder) -> dict[str, tuple[int, int]]:

@@ -45,7 +45,8 @@ class Smoother:
     @contextmanager
     def observe(self, layer: nn.Module) -> Iterator[Callable[[], None]]:
         """Gives a function that smooths the layer in place, by the activations that it sees in the meantime."""
-        points: list[_Norm | _Rows] = [*_norms(layer, self.family), *_rows(layer)]
+        norms = [_Norm(norm, readers, self.family.offset) for norm, readers in norm_readers(layer, self.family)]
+        points: list[_Norm | _Rows] = [*norms, *_rows(layer)]
         seen: list[_Measure] = [_Measure(self.maximum) for _ in points]
         handles = [point.attach(measure) for point, measure in zip(points, seen, strict=True)]
 
@@ -127,15 +128,26 @@ class _Rows:
         self.reader.weight.mul_(repeated.reshape(-1))
 
 
-def _norms(layer: nn.Module, family: Family) -> list[_Norm]:
+def norm_readers(layer: nn.Module, family: Family) -> list[tuple[nn.Module, tuple[Tensor, ...]]]:
+    """The norms of a decoder layer, each with all weights [*, D] that read its output."""
     found = []
     for name, parent, names in (
         (family.attention_norm, "self_attn", _READERS_OF_ATTENTION),
         (family.mlp_norm, "mlp", _READERS_OF_MLP),
     ):
         readers = tuple(_readers(layer.get_submodule(parent), names))
-        found.append(_Norm(layer.get_submodule(name), readers, family.offset))
+        found.append((layer.get_submodule(name), readers))
     return found
+
+
+def attention_pairs(layer: nn.Module) -> Iterator[tuple[nn.Linear, nn.Linear, int]]:
+    """Value and output projections of a decoder layer, and the features of a head."""
+    for module in layer.modules():
+        value, output = (dict(module.named_children()).get(name) for name in ("v_proj", "o_proj"))
+        if isinstance(value, nn.Linear) and isinstance(output, nn.Linear):
+            size = module.head_dim
+            assert isinstance(size, int)
+            yield value, output, size
 
 
 def _readers(parent: nn.Module, names: tuple[str, ...]) -> Iterator[Tensor]:
@@ -146,13 +158,9 @@ def _readers(parent: nn.Module, names: tuple[str, ...]) -> Iterator[Tensor]:
 
 
 def _rows(layer: nn.Module) -> Iterator[_Rows]:
+    yield from (_Rows(value, output, size) for value, output, size in attention_pairs(layer))
     for module in layer.modules():
-        children = dict(module.named_children())
-        value, output, up, down = (children.get(f"{name}_proj") for name in ("v", "o", "up", "down"))
-        if isinstance(value, nn.Linear) and isinstance(output, nn.Linear):
-            size = module.head_dim
-            assert isinstance(size, int)
-            yield _Rows(value, output, size)
+        up, down = (dict(module.named_children()).get(name) for name in ("up_proj", "down_proj"))
         if isinstance(up, nn.Linear) and isinstance(down, nn.Linear):
             yield _Rows(up, down, up.out_features)
 

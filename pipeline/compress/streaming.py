@@ -31,6 +31,7 @@ from pipeline.compress.weights import (
     cast,
     method_of,
     pack_layer,
+    rotation_of,
     scale_of,
     weight_args,
 )
@@ -117,6 +118,7 @@ class _Parts:
         self.layers = decoder_layers(self.model)
         self.linear = {name: module for name, module in self.model.named_modules() if name in plan.layers}
         self.method, self.device = method_of(plan, self._args, dtype), pick_device()
+        self._rotation = rotation_of(self.model, plan)
         self._modules = {id(module): name for name, module in self.model.named_modules()}
         self._names = {id(p): name for name, p in self.model.named_parameters()}
         # its linear layers pack the weights they are lent: here a quantized layer's forward pass would round again
@@ -128,12 +130,15 @@ class _Parts:
         head = self.model.get_output_embeddings()
         outside = [module for module in self._outside() if module is not head]
         with self._lent(outside), _passing(self.layers):
+            self._turn_outside()
             return layer_inputs(self.model, self.layers, calibration_batches(self._plan))
 
     @contextmanager
     def loaded(self, layer: nn.Module) -> Iterator[nn.Module]:
         """A layer with its weights, in fp32 on the CPU, and without them afterwards."""
         with self._lent(list(layer.modules())):
+            if self._rotation is not None:
+                self._rotation.layer(layer)
             yield layer
 
     def packed(self, layer: nn.Module, scales: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -148,6 +153,7 @@ class _Parts:
         outside = self._outside()
         found: dict[str, Tensor] = {}
         with self._lent(outside):
+            self._turn_outside()
             seen: set[int] = set()
             for module in outside:
                 first = {id(p) for p in module.parameters(recurse=False)} - seen
@@ -165,6 +171,10 @@ class _Parts:
         if (source / "generation_config.json").is_file():
             GenerationConfig.from_pretrained(source).save_pretrained(staging)
         self._compressor.update_config(str(staging))
+
+    def _turn_outside(self) -> None:
+        if self._rotation is not None:
+            self._rotation.outside(self.model)
 
     def _outside(self) -> list[nn.Module]:
         inside = {id(module) for layer in self.layers for module in layer.modules()}

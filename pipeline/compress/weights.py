@@ -28,9 +28,10 @@ from rich.progress import track
 from torch import nn
 
 from headrace.base.errors import ConfigError
-from pipeline.compress.calibration import Method, calibrate
+from pipeline.compress.calibration import Method, calibrate, decoder_layers
 from pipeline.compress.families import family_of
 from pipeline.compress.gptq import e4m3, integers
+from pipeline.compress.rotation import Rotation
 from pipeline.compress.rules import QuantizationPlan
 from pipeline.compress.smoothing import Smoother
 from pipeline.data.dataset import choose_windows
@@ -67,6 +68,11 @@ def pack(model: nn.Module, plan: QuantizationPlan, *, dtype: torch.dtype, progre
         The compressor that writes the quantization section of config.json.
     """
     args = weight_args(plan)
+    rotation = rotation_of(model, plan)
+    if rotation is not None:
+        rotation.outside(model)
+        for layer in decoder_layers(model):
+            rotation.layer(layer)
     scales = _calibrated(model, plan, args, dtype) if plan.calibration else {}
     compressor = apply_scheme(model, plan)
     modules = dict(model.named_modules())
@@ -127,6 +133,13 @@ def calibration_batches(plan: QuantizationPlan) -> Sequence[torch.Tensor]:
     rows = torch.from_numpy(dataset.read(choose_windows(dataset.windows, config.calibration.samples))[:, :-1]).long()
     size = next(n for n in range(min(config.data.batch_size, len(rows)), 0, -1) if len(rows) % n == 0)
     return torch.split(rows, size)
+
+
+def rotation_of(model: nn.Module, plan: QuantizationPlan) -> Rotation | None:
+    """What the model is turned by before anything else; None for nothing."""
+    if not plan.config.rotation:
+        return None
+    return Rotation.of(model, family_of(plan.source.config, key="rotation", value=True))
 
 
 def method_of(plan: QuantizationPlan, args: QuantizationArgs, dtype: torch.dtype) -> Method:

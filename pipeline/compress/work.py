@@ -21,7 +21,7 @@ from pipeline.checkpoint.write_folder import METADATA
 from pipeline.compress.rules import QuantizationPlan, work_path
 
 _ABOUT = "work.json"
-_USED = ("scheme", "method", "smoothing", "calibration", "group_size", "skip", "dtype")
+_USED = ("scheme", "method", "smoothing", "rotation", "calibration", "group_size", "skip", "dtype")
 """Keys of the config that decide about the bytes of a layer, beside the data."""
 
 
