@@ -12,6 +12,7 @@ from headrace.base.cli import guarded, leave
 COMMANDS = {
     "train": ("pipeline.train", "train a language model, or resume from the newest checkpoint of run.dir"),
     "distill": ("pipeline.distill", "train a student to follow a frozen teacher"),
+    "prune": ("pipeline.prune", "cut channels, heads, experts and layers out of a finished model"),
     "quantize": ("pipeline.quantize", "write a finished model in 8 or 4 bits: a Hugging Face folder or a GGUF file"),
     "compress": ("pipeline.consumers.command_compress", "verify a compressed model with every program that serves it"),
     "check": ("pipeline.check", "print the resolved run of a config, or the one thing that is wrong with it"),
