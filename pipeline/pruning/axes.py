@@ -33,9 +33,7 @@ _ATTENTION: dict[str, Dims] = {
     _LAYER + r"self_attn\.[qkv]_proj\.bias": (GROUPS,),
     _LAYER + r"self_attn\.o_proj\.weight": (HIDDEN, GROUPS),
     _LAYER + r"self_attn\.o_proj\.bias": (HIDDEN,),
-    _LAYER + r"self_attn\.[qk]_norm\.weight|" + _LAYER.replace("layer>", "owner>") + r"self_attn\.rotary_emb\.\w+": (
-        None,
-    ),
+    _LAYER + r"self_attn\.(?:[qk]_norm\.weight|rotary_emb\.\w+)": (None,),
 }
 _MLP: dict[str, Dims] = {
     _LAYER + r"mlp\.(?:gate|up)_proj\.weight": (FFN, HIDDEN),
@@ -198,9 +196,7 @@ def anatomy_of(source: ModelFolder) -> Anatomy:
     sizes = _sizes(keys, source)
     tensors = {name: _tensor(architecture, source, name, sizes) for name in source.tensors}
     sizes = {axis: size for axis, size in sizes.items() if axis == LAYERS or _has(tensors, axis)}
-    per_layer = [
-        {(t.dims, t.expert) for t in tensors.values() if t.layer == number} for number in range(sizes[LAYERS])
-    ]
+    per_layer = [{(t.dims, t.expert) for t in tensors.values() if t.layer == number} for number in range(sizes[LAYERS])]
     uniform = all(each == per_layer[0] for each in per_layer)
     chosen = int(source.config.get("num_experts_per_tok") or 0) if EXPERTS in sizes else 0
     return Anatomy(architecture, keys, sizes, tensors, chosen, uniform)
@@ -235,9 +231,4 @@ def _tensor(architecture: Architecture, source: ModelFolder, name: str, sizes: M
     dims = tuple((axis, size // sizes[axis] if axis else size) for axis, size in zip(axes, stored, strict=True))
     groups = match.groupdict()
     numbers = {key: int(groups[key]) if groups.get(key) is not None else None for key in ("layer", "expert")}
-    layer = numbers["layer"] if numbers["layer"] is not None else _owner(groups)
-    return StoredTensor(dims, layer, numbers["expert"])
-
-
-def _owner(groups: Mapping[str, str | None]) -> int | None:
-    return int(groups["owner"] or 0) if groups.get("owner") is not None else None
+    return StoredTensor(dims, **numbers)

@@ -37,7 +37,13 @@ Change = Callable[[str, Tensor], Tensor]
 
 
 def write_folder(
-    plan: PruningPlan, shape: Shape, kept: Kept, sums: Mapping[str, Tensor], folder: Path, *, change: Change | None = None
+    plan: PruningPlan,
+    shape: Shape,
+    kept: Kept,
+    sums: Mapping[str, Tensor],
+    folder: Path,
+    *,
+    change: Change | None = None,
 ) -> None:
     """Writes config.json, safetensors and generation_config.json; no tokenizer.
 
@@ -49,22 +55,13 @@ def write_folder(
         folder: to write into.
         change: what is done to a cut tensor, by its name in the source.
     """
-    files = sorted({file.name for file in plan.source.path.glob("*.safetensors")})
-    index, dtype, written = plan.source.path / INDEX, getattr(torch, plan.dtype), {}
+    index, scales = plan.source.path / INDEX, norm_scales(plan, kept, sums)
+    files = sorted(file.name for file in plan.source.path.glob("*.safetensors"))
     if index.is_file():
         files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    scales = norm_scales(plan, kept, sums)
+    written: dict[str, str] = {}
     for name in files:
-        cut: dict[str, Tensor] = {}
-        with safe_open(plan.source.path / name, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118
-                tensor = plan.anatomy.tensors[key]
-                if (new := renamed(key, tensor, kept)) is not None:
-                    made = cut_tensor(file.get_tensor(key), tensor, kept)
-                    made = made if change is None else change(key, made)
-                    made = _scaled(made, scales.get(key), unit_offset=_offset(plan, key))
-                    cut[new] = (made.to(dtype) if made.is_floating_point() else made).contiguous()
-        if cut:
+        if cut := _cut_file(plan, kept, name, scales=scales, change=change):
             save_file(cut, folder / name, metadata={"format": "pt"})
             written |= dict.fromkeys(cut, name)
     if index.is_file():
@@ -74,6 +71,23 @@ def write_folder(
     generation = plan.source.path / "generation_config.json"
     if generation.is_file():
         shutil.copyfile(generation, folder / generation.name)
+
+
+def _cut_file(
+    plan: PruningPlan, kept: Kept, name: str, *, scales: Mapping[str, float], change: Change | None
+) -> dict[str, Tensor]:
+    """What is kept of one file, by its new names."""
+    cut, dtype = {}, getattr(torch, plan.dtype)
+    with safe_open(plan.source.path / name, framework="pt") as file:
+        for key in file.keys():  # noqa: SIM118
+            tensor = plan.anatomy.tensors[key]
+            if (new := renamed(key, tensor, kept)) is None:
+                continue
+            made = cut_tensor(file.get_tensor(key), tensor, kept)
+            made = made if change is None else change(key, made)
+            made = _scaled(made, scales.get(key), unit_offset=_offset(plan, key))
+            cut[new] = (made.to(dtype) if made.is_floating_point() else made).contiguous()
+    return cut
 
 
 def renamed(name: str, tensor: StoredTensor, kept: Kept) -> str | None:

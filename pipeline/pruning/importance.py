@@ -14,8 +14,8 @@ all-reduce makes the sums of all. What is summed, by key:
 | `layers.N.without` | [1] | loss without the layer, nats |
 | `tokens` | [1] | 1 |
 
-Source of the choice of sums: Muralidharan et al. 2024, Minitron (arXiv:2407.14679), section 2.2; block influence: Men et
-al. 2024, ShortGPT (arXiv:2403.03853), section 3.2.
+Source of the choice of sums: Muralidharan et al. 2024, Minitron (arXiv:2407.14679), section 2.2; block influence: Men
+et al. 2024, ShortGPT (arXiv:2403.03853), section 3.2.
 
 Shapes: B windows, T tokens, D residual channels, F FFN channels, E experts, H heads.
 """

@@ -16,7 +16,7 @@ from pipeline.pruning.rules import PruningPlan
 from pipeline.pruning.search import Shape, search
 
 _REPEATS = 7
-"""Passes of each of the two models, one after the other; the fastest of each counts, which disturbances change least."""
+"""Passes of each of the two models, in turn; the fastest of each counts, which disturbances change least."""
 
 
 def shape_for_latency(plan: PruningPlan) -> Shape:

@@ -40,7 +40,8 @@ def details(
         "experimental": None if plan.config.experimental is None else plan.config.experimental.model_dump(),
     }
     sides = {
-        name: {key: side[key] for key in _MEASURED if key in side} for name, side in (("before", before), ("after", after))
+        name: {key: side[key] for key in _MEASURED if key in side}
+        for name, side in (("before", before), ("after", after))
     }
     return {
         "parameters": result.parameters,

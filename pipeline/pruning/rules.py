@@ -129,7 +129,9 @@ def _within(config: PruneConfig, source: ModelFolder, anatomy: Anatomy, choices:
         needed = anatomy.parameters(choices.smallest) * each
         sizes = ", ".join(f"{axis} {choices.smallest[axis]}" for axis in choices.allowed)
         more = [axis for axis in anatomy.sizes if axis not in choices.allowed]
-        remedy = f"use {needed} or more, a smaller multiple_of" + (f", or add {' or '.join(more)} to axes" if more else "")
+        remedy = f"use {needed} or more, a smaller multiple_of" + (
+            f", or add {' or '.join(more)} to axes" if more else ""
+        )
         raise ConfigError(f"target.{name}", limit, why=f"with {sizes} it has still {needed:,}", remedy=remedy)
     return found
 

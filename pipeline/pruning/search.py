@@ -78,9 +78,7 @@ def search(choices: Choices, cost: Cost, limit: float, *, grow: bool = True) -> 
 def _grown(choices: Choices, shape: Shape, cost: Cost, limit: float) -> Shape:
     while True:
         larger = {axis: [s for s in sizes if s > shape[axis]][:1] for axis, sizes in choices.allowed.items()}
-        fitting = [
-            axis for axis, sizes in larger.items() if sizes and cost({**shape, axis: sizes[0]}) <= limit
-        ]
+        fitting = [axis for axis, sizes in larger.items() if sizes and cost({**shape, axis: sizes[0]}) <= limit]
         if not fitting:
             return shape
         chosen = min(fitting, key=lambda axis: shape[axis] / choices.original[axis])

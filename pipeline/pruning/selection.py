@@ -54,7 +54,9 @@ class Kept:
     def summary(self) -> dict[str, Any]:
         """For the manifest: what is short enough to be read."""
         of_layers = {"key_value_heads": self.groups, "experts": self.experts}
-        told = {name: {str(n): each.tolist() for n, each in found.items()} for name, found in of_layers.items() if found}
+        told = {
+            name: {str(n): each.tolist() for n, each in found.items()} for name, found in of_layers.items() if found
+        }
         hidden = {} if self.hidden is None else {"hidden_channels": self.hidden.tolist()}
         return {"layers": self.layers.tolist(), **told, **hidden}
 
@@ -72,7 +74,11 @@ def select(sums: Mapping[str, Tensor], anatomy: Anatomy, shape: Shape, *, metric
     moment, sizes = _METRICS[metric], anatomy.sizes
     cut = {axis for axis, size in sizes.items() if shape[axis] < size}
     numbers = range(sizes[LAYERS])
-    scores = torch.stack([sums[f"layers.{n}.{'influence' if depth == 'block_influence' else 'without'}"] for n in numbers]) if LAYERS in cut else None
+    scores = (
+        torch.stack([sums[f"layers.{n}.{'influence' if depth == 'block_influence' else 'without'}"] for n in numbers])
+        if LAYERS in cut
+        else None
+    )
     layers = torch.arange(sizes[LAYERS]) if scores is None else top(scores.view(-1), shape[LAYERS])
     groups = {}
     if GROUPS in cut:
@@ -100,9 +106,7 @@ def residual_scores(sums: Mapping[str, Tensor], moment: str) -> Tensor:
     found = [
         value
         for key, value in sorted(sums.items())
-        if key.endswith(f".out.{moment}")
-        and "post_feedforward" not in key
-        and not (post and "post_attention" in key)
+        if key.endswith(f".out.{moment}") and "post_feedforward" not in key and not (post and "post_attention" in key)
     ]
     return torch.stack([each / each.mean().clamp_min(torch.finfo(torch.float64).tiny) for each in found]).sum(0)
 

@@ -1,4 +1,4 @@
-"""Small models of every architecture that can be pruned, in which some channels, heads, experts and a layer do nothing."""
+"""Small models of every architecture that can be pruned, in which parts of every kind do nothing."""
 
 from __future__ import annotations
 
@@ -68,15 +68,21 @@ def silence(model: nn.Module) -> None:
     if model.config.model_type == "gpt2":  # type: ignore[union-attr]
         return
     for name, parameter in model.named_parameters():
-        into_residual = name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj", "o_proj.bias", "mlp.down_proj.bias"))
-        if into_residual:
-            (parameter if parameter.ndim < 3 else parameter.transpose(0, 1))[DEAD_HIDDEN] = 0
-        if name.endswith("embed_tokens.weight"):
-            parameter[:, DEAD_HIDDEN] = 0
-        if f"layers.{DEAD_LAYER}." in name and into_residual:
+        _silence_parameter(name, parameter)
+
+
+_INTO_RESIDUAL = ("o_proj.weight", "down_proj.weight", "experts.down_proj", "o_proj.bias", "mlp.down_proj.bias")
+
+
+def _silence_parameter(name: str, parameter: nn.Parameter) -> None:
+    if name.endswith(_INTO_RESIDUAL):
+        (parameter if parameter.ndim < 3 else parameter.transpose(0, 1))[DEAD_HIDDEN] = 0
+        if f"layers.{DEAD_LAYER}." in name:
             parameter.zero_()
-        if name.endswith(("mlp.gate.weight",)) and parameter.shape[0] == EXPERTS:
-            _silence_expert(parameter)
+    if name.endswith("embed_tokens.weight"):
+        parameter[:, DEAD_HIDDEN] = 0
+    if name.endswith("mlp.gate.weight") and parameter.shape[0] == EXPERTS:
+        parameter[DEAD_EXPERT] = (parameter[0] + parameter[1]) / 2
 
 
 def _silence_ffn(mlp: Any) -> None:
@@ -97,13 +103,11 @@ def _silence_group(attention: Any) -> None:
         attention.v_proj.bias[rows] = 0
 
 
-def _silence_expert(router: nn.Parameter) -> None:
-    router[DEAD_EXPERT] = (router[0] + router[1]) / 2
-
-
 def logits(folder: Path, rows: torch.Tensor) -> torch.Tensor:
     """By plain transformers, fp64, [B, T, V]."""
-    how = {"experts_implementation": "eager"} if config_json(folder)["model_type"] in _ROUTED else {}  # grouped products have no fp64
+    how = (
+        {"experts_implementation": "eager"} if config_json(folder)["model_type"] in _ROUTED else {}
+    )  # grouped products have no fp64
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **how).eval()
     with torch.no_grad():
         found: torch.Tensor = model(input_ids=rows).logits

@@ -13,6 +13,7 @@ from pipeline.pruning.importance import Sums, decoder_layers, gather
 from pipeline.pruning.selection import residual_scores, select, top
 from pipeline.pruning.stored_sums import fingerprint, load_sums
 from tests import warm
+from tests.evaluation.small import VOCAB
 from tests.pruning import models
 from tests.pruning.prunings import plan_of, write_config
 
@@ -67,7 +68,7 @@ def test_two_processes_find_the_same_importances_and_choose_the_same_channels(
 
 def batches(count: int = 2) -> list[tuple[torch.Tensor, None]]:
     generator = torch.Generator().manual_seed(3)
-    return [(torch.randint(0, models.VOCAB, (2, 17), generator=generator), None) for _ in range(count)]
+    return [(torch.randint(0, VOCAB, (2, 17), generator=generator), None) for _ in range(count)]
 
 
 def gathered(name: str, **how: Any) -> tuple[Any, Sums]:

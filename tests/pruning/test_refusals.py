@@ -31,7 +31,9 @@ def test_a_refusal_imports_no_torch_and_writes_nothing(model: Path, tokens: Path
     done = run_python("-X", "importtime", ENTRY, "--config", config)
     assert done.returncode == 2
     assert "error: target.parameters = 10" in done.stderr
-    least = plan_of(tmp_path, model, tokens, target={"shape": {"hidden_size": 8, "intermediate_size": 8, "num_key_value_heads": 1}})
+    least = plan_of(
+        tmp_path, model, tokens, target={"shape": {"hidden_size": 8, "intermediate_size": 8, "num_key_value_heads": 1}}
+    )
     assert least.shape is not None
     assert f"use {least.anatomy.parameters(least.shape)} or more" in done.stderr
     assert "or add num_hidden_layers to axes" in done.stderr
@@ -111,5 +113,7 @@ def test_a_tensor_that_is_not_known_is_refused_by_name(model: Path, tokens: Path
     source = shutil.copytree(model, tmp_path / "other")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "model_type": "mixtral", "num_local_experts": 4}))
-    with pytest.raises(HeadraceError, match=r"the tensor model\.layers\.0\.mlp\.down_proj\.bias is not known of a mixtral"):
+    with pytest.raises(
+        HeadraceError, match=r"the tensor model\.layers\.0\.mlp\.down_proj\.bias is not known of a mixtral"
+    ):
         plan_of(tmp_path, source, tokens, target={"shape": {"num_hidden_layers": 2}})

@@ -17,10 +17,11 @@ def cost(shape: Mapping[str, int]) -> float:
 
 
 def test_the_axes_shrink_together_and_the_rest_of_the_budget_goes_to_the_one_that_lost_most() -> None:
-    # ratio 2/3: a 64, b 20; then b, which is at 1/2, may grow to 30, and neither any further
-    assert search(CHOICES, cost, 64 * 30 + 7) == {"a": 64, "b": 30, "c": 7}
-    assert search(CHOICES, cost, 64 * 30 + 6) == {"a": 64, "b": 20, "c": 7}
-    assert search(CHOICES, cost, 64 * 30 + 7, grow=False) == {"a": 64, "b": 20, "c": 7}
+    # at 3/4 of both it costs 1927
+    assert search(CHOICES, cost, 1927) == {"a": 64, "b": 30, "c": 7}
+    # half of both costs 647, and 2/3 of both 1287, with 64 and 20; what is left of 1000 is enough for 32 and 30, at 967
+    assert search(CHOICES, cost, 1000, grow=False) == {"a": 32, "b": 20, "c": 7}
+    assert search(CHOICES, cost, 1000) == {"a": 32, "b": 30, "c": 7}
 
 
 def test_nothing_is_found_below_the_smallest_sizes() -> None:
