@@ -74,12 +74,14 @@ class Architecture:
         keys: axis -> its key in config.json.
         unit_offset: the weight of a norm is stored less 1 (Gemma).
         scaled_embedding: embeddings are multiplied by the root of hidden_size (Gemma).
+        tensor_parallel: importance can be gathered by tensor parallelism.
     """
 
     tensors: Mapping[str, Dims]
     keys: Mapping[str, str]
     unit_offset: bool = False
     scaled_embedding: bool = False
+    tensor_parallel: bool = True
 
     def matching(self, name: str) -> tuple[re.Match[str], Dims] | None:
         """The pattern that a stored name matches, and its dims; None for an unknown tensor."""
@@ -93,10 +95,11 @@ def _dense(**fields: Any) -> Architecture:
     return Architecture({**_ATTENTION, **_MLP}, {axis: axis for axis in (HIDDEN, FFN, GROUPS, LAYERS)}, **fields)
 
 
-_GEMMA = _dense(unit_offset=True, scaled_embedding=True)
+_GEMMA: dict[str, Any] = {"unit_offset": True, "scaled_embedding": True}
 ARCHITECTURES = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _dense()),
-    **dict.fromkeys(("gemma", "gemma2"), _GEMMA),
+    "gemma": _dense(**_GEMMA),
+    "gemma2": _dense(**_GEMMA, tensor_parallel=False),  # our attention has no soft cap
     "mixtral": Architecture(
         {**_ATTENTION, **_MIXTRAL},
         {**{axis: axis for axis in (HIDDEN, FFN, GROUPS, LAYERS)}, EXPERTS: "num_local_experts"},
@@ -105,7 +108,7 @@ ARCHITECTURES = {
         {**_ATTENTION, **_MLP, **_QWEN_EXPERTS},
         {axis: axis for axis in (HIDDEN, FFN, EXPERT_FFN, GROUPS, EXPERTS, LAYERS)},
     ),
-    "gpt2": Architecture(_GPT2_TENSORS, {FFN: "n_inner", LAYERS: "n_layer"}),
+    "gpt2": Architecture(_GPT2_TENSORS, {FFN: "n_inner", LAYERS: "n_layer"}, tensor_parallel=False),
 }
 """By model_type. GPT-2's heads are hidden_size / n_head wide, which its config cannot say otherwise: neither is cut."""
 

@@ -71,6 +71,11 @@ class ImportanceSection(Section):
         description="Importance of layers: block_influence (1 - cosine of a layer's input and output) or loss (how much"
         " the loss of the calibration tokens rises without the layer; a pass for each layer)",
     )
+    tp: Count = Field(
+        default=1,
+        description="Processes of the launcher that share a model by tensor parallelism, e.g. 4; the others share the"
+        " windows",
+    )
 
 
 class MaskSection(Section):

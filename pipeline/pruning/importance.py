@@ -1,7 +1,8 @@
 """Importance by activations: sums over calibration tokens, in fp64, that any number of processes add up.
 
-Every sum is over tokens, and each process runs its own windows (window i on process i mod world size), so that one
-all-reduce makes the sums of all. What is summed, by key:
+Every sum is over tokens. Each data-parallel rank runs its own windows (window i on rank i mod their number), and
+tensor-parallel ranks see other features or other positions of the same ones, so that one all-reduce makes the sums of
+all. What is summed, by key:
 
 | key | shape | summed over tokens |
 |---|---|---|
@@ -24,8 +25,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,23 +36,36 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from pipeline.data.loader import IGNORE, MicroBatch
+from pipeline.pruning.sharded import feature_offset
+
 Sums = dict[str, Tensor]
-Batch = tuple[Tensor, Tensor | None]
-"""Token ids int64 [B, T + 1], and positions int64 [B, T] that begin anew with each document, or None."""
+Forward = Callable[[MicroBatch], Tensor]
+"""Runs a batch; its summed loss in nats."""
 
 _FFN, _HEADS = ("mlp.down_proj", "mlp.c_proj"), ("self_attn.o_proj", "attn.c_proj")
 _NORM = re.compile(r"^(?:model\.norm|model\.layers\.\d+\.\w+_layernorm)$")
 
 
 @torch.no_grad()
-def gather(model: nn.Module, batches: Iterable[Batch], *, device: torch.device, depth_loss: bool = False) -> Sums:
+def gather(
+    model: nn.Module,
+    batches: Iterable[MicroBatch],
+    *,
+    device: torch.device,
+    forward: Forward | None = None,
+    depth_loss: bool = False,
+    tp: int = 1,
+) -> Sums:
     """Sums over the tokens of this process's batches.
 
     Args:
         model: a Hugging Face model in evaluation mode on `device`.
         batches: of this process.
         device: where the batches go.
+        forward: runs the model, where that takes more than calling it.
         depth_loss: run each batch once more without each layer.
+        tp: processes that run the same batches.
 
     Returns:
         Key -> fp64 on the CPU, as in the module's table.
@@ -60,16 +75,14 @@ def gather(model: nn.Module, batches: Iterable[Batch], *, device: torch.device, 
     def add(key: str, value: Tensor) -> None:
         sums[key] = sums[key] + value
 
-    layers = decoder_layers(model)
-    for rows, positions in batches:
-        inputs = _inputs(rows, positions, device)
+    layers, run = decoder_layers(model), forward or partial(_plain, model)
+    for batch in (each.to(device) for each in batches):
         with _observed(model, layers, add):
-            model(**inputs)
-        add("tokens", torch.tensor([rows[:, 1:].numel()], dtype=torch.float64, device=device))
-        if depth_loss:
-            for number, layer in layers.items():
-                with _left_out(layer):
-                    add(f"layers.{number}.without", _loss(model(**inputs).logits, rows.to(device)))
+            run(batch)
+        add("tokens", torch.tensor([batch.input_ids.numel() / tp], dtype=torch.float64, device=device))
+        for number, layer in layers.items() if depth_loss else ():
+            with _left_out(layer):
+                add(f"layers.{number}.without", run(batch).double().view(1) / tp)
     return {key: value.cpu() for key, value in sums.items()}
 
 
@@ -87,20 +100,15 @@ def add_up(sums: Mapping[str, Tensor]) -> Sums:
     return {key: part.view_as(sums[key]) for key, part in zip(keys, parts, strict=True)}
 
 
-def share_of(windows: Sequence[int], *, rank: int, world_size: int) -> list[int]:
-    """The windows of one process."""
-    return list(windows[rank::world_size])
-
-
-def _inputs(rows: Tensor, positions: Tensor | None, device: torch.device) -> dict[str, Any]:
-    given = {} if positions is None else {"position_ids": positions.to(device)}
-    return {"input_ids": rows[:, :-1].to(device), "use_cache": False, **given}
-
-
-def _loss(logits: Tensor, rows: Tensor) -> Tensor:
-    """Summed loss [1] in nats, fp64."""
-    each = [F.cross_entropy(one.float(), row, reduction="none") for one, row in zip(logits, rows[:, 1:], strict=True)]
-    return torch.stack(each).sum(dtype=torch.float64).view(1)
+def _plain(model: nn.Module, batch: MicroBatch) -> Tensor:
+    """Summed loss in nats, fp64; transformers makes the document mask of positions that begin anew."""
+    given = {} if batch.positions is None else {"position_ids": batch.positions}
+    logits = model(input_ids=batch.input_ids, use_cache=False, **given).logits
+    losses = [
+        F.cross_entropy(one.float(), row, reduction="none", ignore_index=IGNORE)
+        for one, row in zip(logits, batch.labels, strict=True)
+    ]
+    return torch.stack(losses).sum(dtype=torch.float64)
 
 
 Add = Callable[[str, Tensor], None]
@@ -117,7 +125,7 @@ def _observed(model: nn.Module, layers: Mapping[int, nn.Module], add: Add) -> It
         handles.append(layer.register_forward_hook(_influence_hook(number, add), with_kwargs=True))
         for name, module in layer.named_modules():
             place = f"layers.{number}"
-            if name in _FFN and isinstance(module, nn.Module) and not hasattr(module, "gate_up_proj"):
+            if name in _FFN:
                 handles.append(module.register_forward_pre_hook(_input_hook(f"{place}.ffn", add)))
             elif name in _HEADS:
                 handles.append(module.register_forward_pre_hook(_input_hook(f"{place}.heads", add)))
@@ -144,7 +152,11 @@ def _add_moments(add: Add, key: str, values: Tensor) -> None:
 
 
 def _input_hook(key: str, add: Add) -> Callable[..., None]:
-    return lambda _module, positional: _add_moments(add, key, positional[0])
+    def hook(module: nn.Module, positional: tuple[Tensor, ...]) -> None:
+        first, features = feature_offset(module, positional[0].shape[-1])
+        _add_moments(add, key, F.pad(positional[0], (first, features - first - positional[0].shape[-1])))
+
+    return hook
 
 
 def _norm_hook(name: str, add: Add) -> Callable[..., None]:

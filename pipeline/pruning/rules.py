@@ -79,21 +79,40 @@ def prepare(config: PruneConfig, *, world_size: int = 1) -> PruningPlan:
     _check_mask(config, anatomy)
     config = config.model_copy(update={"data": as_trained(config.data, source.path)})
     dataset = open_heldout(config.data, source)
-    calibration = _calibration(config, world_size)
+    calibration = _calibration(config, _data_parallel(config, anatomy, world_size))
     about = ModelDescription(FOLDER, config.dtype or source.dtype, head_size(source.config))
     consumers = plan_consumers(about, None if config.consumers is None else tuple(config.consumers))
     return PruningPlan(config, source, anatomy, dataset, calibration, consumers, shape, choices)
 
 
-def _calibration(config: PruneConfig, world_size: int) -> TokenDataset:
+def _data_parallel(config: PruneConfig, anatomy: Anatomy, world_size: int) -> int:
+    """Processes, or groups of them, that share the windows."""
+    tp, length = config.importance.tp, config.data.sequence_length
+    if tp > 1 and not anatomy.architecture.tensor_parallel:
+        why = "tensor parallelism is not there for this architecture"
+        raise ConfigError("importance.tp", tp, why=why, remedy="use importance.tp 1")
+    heads = anatomy.sizes.get(GROUPS, 1)
+    if heads % tp:
+        why = f"it does not divide the {heads} key/value heads"
+        raise ConfigError("importance.tp", tp, why=why, remedy=f"use a divisor of {heads}")
+    if world_size % tp:
+        why = f"it does not divide the {world_size} processes that were started"
+        raise ConfigError("importance.tp", tp, why=why, remedy=f"start a multiple of {tp}, or use importance.tp 1")
+    if length % tp:
+        why = f"the positions of a window are shared, and data.sequence_length is {length}"
+        raise ConfigError("importance.tp", tp, why=why, remedy="use a divisor of data.sequence_length")
+    return world_size // tp
+
+
+def _calibration(config: PruneConfig, shares: int) -> TokenDataset:
     length, samples = config.data.sequence_length, config.calibration.samples
     dataset = TokenDataset.open(config.data.path, split=config.calibration.split, sequence_length=length)
     if samples > dataset.windows:
         why = f"the split {config.calibration.split} has {dataset.windows} windows of {length} tokens"
         raise ConfigError("calibration.samples", samples, why=why, remedy=f"use {dataset.windows} or less")
-    if samples < world_size:
-        why = f"{world_size} processes share the windows, and each needs one"
-        raise ConfigError("calibration.samples", samples, why=why, remedy=f"use {world_size} or more")
+    if samples < shares:
+        why = f"{shares} processes share the windows, and each needs one"
+        raise ConfigError("calibration.samples", samples, why=why, remedy=f"use {shares} or more")
     return dataset
 
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import track
@@ -23,18 +24,19 @@ from pipeline.consumers.gate import Sample
 from pipeline.consumers.pruned_gate import run_pruned_gate
 from pipeline.consumers.table import consumer_table
 from pipeline.data.dataset import choose_windows
-from pipeline.data.loader import make_batch
+from pipeline.data.loader import MicroBatch, make_batch
 from pipeline.evaluation.loading import load_model
 from pipeline.launch.environment import Launch
 from pipeline.launch.group import process_group
 from pipeline.models.tokenizer_files import copy_tokenizer
 from pipeline.pruning.cutting import write_folder
-from pipeline.pruning.importance import Batch, Sums, add_up, gather, share_of
+from pipeline.pruning.importance import Sums, add_up, gather
 from pipeline.pruning.latency import shape_for_latency
 from pipeline.pruning.masks import mask_weights
 from pipeline.pruning.report import details, table
 from pipeline.pruning.rules import PruningPlan
 from pipeline.pruning.selection import select
+from pipeline.pruning.sharded import ShardedModel
 from pipeline.pruning.stored_sums import fingerprint, load_sums, needs_loss, remove_sums, save_sums
 
 
@@ -98,7 +100,7 @@ def importance(plan: PruningPlan, launch: Launch) -> Sums:
     if launch.world_size == 1:
         found = load_sums(plan, mark) or _gather(plan, launch)
     else:
-        with process_group(launch, gpu=None):
+        with process_group(launch, gpu=_device(launch).index):  # the sums go over gloo, a sharded model over nccl
             found = _gather_together(plan, launch, mark)
     if launch.rank == 0:
         save_sums(plan, found, mark)
@@ -114,13 +116,14 @@ def _gather_together(plan: PruningPlan, launch: Launch, mark: str) -> Sums:
 
 
 def _gather(plan: PruningPlan, launch: Launch) -> Sums:
-    device = _device(launch)
-    model = load_model(plan.source.path, dtype=torch.float32, device=device)
+    device, tp = _device(launch), plan.config.importance.tp
+    sharded = ShardedModel(plan.source.path, launch, tp=tp, device=device) if tp > 1 else None
+    model = sharded.causal if sharded else load_model(plan.source.path, dtype=torch.float32, device=device)
     batches = list(_windows(plan, launch))
     console = Console(stderr=True)
     hidden = launch.rank > 0 or not console.is_terminal
     shown = track((_batch(plan, each) for each in batches), "importance", len(batches), console=console, disable=hidden)
-    return gather(model, shown, device=device, depth_loss=needs_loss(plan))
+    return gather(model, shown, device=device, forward=sharded, depth_loss=needs_loss(plan), tp=tp)
 
 
 def _device(launch: Launch) -> torch.device:
@@ -132,17 +135,15 @@ def _device(launch: Launch) -> torch.device:
 def _windows(plan: PruningPlan, launch: Launch) -> Iterator[list[int]]:
     """This process's windows, in batches."""
     chosen = choose_windows(plan.calibration.windows, plan.config.calibration.samples).tolist()
-    own = share_of(chosen, rank=launch.rank, world_size=launch.world_size)
+    tp = plan.config.importance.tp
+    own = chosen[launch.rank // tp :: launch.world_size // tp]
     size = plan.config.data.batch_size
     yield from (own[begin : begin + size] for begin in range(0, len(own), size))
 
 
-def _batch(plan: PruningPlan, windows: list[int]) -> Batch:
-    rows = plan.calibration.read(windows)
-    positions = None
-    if plan.config.data.mask_documents:
-        positions = make_batch(rows, plan.calibration.boundaries(windows)).positions
-    return torch.from_numpy(rows).long(), positions
+def _batch(plan: PruningPlan, windows: list[int]) -> MicroBatch:
+    boundaries = plan.calibration.boundaries(np.asarray(windows)) if plan.config.data.mask_documents else None
+    return make_batch(plan.calibration.read(windows), boundaries)
 
 
 @contextmanager

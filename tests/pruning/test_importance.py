@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from pipeline.data.loader import MicroBatch, make_batch
 from pipeline.evaluation.loading import load_model
 from pipeline.pruning.importance import Sums, decoder_layers, gather
+from pipeline.pruning.rules import PruningPlan
 from pipeline.pruning.selection import residual_scores, select, top
 from pipeline.pruning.stored_sums import fingerprint, load_sums
 from tests import warm
@@ -30,45 +33,58 @@ launch = detect()
 importance(prepare(parse(PruneConfig, load(sys.argv[1], [])), world_size=launch.world_size), launch)
 """
 SHAPES: dict[str, dict[str, int]] = {
+    "gemma": {"hidden_size": 16, "intermediate_size": 24, "num_key_value_heads": 1, "num_hidden_layers": 2},
     "llama": {"hidden_size": 16, "intermediate_size": 24, "num_key_value_heads": 1, "num_hidden_layers": 2},
     "qwen3_moe": {"hidden_size": 16, "moe_intermediate_size": 24, "num_key_value_heads": 1, "num_experts": 2},
 }
 
 
+LAYOUTS = ((1, 1), (2, 1), (2, 2), (4, 2))
+"""(processes, of which so many share a model by tensor parallelism)."""
+
+
 @pytest.mark.parametrize("name", SHAPES)
-def test_two_processes_find_the_same_importances_and_choose_the_same_channels(
+def test_every_layout_finds_the_same_importances_and_chooses_the_same_channels(
     tokens: Path, tmp_path: Path, name: str
 ) -> None:
     source, found = models.make(tmp_path / "model", name, tokens, dead=False), []
-    fields: dict[str, Any] = {"target": {"shape": SHAPES[name]}, "importance": {"depth": "loss"}}
-    for processes in (1, 2):
-        work = tmp_path / str(processes)
+    fields: dict[str, Any] = {"target": {"shape": SHAPES[name]}}
+    for processes, tp in LAYOUTS:
+        work = tmp_path / f"{processes}-{tp}"
         work.mkdir()
+        fields["importance"] = {"depth": "loss", "tp": tp}
         config = write_config(work, source, tokens, calibration={"samples": 17}, **fields)
         done = warm.run("-c", GATHER, config, processes=processes)
         assert done.returncode == 0, done.stderr
+        fields["importance"] = {"depth": "loss"}  # the sums do not depend on the layout, nor does what they are kept by
         plan = plan_of(work, source, tokens, calibration={"samples": 17}, **fields)
         sums = load_sums(plan, fingerprint(plan))
         assert sums is not None
         found.append((plan, sums))
-    (plan, one), (_, two) = found
-    assert one.keys() == two.keys()
+    plan, one = found[0]
     assert one["tokens"].item() == 17 * 32
+    for other, sums in found[1:]:
+        _assert_same(one, sums)
+        assert _chosen(plan, one) == _chosen(other, sums)
+
+
+def _assert_same(one: Sums, two: Sums) -> None:
+    assert one.keys() == two.keys()
     for key, value in one.items():
         assert value.dtype == torch.float64
-        # activations are fp32, and batches of other sizes round otherwise; their sums are fp64
-        torch.testing.assert_close(two[key], value, rtol=2e-5, atol=1e-5 * float(value.abs().max()))
+        # activations are fp32, and products of other shapes round otherwise; their sums are fp64
+        torch.testing.assert_close(two[key], value, rtol=2e-5, atol=1e-5 * float(value.abs().max()), msg=key)
+
+
+def _chosen(plan: PruningPlan, sums: Sums) -> Any:
     assert plan.shape is not None
-    kept = [select(each, plan.anatomy, plan.shape, metric="mean_abs", depth="loss") for each in (one, two)]
-    assert kept[0].summary() == kept[1].summary()
-    assert {place: each.tolist() for place, each in kept[0].ffn.items()} == {
-        place: each.tolist() for place, each in kept[1].ffn.items()
-    }
+    kept = select(sums, plan.anatomy, plan.shape, metric="mean_abs", depth="loss")
+    return kept.summary(), {place: each.tolist() for place, each in kept.ffn.items()}
 
 
-def batches(count: int = 2) -> list[tuple[torch.Tensor, None]]:
-    generator = torch.Generator().manual_seed(3)
-    return [(torch.randint(0, VOCAB, (2, 17), generator=generator), None) for _ in range(count)]
+def batches(count: int = 2) -> list[MicroBatch]:
+    generator = np.random.default_rng(3)
+    return [make_batch(generator.integers(0, VOCAB, (2, 17)), None) for _ in range(count)]
 
 
 def gathered(name: str, **how: Any) -> tuple[Any, Sums]:
@@ -81,7 +97,7 @@ def test_the_sums_are_those_of_the_activations() -> None:
     seen: list[torch.Tensor] = []
     handle = model.model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda _m, given: seen.append(given[0]))
     with torch.no_grad():
-        hidden = [model(rows[:, :-1], output_hidden_states=True).hidden_states for rows, _ in batches()]
+        hidden = [model(batch.input_ids, output_hidden_states=True).hidden_states for batch in batches()]
     handle.remove()
     rows = torch.cat([each.flatten(0, 1) for each in seen]).double()
     assert sums["tokens"].item() == len(rows)
@@ -98,7 +114,7 @@ def test_the_loss_without_a_layer_is_that_of_the_model_without_it() -> None:
     assert len(decoder_layers(model)) == models.LAYERS
     del model.model.layers[1]
     with torch.no_grad():
-        logits = [(model(rows[:, :-1], use_cache=False).logits, rows[:, 1:]) for rows, _ in batches()]
+        logits = [(model(batch.input_ids, use_cache=False).logits, batch.labels) for batch in batches()]
     loss = sum(torch.nn.functional.cross_entropy(x.flatten(0, 1), y.flatten(), reduction="sum") for x, y in logits)
     assert sums["layers.1.without"].item() == pytest.approx(float(loss), rel=1e-5)
 

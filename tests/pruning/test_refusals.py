@@ -59,6 +59,8 @@ def test_a_refusal_imports_no_torch_and_writes_nothing(model: Path, tokens: Path
         ({"target": {"parameters": 9_000}, "axes": []}, "no size may be cut"),
         ({"target": {"shape": {"hidden_size": 16}}, "calibration": {"samples": 100_000}}, "calibration.samples"),
         ({"target": {"latency": 1.5}}, "target.latency"),
+        ({"target": {"shape": {"hidden_size": 16}}, "importance": {"tp": 2}}, "start a multiple of 2"),
+        ({"target": {"shape": {"hidden_size": 16}}, "importance": {"tp": 4}}, "the 2 key/value heads"),
         ({"experimental": {"pattern": "2:4", "sparsity": 0.7}}, "two zeros in four"),
         ({"target": {"shape": {"hidden_size": 16}}, "consumers": ["llama.cpp"]}, "llama.cpp reads GGUF files"),
     ],
