@@ -56,6 +56,12 @@ KINDS = {
             "data_prep.config.corpus:CorpusConfig",
         ),
         Kind(
+            "prune",
+            "the config of a pruning",
+            "headrace prune; python pipeline/prune.py; torchrun pipeline/prune.py",
+            "pipeline.pruning.config:PruneConfig",
+        ),
+        Kind(
             "quantize",
             "the config of a quantization",
             "headrace quantize; python pipeline/quantize.py",
