@@ -91,7 +91,7 @@ def teacher_bytes(prepared: PreparedRun) -> TeacherBytes | None:
     rank = footprint.ranks[0]
     size = next(model.parameters()).element_size()
     length = run.batch.sequence_length // run.topology.cp
-    chunk = loss_chunk(run, model.config) or length  # type: ignore[arg-type]
+    chunk = loss_chunk(run, model.config) or length
     rows = run.batch.micro * min(chunk, length)
     columns = footprint.widths.vocabulary / run.topology.tp
     logits = rows * columns * (size + _FP32_COPIES * 4)

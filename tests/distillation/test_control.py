@@ -27,8 +27,7 @@ def test_the_control_is_the_run_of_headrace_train_without_a_teacher_and_both_los
     plain = tiny_config(tokens, tmp_path / "run", engine="torch")
     plain["run"] |= {"steps": 10, "checkpoint_every": 10}
     config = write_config(tmp_path / "c.json", {**plain, "distill": {"teacher": str(teacher)}})
-    assert "held-out loss after step" not in (first := control(config)).replace("step 10: held-out loss", "")
-    assert "finished: 10 steps" in first
+    assert "distilled" not in control(config)  # there is nothing to compare with yet
     said = launch("distill.py", config)
     launch("train.py", write_config(tmp_path / "plain.json", plain), f"run.dir={tmp_path / 'plain'}")
     assert losses(tmp_path / "run-control") == losses(tmp_path / "plain")
