@@ -46,7 +46,7 @@ KINDS = {
         Kind(
             "run",
             "the config of a training run",
-            "headrace train, distill, check, prove; deepspeed pipeline/train.py",
+            "headrace train, distill, cache-logits, check, prove; deepspeed pipeline/train.py",
             "pipeline.config.schema:Config",
         ),
         Kind(

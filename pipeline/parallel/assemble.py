@@ -146,7 +146,7 @@ def loss_chunk(run: ResolvedRun, config: PretrainedConfig) -> int | None:
         run: the resolved config.
         config: of the model; in a distillation the loss is chunked by default if its logits are its head's output.
     """
-    if run.config.loss.chunk is not None or run.config.distill is None:
+    if run.config.loss.chunk is not None or run.config.distill is None or run.plain:
         return run.config.loss.chunk
     return DISTILLATION_CHUNK if has_separate_head(config) else None
 
