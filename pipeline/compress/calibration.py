@@ -182,7 +182,7 @@ def _second_moments(linear: Mapping[str, nn.Module], device: torch.device) -> It
         for handle in handles:
             handle.remove()
         for name, total in sums.items():
-            total.div_(tokens[name])
+            total.div_(max(1, tokens[name]))  # an expert that no token goes to is rounded to the nearest
 
 
 def _run(layer: nn.Module, states: Tensor, arguments: dict[str, Any]) -> Tensor:

@@ -33,7 +33,7 @@ def orthogonal(size: int, *, seed: int) -> Tensor:
     odd = size
     while odd % 2 == 0:
         odd //= 2
-    matrix, _ = torch.linalg.qr(torch.randn(odd, odd, generator=generator, dtype=torch.float64))
+    matrix: Tensor = torch.linalg.qr(torch.randn(odd, odd, generator=generator, dtype=torch.float64)).Q
     step = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64) / 2**0.5
     while len(matrix) < size:
         matrix = torch.kron(matrix.contiguous(), step)

@@ -202,7 +202,7 @@ class _Parts:
         assert isinstance(module, nn.Linear)
         packer = self._packer.get_submodule(name)
         packer._parameters |= {key: p for key, p in module._parameters.items() if p is not None}
-        pack_layer(packer, scales[name] if name in scales else scale_of(module, self._args, self._dtype))
+        pack_layer(packer, scales[name] if name in scales else scale_of(module.weight, self._args, self._dtype))
         found = {f"{name}.{key}": cast(value, self._dtype) for key, value in packer.state_dict().items()}
         packer.to("meta")
         return found

@@ -79,7 +79,7 @@ def pack(model: nn.Module, plan: QuantizationPlan, *, dtype: torch.dtype, progre
     for name in progress(list(plan.layers)):
         module = modules[name]
         assert isinstance(module, nn.Linear)
-        pack_layer(module, scales[name] if name in scales else scale_of(module, args, dtype))
+        pack_layer(module, scales[name] if name in scales else scale_of(module.weight, args, dtype))
     _cast(model, dtype)
     return compressor
 
@@ -150,7 +150,9 @@ def method_of(plan: QuantizationPlan, args: QuantizationArgs, dtype: torch.dtype
     if config.smoothing is not None:
         family = family_of(plan.source.config, key="smoothing", value=config.smoothing)
         smoother = Smoother(config.smoothing, family, maximum=what.activations)
-    return Method(lambda module: scale_of(module, args, dtype), rounding if config.method == "gptq" else None, smoother)
+    return Method(
+        lambda module: scale_of(module.weight, args, dtype), rounding if config.method == "gptq" else None, smoother
+    )
 
 
 def _calibrated(
@@ -171,9 +173,9 @@ def _calibrated(
 
 
 @torch.no_grad()
-def scale_of(module: nn.Linear, args: QuantizationArgs, dtype: torch.dtype) -> torch.Tensor:
+def scale_of(weight: torch.Tensor, args: QuantizationArgs, dtype: torch.dtype) -> torch.Tensor:
     """[out, groups] in its stored dtype, by whose values the integers are multiplied."""
-    grouped = module.weight.reshape(module.out_features, -1, args.group_size or module.in_features)
+    grouped = weight.reshape(len(weight), -1, args.group_size or weight.shape[1])
     scale: torch.Tensor
     scale, _ = calculate_qparams(grouped.amin(-1), grouped.amax(-1), args)
     return scale.to(dtype)

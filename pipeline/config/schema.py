@@ -172,6 +172,18 @@ class Fp8Section(Section):
         return value
 
 
+class QuantizationAwareSection(Section):
+    """Quantization-aware training: linear layers compute with the weights that a quantization will store."""
+
+    scheme: Literal["W4A16", "W8A16", "W8A8", "FP8"] = Field(
+        description="Scheme that the model will be quantized to, e.g. W4A16; W8A8 and FP8 round activations, too"
+    )
+    group_size: Count | None = Field(
+        None,
+        description="Group size: weights of one row that share a scale, e.g. 64; null: 32 for W4A16, the row for W8A16",
+    )
+
+
 class ParallelSection(Section):
     """Parallelism: sizes of the mesh axes. Processes beyond pp x cp x tp are data-parallel ranks."""
 
@@ -461,6 +473,9 @@ class Config(Section):
     memory: MemorySection = MemorySection()
     compile: CompileSection = CompileSection()
     fp8: Fp8Section = Fp8Section()
+    quantization_aware: QuantizationAwareSection | None = Field(
+        None, description="Train with the rounding of a quantization in every forward pass; absent: without"
+    )
     parallel: ParallelSection = ParallelSection()
 
     train_batch_size: Count | None = Field(
