@@ -33,7 +33,7 @@ def calibrate(
     batches: Sequence[Tensor],
     *,
     scale: Scale,
-    rounding: Rounding,
+    rounding: Rounding | Mapping[str, Rounding],
     device: torch.device,
     progress: Progress = iter,
 ) -> dict[str, Tensor]:
@@ -44,7 +44,7 @@ def calibrate(
         names: of the linear layers. Those outside of the decoder layers (the head) are left as they are.
         batches: token ids, int64 [B, T], all of one shape.
         scale: gives the scales [O, G] of a linear layer.
-        rounding: to the numbers that the scheme stores.
+        rounding: to the numbers that the scheme stores; by name where layers have several schemes.
         device: where layers are run.
         progress: wraps the iteration over decoder layers.
 
@@ -65,7 +65,8 @@ def calibrate(
         for name, module in linear.items():
             assert isinstance(module, nn.Linear)
             found[name] = scale(module)
-            module.weight.copy_(gptq(module.weight, moments[name], found[name].float(), rounding=rounding))
+            stored = rounding[name] if isinstance(rounding, Mapping) else rounding
+            module.weight.copy_(gptq(module.weight, moments[name], found[name].float(), rounding=stored))
         hidden = [_run(layer, states.to(device), given).cpu() for states in hidden]
         layer.cpu()
     return {name: each.cpu() for name, each in found.items()}
@@ -122,7 +123,7 @@ def _second_moments(linear: Mapping[str, nn.Module], device: torch.device) -> It
         for handle in handles:
             handle.remove()
         for name, total in sums.items():
-            total.div_(tokens[name])
+            total.div_(max(1, tokens[name]))  # an expert that no token goes to is rounded to the nearest
 
 
 def _run(layer: nn.Module, states: Tensor, arguments: dict[str, Any]) -> Tensor:

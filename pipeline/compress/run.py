@@ -15,8 +15,10 @@ from rich.console import Console
 from rich.progress import Progress, track
 
 from headrace.base.directory import Manifest, commit, fresh_staging
+from headrace.base.errors import DataError
 from pipeline.compress.measure import measure
-from pipeline.compress.report import details, sizes, table
+from pipeline.compress.mixed import decide
+from pipeline.compress.report import details, mixed_table, sizes, table
 from pipeline.compress.rules import QuantizationPlan
 from pipeline.compress.weights import check_modules, pack, save
 from pipeline.consumers.bounds import Bound, bound_of
@@ -41,17 +43,36 @@ def quantize(plan: QuantizationPlan) -> Manifest:
     sample = Sample.of(plan.dataset, plan.source.path, vocabulary=plan.source.vocab_size)
     console.print(f"{plan.source.path}: evaluating the original")
     before = measure(plan.source.path, plan.config.data)
+    plan, mixed = _decided(plan, console) if plan.budget else (plan, None)
     with _staged(plan.output) as staging:
         after = _write_gguf(plan, staging) if plan.gguf else _write_folder(plan, staging, console)
         recorded = details(plan, sizes(plan, staging), before, after)
+        if mixed is not None:
+            recorded["mixed"] = mixed
+            _check_budget(mixed, recorded["weight_bytes"])
         recorded["consumers"] = _score(plan, staging, sample, say=lambda line: console.print(line, markup=False))
         parents = {"model": _parent(plan.source.path, plan.source.fingerprint())}
         parents["data"] = _parent(plan.dataset.path, plan.dataset.manifest.fingerprint)
         config = plan.config.model_dump()
         manifest = commit(staging, plan.output, kind="model", config=config, parents=parents, details=recorded)
     Console(file=sys.stdout).print(table(manifest))
+    if mixed is not None:
+        Console(file=sys.stdout).print(mixed_table(mixed))
     Console(file=sys.stdout).print(consumer_table(recorded["consumers"], title="scored by what serves it"))
     return manifest
+
+
+def _decided(plan: QuantizationPlan, console: Console) -> tuple[QuantizationPlan, dict[str, Any]]:
+    console.print("measuring every layer at every candidate")
+    with Progress(*Progress.get_default_columns(), console=console, transient=True) as shown:
+        task = shown.add_task("KL of each layer")
+        return decide(plan, show=lambda done, every: shown.update(task, completed=done, total=every))
+
+
+def _check_budget(mixed: dict[str, Any], written: int) -> None:
+    if written > mixed["budget_bytes"]:
+        why = f"{written:,} bytes were written, and the budget is {mixed['budget_bytes']:,}"
+        raise DataError(f"the result was not accepted, and was deleted: {why}\n  try: a budget that is larger by that")
 
 
 def _score(plan: QuantizationPlan, staging: Path, sample: Sample, *, say: Say) -> dict[str, Any]:
@@ -79,7 +100,7 @@ def _write_gguf(plan: QuantizationPlan, staging: Path) -> dict[str, Any]:
 
 def _write_folder(plan: QuantizationPlan, staging: Path, console: Console) -> dict[str, Any]:
     """Writes packed weights, config and tokenizer into `staging`; its held-out metrics."""
-    console.print(f"quantizing {len(plan.layers)} layers to {plan.config.scheme}")
+    console.print(f"quantizing {len(plan.layers)} layers, scheme {plan.config.scheme}")
     model = load_model(plan.source.path, dtype=torch.float32)
     dtype = getattr(torch, plan.config.dtype or plan.source.dtype)
 
