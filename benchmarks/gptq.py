@@ -1,10 +1,16 @@
 """GPTQ against llm-compressor's: KL to the original, time and memory, W4A16 in groups of 32, the same windows for both.
 
     python -m benchmarks.gptq MODEL TOKENS --peer PYTHON [--samples 128] [--sequence-length 128]
+    python -m benchmarks.gptq MODEL TOKENS --peer PYTHON --layers 16 --hidden 768 --samples 24 --positions 0
 
-PYTHON is that of an environment with llmcompressor, which pins transformers of its own. Both results, and rounding to
-the nearest, are scored by transformers on held-out windows, in processes of their own. Time is that of the method
-alone on the peer's side, and of the whole command, evaluations included, on ours; memory is each process's peak.
+PYTHON is that of an environment with llmcompressor, which pins transformers of its own. Ours is run twice: decoder
+layer by decoder layer from the files, as the command does, and with the whole model in memory. Every result, and
+rounding to the nearest, is scored by transformers on held-out windows, in processes of their own. Time is from reading
+the model to the written folder, without evaluations. Memory is the peak of a process (resident), and how much it is
+above the one after the imports.
+
+With --layers a model of that size with random weights is quantized instead, with MODEL's tokenizer, for time and
+memory; --positions 0 leaves out the scores, which say nothing there.
 """
 
 from __future__ import annotations
@@ -32,17 +38,41 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 source, rows, out = sys.argv[1:]
 rows = np.load(rows)
 data = Dataset.from_dict({"input_ids": rows.tolist(), "attention_mask": np.ones_like(rows).tolist()})
-model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
 weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+imports = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 began = time.perf_counter()
+model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
 oneshot(model=model, dataset=data, recipe=GPTQModifier(ignore=["lm_head"], config_groups=groups),
         num_calibration_samples=len(rows), max_seq_length=rows.shape[1], shuffle_calibration_samples=False,
         tokenizer=AutoTokenizer.from_pretrained(source))
-taken = time.perf_counter() - began
 model.save_pretrained(out, save_compressed=True)
-print(json.dumps([taken, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3]))
+taken = time.perf_counter() - began
+print(json.dumps([taken, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3, imports]))
 """
+
+OURS = """
+import json, resource, sys, time
+from pathlib import Path
+from rich.console import Console
+from headrace.base.section import parse
+from pipeline.compress import run
+from pipeline.compress.config import QuantizeConfig
+from pipeline.compress.rules import prepare
+way, config = sys.argv[1:]
+plan = prepare(parse(QuantizeConfig, json.loads(config)))
+run.measure = lambda *_: {}  # evaluations are left out
+if way == "whole":
+    run.streamable = lambda *_: False
+plan.output.mkdir()
+imports = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+began = time.perf_counter()
+run._write_folder(plan, plan.output, Console(stderr=True))
+taken = time.perf_counter() - began
+print(json.dumps([taken, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3, imports]))
+"""
+Made = tuple[Path, float, float, float]
+"""The folder, seconds, peak megabytes, and those after the imports."""
 
 
 def main() -> None:
@@ -54,48 +84,63 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--sequence-length", type=int, default=128)
     parser.add_argument("--positions", type=int, default=16_000)
+    parser.add_argument("--layers", type=int, help="of a random model that is quantized instead")
+    parser.add_argument("--hidden", type=int, default=768, help="hidden size of the random model")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="headrace-gptq-") as folder:
         work = Path(folder)
-        made = {name: ours(asked, work, name) for name in ("rtn", "gptq")}
+        if asked.layers:
+            asked.model = random_model(asked, work / "random")
+        made = {name: ours(asked, work, name) for name in ("rtn", "gptq", "gptq, whole model")}
         made["llm-compressor"] = peer(asked, work)
-        print("method | mean KL | max KL | top-1 | seconds | peak MB")
-        for name, (path, seconds, memory) in made.items():
-            found = score(asked, path)
-            figures = f"{found['mean_kl']:.6f} | {found['max_kl']:.4f} | {found['top1_agreement']:.2%}"
-            print(f"{name} | {figures} | {seconds:.1f} | {memory:.0f}")
+        print("method | mean KL | max KL | top-1 | seconds | peak MB | above imports, MB")
+        for name, (path, seconds, memory, imports) in made.items():
+            figures = "- | - | -"
+            if asked.positions:
+                found = score(asked, path)
+                figures = f"{found['mean_kl']:.6f} | {found['max_kl']:.4f} | {found['top1_agreement']:.2%}"
+            print(f"{name} | {figures} | {seconds:.1f} | {memory:.0f} | {memory - imports:.0f}")
 
 
-def ours(asked: argparse.Namespace, work: Path, method: str) -> tuple[Path, float, float]:
-    """The folder, seconds and peak megabytes of `headrace quantize`."""
-    data = {"path": str(asked.tokens), "sequence_length": asked.sequence_length, "max_tokens": 10_000}
-    config = {
-        "model": str(asked.model),
-        "output": str(work / method),
-        "scheme": "W4A16",
-        "method": method,
-        "data": data,
-    }
+def random_model(asked: argparse.Namespace, folder: Path) -> Path:
+    """A Llama with random weights, and the tokenizer of `asked.model`."""
+    import torch  # noqa: PLC0415  seconds of import, in a process whose memory is not measured
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
+
+    config = AutoConfig.from_pretrained(asked.model)
+    config.num_hidden_layers, config.hidden_size = asked.layers, asked.hidden
+    config.intermediate_size, config.head_dim = asked.hidden * 8 // 3 // 64 * 64, 64
+    config.num_attention_heads = config.num_key_value_heads = asked.hidden // 64
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
+    model.save_pretrained(folder)
+    for file in asked.model.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return folder
+
+
+def ours(asked: argparse.Namespace, work: Path, name: str) -> Made:
+    """What `headrace quantize` does."""
+    out = work / name.replace(", ", "-").replace(" ", "-")
+    method, _, whole = name.partition(", ")
+    data = {"path": str(asked.tokens), "sequence_length": asked.sequence_length}
+    config = {"model": str(asked.model), "output": str(out), "scheme": "W4A16", "method": method, "data": data}
     config |= {"calibration": {"samples": asked.samples}, "consumers": ["transformers"], "dtype": "float32"}
-    (work / f"{method}.json").write_text(json.dumps(config))
-    code = (
-        "import json, resource, sys, time; began = time.perf_counter()\n"
-        "from pipeline.quantize import main; main()\n"
-        "print(json.dumps([time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3]))"
-    )
-    seconds, memory = _last_line([sys.executable, "-c", code, "--config", str(work / f"{method}.json")])
-    return work / method, seconds, memory
+    way = "whole" if whole else "streamed"
+    # out is made after the check that it is not there
+    return out, *_last_line([sys.executable, "-c", OURS, way, json.dumps(config)])
 
 
-def peer(asked: argparse.Namespace, work: Path) -> tuple[Path, float, float]:
+def peer(asked: argparse.Namespace, work: Path) -> Made:
     """The same of llm-compressor."""
     dataset = TokenDataset.open(asked.tokens, split="train", sequence_length=asked.sequence_length)
     np.save(work / "rows.npy", dataset.read(choose_windows(dataset.windows, asked.samples))[:, :-1])
     out = work / "llm-compressor"
-    seconds, memory = _last_line([asked.peer, "-c", PEER, str(asked.model), str(work / "rows.npy"), str(out)])
+    figures = _last_line([asked.peer, "-c", PEER, str(asked.model), str(work / "rows.npy"), str(out)])
     for file in asked.model.glob("tokenizer*"):
         shutil.copy(file, out)
-    return out, seconds, memory
+    return out, *figures
 
 
 def score(asked: argparse.Namespace, folder: Path) -> Any:

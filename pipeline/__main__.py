@@ -11,14 +11,18 @@ from headrace.base.cli import guarded, leave
 
 COMMANDS = {
     "train": ("pipeline.train", "train a language model, or resume from the newest checkpoint of run.dir"),
+    "cache-logits": ("pipeline.cache_logits", "keep a teacher's likeliest ids per position, to distil without it"),
     "distill": ("pipeline.distill", "train a student to follow a frozen teacher"),
     "quantize": ("pipeline.quantize", "write a finished model in 8 or 4 bits: a Hugging Face folder or a GGUF file"),
-    "compress": ("pipeline.consumers.command_compress", "verify a compressed model with every program that serves it"),
+    "compress": (
+        "pipeline.recipe.command",
+        "prune, distil, quantize and evaluate from one config; verify a result",
+    ),
     "check": ("pipeline.check", "print the resolved run of a config, or the one thing that is wrong with it"),
     "prove": ("pipeline.proof.command", "show that a config's layout, made small, learns what one process does"),
     "checkpoint": ("pipeline.checkpoint.command_checkpoint", "list, verify or export the checkpoints of a run"),
     "export": ("pipeline.checkpoint.command_export", "write a run's model as a Hugging Face folder"),
-    "eval": ("pipeline.evaluation.command", "held-out loss, perplexity and bits per byte of a model"),
+    "eval": ("pipeline.comparison.command", "held-out loss of a model, or several side by side; tasks of lm_eval"),
     "samples": ("pipeline.anomalies.suspect_samples", "print the text that a step of a run was trained on"),
     "complete": ("pipeline.evaluation.complete", "let a model go on from a prompt"),
     "report": ("pipeline.report.command", "a self-contained HTML page of runs and models"),

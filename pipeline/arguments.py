@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from headrace.base.cli import add_config_arguments, leave
@@ -34,10 +34,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
 
 
-def resolve_run(arguments: argparse.Namespace) -> ResolvedRun:
+def resolve_run(
+    arguments: argparse.Namespace, *, change: Callable[[Config], Config] = lambda config: config
+) -> ResolvedRun:
     """Resolves the config for the number of processes that were started.
 
     With `--nproc N` this process only starts the N processes that train, and exits with their exit code.
+
+    Args:
+        arguments: as `add_arguments` declares them.
+        change: makes the config of the run from that of the command line.
 
     Raises:
         ConfigError: the config cannot run.
@@ -45,7 +51,7 @@ def resolve_run(arguments: argparse.Namespace) -> ResolvedRun:
     # torch's C++ warnings print a page of stack for what is told in a sentence here; to be set before it is imported
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     loaded, launch = read_config(arguments.config, arguments.overrides), detect()
-    config = loaded.config
+    config = change(loaded.config)
     begun = has_begun(config)
     if arguments.nproc is None:
         run = resolve(config, world_size=launch.world_size, begun=begun)
@@ -58,10 +64,23 @@ def resolve_run(arguments: argparse.Namespace) -> ResolvedRun:
     if run.spare:
         print(f"the layout takes {processes} of {arguments.nproc} processes: so many are started", file=sys.stderr)
     if processes > 1:
-        command = [sys.executable, *_without_nproc(sys.orig_argv[1:])]
-        leave(supervise(command, processes=processes))
+        _supervise(processes)
     _print_notes(loaded)
     return run
+
+
+def start_processes(arguments: argparse.Namespace) -> None:
+    """With `--nproc N` starts N processes with the same command line, and exits with their exit code."""
+    if arguments.nproc is None:
+        return
+    _check_nproc(arguments.nproc, detect().launcher)
+    if arguments.nproc > 1:
+        _supervise(arguments.nproc)
+
+
+def _supervise(processes: int) -> None:
+    command = [sys.executable, *_without_nproc(sys.orig_argv[1:])]
+    leave(supervise(command, processes=processes))
 
 
 def _print_notes(loaded: LoadedConfig) -> None:

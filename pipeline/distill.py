@@ -3,47 +3,60 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
 from headrace.base.cli import guarded, leave
 from headrace.base.errors import ConfigError
-from pipeline.arguments import add_arguments, parse_arguments, resolve_run
+from pipeline.arguments import add_arguments as add_run_arguments
+from pipeline.arguments import resolve_run
+from pipeline.config.rules import ResolvedRun
+from pipeline.distillation.control import comparison, control_of
 from pipeline.faults.stop import StopSignals
 from pipeline.launch import detect
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["add_arguments", "main", "run"]
 
 
 def main() -> int:
     """Entry point."""
-    return run(
-        parse_arguments(
-            "Train a student model by distillation from a frozen teacher. Same loop, engines and config as train.py."
-        )
-    )
+    text = "Train a student model by distillation from a frozen teacher. Same loop, engines and config as train.py."
+    parser = argparse.ArgumentParser(description=text, allow_abbrev=False)
+    add_arguments(parser)
+    return run(parser.parse_args())
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments: those of training, and `--control`."""
+    add_run_arguments(parser)
+    text = "the same run on cross-entropy alone, without a teacher, into RUN.DIR-control: what the teacher is worth"
+    parser.add_argument("--control", action="store_true", help=text)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Distils; returns the exit code."""
-    resolved = resolve_run(arguments)
-    section = resolved.config.distill
-    if section is None:
+    """Distils, or trains the control; returns the exit code."""
+    resolved = resolve_run(arguments, change=control_of) if arguments.control else resolve_run(arguments)
+    if resolved.config.distill is None and not arguments.control:
         remedy = 'add "distill": {"teacher": "out/models/teacher"}, or use pipeline/train.py'
         raise ConfigError("distill", why="the config has no teacher", remedy=remedy)
-    config = resolved.config
-    bf16, attention, z_loss = config.bf16.enabled, config.model.attn_implementation, config.loss.z_loss
+    first = detect().rank == 0
+    code = _train(resolved, first=first)
+    line = comparison(
+        resolved.config.run.dir.removesuffix("-control") if arguments.control else resolved.config.run.dir
+    )
+    if first and code == 0 and line is not None:
+        print(line, flush=True)
+    return code
+
+
+def _train(resolved: ResolvedRun, *, first: bool) -> int:
     # torch takes seconds to import, and a refusal should not wait for it
-    with StopSignals(announce=detect().rank == 0) as signals:
-        from pipeline.compress.distillation import Distillation  # noqa: PLC0415
+    with StopSignals(announce=first) as signals:
+        from pipeline.engines.objective import CrossEntropy  # noqa: PLC0415
+        from pipeline.run.distillation import make_distillation  # noqa: PLC0415
         from pipeline.run.session import train  # noqa: PLC0415
 
-        def objective(device: torch.device) -> Distillation:
-            return Distillation(section, bf16=bf16, attn_implementation=attention, device=device, z_loss=z_loss)
-
-        return train(resolved, objective, signals=signals)
+        if resolved.config.distill is None:
+            return train(resolved, lambda *_rank: CrossEntropy(z_loss=resolved.config.loss.z_loss), signals=signals)
+        return train(resolved, make_distillation, signals=signals)
 
 
 if __name__ == "__main__":

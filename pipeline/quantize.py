@@ -1,7 +1,7 @@
-"""`python pipeline/quantize.py --config F`: weight-only quantization of a trained model to 8 or 4 bits.
+"""`python pipeline/quantize.py --config F`: quantization of a trained model to 8 or 4 bits.
 
-model/ -> model-int4/: loaded, evaluated on the held-out split, quantized, written beside its final name, evaluated
-again in a subprocess, and only then renamed. See docs/how-to/quantization.md.
+model/ or a run -> model-int4/: evaluated on the held-out split, quantized, written beside its final name, scored by the
+programs that serve it, and only then renamed. See docs/how-to/quantization.md.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.section import parse
 from pipeline.compress.config import QuantizeConfig
 from pipeline.compress.rules import prepare
+from pipeline.compress.trained import model_folder
 
 
 def main() -> int:
@@ -34,11 +35,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Checks and runs the config; torch is imported only after the checks."""
     raw = load(arguments.config, arguments.overrides)
     _refuse_old_key(raw)
-    plan = prepare(parse(QuantizeConfig, raw))
+    config = parse(QuantizeConfig, raw)
+    with model_folder(config) as folder:
+        plan = prepare(config, folder=folder)
 
-    from pipeline.compress.run import quantize  # noqa: PLC0415  (brings in torch)
+        from pipeline.compress.run import quantize  # noqa: PLC0415  (brings in torch)
 
-    quantize(plan)
+        quantize(plan)
     return 0
 
 

@@ -157,7 +157,7 @@ _INTEGRATION = (
     "faults/test_campaign.py",
     "data_prep/test_dedup_job.py",
     "tasks/test_merge.py",
-    "compress/test_distillation.py",
+    "distillation/test_distillation.py",
     "parity/test_shipped.py",
 )
 """Files whose tests are `make test-integration`'s; single tests elsewhere carry the marker `integration` themselves."""

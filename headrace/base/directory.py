@@ -306,5 +306,6 @@ def _how_to_make(kind: str) -> str:
         "run": "headrace train --config CONFIG",
         "checkpoint": "headrace train --config CONFIG",
         "model": "headrace export RUN OUT",
+        "logits": "headrace cache-logits --config CONFIG",
     }
     return f"make one with: {makers[kind]}" if kind in makers else "make it again"

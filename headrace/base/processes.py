@@ -1,9 +1,12 @@
-"""What Linux tells of processes: what one does, when it began, and who has started it."""
+"""What Linux tells of processes, what one does, when it began, who has started it; and that it ends with its parent."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import socket
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -47,6 +50,13 @@ def environment_of(pid: int) -> dict[str, str]:
     """
     text = Path(f"/proc/{pid}/environ").read_text(errors="replace")
     return dict(each.split("=", 1) for each in text.split("\0") if "=" in each)
+
+
+def die_with_parent() -> None:
+    """Asks Linux to kill this process when the one that has started it has ended, in whatever way."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def _stat(pid: int) -> list[str]:

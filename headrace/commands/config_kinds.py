@@ -61,6 +61,12 @@ KINDS = {
             "headrace quantize; python pipeline/quantize.py",
             "pipeline.compress.config:QuantizeConfig",
         ),
+        Kind(
+            "compress",
+            "the config of a whole compression",
+            "headrace compress run",
+            "pipeline.recipe.config:RecipeConfig",
+        ),
     )
 }
 

@@ -130,7 +130,7 @@ def _options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 
 
 def _parameter(action: argparse.Action, complete: Complete | None, *, optional: bool) -> inspect.Parameter:
-    required = (action.required or not action.option_strings) and not optional
+    required = action.required and not optional  # an argument is, unless its nargs is "?"
     options: dict[str, Any] = {"help": _help(action), "metavar": action.metavar, "show_default": False}
     if complete is not None:
         options["autocompletion"] = complete

@@ -29,7 +29,7 @@ numbers may be written as `40e9`.
 
 @app.command()
 def schema(
-    kind: Annotated[str, typer.Argument(metavar="run|corpus|quantize", autocompletion=lambda: list(KINDS))] = "run",
+    kind: Annotated[str, typer.Argument(metavar="KIND", autocompletion=lambda: list(KINDS))] = "run",
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="write it there instead of printing it")] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="print docs/config-reference.md instead")] = False,
 ) -> None:

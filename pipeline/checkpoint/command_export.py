@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from headrace.base.errors import DataError
+from pipeline.models.split_names import Conversion
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,4 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
         f"{out}: {details['parameters']:,} parameters, {details['dtype']}, step {details['step']};"
         f" largest logit difference to the trained model {details['largest_logit_difference']:.2g}"
     )
+    print(f"tokenizer: {Conversion(**_named(details['tokenizer'])).text}; model card: {out / 'README.md'}")
     return 0
+
+
+def _named(tokenizer: dict[str, str | None]) -> dict[str, str | None]:
+    return {"name": tokenizer["llama_cpp"], "why": tokenizer["why"]}

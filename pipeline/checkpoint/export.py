@@ -33,10 +33,14 @@ from pipeline.checkpoint.trained_model import (
 from pipeline.checkpoint.write_folder import write_weights
 from pipeline.config.renamed_keys import upgrade_keys
 from pipeline.data.permutation import permute
+from pipeline.model_card.card import write_card
+from pipeline.model_card.lineage import KEY as LINEAGE
+from pipeline.model_card.lineage import training_lineage
 from pipeline.models.buffers import computed_buffers
 from pipeline.models.materialize import materialize
 from pipeline.models.meta import parameter_shapes
 from pipeline.models.padding import longest_sequence
+from pipeline.models.split_names import conversion
 from pipeline.models.tokenizer_files import check_tokenizer_folder, copy_tokenizer
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
@@ -92,13 +96,16 @@ def export(
             "step": checkpoint.step,
             "dtype": str(dtype).removeprefix("torch."),
             "parameters": sum(shape.numel() for shape in weights.shapes.values()),
+            LINEAGE: training_lineage(manifest),
+            "tokenizer": _converted(tokenizer),
             "largest_logit_difference": _check_logits(
                 model, weights, staging, dtype, attention_implementation(manifest)
             ),
         }
         parents = {"checkpoint": {"path": str(checkpoint.path), "fingerprint": manifest.fingerprint}}
         fields: dict[str, Any] = {"config": upgrade_keys(manifest.config), "parents": parents, "details": details}
-        return commit(staging, out, kind="model", **fields, replace=replace)
+        known = write_card(staging, details)
+        return commit(staging, out, kind="model", **fields, replace=replace, known_sha256=known)
 
 
 @contextmanager
@@ -122,6 +129,12 @@ def _tokenizer_of(manifest: Manifest) -> Path:
     if found != parent["fingerprint"]:
         raise DataError(f"{tokens} is no longer the dataset of this run\n  try: --tokenizer FOLDER")
     return tokens / "tokenizer"
+
+
+def _converted(tokenizer: Path) -> dict[str, str | None]:
+    """llama.cpp's name of the pre-tokenizer, or why it has none."""
+    found = conversion(tokenizer)
+    return {"llama_cpp": found.name, "why": found.why}
 
 
 def _check_tokenizer(folder: Path, manifest: Manifest) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,9 +18,26 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.compress.gptq import Rounding, gptq
+from pipeline.compress.smoothing import Smoother
 
 Scale = Callable[[nn.Linear], Tensor]
 Progress = Callable[[Sequence[nn.Module]], Iterable[nn.Module]]
+
+
+@dataclass(frozen=True)
+class Method:
+    """What calibration does with a decoder layer.
+
+    Attributes:
+        scale: gives the scales [O, G] of a linear layer.
+        rounding: to the numbers that the scheme stores, by GPTQ, by name where layers have several schemes; None
+            leaves weights as they are.
+        smoother: moves outliers from activations to weights first; None for none.
+    """
+
+    scale: Scale
+    rounding: Rounding | Mapping[str, Rounding] | None = None
+    smoother: Smoother | None = None
 
 
 class _ReachedError(Exception):
@@ -32,50 +50,93 @@ def calibrate(
     names: Iterable[str],
     batches: Sequence[Tensor],
     *,
-    scale: Scale,
-    rounding: Rounding | Mapping[str, Rounding],
+    method: Method,
     device: torch.device,
     progress: Progress = iter,
 ) -> dict[str, Tensor]:
-    """Rounds the weights of linear layers in place, by GPTQ.
+    """Smooths decoder layers and rounds the weights of linear layers in place, by GPTQ.
 
     Args:
         model: a Hugging Face model in fp32, in evaluation mode, on the CPU.
         names: of the linear layers. Those outside of the decoder layers (the head) are left as they are.
         batches: token ids, int64 [B, T], all of one shape.
-        scale: gives the scales [O, G] of a linear layer.
-        rounding: to the numbers that the scheme stores; by name where layers have several schemes.
+        method: what is done with a layer.
         device: where layers are run.
         progress: wraps the iteration over decoder layers.
 
     Returns:
         Name -> scales of every layer that was rounded.
     """
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = decoder_layers(model)
     wanted = {id(module): name for name, module in model.named_modules() if name in set(names)}
-    hidden, arguments = _inputs(model, layers, batches)
-    found = {}
+    hidden, arguments = layer_inputs(model, layers, batches)
+    found: dict[str, Tensor] = {}
     for number, layer in enumerate(progress(layers)):
-        layer.to(device)
-        given = _moved(arguments[number], device)
         linear = {wanted[id(module)]: module for module in layer.modules() if id(module) in wanted}
+        scales, hidden = calibrate_layer(layer, linear, hidden, arguments[number], method=method, device=device)
+        found |= scales
+    return found
+
+
+@torch.no_grad()
+def calibrate_layer(
+    layer: nn.Module,
+    linear: Mapping[str, nn.Module],
+    hidden: Sequence[Tensor],
+    arguments: dict[str, Any],
+    *,
+    method: Method,
+    device: torch.device,
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Smooths and rounds the weights of one decoder layer in place; it is back on the CPU afterwards.
+
+    Args:
+        layer: in fp32.
+        linear: name -> the linear layers in it that are rounded.
+        hidden: its input of every batch, fp32 [B, T, D] on the CPU.
+        arguments: its other arguments, alike for all batches.
+        method: what is done.
+        device: where it is run.
+
+    Returns:
+        Name -> scales of every layer that was rounded, and the layer's output of every batch.
+    """
+    layer.to(device)
+    given = _moved(arguments, device)
+    if method.smoother is not None:
+        with method.smoother.observe(layer) as smooth:
+            for states in hidden:
+                _run(layer, states.to(device), given)
+        smooth()
+    found = {}
+    if method.rounding is not None:
         with _second_moments(linear, device) as moments:
             for states in hidden:
                 _run(layer, states.to(device), given)
         for name, module in linear.items():
             assert isinstance(module, nn.Linear)
-            found[name] = scale(module)
-            stored = rounding[name] if isinstance(rounding, Mapping) else rounding
-            module.weight.copy_(gptq(module.weight, moments[name], found[name].float(), rounding=stored))
-        hidden = [_run(layer, states.to(device), given).cpu() for states in hidden]
-        layer.cpu()
-    return {name: each.cpu() for name, each in found.items()}
+            scale = method.scale(module)
+            rounding = method.rounding[name] if isinstance(method.rounding, Mapping) else method.rounding
+            module.weight.copy_(gptq(module.weight, moments[name], scale.float(), rounding=rounding))
+            found[name] = scale.cpu()
+    made = [_run(layer, states.to(device), given).cpu() for states in hidden]
+    layer.cpu()
+    return found, made
 
 
-def _inputs(
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers of a Hugging Face model, in their order."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def layer_inputs(
     model: nn.Module, layers: Sequence[nn.Module], batches: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[dict[str, Any]]]:
-    """The first layer's hidden states [B, T, D] of every batch; each layer's other arguments, alike for all batches."""
+    """The first layer's hidden states [B, T, D] of every batch; each layer's other arguments, alike for all batches.
+
+    Runs the decoder without its head, whose logits would be the largest tensor of all.
+    """
+    decoder: nn.Module = model.base_model  # type: ignore[assignment]
     arguments: list[dict[str, Any]] = []
     hidden: list[Tensor] = []
 
@@ -87,13 +148,13 @@ def _inputs(
         raise _ReachedError
 
     handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
-    model(input_ids=batches[0], use_cache=False)
+    decoder(input_ids=batches[0], use_cache=False)
     for handle in handles:
         handle.remove()
     handle = layers[0].register_forward_pre_hook(stop, with_kwargs=True)
     for batch in batches:
         try:
-            model(input_ids=batch, use_cache=False)
+            decoder(input_ids=batch, use_cache=False)
         except _ReachedError:
             continue
     handle.remove()

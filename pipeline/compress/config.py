@@ -94,8 +94,8 @@ class QuantizeConfig(Section):
     """Quantization of linear layers: symmetric, weights rounded to the nearest or calibrated."""
 
     model: str = Field(
-        description="Hugging Face folder of the floating-point model to quantize, e.g. out/demo/model, as written by"
-        " headrace export"
+        description="Floating-point model to quantize: a Hugging Face folder, e.g. out/demo/model, or a run directory"
+        " or checkpoint of any layout, e.g. runs/teacher, which is exported first"
     )
     output: str = Field(description="Directory of the quantized model, e.g. out/demo/model-int4; it must not exist yet")
     scheme: SchemeName = Field(
@@ -121,8 +121,21 @@ class QuantizeConfig(Section):
         description="How weights are rounded: rtn (to the nearest, without data) or gptq (calibrated on text: the error"
         " of the layers' outputs is made small); GGUF types are rtn",
     )
+    smoothing: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="Smoothing before rounding, with this exponent: outliers of single channels go from activations"
+        " into weights, or back, by factors that are folded into norms and layers, e.g. 0.5; null: none",
+    )
+    rotation: bool = Field(
+        default=False,
+        description="Turn the residual stream and the values of attention by Hadamard matrices that are folded into the"
+        " weights, before smoothing and rounding, so that no channel stands out, e.g. true; needs RMS norms and a head"
+        " that is not tied",
+    )
     calibration: CalibrationSection = Field(
-        default_factory=CalibrationSection, description="Text that gptq is calibrated on"
+        default_factory=CalibrationSection, description="Text that gptq and smoothing are calibrated on"
     )
     group_size: int | None = Field(
         default=None,
@@ -157,6 +170,11 @@ class QuantizeConfig(Section):
         """Whether a GGUF file is written, and no Hugging Face folder."""
         first = self.budget.candidates[0] if self.scheme == MIXED and self.budget else self.scheme
         return first not in (*SCHEMES, MIXED)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether the inputs of layers are measured on text."""
+        return self.method == "gptq" or self.smoothing is not None
 
     @property
     def what(self) -> Scheme:

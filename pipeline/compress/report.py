@@ -74,6 +74,8 @@ def details(plan: QuantizationPlan, written: Sizes, before: dict[str, Any], afte
         "quantization": {
             "scheme": plan.config.scheme,
             "method": plan.config.method,
+            "smoothing": plan.config.smoothing,
+            "rotation": plan.config.rotation,
             "group_size": plan.config.group,
             "layers": written.layers,
             "parameters": written.parameters,
@@ -87,6 +89,17 @@ def details(plan: QuantizationPlan, written: Sizes, before: dict[str, Any], afte
         },
         "data": {key: before[key] for key in ("data", "split", "sequence_length")},
     }
+
+
+def step_numbers(recorded: dict[str, Any]) -> dict[str, Any]:
+    """A quantization's numbers for the lineage: how it was done, bytes and loss before and after, KL by consumer."""
+    before, after = recorded["before"], recorded["after"]
+    found = {**recorded["quantization"]}
+    for name, key in (("weight_bytes", "weight_bytes"), ("loss_nats", "loss_nats")):
+        found |= {f"{name}_before": before.get(key), f"{name}_after": after.get(key)}
+    scored = recorded["consumers"].items()
+    found["mean_kl"] = {name: each["mean_kl"] for name, each in scored if "mean_kl" in each}
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def table(manifest: Manifest) -> Table:
@@ -132,6 +145,10 @@ def _scheme(parts: dict[str, Any], after: dict[str, Any]) -> str:
         return f"mixed, rest {after['dtype']}"
     if parts.get("method", "rtn") != "rtn":
         name = f"{name} {parts['method']}"
+    if parts.get("rotation"):
+        name = f"{name} rotated"
+    if parts.get("smoothing") is not None:
+        name = f"{name} smoothed"
     return f"{name}, group {parts['group_size'] or 'row'}, rest {after['dtype']}"
 
 

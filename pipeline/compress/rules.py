@@ -13,6 +13,7 @@ from headrace.base.section import suggest
 from pipeline.compress.assignment import LayerScheme
 from pipeline.compress.budget import Budget, check_keys, plan_budget
 from pipeline.compress.config import MIXED, SCHEMES, QuantizeConfig
+from pipeline.compress.families import family_of
 from pipeline.consumers.consumer import ConsumerPlan, plan_consumers
 from pipeline.consumers.description import FOLDER, GGUF, ModelDescription, head_size
 from pipeline.data.dataset import TokenDataset
@@ -64,8 +65,12 @@ class QuantizationPlan:
         return Path(self.config.output)
 
 
-def prepare(config: QuantizeConfig) -> QuantizationPlan:
+def prepare(config: QuantizeConfig, *, folder: Path | None = None) -> QuantizationPlan:
     """Checks a config against the model and the dataset it names.
+
+    Args:
+        config: to check.
+        folder: Hugging Face folder of the model, where `config.model` is a run from which it was exported.
 
     Raises:
         ConfigError: the output exists; the model is already quantized; `skip` names an unknown module, does not skip
@@ -73,10 +78,9 @@ def prepare(config: QuantizeConfig) -> QuantizationPlan:
             dataset made with another tokenizer.
         DataError: the model or the dataset is missing or damaged.
     """
-    if Path(config.output).exists():
-        raise ConfigError("output", config.output, why="it already exists", remedy="remove it, or choose another name")
+    check_output(config)
     check_keys(config)
-    source = ModelFolder.open(config.model)
+    source = ModelFolder.open(folder or config.model)
     if source.quantized_by is not None:
         why = f"it is already quantized, by {source.quantized_by}"
         raise ConfigError("model", config.model, why=why, remedy="name the floating-point model it was made from")
@@ -90,7 +94,7 @@ def prepare(config: QuantizeConfig) -> QuantizationPlan:
     schemes = {name: layer_scheme(config, name) for name in layers} if budget is None else {}
     result = _description(config, source, layers)
     consumers = plan_consumers(result, None if config.consumers is None else tuple(config.consumers))
-    calibration = _calibration(config, layers) if config.method == "gptq" else None
+    calibration = _calibration(config, layers) if config.calibrated else None
     return QuantizationPlan(config, source, dataset, layers, consumers, gguf, calibration, schemes, budget)
 
 
@@ -109,6 +113,17 @@ def _description(
     return replace(expected, dense=dense, experts=experts, experts_group=group)
 
 
+def check_output(config: QuantizeConfig) -> None:
+    """Raises ConfigError if the output exists."""
+    if Path(config.output).exists():
+        raise ConfigError("output", config.output, why="it already exists", remedy="remove it, or choose another name")
+
+
+def work_path(output: Path) -> Path:
+    """The work directory of an output: exported run, calibrated layers."""
+    return output.parent / f".{output.name}.work"
+
+
 def _calibration(config: QuantizeConfig, layers: Mapping[str, tuple[int, int]]) -> TokenDataset:
     """The split that is read, whose tokenizer is that of the held-out data."""
     length, samples = config.data.sequence_length, config.calibration.samples
@@ -117,14 +132,14 @@ def _calibration(config: QuantizeConfig, layers: Mapping[str, tuple[int, int]]) 
         why = f"the split {config.calibration.split} has {dataset.windows} windows of {length} tokens"
         raise ConfigError("calibration.samples", samples, why=why, remedy=f"use {dataset.windows} or less")
     widest, (_, inputs) = max(layers.items(), key=lambda item: item[1][1])
-    if samples * length < inputs:
+    if config.method == "gptq" and samples * length < inputs:
         why = f"{widest} has {inputs} inputs, and {samples} windows have {samples * length} tokens"
         raise ConfigError("calibration.samples", samples, why=why, remedy=f"use {-(-inputs // length)} or more")
     return dataset
 
 
 def _plan_gguf(config: QuantizeConfig, source: ModelFolder) -> GgufPlan:
-    for key in ("group_size", "skip", "dtype", "method", "head", "untie"):
+    for key in ("group_size", "skip", "dtype", "method", "smoothing", "rotation", "head", "untie"):
         if key in config.model_fields_set:
             why = f"{config.scheme} is a type of GGUF files, which says how every tensor is stored"
             raise ConfigError(key, getattr(config, key), why=why, remedy="leave it out, or use scheme W4A16")
@@ -138,6 +153,10 @@ def _plan_layers(config: QuantizeConfig, source: ModelFolder) -> dict[str, tuple
     if config.scheme != MIXED and config.what.activations and config.group_size is not None:
         why = f"{config.scheme} has one scale for each row of weights, as the kernels that serve it expect"
         raise ConfigError("group_size", config.group_size, why=why, remedy="leave it out, or use scheme W4A16")
+    if config.smoothing is not None:
+        family_of(source.config, key="smoothing", value=config.smoothing)
+    if config.rotation:
+        _check_rotation(config, source)
     layers = _layers(config, source)
     names = list(config.budget.candidates) if config.scheme == MIXED and config.budget else []
     for name, shape in layers.items():
@@ -160,6 +179,16 @@ def _group(config: QuantizeConfig, scheme: str) -> int | None:
 def routers(source: ModelFolder) -> list[str]:
     """Modules that choose the experts of a token: too small and too sensitive to be quantized."""
     return [name.rpartition(".")[0] for name in source.tensors if _ROUTER.search(name)]
+
+
+def _check_rotation(config: QuantizeConfig, source: ModelFolder) -> None:
+    remedy = "leave it out; smoothing helps against outliers, too"
+    if family_of(source.config, key="rotation", value=True).norms_outputs:
+        why = f"{source.config['model_type']} has norms behind its layers, with which a rotation does not commute"
+        raise ConfigError("rotation", True, why=why, remedy=remedy)
+    if source.tied:
+        why = f"the head of {config.model} is its embedding, and takes the weight of the last norm, which that must not"
+        raise ConfigError("rotation", True, why=why, remedy=remedy)
 
 
 def linear_layers(source: ModelFolder) -> dict[str, tuple[int, int]]:

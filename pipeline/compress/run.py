@@ -14,18 +14,22 @@ import torch
 from rich.console import Console
 from rich.progress import Progress, track
 
-from headrace.base.directory import Manifest, commit, fresh_staging
+from headrace.base.directory import Manifest, commit, fresh_staging, read_manifest
 from headrace.base.errors import DataError
-from pipeline.compress.measure import measure
 from pipeline.compress.mixed import decide
-from pipeline.compress.report import details, mixed_table, sizes, table
-from pipeline.compress.rules import QuantizationPlan
+from pipeline.compress.report import details, mixed_table, sizes, step_numbers, table
+from pipeline.compress.rules import QuantizationPlan, work_path
+from pipeline.compress.streaming import stream, streamable
 from pipeline.compress.weights import check_modules, pack, save
 from pipeline.consumers.bounds import Bound, bound_of
 from pipeline.consumers.gate import Sample, Say, run_gate
 from pipeline.consumers.table import consumer_table
 from pipeline.evaluation.loading import empty_model, load_model
+from pipeline.evaluation.measure import measure
 from pipeline.gguf_files.write import check, write
+from pipeline.model_card.card import write_card
+from pipeline.model_card.lineage import KEY as LINEAGE
+from pipeline.model_card.lineage import lineage_of, with_step
 from pipeline.models.tokenizer_files import copy_tokenizer
 
 
@@ -39,7 +43,20 @@ def quantize(plan: QuantizationPlan) -> Manifest:
     """
     if plan.gguf is None:
         check_modules(empty_model(plan.source.path), plan)
-    console = Console(stderr=True)
+    try:
+        manifest = _quantize(plan, Console(stderr=True))
+    except DataError:  # refused: the same layers would be refused again
+        shutil.rmtree(work_path(plan.output), ignore_errors=True)
+        raise
+    shutil.rmtree(work_path(plan.output), ignore_errors=True)
+    Console(file=sys.stdout).print(table(manifest))
+    if "mixed" in manifest.details:
+        Console(file=sys.stdout).print(mixed_table(manifest.details["mixed"]))
+    Console(file=sys.stdout).print(consumer_table(manifest.details["consumers"], title="scored by what serves it"))
+    return manifest
+
+
+def _quantize(plan: QuantizationPlan, console: Console) -> Manifest:
     sample = Sample.of(plan.dataset, plan.source.path, vocabulary=plan.source.vocab_size)
     console.print(f"{plan.source.path}: evaluating the original")
     before = measure(plan.source.path, plan.config.data)
@@ -51,15 +68,14 @@ def quantize(plan: QuantizationPlan) -> Manifest:
             recorded["mixed"] = mixed
             _check_budget(mixed, recorded["weight_bytes"])
         recorded["consumers"] = _score(plan, staging, sample, say=lambda line: console.print(line, markup=False))
-        parents = {"model": _parent(plan.source.path, plan.source.fingerprint())}
+        parents = _model_parents(plan)
         parents["data"] = _parent(plan.dataset.path, plan.dataset.manifest.fingerprint)
         config = plan.config.model_dump()
-        manifest = commit(staging, plan.output, kind="model", config=config, parents=parents, details=recorded)
-    Console(file=sys.stdout).print(table(manifest))
-    if mixed is not None:
-        Console(file=sys.stdout).print(mixed_table(mixed))
-    Console(file=sys.stdout).print(consumer_table(recorded["consumers"], title="scored by what serves it"))
-    return manifest
+        recorded["model_type"] = plan.source.config.get("model_type")
+        recorded[LINEAGE] = with_step(lineage_of(plan.source.path), "quantization", step_numbers(recorded))
+        known = write_card(staging, recorded)
+        fields: dict[str, Any] = {"config": config, "parents": parents, "details": recorded, "known_sha256": known}
+        return commit(staging, plan.output, kind="model", **fields)
 
 
 def _decided(plan: QuantizationPlan, console: Console) -> tuple[QuantizationPlan, dict[str, Any]]:
@@ -101,17 +117,27 @@ def _write_gguf(plan: QuantizationPlan, staging: Path) -> dict[str, Any]:
 def _write_folder(plan: QuantizationPlan, staging: Path, console: Console) -> dict[str, Any]:
     """Writes packed weights, config and tokenizer into `staging`; its held-out metrics."""
     console.print(f"quantizing {len(plan.layers)} layers, scheme {plan.config.scheme}")
-    model = load_model(plan.source.path, dtype=torch.float32)
     dtype = getattr(torch, plan.config.dtype or plan.source.dtype)
-
-    def bar(layers: list[str]) -> Iterable[str]:
-        console = Console(stderr=True)
-        return track(layers, "packing", console=console, transient=True, disable=not console.is_terminal)
-
-    save(model, pack(model, plan, dtype=dtype, progress=bar), staging)
+    if streamable(empty_model(plan.source.path), plan):
+        stream(plan, staging, dtype=dtype, say=console.print, progress=_layer_bar)
+    else:
+        model = load_model(plan.source.path, dtype=torch.float32)
+        save(model, pack(model, plan, dtype=dtype, progress=_bar), staging)
     copy_tokenizer(plan.source.path, staging)
     console.print("evaluating the result in a subprocess")
     return measure(staging, plan.config.data)
+
+
+def _bar(layers: list[str]) -> Iterable[str]:
+    console = Console(stderr=True)
+    return track(layers, "packing", console=console, transient=True, disable=not console.is_terminal)
+
+
+def _layer_bar(left: range, every: int) -> Iterable[int]:
+    console = Console(stderr=True)
+    done = every - len(left)
+    how: dict[str, Any] = {"console": console, "transient": True, "disable": not console.is_terminal}
+    return track(left, "decoder layers", total=every, completed=done, **how)
 
 
 @contextmanager
@@ -122,6 +148,13 @@ def _staged(final: Path) -> Iterator[Path]:
         yield staging
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _model_parents(plan: QuantizationPlan) -> dict[str, Any]:
+    """The model, or the checkpoint it was exported from for this alone."""
+    if plan.source.path == Path(plan.config.model):
+        return {"model": _parent(plan.source.path, plan.source.fingerprint())}
+    return {"checkpoint": read_manifest(plan.source.path, kind="model").parents["checkpoint"]}
 
 
 def _parent(path: Path, fingerprint: str) -> dict[str, str]:

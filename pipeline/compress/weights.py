@@ -10,12 +10,14 @@ Source of the formula: compressed_tensors/quantization/utils/helpers.py, calcula
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from compressed_tensors.compressors import ModelCompressor, compress_module
+from compressed_tensors.compressors.format import infer_module_format
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import (
     QuantizationArgs,
@@ -30,9 +32,12 @@ from torch import nn
 
 from headrace.base.errors import ConfigError
 from pipeline.compress.assignment import LayerScheme, groups_of
-from pipeline.compress.calibration import calibrate
+from pipeline.compress.calibration import Method, calibrate, decoder_layers
+from pipeline.compress.families import family_of
 from pipeline.compress.gptq import Rounding, e4m3, integers
+from pipeline.compress.rotation import Rotation
 from pipeline.compress.rules import QuantizationPlan
+from pipeline.compress.smoothing import Smoother
 from pipeline.data.dataset import choose_windows
 from pipeline.evaluation.loading import pick_device
 from pipeline.models.unfused_experts import folder_names, unfuse_experts
@@ -78,16 +83,35 @@ def pack(model: nn.Module, plan: QuantizationPlan, *, dtype: torch.dtype, progre
     unfuse_experts(model)
     if plan.config.untie:
         _untie(model)
+    rotation = rotation_of(model, plan)
+    if rotation is not None:
+        rotation.outside(model)
+        for layer in decoder_layers(model):
+            rotation.layer(layer)
+    modules = modules_of(model)
+    scales = _calibrated(model, plan, modules, dtype) if plan.calibration else {}
+    compressor = apply_scheme(model, plan)
+    for name in progress(list(plan.layers)):
+        weight = modules[name].weight
+        pack_layer(modules[name], scales[name] if name in scales else scale_of(weight, weight_args(plan, name), dtype))
+    _cast(model, dtype)
+    return compressor
+
+
+def apply_scheme(model: nn.Module, plan: QuantizationPlan) -> ModelCompressor:
+    """Gives the plan's layers what packing needs; the compressor writes the quantization section of config.json."""
     modules = modules_of(model)
     schemes = {name: compression_scheme(each) for name, each in plan.schemes.items()}
-    scales = _calibrated(model, plan, modules, dtype) if plan.calibration else {}
-    for name in progress(list(plan.layers)):
-        args = schemes[name].weights
-        assert args is not None
-        scale = scales[name] if name in scales else scale_of(modules[name].weight, args, dtype)
-        _pack_layer(modules[name], schemes[name], scale)
-    _cast(model, dtype)
+    for name, scheme in schemes.items():
+        modules[name].quantization_scheme = scheme
     return ModelCompressor(quantization_config=_section(modules, plan, schemes))
+
+
+def weight_args(plan: QuantizationPlan, name: str) -> QuantizationArgs:
+    """How the weights of a layer are stored."""
+    args = compression_scheme(plan.schemes[name]).weights
+    assert args is not None
+    return args
 
 
 def _untie(model: Any) -> None:
@@ -98,10 +122,13 @@ def _untie(model: Any) -> None:
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Casts floating-point tensors in place, but for e4m3, which is what a weight was quantized to."""
     for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_floating_point() and tensor.itemsize > 1:
-            tensor.data = tensor.data.to(dtype)
+        tensor.data = cast(tensor.data, dtype)
+
+
+def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In `dtype` if it is floating point, but for e4m3, which is what a weight was quantized to."""
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.itemsize > 1 else tensor
 
 
 def save(model: Any, compressor: ModelCompressor, folder: Path) -> None:
@@ -116,7 +143,9 @@ def compression_scheme(layer: LayerScheme) -> QuantizationScheme:
     common: dict[str, Any] = {"num_bits": layer.what.bits, "type": layer.what.kind, "symmetric": True}
     activations = QuantizationArgs(**common, strategy="token", dynamic=True) if layer.what.activations else None
     weights = QuantizationArgs(**common, strategy=strategy, group_size=layer.group)
-    return QuantizationScheme(targets=["Linear"], weights=weights, input_activations=activations)
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=activations)
+    scheme.format = infer_module_format(nn.Linear, scheme)
+    return scheme
 
 
 def _section(
@@ -150,33 +179,66 @@ def _targets(names: list[str]) -> list[str]:
     return [*(name for name in names if ".experts." not in name), *patterns]
 
 
+def calibration_batches(plan: QuantizationPlan) -> Sequence[torch.Tensor]:
+    """Token ids of the calibration windows, int64 [B, T] each, all of one shape."""
+    assert plan.calibration is not None
+    config, dataset = plan.config, plan.calibration
+    rows = torch.from_numpy(dataset.read(choose_windows(dataset.windows, config.calibration.samples))[:, :-1]).long()
+    size = next(n for n in range(min(config.data.batch_size, len(rows)), 0, -1) if len(rows) % n == 0)
+    return torch.split(rows, size)
+
+
+def rotation_of(model: nn.Module, plan: QuantizationPlan) -> Rotation | None:
+    """What the model is turned by before anything else; None for nothing."""
+    if not plan.config.rotation:
+        return None
+    return Rotation.of(model, family_of(plan.source.config, key="rotation", value=True))
+
+
+def method_of(plan: QuantizationPlan, modules: Mapping[str, nn.Module], dtype: torch.dtype) -> Method:
+    """What calibration does with a decoder layer.
+
+    Args:
+        plan: with the schemes of its layers.
+        modules: name of a layer in the plan -> the module that is calibrated.
+        dtype: of scales.
+    """
+    config = plan.config
+    smoother = None
+    if config.smoothing is not None:
+        family = family_of(plan.source.config, key="smoothing", value=config.smoothing)
+        activations = any(scheme.what.activations for scheme in plan.schemes.values())
+        smoother = Smoother(config.smoothing, family, maximum=activations)
+    names = {id(modules[name]): name for name in plan.layers}
+    rounding = {name: rounding_of(scheme) for name, scheme in plan.schemes.items()}
+
+    def scale(module: nn.Linear) -> torch.Tensor:
+        return scale_of(module.weight, weight_args(plan, names[id(module)]), dtype)
+
+    return Method(scale, rounding if config.method == "gptq" else None, smoother)
+
+
 def _calibrated(
     model: nn.Module, plan: QuantizationPlan, modules: Mapping[str, nn.Module], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Rounds weights in place by GPTQ; name in the folder -> their scales."""
-    assert plan.calibration is not None
-    config, dataset, device = plan.config, plan.calibration, pick_device()
-    rows = torch.from_numpy(dataset.read(choose_windows(dataset.windows, config.calibration.samples))[:, :-1]).long()
-    batch = next(n for n in range(min(config.data.batch_size, len(rows)), 0, -1) if len(rows) % n == 0)
+    """Smooths the model and rounds weights in place by GPTQ; name in the folder -> their scales."""
     console = Console(stderr=True)
     own = {id(module): name for name, module in model.named_modules()}
-    linear = {own[id(modules[name])]: name for name in plan.layers if isinstance(modules[name], nn.Linear)}
-
-    def scale(module: nn.Linear) -> torch.Tensor:
-        args = compression_scheme(plan.schemes[linear[own[id(module)]]]).weights
-        assert args is not None
-        return scale_of(module.weight, args, dtype)
-
+    stored = {own[id(modules[name])]: name for name in plan.layers}
+    method = method_of(plan, modules, dtype)
+    if isinstance(method.rounding, Mapping):
+        method = replace(method, rounding={name: method.rounding[each] for name, each in stored.items()})
     found = calibrate(
         model,
-        linear,
-        rows.split(batch),
-        scale=scale,
-        rounding={name: rounding_of(plan.schemes[stored]) for name, stored in linear.items()},
-        device=device,
-        progress=lambda layers: track(layers, "GPTQ", console=console, transient=True, disable=not console.is_terminal),
+        stored,
+        calibration_batches(plan),
+        method=method,
+        device=pick_device(),
+        progress=lambda layers: track(
+            layers, "calibrating", console=console, transient=True, disable=not console.is_terminal
+        ),
     )
-    return {linear[name]: each for name, each in found.items()}
+    return {stored[name]: each for name, each in found.items()}
 
 
 def rounding_of(layer: LayerScheme) -> Rounding:
@@ -194,12 +256,11 @@ def scale_of(weight: torch.Tensor, args: QuantizationArgs, dtype: torch.dtype) -
 
 
 @torch.no_grad()
-def _pack_layer(module: nn.Module, scheme: QuantizationScheme, scale: torch.Tensor) -> None:
+def pack_layer(module: nn.Module, scale: torch.Tensor) -> None:
     """Replaces weight [out, in] by what the scheme's format stores, and weight_scale [out, groups].
 
     That is weight_packed int32 [out, in x bits / 32] without quantized activations, else weight int8 or e4m3 [out, in].
     """
-    module.quantization_scheme = scheme
     module.register_parameter("weight_scale", nn.Parameter(scale, requires_grad=False))
     zero_point = torch.zeros(scale.shape, dtype=torch.int8)  # symmetric
     module.register_parameter("weight_zero_point", nn.Parameter(zero_point, requires_grad=False))

@@ -15,7 +15,6 @@ def curve_fields(run: ResolvedRun) -> dict[str, Any]:
     The keys are stored in checkpoints and keep their names.
     """
     config = run.config.model_dump(mode="json")
-    distill = config["distill"] and {k: v for k, v in config["distill"].items() if k != "teacher"}
     return {
         "model": {key: config["model"][key] for key in ("config", "fresh", "keep_layers")},
         "data": {
@@ -25,7 +24,7 @@ def curve_fields(run: ResolvedRun) -> dict[str, Any]:
             "sequence_length": config["data"]["sequence_length"],
             "mask_documents": config["data"]["mask_documents"] or None,
         },
-        "distill": distill,
+        "distill": _distillation(run),
         "loss.z_loss": config["loss"]["z_loss"] or None,
         "moe": _balance(run),
         "train_batch_size": run.batch.samples,
@@ -44,6 +43,19 @@ def curve_fields(run: ResolvedRun) -> dict[str, Any]:
         # among these: a run that stopped at one may be resumed with another response
         "anomalies": _spikes(run),
     }
+
+
+def _distillation(run: ResolvedRun) -> dict[str, Any] | None:
+    """What of a distillation is no folder: those are compared by fingerprint."""
+    section = run.config.distill
+    if section is None:
+        return None
+    fields: dict[str, Any] = {"temperature": section.temperature, "alpha": section.alpha}
+    if section.divergence != "forward_kl":
+        fields["divergence"] = section.divergence
+    if section.divergence == "jsd":
+        fields["beta"] = section.beta
+    return fields
 
 
 def _mixture(run: ResolvedRun) -> dict[str, Any]:

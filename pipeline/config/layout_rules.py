@@ -8,6 +8,7 @@ from typing import Any
 
 from headrace.base.errors import ConfigError
 from pipeline.config.batch import BatchSizes
+from pipeline.config.distill_rules import check_distillation
 from pipeline.config.optimizers import ADAMW
 from pipeline.config.schema import Config
 from pipeline.topology import Topology
@@ -70,10 +71,7 @@ def check_layout(config: Config, topology: Topology) -> None:
     _check_hybrid_shard(config, topology)
     _check_offload(config)
     _check_moments(config, topology)
-    if config.distill is not None and topology.tp * topology.cp > 1:
-        why = "the teacher's logits are whole, the student's would be split over tp or cp ranks"
-        remedy = "use ZeRO, FSDP2 or parallel.pp, with parallel.tp 1 and parallel.cp 1"
-        raise ConfigError("distill", why=why, remedy=remedy)
+    check_distillation(config)
 
 
 def check_heads(model: Mapping[str, Any], topology: Topology, *, cp_method: str) -> None:

@@ -23,9 +23,8 @@ from pipeline.evaluation.model_folder import ModelFolder
 EXIT_OUTSIDE = 1
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `headrace compress`."""
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="verify|consumers")
+def add_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds `verify` and `consumers` to the verbs of `headrace compress`."""
     text = "score a compressed model with every program that serves it, against its original"
     verify = verbs.add_parser("verify", help=text, description=f"{text.capitalize()}; exit code 1 outside the bounds.")
     verify.add_argument("model", metavar="FOLDER", help="a compressed model: a Hugging Face folder, or one of GGUF")

@@ -60,8 +60,7 @@ class Consumer:
             job = Path(folder)
             request.write(job)
             self._run(request, job, progress)
-            found = Scores.read(job)
-            return Scores(found.log_probabilities.copy(), found.ids, found.version, found.seconds)
+            return Scores.read(job)
 
     def _run(self, request: ScoreRequest, job: Path, progress: Progress) -> None:
         python = self.python()

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from pipeline.consumers.worker import Score, job_of_command_line, serve
+from pipeline.consumers.worker import Served, job_of_command_line, serve, threads
 from pipeline.gguf_files.libllama import Model, version
 
 
-def load(folder: str) -> tuple[str, Any, Score]:
-    """The version, the tokenizer and what scores a window of ids."""
-    model = Model(Path(folder) / "model.gguf")
+def load(folder: str) -> Served:
+    """Loads model.gguf."""
+    model = Model(Path(folder) / "model.gguf", threads=threads())
 
     def tokenize(text: str) -> list[int]:
         return model.tokenize(text, add_special=False, parse_special=False)
 
-    return version(), tokenize, lambda window: model.logits([int(each) for each in window])
+    return Served(version(), tokenize, lambda window: model.logits([int(each) for each in window]), model.generate)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ Shapes: n windows, T tokens each, V entries of the vocabulary.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,22 @@ import numpy.typing as npt
 from headrace.base.directory import write_json
 
 JOB, WINDOWS, LOG_PROBABILITIES, RESULT = "job.json", "windows.npy", "log_probabilities.npy", "result.json"
+TARGETS = "targets.npy"
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Generation to be timed, by greedy decoding.
+
+    Attributes:
+        prompts: token ids, as many as the largest batch, all of one length.
+        batches: numbers of sequences at once.
+        new_tokens: that are generated for each sequence.
+    """
+
+    prompts: tuple[tuple[int, ...], ...] = ()
+    batches: tuple[int, ...] = ()
+    new_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -27,19 +43,29 @@ class ScoreRequest:
         windows: token ids, int64 [n, T].
         texts: to be tokenized by the consumer's own tokenizer, without special tokens.
         vocabulary: V; entries that a consumer adds behind it are cut off, and the rest is normalized again.
+        kept: indices of the windows whose log-probabilities of all tokens are wanted; None for every window.
+        generation: to be timed; nothing without batches.
+        samples: texts to continue by greedy decoding.
+        sample_tokens: new tokens of each.
     """
 
     model: Path
     windows: npt.NDArray[np.int64]
     texts: tuple[str, ...]
     vocabulary: int
+    kept: tuple[int, ...] | None = None
+    generation: Generation = field(default_factory=Generation)
+    samples: tuple[str, ...] = ()
+    sample_tokens: int = 0
 
     def write(self, job: Path) -> None:
         """Writes the request into the job's directory."""
         job.mkdir(parents=True, exist_ok=True)
         np.save(job / WINDOWS, self.windows)
+        kept = range(len(self.windows)) if self.kept is None else self.kept
         about = {"model": str(self.model.absolute()), "texts": list(self.texts), "vocabulary": self.vocabulary}
-        write_json(job / JOB, about)
+        about |= {"kept": list(kept), "generation": asdict(self.generation)}
+        write_json(job / JOB, {**about, "samples": list(self.samples), "sample_tokens": self.sample_tokens})
 
 
 @dataclass(frozen=True)
@@ -47,23 +73,30 @@ class Scores:
     """What a consumer found.
 
     Attributes:
-        log_probabilities: float32 [n, T - 1, V], memory-mapped: of the token after each position but the last.
+        log_probabilities: float32 [kept, T - 1, V]: of the token after each position but the last.
+        targets: float32 [n, T - 1]: log-probabilities of the windows' own next tokens.
         ids: token ids of each text.
         version: of the consumer.
         seconds: that the windows took, without loading.
+        threads: that it computed with.
+        generation: of each batch: batch, prompt_tokens, new_tokens, seconds, tokens_per_second, peak_bytes.
+        samples: new token ids of each text.
     """
 
     log_probabilities: npt.NDArray[np.float32]
+    targets: npt.NDArray[np.float32]
     ids: list[list[int]]
     version: str
     seconds: float
+    threads: int
+    generation: list[dict[str, Any]]
+    samples: list[list[int]]
 
     @classmethod
     def read(cls, job: Path) -> Scores:
-        """What a worker wrote into the job's directory."""
+        """What a worker wrote into the job's directory; the arrays are read into memory."""
         result: dict[str, Any] = json.loads((job / RESULT).read_text())
-        found = np.load(job / LOG_PROBABILITIES, mmap_mode="r")
-        return cls(found, result["ids"], result["version"], result["seconds"])
+        return cls(np.load(job / LOG_PROBABILITIES), np.load(job / TARGETS), **result)
 
 
 def windows_that_fit(*, length: int, vocabulary: int, limit_bytes: int, limit_positions: int) -> int:

@@ -10,18 +10,23 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline.consumers.worker import Score, job_of_command_line, serve
+from pipeline.consumers.worker import Served, job_of_command_line, serve, threads
 from pipeline.evaluation.loading import check_keys
 
 
-def load(folder: str) -> tuple[str, Any, Score]:
-    """The version, the tokenizer and what scores a window of ids."""
+def load(folder: str) -> Served:
+    """Loads the folder."""
+    torch.set_num_threads(threads())
     model, info = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, output_loading_info=True)
     check_keys(Path(folder), info)
     model.eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    model.generation_config.eos_token_id = None  # generation goes on behind the end of a text
+    # only where there is one: windows of ids need none
+    found = any((Path(folder) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True) if found else None
 
     def tokenize(text: str) -> list[int]:
+        assert tokenizer is not None, f"{folder} has no tokenizer"
         ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         return ids
 
@@ -30,7 +35,16 @@ def load(folder: str) -> tuple[str, Any, Score]:
         logits = model(input_ids=torch.from_numpy(np.asarray(window))[None], use_cache=False).logits
         return logits[0].float().numpy()
 
-    return transformers.__version__, tokenize, score
+    @torch.inference_mode()
+    def generate(prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        ids = torch.tensor(prompts)
+        how = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": tokens}
+        made: list[list[int]] = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **how)[
+            :, ids.shape[1] :
+        ].tolist()
+        return made
+
+    return Served(transformers.__version__, tokenize, score, generate)
 
 
 if __name__ == "__main__":

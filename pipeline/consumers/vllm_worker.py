@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -13,18 +14,21 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
+sys.path.insert(0, str(Path(__file__).parent))
+from worker import Served, job_of_command_line, serve, threads
+
+os.environ.setdefault("OMP_NUM_THREADS", str(threads()))  # read when torch is loaded
+
 import numpy as np
 import vllm
 
-sys.path.insert(0, str(Path(__file__).parent))
-from worker import job_of_command_line, serve
 
-
-def load(folder: str) -> tuple[str, Any, Any]:
-    """The version, the tokenizer and what scores a window of ids."""
+def load(folder: str) -> Served:
+    """Loads the folder."""
     job = job_of_command_line()
-    length = int(np.load(job / "windows.npy", mmap_mode="r").shape[1])
-    served = vllm.LLM(folder, max_model_len=length + 1, enforce_eager=True, max_logprobs=-1, disable_log_stats=True)
+    how: dict[str, Any] = {"enforce_eager": True, "max_logprobs": -1, "disable_log_stats": True}
+    # a prompt that is generated from twice, for the warmup, is computed twice
+    served = vllm.LLM(folder, max_model_len=longest(job), enable_prefix_caching=False, **how)
     tokenizer = served.get_tokenizer()
     settings = vllm.SamplingParams(
         max_tokens=1, temperature=0.0, prompt_logprobs=-1, detokenize=False, flat_logprobs=True
@@ -40,7 +44,21 @@ def load(folder: str) -> tuple[str, Any, Any]:
         (done,) = served.generate([prompt], settings, use_tqdm=False)
         return dense(done.prompt_logprobs, size)
 
-    return vllm.__version__, tokenize, score
+    def generate(prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        settings = vllm.SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return [list(each.outputs[0].token_ids) for each in served.generate(asked, settings, use_tqdm=False)]
+
+    return Served(vllm.__version__, tokenize, score, generate)
+
+
+def longest(job: Path) -> int:
+    """Positions that the job needs: a window and the token behind it; a generation may be no longer."""
+    length = int(np.load(job / "windows.npy", mmap_mode="r").shape[1])
+    about = json.loads((job / "job.json").read_text())
+    prompts = about["generation"]["prompts"]
+    generated = len(prompts[0]) + about["generation"]["new_tokens"] if prompts else 0
+    return max(length, generated) + 1
 
 
 def dense(found: Any, size: int) -> Any:

@@ -7,39 +7,118 @@ run from where it is, beside the worker's.
 from __future__ import annotations
 
 import json
+import os
+import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 Score = Callable[[Any], Any]
 """Token ids [T] -> logits or log-probabilities [T - 1 or T, at least V]; a further row is ignored."""
+Generate = Callable[[list[list[int]], int], Sequence[Sequence[int]]]
+"""Prompts of equal length [B][P], N -> the N next ids of each by greedy decoding, whatever they are, [B][N]."""
+
+_WARMUP_TOKENS = 2
 
 
-def serve(job: Path, load: Callable[[str], tuple[str, Callable[[str], Sequence[int]], Score]]) -> None:
-    """Scores a job.
+class Served(NamedTuple):
+    """A loaded model.
+
+    Attributes:
+        version: of the consumer.
+        tokenize: text -> ids, without special tokens.
+        score: a window's log-probabilities.
+        generate: the next tokens of prompts.
+    """
+
+    version: str
+    tokenize: Callable[[str], Sequence[int]]
+    score: Score
+    generate: Generate
+
+
+def serve(job: Path, load: Callable[[str], Served]) -> None:
+    """Does a job: generation first, in the memory that loading needed, then the windows.
 
     Args:
         job: its directory.
-        load: takes the model's folder; returns the version, a tokenizer, and what scores a window.
+        load: takes the model's folder.
     """
     about = json.loads((job / "job.json").read_text())
     windows = np.load(job / "windows.npy")
-    version, tokenize, score = load(about["model"])
-    ids = [[int(each) for each in tokenize(text)] for text in about["texts"]]
+    model = load(about["model"])
+    ids = [[int(each) for each in model.tokenize(text)] for text in about["texts"]]
+    generated = [_timed(model.generate, about["generation"], batch) for batch in about["generation"]["batches"]]
+    samples = [_sample(model, text, about["sample_tokens"]) for text in about["samples"]]
+    seconds = _score(job, model.score, windows, about)
+    result = {"version": model.version, "ids": ids, "seconds": seconds, "threads": threads()}
+    (job / "result.json").write_text(json.dumps({**result, "generation": generated, "samples": samples}))
+
+
+def _score(job: Path, score: Score, windows: Any, about: dict[str, Any]) -> float:
+    """Writes the targets' log-probabilities of every window, all of the kept ones; seconds that it took."""
     count, length = windows.shape
-    shape = (count, length - 1, about["vocabulary"])
+    kept = {number: row for row, number in enumerate(about["kept"])}
+    shape = (len(kept), length - 1, about["vocabulary"])
     out = np.lib.format.open_memmap(job / "log_probabilities.npy", mode="w+", dtype=np.float32, shape=shape)
+    targets = np.empty((count, length - 1), dtype=np.float32)
     began = time.perf_counter()
     for number, window in enumerate(windows):
-        out[number] = log_softmax(np.asarray(score(window))[: length - 1, : about["vocabulary"]])
+        found = log_softmax(np.asarray(score(window))[: length - 1, : about["vocabulary"]])
+        targets[number] = found[np.arange(length - 1), window[1:]]
+        if number in kept:
+            out[kept[number]] = found
         print(f"progress {number + 1} {count}", flush=True)
     out.flush()
-    result = {"version": version, "ids": ids, "seconds": time.perf_counter() - began}
-    (job / "result.json").write_text(json.dumps(result))
+    seconds = time.perf_counter() - began
+    np.save(job / "targets.npy", targets)
+    return seconds
+
+
+def _timed(generate: Generate, about: dict[str, Any], batch: int) -> dict[str, Any]:
+    """Generation by greedy decoding after a warmup: tokens/s, prompt included, and the largest resident set."""
+    prompts, tokens = about["prompts"][:batch], about["new_tokens"]
+    generate(prompts, _WARMUP_TOKENS)
+    own = _forget_peak()
+    began = time.perf_counter()
+    generate(prompts, tokens)
+    seconds = time.perf_counter() - began
+    found = {"batch": batch, "prompt_tokens": len(prompts[0]), "new_tokens": tokens, "seconds": seconds}
+    return {**found, "tokens_per_second": batch * tokens / seconds, "peak_bytes": _peak_bytes(), "peak_of_batch": own}
+
+
+def _sample(model: Served, text: str, tokens: int) -> list[int]:
+    return [int(each) for each in model.generate([[int(each) for each in model.tokenize(text)]], tokens)[0]]
+
+
+def _forget_peak() -> bool:
+    """Starts the kernel's high-water mark anew (Linux, proc(5), clear_refs); False where that is not possible."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def _peak_bytes() -> int:
+    """The largest resident set of this process, in bytes, since its start or the last `_forget_peak`."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def threads() -> int:
+    """Threads that every consumer computes with: OMP_NUM_THREADS, or the cores that the process may use."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    affinity = getattr(os, "sched_getaffinity", None)
+    return int(given) if given.isdigit() and int(given) else (len(affinity(0)) if affinity else os.cpu_count() or 1)
 
 
 def log_softmax(logits: Any) -> Any:

@@ -227,6 +227,12 @@ class TokenDataset:
         shards = np.searchsorted(self._first_window, wanted, side="right") - 1
         return shards, wanted - self._first_window[shards]
 
+    def sources_of(self, windows: npt.ArrayLike) -> list[str | None]:
+        """Name of the source of each window [n]; None where the manifest names none."""
+        entries = self.manifest.details["splits"][self.split]["shards"]
+        names = [entries[i].get("source") for i in self.chosen]
+        return [names[shard] for shard in self.locate(windows)[0]]
+
     def file(self, shard: int) -> TokenFile:
         """The open token file of a shard.
 

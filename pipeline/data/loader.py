@@ -9,9 +9,9 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -44,12 +44,16 @@ class MicroBatch:
         positions: int64 [B, T], position of every token in its document; None without a document mask, where positions
             in the sequence apply.
         documents: int32 [B, S], document mask: index of every token's document in the whole sequence; None as above.
+        target_ids: int32 [B, T, k], ids for which a teacher's log-probabilities are given; None without cached logits.
+        target_logs: fp16 [B, T, k + 1], these log-probabilities, last that of all other ids; None as above.
     """
 
     input_ids: Tensor
     labels: Tensor
     positions: Tensor | None = None
     documents: Tensor | None = None
+    target_ids: Tensor | None = None
+    target_logs: Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """Copies the batch to a device; asynchronously from pinned memory."""
@@ -70,6 +74,14 @@ class MicroBatch:
         count = -(-self.input_ids.shape[0] // samples)
         parts = [[None] * count if tensor is None else tensor.split(samples) for tensor in whole]
         return [MicroBatch(*each) for each in zip(*parts, strict=True)]
+
+
+class TeacherLogits(Protocol):
+    """Cached logits of a teacher by sample; see `distillation.cached_logits`."""
+
+    def read(self, location: SampleLocation) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float16]]:
+        """Ids int32 [n, S, k] and log-probabilities fp16 [n, S, k + 1] of samples."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -105,6 +117,7 @@ class StepLoader:
         mask_documents: document mask: positions restart in each document, and a token that is followed by another
             document's is no target.
         skips: skipped data.
+        logits: a teacher's cached logits, which become part of the micro-batches.
         prefetch: steps prepared ahead.
         pin: copy tensors to page-locked memory, for a GPU.
     """
@@ -121,6 +134,7 @@ class StepLoader:
         zigzag: bool = False,
         mask_documents: bool = False,
         skips: Skips = NO_SKIPS,
+        logits: TeacherLogits | None = None,
         prefetch: int = 4,
         pin: bool = False,
     ) -> None:
@@ -128,7 +142,7 @@ class StepLoader:
         self._first, self._last = steps
         self._chunks = partial(sequence_chunks, cp=cp, cp_rank=cp_rank, zigzag=zigzag)
         self._mask_documents, self._prefetch = mask_documents, prefetch
-        self._skips = skips
+        self._skips, self._logits = skips, logits
         starts = dp_rank * batch.micro + np.arange(batch.accumulation) * batch.dp * batch.micro
         # index in the step of each row of this rank; from `batch.samples` on, rows are padding
         self._samples_of_rows = (starts[:, None] + np.arange(batch.micro)).ravel()
@@ -171,6 +185,9 @@ class StepLoader:
         if self._mixture.masked:
             targets = self._mask_labels(whole, location, step, chunks)
         whole.labels[torch.from_numpy(~real)] = IGNORE
+        if self._logits is not None:
+            read = (torch.from_numpy(np.ascontiguousarray(_cut(each, chunks))) for each in self._logits.read(location))
+            whole = replace(whole, **dict(zip(("target_ids", "target_logs"), read, strict=True)))
         return StepBatch(step, [self._own(micro) for micro in whole.split(batch.micro)], targets)
 
     def _mask_labels(self, batch: MicroBatch, location: SampleLocation, step: int, chunks: Sequence[range]) -> int:

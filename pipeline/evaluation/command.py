@@ -18,11 +18,17 @@ from pipeline.evaluation.model_folder import ModelFolder
 from pipeline.metrics.units import show_bits_per_byte
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the command's arguments; defaults are those of `HeldOutData`."""
+def add_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    """Declares the command's arguments; defaults are those of `HeldOutData`.
+
+    Args:
+        parser: of the command.
+        optional: whether MODEL and --data may be left out, as where several models are compared.
+    """
     defaults = HeldOutData(path="")
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face model folder, quantized or not")
-    parser.add_argument("--data", required=True, metavar="TOKENS", help="a tokens directory")
+    count: dict[str, Any] = {"nargs": "?"} if optional else {}
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face model folder, quantized or not", **count)
+    parser.add_argument("--data", required=not optional, metavar="TOKENS", help="a tokens directory")
     parser.add_argument("--split", default=defaults.split, help="default: %(default)s")
     add_window_arguments(parser)
     parser.add_argument("--batch-size", type=int, default=defaults.batch_size, metavar="B", help="default: %(default)s")
@@ -120,6 +126,7 @@ def _table(result: dict[str, Any]) -> Table:
         + (", within documents" if result["mask_documents"] else ""),
         "speed": f"{result['tokens_per_second']:,.0f} tokens/s ({result['dtype']}, {result['device']})",
         "weights on disk": f"{result['weight_bytes'] / 1e6:.2f} MB",
+        **{f"loss on {name}": f"{loss:.4f} nats/token" for name, loss in result["sources"].items()},
     }
     for name, value in rows.items():
         table.add_row(name, value)

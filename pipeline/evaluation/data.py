@@ -97,12 +97,45 @@ def count_targets(dataset: TokenDataset, windows: npt.NDArray[np.int64], *, mask
     """
     if not dataset.masked and not mask_documents:
         return windows.size * dataset.sequence_length
-    pieces = np.array_split(windows, -(-windows.size // _COUNTED_WINDOWS))
-    found = sum(int(targets_of(dataset, piece, mask_documents=mask_documents).sum()) for piece in pieces)
+    found = int(count_targets_of_each(dataset, windows, mask_documents=mask_documents).sum())
     if not found:
         which = f"the {windows.size:,} windows of {dataset.sequence_length} tokens to evaluate"
         why = f"{dataset.label}: its loss mask leaves no target in {which}"
         raise DataError(f"{why}\n  try: more tokens, longer windows, or another dataset")
+    return found
+
+
+def count_targets_of_each(
+    dataset: TokenDataset, windows: npt.NDArray[np.int64], *, mask_documents: bool
+) -> npt.NDArray[np.int64]:
+    """int64 [n]: number of target tokens of each window."""
+    if not dataset.masked and not mask_documents:
+        return np.full(windows.size, dataset.sequence_length, dtype=np.int64)
+    pieces = np.array_split(windows, -(-windows.size // _COUNTED_WINDOWS))
+    found = [targets_of(dataset, piece, mask_documents=mask_documents).sum(axis=1) for piece in pieces]
+    return np.concatenate(found).astype(np.int64)
+
+
+def loss_by_source(
+    dataset: TokenDataset,
+    windows: npt.NDArray[np.int64],
+    losses: npt.NDArray[np.float64],
+    targets: npt.NDArray[np.int64],
+) -> dict[str, float]:
+    """Mean loss of each source, nats per target token. A window is of one source, as a shard is.
+
+    Args:
+        dataset: whose manifest names the sources; without names the result is empty.
+        windows: int64 [n].
+        losses: of each, summed over its targets, nats, float64 [n].
+        targets: of each, how many, int64 [n].
+    """
+    names = dataset.sources_of(windows)
+    found = {}
+    for name in sorted({name for name in names if name is not None}):
+        of_source = np.array([each == name for each in names])
+        if targets[of_source].any():
+            found[name] = float(losses[of_source].sum() / targets[of_source].sum())
     return found
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from pipeline.data.dataset import TokenDataset, choose_windows
 from pipeline.data.loader import make_batch
-from pipeline.evaluation.data import count_targets, targets_of
+from pipeline.evaluation.data import count_targets, count_targets_of_each, loss_by_source, targets_of
 from pipeline.metrics.units import bits_per_byte, perplexity
 
 
@@ -39,6 +39,7 @@ class HeldOut:
         bits_per_byte: bits per UTF-8 byte of the split's text; None with a loss mask.
         tokens: number of target tokens; with a loss mask, those of the mask.
         tokens_per_second: of forward passes and loss after a warmup, reading included, counting all tokens.
+        sources: name of a source of the dataset -> loss over its targets, nats per token; of those with targets.
     """
 
     loss_nats: float
@@ -46,6 +47,7 @@ class HeldOut:
     bits_per_byte: float | None
     tokens: int
     tokens_per_second: float
+    sources: dict[str, float] = field(default_factory=dict)
 
 
 def evaluate(
@@ -83,13 +85,14 @@ def evaluate(
             # warmup: the first pass includes lazy allocation and the unpacking of quantized weights
             score(chosen[:1])
             start = time.perf_counter()
-            total = sum(_batches(score, chosen, batch_size, progress))
+            losses = np.concatenate(list(_batches(score, chosen, batch_size, progress)))
             seconds = time.perf_counter() - start
     finally:
         model.train(was_training)
-    loss, rate = total / targets, len(chosen) * dataset.sequence_length / seconds
+    loss, rate = float(losses.sum()) / targets, len(chosen) * dataset.sequence_length / seconds
     bits = None if dataset.masked else bits_per_byte(loss, tokens=dataset.tokens, text_bytes=dataset.bytes)
-    return HeldOut(loss, perplexity(loss), bits, targets, rate)
+    counts = count_targets_of_each(dataset, chosen, mask_documents=mask_documents)
+    return HeldOut(loss, perplexity(loss), bits, targets, rate, loss_by_source(dataset, chosen, losses, counts))
 
 
 def _batches(
@@ -97,12 +100,12 @@ def _batches(
     chosen: npt.NDArray[np.int64],
     batch_size: int,
     progress: Callable[[int, int], None] | None,
-) -> Iterator[float]:
-    """Yields the summed loss of each batch, in nats."""
+) -> Iterator[npt.NDArray[np.float64]]:
+    """Yields the loss of each window of a batch, summed over its targets, in nats: float64 [B]."""
     for begin in range(0, len(chosen), batch_size):
         windows = chosen[begin : begin + batch_size]
-        # .item() waits for the device, so that the measured time is right there, too
-        yield score(windows).item()
+        # the copy waits for the device, so that the measured time is right there, too
+        yield score(windows).cpu().numpy()
         if progress is not None:
             progress(begin + len(windows), len(chosen))
 
@@ -115,7 +118,7 @@ def _loss(
     device: torch.device | str,
     mask_documents: bool,
 ) -> torch.Tensor:
-    """Summed loss of B windows over their targets, float64 scalar."""
+    """Loss of B windows, each summed over its targets, float64 [B]."""
     rows = dataset.read(windows)
     tokens = torch.from_numpy(rows).to(device)
     loss_mask = torch.from_numpy(targets_of(dataset, windows, mask_documents=mask_documents)).to(device)
@@ -130,4 +133,4 @@ def _loss(
         F.cross_entropy(one.float(), target, reduction="none")[counts]
         for one, target, counts in zip(logits, tokens[:, 1:], loss_mask, strict=True)
     ]
-    return torch.stack([loss.double().sum() for loss in losses]).sum()
+    return torch.stack([loss.double().sum() for loss in losses])

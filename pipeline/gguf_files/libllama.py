@@ -9,19 +9,22 @@ Source of the declarations: llama.cpp, include/llama.h and ggml/include/ggml.h, 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import POINTER, c_bool, c_char_p, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint32, c_void_p
 from functools import cache
 from importlib.metadata import version as version_of
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 PACKAGE = "xllamacpp"
 _ROOM = 512
+_CONTEXT_STEP = 256
+"""llama.cpp gives every sequence a multiple of so many positions."""
 
 
 class _ModelParameters(ctypes.Structure):
@@ -104,6 +107,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "llama_model_get_vocab": (c_void_p, [c_void_p]),
     "llama_vocab_n_tokens": (c_int32, [c_void_p]),
     "llama_init_from_model": (c_void_p, [c_void_p, _ContextParameters]),
+    "llama_set_n_threads": (None, [c_void_p, c_int32, c_int32]),
     "llama_free": (None, [c_void_p]),
     "llama_tokenize": (c_int32, [c_void_p, c_char_p, c_int32, POINTER(c_int32), c_int32, c_bool, c_bool]),
     "llama_batch_init": (_Batch, [c_int32, c_int32, c_int32]),
@@ -117,18 +121,28 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 """Function -> (result, arguments)."""
 
 
+class _Entry(NamedTuple):
+    """A token of a batch: its position in its sequence, and whether its logits are wanted."""
+
+    token: int
+    position: int
+    sequence: int
+    wanted: bool
+
+
 class Model:
     """A GGUF file loaded by llama.cpp, on the CPU.
 
     Args:
         path: the file.
+        threads: to compute with; llama.cpp's own default when None.
 
     Raises:
         RuntimeError: llama.cpp cannot load it; it has printed why.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._library = library()
+    def __init__(self, path: Path, *, threads: int | None = None) -> None:
+        self._library, self._threads = library(), threads
         parameters = self._library.llama_model_default_params()
         self._model = self._library.llama_model_load_from_file(str(path).encode(), parameters)
         if not self._model:
@@ -158,33 +172,67 @@ class Model:
         Raises:
             RuntimeError: llama.cpp does not run the model.
         """
+        with self._context(len(ids), tokens=len(ids), sequences=1) as (context, batch):
+            entries = [_Entry(each, position, 0, wanted=True) for position, each in enumerate(ids)]
+            return self._decode(context, batch, entries)
+
+    def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
+        """The next ids of prompts by greedy decoding, all sequences in one batch, the end of a text among them.
+
+        Args:
+            prompts: token ids [B][P], of one length.
+            tokens: N, at least 1.
+
+        Returns:
+            ids [B][N].
+
+        Raises:
+            RuntimeError: llama.cpp does not run the model.
+        """
+        count, length = len(prompts), len(prompts[0])
+        room = -(-(length + tokens) // _CONTEXT_STEP) * _CONTEXT_STEP
+        with self._context(count * room, tokens=count * length, sequences=count) as (context, batch):
+            entries = [
+                _Entry(each, position, sequence, wanted=position == length - 1)
+                for sequence, prompt in enumerate(prompts)
+                for position, each in enumerate(prompt)
+            ]
+            made = [self._decode(context, batch, entries).argmax(-1).tolist()]
+            for position in range(length, length + tokens - 1):
+                entries = [_Entry(each, position, sequence, wanted=True) for sequence, each in enumerate(made[-1])]
+                made.append(self._decode(context, batch, entries).argmax(-1).tolist())
+        return [list(row) for row in zip(*made, strict=True)]
+
+    @contextmanager
+    def _context(self, positions: int, *, tokens: int, sequences: int) -> Iterator[tuple[Any, Any]]:
+        """A context of so many positions, over all sequences, and a batch of so many tokens."""
         parameters = self._library.llama_context_default_params()
-        parameters.n_ctx = parameters.n_batch = parameters.n_ubatch = len(ids)
+        parameters.n_ctx, parameters.n_seq_max = positions, sequences
+        parameters.n_batch = parameters.n_ubatch = tokens
         context = self._library.llama_init_from_model(self._model, parameters)
         if not context:
             raise RuntimeError("llama.cpp cannot make a context for the model")
-        batch = self._library.llama_batch_init(len(ids), 0, 1)
+        if self._threads is not None:
+            self._library.llama_set_n_threads(context, self._threads, self._threads)
+        batch = self._library.llama_batch_init(tokens, 0, 1)
         try:
-            self._fill(batch, ids)
-            code = self._library.llama_decode(context, batch)
-            if code:
-                raise RuntimeError(f"llama_decode failed with code {code}")
-            rows = [self._library.llama_get_logits_ith(context, number) for number in range(len(ids))]
-            return np.stack([np.ctypeslib.as_array(row, (self.vocabulary_size,)).copy() for row in rows])
+            yield context, batch
         finally:
             self._library.llama_batch_free(batch)
             self._library.llama_free(context)
 
-    @staticmethod
-    def _fill(batch: Any, ids: Sequence[int]) -> None:
-        """All positions of sequence 0, each with its logits."""
-        batch.n_tokens = len(ids)
-        for number, each in enumerate(ids):
-            batch.token[number] = each
-            batch.pos[number] = number
-            batch.n_seq_id[number] = 1
-            batch.seq_id[number][0] = 0
-            batch.logits[number] = 1
+    def _decode(self, context: Any, batch: Any, entries: Sequence[_Entry]) -> npt.NDArray[np.float32]:
+        """Logits float32 [wanted, V] of the entries that want them."""
+        batch.n_tokens = len(entries)
+        for number, each in enumerate(entries):
+            batch.token[number], batch.pos[number] = each.token, each.position
+            batch.n_seq_id[number], batch.seq_id[number][0] = 1, each.sequence
+            batch.logits[number] = each.wanted
+        code = self._library.llama_decode(context, batch)
+        if code:
+            raise RuntimeError(f"llama_decode failed with code {code}")
+        rows = [self._library.llama_get_logits_ith(context, n) for n, each in enumerate(entries) if each.wanted]
+        return np.stack([np.ctypeslib.as_array(row, (self.vocabulary_size,)).copy() for row in rows])
 
 
 def quantize_rows(values: npt.NDArray[np.float32], *, ggml_type: int) -> npt.NDArray[np.uint8]:

@@ -14,17 +14,7 @@ from typing import Any
 
 from gguf import GGUFWriter, TokenType
 
-from headrace.base.errors import ConfigError
-
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-SPLITS = {_LLAMA3: "smaug-bpe", _QWEN2: "qwen2"}
-"""Split pattern -> llama.cpp's name. Llama 3's own name, llama-bpe, puts a BOS in front; smaug-bpe splits alike."""
-GPT2 = "gpt-2"
-"""llama.cpp's name of the pattern inside of tokenizers' ByteLevel."""
+from pipeline.models.split_names import refused, sentencepiece_bpe, split_name
 
 _BPE, _SENTENCEPIECE = "gpt2", "llama"
 
@@ -80,30 +70,6 @@ class GgufTokenizer:
             writer.add_chat_template(self.chat_template)
 
 
-def split_name(tokenizer: Mapping[str, Any]) -> str:
-    """llama.cpp's name for the split pattern of a byte-level BPE tokenizer.json.
-
-    Raises:
-        ConfigError: it has none.
-    """
-    if (tokenizer.get("model") or {}).get("type") != "BPE":
-        raise _refused("it is no BPE tokenizer: llama.cpp segments unigram models otherwise, so that ids would differ")
-    if tokenizer.get("normalizer"):
-        raise _refused("it normalizes text before it splits it, and llama.cpp's byte-level BPE does not")
-    steps = tokenizer.get("pre_tokenizer") or {}
-    listed = steps.get("pretokenizers", [steps])
-    byte_level = [step for step in listed if step.get("type") == "ByteLevel"]
-    splits = [step for step in listed if step.get("type") == "Split"]
-    if len(byte_level) != 1 or len(splits) > 1 or len(listed) != 1 + len(splits) or byte_level[0]["add_prefix_space"]:
-        raise _refused("its pre-tokenizer is none that llama.cpp has")
-    if not splits:
-        return GPT2
-    pattern = splits[0]["pattern"].get("Regex")
-    if byte_level[0].get("use_regex") or splits[0].get("behavior") != "Isolated" or pattern not in SPLITS:
-        raise _refused(f"its split pattern is none that llama.cpp has a name for: {str(pattern)[:80]}")
-    return SPLITS[pattern]
-
-
 def read_tokenizer(folder: Path, *, vocabulary: int) -> GgufTokenizer:
     """The tokenizer of a folder.
 
@@ -116,7 +82,7 @@ def read_tokenizer(folder: Path, *, vocabulary: int) -> GgufTokenizer:
     """
     file = folder / "tokenizer.json"
     if not file.is_file():
-        raise _refused(f"{folder} has no tokenizer.json", "save it with transformers' fast tokenizer")
+        raise refused(f"{folder} has no tokenizer.json", "save it with transformers' fast tokenizer")
     raw = json.loads(file.read_text(encoding="utf-8"))
     about = _tokenizer_config(folder)
     if (folder / "tokenizer.model").is_file():
@@ -140,14 +106,7 @@ def _byte_level_tokens(raw: Mapping[str, Any], vocabulary: int) -> tuple[list[st
 
 
 def _sentencepiece(folder: Path, raw: Mapping[str, Any], about: Mapping[str, Any], *, vocabulary: int) -> GgufTokenizer:
-    from sentencepiece import sentencepiece_model_pb2  # noqa: PLC0415 - only sentencepiece models need protobuf
-
-    if raw["model"]["type"] != "BPE":
-        raise _refused("it is a sentencepiece unigram model, which llama.cpp segments otherwise, so that ids differ")
-    proto = sentencepiece_model_pb2.ModelProto()
-    proto.ParseFromString((folder / "tokenizer.model").read_bytes())
-    if proto.normalizer_spec.add_dummy_prefix or proto.normalizer_spec.remove_extra_whitespaces:
-        raise _refused("it changes white space (add_dummy_prefix, remove_extra_whitespaces)")
+    proto = sentencepiece_bpe(folder, raw)
     tokens, types = _filled(vocabulary)
     scores = [0.0] * vocabulary
     for number, piece in enumerate(proto.pieces):
@@ -166,7 +125,7 @@ def _filled(vocabulary: int) -> tuple[list[str], list[int]]:
 def _place(tokens: list[str], types: list[int], number: int, token: str, kind: TokenType) -> None:
     if number >= len(tokens):
         why = f"token {token!r} has id {number}, and the model has a vocabulary of {len(tokens)}"
-        raise _refused(why, "use the tokenizer that the model was trained with")
+        raise refused(why, "use the tokenizer that the model was trained with")
     tokens[number], types[number] = token, int(kind)
 
 
@@ -201,7 +160,3 @@ def _chat_template(folder: Path, about: Mapping[str, Any]) -> str | None:
         return file.read_text(encoding="utf-8")
     given = about.get("chat_template")
     return given if isinstance(given, str) else None
-
-
-def _refused(why: str, remedy: str = "serve the Hugging Face folder with vLLM or transformers") -> ConfigError:
-    return ConfigError("tokenizer", why=why, remedy=remedy)

@@ -11,7 +11,6 @@ When one is lost, the watchdog's report is in one of those files too (`pipeline/
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -26,7 +25,7 @@ from pathlib import Path
 
 from headrace.base.cli import ERROR_FILE
 from headrace.base.errors import EXIT_FOLLOWED, EXIT_INTERRUPTED, EXIT_LOST
-from headrace.base.processes import STOPPED, state_of
+from headrace.base.processes import STOPPED, die_with_parent, state_of
 from pipeline.launch.rendezvous import format_ranks
 
 _POLL_S = 0.05
@@ -118,16 +117,9 @@ def _start(command: Sequence[str], number: int, processes: int, folder: Path, po
             stdout=output_file,
             stderr=output_file and subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C reaches this process alone, which forwards it
-            preexec_fn=_die_with_parent,  # noqa: PLW1509  there are no threads here
+            preexec_fn=die_with_parent,  # noqa: PLW1509  there are no threads here
         )
     return _Rank(number, process, output, error)
-
-
-def _die_with_parent() -> None:
-    """Asks Linux to kill this process when its parent has ended, in whatever way."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def _wait(ranks: Sequence[_Rank]) -> list[_Rank]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from headrace.base.errors import ConfigError
 from pipeline.config.rules import ResolvedRun
@@ -18,6 +19,7 @@ from pipeline.models.counter import CPU
 from pipeline.models.rectangle import Rectangle
 from pipeline.models.values import ParameterValues
 from pipeline.parallel.activation_checkpointing import apply_activation_checkpointing
+from pipeline.parallel.architecture_check import has_separate_head
 from pipeline.parallel.compilation import apply_compile
 from pipeline.parallel.context import make_cp_attention
 from pipeline.parallel.costs import describe_stages, forward_flops
@@ -119,7 +121,7 @@ def assemble(
         cp_attention=make_cp_attention(run.config.parallel.cp_method, mesh) if mesh else None,
         chunks=chunks,
         cp_size=cp,
-        chunk=run.config.loss.chunk,
+        chunk=loss_chunk(run, causal.config),
         own_attention=causal.config._attn_implementation == ATTENTION_NAME,  # type: ignore[union-attr]
         dtype=next(model.parameters()).dtype,
     )
@@ -131,6 +133,22 @@ def assemble(
     one_graph = balancer is None and not isinstance(layout.cp_attention, RingAttention)
     apply_compile(causal, run.config.compile, whole_graph=one_graph)
     return LocalModel(decoder, tensor, {name: shapes[name] for name in local_owners}, tied)
+
+
+DISTILLATION_CHUNK = 512
+"""Positions of each sample whose logits, of teacher and student, exist at a time in a distillation that sets none."""
+
+
+def loss_chunk(run: ResolvedRun, config: PretrainedConfig) -> int | None:
+    """Positions of the chunked loss; None where all logits exist at once.
+
+    Args:
+        run: the resolved config.
+        config: of the model; in a distillation the loss is chunked by default if its logits are its head's output.
+    """
+    if run.config.loss.chunk is not None or run.config.distill is None:
+        return run.config.loss.chunk
+    return DISTILLATION_CHUNK if has_separate_head(config) else None
 
 
 def _names(owners: dict[str, list[tuple[nn.Module, str]]]) -> dict[int, str]:

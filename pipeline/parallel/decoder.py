@@ -108,17 +108,31 @@ class Decoder(nn.Module):
         if self.balancer is not None:
             self.balancer.begin_micro_batch(self._routed_tokens(batch))
         if self._uses_model_forward:
-            logits: Tensor = self.causal(
-                input_ids=inputs, use_cache=False, **self._attention_arguments(batch, inputs)
-            ).logits
+            logits = self.logits(inputs, batch)
             return total_and_parts(objective(logits, batch.labels, *objective.extra_targets(batch)))
+        hidden = self.hidden_states(inputs, batch)
+        if not self.layout.last:
+            return (hidden,)
+        return self._loss(self.gathered(hidden), batch, objective)
+
+    def logits(self, inputs: Tensor, batch: MicroBatch) -> Tensor:
+        """The logits [B, T, V], by the model's own forward pass: of a model that is not split over ranks."""
+        arguments = self._attention_arguments(batch, inputs)
+        logits: Tensor = self.causal(input_ids=inputs, use_cache=False, **arguments).logits
+        return logits
+
+    def hidden_states(self, inputs: Tensor, batch: MicroBatch) -> Tensor:
+        """The last hidden states [B, T / tp, D]; on the last stage those that the head takes. See `forward`."""
         named = {"input_ids" if self.layout.first else "inputs_embeds": inputs}
         hidden: Tensor = self.causal.base_model(  # type: ignore[operator]
             **named, use_cache=False, **self._attention_arguments(batch, inputs)
         ).last_hidden_state
-        if not self.layout.last:
-            return (hidden,)
-        return self._loss(hidden, batch, objective)
+        return hidden
+
+    def gathered(self, hidden: Tensor) -> Tensor:
+        """Hidden states [B, T, D] of all positions of this rank's tp group."""
+        tensor = self.layout.tensor
+        return hidden if tensor is None else all_gather(hidden, tensor.group, dim=1)
 
     @property
     def _uses_model_forward(self) -> bool:
@@ -153,13 +167,8 @@ class Decoder(nn.Module):
         return arguments
 
     def _loss(self, hidden: Tensor, batch: MicroBatch, objective: LossFunction) -> tuple[Tensor, ...]:
-        vocabulary = FULL_VOCABULARY
-        tensor = self.layout.tensor
+        vocabulary = FULL_VOCABULARY if self.layout.tensor is None else self.layout.tensor.vocabulary
         head = self.causal.get_output_embeddings()  # type: ignore[operator]
-        if tensor is not None:
-            hidden = all_gather(hidden, tensor.group, dim=1)
-            vocabulary = tensor.vocabulary
-
         targets = (batch.labels, *objective.extra_targets(batch))
         if self.layout.chunk is None:
             return total_and_parts(objective(head(hidden), *targets, vocabulary=vocabulary))

@@ -56,6 +56,10 @@ class Mesh:
             return self._cp
         return self._data.get_group() if axis == "data" else self._device_mesh[axis].get_group()
 
+    def data_mesh(self) -> DeviceMesh:
+        """The 1-D device mesh of this rank's data ranks."""
+        return self._data
+
     def sharding_mesh(self) -> DeviceMesh:
         """The device mesh for FSDP2: 1-D, or (replicate, shard) with hybrid sharding."""
         if self._shard_size == self.size("data"):

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.base.directory import MANIFEST, read_manifest
-from pipeline.compress.measure import measure
 from pipeline.evaluation.data import HeldOutData
+from pipeline.evaluation.measure import measure
 from pipeline.evaluation.model_folder import ModelFolder
 from pipeline.metrics.units import show_bits_per_byte
 from pipeline.report.inputs import Model

@@ -40,6 +40,7 @@ class RankBatches:
             **self._position(),
             steps=(first_step, run.steps),
             skips=skips,
+            logits=self.prepared.logits,
             prefetch=run.config.data.prefetch,
             pin=torch.cuda.is_available(),
         )

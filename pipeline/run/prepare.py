@@ -20,6 +20,8 @@ from pipeline.config.schema import Config
 from pipeline.data.dataset import TokenDataset, tokenizer_details
 from pipeline.data.mixing_weights import Extent
 from pipeline.data.mixture import DataMixture, open_heldout, open_mixture
+from pipeline.distillation.cached_logits import CachedLogits, open_logits
+from pipeline.distillation.teacher import TeacherModel, teacher_run
 from pipeline.engines.common import model_dtype
 from pipeline.evaluation.model_folder import ModelFolder
 from pipeline.metrics.tensorboard_sink import check_tensorboard
@@ -28,7 +30,6 @@ from pipeline.models.count import ModelSize, measure
 from pipeline.models.hf_config import read_hf_config, resolve_hf_config
 from pipeline.models.layers import original_name
 from pipeline.models.meta import build_meta
-from pipeline.models.padding import check_padded_positions
 from pipeline.models.routers import has_experts
 from pipeline.models.stored_values import FromSafetensors
 from pipeline.models.values import InitByName, ParameterValues
@@ -51,6 +52,8 @@ class PreparedRun:
         store: the run's checkpoints.
         curve: the fields that decide the curve, and the fingerprints of data and folders; unchanged on resume.
         parents: config field -> path and fingerprint of every directory the run is made from.
+        teacher: of a distillation with a teacher in memory.
+        logits: of a distillation with a teacher's cached logits.
     """
 
     run: ResolvedRun
@@ -63,6 +66,8 @@ class PreparedRun:
     store: CheckpointStore
     curve: dict[str, Any]
     parents: dict[str, Any]
+    teacher: TeacherModel | None = None
+    logits: CachedLogits | None = None
 
     @property
     def has_experts(self) -> bool:
@@ -88,8 +93,9 @@ def prepare(run: ResolvedRun) -> PreparedRun:
     hf_config = resolve_hf_config(config.model, tokenizer=tokenizer, sequence_length=config.data.sequence_length)
     for field, folder in named_folders(config).items():
         check_tokenizer(field, folder, tokenizer)
+    teacher, logits = None, None
     if config.distill is not None:
-        check_teacher(config, vocab_size=hf_config.vocab_size)
+        teacher, logits = find_teacher(run, mixture, vocab_size=hf_config.vocab_size)
     model = build_meta(hf_config, dtype=model_dtype(config), attn_implementation=attention_of(run))
     check_layout(run, model)
     check_disks(config)
@@ -99,11 +105,11 @@ def prepare(run: ResolvedRun) -> PreparedRun:
     section = config.run
     store = CheckpointStore(Path(section.dir), keep=section.keep_checkpoints, keep_every=section.keep_every)
     plain = described(hf_config)
-    parents = {**mixture.parents, **folder_parents(config)}
+    parents = {**mixture.parents, **folder_parents(config), **(logits.parents if logits is not None else {})}
     prints = {f"{field}.fingerprint": parent["fingerprint"] for field, parent in parents.items()}
     curve = {**curve_fields(run), "model.resolved": plain, **prints}
     check_run_dir(run, store, curve)
-    return PreparedRun(run, mixture, heldout, model, values, plain, size, store, curve, parents)
+    return PreparedRun(run, mixture, heldout, model, values, plain, size, store, curve, parents, teacher, logits)
 
 
 def attention_of(run: ResolvedRun) -> str:
@@ -125,7 +131,9 @@ def first_values(config: Config, model: nn.Module) -> ParameterValues:
 
 def named_folders(config: Config) -> dict[str, str]:
     """Config field -> path of every Hugging Face folder the config names."""
-    named = {"model.path": config.model.path, "distill.teacher": config.distill.teacher if config.distill else None}
+    distill = config.distill
+    teacher = distill.teacher if distill is not None and distill.logits is None else None
+    named = {"model.path": config.model.path, "distill.teacher": teacher}
     return {field: path for field, path in named.items() if path is not None}
 
 
@@ -143,15 +151,33 @@ def check_tokenizer(field: str, folder: str, tokenizer: dict[str, Any]) -> None:
         raise ConfigError(field, folder, why=why, remedy=remedy)
 
 
-def check_teacher(config: Config, *, vocab_size: int) -> None:
-    """Refuses a teacher that cannot be compared with the student, id by id, or that is not whole.
+def find_teacher(
+    run: ResolvedRun, mixture: DataMixture, *, vocab_size: int
+) -> tuple[TeacherModel | None, CachedLogits | None]:
+    """The teacher of a distillation, or its cached logits.
 
     Raises:
-        ConfigError: its vocabulary is of another size, or it holds fewer positions than the sequence.
+        ConfigError, DataError: see `open_teacher` and `open_logits`.
+    """
+    section = run.config.distill
+    assert section is not None
+    if section.logits is None:
+        return open_teacher(run, vocab_size=vocab_size), None
+    return None, open_logits(run, mixture, vocab_size=vocab_size)
+
+
+def open_teacher(run: ResolvedRun, *, vocab_size: int) -> TeacherModel:
+    """Looks at a teacher, and refuses one that cannot be compared with the student, id by id, or that is not whole.
+
+    Raises:
+        ConfigError: its vocabulary is of another size, it holds fewer positions than the sequence, or it cannot be
+            computed in the student's layout.
         DataError: the folder is no model, or its weights are not all there.
     """
-    assert config.distill is not None
-    folder, length = config.distill.teacher, config.data.sequence_length
+    config, section = run.config, run.config.distill
+    assert section is not None
+    assert section.teacher is not None
+    folder, length = section.teacher, config.data.sequence_length
     theirs = read_hf_config(folder)
     if theirs.vocab_size != vocab_size:
         why = f"the teacher has {theirs.vocab_size} ids, the student {vocab_size}"
@@ -162,9 +188,12 @@ def check_teacher(config: Config, *, vocab_size: int) -> None:
     if longest is not None and longest < length:
         why = f"the teacher was made for {longest} positions, data.sequence_length is {length}"
         raise ConfigError("distill.teacher", folder, why=why, remedy=f"set data.sequence_length to at most {longest}")
-    teacher = build_meta(theirs, dtype=model_dtype(config), attn_implementation=config.model.attn_implementation)
-    check_padded_positions(teacher, sequence_length=length)
-    FromSafetensors(folder, model=teacher)
+    model = build_meta(theirs, dtype=model_dtype(config), attn_implementation=attention_of(run))
+    try:
+        check_layout(teacher_run(run), model)
+    except ConfigError as error:
+        raise ConfigError("distill.teacher", folder, why=str(error), remedy="change the student's layout") from None
+    return TeacherModel(model, FromSafetensors(folder, model=model))
 
 
 def described(config: PretrainedConfig) -> dict[str, Any]:

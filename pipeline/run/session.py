@@ -63,13 +63,15 @@ from pipeline.run.resume import (
 )
 from pipeline.run.trainer import Progress, Trainer
 
+MakeObjective = Callable[[PreparedRun, torch.device, Mesh | None], Objective]
 
-def train(run: ResolvedRun, make_objective: Callable[[torch.device], Objective], *, signals: StopSignals) -> int:
+
+def train(run: ResolvedRun, make_objective: MakeObjective, *, signals: StopSignals) -> int:
     """Trains from the newest checkpoint, or from the start, to the last step or to a stop signal.
 
     Args:
         run: the resolved config.
-        make_objective: called with this rank's device; returns the loss to minimize.
+        make_objective: called with the run, this rank's device and its process groups; returns the loss to minimize.
         signals: stop signals of this process.
 
     Returns:
@@ -112,7 +114,7 @@ def train(run: ResolvedRun, make_objective: Callable[[torch.device], Objective],
                 # Decide: resume from the newest whole checkpoint, or begin at step 1.
                 checkpoint = session.newest_checkpoint()
                 # Allocate: initial values are drawn only where no checkpoint is about to overwrite them.
-                engine = session.allocate(make_objective(device), device=device, mesh=mesh, checkpoint=checkpoint)
+                engine = session.allocate(make_objective, device=device, mesh=mesh, checkpoint=checkpoint)
                 services = session.open_services(stack)
                 # Load, then train: step, save, evaluate. A rollback loads an older checkpoint and trains on from there.
                 rollback: Rollback | None = None
@@ -163,10 +165,10 @@ class Session:
         return checkpoint
 
     def allocate(
-        self, objective: Objective, *, device: torch.device, mesh: Mesh | None, checkpoint: Checkpoint | None
+        self, make_objective: MakeObjective, *, device: torch.device, mesh: Mesh | None, checkpoint: Checkpoint | None
     ) -> Engine:
         """Builds the engine: initialized or loaded from `model.path`; zeros when a checkpoint follows. Collective."""
-        prepared = self.prepared
+        prepared, objective = self.prepared, make_objective(self.prepared, device, mesh)
         values = prepared.values if checkpoint is None else Zeros(parameter_shapes(prepared.model))
         reporting = ReportsProgress(values, self.watchdog.report_progress)
         return build_engine(prepared.run, prepared.model, reporting, objective, device=device, mesh=mesh)

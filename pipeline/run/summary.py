@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.rules import ResolvedRun
+from pipeline.models.split_names import conversion
 
 if TYPE_CHECKING:
     from pipeline.data.dataset import TokenDataset
@@ -162,6 +163,8 @@ def prepared_entries(prepared: PreparedRun) -> Iterator[Entry]:
             f"{source.summary}{mask}, {share:.1%} of the run, {seen:.2f} epochs",
             {**_dataset(source), "share": share, "epochs": seen, "loss_mask": source.masked},
         )
+    found = conversion(prepared.mixture.sources[0].tokenizer)
+    yield Entry("tokenizer", found.text, {"llama_cpp": found.name, "why": found.why})
     for source in prepared.heldout:
         yield Entry("held-out", source.summary, _dataset(source))
     if run.topology.world_size > 1:

@@ -42,7 +42,7 @@ def main() -> int:
     factor, sample = os.environ["POISON"].split(":")
     row = open_mixture(run.config.data, seed=run.config.run.seed).read([int(sample)])[0]
     with StopSignals(announce=detect().rank == 0) as signals:
-        return train(run, lambda _device: BadSample(torch.from_numpy(row[1:].copy()), float(factor)), signals=signals)
+        return train(run, lambda *_rank: BadSample(torch.from_numpy(row[1:].copy()), float(factor)), signals=signals)
 
 
 if __name__ == "__main__":

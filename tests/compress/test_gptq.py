@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from headrace.base.errors import ConfigError
 from headrace.base.section import parse
-from pipeline.compress.calibration import calibrate
+from pipeline.compress.calibration import Method, calibrate
 from pipeline.compress.config import QuantizeConfig
 from pipeline.compress.gptq import e4m3, gptq, integers
 from pipeline.compress.rules import prepare
@@ -96,7 +96,7 @@ def test_every_layer_sees_what_the_quantized_layers_before_it_give(model: Path, 
     plain, calibrated, nearest = (AutoModelForCausalLM.from_pretrained(model).eval() for _ in range(3))
     linear = {name: each for name, each in nearest.named_modules() if isinstance(each, nn.Linear) and name != "lm_head"}
     cpu = torch.device("cpu")
-    found = calibrate(calibrated, linear, batches, scale=scale, rounding=integers(3), device=cpu)
+    found = calibrate(calibrated, linear, batches, method=Method(scale, integers(3)), device=cpu)
     assert set(found) == set(linear)
     with torch.no_grad():
         for module in linear.values():

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from headrace.base.errors import ConfigError, DataError, HeadraceError
 from headrace.base.section import parse
 from pipeline.compress.config import QuantizeConfig
-from pipeline.compress.measure import measure
 from pipeline.compress.rules import prepare
+from pipeline.evaluation.measure import measure
 from tests import warm
 from tests.compress.test_quantize import ENTRY, write_config
 from tests.evaluation.small import SEQUENCE, TEXTS, VOCAB, make_tokens, run_python

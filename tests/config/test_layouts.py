@@ -118,7 +118,7 @@ REFUSALS = [
     (["engine=torch", "parallel.virtual_stages=2"], "parallel.pp is 1"),
     (["fp16.enabled=true", "bf16.enabled=true"], "keep bf16"),
     (["zero_optimization.offload_param.device=nvme"], "nvme_path"),
-    (["distill.teacher=t", "parallel.tp=2"], "parallel.tp 1"),
+    (["distill.alpha=0.3"], '"teacher"'),
     (["engine=torch", "zero_optimization.overlap_comm=true"], "use engine deepspeed"),
     (["engine=torch", "zero_optimization.stage3_prefetch_bucket_size=5000"], "use engine deepspeed"),
     (["engine=torch", "aio.block_size=1048576"], "use engine deepspeed"),

@@ -53,7 +53,8 @@ def run_cell(cell: str, work: Path) -> tuple[bool, str]:
         work: a directory; models and tokens of other cells in it are used again.
 
     Returns:
-        Whether all consumers that take the scheme accept the result, and their figures or why not.
+        Whether all consumers that take the scheme accept the result, or it was refused by name before any work; and
+        their figures, or why not.
     """
     name, scheme, kind = cell.split(", ")
     tokens = work / kind / "tokens"
@@ -72,7 +73,8 @@ def run_cell(cell: str, work: Path) -> tuple[bool, str]:
     config.write_text(json.dumps(fields))
     done = warm.run(ENTRY, "--config", config)
     if done.returncode:
-        return False, failure("quantize", done.returncode, done.stderr)
+        why = failure("quantize", done.returncode, done.stderr)
+        return why.startswith("refused") and "evaluating" not in done.stderr, why
     return True, shown(read_manifest(output, kind="model").details["consumers"])
 
 

@@ -1,6 +1,6 @@
 """The documents that the demo held out when its figures were first written down, and what a model makes of them.
 
-    python -m tests.demo.heldout out/demo/models/teacher --sequence-length 128
+    python -m tests.demo.heldout out/demo/compressed/original --sequence-length 128
 
 The demo's text is what is installed, so its own held-out split differs between installations; `heldout.jsonl.zst` does
 not. Bits per byte on it compare demos of any tokenizer, version and machine.

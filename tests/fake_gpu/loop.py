@@ -110,7 +110,7 @@ def main() -> None:
         recorder,
         contextlib.suppress(_CheckpointReachedError),
     ):
-        session.train(run, lambda _device: CrossEntropy(), signals=signals)
+        session.train(run, lambda *_rank: CrossEntropy(), signals=signals)
     found = {
         "steps": phases.steps,
         "waits": {line: count for line, count in recorder.host_reads.items() if count},

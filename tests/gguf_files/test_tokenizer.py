@@ -15,8 +15,9 @@ from headrace.base.errors import ConfigError
 from pipeline.consumers.texts import AWKWARD
 from pipeline.evaluation.model_folder import ModelFolder
 from pipeline.gguf_files.plan import plan_file
-from pipeline.gguf_files.tokenizer import read_tokenizer, split_name
+from pipeline.gguf_files.tokenizer import read_tokenizer
 from pipeline.gguf_files.write import FILE, write
+from pipeline.models.split_names import split_name
 from tests.conftest import make_tokens, text_folders
 from tests.evaluation.small import VOCAB, make_tokenizer
 

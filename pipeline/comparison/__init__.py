@@ -1,0 +1,1 @@
+"""Models side by side: size, held-out loss, KL to the first, generation, samples, each by what serves it."""

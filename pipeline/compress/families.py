@@ -1,0 +1,56 @@
+"""Decoder layers whose channels can be scaled while the function stays: which norms feed which layers. No torch.
+
+A norm's weight can take any factor per channel, if the linear layers that read its output are divided by it. In these
+architectures nothing else reads it; in others (a residual stream that takes the norm's output, parallel blocks, norms
+behind a layer) the names below would not be all of its readers, so they are not guessed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.base.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Family:
+    """The norms of one decoder layer.
+
+    Attributes:
+        attention_norm: its output is read by the query, key and value projections alone.
+        mlp_norm: its output is read by gate and up projections, and by the router, alone.
+        offset: the norm multiplies by offset + weight; 1 for Gemma.
+        norms_outputs: there are norms behind the layers, too, with which a rotation does not commute.
+    """
+
+    attention_norm: str = "input_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    offset: float = 0.0
+    norms_outputs: bool = False
+
+
+FAMILIES = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"), Family()),
+    "gemma": Family(offset=1.0),
+    "gemma2": Family(mlp_norm="pre_feedforward_layernorm", offset=1.0, norms_outputs=True),
+}
+"""By `model_type` of config.json."""
+
+
+def family_of(config: dict[str, Any], *, key: str, value: object) -> Family:
+    """The family of a model.
+
+    Args:
+        config: the parsed config.json.
+        key: of our config that needs it, for the message.
+        value: of that key.
+
+    Raises:
+        ConfigError: the architecture is not one of `FAMILIES`.
+    """
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        why = f"which layers read which norm is known for {', '.join(sorted(FAMILIES))}, and this model is {kind}"
+        raise ConfigError(key, value, why=why, remedy="leave it out, or use method gptq alone")
+    return FAMILIES[kind]

@@ -1,0 +1,1 @@
+"""Knowledge distillation: divergences, teachers, cached logits, the objective, and the control run."""

@@ -1,0 +1,248 @@
+"""Cached logits: the teacher's likeliest ids per position, by window of a dataset, in memory-mapped files.
+
+A record belongs to a window of a tokens directory, not to a step or a place in a batch: a run finds it from the sample
+order alone. So one cache serves any layout, batch size, seed, number of epochs and mixture of the datasets it is of.
+
+    logits/
+      manifest.json          kind `logits`; details as `LogitsFormat`, and of every source its identity and windows
+      source-0.windows       int64, ascending: the windows of source 0 that have records
+      source-0-00000.logits  records of the first of them, `records_per_file` in each file
+
+A record is T x k ids (uint16, or uint32 for more than 65,536 ids), then T x (k + 1) log-probabilities at the
+temperature t in fp16, the last of them that of all other ids together. That is 4 k + 2 bytes per token with uint16.
+Little-endian.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from data_prep.formats.memory_map import map_file
+from headrace.base.directory import Manifest, check_sizes, read_manifest
+from headrace.base.errors import ConfigError, DataError
+from pipeline.config.rules import ResolvedRun
+from pipeline.config.schema import Config
+from pipeline.data.dataset import TokenDataset, tokenizer_details
+from pipeline.data.loader import MicroBatch
+from pipeline.data.mixture import DataMixture
+from pipeline.data.order import SampleLocation, SampleOrder
+from pipeline.data.packed import PackedDataset
+from pipeline.distillation.divergence import Divergence, bucket_divergence_and_gradient
+from pipeline.evaluation.model_folder import ModelFolder
+from pipeline.parallel.vocabulary import VocabularyShard
+
+KIND = "logits"
+_LOCATED: Final = 1 << 20
+"""Samples that are located at a time when a run's are looked for."""
+
+I64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class LogitsFormat:
+    """What the records hold, and of which teacher and samples.
+
+    Attributes:
+        top_k: k.
+        temperature: t.
+        vocab_size: ids of the teacher.
+        sequence_length: T.
+        mask_documents: whether the teacher saw other documents of a sample.
+        tokenizer: fingerprint of the datasets' tokenizer.
+        teacher: fingerprint of its folder.
+        records_per_file: records of a full file.
+    """
+
+    top_k: int
+    temperature: float
+    vocab_size: int
+    sequence_length: int
+    mask_documents: bool
+    tokenizer: str
+    teacher: str
+    records_per_file: int
+
+    @property
+    def record(self) -> np.dtype[Any]:
+        """The dtype of a record."""
+        length, k = self.sequence_length, self.top_k
+        ids = "<u2" if self.vocab_size <= 1 << 16 else "<u4"
+        return np.dtype([("ids", ids, (length, k)), ("logs", "<f2", (length, k + 1))])
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Size of a record per position."""
+        return self.record.itemsize // self.sequence_length
+
+
+def identity(source: TokenDataset) -> dict[str, Any]:
+    """What makes window w of a dataset the same tokens wherever it is opened."""
+    packing = source.packing.fingerprint if isinstance(source, PackedDataset) else None
+    return {"fingerprint": source.manifest.fingerprint, "source": source.source, "packing": packing}
+
+
+class CachedLogits:
+    """The records of a run's samples. Use `open_logits`.
+
+    Args:
+        path: the directory.
+        manifest: its manifest.
+        numbers: of every source of the mixture, its number in the directory.
+
+    Attributes:
+        format: what the records hold.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, numbers: Sequence[int]) -> None:
+        fields = LogitsFormat.__dataclass_fields__
+        self.format = LogitsFormat(**{key: manifest.details[key] for key in fields})
+        self._path, self._manifest, self._numbers = path, manifest, list(numbers)
+        self._windows = [map_file(path / f"source-{number}.windows").view("<i8") for number in numbers]
+        self._files: dict[tuple[int, int], npt.NDArray[Any]] = {}
+
+    @property
+    def parents(self) -> dict[str, Any]:
+        """Path and fingerprint, for manifests and for the check on resume."""
+        return {"distill.logits": {"path": str(self._path), "fingerprint": self._manifest.fingerprint}}
+
+    def check_has(self, order: SampleOrder, samples: int) -> None:
+        """Refuses a run of which a sample has no record.
+
+        Raises:
+            DataError: names the first such sample.
+        """
+        if all(mine.size == total for mine, total in zip(self._windows, order.windows.tolist(), strict=True)):
+            return
+        for first in range(0, samples, _LOCATED):
+            wanted = np.arange(first, min(samples, first + _LOCATED), dtype=np.int64)
+            self._slots(order.locate(wanted))
+
+    def read(self, location: SampleLocation) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float16]]:
+        """The records of samples: ids int32 [n, T, k] and log-probabilities fp16 [n, T, k + 1].
+
+        Raises:
+            DataError: a sample has no record.
+        """
+        slots, each = self._slots(location), self.format.records_per_file
+        length, k = self.format.sequence_length, self.format.top_k
+        ids = np.empty((slots.size, length, k), dtype=np.int32)
+        logs = np.empty((slots.size, length, k + 1), dtype=np.float16)
+        for row, (source, slot) in enumerate(zip(location.source.tolist(), slots.tolist(), strict=True)):
+            record = self._file(source, slot // each)[slot % each]
+            ids[row], logs[row] = record["ids"], record["logs"]
+        return ids, logs
+
+    def _slots(self, location: SampleLocation) -> I64:
+        slots = np.empty_like(location.window)
+        for source in np.unique(location.source):
+            mine, have = location.source == source, self._windows[int(source)]
+            wanted = location.window[mine]
+            found = np.searchsorted(have, wanted)
+            missing = np.flatnonzero(have[np.minimum(found, have.size - 1)] != wanted)
+            if missing.size:
+                what = f"{self._path} has {have.size:,} windows of source {source}, and not its window"
+                raise DataError(
+                    f"{what} {int(wanted[missing[0]])}, which the run draws\n"
+                    f"  try: headrace cache-logits with this config (its data, run.seed, run.steps), or distill.teacher"
+                )
+            slots[mine] = found
+        return slots
+
+    def _file(self, source: int, number: int) -> npt.NDArray[Any]:
+        key = source, number
+        if key not in self._files:
+            path = self._path / file_name(self._numbers[source], number)
+            self._files[key] = map_file(path, random_access=True).view(self.format.record)
+        return self._files[key]
+
+
+def file_name(source: int, number: int) -> str:
+    """Name of a file of records."""
+    return f"source-{source}-{number:05d}.logits"
+
+
+def open_logits(run: ResolvedRun, mixture: DataMixture, *, vocab_size: int) -> CachedLogits:
+    """Opens the cached logits that a run names, and compares them with its data and its student.
+
+    Raises:
+        DataError: no such directory, damaged files, another dataset or tokenizer, or samples without a record.
+        ConfigError: another sequence length, document mask, temperature, vocabulary or teacher.
+    """
+    section = run.config.distill
+    assert section is not None
+    assert section.logits is not None
+    path = Path(section.logits)
+    manifest = read_manifest(path, kind=KIND)
+    check_sizes(path, manifest)
+    _check_fields(run.config, manifest, vocab_size=vocab_size)
+    logits = CachedLogits(path, manifest, [_number(path, manifest, source) for source in mixture.sources])
+    logits.check_has(mixture.order, run.steps * run.batch.samples)
+    return logits
+
+
+def _check_fields(config: Config, manifest: Manifest, *, vocab_size: int) -> None:
+    section, made = config.distill, manifest.details
+    assert section is not None
+    pairs = (
+        ("data.sequence_length", config.data.sequence_length, made["sequence_length"]),
+        ("data.mask_documents", config.data.mask_documents, made["mask_documents"]),
+        ("distill.temperature", section.temperature, made["temperature"]),
+        ("model.config.vocab_size", vocab_size, made["vocab_size"]),
+    )
+    for field, own, theirs in pairs:
+        if own != theirs:
+            why = f"the logits in {section.logits} were made with {theirs}"
+            raise ConfigError(field, own, why=why, remedy=f"use {theirs}, or make others: headrace cache-logits")
+    if section.teacher is not None and ModelFolder.open(section.teacher).fingerprint() != made["teacher"]:
+        why = f"the logits in {section.logits} are those of another teacher"
+        raise ConfigError("distill.teacher", section.teacher, why=why, remedy="make others: headrace cache-logits")
+
+
+def _number(path: Path, manifest: Manifest, source: TokenDataset) -> int:
+    """The number of a dataset in the directory."""
+    tokenizer = tokenizer_details(source.manifest)["fingerprint"]
+    if tokenizer != manifest.details["tokenizer"]:
+        why = f"{path} is of tokens of another tokenizer than {source.label}: the same id would mean different text"
+        raise DataError(f"{why}\n  try: headrace cache-logits with this config")
+    own = identity(source)
+    for number, entry in enumerate(manifest.details["sources"]):
+        if all(entry[key] == own[key] for key in own):
+            return number
+    made = ", ".join(str(entry["path"]) for entry in manifest.details["sources"])
+    why = f"{path} has no logits of {source.label}: it is of {made}, as they were then packed and split"
+    raise DataError(f"{why}\n  try: headrace cache-logits with this config")
+
+
+def described(layout: LogitsFormat, sources: Sequence[TokenDataset], windows: Sequence[I64]) -> dict[str, Any]:
+    """The details of a manifest."""
+    entries = [
+        {**identity(source), "path": str(source.path), "windows": source.windows, "records": int(mine.size)}
+        for source, mine in zip(sources, windows, strict=True)
+    ]
+    return {**asdict(layout), "bytes_per_token": layout.bytes_per_token, "sources": entries}
+
+
+class CachedReference:
+    """Compares a student with the cached logits that come with a micro-batch; see `objective.Reference`."""
+
+    def targets(self, batch: MicroBatch) -> tuple[Tensor, ...]:
+        """Ids int32 [B, T, k] and log-probabilities fp16 [B, T, k + 1]."""
+        assert batch.target_ids is not None
+        assert batch.target_logs is not None
+        return batch.target_ids, batch.target_logs
+
+    @torch.no_grad()
+    def compare(
+        self, divergence: Divergence, logits: Tensor, labels: Tensor, *targets: Tensor, vocabulary: VocabularyShard
+    ) -> tuple[Tensor, Tensor]:
+        """The divergence over the k ids and the rest, and its gradient."""
+        ids, logs = targets
+        return bucket_divergence_and_gradient(divergence, ids.long(), logs, logits, labels, vocabulary)

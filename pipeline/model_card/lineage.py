@@ -1,0 +1,162 @@
+"""The lineage of a model: corpora, trainings, and every step of compression with its numbers. No torch.
+
+It is a JSON object in the manifest of each model, `details["lineage"]`, so that it does not depend on the folders that
+it tells of: a step appends itself to the lineage of the model that it read.
+
+    {"corpora": [{"fingerprint", "weight", "tokens", "sources": [{"name", "documents", "bytes", "tokens"}], ...}],
+     "steps": [{"step": "training", ...}, {"step": "quantization", ...}]}
+
+Paths and times are left out: a card is published, and equal bytes have an equal fingerprint wherever they were made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from headrace.base.directory import MANIFEST, Manifest, read_manifest
+from headrace.base.errors import DataError
+from pipeline.config.renamed_keys import upgrade_keys
+
+Lineage = dict[str, Any]
+KEY = "lineage"
+
+
+def lineage_of(model: Path) -> Lineage:
+    """The lineage that a model's manifest has; of a folder without one, that it was given.
+
+    Args:
+        model: a Hugging Face folder or a directory with a GGUF file.
+    """
+    if not (model / MANIFEST).is_file():
+        return {"corpora": [], "steps": [{"step": "given", "what": "a Hugging Face folder without a manifest"}]}
+    manifest = read_manifest(model, kind="model")
+    recorded = manifest.details.get(KEY)
+    if isinstance(recorded, dict):
+        return recorded
+    return _rebuilt(manifest)
+
+
+def with_step(lineage: Mapping[str, Any], step: str, numbers: Mapping[str, Any]) -> Lineage:
+    """A lineage and what was done after it.
+
+    Args:
+        lineage: of what the step read.
+        step: quantization, pruning, ...
+        numbers: of it, JSON.
+    """
+    return {"corpora": list(lineage["corpora"]), "steps": [*lineage["steps"], {"step": step, **numbers}]}
+
+
+def training_lineage(checkpoint: Manifest) -> Lineage:
+    """The lineage of a checkpoint: the model that its training began with, if any, and the training.
+
+    Args:
+        checkpoint: its manifest, of a run of `headrace train` or `headrace distill`.
+    """
+    config, parents = upgrade_keys(checkpoint.config), checkpoint.parents
+    start = _of_parent(parents.get("model.path"))
+    corpora = [*start["corpora"], *(c for c in _corpora(checkpoint, config) if c not in start["corpora"])]
+    step = "distillation" if config.get("distill") else "training"
+    return {"corpora": corpora, "steps": [*start["steps"], {"step": step, **_training(checkpoint, config)}]}
+
+
+def _of_parent(parent: Mapping[str, Any] | None) -> Lineage:
+    """Of a folder that a manifest names; its fingerprint alone where it is gone or has changed."""
+    if parent is None:
+        return {"corpora": [], "steps": []}
+    gone = {"corpora": [], "steps": [{"step": "given", "fingerprint": parent["fingerprint"]}]}
+    try:
+        manifest = read_manifest(parent["path"], kind="model")
+    except DataError:
+        return gone
+    return lineage_of(Path(parent["path"])) if manifest.fingerprint == parent["fingerprint"] else gone
+
+
+def _rebuilt(manifest: Manifest) -> Lineage:
+    """Of a manifest from before lineages were recorded, as far as its parents are still there."""
+    parents = manifest.parents
+    if "quantization" in manifest.details:
+        return with_step(_of_parent(parents.get("model")), "quantization", manifest.details["quantization"])
+    if "checkpoint" in parents:
+        try:
+            checkpoint = read_manifest(parents["checkpoint"]["path"], kind="checkpoint")
+        except DataError:
+            checkpoint = None
+        if checkpoint is not None and checkpoint.fingerprint == parents["checkpoint"]["fingerprint"]:
+            return training_lineage(checkpoint)
+    known = {key: manifest.details[key] for key in ("step", "dtype") if key in manifest.details}
+    return {"corpora": [], "steps": [{"step": "training", **known}]}
+
+
+def _training(checkpoint: Manifest, config: Mapping[str, Any]) -> dict[str, Any]:
+    details, data = checkpoint.details, config.get("data") or {}
+    length, samples = data.get("sequence_length"), details.get("samples")
+    optimizer, scheduler = config.get("optimizer") or {}, config.get("scheduler") or {}
+    params = optimizer.get("params") or {}
+    bf16, fp16, fp8 = ((config.get(key) or {}).get("enabled") for key in ("bf16", "fp16", "fp8"))
+    found = {
+        "optimizer_steps": details.get("step"),
+        "samples": samples,
+        "sequence_length": length,
+        "tokens": samples * length if samples and length else None,
+        "global_batch": config.get("train_batch_size"),
+        "optimizer": optimizer.get("type"),
+        "learning_rate": params.get("lr"),
+        "weight_decay": params.get("weight_decay"),
+        "schedule": scheduler.get("type"),
+        "gradient_clipping": config.get("gradient_clipping"),
+        "precision": "bf16" if bf16 else "fp16" if fp16 else "fp32",
+        "fp8": fp8 or None,
+        "engine": config.get("engine"),
+        "layout": details.get("topology"),
+        "seed": (config.get("run") or {}).get("seed"),
+        "kept_layers": (config.get("model") or {}).get("keep_layers"),
+        "headrace": checkpoint.code.get("headrace"),
+        **_teacher(checkpoint, config),
+    }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _teacher(checkpoint: Manifest, config: Mapping[str, Any]) -> dict[str, Any]:
+    section = config.get("distill")
+    if not section:
+        return {}
+    teacher = checkpoint.parents.get("distill.teacher") or {}
+    plain = {key: value for key, value in section.items() if isinstance(value, int | float) and value is not None}
+    return {"teacher_fingerprint": teacher.get("fingerprint"), "distillation": plain}
+
+
+def _corpora(checkpoint: Manifest, config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Every dataset of a training, with its mixing weight and the sources that data prep took documents from."""
+    sources = (config.get("data") or {}).get("sources") or []
+    curve = ((checkpoint.details.get("curve") or {}).get("data") or {}).get("weights") or []
+    total = sum(curve) or 1.0
+    for key, parent in checkpoint.parents.items():
+        if not key.startswith("data.sources."):
+            continue
+        number = int(key.rsplit(".", 1)[1])
+        weight = curve[number] / total if number < len(curve) else None
+        section = sources[number] if number < len(sources) else {}
+        about = {"name": section.get("name") or section.get("source"), "fingerprint": parent["fingerprint"]}
+        yield {**about, "weight": weight, **_dataset(parent, chosen=section.get("source"))}
+
+
+def _dataset(parent: Mapping[str, Any], *, chosen: str | None) -> dict[str, Any]:
+    """What the manifest of a tokens directory says, if it is still the one that was trained on."""
+    try:
+        manifest = read_manifest(parent["path"], kind="tokens")
+    except DataError:
+        return {}
+    if manifest.fingerprint != parent["fingerprint"]:
+        return {}
+    split = manifest.details["splits"].get("train") or {}
+    sources = [
+        {"name": name, **{key: about[key] for key in ("documents", "bytes", "tokens")}}
+        for name, about in (split.get("sources") or {}).items()
+        if chosen is None or name == chosen
+    ]
+    tokenizer = manifest.details.get("tokenizer") or {}
+    kept = {key: tokenizer[key] for key in ("kind", "vocab_size", "fingerprint") if key in tokenizer}
+    return {"tokens": split.get("tokens"), "documents": split.get("documents"), "sources": sources, "tokenizer": kept}

@@ -1,0 +1,78 @@
+"""How to load a model, by what serves it, as Markdown. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+_TRANSFORMERS = """### transformers
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+model = AutoModelForCausalLM.from_pretrained("FOLDER")
+ids = tokenizer("Once", return_tensors="pt")
+print(tokenizer.decode(model.generate(**ids, max_new_tokens=64)[0]))
+```
+"""
+_LLAMA_CPP = """### llama.cpp
+
+```bash
+llama-cli -m FOLDER/model.gguf -p "Once" -n 64
+llama-server -m FOLDER/model.gguf
+```
+"""
+
+
+def how_to_load(
+    folder: Path, *, scheme: str, consumers: Mapping[str, Any] | None, tokenizer: Mapping[str, Any] | None
+) -> Iterator[str]:
+    """A section with a snippet for each program that takes the model, and why the others do not.
+
+    Args:
+        folder: with config.json, or model.gguf.
+        scheme: of the weights.
+        consumers: figures or {"not_run": reason} of each, by a compression; None where none was asked.
+        tokenizer: "llama_cpp" (its name, or None) and "why", where it is known.
+    """
+    yield "## How to load it\n"
+    yield "FOLDER is where this file lies.\n"
+    if (folder / "model.gguf").is_file():
+        yield _LLAMA_CPP
+        return
+    yield _TRANSFORMERS + (_needs(folder) and f"\n{_needs(folder)}\n")
+    yield from _vllm(consumers)
+    yield from _conversion(scheme, tokenizer)
+
+
+def _needs(folder: Path) -> str:
+    """What transformers needs for a quantized folder."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return "It needs `pip install compressed-tensors`." if config.get("quantization_config") else ""
+
+
+def _vllm(consumers: Mapping[str, Any] | None) -> Iterator[str]:
+    text = "### vLLM\n\n```bash\nvllm serve FOLDER\n```\n"
+    found = (consumers or {}).get("vllm") or {}
+    if "mean_kl" in found:
+        yield f"{text}\nvLLM {found['version']} scored this folder (below).\n"
+    elif "not_run" in found:
+        yield f"{text}\nNot run with this folder: {found['not_run']}.\n"
+    else:
+        yield f"{text}\nNot tried with this folder.\n"
+
+
+def _conversion(scheme: str, tokenizer: Mapping[str, Any] | None) -> Iterator[str]:
+    """llama.cpp reads GGUF files, which are written from a folder in floating point."""
+    yield "### llama.cpp\n"
+    if tokenizer is not None and tokenizer.get("llama_cpp") is None:
+        yield f"llama.cpp has no such tokenizer: {tokenizer.get('why')}.\n"
+        return
+    if not scheme.startswith(("float", "bfloat")):
+        yield "llama.cpp reads GGUF files: quantize the original with the scheme Q8_0 or Q4_K_M in place of this one.\n"
+        return
+    named = f" Its pre-tokenizer is llama.cpp's `{tokenizer['llama_cpp']}`." if tokenizer else ""
+    yield f"Write a GGUF file with `headrace quantize`, scheme Q8_0 or Q4_K_M.{named}\n"

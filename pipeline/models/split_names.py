@@ -1,0 +1,121 @@
+"""llama.cpp's name for the pre-tokenizer of a tokenizer, or why it has none. No torch.
+
+llama.cpp knows byte-level BPE by the name of its split pattern, and sentencepiece's BPE by scores of pieces. A pattern
+without a name, and sentencepiece's unigram, whose segmentation llama.cpp computes in another way, are refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.base.errors import ConfigError
+
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+SPLITS = {_LLAMA3: "smaug-bpe", _QWEN2: "qwen2"}
+"""Split pattern -> llama.cpp's name. Llama 3's own name, llama-bpe, puts a BOS in front; smaug-bpe splits alike."""
+GPT2 = "gpt-2"
+"""llama.cpp's name of the pattern inside of tokenizers' ByteLevel."""
+SENTENCEPIECE = "default"
+"""llama.cpp's name where scores of pieces take the place of a split pattern."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What llama.cpp makes of a tokenizer.
+
+    Attributes:
+        name: llama.cpp's name of the pre-tokenizer; None where it has none that gives the same ids.
+        why: why it has none.
+    """
+
+    name: str | None
+    why: str | None
+
+    @property
+    def text(self) -> str:
+        """One line for people."""
+        if self.name is None:
+            return f"transformers and vLLM take it, llama.cpp does not: {self.why}"
+        kind = "sentencepiece BPE" if self.name == SENTENCEPIECE else f"pre-tokenizer {self.name}"
+        return f"transformers, vLLM and llama.cpp ({kind}) take it"
+
+
+def conversion(folder: Path) -> Conversion:
+    """Whether GGUF files can hold the tokenizer of a folder."""
+    try:
+        return Conversion(pre_tokenizer(folder), None)
+    except ConfigError as error:
+        return Conversion(None, error.why)
+
+
+def pre_tokenizer(folder: Path) -> str:
+    """llama.cpp's name for the pre-tokenizer of a folder.
+
+    Args:
+        folder: with tokenizer.json; with tokenizer.model, too, where sentencepiece made it.
+
+    Raises:
+        ConfigError: llama.cpp has none that gives the same ids, or the folder has no tokenizer.json.
+    """
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise refused(f"{folder} has no tokenizer.json", "save it with transformers' fast tokenizer")
+    raw = json.loads(file.read_text(encoding="utf-8"))
+    if not (folder / "tokenizer.model").is_file():
+        return split_name(raw)
+    sentencepiece_bpe(folder, raw)
+    return SENTENCEPIECE
+
+
+def split_name(tokenizer: Mapping[str, Any]) -> str:
+    """llama.cpp's name for the split pattern of a byte-level BPE tokenizer.json.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if (tokenizer.get("model") or {}).get("type") != "BPE":
+        raise refused("it is no BPE tokenizer: llama.cpp segments unigram models otherwise, so that ids would differ")
+    if tokenizer.get("normalizer"):
+        raise refused("it normalizes text before it splits it, and llama.cpp's byte-level BPE does not")
+    steps = tokenizer.get("pre_tokenizer") or {}
+    listed = steps.get("pretokenizers", [steps])
+    byte_level = [step for step in listed if step.get("type") == "ByteLevel"]
+    splits = [step for step in listed if step.get("type") == "Split"]
+    if len(byte_level) != 1 or len(splits) > 1 or len(listed) != 1 + len(splits) or byte_level[0]["add_prefix_space"]:
+        raise refused("its pre-tokenizer is none that llama.cpp has")
+    if not splits:
+        return GPT2
+    pattern = splits[0]["pattern"].get("Regex")
+    if byte_level[0].get("use_regex") or splits[0].get("behavior") != "Isolated" or pattern not in SPLITS:
+        raise refused(f"its split pattern is none that llama.cpp has a name for: {str(pattern)[:80]}")
+    return SPLITS[pattern]
+
+
+def sentencepiece_bpe(folder: Path, raw: Mapping[str, Any]) -> Any:
+    """The parsed tokenizer.model of a sentencepiece BPE that llama.cpp takes.
+
+    Raises:
+        ConfigError: it is a unigram model, or it changes white space.
+    """
+    from sentencepiece import sentencepiece_model_pb2  # noqa: PLC0415 - only sentencepiece models need protobuf
+
+    if raw["model"]["type"] != "BPE":
+        raise refused("it is a sentencepiece unigram model, which llama.cpp segments otherwise, so that ids differ")
+    proto = sentencepiece_model_pb2.ModelProto()
+    proto.ParseFromString((folder / "tokenizer.model").read_bytes())
+    if proto.normalizer_spec.add_dummy_prefix or proto.normalizer_spec.remove_extra_whitespaces:
+        raise refused("it changes white space (add_dummy_prefix, remove_extra_whitespaces)")
+    return proto
+
+
+def refused(why: str, remedy: str = "serve the Hugging Face folder with vLLM or transformers") -> ConfigError:
+    """The error of a tokenizer that llama.cpp cannot take."""
+    return ConfigError("tokenizer", why=why, remedy=remedy)

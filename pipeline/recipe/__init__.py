@@ -1,0 +1,1 @@
+"""The whole compression in one command: prune, distil, quantize, evaluate."""

@@ -1,0 +1,129 @@
+"""Refuses a recipe that would fail at a later step, before the first one. No torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from headrace.base.directory import MANIFEST, read_manifest
+from headrace.base.errors import ConfigError, HeadraceError, problems_in, refuse_all
+from headrace.base.section import parse
+from pipeline.checkpoint.find import find_checkpoint
+from pipeline.compress.config import QuantizeConfig
+from pipeline.compress.rules import prepare
+from pipeline.config.load import load_config
+from pipeline.config.rules import resolve
+from pipeline.evaluation.data import as_trained, open_heldout
+from pipeline.evaluation.model_folder import ModelFolder
+from pipeline.recipe.config import RecipeConfig
+from pipeline.recipe.steps import CONFIGS, ORIGINAL, Recipe, Step, is_folder
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_TAKEN = re.compile(rf"{ORIGINAL}|{CONFIGS}|runs|(pruned|distilled|distillation)(-\d+)?")
+_OF_SHAPE = ("group_size", "calibration.samples")
+"""Fields whose values may suit the pruned model and not the original."""
+
+
+def check_recipe(config: RecipeConfig) -> None:
+    """Checks what can be said of a config alone.
+
+    Raises:
+        ConfigError: nothing to do; a name that is no directory's; a section that its step would refuse.
+    """
+    if not config.rounds and config.distill is None and not config.quantize:
+        raise ConfigError("quantize", why="the recipe has no step", remedy='add {"int4": {"scheme": "W4A16"}}')
+    for name in config.quantize:
+        if not _NAME.fullmatch(name) or _TAKEN.fullmatch(name):
+            why = "it names a directory in the output, beside those of the other steps"
+            raise ConfigError(f"quantize.{name}", why=why, remedy="use another name, e.g. int4-gptq")
+    if not is_folder(Path(config.model)):
+        find_checkpoint(Path(config.model))
+
+
+def check_steps(recipe: Recipe) -> None:
+    """Checks the config of every step against the model that is there now, all at once.
+
+    Before the first step that model is the original: what depends on a shape that pruning changes is left to the step.
+
+    Raises:
+        ConfigError: a step would be refused, or it was done with another config or of another model.
+        DataError: the model or the data is missing or damaged.
+    """
+    folder = ModelFolder.open(recipe.original)
+    open_heldout(as_trained(recipe.config.data, folder.path), folder)
+    problems = [problem for step in recipe.steps for problem in _problems(recipe, step)]
+    refuse_all(problems)
+
+
+def _problems(recipe: Recipe, step: Step) -> Iterator[ConfigError]:
+    if step.done:
+        yield from _changed(recipe, step)
+        return
+    try:
+        if step.verb == "quantize":
+            _check_quantize(step, recipe)
+        elif step.verb == "distill":
+            _check_distill(step, recipe)
+    except ConfigError as error:
+        for each in problems_in(error):
+            if not (recipe.config.rounds and each.field in _OF_SHAPE):
+                yield ConfigError(f"{_place(recipe, step)}{each.field}", each.value, why=each.why, remedy=each.remedy)
+
+
+def _place(recipe: Recipe, step: Step) -> str:
+    """Where the fields of a step's config are written."""
+    if recipe.config.distill is not None and step.verb == "distill":
+        return f"{recipe.config.distill.config}: "
+    return f"{step.verb}.{step.name}."
+
+
+def _check_quantize(step: Step, recipe: Recipe) -> None:
+    spare = {"model": str(recipe.original), "output": str(recipe.output / ".check")}
+    prepare(parse(QuantizeConfig, {**step.config, **spare}))
+
+
+def _check_distill(step: Step, recipe: Recipe) -> None:
+    """With the original as the student, whose shape is not known yet."""
+    assert recipe.config.distill is not None
+    places = {"model.path": recipe.original, "distill.teacher": recipe.original, "run.dir": step.output}
+    overrides = [f"{key}={json.dumps(str(path))}" for key, path in places.items()]
+    config = load_config(recipe.config.distill.config, [*recipe.config.distill.overrides, *overrides])
+    resolve(config, world_size=recipe.config.distill.processes, begun=True)
+
+
+def _changed(recipe: Recipe, step: Step) -> Iterator[ConfigError]:
+    """What has changed since a step was done."""
+    stored = recipe.output / CONFIGS / f"{step.name}.json"
+    remedy = f"remove {step.result} to do the step again, or choose another output"
+    if step.config and stored.is_file():
+        before = json.loads(stored.read_text())
+        changed = sorted(different(before, json.loads(json.dumps(step.config))))
+        if changed:
+            why = f"it was done with another config ({', '.join(changed)})"
+            yield ConfigError(str(step.result), why=why, remedy=remedy)
+    if step.verb in ("prune", "quantize") and _is_of_another_model(step):
+        yield ConfigError(str(step.result), why=f"it was made of another {step.source}", remedy=remedy)
+
+
+def _is_of_another_model(step: Step) -> bool:
+    """Whether a step was done before the model that it starts from was made again."""
+    if not (step.source / MANIFEST).is_file():
+        return not is_folder(step.source)
+    try:
+        parents = read_manifest(step.result, kind="model").parents
+        return bool(parents["model"]["fingerprint"] != read_manifest(step.source, kind="model").fingerprint)
+    except HeadraceError:
+        return True
+
+
+def different(before: Mapping[str, Any], now: Mapping[str, Any], at: str = "") -> Iterator[str]:
+    """The dotted names of fields that two configs do not have in common."""
+    for key in {*before, *now}:
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from different(old, new, f"{at}{key}.")
+        elif old != new:
+            yield f"{at}{key}"

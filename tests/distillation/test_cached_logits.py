@@ -1,0 +1,174 @@
+"""Cached logits: a student learns from them what it learns from the teacher, in any layout, or they are refused."""
+
+from __future__ import annotations
+
+import shutil
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from data_prep.formats.memory_map import map_file
+from headrace.base.directory import read_manifest, verify
+from pipeline.config.load import read_config
+from pipeline.config.rules import resolve
+from pipeline.data.loader import MicroBatch, make_batch
+from pipeline.data.mixture import open_mixture
+from pipeline.distillation.cached_logits import CachedLogits
+from pipeline.distillation.divergence import log_probabilities
+from pipeline.distillation.teacher import Teacher
+from pipeline.distillation.write_logits import LogitsPlan, drawn_windows, write_logits
+from pipeline.run.prepare import open_teacher
+from tests.conftest import launch, losses, make_tokens, start, write_config
+from tests.distillation.test_layouts import STEPS, student
+
+FP16 = 2e-4
+"""Relative, of losses: log-probabilities in fp16 are rounded by up to 2^-9 where they are below -4."""
+
+
+@pytest.fixture(scope="module")
+def work(teacher: Path, tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with c.json, a distillation on cached logits, and the logits with all 512 ids."""
+    work = tmp_path_factory.mktemp("cached")
+    fields = {"logits": str(work / "logits"), "top_k": 512, "divergence": "jsd"}
+    config = write_config(work / "c.json", student(tokens, work / "run", teacher, **fields))
+    said = launch("cache_logits.py", config, processes=2)
+    assert "2050 bytes each (512 ids and the rest)" in said
+    return work
+
+
+def test_with_all_ids_a_student_learns_what_it_learns_from_the_teacher(work: Path, tmp_path: Path) -> None:
+    launch("distill.py", work / "c.json", f"run.dir={tmp_path / 'cached'}")
+    launch("distill.py", work / "c.json", f"run.dir={tmp_path / 'online'}", "distill.logits=null")
+    cached = losses(tmp_path / "cached")
+    assert len(cached) == STEPS
+    assert cached == pytest.approx(losses(tmp_path / "online"), rel=FP16)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "sets",
+    [("parallel.tp=2",), ("parallel.cp=2", "zero_optimization.stage=2"), ("engine=deepspeed",)],
+    ids=["tensor parallelism", "context parallelism", "DeepSpeed, data parallelism"],
+)
+def test_every_layout_follows_one_process_on_the_same_logits(work: Path, tmp_path: Path, sets: tuple[str, ...]) -> None:
+    launch("distill.py", work / "c.json", f"run.dir={tmp_path / 'alone'}")
+    launch("distill.py", work / "c.json", f"run.dir={tmp_path / 'two'}", *sets, processes=2)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "alone"), rel=2e-5)
+
+
+def test_another_seed_and_mixture_find_the_records_of_their_samples(work: Path) -> None:
+    """A record belongs to a window of a dataset, however a run comes to draw it: the teacher says the same of it."""
+    run = resolve(read_config(work / "c.json", ["distill.logits=null"]).config, world_size=1)
+    data, logits = run.config.data, CachedLogits(work / "logits", read_manifest(work / "logits", kind="logits"), [0, 0])
+    have = drawn_windows(open_mixture(data, seed=run.config.run.seed).order, 8 * STEPS)[0]
+    blend = data.model_copy(update={"sources": [data.sources[0].model_copy(update={"weight": w}) for w in (1.0, 3.0)]})
+    other = open_mixture(blend, seed=8)
+    samples = np.arange(2000)
+    samples = samples[np.isin(other.order.locate(samples).window, have)][:6]
+    assert samples.size == 6
+    location = other.order.locate(samples)
+    assert set(location.source.tolist()) == {0, 1}
+    batch = make_batch(other.rows(location), other.boundaries(samples))
+    teacher = Teacher(open_teacher(run, vocab_size=512), run, device=torch.device("cpu"), mesh=None)
+    log_p = log_probabilities(torch.cat(list(teacher.logits(batch))), 2.0).view(6, 32, 512)
+    ids, logs = (torch.from_numpy(each) for each in logits.read(location))
+    said = log_p.gather(-1, ids.long())
+    torch.testing.assert_close(logs[..., :-1].float(), said, rtol=2**-10, atol=1e-3)
+    assert torch.equal(ids.sort(-1).values, torch.arange(512, dtype=torch.int32).expand_as(ids))
+
+
+def test_a_job_that_was_killed_goes_on_in_any_number_of_processes_and_writes_the_same_bytes(
+    work: Path, tmp_path: Path
+) -> None:
+    run = resolve(read_config(work / "c.json", ["distill.logits=null"]).config, world_size=1)
+    mixture = open_mixture(run.config.data, seed=run.config.run.seed)
+    made = CachedLogits(work / "logits", read_manifest(work / "logits", kind="logits"), [0])
+    layout = replace(made.format, records_per_file=7)
+    plan = LogitsPlan(layout, tuple(mixture.sources), drawn_windows(mixture.order, 8 * STEPS))
+    teacher = Teacher(open_teacher(run, vocab_size=512), run, device=torch.device("cpu"), mesh=None)
+    final, left = tmp_path / "logits", [5]
+
+    def killed_soon(batch: MicroBatch) -> Iterator[Tensor]:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        return teacher.logits(batch)
+
+    where: dict[str, Any] = {"batch": 4, "parents": {}, "say": str}
+    with pytest.raises(KeyboardInterrupt):
+        write_logits(plan, final, killed_soon, **where)
+    assert not final.exists()
+    assert len(list(tmp_path.glob(".logits.*.partial/*.logits"))) == 2  # of 2 batches each
+    assert not write_logits(plan, final, teacher.logits, **where, rank=1, processes=2)
+    assert write_logits(plan, final, teacher.logits, **where, rank=0, processes=2)
+    manifest = read_manifest(final, kind="logits")
+    assert all(whole for _, whole in verify(final, manifest))
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["logits"]
+    files = sorted(name for name in manifest.files if name.endswith(".logits"))
+    records = np.concatenate([map_file(final / name).view(layout.record) for name in files])
+    expected = map_file(work / "logits/source-0-00000.logits").view(layout.record)
+    assert np.array_equal(records["ids"][:, :, 0], expected["ids"][:, :, 0])
+    # another batch is another order of summation: a log-probability may be rounded to fp16's neighbour
+    assert np.abs(records["logs"][..., :-1].astype(np.float64) - expected["logs"][..., :-1]).max() < 2**-5
+
+
+def refusal(work: Path, *sets: str) -> str:
+    """What a run with these settings is refused with."""
+    done = start("distill.py", work / "c.json", f"run.dir={work / 'refused'}", *sets)
+    assert done.returncode == 2, done.stdout
+    assert not (work / "refused").exists()
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        (("data.sequence_length=16",), "were made with 32"),
+        (("data.mask_documents=false",), "were made with True"),
+        (("distill.temperature=1.0",), "were made with 2.0"),
+        (("run.steps=60",), "which the run draws"),
+        (("model.config.vocab_size=640",), "were made with 512"),
+        (("distill.shard_teacher=true",), "no teacher is in memory"),
+        (("data.fim.rate=0.5",), "rearranges"),
+    ],
+)
+def test_a_run_that_the_logits_do_not_fit_is_refused_with_what_they_are(
+    work: Path, sets: tuple[str, ...], words: str
+) -> None:
+    assert words in refusal(work, *sets)
+
+
+def test_logits_of_another_tokenizer_and_of_other_text_are_refused(work: Path, tokens: Path, tmp_path: Path) -> None:
+    text = [Path(sysconfig.get_paths()["stdlib"]) / "email"]
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    retokenized = make_tokens(tmp_path / "a", text, tokenizer={"train": "bpe", "vocab_size": 512}, seed=4)
+    other = make_tokens(tmp_path / "b", text, tokenizer={"path": str(tokens / "tokenizer")})
+    online = ["distill.teacher=null"]  # whose tokenizer is compared, too
+    assert "another tokenizer" in refusal(work, f"data.sources.0.path={retokenized}", *online)
+    assert "has no logits of" in refusal(work, f"data.sources.0.path={other}", *online)
+
+
+def test_logits_of_another_teacher_are_refused_and_damage_is_found(work: Path, teacher: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(teacher, tmp_path / "teacher")
+    (copy / "manifest.json").unlink()  # without it the files themselves are looked at
+    assert "those of another teacher" in refusal(work, f"distill.teacher={copy}")
+    cut = shutil.copytree(work / "logits", tmp_path / "logits")
+    with (cut / "source-0-00000.logits").open("r+b") as file:
+        file.truncate(1000)
+    assert "truncated" in refusal(work, f"distill.logits={cut}")
+    said = start("cache_logits.py", work / "c.json", "distill.top_k=3")
+    assert said.returncode == 2, said.stdout
+    assert "holds logits of another teacher, data or format" in said.stdout
+
+
+def test_a_run_on_cached_logits_needs_no_teacher(work: Path, tmp_path: Path) -> None:
+    launch("distill.py", work / "c.json", f"run.dir={tmp_path / 'run'}", "distill.teacher=null")
+    assert read_manifest(tmp_path / "run", kind="run").parents.keys() >= {"distill.logits"}
