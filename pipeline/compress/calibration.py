@@ -30,12 +30,13 @@ class Method:
 
     Attributes:
         scale: gives the scales [O, G] of a linear layer.
-        rounding: to the numbers that the scheme stores, by GPTQ; None leaves weights as they are.
+        rounding: to the numbers that the scheme stores, by GPTQ, by name where layers have several schemes; None
+            leaves weights as they are.
         smoother: moves outliers from activations to weights first; None for none.
     """
 
     scale: Scale
-    rounding: Rounding | None = None
+    rounding: Rounding | Mapping[str, Rounding] | None = None
     smoother: Smoother | None = None
 
 
@@ -115,7 +116,8 @@ def calibrate_layer(
         for name, module in linear.items():
             assert isinstance(module, nn.Linear)
             scale = method.scale(module)
-            module.weight.copy_(gptq(module.weight, moments[name], scale.float(), rounding=method.rounding))
+            rounding = method.rounding[name] if isinstance(method.rounding, Mapping) else method.rounding
+            module.weight.copy_(gptq(module.weight, moments[name], scale.float(), rounding=rounding))
             found[name] = scale.cpu()
     made = [_run(layer, states.to(device), given).cpu() for states in hidden]
     layer.cpu()

@@ -42,8 +42,11 @@ SCHEMES = {
 """Of Hugging Face folders, by the name in vLLM and llm-compressor: W bits of weights, A bits of activations. Every
 other name in `QuantizeConfig.scheme` is a type of GGUF files (`pipeline.gguf_files.types`)."""
 
+MIXED = "mixed"
+"""Every layer its own scheme, within a byte budget."""
+
 SchemeName = Literal[
-    "W4A16", "W8A16", "W8A8", "FP8",
+    "W4A16", "W8A16", "W8A8", "FP8", "mixed",
     "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q4_0", "Q3_K_M", "Q2_K", "BF16", "F16", "F32",
 ]  # fmt: skip
 
@@ -60,6 +63,33 @@ class CalibrationSection(Section):
     )
 
 
+Candidate = Literal[
+    "W4A16", "W8A16", "W8A8", "FP8", "Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0", "Q3_K", "Q2_K",
+]  # fmt: skip
+
+
+class BudgetSection(Section):
+    """Mixed bits: the size that the weights may have, and what each layer may become."""
+
+    bytes: int | None = Field(
+        default=None, ge=1, description="Largest size of the weight files, e.g. 2e6; or give bits_per_weight"
+    )
+    bits_per_weight: float | None = Field(
+        default=None, gt=0, description="The same in bits for each parameter of the model, e.g. 6.5; or give bytes"
+    )
+    candidates: list[Candidate] = Field(
+        default=["W4A16", "W8A8"],
+        min_length=1,
+        description='What a layer may become, beside staying as it is, e.g. ["W4A16", "FP8"]; or, for a GGUF file,'
+        ' types of its tensors, e.g. ["Q3_K", "Q4_K", "Q6_K", "Q8_0"]',
+    )
+    samples: int = Field(
+        default=16,
+        ge=1,
+        description="Windows of calibration.split that the KL divergence of every layer is measured on, e.g. 32",
+    )
+
+
 class QuantizeConfig(Section):
     """Quantization of linear layers: symmetric, weights rounded to the nearest or calibrated."""
 
@@ -72,7 +102,19 @@ class QuantizeConfig(Section):
         description="Quantization scheme. A Hugging Face folder for vLLM and transformers: W4A16 (weights in 4-bit"
         " integers, in groups), W8A8 (8-bit integers, activations too: the 8 bits that vLLM serves on a CPU), FP8"
         " (e4m3, activations too), W8A16 (8-bit integers). A GGUF file for llama.cpp: Q8_0, Q6_K, Q5_K_M, Q4_K_M,"
-        " Q4_0, Q3_K_M, Q2_K, or unquantized BF16, F16, F32"
+        " Q4_0, Q3_K_M, Q2_K, or unquantized BF16, F16, F32. mixed: each layer the one of budget.candidates that"
+        " keeps the predictions nearest to the original's within the budget"
+    )
+    budget: BudgetSection | None = Field(
+        default=None, description='Of scheme mixed, e.g. {"bytes": 2e6}: the size that must not be exceeded'
+    )
+    head: Literal["W4A16", "W8A16", "W8A8", "FP8"] | None = Field(
+        default=None,
+        description="Scheme of lm_head in a Hugging Face folder, e.g. W8A8; null: scheme, where skip does not name it."
+        " A tied head needs untie",
+    )
+    untie: bool = Field(
+        default=False, description="Give a tied head weights of its own, so that it can be quantized: true or false"
     )
     method: Literal["rtn", "gptq"] = Field(
         default="rtn",
@@ -126,7 +168,8 @@ class QuantizeConfig(Section):
     @property
     def gguf(self) -> bool:
         """Whether a GGUF file is written, and no Hugging Face folder."""
-        return self.scheme not in SCHEMES
+        first = self.budget.candidates[0] if self.scheme == MIXED and self.budget else self.scheme
+        return first not in (*SCHEMES, MIXED)
 
     @property
     def calibrated(self) -> bool:
@@ -141,4 +184,4 @@ class QuantizeConfig(Section):
     @property
     def group(self) -> int | None:
         """Weights per scale in a Hugging Face folder; None for one scale per output row, and for GGUF files."""
-        return None if self.gguf else self.group_size or self.what.group
+        return self.group_size or self.what.group if self.scheme in SCHEMES else None

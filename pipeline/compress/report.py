@@ -120,10 +120,29 @@ def table(manifest: Manifest) -> Table:
     return shown
 
 
+def mixed_table(mixed: dict[str, Any]) -> Table:
+    """What every unit has become, and the KL divergence that each choice was measured to cost; largest first."""
+    caption = (
+        f"{mixed['planned_bytes']:,} of {mixed['budget_bytes']:,} bytes; KL to the original when only this changes"
+    )
+    shown = Table(title="chosen within the budget", caption=caption)
+    shown.add_column("layers")
+    shown.add_column("became")
+    shown.add_column("KL", justify="right")
+    shown.add_column("bytes", justify="right")
+    shown.add_column("KL at most", justify="right")
+    for row in mixed["units"]:
+        kl = f"{row['kl'].get(row['choice'], 0.0):.1e}"
+        shown.add_row(row["unit"], row["choice"], kl, f"{row['bytes']:,}", f"{max(row['kl'].values()):.1e}")
+    return shown
+
+
 def _scheme(parts: dict[str, Any], after: dict[str, Any]) -> str:
     name = parts.get("scheme") or parts["weights"]  # the key before 0.6
     if after["dtype"] == name:
         return f"GGUF, {name}"
+    if name == "mixed":
+        return f"mixed, rest {after['dtype']}"
     if parts.get("method", "rtn") != "rtn":
         name = f"{name} {parts['method']}"
     if parts.get("rotation"):

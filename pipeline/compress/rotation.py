@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from pipeline.compress.families import Family
 from pipeline.compress.smoothing import attention_pairs, norm_readers
 
-_WRITERS = ("o_proj", "down_proj")
+_WRITERS = ("o_proj", "down_proj", "w2")
 
 
 def orthogonal(size: int, *, seed: int) -> Tensor:

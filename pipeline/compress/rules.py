@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import gcd
 from pathlib import Path
 
 from headrace.base.errors import ConfigError
 from headrace.base.section import suggest
-from pipeline.compress.config import QuantizeConfig
+from pipeline.compress.assignment import LayerScheme
+from pipeline.compress.budget import Budget, check_keys, plan_budget
+from pipeline.compress.config import MIXED, SCHEMES, QuantizeConfig
 from pipeline.compress.families import family_of
 from pipeline.consumers.consumer import ConsumerPlan, plan_consumers
 from pipeline.consumers.description import FOLDER, GGUF, ModelDescription, head_size
@@ -20,7 +22,10 @@ from pipeline.evaluation.model_folder import ModelFolder
 from pipeline.gguf_files.plan import GgufPlan, plan_file
 
 HEAD = "lm_head"
+_EMBEDDINGS = ("embed_tokens", "wte")
+"""Last part of the name of the embedding."""
 _PATTERN = "re:"
+_ROUTER = re.compile(r"\.(gate|router|shared_expert_gate)\.weight$")
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,8 @@ class QuantizationPlan:
         consumers: the programs that score the result.
         gguf: the file to write; None for a Hugging Face folder.
         calibration: the split that a calibrated method reads; None for rounding to the nearest.
+        schemes: layer -> its scheme in a Hugging Face folder; of scheme mixed none before the choice.
+        budget: of scheme mixed.
     """
 
     config: QuantizeConfig
@@ -44,6 +51,13 @@ class QuantizationPlan:
     consumers: ConsumerPlan
     gguf: GgufPlan | None = None
     calibration: TokenDataset | None = None
+    schemes: Mapping[str, LayerScheme] = field(default_factory=dict)
+    budget: Budget | None = None
+
+    @property
+    def routers(self) -> list[str]:
+        """The routers of a mixture of experts, which stay as they are."""
+        return routers(self.source)
 
     @property
     def output(self) -> Path:
@@ -65,20 +79,38 @@ def prepare(config: QuantizeConfig, *, folder: Path | None = None) -> Quantizati
         DataError: the model or the dataset is missing or damaged.
     """
     check_output(config)
+    check_keys(config)
     source = ModelFolder.open(folder or config.model)
     if source.quantized_by is not None:
         why = f"it is already quantized, by {source.quantized_by}"
         raise ConfigError("model", config.model, why=why, remedy="name the floating-point model it was made from")
     gguf = _plan_gguf(config, source) if config.gguf else None
     layers = {} if config.gguf else _plan_layers(config, source)
+    budget = plan_budget(config, source, layers, gguf)
     config = config.model_copy(update={"data": as_trained(config.data, source.path)})
     dataset = open_heldout(config.data, source)
     if gguf is not None:
         gguf.check_context(config.data.sequence_length)
-    result = ModelDescription(GGUF if config.gguf else FOLDER, config.scheme, head_size(source.config))
+    schemes = {name: layer_scheme(config, name) for name in layers} if budget is None else {}
+    result = _description(config, source, layers)
     consumers = plan_consumers(result, None if config.consumers is None else tuple(config.consumers))
     calibration = _calibration(config, layers) if config.calibrated else None
-    return QuantizationPlan(config, source, dataset, layers, consumers, gguf, calibration)
+    return QuantizationPlan(config, source, dataset, layers, consumers, gguf, calibration, schemes, budget)
+
+
+def _description(
+    config: QuantizeConfig, source: ModelFolder, layers: Mapping[str, tuple[int, int]]
+) -> ModelDescription:
+    """What is known of the result before it is made."""
+    expected = ModelDescription(GGUF if config.gguf else FOLDER, config.scheme, head_size(source.config))
+    if config.gguf:
+        return expected
+    candidates = frozenset(map(str, config.budget.candidates)) if config.budget else frozenset({config.scheme})
+    own = {config.head} if config.head else set()
+    experts = candidates if any(".experts." in name for name in layers) else frozenset()
+    dense = candidates | own
+    group = config.group if config.budget is None else SCHEMES["W4A16"].group
+    return replace(expected, dense=dense, experts=experts, experts_group=group)
 
 
 def check_output(config: QuantizeConfig) -> None:
@@ -107,7 +139,7 @@ def _calibration(config: QuantizeConfig, layers: Mapping[str, tuple[int, int]]) 
 
 
 def _plan_gguf(config: QuantizeConfig, source: ModelFolder) -> GgufPlan:
-    for key in ("group_size", "skip", "dtype", "method", "smoothing", "rotation"):
+    for key in ("group_size", "skip", "dtype", "method", "smoothing", "rotation", "head", "untie"):
         if key in config.model_fields_set:
             why = f"{config.scheme} is a type of GGUF files, which says how every tensor is stored"
             raise ConfigError(key, getattr(config, key), why=why, remedy="leave it out, or use scheme W4A16")
@@ -115,7 +147,10 @@ def _plan_gguf(config: QuantizeConfig, source: ModelFolder) -> GgufPlan:
 
 
 def _plan_layers(config: QuantizeConfig, source: ModelFolder) -> dict[str, tuple[int, int]]:
-    if config.what.activations and config.group_size is not None:
+    if config.scheme == MIXED and config.group_size is not None:
+        why = "the layers of scheme mixed have the group sizes of their own schemes"
+        raise ConfigError("group_size", config.group_size, why=why, remedy="leave it out")
+    if config.scheme != MIXED and config.what.activations and config.group_size is not None:
         why = f"{config.scheme} has one scale for each row of weights, as the kernels that serve it expect"
         raise ConfigError("group_size", config.group_size, why=why, remedy="leave it out, or use scheme W4A16")
     if config.smoothing is not None:
@@ -123,9 +158,27 @@ def _plan_layers(config: QuantizeConfig, source: ModelFolder) -> dict[str, tuple
     if config.rotation:
         _check_rotation(config, source)
     layers = _layers(config, source)
-    if config.group is not None:
-        check_group_size(layers, config.group)
+    names = list(config.budget.candidates) if config.scheme == MIXED and config.budget else []
+    for name, shape in layers.items():
+        for group in {layer_scheme(config, name).group, *(SCHEMES[each].group for each in names)} - {None}:
+            check_group_size({name: shape}, int(group or 1), among=layers)
     return layers
+
+
+def layer_scheme(config: QuantizeConfig, name: str) -> LayerScheme:
+    """The scheme that the config gives to a layer."""
+    if name == HEAD and config.head is not None:
+        return LayerScheme(config.head, _group(config, config.head))
+    return LayerScheme(config.scheme, config.group)
+
+
+def _group(config: QuantizeConfig, scheme: str) -> int | None:
+    return config.group if scheme == config.scheme else SCHEMES[scheme].group
+
+
+def routers(source: ModelFolder) -> list[str]:
+    """Modules that choose the experts of a token: too small and too sensitive to be quantized."""
+    return [name.rpartition(".")[0] for name in source.tensors if _ROUTER.search(name)]
 
 
 def _check_rotation(config: QuantizeConfig, source: ModelFolder) -> None:
@@ -141,19 +194,28 @@ def _check_rotation(config: QuantizeConfig, source: ModelFolder) -> None:
 def linear_layers(source: ModelFolder) -> dict[str, tuple[int, int]]:
     """Name -> (outputs, inputs) of the linear layers: matrices in numbered decoder layers, and the head.
 
-    Embeddings are matrices, too, but are outside the numbered layers in every decoder of transformers.
+    Embeddings are matrices, too, but are outside the numbered layers in every decoder of transformers. Routers of
+    experts are left out.
     """
     found = {}
     for name, info in source.tensors.items():
         module, _, leaf = name.rpartition(".")
         in_block = any(part.isdigit() for part in module.split("."))
-        if leaf == "weight" and len(info.shape) == 2 and (in_block or module == HEAD):
+        matrix = leaf == "weight" and len(info.shape) == 2 and not _ROUTER.search(name)
+        if matrix and (in_block or module == HEAD):
             found[module] = (info.shape[0], info.shape[1])
     return found
 
 
-def check_group_size(layers: Mapping[str, tuple[int, int]], group: int) -> None:
+def check_group_size(
+    layers: Mapping[str, tuple[int, int]], group: int, *, among: Mapping[str, tuple[int, int]] | None = None
+) -> None:
     """Refuses a group size that does not divide the inputs of every layer.
+
+    Args:
+        layers: that are checked.
+        group: their size.
+        among: all layers, for which a size is proposed; `layers` when None.
 
     Raises:
         ConfigError: names the first such layer and the nearest group sizes that divide all layers.
@@ -161,7 +223,7 @@ def check_group_size(layers: Mapping[str, tuple[int, int]], group: int) -> None:
     for name, (_, inputs) in layers.items():
         if inputs % group:
             why = f"{name} has {inputs} inputs, which {group} does not divide"
-            raise ConfigError("group_size", group, why=why, remedy=_nearest(layers, group))
+            raise ConfigError("group_size", group, why=why, remedy=_nearest(among or layers, group))
 
 
 def _nearest(layers: Mapping[str, tuple[int, int]], group: int) -> str:
@@ -177,13 +239,24 @@ def _layers(config: QuantizeConfig, source: ModelFolder) -> dict[str, tuple[int,
     for entry in config.skip:
         _check_skip(entry, modules)
     layers = {name: shape for name, shape in linear_layers(source).items() if not _skipped(name, config.skip)}
-    if source.tied and not _skipped(HEAD, config.skip):
-        why = f"the head of {config.model} is its embedding, which stays unquantized"
-        raise ConfigError("skip", config.skip, why=why, remedy=f'add "{HEAD}"')
+    wanted = config.head is not None or not _skipped(HEAD, config.skip)
+    if source.tied and wanted and not config.untie:
+        why = f"the head of {config.model} is its embedding"
+        key, value = ("head", config.head) if config.head else ("skip", config.skip)
+        remedy = '"untie": true gives the head weights of its own; or leave the head as it is'
+        raise ConfigError(key, value, why=why, remedy=remedy if config.head else f'add "{HEAD}", or {remedy}')
+    if wanted and (source.tied or HEAD in modules):
+        rows = (name for name in modules if name.rpartition(".")[2] in _EMBEDDINGS)
+        layers[HEAD] = _matrix(source, next(rows) if source.tied else HEAD)
     if not layers:
         why = f"no linear layer of {config.model} is left to quantize"
         raise ConfigError("skip", config.skip, why=why, remedy=f'use ["{HEAD}"]')
     return layers
+
+
+def _matrix(source: ModelFolder, module: str) -> tuple[int, int]:
+    rows, columns = source.tensors[f"{module}.weight"].shape
+    return rows, columns
 
 
 def _check_skip(entry: str, modules: Collection[str]) -> None:

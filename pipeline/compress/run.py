@@ -16,7 +16,8 @@ from rich.progress import Progress, track
 
 from headrace.base.directory import Manifest, commit, fresh_staging, read_manifest
 from headrace.base.errors import DataError
-from pipeline.compress.report import details, sizes, step_numbers, table
+from pipeline.compress.mixed import decide
+from pipeline.compress.report import details, mixed_table, sizes, step_numbers, table
 from pipeline.compress.rules import QuantizationPlan, work_path
 from pipeline.compress.streaming import stream, streamable
 from pipeline.compress.weights import check_modules, pack, save
@@ -49,6 +50,8 @@ def quantize(plan: QuantizationPlan) -> Manifest:
         raise
     shutil.rmtree(work_path(plan.output), ignore_errors=True)
     Console(file=sys.stdout).print(table(manifest))
+    if "mixed" in manifest.details:
+        Console(file=sys.stdout).print(mixed_table(manifest.details["mixed"]))
     Console(file=sys.stdout).print(consumer_table(manifest.details["consumers"], title="scored by what serves it"))
     return manifest
 
@@ -57,9 +60,13 @@ def _quantize(plan: QuantizationPlan, console: Console) -> Manifest:
     sample = Sample.of(plan.dataset, plan.source.path, vocabulary=plan.source.vocab_size)
     console.print(f"{plan.source.path}: evaluating the original")
     before = measure(plan.source.path, plan.config.data)
+    plan, mixed = _decided(plan, console) if plan.budget else (plan, None)
     with _staged(plan.output) as staging:
         after = _write_gguf(plan, staging) if plan.gguf else _write_folder(plan, staging, console)
         recorded = details(plan, sizes(plan, staging), before, after)
+        if mixed is not None:
+            recorded["mixed"] = mixed
+            _check_budget(mixed, recorded["weight_bytes"])
         recorded["consumers"] = _score(plan, staging, sample, say=lambda line: console.print(line, markup=False))
         parents = _model_parents(plan)
         parents["data"] = _parent(plan.dataset.path, plan.dataset.manifest.fingerprint)
@@ -69,6 +76,19 @@ def _quantize(plan: QuantizationPlan, console: Console) -> Manifest:
         known = write_card(staging, recorded)
         fields: dict[str, Any] = {"config": config, "parents": parents, "details": recorded, "known_sha256": known}
         return commit(staging, plan.output, kind="model", **fields)
+
+
+def _decided(plan: QuantizationPlan, console: Console) -> tuple[QuantizationPlan, dict[str, Any]]:
+    console.print("measuring every layer at every candidate")
+    with Progress(*Progress.get_default_columns(), console=console, transient=True) as shown:
+        task = shown.add_task("KL of each layer")
+        return decide(plan, show=lambda done, every: shown.update(task, completed=done, total=every))
+
+
+def _check_budget(mixed: dict[str, Any], written: int) -> None:
+    if written > mixed["budget_bytes"]:
+        why = f"{written:,} bytes were written, and the budget is {mixed['budget_bytes']:,}"
+        raise DataError(f"the result was not accepted, and was deleted: {why}\n  try: a budget that is larger by that")
 
 
 def _score(plan: QuantizationPlan, staging: Path, sample: Sample, *, say: Say) -> dict[str, Any]:
@@ -96,7 +116,7 @@ def _write_gguf(plan: QuantizationPlan, staging: Path) -> dict[str, Any]:
 
 def _write_folder(plan: QuantizationPlan, staging: Path, console: Console) -> dict[str, Any]:
     """Writes packed weights, config and tokenizer into `staging`; its held-out metrics."""
-    console.print(f"quantizing {len(plan.layers)} layers to {plan.config.scheme}")
+    console.print(f"quantizing {len(plan.layers)} layers, scheme {plan.config.scheme}")
     dtype = getattr(torch, plan.config.dtype or plan.source.dtype)
     if streamable(empty_model(plan.source.path), plan):
         stream(plan, staging, dtype=dtype, say=console.print, progress=_layer_bar)

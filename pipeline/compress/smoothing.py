@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +25,10 @@ from torch import Tensor, nn
 from pipeline.compress.families import Family
 
 _READERS_OF_ATTENTION = ("q_proj", "k_proj", "v_proj")
-_READERS_OF_MLP = ("gate_proj", "up_proj", "gate", "gate_up_proj")
-"""Linear layers; `gate` is the router of a mixture of experts, `gate_up_proj` the parameter with all of its experts."""
+_READERS_OF_MLP = ("gate_proj", "up_proj", "gate", "gate_up_proj", "w1", "w3")
+"""Linear layers; `gate` is the router of a mixture of experts, `gate_up_proj` the parameter with all of its experts, w1
+and w3 gate and up of one of Mixtral's."""
+_PAIRS_OF_MLP = (("up_proj", "down_proj"), ("w3", "w2"))
 
 
 @dataclass(frozen=True)
@@ -159,8 +162,8 @@ def _readers(parent: nn.Module, names: tuple[str, ...]) -> Iterator[Tensor]:
 
 def _rows(layer: nn.Module) -> Iterator[_Rows]:
     yield from (_Rows(value, output, size) for value, output, size in attention_pairs(layer))
-    for module in layer.modules():
-        up, down = (dict(module.named_children()).get(name) for name in ("up_proj", "down_proj"))
+    for module, names in product(layer.modules(), _PAIRS_OF_MLP):
+        up, down = (dict(module.named_children()).get(name) for name in names)
         if isinstance(up, nn.Linear) and isinstance(down, nn.Linear):
             yield _Rows(up, down, up.out_features)
 

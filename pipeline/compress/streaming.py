@@ -56,9 +56,8 @@ def streamable(model: nn.Module, plan: QuantizationPlan) -> bool:
     modules = dict(model.named_modules())
     plain = all(isinstance(modules.get(name), nn.Linear) for name in plan.layers)
     known = model.state_dict().keys()
-    return (
-        plan.calibration is not None and plain and plan.source.tensors.keys() <= known and bool(decoder_layers(model))
-    )
+    possible = plan.calibration is not None and not plan.config.untie and plain and bool(decoder_layers(model))
+    return possible and plan.source.tensors.keys() <= known
 
 
 @torch.no_grad()
@@ -111,13 +110,12 @@ class _Parts:
 
     def __init__(self, plan: QuantizationPlan, dtype: torch.dtype) -> None:
         self._plan, self._dtype = plan, dtype
-        self._args = weight_args(plan)
         self.model: Any = empty_model(plan.source.path).float().eval()
         self._values = FromSafetensors(plan.source.path, model=self.model)
         fill_buffers(self.model, torch.device("cpu"), self._values)
         self.layers = decoder_layers(self.model)
         self.linear = {name: module for name, module in self.model.named_modules() if name in plan.layers}
-        self.method, self.device = method_of(plan, self._args, dtype), pick_device()
+        self.method, self.device = method_of(plan, self.linear, dtype), pick_device()
         self._rotation = rotation_of(self.model, plan)
         self._modules = {id(module): name for name, module in self.model.named_modules()}
         self._names = {id(p): name for name, p in self.model.named_parameters()}
@@ -202,7 +200,8 @@ class _Parts:
         assert isinstance(module, nn.Linear)
         packer = self._packer.get_submodule(name)
         packer._parameters |= {key: p for key, p in module._parameters.items() if p is not None}
-        pack_layer(packer, scales[name] if name in scales else scale_of(module.weight, self._args, self._dtype))
+        args = weight_args(self._plan, name)
+        pack_layer(packer, scales[name] if name in scales else scale_of(module.weight, args, self._dtype))
         found = {f"{name}.{key}": cast(value, self._dtype) for key, value in packer.state_dict().items()}
         packer.to("meta")
         return found

@@ -21,7 +21,7 @@ from pipeline.checkpoint.write_folder import METADATA
 from pipeline.compress.rules import QuantizationPlan, work_path
 
 _ABOUT = "work.json"
-_USED = ("scheme", "method", "smoothing", "rotation", "calibration", "group_size", "skip", "dtype")
+_USED = ("scheme", "method", "smoothing", "rotation", "calibration", "group_size", "skip", "dtype", "head")
 """Keys of the config that decide about the bytes of a layer, beside the data."""
 
 
@@ -87,6 +87,7 @@ def _fingerprint(plan: QuantizationPlan) -> str:
     return fingerprint_of(
         {
             "config": {key: config[key] for key in _USED},
+            "schemes": {name: [each.name, each.group] for name, each in plan.schemes.items()},
             "windows": [plan.config.data.sequence_length, plan.config.data.batch_size],
             "model": plan.source.fingerprint(),
             "data": plan.calibration.manifest.fingerprint,

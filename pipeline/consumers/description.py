@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.directory import MANIFEST
-from pipeline.evaluation.model_folder import ModelFolder
+from pipeline.evaluation.model_folder import ModelFolder, scheme_groups
 
 GGUF, FOLDER = "gguf", "folder"
 GGUF_FILE = "model.gguf"
-_FORMATS = {"int-quantized": "W8A8", "float-quantized": "FP8"}
 
 
 @dataclass(frozen=True)
@@ -24,11 +23,22 @@ class ModelDescription:
         scheme: W4A16, W8A16, W8A8, FP8, or the type of a GGUF file (Q8_0, Q4_K_M, ...); float32, bfloat16 or float16
             without quantization.
         head_size: features of an attention head; None where it is not known.
+        dense: schemes of the quantized layers of a folder, but for its experts.
+        experts: schemes that the experts of a folder are quantized by.
+        experts_group: weights of an expert that share a scale; None for a row.
     """
 
     scheme_format: str
     scheme: str
     head_size: int | None
+    dense: frozenset[str] = frozenset()
+    experts: frozenset[str] = frozenset()
+    experts_group: int | None = None
+
+    @property
+    def schemes(self) -> frozenset[str]:
+        """Of all layers."""
+        return self.dense | self.experts | {self.scheme}
 
 
 def describe(path: Path) -> ModelDescription:
@@ -41,19 +51,41 @@ def describe(path: Path) -> ModelDescription:
         details = json.loads((path / MANIFEST).read_text())["details"] if (path / MANIFEST).is_file() else {}
         return ModelDescription(GGUF, str(details.get("quantization", {}).get("scheme", "GGUF")), None)
     folder = ModelFolder.open(path)
-    return ModelDescription(FOLDER, scheme_of(folder), head_size(folder.config))
+    quantized = {name.rpartition(".")[0] for name in folder.tensors if name.endswith(".weight_scale")}
+    groups = scheme_groups(folder.config)
+    # a group that names layers is one of experts where a name has them; "Linear" is all of them
+    of_experts = [group for group in groups if any("experts" in each or each == "Linear" for each in _targets(group))]
+    dense = [group for group in groups if any("experts" not in each for each in _targets(group))]
+    if not any(".experts." in name for name in quantized):
+        of_experts = []
+    return ModelDescription(
+        FOLDER,
+        scheme_of(folder),
+        head_size(folder.config),
+        dense=frozenset(map(_group_name, dense)),
+        experts=frozenset(map(_group_name, of_experts)),
+        experts_group=next((group["weights"].get("group_size") for group in of_experts), None),
+    )
+
+
+def _targets(group: dict[str, Any]) -> list[str]:
+    return group.get("targets") or ["Linear"]
 
 
 def scheme_of(folder: ModelFolder) -> str:
     """The scheme of a folder, from its quantization_config."""
-    section: dict[str, Any] | None = folder.config.get("quantization_config")
-    if section is None:
-        return folder.dtype
-    if section.get("format") in _FORMATS:
-        return _FORMATS[section["format"]]
-    groups = list((section.get("config_groups") or {}).values())
-    bits = [int((group.get("weights") or {}).get("num_bits", 0)) for group in groups]
-    return f"W{max(bits)}A16" if any(bits) else str(section.get("quant_method"))
+    names = {_group_name(group) for group in scheme_groups(folder.config)}
+    if len(names) > 1:
+        return "mixed"
+    return names.pop() if names else folder.quantized_by or folder.dtype
+
+
+def _group_name(group: dict[str, Any]) -> str:
+    """The scheme of a group of layers."""
+    weights = group.get("weights") or {}
+    if weights.get("type") == "float":
+        return "FP8"
+    return f"W{int(weights.get('num_bits', 0))}A{8 if group.get('input_activations') else 16}"
 
 
 def head_size(config: dict[str, Any]) -> int | None:

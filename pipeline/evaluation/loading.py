@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConf
 from transformers.utils import logging
 
 from headrace.base.errors import DataError
+from pipeline.evaluation.compressed_folder import load_compressed, needs_own_loader
 from pipeline.evaluation.model_folder import ModelFolder
 
 
@@ -43,6 +44,9 @@ def load_model(path: Path, *, dtype: torch.dtype | str = "auto", device: torch.d
     logging.disable_progress_bar()  # its bars would interleave with ours
     how: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
     folder = ModelFolder.open(path)
+    if needs_own_loader(folder):
+        model = load_compressed(folder, dtype=dtype)
+        return model.to(device).eval()
     if folder.quantized_by == "compressed-tensors" and not folder.quantizes_activations:
         # dequantized now instead of at the first forward pass: the same bits, but without the wrapper that stays on
         # every layer and costs more than a small layer itself

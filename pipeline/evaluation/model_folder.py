@@ -90,8 +90,7 @@ class ModelFolder:
     @property
     def quantizes_activations(self) -> bool:
         """Whether layers round their inputs while the model serves, by its `quantization_config`."""
-        groups = (self.config.get("quantization_config") or {}).get("config_groups") or {}
-        return any(group.get("input_activations") for group in groups.values())
+        return any(group.get("input_activations") for group in scheme_groups(self.config))
 
     @property
     def dtype(self) -> str:
@@ -117,6 +116,11 @@ class ModelFolder:
         if key in self.config or key in text or default:
             return self.config.get(key, text.get(key, *default))
         raise DataError(f"{self.path / CONFIG} has no '{key}': not a language model's config\n  try: {_EXPORT}")
+
+
+def scheme_groups(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """The groups of layers in the quantization_config of a Hugging Face config, each with a scheme of its own."""
+    return list(((config.get("quantization_config") or {}).get("config_groups") or {}).values())
 
 
 def trained_data(path: Path) -> dict[str, Any]:

@@ -65,6 +65,8 @@ FILE_TYPES = {
     "Q4_0": FileType(Q.Q4_0, Q.Q4_0, Q.Q8_0, LlamaFileType.MOSTLY_Q4_0),
     "Q3_K_M": FileType(Q.Q3_K, Q.Q5_K, Q.Q6_K, LlamaFileType.MOSTLY_Q3_K_M),
     "Q2_K": FileType(Q.Q2_K, Q.Q4_K, Q.Q6_K, LlamaFileType.MOSTLY_Q2_K),
+    # every tensor a type of its own; before the choice, BF16
+    "mixed": FileType(Q.BF16, Q.BF16, Q.BF16, LlamaFileType.GUESSED),
 }
 """By name, as llama.cpp calls them."""
 

@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFReader, GGUFWriter, quant_shape_to_byte_shape
+from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize, quantize
 
 from headrace.base.errors import DataError
 from pipeline.gguf_files import architectures, libllama
 from pipeline.gguf_files.architectures import Array
+from pipeline.gguf_files.header import open_writer
 from pipeline.gguf_files.plan import GgufPlan, StoredTensor
 from pipeline.gguf_files.read_weights import Weights
-from pipeline.gguf_files.types import BY_GGUF, FILE_TYPES, ROUNDING
+from pipeline.gguf_files.types import BY_GGUF, ROUNDING
 
 FILE = "model.gguf"
 Progress = Callable[[int, int], None]
@@ -30,22 +31,7 @@ def write(plan: GgufPlan, folder: Path, *, progress: Progress = lambda _done, _a
         folder: exists.
         progress: called with (tensors written, all tensors).
     """
-    config = plan.source.config
-    writer = GGUFWriter(folder / FILE, MODEL_ARCH_NAMES[plan.architecture.arch])
-    writer.add_name(plan.source.path.name)
-    writer.add_file_type(FILE_TYPES[plan.type].number)
-    architectures.write_keys(writer, config, plan.architecture)
-    plan.tokenizer.write(writer)
-    factors = architectures.rope_factors(config)
-    if factors is not None:
-        writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
-    for tensor in plan.tensors:
-        _announce(writer, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    if factors is not None:
-        writer.write_tensor_data(factors)
+    writer = open_writer(plan, folder / FILE)
     weights = Weights(plan.source.path)
     for number, tensor in enumerate(plan.tensors):
         writer.write_tensor_data(encoded(_values(tensor, weights, plan), tensor.type))
@@ -85,16 +71,6 @@ def _values(tensor: StoredTensor, weights: Weights, plan: GgufPlan) -> Array:
     config, kind = plan.source.config, plan.architecture
     values = [architectures.stored_value(name, weights.read(name), config, kind) for name in tensor.sources]
     return np.stack(values) if len(tensor.shape) == 3 else values[0]
-
-
-def _announce(writer: GGUFWriter, tensor: StoredTensor) -> None:
-    if tensor.type in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
-        dtype: Any = np.float32 if tensor.type is GGMLQuantizationType.F32 else np.float16
-        size = int(np.prod(tensor.shape)) * np.dtype(dtype).itemsize
-        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(dtype), size)
-        return
-    shape = quant_shape_to_byte_shape(tensor.shape, tensor.type)
-    writer.add_tensor_info(tensor.name, shape, np.dtype(np.uint8), int(np.prod(shape)), raw_dtype=tensor.type)
 
 
 def encoded(value: Array, kind: GGMLQuantizationType) -> Any:

@@ -52,6 +52,20 @@ def details(
     }
 
 
+def step_numbers(recorded: dict[str, Any]) -> dict[str, Any]:
+    """A pruning's numbers for the lineage: what was cut, by which importance, bytes and loss before and after."""
+    before, after, pruning = recorded["before"], recorded["after"], recorded["pruning"]
+    found: dict[str, Any] = {
+        "parameters_before": pruning["parameters_before"],
+        "parameters_after": recorded["parameters"],
+    }
+    found |= {axis: f"{old:,} -> {new:,}" for axis, (old, new) in pruning["shape"].items() if old != new}
+    found |= {key: pruning[key] for key in ("metric", "depth", "calibration_tokens", "experimental")}
+    for key in ("weight_bytes", "loss_nats"):
+        found |= {f"{key}_before": before.get(key), f"{key}_after": after.get(key)}
+    return {key: value for key, value in found.items() if value is not None}
+
+
 def table(manifest: Manifest) -> Table:
     """A table with the columns before and after, from the manifest alone."""
     recorded = manifest.details

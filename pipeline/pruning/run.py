@@ -19,21 +19,24 @@ from rich.console import Console
 from rich.progress import track
 
 from headrace.base.directory import Manifest, commit, fresh_staging
-from pipeline.compress.measure import measure
 from pipeline.consumers.gate import Sample
 from pipeline.consumers.pruned_gate import run_pruned_gate
 from pipeline.consumers.table import consumer_table
 from pipeline.data.dataset import choose_windows
 from pipeline.data.loader import MicroBatch, make_batch
 from pipeline.evaluation.loading import load_model
+from pipeline.evaluation.measure import measure
 from pipeline.launch.environment import Launch
 from pipeline.launch.group import process_group
+from pipeline.model_card.card import write_card
+from pipeline.model_card.lineage import KEY as LINEAGE
+from pipeline.model_card.lineage import lineage_of, with_step
 from pipeline.models.tokenizer_files import copy_tokenizer
 from pipeline.pruning.cutting import write_folder
 from pipeline.pruning.importance import Sums, add_up, gather
 from pipeline.pruning.latency import shape_for_latency
 from pipeline.pruning.masks import mask_weights
-from pipeline.pruning.report import details, table
+from pipeline.pruning.report import details, step_numbers, table
 from pipeline.pruning.rules import PruningPlan
 from pipeline.pruning.selection import select
 from pipeline.pruning.sharded import ShardedModel
@@ -86,8 +89,11 @@ def prune(plan: PruningPlan, launch: Launch) -> Manifest | None:
         )
         parents = {"model": _parent(plan.source.path, plan.source.fingerprint())}
         parents["data"] = _parent(plan.dataset.path, plan.dataset.manifest.fingerprint)
-        config = plan.config.model_dump()
-        manifest = commit(staging, plan.output, kind="model", config=config, parents=parents, details=recorded)
+        recorded |= {"model_type": plan.source.config.get("model_type"), "dtype": plan.dtype}
+        recorded[LINEAGE] = with_step(lineage_of(plan.source.path), "pruning", step_numbers(recorded))
+        known = write_card(staging, recorded)
+        fields: dict[str, Any] = {"config": plan.config.model_dump(), "parents": parents, "known_sha256": known}
+        manifest = commit(staging, plan.output, kind="model", details=recorded, **fields)
     remove_sums(plan)
     Console(file=sys.stdout).print(table(manifest))
     Console(file=sys.stdout).print(consumer_table(recorded["consumers"], title="beside the original; no bound"))

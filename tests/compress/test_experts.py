@@ -1,0 +1,167 @@
+"""Experts and heads are packed under the names of model folders, and every loader finds them there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from headrace.base.errors import ConfigError, DataError
+from headrace.base.section import parse
+from pipeline.compress.config import QuantizeConfig
+from pipeline.compress.rules import prepare
+from pipeline.compress.sensitivity import changed
+from pipeline.compress.weights import modules_of, pack, save
+from pipeline.consumers.consumer import CONSUMERS
+from pipeline.consumers.description import FOLDER, ModelDescription, describe
+from pipeline.evaluation.compressed_folder import load_compressed, needs_own_loader
+from pipeline.evaluation.loading import load_model
+from pipeline.evaluation.model_folder import ModelFolder
+from pipeline.models.unfused_experts import UnfusedExperts, folder_names, unfuse_experts
+from tests.compress.test_quantize import packed_here, write_config
+from tests.evaluation.small import VOCAB
+from tests.models.architectures import config_of
+
+SHAPE: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32}
+EXPERTS = {"mixtral": {"intermediate_size": 96}, "qwen3_moe": {"moe_intermediate_size": 96, "norm_topk_prob": True}}
+NAMES = {
+    "mixtral": "model.layers.1.block_sparse_moe.experts.2.w1",
+    "qwen3_moe": "model.layers.1.mlp.experts.2.gate_proj",
+}
+IDS = torch.arange(40).reshape(2, 20)
+
+
+@pytest.fixture(scope="module", params=list(EXPERTS))
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def moe(family: str, tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts with random weights, large enough that the logits differ."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("moe") / family
+    fields = {**SHAPE, **EXPERTS[family], "num_key_value_heads": 1, "initializer_range": 0.1}
+    AutoModelForCausalLM.from_config(config_of(family, vocab_size=VOCAB, **fields)).save_pretrained(folder)
+    PreTrainedTokenizerFast.from_pretrained(tokens / "tokenizer").save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    found: torch.Tensor = model.eval()(input_ids=IDS).logits.float()
+    return found
+
+
+def test_unfused_experts_compute_the_same_and_have_the_names_of_folders(family: str, moe: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(moe)
+    expected = logits(model)
+    assert unfuse_experts(model) == 2
+    assert torch.allclose(logits(model), expected, atol=1e-5)
+    names = folder_names(model, [name for name, each in model.named_modules() if isinstance(each, torch.nn.Linear)])
+    tensors = ModelFolder.open(moe).tensors
+    assert NAMES[family] in names.values()
+    assert {f"{name}.weight" for name in names.values()} <= tensors.keys()
+
+
+def test_experts_of_an_unknown_form_are_named(moe: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(moe)
+    model.model.layers[0].mlp.experts.bias = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(DataError, match="cannot be taken apart"):
+        unfuse_experts(model)
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "W8A16", "W8A8", "FP8"])
+def test_packed_experts_are_what_is_loaded(family: str, scheme: str, moe: Path, tokens: Path, tmp_path: Path) -> None:
+    """Our loader gives the logits of a model whose weights are rounded and whose inputs are, where the scheme does."""
+    plan = packed_here(tmp_path, moe, tokens, scheme=scheme, consumers=[])
+    folder = ModelFolder.open(tmp_path / "small")
+    assert f"{NAMES[family]}.weight_scale" in folder.tensors
+    assert not [name for name in plan.layers if name.endswith(".gate")]  # routers
+    assert all(router in folder.config["quantization_config"]["ignore"] for router in plan.routers)
+    assert len(plan.routers) == 2
+    loaded = load_model(tmp_path / "small", dtype=torch.float32)
+    assert any(isinstance(module, UnfusedExperts) for module in loaded.modules())
+    expected = load_model(moe, dtype=torch.float32)
+    before = logits(expected)
+    unfuse_experts(expected)
+    with changed([modules_of(expected)[name] for name in plan.layers], scheme, torch.float32):
+        assert torch.allclose(logits(loaded), logits(expected), atol=1e-3)
+        assert not torch.allclose(logits(loaded), before, atol=1e-2)
+
+
+def test_transformers_gives_the_same_as_our_loader_where_it_can(moe: Path, tokens: Path, tmp_path: Path) -> None:
+    packed_here(tmp_path, moe, tokens, scheme="W4A16", consumers=[])
+    folder = ModelFolder.open(tmp_path / "small")
+    assert needs_own_loader(folder)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+    assert torch.allclose(logits(theirs), logits(load_compressed(folder)), atol=1e-4)
+
+
+def test_an_expert_that_no_token_goes_to_is_rounded_to_the_nearest(moe: Path, tokens: Path, tmp_path: Path) -> None:
+    """A router without preference sends every token to the same experts; only they are calibrated."""
+    model = AutoModelForCausalLM.from_pretrained(moe)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.gate.weight.zero_()
+    model.save_pretrained(tmp_path / "model")
+    PreTrainedTokenizerFast.from_pretrained(tokens / "tokenizer").save_pretrained(tmp_path / "model")
+    made = {}
+    for method in ("rtn", "gptq"):
+        (tmp_path / method).mkdir()
+        fields = {"scheme": "W4A16", "method": method, "calibration": {"samples": 16}, "consumers": []}
+        config = write_config(tmp_path / method, tmp_path / "model", tokens, **fields)
+        plan = prepare(parse(QuantizeConfig, json.loads(config.read_text())))
+        loaded = load_model(tmp_path / "model", dtype=torch.float32)
+        save(loaded, pack(loaded, plan, dtype=torch.float32), tmp_path / method / "small")
+        made[method] = load_model(tmp_path / method / "small", dtype=torch.float32)
+    for one, other in zip(*(made[each].model.layers for each in ("rtn", "gptq")), strict=True):
+        pairs = zip(one.mlp.experts, other.mlp.experts, strict=True)
+        same = [all(map(torch.equal, first.parameters(), second.parameters())) for first, second in pairs]
+        assert same.count(False) == model.config.num_experts_per_tok < len(same)
+
+
+def test_the_head_has_a_scheme_of_its_own_and_a_tied_head_gets_weights_of_its_own(
+    model: Path, tokens: Path, tmp_path: Path
+) -> None:
+    fields = {"head": "W8A16", "untie": True, "dtype": "bfloat16"}
+    plan = packed_here(tmp_path, model, tokens, scheme="W4A16", consumers=["transformers"], **fields)
+    folder = ModelFolder.open(tmp_path / "small")
+    assert {"lm_head.weight_packed", "model.embed_tokens.weight"} <= folder.tensors.keys()
+    assert folder.config["tie_word_embeddings"] is False
+    assert {each.name for each in plan.schemes.values()} == {"W8A16", "W4A16"}
+    ours, theirs = load_model(tmp_path / "small"), AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+    assert torch.allclose(logits(ours), logits(theirs), atol=1e-3)
+    assert 0 < (logits(ours) - logits(load_model(model))).abs().max() < 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "consumer", "why"),
+    [
+        ({"experts": frozenset({"W8A8"})}, "transformers", "8-bit integers"),
+        ({"experts": frozenset({"W4A16", "FP8"})}, "transformers", "one scheme"),
+        ({"experts": frozenset({"FP8"})}, "vllm", "use W8A8"),
+        ({"experts": frozenset({"W4A16"}), "experts_group": 32}, "vllm", "group_size 64"),
+    ],
+)
+def test_what_a_consumer_cannot_take_is_said_before_the_work(fields: dict[str, Any], consumer: str, why: str) -> None:
+    about = ModelDescription(FOLDER, "mixed", 64, **fields)
+    assert why in str(CONSUMERS[consumer].refuses(about))
+
+
+def test_a_folder_is_described_as_it_was_planned(moe: Path, tokens: Path, tmp_path: Path) -> None:
+    packed_here(tmp_path, moe, tokens, scheme="W4A16", group_size=16, consumers=[])
+    found = describe(tmp_path / "small")
+    assert (found.scheme, found.experts, found.experts_group) == ("W4A16", frozenset({"W4A16"}), 16)
+
+
+def test_a_consumer_that_is_asked_for_and_cannot_take_experts_is_a_refusal(
+    moe: Path, tokens: Path, tmp_path: Path
+) -> None:
+    config = write_config(tmp_path, moe, tokens, scheme="W8A8", consumers=["transformers"])
+    with pytest.raises(ConfigError, match="transformers cannot load experts"):
+        prepare(parse(QuantizeConfig, json.loads(config.read_text())))
