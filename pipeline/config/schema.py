@@ -70,8 +70,8 @@ class LossSection(Section):
     chunk: Count | None = Field(
         None,
         description="Chunked loss, fused with the head: positions of each sample whose logits are in memory at a time,"
-        " e.g. 2048; all when absent, 512 in a distillation. Saves memory with a large vocabulary, recomputes nothing and"
-        " changes no result",
+        " e.g. 2048; all when absent, 512 in a distillation. Saves memory with a large vocabulary, recomputes nothing"
+        " and changes no result",
     )
 
 
