@@ -36,7 +36,7 @@ once $o/models/student-int4 step "Quantize to 4 bits" headrace quantize --config
 once $o/models/student-q8_0 step "Write it for llama.cpp, in 8 bits" headrace quantize --config demo/q8_0.json
 step "Compare them all" headrace report $o/report.html \
   --run teacher=$o/runs/teacher --run student=$o/runs/student \
-  --model teacher=$o/models/teacher --model student=$o/models/student \
+  --model student=$o/models/student --model teacher=$o/models/teacher \
   --model int8=$o/models/student-int8 --model q8_0=$o/models/student-q8_0 --model int4=$o/models/student-int4 \
   --data $o/tokens --sequence-length 128 --max-tokens 40000 --prompt "    def __init__(self" --prompt "This class is used to"
 step "Let the smallest one write code" headrace complete $o/models/student-int4 \
