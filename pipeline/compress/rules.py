@@ -20,6 +20,8 @@ from pipeline.evaluation.model_folder import ModelFolder
 from pipeline.gguf_files.plan import GgufPlan, plan_file
 
 HEAD = "lm_head"
+LAYERS = "layers"
+"""Folder of the calibrated layers in a work directory."""
 _PATTERN = "re:"
 
 
