@@ -32,4 +32,4 @@ step "Let the smallest one write code" headrace complete $o/compressed/int4-gptq
   --prompt '    def __init__(self' --temperature 0.6 --tokens 80
 step "... and prose" headrace complete $o/compressed/int4-gptq --prompt 'This class is used to' --temperature 0.5
 echo
-echo "Open $o/report.html. Next: deepspeed ${processes[*]} pipeline/train.py --config ds_configs/zero3.json"
+echo "Open $o/compressed/report.html. Next: deepspeed ${processes[*]} pipeline/train.py --config ds_configs/zero3.json"

@@ -13,6 +13,7 @@ COMMANDS = {
     "train": ("pipeline.train", "train a language model, or resume from the newest checkpoint of run.dir"),
     "cache-logits": ("pipeline.cache_logits", "keep a teacher's likeliest ids per position, to distil without it"),
     "distill": ("pipeline.distill", "train a student to follow a frozen teacher"),
+    "prune": ("pipeline.prune", "cut channels, heads, experts and layers out of a finished model"),
     "quantize": ("pipeline.quantize", "write a finished model in 8 or 4 bits: a Hugging Face folder or a GGUF file"),
     "compress": (
         "pipeline.recipe.command",

@@ -68,6 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         from pipeline.run.advice import advice  # noqa: PLC0415  imports torch, which takes seconds
         from pipeline.run.memory_summary import memory_bytes, memory_entries  # noqa: PLC0415
         from pipeline.run.prepare import prepare  # noqa: PLC0415
+        from pipeline.run.teacher_memory import teacher_entries  # noqa: PLC0415
 
         device_memory = None if arguments.memory is None else memory_bytes(arguments.memory)
         prepared = prepare(resolved)
@@ -76,6 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
             entries += _exact_entries(arguments, prepared, processes=processes, begun=begun, memory=device_memory)
         else:
             entries += memory_entries(resolved, prepared.model, memory=device_memory)
+        entries += teacher_entries(prepared, memory=device_memory)
         entries += [Entry("warnings", text, text) for text in advice(prepared)]
     if arguments.json:
         print(json.dumps({**as_json(entries), "config": config.model_dump(mode="json")}, indent=2))

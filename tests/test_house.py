@@ -19,7 +19,7 @@ def test_no_module_of_pipeline_has_the_name_of_a_dependency_or_of_the_standard_l
 
 
 def test_every_entry_point_answers_help_without_torch() -> None:
-    for script in ("train.py", "distill.py", "quantize.py"):
+    for script in ("train.py", "prune.py", "distill.py", "cache_logits.py", "quantize.py"):
         command = [sys.executable, "-X", "importtime", str(ROOT / "pipeline" / script), "--help"]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         assert "--config" in done.stdout

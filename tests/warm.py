@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 IMPORTED = (
     "pipeline.run.session",
     "pipeline.compress.run",
+    "pipeline.pruning.run",
     "pipeline.evaluation.command",
     "pipeline.own_loop.torch_engine",
     "pipeline.own_loop.deepspeed_engine",

@@ -44,7 +44,7 @@ def _pipeline(name: str) -> typer.Typer:
 
     module_name, text = COMMANDS[name]
     module = import_module(module_name)
-    kind = name if name in ("quantize", "compress") else "run"
+    kind = name if name in ("prune", "quantize", "compress") else "run"
     completions = {"overrides": complete_override(kind)}
     return app_of(module.add_arguments, module.run, text=sentence(text), completions=completions)
 
@@ -70,7 +70,7 @@ def _verbs() -> list[Verb]:
         own("status", "Show how far a training run is: step, loss, tokens/s, checkpoint, faults.", TRAINING),
         of_pipeline("checkpoint", TRAINING),
         *(of_pipeline(name, MODELS) for name in ("export", "eval", "complete")),
-        *(of_pipeline(name, COMPRESSION) for name in ("cache-logits", "distill", "quantize", "compress")),
+        *(of_pipeline(name, COMPRESSION) for name in ("prune", "cache-logits", "distill", "quantize", "compress")),
         own("schema", "Print the JSON Schema of a config file, for editors.", CONFIG),
         own("explain", "Explain a config key: meaning, type, default, example.", CONFIG),
     ]

@@ -46,7 +46,7 @@ KINDS = {
         Kind(
             "run",
             "the config of a training run",
-            "headrace train, distill, check, prove; deepspeed pipeline/train.py",
+            "headrace train, distill, cache-logits, check, prove; deepspeed pipeline/train.py",
             "pipeline.config.schema:Config",
         ),
         Kind(
@@ -54,6 +54,12 @@ KINDS = {
             "the config of a data-prep job",
             "headrace prep; python -m data_prep",
             "data_prep.config.corpus:CorpusConfig",
+        ),
+        Kind(
+            "prune",
+            "the config of a pruning",
+            "headrace prune; python pipeline/prune.py; torchrun pipeline/prune.py",
+            "pipeline.pruning.config:PruneConfig",
         ),
         Kind(
             "quantize",

@@ -10,6 +10,8 @@ from typing import Any
 from pipeline.comparison.rows import Row
 
 _WIDTH, _HEIGHT = 8.0, 5.0  # inches
+_LOGARITHMIC = 5.0
+"""Ratio of the largest KL to the smallest from which on the axis is logarithmic."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,16 @@ class Point:
     label: str
     bytes: int
     value: float
+
+
+@dataclass(frozen=True)
+class Look:
+    """Colors of the points, the frontier, the labels, and what is behind them."""
+
+    point: str
+    line: str
+    text: str
+    ground: str
 
 
 @dataclass(frozen=True)
@@ -47,10 +59,14 @@ def picture_of(rows: Sequence[Row], *, quality: str = "auto") -> Picture | None:
     """
     kl = _points(rows, [row.mean_kl or None for row in rows])
     if quality == "kl" or (quality == "auto" and len(kl) >= 2):
-        axis = "mean KL to the first model, nats per token (logarithmic)"
-        return Picture(kl, axis, logarithmic=True) if kl else None
+        axis = "mean KL to the first model, nats per token"
+        return Picture(kl, axis, logarithmic=_wide([point.value for point in kl])) if kl else None
     loss = _points(rows, [row.loss_nats for row in rows])
     return Picture(loss, "held-out loss, nats per token", logarithmic=False) if len(loss) >= 2 else None
+
+
+def _wide(values: Sequence[float]) -> bool:
+    return max(values) > _LOGARITHMIC * min(values)
 
 
 def pareto(points: Sequence[Point]) -> list[Point]:
@@ -79,7 +95,7 @@ def save_svg(rows: Sequence[Row], path: Path, *, quality: str = "auto") -> bool:
     with mpl.rc_context({"svg.hashsalt": "headrace", "svg.fonttype": "none", "font.size": 11}):
         figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
         axes = figure.add_subplot()
-        draw(axes, picture, point="#1f5fa8", line="#5a636b", text="#1d2125", ground="#ffffff")
+        draw(axes, picture, Look("#1f5fa8", "#5a636b", "#1d2125", "#ffffff"))
         axes.set_title("Size and quality", loc="left")
         partial = path.with_name(f".{path.name}.partial")
         try:
@@ -90,24 +106,39 @@ def save_svg(rows: Sequence[Row], path: Path, *, quality: str = "auto") -> bool:
     return True
 
 
-def draw(axes: Any, picture: Picture, *, point: str, line: str, text: str, ground: str) -> None:
-    """Draws the picture into matplotlib axes in the given colors."""
+def draw(axes: Any, picture: Picture, look: Look, *, room: float = 1.25) -> None:
+    """Draws the picture into matplotlib axes; the x axis ends at `room` times the largest size, for the labels."""
     best = pareto(picture.points)
     axes.plot(
-        [each.bytes / 1e6 for each in best], [each.value for each in best], color=line, linewidth=1.2, dashes=(4, 2)
+        [each.bytes / 1e6 for each in best],
+        [each.value for each in best],
+        color=look.line,
+        linewidth=1.2,
+        dashes=(4, 2),
     )
     if picture.logarithmic:
-        axes.set_yscale("log")
-    look: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 7, "markeredgecolor": ground, "zorder": 3}
-    axes.plot([p.bytes / 1e6 for p in picture.points], [p.value for p in picture.points], color=point, **look)
+        _logarithmic(axes)
+    dots: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 8, "markeredgecolor": look.ground}
+    axes.plot(
+        [p.bytes / 1e6 for p in picture.points], [p.value for p in picture.points], color=look.point, zorder=3, **dots
+    )
     for spine in ("top", "right"):
         axes.spines[spine].set_visible(False)
     axes.grid(axis="y", linewidth=0.75, alpha=0.5)
     axes.set_axisbelow(True)
-    axes.set_xlim(0, 1.25 * max(p.bytes for p in picture.points) / 1e6)
+    axes.set_xlim(0, room * max(p.bytes for p in picture.points) / 1e6)
     axes.set_xlabel("weights on disk, MB")
     axes.set_ylabel(picture.axis)
-    _label(axes, picture, text=text)
+    _label(axes, picture, text=look.text)
+
+
+def _logarithmic(axes: Any) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator  # noqa: PLC0415
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def _label(axes: Any, picture: Picture, *, text: str) -> None:
@@ -137,9 +168,9 @@ def _label(axes: Any, picture: Picture, *, text: str) -> None:
 
 
 def _points(rows: Sequence[Row], values: Sequence[float | None]) -> tuple[Point, ...]:
-    several = len({row.consumer for row in rows if row.not_run is None}) > 1
+    names = [row.name for row in rows]
     found = []
     for index, (row, value) in enumerate(zip(rows, values, strict=True)):
         if value is not None and value < float("inf"):
-            found.append(Point(index, row.label if several else row.name, row.bytes, value))
+            found.append(Point(index, row.label if names.count(row.name) > 1 else row.name, row.bytes, value))
     return tuple(found)

@@ -10,13 +10,12 @@ Shapes: O outputs, I inputs, G groups of inputs in a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-Rounding = Callable[[Tensor, Tensor], Tensor]
-"""(weights, their scales) -> the nearest numbers that can be stored, same shape."""
+from pipeline.models.rounding import Rounding, e4m3, integers
+
+__all__ = ["Rounding", "e4m3", "gptq", "integers"]
 
 _BLOCK = 128
 """Inputs whose corrections are applied one by one; those behind are corrected once a block, by a matrix product."""
@@ -72,15 +71,3 @@ def _inverse_factor(hessian: Tensor) -> Tensor:
             if not failed:
                 return found
     raise AssertionError("a matrix of squares with its mean added to the diagonal is positive definite")
-
-
-def integers(bits: int) -> Rounding:
-    """Rounding to signed integers times the scale."""
-    lowest, highest = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
-    return lambda weight, scale: (weight / scale).round().clamp(lowest, highest) * scale
-
-
-def e4m3(weight: Tensor, scale: Tensor) -> Tensor:
-    """Rounding to e4m3 times the scale."""
-    limit = torch.finfo(torch.float8_e4m3fn).max
-    return (weight / scale).clamp(-limit, limit).to(torch.float8_e4m3fn).to(weight.dtype) * scale

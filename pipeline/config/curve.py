@@ -36,6 +36,7 @@ def curve_fields(run: ResolvedRun) -> dict[str, Any]:
         "fp16": config["fp16"] if config["fp16"]["enabled"] else None,
         # not emulation, which rounds as the hardware does, nor the gathering in fp8, which is a layout
         "fp8": config["fp8"]["recipe"] if config["fp8"]["enabled"] else None,
+        "quantization_aware": config["quantization_aware"],
         "grad_accum_dtype": config["data_types"]["grad_accum_dtype"] or "fp32",
         "communication_data_type": None if config["communication_data_type"] == "fp32" else "bf16",
         "run.seed": config["run"]["seed"],

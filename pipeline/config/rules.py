@@ -24,6 +24,7 @@ from pipeline.config.layout_rules import (
     topology_of,
 )
 from pipeline.config.model_rules import check_model, check_moe, check_optimizer, check_precision
+from pipeline.config.quantization_aware_rules import check_quantization_aware
 from pipeline.config.schedule import Schedule, make_schedule
 from pipeline.config.schema import Config
 from pipeline.topology import Topology
@@ -251,6 +252,7 @@ def resolve(config: Config, *, world_size: int, begun: bool = False) -> Resolved
     [(topology, batch)] = mesh
     check_schedule(config, topology, batch)
     check_fp8_tokens(config, topology, batch)
+    check_quantization_aware(config, topology)
     check_gradient_dtype(config, topology, batch)
     check_secondary_shards(config, topology)
     steps = _steps(config, batch)

@@ -70,7 +70,8 @@ class LossSection(Section):
     chunk: Count | None = Field(
         None,
         description="Chunked loss, fused with the head: positions of each sample whose logits are in memory at a time,"
-        " e.g. 2048; all when absent. Saves memory with a large vocabulary, recomputes nothing and changes no result",
+        " e.g. 2048; all when absent, 512 in a distillation. Saves memory with a large vocabulary, recomputes nothing"
+        " and changes no result",
     )
 
 
@@ -169,6 +170,18 @@ class Fp8Section(Section):
                 " and there is no emulation to prove them with"
             )
         return value
+
+
+class QuantizationAwareSection(Section):
+    """Quantization-aware training: linear layers compute with the weights that a quantization will store."""
+
+    scheme: Literal["W4A16", "W8A16", "W8A8", "FP8"] = Field(
+        description="Scheme that the model will be quantized to, e.g. W4A16; W8A8 and FP8 round activations, too"
+    )
+    group_size: Count | None = Field(
+        None,
+        description="Group size: weights of one row that share a scale, e.g. 64; null: 32 for W4A16, the row for W8A16",
+    )
 
 
 class ParallelSection(Section):
@@ -460,6 +473,9 @@ class Config(Section):
     memory: MemorySection = MemorySection()
     compile: CompileSection = CompileSection()
     fp8: Fp8Section = Fp8Section()
+    quantization_aware: QuantizationAwareSection | None = Field(
+        None, description="Train with the rounding of a quantization in every forward pass; absent: without"
+    )
     parallel: ParallelSection = ParallelSection()
 
     train_batch_size: Count | None = Field(

@@ -15,6 +15,7 @@ from headrace.base.section import parse
 from pipeline.consumers.consumer import CONSUMERS, plan_consumers
 from pipeline.consumers.description import describe
 from pipeline.consumers.gate import POSITIONS, Sample, run_gate
+from pipeline.consumers.pruned_gate import is_pruned, run_pruned_gate
 from pipeline.consumers.table import consumer_table
 from pipeline.evaluation.command import add_window_arguments, window_fields
 from pipeline.evaluation.data import FieldNames, HeldOutData, as_trained, open_heldout
@@ -78,7 +79,8 @@ def _verify(arguments: argparse.Namespace) -> int:
     sample = Sample.of(dataset, original.path, vocabulary=vocabulary, positions=arguments.positions)
     console = Console(stderr=True)
     try:
-        figures = run_gate(
+        gate = run_pruned_gate if is_pruned(path) else run_gate
+        figures = gate(
             original.path,
             path,
             scheme=about.scheme,

@@ -110,14 +110,14 @@ def run_gate(
     for consumer in consumers.run:
         say(f"scoring with {consumer.name}")
         scores = consumer.score(ScoreRequest(result, sample.windows, sample.texts, vocabulary))
-        figures[consumer.name], broken = _judged(scores, reference, sample, bound or bound_of(scheme))
+        figures[consumer.name], broken = judged(scores, reference, sample, bound or bound_of(scheme))
         wrong += [f"{consumer.name}: {each}" for each in broken]
     if wrong:
         raise DataError(_refusal(original, result, wrong))
     return dict(sorted(figures.items()))
 
 
-def _judged(scores: Scores, reference: Scores, sample: Sample, bound: Bound) -> tuple[dict[str, Any], list[str]]:
+def judged(scores: Scores, reference: Scores, sample: Sample, bound: Bound) -> tuple[dict[str, Any], list[str]]:
     """A consumer's figures for the manifest, and what is outside of the bound, as sentences."""
     found = compare(reference.log_probabilities, scores.log_probabilities, sample.windows)
     different = [n for n, (a, b) in enumerate(zip(reference.ids, scores.ids, strict=True)) if a != b]

@@ -86,7 +86,8 @@ def _rebuilt(manifest: Manifest) -> Lineage:
             checkpoint = None
         if checkpoint is not None and checkpoint.fingerprint == parents["checkpoint"]["fingerprint"]:
             return training_lineage(checkpoint)
-    known = {key: manifest.details[key] for key in ("step", "dtype") if key in manifest.details}
+    names = {"optimizer_steps": "step", "dtype": "dtype"}
+    known = {name: manifest.details[key] for name, key in names.items() if key in manifest.details}
     return {"corpora": [], "steps": [{"step": "training", **known}]}
 
 

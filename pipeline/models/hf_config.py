@@ -55,8 +55,12 @@ def resolve_hf_config(section: ModelSection, *, tokenizer: dict[str, Any], seque
     return config
 
 
-def read_hf_config(folder: str | Path) -> PretrainedConfig:
+def read_hf_config(folder: str | Path, *, dequantized: bool = False) -> PretrainedConfig:
     """The config.json of a Hugging Face folder on disk.
+
+    Args:
+        folder: its path.
+        dequantized: the weights are dequantized as they are read, whatever their scheme.
 
     Raises:
         DataError: there is no such folder, it has no readable config.json, or its weights are quantized (except fp8).
@@ -67,6 +71,8 @@ def read_hf_config(folder: str | Path) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (StrictDataclassError, OSError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"{folder}/config.json cannot be read: {one_line(error)}") from None
+    if dequantized:
+        del config.quantization_config
     return _without_quantization(config, folder)
 
 

@@ -27,6 +27,7 @@ from pipeline.parallel.decoder import Decoder, DecoderLayout, parameter_owners
 from pipeline.parallel.expert_balance import ExpertBalancer
 from pipeline.parallel.fp8 import apply_fp8
 from pipeline.parallel.mesh import Mesh
+from pipeline.parallel.quantization_aware import apply_quantization_aware
 from pipeline.parallel.ring import RingAttention
 from pipeline.parallel.stages import StageLayers, keep_stage, layer_list, split_layers
 from pipeline.parallel.tensor import TensorParallel, apply_tensor_parallel
@@ -112,6 +113,7 @@ def assemble(
     group = mesh.group("tp") if mesh else None
     tensor = apply_tensor_parallel(causal, group, names=_names(local_owners)) if group else None
     apply_fp8(causal, run.config.fp8)
+    apply_quantization_aware(causal, run.config.quantization_aware)
     cp, cp_rank = (run.topology.cp, mesh.coordinates["cp"]) if mesh else (1, 0)
     chunks = sequence_chunks(run.batch.sequence_length, cp=cp, cp_rank=cp_rank, zigzag=run.zigzag)
     layout = DecoderLayout(
@@ -146,7 +148,7 @@ def loss_chunk(run: ResolvedRun, config: PretrainedConfig) -> int | None:
         run: the resolved config.
         config: of the model; in a distillation the loss is chunked by default if its logits are its head's output.
     """
-    if run.config.loss.chunk is not None or run.config.distill is None:
+    if run.config.loss.chunk is not None or run.config.distill is None or run.plain:
         return run.config.loss.chunk
     return DISTILLATION_CHUNK if has_separate_head(config) else None
 

@@ -15,6 +15,7 @@ from pipeline.parallel.assemble import pipeline_stages
 from pipeline.parallel.compilation import check_compile
 from pipeline.parallel.expert_check import check_experts
 from pipeline.parallel.fp8 import check_fp8
+from pipeline.parallel.quantization_aware import check_quantization_aware
 from pipeline.parallel.tensor import check_tp_plan
 
 _NOT_TRAINED = ("classifier_dropout", "summary_first_dropout", "seq_classif_dropout")
@@ -45,6 +46,7 @@ def check_layout(run: ResolvedRun, model: nn.Module) -> None:
     check_activation_checkpointing(model, run.config.memory)
     check_compile(run.config.compile)
     check_fp8(run, model)
+    check_quantization_aware(run, model)
     check_experts(run, model)
     check_architecture(run, config)
 

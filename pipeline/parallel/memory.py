@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from pipeline.config.layout_rules import micro_batch_constraints
 from pipeline.config.rules import ResolvedRun
+from pipeline.parallel.assemble import DISTILLATION_CHUNK
 from pipeline.parallel.footprint import Footprint, RankModel, Widths
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
@@ -72,6 +73,13 @@ class _Step:
         topology = self.run.topology
         data = topology.dp * topology.cp
         return 1 if self.stage == 0 else self.run.config.parallel.hybrid_shard_size or data
+
+    @property
+    def chunk(self) -> int | None:
+        """Positions of each sample whose logits exist at a time; see `assemble.loss_chunk`."""
+        config = self.run.config
+        distils = config.distill is not None and not self.run.plain
+        return config.loss.chunk or (DISTILLATION_CHUNK if distils else None)
 
     @property
     def tokens(self) -> int:
@@ -256,7 +264,7 @@ def _loss(step: _Step) -> dict[str, float]:
     gradient, and what the final norm keeps: an fp32 copy, and the normalized one.
     """
     rows, each, beside = step.tokens, step.size + _MASTER, 0.0
-    chunk, run = step.run.config.loss.chunk, step.run
+    chunk, run = step.chunk, step.run
     if chunk is not None:
         rows = step.micro * min(chunk, rows // step.micro)
         if run.config.engine == "torch":
@@ -280,7 +288,7 @@ def _first_backward(step: _Step) -> dict[str, float]:
 
 def _sum_of_head(step: _Step) -> float:
     """The head's gradient, made at the loss: of several chunks an fp32 sum (`parallel.fused_head`)."""
-    chunk = step.run.config.loss.chunk
+    chunk = step.chunk
     several = chunk is not None and chunk * step.micro < step.tokens
     return step.rank.head * (_MASTER if several else step.size)
 

@@ -12,19 +12,21 @@ from headrace.base.directory import MANIFEST, read_manifest
 from headrace.base.errors import ConfigError, HeadraceError, problems_in, refuse_all
 from headrace.base.section import parse
 from pipeline.checkpoint.find import find_checkpoint
+from pipeline.compress import rules as compress
 from pipeline.compress.config import QuantizeConfig
-from pipeline.compress.rules import prepare
 from pipeline.config.load import load_config
 from pipeline.config.rules import resolve
 from pipeline.evaluation.data import as_trained, open_heldout
 from pipeline.evaluation.model_folder import ModelFolder
+from pipeline.pruning import rules as pruning
+from pipeline.pruning.config import PruneConfig
 from pipeline.recipe.config import RecipeConfig
 from pipeline.recipe.steps import CONFIGS, ORIGINAL, Recipe, Step, is_folder
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _TAKEN = re.compile(rf"{ORIGINAL}|{CONFIGS}|runs|(pruned|distilled|distillation)(-\d+)?")
-_OF_SHAPE = ("group_size", "calibration.samples")
-"""Fields whose values may suit the pruned model and not the original."""
+_OF_SHAPE = ("group_size", "calibration.samples", "target")
+"""Begins of the names of fields whose values may suit the pruned model and not the original."""
 
 
 def check_recipe(config: RecipeConfig) -> None:
@@ -46,7 +48,8 @@ def check_recipe(config: RecipeConfig) -> None:
 def check_steps(recipe: Recipe) -> None:
     """Checks the config of every step against the model that is there now, all at once.
 
-    Before the first step that model is the original: what depends on a shape that pruning changes is left to the step.
+    Where a step's own model is not made yet, that is the original: what depends on a shape that pruning changes is left
+    to the step.
 
     Raises:
         ConfigError: a step would be refused, or it was done with another config or of another model.
@@ -62,14 +65,17 @@ def _problems(recipe: Recipe, step: Step) -> Iterator[ConfigError]:
     if step.done:
         yield from _changed(recipe, step)
         return
+    made = is_folder(step.source)
     try:
         if step.verb == "quantize":
-            _check_quantize(step, recipe)
+            compress.prepare(parse(QuantizeConfig, _here(step, recipe)))
+        elif step.verb == "prune":
+            pruning.prepare(parse(PruneConfig, _here(step, recipe)))
         elif step.verb == "distill":
             _check_distill(step, recipe)
     except ConfigError as error:
         for each in problems_in(error):
-            if not (recipe.config.rounds and each.field in _OF_SHAPE):
+            if made or not recipe.config.rounds or not each.field.startswith(_OF_SHAPE):
                 yield ConfigError(f"{_place(recipe, step)}{each.field}", each.value, why=each.why, remedy=each.remedy)
 
 
@@ -77,12 +83,13 @@ def _place(recipe: Recipe, step: Step) -> str:
     """Where the fields of a step's config are written."""
     if recipe.config.distill is not None and step.verb == "distill":
         return f"{recipe.config.distill.config}: "
-    return f"{step.verb}.{step.name}."
+    return "prune." if step.verb == "prune" else f"{step.verb}.{step.name}."
 
 
-def _check_quantize(step: Step, recipe: Recipe) -> None:
-    spare = {"model": str(recipe.original), "output": str(recipe.output / ".check")}
-    prepare(parse(QuantizeConfig, {**step.config, **spare}))
+def _here(step: Step, recipe: Recipe) -> dict[str, Any]:
+    """A step's config with a model that is there, and an output that is not."""
+    model = step.source if is_folder(step.source) else recipe.original
+    return {**step.config, "model": str(model), "output": str(recipe.output / ".check")}
 
 
 def _check_distill(step: Step, recipe: Recipe) -> None:

@@ -1,4 +1,4 @@
-"""The end of a recipe: all its models side by side, as a table, a picture and files. No torch here."""
+"""The end of a recipe: all its models side by side, as tables, a page, a picture and files. No torch here."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pipeline.comparison.candidates import Wanted
-from pipeline.comparison.frontier import frontier
+from pipeline.checkpoint.find import is_checkpoint
+from pipeline.comparison.candidates import Wanted, check
+from pipeline.comparison.command import TABLE_WIDTH
+from pipeline.comparison.frontier import measure_all
 from pipeline.comparison.rows import Row, as_csv, as_json
 from pipeline.comparison.size_quality import save_svg
 from pipeline.comparison.table import comparison_tables
-from pipeline.recipe.steps import Recipe
+from pipeline.recipe.steps import ORIGINAL, Recipe, is_folder
+from pipeline.report.command import write_atomically
+from pipeline.report.inputs import Inputs
+from pipeline.report.runs import RunRecord, read_run
+from pipeline.report.scope import scope
 
-NAME = "frontier"
-"""Of the files with the results: NAME.json, NAME.csv, NAME.svg."""
-_TABLE_WIDTH = 118
-"""Columns that the widest table takes, where the terminal is narrower or there is none."""
+NAME, PAGE = "frontier", "report.html"
+"""The results: NAME.json, NAME.csv, NAME.svg, and the page."""
 
 
 def write_results(recipe: Recipe) -> list[Row]:
-    """Evaluates the models that are there, prints the table and writes the files.
+    """Evaluates the models that are there, prints the tables and writes the files.
 
     The first is the reference of the KL divergences: the model in floating point that was quantized.
 
@@ -29,28 +33,41 @@ def write_results(recipe: Recipe) -> list[Row]:
         DataError: a consumer fails.
     """
     models = {name: folder for name, folder in recipe.models.items() if folder.is_dir()}
-    told = Console(stderr=True)
-    told.print("\n== Evaluate: all models side by side")
-    rows = frontier(
-        models,
-        data=recipe.config.data,
-        wanted=Wanted(prompts=tuple(recipe.config.prompts)),
-        say=lambda line: told.print(line, markup=False, highlight=False, soft_wrap=True),
-    )
-    written = _write(rows, recipe.output)
-    shown = Console(width=max(Console().width, _TABLE_WIDTH))
+    told, shown = Console(stderr=True), Console(width=max(Console().width, TABLE_WIDTH))
+
+    def say(line: str) -> None:
+        told.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    say("\n== Evaluate: all models side by side")
+    wanted = Wanted(prompts=tuple(recipe.config.prompts))
+    comparison = check(models, data=recipe.config.data, wanted=wanted)
+    rows = measure_all(comparison, say=say)
+    inputs = Inputs(recipe.output / PAGE, tuple(_runs(recipe)), comparison)
+    written = _write(rows, inputs)
     for table in comparison_tables(rows, title=f"{recipe.config.model}, compressed"):
         shown.print(table)
-    for name in recipe.models.keys() - models.keys():
-        shown.print(f"{name}: not accepted; the message of its step is above", markup=False, highlight=False)
-    shown.print(f"wrote {', '.join(map(str, written))}", markup=False, highlight=False, soft_wrap=True)
+    lines = [f"{name}: not accepted; the message of its step is above" for name in recipe.models.keys() - models.keys()]
+    for line in (f"scored: {scope(rows, comparison.data)}", *lines, f"wrote {', '.join(map(str, written))}"):
+        shown.print(line, markup=False, highlight=False, soft_wrap=True)
     return rows
 
 
-def _write(rows: Sequence[Row], folder: Path) -> list[Path]:
+def _runs(recipe: Recipe) -> list[RunRecord]:
+    """The trainings: of the original, if it is a run, and of every distillation."""
+    given = Path(recipe.config.model)
+    run = given.resolve().parent.parent if is_checkpoint(given) else given
+    paths = {} if is_folder(given) else {ORIGINAL: run}
+    paths |= {step.name: step.output for step in recipe.steps if step.verb == "distill"}
+    return [read_run(name, path) for name, path in paths.items() if path.is_dir()]
+
+
+def _write(rows: Sequence[Row], inputs: Inputs) -> list[Path]:
     """The files that were written."""
-    paths = {suffix: folder / f"{NAME}.{suffix}" for suffix in ("json", "csv", "svg")}
-    paths["json"].write_text(as_json(rows))
-    paths["csv"].write_text(as_csv(rows))
-    drawn = save_svg(rows, paths["svg"])
-    return [path for suffix, path in paths.items() if drawn or suffix != "svg"]
+    from pipeline.report.page import page  # noqa: PLC0415  (matplotlib takes a second to import)
+
+    texts = {inputs.out: page(inputs, rows)}
+    texts |= {inputs.out.with_name(f"{NAME}.json"): as_json(rows), inputs.out.with_name(f"{NAME}.csv"): as_csv(rows)}
+    for path, text in texts.items():
+        write_atomically(path, text)
+    picture = inputs.out.with_name(f"{NAME}.svg")
+    return [*texts, picture] if save_svg(rows, picture) else list(texts)

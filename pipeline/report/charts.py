@@ -97,16 +97,22 @@ def draw(chart: Chart, *, width: int, height: int, variant: str = "", label: Lab
         figure = Figure(figsize=(width / _PIXELS_PER_INCH, height / _PIXELS_PER_INCH))
         figure.patch.set_visible(False)
         labels = [label(line) for line in chart.lines] if label else []
-        room = 10 + _LABEL_PIXELS * max(map(len, labels)) if labels else 14
-        left, bottom, top = 42, 40, 8
-        place = (left / width, bottom / height, (width - left - room) / width, (height - bottom - top) / height)
-        axes = figure.add_axes(place)
-        _frame(axes, chart, width=width - left - room, height=height - bottom - top)
+        left, top, right, bottom = plot_area(chart, width=width, height=height, label=label)
+        wide, high = right - left, bottom - top
+        axes = figure.add_axes((left / width, 1 - bottom / height, wide / width, high / height))
+        _frame(axes, chart, width=wide, height=high)
         for line in chart.lines:
             _line(axes, line, smoothed=chart.smoothed)
         if labels:
-            _write_labels(axes, chart, labels, gap=15 / (height - bottom - top))
+            _write_labels(axes, chart, labels, gap=15 / high)
         return svg.inline(figure, name=chart.name + variant, label=f"{chart.title}, over tokens")
+
+
+def plot_area(chart: Chart, *, width: int, height: int, label: Label | None) -> tuple[float, float, float, float]:
+    """Left, top, right and bottom of the axes within a drawing, in pixels from its upper left corner."""
+    labels = [label(line) for line in chart.lines] if label else []
+    room = 10 + _LABEL_PIXELS * max(map(len, labels)) if labels else 14
+    return 42, 8, width - room, height - 40
 
 
 def tokens(value: float, _position: int | None = None) -> str:

@@ -2,8 +2,8 @@
 
 Runs alone need neither a model nor data, and may still be training: the page is of the steps they have done.
 
-All inputs are checked first; then each model is evaluated in a subprocess, a table is printed, and the page is written
-atomically.
+All inputs are checked first; then each model is measured in processes of its own, tables are printed, and the page is
+written atomically.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from pathlib import Path
 
 from rich.console import Console
 
+from pipeline.comparison.command import TABLE_WIDTH, add_comparison_arguments
+from pipeline.comparison.frontier import measure_all
+from pipeline.comparison.table import comparison_tables
 from pipeline.evaluation.command import add_window_arguments
-from pipeline.evaluation.complete import complete
-from pipeline.report.inputs import Inputs, Model, check
-from pipeline.report.models import TABLE_WIDTH, Measured, measure_model, table
+from pipeline.report.inputs import check
+from pipeline.report.scope import scope
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,38 +31,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "RUN_DIR",
         "a run directory, finished or training, and its name (repeatable)",
     )
-    _add_named(parser, "--model", "FOLDER", "a Hugging Face model folder and its name (repeatable)")
+    text = "a Hugging Face model folder or a directory with model.gguf, and its name (repeatable); KL is to the first"
+    _add_named(parser, "--model", "FOLDER", text)
     parser.add_argument("--data", metavar="TOKENS", help="a tokens directory, for its held-out split")
     add_window_arguments(parser)
     parser.add_argument(
         "--max-tokens", type=int, metavar="N", help="evaluate about N tokens, evenly spaced; default: all"
     )
-    parser.add_argument("--prompt", metavar="TEXT", help="show the last model's completion of this text")
+    add_comparison_arguments(parser)
     parser.add_argument(
-        "--tokens", type=int, default=64, metavar="N", help="maximum number of new tokens; default: %(default)s"
+        "--prompt", action="append", metavar="TEXT", help="show every model's continuation of this text (repeatable)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=64, metavar="N", help="new tokens for each prompt; default: %(default)s"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Checks the inputs, evaluates the models, prints the table, writes the page.
+    """Checks the inputs, measures the models, prints the tables, writes the page.
 
     Raises:
         ConfigError, DataError: as `check`, before any work; DataError when a model cannot be evaluated.
     """
     inputs = check(args)
     progress, output = Console(stderr=True), Console(width=max(Console().width, TABLE_WIDTH))
-    measured = _measure_all(inputs, progress)
-    if inputs.data is not None:
-        output.print(table(measured, inputs.data))
-    completion = None
-    if inputs.prompt is not None:
-        last = inputs.models[-1]
-        progress.print(f"completing the prompt with {last.name}", markup=False, highlight=False)
-        completion = complete(last.folder.path, inputs.prompt, tokens=inputs.tokens)
-        print(f"\ncompletion by {last.name}:\n\n{completion}\n", flush=True)
+
+    def say(line: str) -> None:
+        progress.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    rows = [] if inputs.comparison is None else measure_all(inputs.comparison, say=say)
+    if inputs.comparison is not None:
+        for table in comparison_tables(rows):
+            output.print(table)
+        output.print(f"scored: {scope(rows, inputs.comparison.data)}", markup=False, highlight=False, soft_wrap=True)
     from pipeline.report.page import page  # noqa: PLC0415  (matplotlib takes a second to import)
 
-    write_atomically(inputs.out, page(inputs, measured, completion))
+    write_atomically(inputs.out, page(inputs, rows))
     print(f"wrote {inputs.out}")
     return 0
 
@@ -80,15 +86,3 @@ def write_atomically(out: Path, text: str) -> None:
 
 def _add_named(parser: argparse.ArgumentParser, flag: str, what: str, text: str) -> None:
     parser.add_argument(flag, action="append", default=[], metavar=f"NAME={what}", help=text)
-
-
-def _measure_all(inputs: Inputs, console: Console) -> list[Measured]:
-    """Evaluates the models one after the other; prints a line before each."""
-
-    def measure_one(number: int, model: Model) -> Measured:
-        line = f"evaluating {number}/{len(inputs.models)}: {model.name} ({model.folder.path})"
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-        assert inputs.data is not None
-        return measure_model(model, inputs.data)
-
-    return [measure_one(i, model) for i, model in enumerate(inputs.models, start=1)]

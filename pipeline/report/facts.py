@@ -102,7 +102,7 @@ def _layout(run: RunRecord, checkpoint: Path | None) -> str:
 
 
 def _teacher(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    teacher = _at(config, "distill", "teacher")
+    teacher = _at(config, "distill", "logits") or _at(config, "distill", "teacher")
     if teacher is not None:
         temperature, alpha = _text(config, "distill", "temperature"), _text(config, "distill", "alpha")
         yield "distilled from", f"{teacher} (temperature {temperature}, alpha {alpha})"

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from headrace.base.errors import ConfigError, DataError
 from headrace.base.section import parse
+from pipeline.comparison import candidates
+from pipeline.comparison.candidates import Candidate, Comparison
+from pipeline.comparison.command import check_writable, consumers_of, named_paths, wanted_of
 from pipeline.evaluation.command import window_fields
-from pipeline.evaluation.data import FieldNames, HeldOutData, as_trained, open_heldout
+from pipeline.evaluation.data import HeldOutData
 from pipeline.evaluation.model_folder import ModelFolder
 from pipeline.report.runs import RunRecord, read_run
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Model:
-    """A model folder and its name in the report."""
-
-    name: str
-    folder: ModelFolder
 
 
 @dataclass(frozen=True)
@@ -34,41 +25,52 @@ class Inputs:
     Attributes:
         out: the page to write; its directory exists.
         runs: read, finished or still training, names distinct.
-        models: opened, with the dataset's tokenizer, names distinct.
-        data: the held-out split they are evaluated on; None without models.
-        prompt: text for the last model to complete, or None.
-        tokens: maximum number of new tokens.
+        comparison: the models and the held-out data that they are evaluated on; None without models.
     """
 
     out: Path
     runs: tuple[RunRecord, ...]
-    models: tuple[Model, ...]
-    data: HeldOutData | None
-    prompt: str | None
-    tokens: int
+    comparison: Comparison | None
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """The models, once for each consumer."""
+        return () if self.comparison is None else self.comparison.candidates
+
+    @property
+    def names(self) -> list[str]:
+        """Of the models, or without models of the runs."""
+        return list(dict.fromkeys(each.name for each in self.candidates)) or [run.name for run in self.runs]
+
+    @property
+    def folders(self) -> list[ModelFolder]:
+        """Of the models that are no GGUF files."""
+        return [each.folder for each in self.candidates if each.folder is not None]
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """Texts that every model continues."""
+        return () if self.comparison is None else self.comparison.wanted.prompts
 
 
 def check(args: argparse.Namespace) -> Inputs:
     """Opens and checks every input.
 
     Raises:
-        ConfigError: OUT cannot be written, a name is missing or given twice, or a number or the prompt is unusable.
+        ConfigError: OUT cannot be written, a name is missing or given twice, or a number or a prompt is unusable.
         DataError: a run, a model or the tokens directory is missing, damaged or of the wrong kind.
     """
-    out = _check_out(Path(args.out))
-    _check_completion(args.prompt, args.tokens)
+    out = check_writable(Path(args.out), name="OUT.html")
     data = _check_data(args)
-    runs = _named("--run", args.run, read_run)
-    models = _named("--model", args.model, lambda name, path: Model(name, ModelFolder.open(path)))
-    if models:
-        assert data is not None
-        data = as_trained(data, models[0].folder.path)  # one set of windows for all of them
-    for model in models:
-        assert data is not None
-        open_heldout(data, model.folder, names=FieldNames("--data", "--sequence-length"))
-    if args.prompt is not None:
-        _check_tokenizer(models[-1])
-    return Inputs(out, runs, models, data, args.prompt, args.tokens)
+    wanted = wanted_of(args, prompts=args.prompt or ())
+    runs = tuple(read_run(name, path) for name, path in named_paths("--run", args.run).items())
+    models = named_paths("--model", args.model)
+    if data is None:
+        return Inputs(out, runs, None)
+    comparison = candidates.check(models, data=data, consumers=consumers_of(args), wanted=wanted)
+    if wanted.prompts:
+        _check_tokenizers(comparison.candidates)
+    return Inputs(out, runs, comparison)
 
 
 def _check_data(args: argparse.Namespace) -> HeldOutData | None:
@@ -89,42 +91,8 @@ def _check_data(args: argparse.Namespace) -> HeldOutData | None:
     return parse(HeldOutData, {"path": args.data, **numbers}, at="data")
 
 
-def _check_out(out: Path) -> Path:
-    folder = out.parent
-    if out.is_dir():
-        raise ConfigError("OUT.html", str(out), why="it is a directory", remedy=f"use {out / 'report.html'}")
-    if not folder.is_dir():
-        raise ConfigError("OUT.html", str(out), why=f"{folder} is not a directory", remedy=f"mkdir -p {folder}")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError("OUT.html", str(out), why=f"{folder} is not writable", remedy="choose another directory")
-    return out
-
-
-def _check_completion(prompt: str | None, tokens: int) -> None:
-    if prompt == "":
-        why = "generation needs at least one token"
-        raise ConfigError("--prompt", prompt, why=why, remedy="give some text, or leave --prompt out")
-    if tokens < 1:
-        raise ConfigError("--tokens", tokens, why="it is not 1 or more", remedy="use 1 or more")
-
-
-def _check_tokenizer(model: Model) -> None:
-    path = model.folder.path
-    if not (path / "tokenizer_config.json").is_file():
-        why = f"{path} has no tokenizer_config.json, which --prompt needs"
-        raise DataError(f"{why}\n  try: export the model again, with its tokenizer, or leave --prompt out")
-
-
-def _named(flag: str, given: Iterable[str], make: Callable[[str, Path], T]) -> tuple[T, ...]:
-    """Splits NAME=PATH arguments, refuses repeated names, and opens each path after all names are checked."""
-    paths: dict[str, Path] = {}
-    for text in given:
-        name, _, path = text.partition("=")
-        name = name.strip()
-        if not name or not path:
-            raise ConfigError(flag, text, why="it must be NAME=DIRECTORY", remedy=f"write {flag} small={path or text}")
-        if name in paths:
-            why = f"{paths[name]} already has that name"
-            raise ConfigError(flag, text, why=why, remedy=f"write {flag} {name}-2={path}")
-        paths[name] = Path(path)
-    return tuple(make(name, path) for name, path in paths.items())
+def _check_tokenizers(models: Sequence[Candidate]) -> None:
+    for each in models:
+        if each.folder is not None and not (each.path / "tokenizer_config.json").is_file():
+            why = f"{each.path} has no tokenizer_config.json, which --prompt needs"
+            raise DataError(f"{why}\n  try: export the model again, with its tokenizer, or leave --prompt out")

@@ -8,99 +8,77 @@ from pathlib import Path
 from string import Template
 
 from headrace.base.directory import code_version
-from pipeline.evaluation.complete import TEMPERATURE, TOP_P
+from pipeline.comparison.rows import Row
 from pipeline.report import svg
-from pipeline.report.charts import Chart, draw, name_label, value_label
+from pipeline.report.charts import Chart, Label, draw, name_label, value_label
 from pipeline.report.curves import Group, cut_remark, groups, loss_chart, remarks, side_charts
 from pipeline.report.facts import SHORT, facts
 from pipeline.report.inputs import Inputs
-from pipeline.report.models import COLUMNS, Measured, scope, where
+from pipeline.report.interactive import data_script, plot
+from pipeline.report.model_section import definitions, model_sections
 from pipeline.report.runs import RunRecord
 
 _HERE = Path(__file__).parent
+_HINT = (
+    '<p class="note hint" hidden>Point at a curve for its values; drag over a part to zoom, double-click to go back.'
+    "</p>"
+)
 
 
-def page(inputs: Inputs, measured: Sequence[Measured], completion: str | None) -> str:
+def page(inputs: Inputs, rows: Sequence[Row]) -> str:
     """The HTML document; all text from inputs is escaped."""
     template = Template((_HERE / "page.html").read_text(encoding="utf-8"))
-    names = [model.name for model in inputs.models] or [run.name for run in inputs.runs]
     return template.substitute(
         style=(_HERE / "page.css").read_text(encoding="utf-8"),
-        title=escape(", ".join(names)),
+        title=escape(", ".join(inputs.names)),
         heading=_heading(inputs),
-        models=_models(inputs, measured),
-        completion=_completion(inputs, completion),
+        models=model_sections(inputs, rows),
         runs=_runs(inputs),
+        data=data_script([chart for group in _groups(inputs) for chart in (loss_chart(group), *side_charts(group))]),
+        script=(_HERE / "page.js").read_text(encoding="utf-8"),
         code=escape(_code()),
     )
 
 
+def _groups(inputs: Inputs) -> list[Group]:
+    return groups(inputs.runs) if inputs.runs else []
+
+
 def _heading(inputs: Inputs) -> str:
-    if not inputs.models:
+    if inputs.comparison is None:
         return "Runs" if len(inputs.runs) > 1 else "A run"
     return "Models and the runs that made them" if inputs.runs else "Models"
-
-
-def _models(inputs: Inputs, measured: Sequence[Measured]) -> str:
-    """The section of the models: their table, and how each column is measured. Empty for a report of runs alone."""
-    if inputs.data is None:
-        return ""
-    scored = f"Scored: {escape(scope(measured, inputs.data))}. On {escape(where(measured))}."
-    how = _definitions([(", ".join(filter(None, (c.head, c.unit))), c.how) for c in COLUMNS])
-    return (
-        "<section>\n<h2>Models</h2>\n"
-        '<div class="scroll" tabindex="0" role="region" aria-label="Models">\n'
-        f"<table>\n{_model_table(measured)}\n</table>\n</div>\n"
-        f'<p class="note">{scored} Each model was loaded from its folder in a process of its own.</p>\n'
-        f'<div class="how">\n{how}\n</div>\n</section>'
-    )
 
 
 def _runs(inputs: Inputs) -> str:
     """The sections of the runs: their curves, and a summary of each. Empty for a report of models alone."""
     if not inputs.runs:
         return ""
-    curves = "\n".join(_group(group, alone=len(inputs.runs) == 1) for group in groups(inputs.runs))
+    curves = "\n".join(_group(group, alone=len(inputs.runs) == 1) for group in _groups(inputs))
     runs = "\n".join(_run(place, run, inputs) for place, run in enumerate(inputs.runs))
     return (
-        f"<section>\n<h2>Training</h2>\n{curves}\n</section>\n"
+        f"<section>\n<h2>Training</h2>\n{_HINT}\n{curves}\n</section>\n"
         f'<section>\n<h2>Runs</h2>\n<div class="runs">\n{runs}\n</div>\n</section>'
     )
-
-
-def _model_table(measured: Sequence[Measured]) -> str:
-    heads = "".join(f'<th scope="col">{escape(c.head)}<small>{escape(c.unit)}</small></th>' for c in COLUMNS)
-    rows = "\n".join(
-        f'<tr><th scope="row">{escape(one.name)}</th>{"".join(f"<td>{escape(c.show(one))}</td>" for c in COLUMNS)}</tr>'
-        for one in measured
-    )
-    return f'<thead><tr><th scope="col">model</th>{heads}</tr></thead>\n<tbody>\n{rows}\n</tbody>'
-
-
-def _completion(inputs: Inputs, completion: str | None) -> str:
-    if completion is None or inputs.prompt is None:
-        return ""
-    added = completion.removeprefix(inputs.prompt)
-    # decoding may not reproduce the prompt exactly: then it is not highlighted
-    prompt = f"<b>{escape(inputs.prompt)}</b>" if added != completion else ""
-    name, most = escape(inputs.models[-1].name), inputs.tokens
-    how = f"temperature {TEMPERATURE}, top-p {TOP_P}, seed 0"
-    note = f"The prompt is <b>bold</b>. {name} continues it by up to {most} tokens, sampled with {how}."
-    return f"<section>\n<h2>Completion</h2>\n<pre>{prompt}{escape(added)}</pre>\n<p class=note>{note}</p>\n</section>"
 
 
 def _group(group: Group, *, alone: bool) -> str:
     """Legend, the loss chart in a wide and a narrow version of which the style sheet shows one, and small charts."""
     loss = loss_chart(group)
-    wide = draw(loss, width=960, height=340, label=name_label)
-    narrow = draw(loss, width=360, height=280, variant="-narrow", label=value_label)
+    wide = _plot(loss, width=960, height=340, label=name_label)
+    narrow = _plot(loss, width=360, height=280, variant="-narrow", label=value_label)
     drawings = f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
     legend = "" if alone else f'<ul class="legend">{"".join(_legend(place, run) for place, run in group.runs)}</ul>'
     return "\n".join([legend, _figure(loss, drawings, remarks(group, loss)), _small(side_charts(group))])
 
 
+def _plot(chart: Chart, *, width: int, height: int, variant: str = "", label: Label | None = None) -> str:
+    drawing = draw(chart, width=width, height=height, variant=variant, label=label)
+    return plot(chart, drawing, width=width, height=height, label=label)
+
+
 def _small(charts: Sequence[Chart]) -> str:
-    figures = [_figure(chart, draw(chart, width=306, height=200), cut_remark(chart)) for chart in charts]
+    figures = [_figure(chart, _plot(chart, width=306, height=200), cut_remark(chart)) for chart in charts]
     layout = "small" if len(figures) % 3 == 0 else "small pairs"
     return f'<div class="{layout}">\n{"".join(figures)}\n</div>'
 
@@ -122,13 +100,8 @@ def _swatch(place: int) -> str:
 
 
 def _run(place: int, run: RunRecord, inputs: Inputs) -> str:
-    pairs = facts(run, [model.folder for model in inputs.models])
-    return f"<article>\n<h3>{_swatch(place)}{escape(run.name)}</h3>\n{_definitions(pairs)}\n</article>"
-
-
-def _definitions(pairs: Iterable[tuple[str, str]]) -> str:
-    items = "\n".join(f"<div><dt>{escape(term)}</dt><dd>{escape(text)}</dd></div>" for term, text in pairs)
-    return f"<dl>\n{items}\n</dl>"
+    pairs = facts(run, inputs.folders)
+    return f"<article>\n<h3>{_swatch(place)}{escape(run.name)}</h3>\n{definitions(pairs)}\n</article>"
 
 
 def _code() -> str:

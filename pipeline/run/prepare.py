@@ -21,6 +21,7 @@ from pipeline.data.dataset import TokenDataset, tokenizer_details
 from pipeline.data.mixing_weights import Extent
 from pipeline.data.mixture import DataMixture, open_heldout, open_mixture
 from pipeline.distillation.cached_logits import CachedLogits, open_logits
+from pipeline.distillation.quantized import DequantizedValues, is_dequantized
 from pipeline.distillation.teacher import TeacherModel, teacher_run
 from pipeline.engines.common import model_dtype
 from pipeline.evaluation.model_folder import ModelFolder
@@ -171,20 +172,22 @@ def open_teacher(run: ResolvedRun, *, vocab_size: int) -> TeacherModel:
 
     Raises:
         ConfigError: its vocabulary is of another size, it holds fewer positions than the sequence, or it cannot be
-            computed in the student's layout.
+            computed in the student's layout or dtype.
         DataError: the folder is no model, or its weights are not all there.
     """
     config, section = run.config, run.config.distill
     assert section is not None
     assert section.teacher is not None
     folder, length = section.teacher, config.data.sequence_length
-    theirs = read_hf_config(folder)
+    files = ModelFolder.open(folder)
+    quantized = is_dequantized(files)
+    theirs = read_hf_config(folder, dequantized=quantized)
     if theirs.vocab_size != vocab_size:
         why = f"the teacher has {theirs.vocab_size} ids, the student {vocab_size}"
         raise ConfigError(
             "distill.teacher", folder, why=why, remedy=f"set model.config.vocab_size to {theirs.vocab_size}"
         )
-    longest = ModelFolder.open(folder).longest_sequence
+    longest = files.longest_sequence
     if longest is not None and longest < length:
         why = f"the teacher was made for {longest} positions, data.sequence_length is {length}"
         raise ConfigError("distill.teacher", folder, why=why, remedy=f"set data.sequence_length to at most {longest}")
@@ -193,7 +196,7 @@ def open_teacher(run: ResolvedRun, *, vocab_size: int) -> TeacherModel:
         check_layout(teacher_run(run), model)
     except ConfigError as error:
         raise ConfigError("distill.teacher", folder, why=str(error), remedy="change the student's layout") from None
-    return TeacherModel(model, FromSafetensors(folder, model=model))
+    return TeacherModel(model, DequantizedValues(folder) if quantized else FromSafetensors(folder, model=model))
 
 
 def described(config: PretrainedConfig) -> dict[str, Any]:

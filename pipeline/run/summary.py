@@ -122,6 +122,13 @@ def _checkpoint_entry(run: ResolvedRun) -> Entry:
     return Entry("checkpoints", f"{when}; {kept}; {how}", {name: getattr(section, name) for name in names})
 
 
+def _rounding(run: ResolvedRun) -> Iterator[Entry]:
+    section = run.config.quantization_aware
+    if section is not None:
+        shown = f"{section.scheme}, group {section.group_size or 'of the scheme'}"
+        yield Entry("quantization-aware", shown, section.model_dump())
+
+
 def prepared_entries(prepared: PreparedRun) -> Iterator[Entry]:
     """What follows from the data, the model and the run's directory."""
     from pipeline.parallel.assemble import stage_lines  # noqa: PLC0415  imports torch
@@ -150,6 +157,7 @@ def prepared_entries(prepared: PreparedRun) -> Iterator[Entry]:
         layers = fp8_layers(run, prepared.model)
         counts = {"converted": len(layers.converted), "excluded": list(layers.excluded)}
         yield Entry("fp8", f"{run.config.fp8.recipe}: {layers.text}", {**run.config.fp8.model_dump(), **counts})
+    yield from _rounding(run)
     for line in stage_lines(run, prepared.model):
         label, text = line.split(": ", 1)
         yield Entry(label, text, text)

@@ -10,12 +10,18 @@ import pytest
 import torch
 
 from headrace.base.directory import read_manifest
+from pipeline.config.load import read_config
 from pipeline.config.rules import resolve
 from pipeline.config.schema import Config, DistillSection
 from pipeline.distillation.divergence import Kind
 from pipeline.distillation.objective import Distillation
 from pipeline.distillation.teacher import Teacher, TeacherModel
+from pipeline.evaluation.loading import load_model
 from pipeline.models.values import InitByName
+from pipeline.parallel.fused_head import loss_and_gradient
+from pipeline.parallel.vocabulary import FULL_VOCABULARY
+from pipeline.run.prepare import open_teacher
+from tests import warm
 from tests.conftest import launch, losses, start, tiny_config, write_config
 from tests.models.architectures import assert_same, batch_of, gradients, meta_of, plain_decoder
 from tests.parallel.allocations import AllocationRecorder
@@ -50,6 +56,19 @@ def test_a_chunked_distillation_is_the_same_and_the_logits_of_teacher_and_studen
     assert found[4][0] == pytest.approx(found[None][0], rel=1e-5)
     assert_same(found[4][1], found[None][1])
     assert (found[4][2] < batch.labels.numel() * 512) == separate
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
+def test_the_loss_compiles_to_one_graph_and_stays_the_same(tmp_path: Path, divergence: Kind) -> None:
+    meta = meta_of("llama", attention="eager", vocab_size=512)
+    raw = tiny_config(tmp_path, tmp_path / "run", engine="reference", zero_optimization={"stage": 0})
+    run = resolve(Config.model_validate(raw), world_size=1)
+    teacher = Teacher(TeacherModel(meta, InitByName(meta, seed=3)), run, device=torch.device("cpu"), mesh=None)
+    objective = Distillation(DistillSection(teacher="it", divergence=divergence), teacher, z_loss=0.01)
+    batch, logits = batch_of(), torch.randn(2, 24, 512)
+    given = (objective, logits, batch.labels, teacher.targets(batch), FULL_VOCABULARY, 1.0)
+    compiled = torch.compile(loss_and_gradient, fullgraph=True, dynamic=False, backend="aot_eager")
+    torch.testing.assert_close(compiled(*given), loss_and_gradient(*given), rtol=1e-5, atol=1e-6)
 
 
 def test_both_engines_distil_alike_and_the_student_approaches_its_teacher(
@@ -109,3 +128,29 @@ def test_a_student_made_of_the_teachers_layers_starts_near_its_teacher(
     launch("distill.py", write_config(tmp_path / "c.json", config), "engine=torch", "run.steps=2", "scheduler=auto")
     # a fresh model gives log(512) = 6.24; the teacher ends near 5.4
     assert losses(tmp_path / "run")[1] < 5.9
+
+
+def test_a_quantized_teacher_is_what_transformers_makes_of_it_unless_it_rounds_activations(
+    teacher: Path, tokens: Path, tmp_path: Path
+) -> None:
+    quantized = tmp_path / "int8"
+    config = {"model": str(teacher), "output": str(quantized), "scheme": "W8A16", "consumers": ["transformers"]}
+    config |= {"data": {"path": str(tokens), "sequence_length": 32, "max_tokens": 2000}}
+    done = warm.run("-m", "pipeline", "quantize", "--config", write_config(tmp_path / "q.json", config))
+    assert done.returncode == 0, done.stderr[-2000:]
+    section = {"teacher": str(quantized), "alpha": 1.0}
+    path = write_config(tmp_path / "c.json", tiny_config(tokens, tmp_path / "run", engine="torch", distill=section))
+    run = resolve(read_config(path, []).config, world_size=1)
+    batch = batch_of(length=32)
+    ours = Teacher(open_teacher(run, vocab_size=512), run, device=torch.device("cpu"), mesh=None)
+    logits = torch.cat(list(ours.logits(batch)))
+    theirs = load_model(quantized, dtype=torch.float32)(batch.input_ids).logits.flatten(0, 1)
+    torch.testing.assert_close(logits, theirs, rtol=1e-4, atol=1e-5)
+    original = load_model(teacher, dtype=torch.float32)(batch.input_ids).logits.flatten(0, 1)
+    assert not torch.allclose(logits, original, rtol=1e-4, atol=1e-5)
+    stored = json.loads((quantized / "config.json").read_text())
+    stored["quantization_config"]["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "dynamic": True}
+    (quantized / "config.json").write_text(json.dumps(stored))
+    done = start("distill.py", path)
+    assert done.returncode == 2
+    assert "round their inputs" in done.stdout

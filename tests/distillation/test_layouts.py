@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from headrace.base.directory import read_manifest
+from tests import warm
 from tests.conftest import launch, losses, tiny_config, write_config
 
 STEPS = 8
@@ -52,3 +53,44 @@ def test_every_layout_of_student_and_teacher_follows_one_process(
     launch("distill.py", config, *sets, processes=processes)
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=TOLERANCE)
     assert read_manifest(tmp_path / "run", kind="run").details["finished"]
+
+
+SHARE = """
+import sys
+import torch
+import torch.distributed as dist
+from pipeline.config.load import read_config
+from pipeline.config.rules import resolve
+from pipeline.data.mixture import open_mixture
+from pipeline.data.loader import StepLoader
+from pipeline.distillation.teacher import Teacher
+from pipeline.parallel.mesh import build_mesh
+from pipeline.run.prepare import open_teacher
+
+dist.init_process_group("gloo")
+run = resolve(read_config(sys.argv[1], ["distill.shard_teacher=true"]).config, world_size=2)
+mesh = build_mesh(run, "cpu")
+teacher = Teacher(open_teacher(run, vocab_size=512), run, device=torch.device("cpu"), mesh=mesh)
+decoder, head = teacher._made
+loader = StepLoader(open_mixture(run.config.data, seed=7), run.batch, dp_rank=dist.get_rank(), steps=(1, 1))
+for _ in range(2):
+    teacher.targets(loader.gather(1).micro_batches[0])
+    layers = [p.to_local().numel() for n, p in decoder.causal.named_parameters() if ".layers." in n]
+    whole = [p.numel() for n, p in decoder.causal.named_parameters() if ".layers." in n]
+    if dist.get_rank() == 0:
+        print(sum(layers), sum(whole), type(head.weight.data).__name__)
+dist.destroy_process_group()
+"""
+
+
+def test_between_forward_passes_a_rank_has_its_share_of_the_teachers_layers(
+    teacher: Path, tokens: Path, tmp_path: Path
+) -> None:
+    config = write_config(tmp_path / "c.json", student(tokens, tmp_path / "run", teacher))
+    done = warm.run("-c", SHARE, config, processes=2)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert len(lines) == 2
+    for own, whole, head in lines:
+        assert 2 * int(own) == int(whole)
+        assert head == "Tensor"

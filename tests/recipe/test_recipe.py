@@ -84,15 +84,22 @@ def test_every_later_step_is_checked_before_the_first_and_all_that_is_wrong_is_s
     assert "quantize.int4.group_size = 7" in text
 
 
+def test_a_pruning_that_cannot_be_is_refused_before_the_first_step(work: Path) -> None:
+    text = refusal(recipe(work, "a", prune={"target": {"parameters": 1000}}))
+    assert "prune.target.parameters" in text
+
+
 def test_what_pruning_may_mend_is_left_to_the_step(work: Path) -> None:
-    pruned = recipe(work, "a", prune={"shape": {"intermediate_size": 56}})
+    pruned = recipe(work, "a", prune={"target": {"shape": {"intermediate_size": 64}}})
     pruned["quantize"] = {"int4": {"scheme": "W4A16", "group_size": 7}}
     config = parse(RecipeConfig, pruned)
     check_steps(plan_steps(config))
 
 
 def test_two_rounds_are_pruned_and_distilled_in_turns_and_the_teacher_is_the_original(work: Path) -> None:
-    rounds = [{"shape": {"num_hidden_layers": 1}}, {"shape": {"intermediate_size": 32}}]
+    rounds = [
+        {"target": {"shape": {name: size}}} for name, size in (("num_hidden_layers", 1), ("intermediate_size", 32))
+    ]
     planned = plan_steps(parse(RecipeConfig, recipe(work, "a", prune=rounds)))
     names = ["pruned-1", "distillation-1", "distilled-1", "pruned-2", "distillation-2", "distilled-2", "int8", "q8"]
     assert [step.name for step in planned.steps] == names
@@ -155,6 +162,7 @@ def test_a_killed_recipe_goes_on_with_the_step_that_was_interrupted_and_ends_wit
     assert set(rows) == {"distilled", "int8", "q8", "original"}
     assert 0 < rows["int8"]["mean_kl"] < 0.05
     assert (work / "whole/frontier.svg").is_file()
+    assert "Lineage" in (work / "whole/report.html").read_text()
     before = times(work)
     code, output = run(path)  # nothing is left to do but to look at the results
     assert (code, output.count("done before")) == (0, 4), output

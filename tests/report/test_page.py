@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import csv
+import json
 import re
 import shutil
 import subprocess
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -43,16 +47,15 @@ def test_the_table_is_printed(made: tuple[Path, str], model: Path) -> None:
     _, shown = made
     weights = ModelFolder.open(model)
     assert "[small]" in shown
-    assert f"{weights.parameters:,}" in shown
+    assert f"{weights.parameters / 1e6:.2f}" in shown
     assert f"{weights.weight_bytes / 1e6:.2f}" in shown
-    assert "tokens/s: of the scoring, on" in shown
-    assert PROMPT in shown
+    assert "scored: 320 tokens of the heldout split" in shown
 
 
 def test_the_page_loads_nothing_from_elsewhere(made: tuple[Path, str]) -> None:
     text = made[0].read_text()
-    assert not re.search(r"<(script|link|img|iframe|object|embed)\b|@import|@font-face", text)
-    assert all(target.startswith("#") for target in re.findall(r'\b(?:href|src)="([^"]*)"', text))
+    assert not re.search(r"<(link|img|iframe|object|embed)\b|<script[^>]*src|@import|@font-face", text)
+    assert all(target.startswith(("#", "data:")) for target in re.findall(r'\b(?:href|src)="([^"]*)"', text))
     assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", text))
 
 
@@ -63,10 +66,24 @@ def test_text_from_inputs_is_escaped(made: tuple[Path, str]) -> None:
     assert "&lt;second&gt;" in text
 
 
-def test_the_page_says_how_its_completion_was_sampled(made: tuple[Path, str], model: Path) -> None:
-    text, shown = made[0].read_text(), made[1]
-    assert "[small] continues it by up to 4 tokens, sampled with temperature 0.8, top-p 0.95, seed 0." in text
-    assert complete(model, PROMPT, tokens=4) in shown  # the defaults in Python are those of the command and the page
+def test_the_page_shows_the_greedy_continuation_and_says_so(made: tuple[Path, str], model: Path) -> None:
+    text = made[0].read_text()
+    assert "Each model continues it by up to 4 tokens, by greedy decoding" in text
+    continued = re.search(r"<pre><b>[^\n]*?</b>(.*?)</pre>", text, re.DOTALL)
+    assert continued is not None
+    assert unescape(continued[1]) == complete(model, PROMPT, tokens=4, temperature=0).removeprefix(PROMPT)
+
+
+def test_the_figures_are_in_the_page_to_download(made: tuple[Path, str], model: Path) -> None:
+    links = dict(re.findall(r'<a download="([^"]+)" href="data:[^;]+;base64,([^"]*)">', made[0].read_text()))
+    (row,) = csv.DictReader(base64.b64decode(links["models.csv"]).decode().splitlines())
+    (same,) = json.loads(base64.b64decode(links["models.json"]))
+    assert row["model"] == "[small]"
+    assert int(row["bytes"]) == same["bytes"] == ModelFolder.open(model).weight_bytes
+    assert float(row["loss_nats"]) == same["loss_nats"]
+    assert float(row["mean_kl"]) == 0  # it is the reference
+    assert [each["batch"] for each in same["generation"]] == [1, 8]
+    assert all(each["peak_bytes"] > same["bytes"] for each in same["generation"])
 
 
 def test_a_run_that_is_training_is_reported_alone(tmp_path: Path) -> None:
@@ -149,11 +166,12 @@ def test_a_browser_shows_the_table_and_the_curves(made: tuple[Path, str], tmp_pa
     how = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", *QUIET, f"--user-data-dir={tmp_path}"]
     command = [str(CHROMIUM), *how, "--dump-dom", made[0].as_uri()]
     dom = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    assert len(re.findall(r"<tr>", dom)) == 2  # the heads, and one model
+    assert len(re.findall(r"<tr>", dom)) == 2 * 2  # the heads and one model: its quality, and its generation
     assert '<th scope="row">[small]</th>' in dom
     # the loss in two sizes, learning rate, gradient norm, speed, KL
     assert len(re.findall(r'<svg viewBox="[^"]+" role="img"', dom)) == 6
     curves = re.findall(r'<path d="([^"]*)" clip-path="[^"]*" style="[^"]*stroke: var\(--series', dom)
     assert len(curves) >= 2 * 5 + 1  # two runs in five drawings, and the KL of one
     assert all(len(curve) > 100 for curve in curves)
-    assert not re.search(r'\b(?:href|src)="(?!#)', dom)
+    assert not re.search(r'\b(?:href|src)="(?!#|data:)', dom)
+    assert dom.count('class="zoomed"') == 6  # the script has found every drawing

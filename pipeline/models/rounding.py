@@ -1,0 +1,23 @@
+"""Rounding to what a quantization stores: signed integers or e4m3, times a scale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Rounding = Callable[[Tensor, Tensor], Tensor]
+"""(weights, their scales) -> the nearest numbers that can be stored, same shape."""
+
+
+def integers(bits: int) -> Rounding:
+    """Rounding to signed integers times the scale."""
+    lowest, highest = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    return lambda weight, scale: (weight / scale).round().clamp(lowest, highest) * scale
+
+
+def e4m3(weight: Tensor, scale: Tensor) -> Tensor:
+    """Rounding to e4m3 times the scale."""
+    limit = torch.finfo(torch.float8_e4m3fn).max
+    return (weight / scale).clamp(-limit, limit).to(torch.float8_e4m3fn).to(weight.dtype) * scale

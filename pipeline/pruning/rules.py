@@ -1,0 +1,227 @@
+"""Rules of a pruning, checked on the names and shapes of tensors before torch is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.base.errors import ConfigError
+from pipeline.consumers.consumer import ConsumerPlan, plan_consumers
+from pipeline.consumers.description import FOLDER, ModelDescription, head_size
+from pipeline.data.dataset import TokenDataset
+from pipeline.evaluation.data import as_trained, open_heldout
+from pipeline.evaluation.model_folder import ModelFolder
+from pipeline.pruning.axes import EXPERT_FFN, EXPERTS, FFN, GROUPS, HIDDEN, LAYERS, Anatomy, anatomy_of
+from pipeline.pruning.config import PruneConfig
+from pipeline.pruning.search import Choices, Shape, search
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_WIDTHS = (HIDDEN, FFN, EXPERT_FFN)
+_DEFAULT_AXES = (HIDDEN, FFN, EXPERT_FFN, GROUPS)
+
+
+@dataclass(frozen=True)
+class PruningPlan:
+    """A checked pruning config, with the model and datasets it refers to.
+
+    Attributes:
+        config: the config.
+        source: the model to prune.
+        anatomy: its sizes and tensors.
+        dataset: the split it is evaluated on.
+        calibration: the split that importance is measured on.
+        consumers: the programs that score the result.
+        shape: axis -> size of the result; None while a latency is still to be measured.
+        choices: the sizes that a search for a latency may give.
+    """
+
+    config: PruneConfig
+    source: ModelFolder
+    anatomy: Anatomy
+    dataset: TokenDataset
+    calibration: TokenDataset
+    consumers: ConsumerPlan
+    shape: Shape | None
+    choices: Choices | None = None
+
+    @property
+    def output(self) -> Path:
+        """The directory to write."""
+        return Path(self.config.output)
+
+    @property
+    def dtype(self) -> str:
+        """Of the written weights."""
+        return self.config.dtype or self.source.dtype
+
+
+def prepare(config: PruneConfig, *, world_size: int = 1) -> PruningPlan:
+    """Checks a config against the model and the dataset it names, and finds the shape.
+
+    Args:
+        config: as read.
+        world_size: processes that gather importance; each needs a window.
+
+    Raises:
+        ConfigError: the output exists; the model is quantized or of an unknown architecture; a size that it does not
+            have, or that is not allowed; a target that cannot be met, with what it would need; too few windows.
+        DataError: the model or the dataset is missing or damaged.
+    """
+    if Path(config.output).exists():
+        raise ConfigError("output", config.output, why="it already exists", remedy="remove it, or choose another name")
+    source = ModelFolder.open(config.model)
+    if source.quantized_by is not None:
+        why = f"it is quantized, by {source.quantized_by}"
+        raise ConfigError("model", config.model, why=why, remedy="prune the floating-point model, then quantize")
+    anatomy = anatomy_of(source)
+    shape, choices = _target(config, source, anatomy)
+    _check_mask(config, anatomy)
+    config = config.model_copy(update={"data": as_trained(config.data, source.path)})
+    dataset = open_heldout(config.data, source)
+    calibration = _calibration(config, _data_parallel(config, anatomy, world_size))
+    about = ModelDescription(FOLDER, config.dtype or source.dtype, head_size(source.config))
+    consumers = plan_consumers(about, None if config.consumers is None else tuple(config.consumers))
+    return PruningPlan(config, source, anatomy, dataset, calibration, consumers, shape, choices)
+
+
+def _data_parallel(config: PruneConfig, anatomy: Anatomy, world_size: int) -> int:
+    """Processes, or groups of them, that share the windows."""
+    tp, length = config.importance.tp, config.data.sequence_length
+    if tp > 1 and not anatomy.architecture.tensor_parallel:
+        why = "tensor parallelism is not there for this architecture"
+        raise ConfigError("importance.tp", tp, why=why, remedy="use importance.tp 1")
+    heads = anatomy.sizes.get(GROUPS, 1)
+    if heads % tp:
+        why = f"it does not divide the {heads} key/value heads"
+        raise ConfigError("importance.tp", tp, why=why, remedy=f"use a divisor of {heads}")
+    if world_size % tp:
+        why = f"it does not divide the {world_size} processes that were started"
+        raise ConfigError("importance.tp", tp, why=why, remedy=f"start a multiple of {tp}, or use importance.tp 1")
+    if length % tp:
+        why = f"the positions of a window are shared, and data.sequence_length is {length}"
+        raise ConfigError("importance.tp", tp, why=why, remedy="use a divisor of data.sequence_length")
+    return world_size // tp
+
+
+def _calibration(config: PruneConfig, shares: int) -> TokenDataset:
+    length, samples = config.data.sequence_length, config.calibration.samples
+    dataset = TokenDataset.open(config.data.path, split=config.calibration.split, sequence_length=length)
+    if samples > dataset.windows:
+        why = f"the split {config.calibration.split} has {dataset.windows} windows of {length} tokens"
+        raise ConfigError("calibration.samples", samples, why=why, remedy=f"use {dataset.windows} or less")
+    if samples < shares:
+        why = f"{shares} processes share the windows, and each needs one"
+        raise ConfigError("calibration.samples", samples, why=why, remedy=f"use {shares} or more")
+    return dataset
+
+
+def _target(config: PruneConfig, source: ModelFolder, anatomy: Anatomy) -> tuple[Shape | None, Choices | None]:
+    target = config.target
+    given = [name for name in type(target).model_fields if getattr(target, name) is not None]
+    if len(given) > 1:
+        raise ConfigError("target", given, why="these are several targets", remedy="leave all but one out")
+    if not given:
+        if config.experimental is None:
+            remedy = 'add e.g. "target": {"parameters": 1e6}'
+            raise ConfigError("target", why="it does not say how small the model has to be", remedy=remedy)
+        return dict(anatomy.sizes), None
+    if target.shape is not None:
+        return _explicit(config, anatomy), None
+    choices = Choices(anatomy.sizes, _allowed(config, anatomy))
+    if target.latency is not None:
+        return None, choices
+    return _within(config, source, anatomy, choices), None
+
+
+def _within(config: PruneConfig, source: ModelFolder, anatomy: Anatomy, choices: Choices) -> Shape:
+    """The shape for a number of parameters or bytes."""
+    each = 1 if config.target.bytes is None else ITEM_BYTES[config.dtype or source.dtype]
+    name = "parameters" if config.target.bytes is None else "bytes"
+    limit = int(config.target.bytes or config.target.parameters or 0)
+    now = anatomy.parameters({}) * each
+    if limit >= now:
+        why = f"the model has {now:,} {name}"
+        raise ConfigError(f"target.{name}", limit, why=why, remedy=f"use less than {now}")
+    found = search(choices, lambda shape: anatomy.parameters(shape) * each, limit)
+    if found is None:
+        needed = anatomy.parameters(choices.smallest) * each
+        sizes = ", ".join(f"{axis} {choices.smallest[axis]}" for axis in choices.allowed)
+        more = [axis for axis in anatomy.sizes if axis not in choices.allowed]
+        remedy = f"use {needed} or more, a smaller multiple_of" + (
+            f", or add {' or '.join(more)} to axes" if more else ""
+        )
+        raise ConfigError(f"target.{name}", limit, why=f"with {sizes} it has still {needed:,}", remedy=remedy)
+    return found
+
+
+def _allowed(config: PruneConfig, anatomy: Anatomy) -> dict[str, list[int]]:
+    """Axis that may be cut -> its allowed sizes."""
+    names = config.axes if config.axes is not None else [axis for axis in _DEFAULT_AXES if axis in anatomy.sizes]
+    for axis in names:
+        _check_axis(f"axes.{axis}", axis, anatomy, axis)
+    if not names:
+        raise ConfigError("axes", names, why="no size may be cut", remedy='use e.g. ["intermediate_size"]')
+    return {axis: _sizes(axis, anatomy, config.multiple_of) for axis in names}
+
+
+def _sizes(axis: str, anatomy: Anatomy, multiple: int) -> list[int]:
+    step, least = (multiple, multiple) if axis in _WIDTHS else (1, _least(axis, anatomy))
+    size = anatomy.sizes[axis]
+    return sorted({*range(least, size + 1, step), size})
+
+
+def _least(axis: str, anatomy: Anatomy) -> int:
+    return max(1, anatomy.chosen_experts) if axis == EXPERTS else 1
+
+
+def _explicit(config: PruneConfig, anatomy: Anatomy) -> Shape:
+    assert config.target.shape is not None
+    given = {axis: size for axis, size in config.target.shape.model_dump().items() if size is not None}
+    for axis, size in given.items():
+        field = f"target.shape.{axis}"
+        _check_axis(field, axis, anatomy, size)
+        allowed = _sizes(axis, anatomy, config.multiple_of)
+        if size not in allowed:
+            raise ConfigError(field, size, why=_why_not(axis, anatomy, config), remedy=_nearest(size, allowed))
+    shape = {**anatomy.sizes, **given}
+    if shape == anatomy.sizes and config.experimental is None:
+        raise ConfigError("target.shape", given, why="these are the model's own sizes", remedy="make one smaller")
+    return shape
+
+
+def _why_not(axis: str, anatomy: Anatomy, config: PruneConfig) -> str:
+    if axis == EXPERTS and anatomy.chosen_experts > 1:
+        return f"the model has {anatomy.sizes[axis]} experts, and each token goes to {anatomy.chosen_experts}"
+    if axis in _WIDTHS:
+        return f"the model has {anatomy.sizes[axis]}, and channels are kept in multiples of {config.multiple_of}"
+    return f"the model has {anatomy.sizes[axis]}"
+
+
+def _nearest(size: int, allowed: list[int]) -> str:
+    below, above = [n for n in allowed if n < size][-1:], [n for n in allowed if n > size][:1]
+    return f"use {' or '.join(map(str, below + above))}"
+
+
+def _check_axis(field: str, axis: str, anatomy: Anatomy, value: object) -> None:
+    if axis not in anatomy.sizes:
+        why = "this model has no such size that can be cut"
+        raise ConfigError(field, value, why=why, remedy=f"use {', '.join(anatomy.sizes)}")
+    if axis == LAYERS and not anatomy.uniform:
+        why = "its layers are not alike, and its config tells which is which by their numbers"
+        raise ConfigError(field, value, why=why, remedy="cut the other sizes")
+
+
+def _check_mask(config: PruneConfig, anatomy: Anatomy) -> None:
+    mask = config.experimental
+    if mask is not None and HIDDEN not in anatomy.sizes:
+        why = "the weights of this architecture are stored transposed, and masks are not made for it"
+        raise ConfigError("experimental", mask.pattern, why=why, remedy="leave it out")
+    if mask is not None and mask.pattern == "2:4" and "sparsity" in mask.model_fields_set and mask.sparsity != 0.5:
+        why = "2:4 has two zeros in four"
+        raise ConfigError("experimental.sparsity", mask.sparsity, why=why, remedy='use "unstructured", or leave it out')
+
+
+def cut_axes(plan: PruningPlan, shape: Mapping[str, int]) -> list[str]:
+    """The axes that a shape makes smaller."""
+    return [axis for axis, size in plan.anatomy.sizes.items() if shape[axis] < size]

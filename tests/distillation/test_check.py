@@ -1,0 +1,55 @@
+"""`headrace check` of a distillation: the teacher's memory per rank, and the layouts in which it fits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests import warm
+from tests.conftest import tiny_config, write_config
+
+
+@pytest.fixture(scope="module")
+def config(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A distillation from a teacher of 8 layers of 790k parameters."""
+    work = tmp_path_factory.mktemp("check")
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "vocab_size": 512}
+    LlamaForCausalLM(LlamaConfig(num_attention_heads=4, **sizes)).save_pretrained(work / "teacher")
+    made = tiny_config(tokens, work / "run", engine="torch", distill={"teacher": str(work / "teacher")})
+    return write_config(work / "c.json", made)
+
+
+def check(config: Path, *words: str) -> dict[str, Any]:
+    """What `headrace check --json` prints, of 4 processes."""
+    done = warm.run("-m", "pipeline", "check", "--config", config, "--json", "--processes", "4", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_a_teacher_takes_its_weights_on_every_rank_and_sharded_a_share_of_its_layers(config: Path) -> None:
+    whole, sharded = check(config), check(config, "--set", "distill.shard_teacher=true")
+    layer = 4 * (4 * 256 * 256 + 3 * 256 * 768 + 2 * 256)
+    rest = 4 * (2 * 512 * 256 + 256)
+    logits = whole["teacher"]["chunk_bytes"]
+    assert logits == 2 * 32 * 512 * (4 + 3 * 4)
+    assert whole["teacher"]["bytes"] == 8 * layer + rest + logits
+    assert sharded["teacher"]["bytes"] == 8 * layer // 4 + 2 * layer + rest + logits
+
+
+def test_a_teacher_that_does_not_fit_is_refused_with_the_layouts_that_would(config: Path) -> None:
+    found = check(config)
+    own, teacher = found["memory"]["peak"], found["teacher"]["bytes"]
+    assert check(config, "--memory", f"{(own + teacher) / 1e6 + 0.1:.2f}MB")["memory_fit"]["fits"]
+    arguments = ("--config", config, "--processes", "4", "--memory", f"{(own + 0.7 * teacher) / 1e6:.2f}MB")
+    done = warm.run("-m", "pipeline", "check", *arguments, merged=True)
+    assert done.returncode == 2
+    assert "distill.teacher" in done.stdout
+    remedy = done.stdout.partition("try: ")[2]
+    assert "distill.shard_teacher true or parallel.tp 2 or distill.logits" in remedy
+    smaller = ("--config", config, "--processes", "4", "--memory", f"{(own + 0.38 * teacher) / 1e6:.2f}MB")
+    assert "data ranks or more" in warm.run("-m", "pipeline", "check", *smaller, merged=True).stdout

@@ -1,0 +1,90 @@
+"""Cutting what does nothing changes nothing, in every architecture, along every axis; the folder is a whole model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.evaluation.loading import load_model
+from pipeline.evaluation.model_folder import ModelFolder
+from tests.pruning import models
+from tests.pruning.models import DEAD_EXPERT, DEAD_FFN, DEAD_GROUP, DEAD_HIDDEN, DEAD_LAYER
+from tests.pruning.prunings import as_rows, indices, pruned
+
+DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2")
+AXES: dict[str, dict[str, int]] = {
+    "hidden": {"hidden_size": 24},
+    "ffn": {"intermediate_size": 32},
+    "groups": {"num_key_value_heads": 1},
+    "layers": {"num_hidden_layers": 2},
+}
+ALL = {key: size for axis in AXES.values() for key, size in axis.items()}
+CELLS = [
+    *((name, "all", ALL) for name in DENSE),
+    *(("llama", axis, shape) for axis, shape in AXES.items()),
+    ("mixtral", "all", {**ALL, "num_experts": 3}),
+    (
+        "qwen3_moe",
+        "all",
+        {**{k: v for k, v in ALL.items() if k != "intermediate_size"}, "num_experts": 3, "moe_intermediate_size": 32},
+    ),
+    ("gpt2", "all", {"intermediate_size": 32}),
+]
+
+
+@pytest.fixture(scope="module")
+def made(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Architecture -> folder."""
+    folder = tmp_path_factory.mktemp("models")
+
+    def of(name: str) -> Path:
+        return folder / name if (folder / name).exists() else models.make(folder / name, name, tokens)
+
+    return of
+
+
+IDS = [f"{name}-{axis}" for name, axis, _ in CELLS]
+
+
+@pytest.mark.parametrize(("name", "shape"), [(name, shape) for name, _, shape in CELLS], ids=IDS)
+def test_cutting_what_does_nothing_changes_nothing(
+    made: Any, tokens: Path, tmp_path: Path, name: str, shape: dict[str, int]
+) -> None:
+    source = made(name)
+    plan, kept = pruned(tmp_path, source, tokens, target={"shape": shape})
+    before, after = (models.logits(folder, models.rows()) for folder in (source, plan.output))
+    # in fp64 from weights of fp32, of which the norms' are multiplied by the root of 32 / 24
+    assert (after - before).abs().max() / before.std() < 2e-5
+    result = ModelFolder.open(plan.output)
+    assert result.parameters == plan.anatomy.parameters(shape)
+    assert result.parameters < plan.source.parameters
+    if "hidden_size" in shape:
+        assert kept.hidden is not None
+        assert as_rows(kept.hidden) == indices(DEAD_HIDDEN, models.HIDDEN)
+    if "num_hidden_layers" in shape:
+        assert as_rows(kept.layers) == [n for n in range(models.LAYERS) if n != DEAD_LAYER]
+    if "num_key_value_heads" in shape:
+        assert {tuple(as_rows(each)) for each in kept.groups.values()} == {(1 - DEAD_GROUP,)}
+    used = {place: each for place, each in kept.ffn.items() if place[1] != DEAD_EXPERT}  # which is cut as a whole
+    assert all(as_rows(each) == indices(DEAD_FFN, models.FFN) for each in used.values())
+    assert all(
+        as_rows(each) == [n for n in range(models.EXPERTS) if n != DEAD_EXPERT] for each in kept.experts.values()
+    )
+    load_model(plan.output)  # refuses missing and unexpected tensors
+
+
+def test_a_folder_of_several_files_stays_one(tokens: Path, tmp_path: Path) -> None:
+    source = models.make(tmp_path / "whole", "mixtral", tokens)
+    sharded = tmp_path / "sharded"
+    model = load_model(source)
+    model.save_pretrained(sharded, max_shard_size="100KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    found = []
+    for folder in (source, sharded):
+        work = tmp_path / f"of-{folder.name}"
+        work.mkdir()
+        plan, _ = pruned(work, folder, tokens, target={"shape": {"hidden_size": 24, "num_hidden_layers": 2}})
+        found.append(models.logits(plan.output, models.rows()))
+    assert (found[0] == found[1]).all()

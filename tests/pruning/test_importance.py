@@ -1,0 +1,154 @@
+"""Importance is that of the tokens, not of the layout: the same sums from one process and from two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.data.loader import MicroBatch, make_batch
+from pipeline.evaluation.loading import load_model
+from pipeline.pruning.importance import Sums, decoder_layers, gather
+from pipeline.pruning.rules import PruningPlan
+from pipeline.pruning.selection import residual_scores, select, top
+from pipeline.pruning.stored_sums import fingerprint, load_sums
+from tests import warm
+from tests.evaluation.small import VOCAB
+from tests.pruning import models
+from tests.pruning.prunings import plan_of, write_config
+
+CPU = torch.device("cpu")
+GATHER = """
+import sys
+from headrace.base.configfile import load
+from headrace.base.section import parse
+from pipeline.launch import detect
+from pipeline.pruning.config import PruneConfig
+from pipeline.pruning.rules import prepare
+from pipeline.pruning.run import importance
+launch = detect()
+importance(prepare(parse(PruneConfig, load(sys.argv[1], [])), world_size=launch.world_size), launch)
+"""
+SHAPES: dict[str, dict[str, int]] = {
+    "gemma": {"hidden_size": 16, "intermediate_size": 24, "num_key_value_heads": 1, "num_hidden_layers": 2},
+    "llama": {"hidden_size": 16, "intermediate_size": 24, "num_key_value_heads": 1, "num_hidden_layers": 2},
+    "qwen3_moe": {"hidden_size": 16, "moe_intermediate_size": 24, "num_key_value_heads": 1, "num_experts": 2},
+}
+
+
+LAYOUTS = ((1, 1), (2, 1), (2, 2), (4, 2))
+"""(processes, of which so many share a model by tensor parallelism)."""
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_layout_finds_the_same_importances_and_chooses_the_same_channels(
+    tokens: Path, tmp_path: Path, name: str
+) -> None:
+    source, found = models.make(tmp_path / "model", name, tokens, dead=False), []
+    fields: dict[str, Any] = {"target": {"shape": SHAPES[name]}}
+    for processes, tp in LAYOUTS:
+        work = tmp_path / f"{processes}-{tp}"
+        work.mkdir()
+        fields["importance"] = {"depth": "loss", "tp": tp}
+        config = write_config(work, source, tokens, calibration={"samples": 17}, **fields)
+        done = warm.run("-c", GATHER, config, processes=processes)
+        assert done.returncode == 0, done.stderr
+        fields["importance"] = {"depth": "loss"}  # the sums do not depend on the layout, nor does what they are kept by
+        plan = plan_of(work, source, tokens, calibration={"samples": 17}, **fields)
+        sums = load_sums(plan, fingerprint(plan))
+        assert sums is not None
+        found.append((plan, sums))
+    plan, one = found[0]
+    assert one["tokens"].item() == 17 * 32
+    for other, sums in found[1:]:
+        _assert_same(one, sums)
+        assert _chosen(plan, one) == _chosen(other, sums)
+
+
+def _assert_same(one: Sums, two: Sums) -> None:
+    assert one.keys() == two.keys()
+    for key, value in one.items():
+        assert value.dtype == torch.float64
+        # activations are fp32, and products of other shapes round otherwise; their sums are fp64
+        torch.testing.assert_close(two[key], value, rtol=2e-5, atol=1e-5 * float(value.abs().max()), msg=key)
+
+
+def _chosen(plan: PruningPlan, sums: Sums) -> Any:
+    assert plan.shape is not None
+    kept = select(sums, plan.anatomy, plan.shape, metric="mean_abs", depth="loss")
+    return kept.summary(), {place: each.tolist() for place, each in kept.ffn.items()}
+
+
+def batches(count: int = 2) -> list[MicroBatch]:
+    generator = np.random.default_rng(3)
+    return [make_batch(generator.integers(0, VOCAB, (2, 17)), None) for _ in range(count)]
+
+
+def gathered(name: str, **how: Any) -> tuple[Any, Sums]:
+    model = models.build(name, dead=False)
+    return model, gather(model, batches(), device=CPU, **how)
+
+
+def test_the_sums_are_those_of_the_activations() -> None:
+    model, sums = gathered("llama")
+    seen: list[torch.Tensor] = []
+    handle = model.model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda _m, given: seen.append(given[0]))
+    with torch.no_grad():
+        hidden = [model(batch.input_ids, output_hidden_states=True).hidden_states for batch in batches()]
+    handle.remove()
+    rows = torch.cat([each.flatten(0, 1) for each in seen]).double()
+    assert sums["tokens"].item() == len(rows)
+    torch.testing.assert_close(sums["layers.1.ffn.abs"], rows.abs().sum(0), rtol=1e-6, atol=0)
+    torch.testing.assert_close(sums["layers.1.ffn.square"], rows.square().sum(0), rtol=1e-6, atol=0)
+    before, after = (torch.cat([each[n].flatten(0, 1) for each in hidden]).double() for n in (1, 2))
+    influence = (1 - torch.cosine_similarity(before, after, dim=-1)).sum()
+    assert sums["layers.1.influence"].item() == pytest.approx(influence.item(), rel=1e-6)
+    assert sums["model.layers.1.input_layernorm.in.square"].tolist() == pytest.approx(before.square().sum(0).tolist())
+
+
+def test_the_loss_without_a_layer_is_that_of_the_model_without_it() -> None:
+    model, sums = gathered("llama", depth_loss=True)
+    assert len(decoder_layers(model)) == models.LAYERS
+    del model.model.layers[1]
+    with torch.no_grad():
+        logits = [(model(batch.input_ids, use_cache=False).logits, batch.labels) for batch in batches()]
+    loss = sum(torch.nn.functional.cross_entropy(x.flatten(0, 1), y.flatten(), reduction="sum") for x, y in logits)
+    assert sums["layers.1.without"].item() == pytest.approx(float(loss), rel=1e-5)
+
+
+def test_experts_are_measured_on_the_tokens_they_get() -> None:
+    model, sums = gathered("qwen3_moe")
+    tokens, chosen = sums["layers.0.experts.tokens"], model.config.num_experts_per_tok
+    assert tokens.sum().item() == sums["tokens"].item() * chosen
+    assert sums["layers.0.experts.mass"].sum().item() == pytest.approx(sums["tokens"].item())  # weights that sum to 1
+    for expert, count in enumerate(tokens.tolist()):
+        assert (sums["layers.0.experts.ffn.abs"][expert].sum() > 0) == (count > 0)
+
+
+def test_no_norm_counts_more_than_another_for_a_residual_channel() -> None:
+    sums = {"a.out.abs": torch.tensor([1.0, 3.0]).double(), "b.out.abs": torch.tensor([300.0, 100.0]).double()}
+    assert residual_scores(sums, "abs").tolist() == [2.0, 2.0]
+
+
+def test_of_equal_scores_the_first_are_kept() -> None:
+    assert top(torch.tensor([1.0, 2.0, 1.0, 2.0, 1.0]), 3).tolist() == [0, 1, 3]
+
+
+def test_a_second_start_takes_the_sums_of_the_first_unless_what_they_depend_on_has_changed(
+    tokens: Path, tmp_path: Path
+) -> None:
+    source = models.make(tmp_path / "model", "llama", tokens, dead=False)
+    config = write_config(tmp_path, source, tokens, target={"shape": {"hidden_size": 16}})
+    warm.run("-c", GATHER, config).check_returncode()
+    plan = plan_of(tmp_path, source, tokens, target={"shape": {"intermediate_size": 16}})
+    assert load_sums(plan, fingerprint(plan)) is not None  # another target needs no other sums
+    other = plan_of(tmp_path, source, tokens, target={"shape": {"hidden_size": 16}}, calibration={"samples": 8})
+    assert load_sums(other, fingerprint(other)) is None
+    model = load_model(source)
+    model.model.norm.weight.data[0] += 1
+    model.save_pretrained(source)
+    changed = plan_of(tmp_path, source, tokens, target={"shape": {"hidden_size": 16}})
+    assert load_sums(changed, fingerprint(changed)) is None

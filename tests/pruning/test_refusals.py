@@ -1,0 +1,121 @@
+"""Refusals of prune: before torch is imported, with nothing written, and with a remedy."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.base.errors import HeadraceError
+from headrace.base.section import parse
+from pipeline.pruning.config import PruneConfig
+from pipeline.pruning.rules import prepare
+from tests.evaluation.small import run_python
+from tests.pruning import models
+from tests.pruning.prunings import plan_of, raw_config, write_config
+from tests.warm import ROOT
+
+ENTRY = ROOT / "pipeline/prune.py"
+
+
+@pytest.fixture(scope="module")
+def model(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.make(tmp_path_factory.mktemp("model") / "llama", "llama", tokens)
+
+
+def test_a_refusal_imports_no_torch_and_writes_nothing(model: Path, tokens: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, model, tokens, target={"parameters": 10})
+    done = run_python("-X", "importtime", ENTRY, "--config", config)
+    assert done.returncode == 2
+    assert "error: target.parameters = 10" in done.stderr
+    least = plan_of(
+        tmp_path, model, tokens, target={"shape": {"hidden_size": 8, "intermediate_size": 8, "num_key_value_heads": 1}}
+    )
+    assert least.shape is not None
+    assert f"use {least.anatomy.parameters(least.shape)} or more" in done.stderr
+    assert "or add num_hidden_layers to axes" in done.stderr
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert "pydantic" in imported
+    assert not imported & {"torch", "transformers"}
+    assert [p.name for p in tmp_path.iterdir()] == ["prune.json"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, "it does not say how small"),
+        ({"target": {"parameters": 100, "bytes": 100}}, "these are several targets"),
+        ({"target": {"parameters": 10_000_000}}, "the model has"),
+        ({"target": {"bytes": 100}}, "it has still"),
+        ({"target": {"shape": {"hidden_size": 20}}}, "use 16 or 24"),
+        ({"target": {"shape": {"hidden_size": 32}}}, "the model's own sizes"),
+        ({"target": {"shape": {"hidden_size": 40}}}, "the model has 32"),
+        ({"target": {"shape": {"num_key_value_heads": 3}}}, "use 2"),
+        ({"target": {"shape": {"num_experts": 2}}}, "no such size that can be cut"),
+        ({"target": {"parameters": 9_000}, "axes": ["num_experts"]}, "no such size that can be cut"),
+        ({"target": {"parameters": 9_000}, "axes": []}, "no size may be cut"),
+        ({"target": {"shape": {"hidden_size": 16}}, "calibration": {"samples": 100_000}}, "calibration.samples"),
+        ({"target": {"latency": 1.5}}, "target.latency"),
+        ({"target": {"shape": {"hidden_size": 16}}, "importance": {"tp": 2}}, "start a multiple of 2"),
+        ({"target": {"shape": {"hidden_size": 16}}, "importance": {"tp": 4}}, "the 2 key/value heads"),
+        ({"experimental": {"pattern": "2:4", "sparsity": 0.7}}, "two zeros in four"),
+        ({"target": {"shape": {"hidden_size": 16}}, "consumers": ["llama.cpp"]}, "llama.cpp reads GGUF files"),
+    ],
+)
+def test_an_invalid_config_is_refused(
+    model: Path, tokens: Path, tmp_path: Path, fields: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(HeadraceError) as caught:
+        prepare(parse(PruneConfig, raw_config(tmp_path, model, tokens, **fields)))
+    assert expected in str(caught.value)
+
+
+def test_an_existing_output_is_not_changed(model: Path, tokens: Path, tmp_path: Path) -> None:
+    (tmp_path / "pruned").mkdir()
+    with pytest.raises(HeadraceError, match="it already exists"):
+        plan_of(tmp_path, model, tokens, target={"shape": {"hidden_size": 16}})
+
+
+def test_fewer_experts_than_a_token_goes_to_are_refused(tokens: Path, tmp_path: Path) -> None:
+    source = models.make(tmp_path / "mixtral", "mixtral", tokens)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "num_experts_per_tok": 2}))
+    with pytest.raises(HeadraceError, match="each token goes to 2\n  try: use 2"):
+        plan_of(tmp_path, source, tokens, target={"shape": {"num_experts": 1}})
+
+
+def test_heads_of_gpt2_are_refused_by_name(tokens: Path, tmp_path: Path) -> None:
+    source = models.make(tmp_path / "gpt2", "gpt2", tokens)
+    with pytest.raises(HeadraceError, match="use intermediate_size, num_hidden_layers"):
+        plan_of(tmp_path, source, tokens, target={"shape": {"num_key_value_heads": 1}})
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"model_type": "phi"}, "it is a phi, .*\n  try: use one of llama"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "it is quantized, by gptq"),
+        ({"intermediate_size": 47}, "does not fit its config.json"),
+    ],
+)
+def test_a_model_that_is_not_known_is_refused_by_name(
+    model: Path, tokens: Path, tmp_path: Path, change: dict[str, Any], expected: str
+) -> None:
+    source = shutil.copytree(model, tmp_path / "other")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(HeadraceError, match=expected):
+        plan_of(tmp_path, source, tokens, target={"shape": {"num_hidden_layers": 2}})
+
+
+def test_a_tensor_that_is_not_known_is_refused_by_name(model: Path, tokens: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(model, tmp_path / "other")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "model_type": "mixtral", "num_local_experts": 4}))
+    with pytest.raises(
+        HeadraceError, match=r"the tensor model\.layers\.0\.mlp\.down_proj\.bias is not known of a mixtral"
+    ):
+        plan_of(tmp_path, source, tokens, target={"shape": {"num_hidden_layers": 2}})
