@@ -65,7 +65,8 @@ class SignRound:
         def run(states: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
             given = {paths[name]: weight for name, weight in weights.items()}
             made = functional_call(layer, given, (states.to(device),), arguments)
-            return made[0] if isinstance(made, tuple) else made
+            output: Tensor = made[0] if isinstance(made, tuple) else made
+            return output
 
         with torch.no_grad():
             targets = [run(states, {}).cpu() for states in hidden]
