@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.compress.gptq import Rounding, gptq
+from pipeline.compress.signround import SignRound
 from pipeline.compress.smoothing import Smoother
 
 Scale = Callable[[nn.Linear], Tensor]
@@ -32,12 +33,14 @@ class Method:
         scale: gives the scales [O, G] of a linear layer.
         rounding: to the numbers that the scheme stores, by GPTQ, by name where layers have several schemes; None
             leaves weights as they are.
+        sign_round: learns the rounding instead; None for none.
         smoother: moves outliers from activations to weights first; None for none.
     """
 
     scale: Scale
     rounding: Rounding | Mapping[str, Rounding] | None = None
     smoother: Smoother | None = None
+    sign_round: SignRound | None = None
 
 
 class _ReachedError(Exception):
@@ -54,7 +57,7 @@ def calibrate(
     device: torch.device,
     progress: Progress = iter,
 ) -> dict[str, Tensor]:
-    """Smooths decoder layers and rounds the weights of linear layers in place, by GPTQ.
+    """Smooths decoder layers and rounds the weights of linear layers in place, by GPTQ or SignRound.
 
     Args:
         model: a Hugging Face model in fp32, in evaluation mode, on the CPU.
@@ -108,7 +111,10 @@ def calibrate_layer(
             for states in hidden:
                 _run(layer, states.to(device), given)
         smooth()
-    found = {}
+    found: dict[str, Tensor] = {}
+    if method.sign_round is not None:
+        modules = {name: module for name, module in linear.items() if isinstance(module, nn.Linear)}
+        found = method.sign_round.fit(layer, modules, hidden, given, scale=method.scale, device=device)
     if method.rounding is not None:
         with _second_moments(linear, device) as moments:
             for states in hidden:

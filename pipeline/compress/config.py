@@ -61,6 +61,12 @@ class CalibrationSection(Section):
         description="Windows of data.sequence_length tokens, evenly spaced over the split, e.g. 256; their tokens have"
         " to be as many as the inputs of the widest layer at least",
     )
+    iterations: int = Field(
+        default=200,
+        ge=1,
+        description="Of auto-round: batches of data.batch_size windows that the rounding of each decoder layer is"
+        " learnt on, e.g. 400",
+    )
 
 
 Candidate = Literal[
@@ -116,10 +122,11 @@ class QuantizeConfig(Section):
     untie: bool = Field(
         default=False, description="Give a tied head weights of its own, so that it can be quantized: true or false"
     )
-    method: Literal["rtn", "gptq"] = Field(
+    method: Literal["rtn", "gptq", "auto-round"] = Field(
         default="rtn",
         description="How weights are rounded: rtn (to the nearest, without data) or gptq (calibrated on text: the error"
-        " of the layers' outputs is made small); GGUF types are rtn",
+        " of the layers' outputs is made small) or auto-round (which way each weight is rounded is learnt on text, for"
+        " integers); GGUF types are rtn",
     )
     smoothing: float | None = Field(
         default=None,
@@ -135,7 +142,7 @@ class QuantizeConfig(Section):
         " that is not tied",
     )
     calibration: CalibrationSection = Field(
-        default_factory=CalibrationSection, description="Text that gptq and smoothing are calibrated on"
+        default_factory=CalibrationSection, description="Text that gptq, auto-round and smoothing are calibrated on"
     )
     group_size: int | None = Field(
         default=None,
@@ -174,7 +181,7 @@ class QuantizeConfig(Section):
     @property
     def calibrated(self) -> bool:
         """Whether the inputs of layers are measured on text."""
-        return self.method == "gptq" or self.smoothing is not None
+        return self.method != "rtn" or self.smoothing is not None
 
     @property
     def what(self) -> Scheme:

@@ -155,6 +155,7 @@ def _plan_layers(config: QuantizeConfig, source: ModelFolder) -> dict[str, tuple
     if config.scheme != MIXED and config.what.activations and config.group_size is not None:
         why = f"{config.scheme} has one scale for each row of weights, as the kernels that serve it expect"
         raise ConfigError("group_size", config.group_size, why=why, remedy="leave it out, or use scheme W4A16")
+    _check_method(config)
     if config.smoothing is not None:
         family_of(source.config, key="smoothing", value=config.smoothing)
     if config.rotation:
@@ -165,6 +166,13 @@ def _plan_layers(config: QuantizeConfig, source: ModelFolder) -> dict[str, tuple
         for group in {layer_scheme(config, name).group, *(SCHEMES[each].group for each in names)} - {None}:
             check_group_size({name: shape}, int(group or 1), among=layers)
     return layers
+
+
+def _check_method(config: QuantizeConfig) -> None:
+    names = {config.scheme, config.head, *(config.budget.candidates if config.budget else ())}
+    if config.method == "auto-round" and "FP8" in names:
+        why = "it learns which way a weight is rounded to an integer, and FP8 stores e4m3"
+        raise ConfigError("method", config.method, why=why, remedy="use gptq, or another scheme than FP8")
 
 
 def layer_scheme(config: QuantizeConfig, name: str) -> LayerScheme:

@@ -37,6 +37,7 @@ from pipeline.compress.families import family_of
 from pipeline.compress.gptq import Rounding, e4m3, integers
 from pipeline.compress.rotation import Rotation
 from pipeline.compress.rules import QuantizationPlan
+from pipeline.compress.signround import SignRound
 from pipeline.compress.smoothing import Smoother
 from pipeline.data.dataset import choose_windows
 from pipeline.evaluation.loading import pick_device
@@ -215,7 +216,11 @@ def method_of(plan: QuantizationPlan, modules: Mapping[str, nn.Module], dtype: t
     def scale(module: nn.Linear) -> torch.Tensor:
         return scale_of(module.weight, weight_args(plan, names[id(module)]), dtype)
 
-    return Method(scale, rounding if config.method == "gptq" else None, smoother)
+    def bits(module: nn.Linear) -> int:
+        return plan.schemes[names[id(module)]].what.bits
+
+    sign_round = SignRound(bits, config.calibration.iterations) if config.method == "auto-round" else None
+    return Method(scale, rounding if config.method == "gptq" else None, smoother, sign_round)
 
 
 def _calibrated(
