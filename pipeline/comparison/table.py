@@ -155,7 +155,7 @@ def comparison_tables(rows: Sequence[Row], *, title: str = "Models side by side"
 
 def _table(rows: Sequence[Row], columns: Sequence[Column], *, title: str) -> Table:
     shown = Table(title=title, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False, title_justify="left")
-    shown.add_column("model", overflow="fold", min_width=min(8, max(5, *(len(row.name) for row in rows))))
+    shown.add_column("model", overflow="fold", min_width=min(16, max(5, *(len(row.name) for row in rows))))
     for column in columns:
         head = "\n".join([column.head, *column.unit.split(", ")])
         shown.add_column(head, justify="left" if column.head == "consumer" else "right", no_wrap=True)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 
 import pytest
 
 from data_prep.hashing import HELDOUT, content_hashes, select_fraction
+from headrace.base.section import parse
 from pipeline.config.load import load_config
 from pipeline.config.rules import resolve
+from pipeline.recipe.config import RecipeConfig
+from pipeline.recipe.steps import plan_steps
 from tests.conftest import ROOT
 from tests.demo.heldout import documents
 
@@ -35,6 +37,12 @@ def test_the_batch_divides_among_the_gpus_that_run_sh_takes(name: str, gpus: int
 def test_every_model_is_measured_on_windows_of_the_length_it_was_trained_on() -> None:
     length = load_config(DEMO / "teacher.json").data.sequence_length
     assert load_config(DEMO / "student.json").data.sequence_length == length
-    quantized = [json.loads((DEMO / f"{name}.json").read_text())["data"] for name in ("int8", "int4")]
-    assert [data["sequence_length"] for data in quantized] == [length, length]
-    assert re.findall(r"--sequence-length (\d+)", (DEMO / "run.sh").read_text()) == [str(length)]
+    assert json.loads((DEMO / "compress.json").read_text())["data"]["sequence_length"] == length
+
+
+def test_the_recipe_trains_what_the_student_config_says_in_the_places_that_it_names() -> None:
+    recipe, student = (json.loads((DEMO / f"{name}.json").read_text()) for name in ("compress", "student"))
+    steps = {step.name: step for step in plan_steps(parse(RecipeConfig, recipe)).steps}
+    training = steps["distillation"].config
+    for section, key in (("model", "path"), ("distill", "teacher"), ("run", "dir")):
+        assert training[section][key] == student[section][key]
