@@ -29,7 +29,7 @@ import numpy as np
 from pipeline.data.dataset import TokenDataset, choose_windows
 
 PEER = """
-import json, resource, sys, time
+import json, sys, time
 import numpy as np, torch
 from datasets import Dataset
 from llmcompressor import oneshot
@@ -40,7 +40,9 @@ rows = np.load(rows)
 data = Dataset.from_dict({"input_ids": rows.tolist(), "attention_mask": np.ones_like(rows).tolist()})
 weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-imports = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+# not ru_maxrss, which a process takes over from the one that started it
+peak = lambda: next(int(line.split()[1]) / 1e3 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+imports = peak()
 began = time.perf_counter()
 model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
 oneshot(model=model, dataset=data, recipe=GPTQModifier(ignore=["lm_head"], config_groups=groups),
@@ -48,11 +50,11 @@ oneshot(model=model, dataset=data, recipe=GPTQModifier(ignore=["lm_head"], confi
         tokenizer=AutoTokenizer.from_pretrained(source))
 model.save_pretrained(out, save_compressed=True)
 taken = time.perf_counter() - began
-print(json.dumps([taken, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3, imports]))
+print(json.dumps([taken, peak(), imports]))
 """
 
 OURS = """
-import json, resource, sys, time
+import json, sys, time
 from pathlib import Path
 from rich.console import Console
 from headrace.base.section import parse
@@ -65,11 +67,13 @@ run.measure = lambda *_: {}  # evaluations are left out
 if way == "whole":
     run.streamable = lambda *_: False
 plan.output.mkdir()
-imports = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+# not ru_maxrss, which a process takes over from the one that started it
+peak = lambda: next(int(line.split()[1]) / 1e3 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+imports = peak()
 began = time.perf_counter()
 run._write_folder(plan, plan.output, Console(stderr=True))
 taken = time.perf_counter() - began
-print(json.dumps([taken, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3, imports]))
+print(json.dumps([taken, peak(), imports]))
 """
 Made = tuple[Path, float, float, float]
 """The folder, seconds, peak megabytes, and those after the imports."""

@@ -20,7 +20,7 @@ from pipeline.consumers.consumer import CONSUMERS
 from pipeline.evaluation import command, harness
 from pipeline.evaluation.data import HeldOutData
 
-TABLE_WIDTH = 112
+TABLE_WIDTH = 120
 """Characters: rich drops columns in a narrower terminal."""
 
 _FOR_SEVERAL = ("consumers", "batches", "positions", "prompt", "csv", "picture")

@@ -102,7 +102,7 @@ def sources_of(rows: Sequence[Row]) -> list[str]:
 
 
 def generation_columns(batches: Sequence[int]) -> list[Column]:
-    """Two columns for each batch size: generated tokens/s, and peak memory in MB."""
+    """The consumer, and two columns for each batch size: generated tokens/s, and peak memory in MB."""
 
     def columns(batch: int) -> list[Column]:
         def rate(row: Row) -> str:
@@ -121,11 +121,11 @@ def generation_columns(batches: Sequence[int]) -> list[Column]:
                    " bytes: weights, cache, and the libraries themselves."),
         ]  # fmt: skip
 
-    return [column for batch in batches for column in columns(batch)]
+    return [COLUMNS[0], *(column for batch in batches for column in columns(batch))]
 
 
 def source_columns(sources: Sequence[str]) -> list[Column]:
-    """A column with the loss on each source."""
+    """The consumer, and a column with the loss on each source."""
 
     def column(name: str) -> Column:
         return Column(
@@ -135,18 +135,17 @@ def source_columns(sources: Sequence[str]) -> list[Column]:
             f"The loss on the windows of source {name}.",
         )
 
-    return [column(name) for name in sources]
+    return [COLUMNS[0], *(column(name) for name in sources)]
 
 
 def comparison_tables(rows: Sequence[Row], *, title: str = "Models side by side") -> list[Table]:
     """Quality, and below it generation and sources where they were measured."""
     tables = [_table(rows, COLUMNS, title=title)]
-    more = generation_columns(batches_of(rows))
-    if more:
-        tables.append(_table(rows, more, title="Generation, and the largest resident set"))
-    sources = source_columns(sources_of(rows))
+    batches, sources = batches_of(rows), sources_of(rows)
+    if batches:
+        tables.append(_table(rows, generation_columns(batches), title="Generation, and the largest resident set"))
     if len(sources) > 1:
-        tables.append(_table(rows, sources, title="Held-out loss by source"))
+        tables.append(_table(rows, source_columns(sources), title="Held-out loss by source"))
     absent = [f"{row.name} with {row.consumer} was not run: {row.not_run}" for row in rows if row.not_run is not None]
     versions = dict.fromkeys(f"{row.consumer} {row.version}" for row in rows if row.version)
     tables[0].caption = Text("\n".join([", ".join(versions), *absent]), overflow="fold")
@@ -156,7 +155,7 @@ def comparison_tables(rows: Sequence[Row], *, title: str = "Models side by side"
 
 def _table(rows: Sequence[Row], columns: Sequence[Column], *, title: str) -> Table:
     shown = Table(title=title, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False, title_justify="left")
-    shown.add_column("model", overflow="fold", min_width=min(8, max(len(row.name) for row in rows)))
+    shown.add_column("model", overflow="fold", min_width=min(8, max(5, *(len(row.name) for row in rows))))
     for column in columns:
         head = "\n".join([column.head, *column.unit.split(", ")])
         shown.add_column(head, justify="left" if column.head == "consumer" else "right", no_wrap=True)

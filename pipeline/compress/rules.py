@@ -24,6 +24,8 @@ from pipeline.gguf_files.plan import GgufPlan, plan_file
 HEAD = "lm_head"
 _EMBEDDINGS = ("embed_tokens", "wte")
 """Last part of the name of the embedding."""
+LAYERS = "layers"
+"""Folder of the calibrated layers in a work directory."""
 _PATTERN = "re:"
 _ROUTER = re.compile(r"\.(gate|router|shared_expert_gate)\.weight$")
 

@@ -43,12 +43,15 @@ def quantize(plan: QuantizationPlan) -> Manifest:
     """
     if plan.gguf is None:
         check_modules(empty_model(plan.source.path), plan)
+    console, work = Console(stderr=True), work_path(plan.output)
     try:
-        manifest = _quantize(plan, Console(stderr=True))
-    except DataError:  # refused: the same layers would be refused again
-        shutil.rmtree(work_path(plan.output), ignore_errors=True)
+        manifest = _quantize(plan, console)
+    except DataError:
+        if work.is_dir():  # hours of calibration, perhaps, and only a consumer that failed, or a bound
+            kept = f"the calibrated layers are kept in {work}, for the same config with other consumers or max_mean_kl"
+            console.print(kept, markup=False, soft_wrap=True)
         raise
-    shutil.rmtree(work_path(plan.output), ignore_errors=True)
+    shutil.rmtree(work, ignore_errors=True)
     Console(file=sys.stdout).print(table(manifest))
     if "mixed" in manifest.details:
         Console(file=sys.stdout).print(mixed_table(manifest.details["mixed"]))

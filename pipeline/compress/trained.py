@@ -11,7 +11,7 @@ from headrace.base.directory import MANIFEST, read_manifest
 from headrace.base.errors import DataError, HeadraceError
 from pipeline.checkpoint.naming import FOLDER
 from pipeline.compress.config import QuantizeConfig
-from pipeline.compress.rules import check_output, work_path
+from pipeline.compress.rules import LAYERS, check_output, work_path
 from pipeline.data.dataset import TokenDataset
 
 _EXPORT = "model"
@@ -27,7 +27,7 @@ def model_folder(config: QuantizeConfig) -> Iterator[Path]:
     """The Hugging Face folder of `config.model`: itself, or an export of the newest checkpoint of a run.
 
     A checkpoint of any layout is exported once: an export of the same checkpoint that a killed run left is used again.
-    If the block is left with an error of the config or the data, the export is deleted.
+    If the block is left with an error before anything was calibrated, the export is deleted.
 
     Raises:
         ConfigError: the output exists.
@@ -42,7 +42,9 @@ def model_folder(config: QuantizeConfig) -> Iterator[Path]:
     try:
         yield _exported(Path(config.model), work_path(Path(config.output)) / _EXPORT)
     except HeadraceError:
-        shutil.rmtree(work_path(Path(config.output)), ignore_errors=True)
+        work = work_path(Path(config.output))
+        if not (work / LAYERS).exists():  # nothing was calibrated on it
+            shutil.rmtree(work, ignore_errors=True)
         raise
 
 

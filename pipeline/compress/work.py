@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headrace.base.directory import code_version, fingerprint_of, sync, write_json
 from pipeline.checkpoint.write_folder import METADATA
-from pipeline.compress.rules import QuantizationPlan, work_path
+from pipeline.compress.rules import LAYERS, QuantizationPlan, work_path
 
 _ABOUT = "work.json"
 _USED = ("scheme", "method", "smoothing", "rotation", "calibration", "group_size", "skip", "dtype", "head")
@@ -34,7 +34,7 @@ class Work:
     @classmethod
     def open(cls, plan: QuantizationPlan) -> Work:
         """That of a plan; emptied if it was made from another config, model, dataset or version."""
-        path, about = work_path(plan.output) / "layers", {"fingerprint": _fingerprint(plan)}
+        path, about = work_path(plan.output) / LAYERS, {"fingerprint": _fingerprint(plan)}
         try:
             same = json.loads((path / _ABOUT).read_text()) == about
         except (OSError, ValueError):

@@ -19,8 +19,8 @@ _REPEATS = 7
 """Passes of each of the two models, in turn; the fastest of each counts, which disturbances change least."""
 
 
-def shape_for_latency(plan: PruningPlan) -> Shape:
-    """The shape whose forward pass takes at most `target.latency` of the original's time.
+def shape_for_latency(plan: PruningPlan) -> tuple[Shape, float]:
+    """The shape whose forward pass takes at most `target.latency` of the original's time, and the share it takes.
 
     The search tries one ratio for all axes alone: differences between neighbouring shapes are below the noise.
 
@@ -42,9 +42,10 @@ def shape_for_latency(plan: PruningPlan) -> Shape:
     if found is None:
         least = cost(plan.choices.smallest)
         why = f"with the smallest sizes a forward pass takes still {least:.2f} of the original's time here"
-        remedy = f"use {least * 1.1:.2f} or more, a smaller multiple_of, or add num_hidden_layers to axes"
+        more = "" if LAYERS in plan.choices.allowed else ", or add num_hidden_layers to axes"
+        remedy = f"use {least * 1.1:.2f} or more, a smaller multiple_of{more}"
         raise ConfigError("target.latency", limit, why=why, remedy=remedy)
-    return found
+    return found, cost(found)
 
 
 @torch.inference_mode()

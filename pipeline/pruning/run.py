@@ -59,9 +59,11 @@ def prune(plan: PruningPlan, launch: Launch) -> Manifest | None:
             consumer does not read the result as transformers does.
     """
     console = Console(stderr=True)
+    latency = None
     if plan.shape is None and launch.rank == 0:
         console.print("measuring forward passes for the target latency")
-        plan = replace(plan, shape=shape_for_latency(plan))
+        shape, latency = shape_for_latency(plan)
+        plan = replace(plan, shape=shape)
     sums = importance(plan, launch)
     if launch.rank > 0:
         return None
@@ -77,7 +79,7 @@ def prune(plan: PruningPlan, launch: Launch) -> Manifest | None:
         console.print("evaluating the result in a subprocess")
         after = measure(staging, plan.config.data)
         recorded = details(plan, plan.shape, staging, before=before, after=after)
-        recorded["pruning"]["kept"] = kept.summary()
+        recorded["pruning"] |= {"kept": kept.summary(), "latency": latency}
         recorded["consumers"] = run_pruned_gate(
             plan.source.path,
             staging,

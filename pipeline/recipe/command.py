@@ -9,7 +9,6 @@ from headrace.base.configfile import load
 from headrace.base.section import parse
 from pipeline.consumers import command_compress
 from pipeline.recipe.config import RecipeConfig
-from pipeline.recipe.run import run_recipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,4 +27,6 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if arguments.verb != "run":
         return command_compress.run(arguments)
+    from pipeline.recipe.run import run_recipe  # noqa: PLC0415  (brings in torch)
+
     return run_recipe(parse(RecipeConfig, load(arguments.config, arguments.overrides)))

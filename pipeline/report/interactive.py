@@ -30,8 +30,8 @@ def plot(chart: Chart, drawing: str, *, width: int, height: int, label: Label | 
 def data_script(charts: Sequence[Chart]) -> str:
     """The numbers of all charts, as a JSON element of the page."""
     found = {chart.name: _chart(chart) for chart in charts}
-    # "</" within a name would end the element
-    text = json.dumps(found, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
+    # a tag within a name would end the element
+    text = json.dumps(found, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return f'<script type="application/json" id="charts">{text}</script>'
 
 

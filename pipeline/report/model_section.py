@@ -63,9 +63,10 @@ def _downloads(rows: Sequence[Row]) -> str:
 
 
 def _generation(rows: Sequence[Row]) -> Iterator[str]:
-    columns = generation_columns(batches_of(rows))
-    if not columns:
+    batches = batches_of(rows)
+    if not batches:
         return
+    columns = generation_columns(batches)
     made = next(each for row in rows for each in row.generation)
     lengths = f"Prompts of {made.prompt_tokens} tokens, {made.new_tokens} new tokens"
     note = f"{lengths}, greedy decoding, each model in a process of its own."
@@ -73,7 +74,7 @@ def _generation(rows: Sequence[Row]) -> Iterator[str]:
         note += " The kernel did not allow to start the high-water mark anew: peak memory is since the process began."
     yield (
         f"<section>\n<h2>Generation</h2>\n{_table(rows, columns, label='Generation')}\n"
-        f'<p class="note">{note}</p>\n{_how(columns[:2])}\n</section>'
+        f'<p class="note">{note}</p>\n{_how(columns[1:3])}\n</section>'
     )
 
 

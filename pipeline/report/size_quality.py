@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from headrace.base.directory import MANIFEST, read_manifest
 from pipeline.comparison.rows import Row
-from pipeline.comparison.size_quality import Look, Picture, draw, picture_of
+from pipeline.comparison.size_quality import Look, Picture, draw, pareto, picture_of
 from pipeline.report import svg
 
 _PIXELS_PER_INCH = 72
@@ -26,7 +26,9 @@ def size_quality_figure(rows: Sequence[Row]) -> str:
     narrow = _drawn(picture, width=360, height=320, name="size-narrow")
     left_out = [row.name for row in rows if row.mean_kl == 0] if "KL" in picture.axis else []
     zero = f" {', '.join(dict.fromkeys(left_out))}, whose KL is 0, is not in it." if left_out else ""
-    note = "Dashed: the Pareto frontier, the models that no other one is both smaller and better than." + zero
+    best = pareto(picture.points)
+    frontier = "Dashed: the Pareto frontier, the models that no other one is both smaller and better than."
+    note = (frontier if len(best) > 1 else f"{best[0].label} is smaller and better than all others in it.") + zero
     return (
         f"<figure>\n<h3>{escape(_title(picture))}</h3>\n"
         f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>\n'

@@ -180,3 +180,16 @@ def test_a_process_killed_after_its_first_layer_is_resumed_by_the_next(
         name: value for name, value in expected.items() if name.endswith(".safetensors")
     }
     assert not work_path(folder / "small").exists()
+
+
+@pytest.mark.integration
+def test_after_a_refusal_another_bound_needs_no_calibration(model: Path, tokens: Path, tmp_path: Path) -> None:
+    fields = {**GPTQ, "consumers": ["transformers"]}
+    refused = warm.run(ENTRY, "--config", write_config(tmp_path, model, tokens, **fields, max_mean_kl=1e-9))
+    assert refused.returncode != 0
+    assert "the calibrated layers are kept" in refused.stderr
+    assert not (tmp_path / "small").exists()
+    done = warm.run(ENTRY, "--config", write_config(tmp_path, model, tokens, **fields))
+    assert done.returncode == 0, done.stderr
+    assert "all 2 layers are there" in done.stderr
+    assert not work_path(tmp_path / "small").exists()

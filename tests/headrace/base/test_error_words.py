@@ -29,6 +29,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "corpus": {"output": "o", "sources": [{"path": "x"}], "tokenizer": {"train": "bpe"}},
     "prune": {"model": "m", "output": "o", "data": {"path": "t"}},
     "quantize": {"model": "m", "output": "o", "scheme": "W8A8", "data": {"path": "t"}},
+    "compress": {"model": "m", "output": "o", "data": {"path": "t"}, "distill": {"config": "c"}},
 }
 
 
