@@ -81,7 +81,9 @@ def plan_budget(
         key = "bytes" if config.budget.bytes else "bits_per_weight"
         why = f"{limit:,} bytes, and the smallest choice of every layer makes {least:,}: {fixed:,} are of what stays"
         least_given = f"{least:,}" if key == "bytes" else f"{8 * least / source.parameters:.3f}"
-        remedy = f'use {least_given} or more, smaller candidates, or the head, too ("skip": [])'
+        remedy = f"use {least_given} or more, or smaller candidates"
+        if gguf is None and "lm_head" not in layers and not source.tied:
+            remedy += ', or quantize the head, too ("skip": [])'
         raise ConfigError(f"budget.{key}", getattr(config.budget, key), why=why, remedy=remedy)
     whole = budget.total(dict.fromkeys(budget.units, UNCHANGED))
     if whole <= limit:

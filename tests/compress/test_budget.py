@@ -141,7 +141,7 @@ def uniform_and_mixed(folder: Path, model: Path, tokens: Path, budget: dict[str,
         fields = uniform if name == "uniform" else {"scheme": "mixed", "skip": [], "dtype": "bfloat16"}
         if name == "mixed":
             fields |= {"budget": budget | {"bytes": made[0].manifest.details["weight_bytes"]}}
-        made.append(quantize(folder / name, model, tokens, **fields, consumers=uniform["consumers"]))
+        made.append(quantize(folder / name, model, tokens, **{**fields, "consumers": uniform["consumers"]}))
     return made
 
 
