@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from math import prod
+from math import ceil, prod
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -80,7 +80,7 @@ def plan_budget(
     if least > limit:
         key = "bytes" if config.budget.bytes else "bits_per_weight"
         why = f"{limit:,} bytes, and the smallest choice of every layer makes {least:,}: {fixed:,} are of what stays"
-        least_given = f"{least:,}" if key == "bytes" else f"{8 * least / source.parameters:.3f}"
+        least_given = f"{least:,}" if key == "bytes" else f"{ceil(8000 * least / source.parameters) / 1000:.3f}"
         remedy = f"use {least_given} or more, or smaller candidates"
         if gguf is None and "lm_head" not in layers and not source.tied:
             remedy += ', or quantize the head, too ("skip": [])'

@@ -45,6 +45,20 @@ def decide(plan: QuantizationPlan, *, show: Show) -> tuple[QuantizationPlan, dic
     return _applied(plan, chosen), known
 
 
+def sensitivity_rows(known: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each unit alone costs in the choice that costs most, for the report page; bytes where that was chosen.
+
+    Args:
+        known: details of `decide`.
+    """
+    rows = []
+    for unit in known["units"]:
+        worst = max(unit["kl"], key=lambda choice: unit["kl"][choice])
+        size = unit["bytes"] if worst == unit["choice"] else None
+        rows.append({"layer": unit["unit"], "scheme": worst, "kl": unit["kl"][worst], "bytes": size})
+    return rows
+
+
 def _applied(plan: QuantizationPlan, chosen: dict[str, str]) -> QuantizationPlan:
     if plan.gguf is not None:
         types = {name: GGMLQuantizationType[each] for name, each in chosen.items() if each != UNCHANGED}

@@ -16,7 +16,7 @@ from rich.progress import Progress, track
 
 from headrace.base.directory import Manifest, commit, fresh_staging, read_manifest
 from headrace.base.errors import DataError
-from pipeline.compress.mixed import decide
+from pipeline.compress.mixed import decide, sensitivity_rows
 from pipeline.compress.report import details, mixed_table, sizes, step_numbers, table
 from pipeline.compress.rules import QuantizationPlan, work_path
 from pipeline.compress.streaming import stream, streamable
@@ -68,7 +68,7 @@ def _quantize(plan: QuantizationPlan, console: Console) -> Manifest:
         after = _write_gguf(plan, staging) if plan.gguf else _write_folder(plan, staging, console)
         recorded = details(plan, sizes(plan, staging), before, after)
         if mixed is not None:
-            recorded["mixed"] = mixed
+            recorded |= {"mixed": mixed, "sensitivity": sensitivity_rows(mixed)}
             _check_budget(mixed, recorded["weight_bytes"])
         recorded["consumers"] = _score(plan, staging, sample, say=lambda line: console.print(line, markup=False))
         parents = _model_parents(plan)

@@ -170,3 +170,5 @@ def test_a_gguf_file_of_mixed_types_is_within_its_bytes(untied: Path, tokens: Pa
     details = made.manifest.details
     assert details["weight_bytes"] <= details["mixed"]["planned_bytes"] <= details["mixed"]["budget_bytes"]
     assert {row["choice"] for row in details["mixed"]["units"]} == {"Q4_0", "Q8_0"}
+    worst = {row["unit"]: max(row["kl"].values()) for row in details["mixed"]["units"]}
+    assert {row["layer"]: row["kl"] for row in details["sensitivity"]} == worst
