@@ -28,6 +28,7 @@ import stat
 import subprocess
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -65,6 +66,16 @@ def fresh_staging(final: Path) -> Path:
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     return staging
+
+
+@contextmanager
+def staged(final: Path) -> Iterator[Path]:
+    """An empty staging directory for `final`, deleted when the block ends, unless it was committed."""
+    staging = fresh_staging(final)
+    try:
+        yield staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def commit(

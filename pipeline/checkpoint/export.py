@@ -8,9 +8,7 @@ logits are compared with those of a model filled from the checkpoint by the trai
 from __future__ import annotations
 
 import gc
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from transformers.utils.logging import disable_progress_bar
 
 from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
-from headrace.base.directory import Manifest, commit, fresh_staging, read_manifest
+from headrace.base.directory import Manifest, commit, read_manifest, staged
 from headrace.base.errors import CheckpointError, DataError
 from pipeline.checkpoint.read_weights import CheckpointWeights
 from pipeline.checkpoint.store import Checkpoint, find_damage
@@ -87,7 +85,7 @@ def export(
     weights = CheckpointWeights(checkpoint.path)
     model = trained_model(manifest, dtype=dtype)
     _check_shapes(weights.shapes, parameter_shapes(model), checkpoint)
-    with _staged(out) as staging:
+    with staged(out) as staging:
         buffers = computed_buffers(model, weights)
         write_weights(model, weights, buffers, staging, dtype=dtype, progress=progress)
         _write_config(config, model, staging, dtype, trained_positions=trained_positions(manifest, model))
@@ -106,16 +104,6 @@ def export(
         fields: dict[str, Any] = {"config": upgrade_keys(manifest.config), "parents": parents, "details": details}
         known = write_card(staging, details)
         return commit(staging, out, kind="model", **fields, replace=replace, known_sha256=known)
-
-
-@contextmanager
-def _staged(out: Path) -> Iterator[Path]:
-    """A staging directory for `out`; deleted on failure, since an export always starts from the beginning."""
-    staging = fresh_staging(out)
-    try:
-        yield staging
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)  # on success it has been renamed by then
 
 
 def _tokenizer_of(manifest: Manifest) -> Path:

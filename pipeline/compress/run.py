@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from math import exp
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress, track
 
-from headrace.base.directory import Manifest, commit, fresh_staging, read_manifest
+from headrace.base.directory import Manifest, commit, read_manifest, staged
 from headrace.base.errors import DataError
 from pipeline.compress.mixed import decide, sensitivity_rows
 from pipeline.compress.report import details, mixed_table, sizes, step_numbers, table
@@ -64,7 +63,7 @@ def _quantize(plan: QuantizationPlan, console: Console) -> Manifest:
     console.print(f"{plan.source.path}: evaluating the original")
     before = measure(plan.source.path, plan.config.data)
     plan, mixed = _decided(plan, console) if plan.budget else (plan, None)
-    with _staged(plan.output) as staging:
+    with staged(plan.output) as staging:
         after = _write_gguf(plan, staging) if plan.gguf else _write_folder(plan, staging, console)
         recorded = details(plan, sizes(plan, staging), before, after)
         if mixed is not None:
@@ -141,16 +140,6 @@ def _layer_bar(left: range, every: int) -> Iterable[int]:
     done = every - len(left)
     how: dict[str, Any] = {"console": console, "transient": True, "disable": not console.is_terminal}
     return track(left, "decoder layers", total=every, completed=done, **how)
-
-
-@contextmanager
-def _staged(final: Path) -> Iterator[Path]:
-    """An empty directory beside `final`, removed unless it is committed."""
-    staging = fresh_staging(final)
-    try:
-        yield staging
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _model_parents(plan: QuantizationPlan) -> dict[str, Any]:

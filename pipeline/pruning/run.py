@@ -5,10 +5,8 @@ Under a launcher with several processes all of them gather, each on its own wind
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from headrace.base.directory import Manifest, commit, fresh_staging
+from headrace.base.directory import Manifest, commit, staged
 from pipeline.consumers.gate import Sample
 from pipeline.consumers.pruned_gate import run_pruned_gate
 from pipeline.consumers.table import consumer_table
@@ -73,7 +71,7 @@ def prune(plan: PruningPlan, launch: Launch) -> Manifest | None:
     sample = Sample.of(plan.dataset, plan.source.path, vocabulary=plan.source.vocab_size)
     console.print(f"{plan.source.path}: evaluating the original")
     before = measure(plan.source.path, plan.config.data)
-    with _staged(plan.output) as staging:
+    with staged(plan.output) as staging:
         write_folder(plan, plan.shape, kept, sums, staging, change=mask_weights(plan, kept, sums))
         copy_tokenizer(plan.source.path, staging)
         console.print("evaluating the result in a subprocess")
@@ -152,16 +150,6 @@ def _windows(plan: PruningPlan, launch: Launch) -> Iterator[list[int]]:
 def _batch(plan: PruningPlan, windows: list[int]) -> MicroBatch:
     boundaries = plan.calibration.boundaries(np.asarray(windows)) if plan.config.data.mask_documents else None
     return make_batch(plan.calibration.read(windows), boundaries)
-
-
-@contextmanager
-def _staged(final: Path) -> Iterator[Path]:
-    """An empty directory beside `final`, removed unless it is committed."""
-    staging = fresh_staging(final)
-    try:
-        yield staging
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _parent(path: Path, mark: str) -> dict[str, Any]:
