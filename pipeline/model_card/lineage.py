@@ -11,6 +11,7 @@ Paths and times are left out: a card is published, and equal bytes have an equal
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from pipeline.config.renamed_keys import upgrade_keys
 
 Lineage = dict[str, Any]
 KEY = "lineage"
+_SOURCE = re.compile(r"data\.sources\.(\d+)")
 
 
 def lineage_of(model: Path) -> Lineage:
@@ -135,9 +137,10 @@ def _corpora(checkpoint: Manifest, config: Mapping[str, Any]) -> Iterator[dict[s
     curve = ((checkpoint.details.get("curve") or {}).get("data") or {}).get("weights") or []
     total = sum(curve) or 1.0
     for key, parent in checkpoint.parents.items():
-        if not key.startswith("data.sources."):
+        found = _SOURCE.fullmatch(key)
+        if found is None:  # as `data.sources.0.packing`, which is made of a source
             continue
-        number = int(key.rsplit(".", 1)[1])
+        number = int(found[1])
         weight = curve[number] / total if number < len(curve) else None
         section = sources[number] if number < len(sources) else {}
         about = {"name": section.get("name") or section.get("source"), "fingerprint": parent["fingerprint"]}
