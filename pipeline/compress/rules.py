@@ -250,6 +250,10 @@ def _layers(config: QuantizeConfig, source: ModelFolder) -> dict[str, tuple[int,
         _check_skip(entry, modules)
     layers = {name: shape for name, shape in linear_layers(source).items() if not _skipped(name, config.skip)}
     wanted = config.head is not None or not _skipped(HEAD, config.skip)
+    if config.untie and not wanted:
+        why = f"{HEAD} is in skip: the head would get weights of its own, and nothing smaller in return"
+        remedy = 'give head a scheme, e.g. "head": "W8A8"; or leave it out'
+        raise ConfigError("untie", config.untie, why=why, remedy=remedy)
     if source.tied and wanted and not config.untie:
         why = f"the head of {config.model} is its embedding"
         key, value = ("head", config.head) if config.head else ("skip", config.skip)

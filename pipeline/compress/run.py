@@ -17,7 +17,7 @@ from headrace.base.directory import Manifest, commit, read_manifest, staged
 from headrace.base.errors import DataError
 from pipeline.compress.mixed import decide, sensitivity_rows
 from pipeline.compress.report import details, mixed_table, sizes, step_numbers, table
-from pipeline.compress.rules import QuantizationPlan, work_path
+from pipeline.compress.rules import LAYERS, QuantizationPlan, work_path
 from pipeline.compress.streaming import stream, streamable
 from pipeline.compress.weights import check_modules, pack, save
 from pipeline.consumers.bounds import Bound, bound_of
@@ -46,7 +46,7 @@ def quantize(plan: QuantizationPlan) -> Manifest:
     try:
         manifest = _quantize(plan, console)
     except DataError:
-        if work.is_dir():  # hours of calibration, perhaps, and only a consumer that failed, or a bound
+        if (work / LAYERS).is_dir():  # hours of calibration, perhaps, and only a consumer that failed, or a bound
             kept = f"the calibrated layers are kept in {work}, for the same config with other consumers or max_mean_kl"
             console.print(kept, markup=False, soft_wrap=True)
         raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -129,4 +130,5 @@ def kl_of(log_p: Tensor, log_q: Tensor) -> float:
     for one, other in zip(log_p, log_q, strict=True):  # a window at a time: [T, V] in fp64
         wide = one.double()
         total += float((wide.exp() * (wide - other.double())).sum(-1).mean())
-    return max(0.0, total / len(log_p))
+    mean = total / len(log_p)
+    return max(0.0, mean) if isfinite(mean) else inf

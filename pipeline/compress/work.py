@@ -40,8 +40,9 @@ class Work:
         except (OSError, ValueError):
             same = False
         if not same:
+            (path / _ABOUT).unlink(missing_ok=True)  # first: a directory that is half emptied is nobody's
             shutil.rmtree(path, ignore_errors=True)
-            path.mkdir(parents=True)
+            path.mkdir(parents=True, exist_ok=True)
             write_json(path / _ABOUT, about)
         return cls(path)
 

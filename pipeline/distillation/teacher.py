@@ -44,9 +44,10 @@ class TeacherModel:
 
 
 def teacher_run(run: ResolvedRun) -> ResolvedRun:
-    """The run as the teacher sees it: no pipeline, no gradients, nothing recomputed, nothing in fp8."""
-    plain = {"memory": MemorySection(), "fp8": Fp8Section(), "loss": LossSection(), "distill": None}
-    return replace(run, config=run.config.model_copy(update=plain), topology=replace(run.topology, pp=1))
+    """The run as the teacher sees it: no pipeline, no gradients, nothing recomputed, nothing rounded."""
+    plain = {"memory": MemorySection(), "fp8": Fp8Section(), "loss": LossSection()}
+    none: dict[str, Any] = {"distill": None, "quantization_aware": None}
+    return replace(run, config=run.config.model_copy(update={**plain, **none}), topology=replace(run.topology, pp=1))
 
 
 class Teacher:

@@ -23,6 +23,7 @@ from pipeline.config.rules import ResolvedRun
 from pipeline.config.schema import QuantizationAwareSection
 from pipeline.models.rounding import Rounding, e4m3, integers
 from pipeline.models.routers import find_routers
+from pipeline.models.unfused_experts import is_fused
 
 _FIELD = "quantization_aware"
 
@@ -91,11 +92,15 @@ def check_quantization_aware(run: ResolvedRun, model: nn.Module) -> None:
     """Refuses what would not train the weights that are stored.
 
     Raises:
-        ConfigError: no linear layer, or a group size that does not divide a layer's inputs.
+        ConfigError: fused experts, no linear layer, or a group size that does not divide a layer's inputs.
     """
     section = run.config.quantization_aware
     if section is None:
         return
+    fused = next((name for name, module in model.named_modules() if is_fused(module)), None)
+    if fused is not None:
+        why = f"{fused} has its experts in one tensor, which would be trained without rounding and be quantized with it"
+        raise ConfigError(_FIELD, section.scheme, why=why, remedy="leave it out, and quantize with method gptq")
     layers = dict(_linears(model))
     if not layers:
         kind = model.config.model_type  # type: ignore[union-attr]

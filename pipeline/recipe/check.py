@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.base.directory import MANIFEST, read_manifest
+from headrace.base.directory import read_manifest
 from headrace.base.errors import ConfigError, HeadraceError, problems_in, refuse_all
 from headrace.base.section import parse
 from pipeline.checkpoint.find import find_checkpoint
@@ -25,7 +25,7 @@ from pipeline.recipe.steps import CONFIGS, ORIGINAL, Recipe, Step, is_folder
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _TAKEN = re.compile(rf"{ORIGINAL}|{CONFIGS}|runs|(pruned|distilled|distillation)(-\d+)?")
-_OF_SHAPE = ("group_size", "calibration.samples", "target")
+_OF_SHAPE = ("group_size", "calibration.samples", "target", "budget.bytes", "budget.bits_per_weight")
 """Begins of the names of fields whose values may suit the pruned model and not the original."""
 
 
@@ -111,19 +111,35 @@ def _changed(recipe: Recipe, step: Step) -> Iterator[ConfigError]:
         if changed:
             why = f"it was done with another config ({', '.join(changed)})"
             yield ConfigError(str(step.result), why=why, remedy=remedy)
-    if step.verb in ("prune", "quantize") and _is_of_another_model(step):
+    if _is_of_another_model(step):
+        places = f"{step.result} and {step.output}" if step.verb == "distill" else step.result
+        remedy = f"remove {places} to do the step again, or choose another output"
         yield ConfigError(str(step.result), why=f"it was made of another {step.source}", remedy=remedy)
 
 
 def _is_of_another_model(step: Step) -> bool:
-    """Whether a step was done before the model that it starts from was made again."""
-    if not (step.source / MANIFEST).is_file():
-        return not is_folder(step.source)
-    try:
-        parents = read_manifest(step.result, kind="model").parents
-        return bool(parents["model"]["fingerprint"] != read_manifest(step.source, kind="model").fingerprint)
-    except HeadraceError:
+    """Whether a step was done before what it starts from was made again, or gave way to another."""
+    if step.verb == "export":
+        return _is_of_another_checkpoint(step)
+    if not is_folder(step.source):
         return True
+    made, kind, key = (step.output, "run", "model.path") if step.verb == "distill" else (step.result, "model", "model")
+    if step.verb == "distill" and not made.is_dir():
+        return False  # the run was removed, its export is kept
+    try:
+        recorded = read_manifest(made, kind=kind).parents[key]["fingerprint"]
+        return bool(recorded != ModelFolder.open(step.source).fingerprint())
+    except (HeadraceError, KeyError):
+        return True
+
+
+def _is_of_another_checkpoint(step: Step) -> bool:
+    try:
+        now = find_checkpoint(step.source).manifest.fingerprint
+    except HeadraceError:
+        return False  # the run was removed, its export is kept
+    recorded = read_manifest(step.result, kind="model").parents.get("checkpoint") or {}
+    return bool(recorded.get("fingerprint") != now)
 
 
 def different(before: Mapping[str, Any], now: Mapping[str, Any], at: str = "") -> Iterator[str]:

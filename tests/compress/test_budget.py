@@ -82,6 +82,7 @@ def test_layers_that_vllm_fuses_are_one_unit() -> None:
         ({"scheme": "mixed", "budget": {"bytes": 10**6, "candidates": ["FP8", "FP8"]}}, "there twice"),
         ({"scheme": "mixed", "group_size": 16, "budget": {"bytes": 10**6}}, "group sizes of their own"),
         ({"scheme": "W4A16", "head": "W8A8"}, '"untie": true'),
+        ({"scheme": "W4A16", "untie": True}, "lm_head is in skip"),
     ],
 )
 def test_what_cannot_be_met_is_refused(

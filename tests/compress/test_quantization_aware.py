@@ -15,6 +15,7 @@ from headrace.base.section import parse
 from pipeline.compress.weights import scale_of
 from pipeline.config.curve import curve_fields
 from pipeline.config.schema import QuantizationAwareSection
+from pipeline.distillation.teacher import teacher_run
 from pipeline.evaluation.loading import load_model
 from pipeline.models.hf_config import resolve_hf_config
 from pipeline.models.meta import build_meta
@@ -169,3 +170,16 @@ def test_an_outlier_model_is_trained_to_what_can_be_rounded(model: Path, tokens:
         lost[name] = heldout_loss(tmp_path / f"{name}-small/small", tokens) - heldout_loss(model, tokens)
     assert load_model(tmp_path / "aware-model").config.model_type == "llama"
     assert lost["aware"] < 0.4 * lost["plain"]
+
+
+def test_a_mixture_whose_experts_would_stay_unrounded_is_refused() -> None:
+    experts = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    run = resolved({"model": experts, FIELD: {"scheme": "W8A8"}}, processes=1)
+    with pytest.raises(ConfigError, match="has its experts in one tensor"):
+        check_quantization_aware(run, meta_model(run))
+
+
+def test_a_teacher_is_not_rounded() -> None:
+    run = resolved({FIELD: {"scheme": "W8A8"}}, processes=1)
+    assert run.config.quantization_aware is not None
+    assert teacher_run(run).config.quantization_aware is None

@@ -172,3 +172,9 @@ def test_a_killed_recipe_goes_on_with_the_step_that_was_interrupted_and_ends_wit
     assert code == 2
     assert "it was done with another config (dtype)" in output
     assert times(work) == before
+    make_model(work / "model", work / "tokens", tied=False, steps=1)
+    code, output = run(path)
+    assert code == 2
+    assert f"it was made of another {work / 'model'}" in output
+    assert f"remove {work / 'whole/distilled'} and {work / 'whole/runs/distillation'}" in output
+    assert times(work) == before
