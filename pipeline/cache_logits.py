@@ -99,16 +99,18 @@ def _part(given: str | None) -> tuple[int, int]:
 
 
 def _compute(run: ResolvedRun, mixture: DataMixture, *, rank: int, processes: int) -> bool:
+    from pipeline.data.dataset import tokenizer_details  # noqa: PLC0415
     from pipeline.distillation.teacher import Teacher  # noqa: PLC0415
     from pipeline.distillation.write_logits import is_written, write_logits  # noqa: PLC0415
     from pipeline.engines.build import pick_device  # noqa: PLC0415
     from pipeline.evaluation.model_folder import ModelFolder  # noqa: PLC0415
-    from pipeline.run.prepare import folder_parents, open_teacher  # noqa: PLC0415
+    from pipeline.run.prepare import check_tokenizer, folder_parents, open_teacher  # noqa: PLC0415
 
     section = run.config.distill
     assert section is not None
     assert section.teacher is not None
     assert section.logits is not None
+    check_tokenizer("distill.teacher", section.teacher, tokenizer_details(mixture.sources[0].manifest))
     vocabulary = ModelFolder.open(section.teacher).vocab_size
     # the folder of a teacher whose logits are to be written is named as if they were not
     online = run.config.model_copy(update={"distill": section.model_copy(update={"logits": None})})

@@ -146,7 +146,9 @@ class CachedLogits:
             mine, have = location.source == source, self._windows[int(source)]
             wanted = location.window[mine]
             found = np.searchsorted(have, wanted)
-            missing = np.flatnonzero(have[np.minimum(found, have.size - 1)] != wanted)
+            # of a source that the cache never drew there is none
+            there = have[np.minimum(found, have.size - 1)] == wanted if have.size else np.zeros(wanted.shape, bool)
+            missing = np.flatnonzero(~there)
             if missing.size:
                 what = f"{self._path} has {have.size:,} windows of source {source}, and not its window"
                 raise DataError(

@@ -16,16 +16,21 @@ from pipeline.evaluation.model_folder import ModelFolder
 from pipeline.models.buffers import persistent_buffers
 from pipeline.models.counter import CPU
 from pipeline.models.rectangle import Rectangle, part
+from pipeline.models.routers import has_experts
 
 
 def is_dequantized(folder: ModelFolder) -> bool:
     """Whether a folder's weights are dequantized to be a teacher's.
 
     Raises:
-        ConfigError: its layers round their inputs.
+        ConfigError: its layers round their inputs, or it is a mixture of experts.
     """
     if folder.quantized_by != "compressed-tensors":
         return False
+    if has_experts(folder.config):
+        why = "its experts are quantized one by one, and a teacher's are in one tensor for each layer"
+        remedy = "use the model that it was quantized from"
+        raise ConfigError("distill.teacher", str(folder.path), why=why, remedy=remedy)
     if folder.quantizes_activations:
         why = "its layers round their inputs, too, and a teacher is computed in floating point"
         remedy = "the model that it was quantized from, or a scheme of weights alone (W4A16, W8A16)"

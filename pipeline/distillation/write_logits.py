@@ -212,6 +212,5 @@ def _commit_if_whole(plan: LogitsPlan, staging: Path, final: Path, parents: dict
             (ready / f"source-{source}.windows").write_bytes(mine.astype("<i8").tobytes())
         details = {**described(plan.format, plan.sources, plan.windows), "plan": plan.fingerprint}
         commit(ready, final, kind=KIND, config={}, parents=parents, details=details, known_sha256=known)
-        for stale in final.parent.glob(f".{final.name}.*.partial"):
-            shutil.rmtree(stale, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
     return True

@@ -127,24 +127,32 @@ def _teacher(checkpoint: Manifest, config: Mapping[str, Any]) -> dict[str, Any]:
     if not section:
         return {}
     teacher = checkpoint.parents.get("distill.teacher") or {}
-    plain = {key: value for key, value in section.items() if isinstance(value, int | float) and value is not None}
+    hidden = {"teacher", "logits"} | ({"beta"} if section.get("divergence", "jsd") != "jsd" else set())
+    plain = {key: value for key, value in section.items() if key not in hidden and isinstance(value, str | int | float)}
     return {"teacher_fingerprint": teacher.get("fingerprint"), "distillation": plain}
 
 
 def _corpora(checkpoint: Manifest, config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Every dataset of a training, with its mixing weight and the sources that data prep took documents from."""
     sources = (config.get("data") or {}).get("sources") or []
-    curve = ((checkpoint.details.get("curve") or {}).get("data") or {}).get("weights") or []
-    total = sum(curve) or 1.0
+    weights = _weights((checkpoint.details.get("curve") or {}).get("data") or {})
     for key, parent in checkpoint.parents.items():
         found = _SOURCE.fullmatch(key)
         if found is None:  # as `data.sources.0.packing`, which is made of a source
             continue
         number = int(found[1])
-        weight = curve[number] / total if number < len(curve) else None
+        weight = weights[number] if number < len(weights) else None
         section = sources[number] if number < len(sources) else {}
         about = {"name": section.get("name") or section.get("source"), "fingerprint": parent["fingerprint"]}
         yield {**about, "weight": weight, **_dataset(parent, chosen=section.get("source"))}
+
+
+def _weights(mixture: Mapping[str, Any]) -> list[float]:
+    """The mixing weights of all sources; [] where budgets or a curriculum decide, for which there is no one number."""
+    given = mixture.get("weights") or []
+    if mixture.get("schedule") or any(weight is None for weight in given):
+        return []
+    return [weight / sum(given) for weight in given]
 
 
 def _dataset(parent: Mapping[str, Any], *, chosen: str | None) -> dict[str, Any]:

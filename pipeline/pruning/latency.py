@@ -43,7 +43,8 @@ def shape_for_latency(plan: PruningPlan) -> tuple[Shape, float]:
         least = cost(plan.choices.smallest)
         why = f"with the smallest sizes a forward pass takes still {least:.2f} of the original's time here"
         more = "" if LAYERS in plan.choices.allowed else ", or add num_hidden_layers to axes"
-        remedy = f"use {least * 1.1:.2f} or more, a smaller multiple_of{more}"
+        near = f"{least * 1.1:.2f} or more, " if least * 1.1 < 1 else ""
+        remedy = f"use {near}a smaller multiple_of{more}"
         raise ConfigError("target.latency", limit, why=why, remedy=remedy)
     return found, cost(found)
 

@@ -154,6 +154,12 @@ def test_logits_of_another_tokenizer_and_of_other_text_are_refused(work: Path, t
     online = ["distill.teacher=null"]  # whose tokenizer is compared, too
     assert "another tokenizer" in refusal(work, f"data.sources.0.path={retokenized}", *online)
     assert "has no logits of" in refusal(work, f"data.sources.0.path={other}", *online)
+    said = start(
+        "cache_logits.py", work / "c.json", f"data.sources.0.path={retokenized}", f"distill.logits={tmp_path}/c"
+    )
+    assert said.returncode == 2, said.stdout
+    assert "its tokenizer is not the one the dataset was made with" in said.stdout
+    assert not list(tmp_path.glob("*c*"))
 
 
 def test_logits_of_another_teacher_are_refused_and_damage_is_found(work: Path, teacher: Path, tmp_path: Path) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.base.directory import read_manifest, sha256_of_file, verify, write_manifest
 from pipeline.model_card.card import front_matter_of
-from pipeline.model_card.lineage import lineage_of
+from pipeline.model_card.lineage import lineage_of, training_lineage
 from tests import warm
 from tests.compress.test_quantize import ENTRY, write_config
 from tests.conftest import launch, tiny_config
@@ -96,3 +98,14 @@ def test_a_manifest_without_a_lineage_is_followed_to_its_parents(exported: Path,
     write_manifest(copied, kind="model", parents=gone, **fields)
     rebuilt = lineage_of(copied)
     assert rebuilt == {"corpora": [], "steps": [{"step": "training", "optimizer_steps": 6, "dtype": "float32"}]}
+
+
+@pytest.mark.parametrize("changed", [{"weights": [None]}, {"schedule": [[3, [1.0]]]}])
+def test_where_a_budget_or_a_curriculum_decides_no_mixing_weight_is_told(
+    exported: Path, changed: dict[str, Any]
+) -> None:
+    checkpoint = read_manifest(read_manifest(exported, kind="model").parents["checkpoint"]["path"], kind="checkpoint")
+    assert training_lineage(checkpoint)["corpora"][0]["weight"] == 1.0
+    curve = checkpoint.details["curve"]
+    details = {**checkpoint.details, "curve": {**curve, "data": {**curve["data"], **changed}}}
+    assert training_lineage(replace(checkpoint, details=details))["corpora"][0]["weight"] is None
