@@ -7,7 +7,6 @@ Afterwards the same config distils without a teacher in memory. See docs/how-to/
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ from pipeline.config.batch import BatchSizes
 from pipeline.config.data_rules import check_data
 from pipeline.config.distill_rules import check_distillation
 from pipeline.config.load import read_config
-from pipeline.config.rules import ResolvedRun
+from pipeline.config.rules import ResolvedRun, check_length, steps_of
 from pipeline.config.schedule import make_schedule
 from pipeline.config.schema import Config, ParallelSection
 from pipeline.launch import detect
@@ -78,12 +77,11 @@ def _resolve(config: Config) -> ResolvedRun:
         why = "which samples a run draws depends on it, and here there is no layout to derive it from"
         raise ConfigError("train_batch_size", config.train_batch_size, why=why, remedy="give the number")
     samples, length = config.train_batch_size, data.sequence_length
-    if (config.run.steps is None) == (config.run.tokens is None):
-        raise ConfigError("run.steps / run.tokens", why="one of the two is needed", remedy="give exactly one")
-    steps = config.run.steps or math.ceil((config.run.tokens or 0) / (samples * length))
+    check_length(config)
     alone = config.model_copy(update={"engine": "torch", "parallel": ParallelSection()})
     micro = config.train_micro_batch_size_per_gpu or min(8, samples)
     batch = BatchSizes(samples, micro, -(-samples // micro), 1, length)
+    steps = steps_of(config, batch)
     return ResolvedRun(alone, Topology(), batch, steps, make_schedule(alone, steps=steps))
 
 

@@ -9,7 +9,7 @@ from headrace.base.errors import ConfigError
 from pipeline.arguments import add_arguments as add_run_arguments
 from pipeline.arguments import resolve_run
 from pipeline.config.rules import ResolvedRun
-from pipeline.distillation.control import comparison, control_of
+from pipeline.distillation.control import SUFFIX, comparison, control_of
 from pipeline.faults.stop import StopSignals
 from pipeline.launch import detect
 
@@ -39,9 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("distill", why="the config has no teacher", remedy=remedy)
     first = detect().rank == 0
     code = _train(resolved, first=first)
-    line = comparison(
-        resolved.config.run.dir.removesuffix("-control") if arguments.control else resolved.config.run.dir
-    )
+    run_dir = resolved.config.run.dir
+    line = comparison(run_dir.removesuffix(SUFFIX) if arguments.control else run_dir)
     if first and code == 0 and line is not None:
         print(line, flush=True)
     return code

@@ -115,6 +115,11 @@ def commit(
     return manifest
 
 
+def parent_entry(path: Path, fingerprint: str) -> dict[str, str]:
+    """A directory that another was made from, as the manifest's `parents` name it."""
+    return {"path": str(path), "fingerprint": fingerprint}
+
+
 def write_manifest(
     directory: Path,
     *,
@@ -204,15 +209,19 @@ def sha256_of_file(path: Path, progress: Callable[[int], None] = lambda _bytes: 
 
 
 def write_json(path: Path, value: object) -> None:
-    """Writes `value` as indented JSON under its final name in one step: a reader sees the old file or the new one.
+    """Writes `value` as indented JSON, as `write_text` does."""
+    write_text(path, json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes UTF-8 text under its final name in one step: a reader sees the old file or the new one.
 
     Several processes may do so at once, if it does not matter whose stays.
     """
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
-            json.dump(value, file, indent=1, sort_keys=True, ensure_ascii=False)
-            file.write("\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)

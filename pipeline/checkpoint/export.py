@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from transformers.utils.logging import disable_progress_bar
 
 from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
-from headrace.base.directory import Manifest, commit, read_manifest, staged
+from headrace.base.directory import Manifest, parent_entry, read_manifest, staged
 from headrace.base.errors import CheckpointError, DataError
 from pipeline.checkpoint.read_weights import CheckpointWeights
 from pipeline.checkpoint.store import Checkpoint, find_damage
@@ -31,7 +31,7 @@ from pipeline.checkpoint.trained_model import (
 from pipeline.checkpoint.write_folder import write_weights
 from pipeline.config.renamed_keys import upgrade_keys
 from pipeline.data.permutation import permute
-from pipeline.model_card.card import write_card
+from pipeline.model_card.card import commit_with_card
 from pipeline.model_card.lineage import KEY as LINEAGE
 from pipeline.model_card.lineage import training_lineage
 from pipeline.models.buffers import computed_buffers
@@ -100,10 +100,9 @@ def export(
                 model, weights, staging, dtype, attention_implementation(manifest)
             ),
         }
-        parents = {"checkpoint": {"path": str(checkpoint.path), "fingerprint": manifest.fingerprint}}
+        parents = {"checkpoint": parent_entry(checkpoint.path, manifest.fingerprint)}
         fields: dict[str, Any] = {"config": upgrade_keys(manifest.config), "parents": parents, "details": details}
-        known = write_card(staging, details)
-        return commit(staging, out, kind="model", **fields, replace=replace, known_sha256=known)
+        return commit_with_card(staging, out, **fields, replace=replace)
 
 
 def _tokenizer_of(manifest: Manifest) -> Path:

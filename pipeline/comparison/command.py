@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from headrace.base.directory import write_text
 from headrace.base.errors import ConfigError
 from headrace.base.section import parse
 from pipeline.comparison.candidates import Wanted, check
@@ -100,7 +101,7 @@ def _compare(args: argparse.Namespace, models: dict[str, Path]) -> int:
     console = Console(stderr=True)
     rows = measure_all(checked, say=lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True))
     if args.csv:
-        Path(args.csv).write_text(as_csv(rows), encoding="utf-8")
+        write_text(Path(args.csv), as_csv(rows))
     if args.picture and not save_svg(rows, Path(args.picture)):
         console.print(f"{args.picture} was not written: fewer than two models were measured", markup=False)
     if args.json:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from headrace.base.directory import write_text
 from pipeline.comparison.rows import Row
 
 _WIDTH, _HEIGHT = 8.0, 5.0  # inches
@@ -97,12 +99,9 @@ def save_svg(rows: Sequence[Row], path: Path, *, quality: str = "auto") -> bool:
         axes = figure.add_subplot()
         draw(axes, picture, Look("#1f5fa8", "#5a636b", "#1d2125", "#ffffff"))
         axes.set_title("Size and quality", loc="left")
-        partial = path.with_name(f".{path.name}.partial")
-        try:
-            figure.savefig(partial, format="svg", metadata={"Date": None, "Creator": "headrace"})
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        drawn = StringIO()
+        figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": "headrace"})
+    write_text(path, drawn.getvalue())
     return True
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -13,19 +12,8 @@ from rich.table import Table
 from headrace.base.directory import Manifest
 from pipeline.compress.rules import QuantizationPlan
 from pipeline.consumers.description import GGUF_FILE
+from pipeline.evaluation.before_after import add_measured, changes, measured, scored_data, table_of
 from pipeline.evaluation.model_folder import ModelFolder
-from pipeline.metrics.units import show_bits_per_byte
-
-_MEASURED = (
-    "loss_nats",
-    "perplexity",
-    "bits_per_byte",
-    "tokens",
-    "tokens_per_second",
-    "dtype",
-    "device",
-    "weight_bytes",
-)
 
 
 @dataclass(frozen=True)
@@ -81,22 +69,19 @@ def details(plan: QuantizationPlan, written: Sizes, before: dict[str, Any], afte
             "parameters": written.parameters,
             "bits_per_quantized_weight": bits,
         },
-        "before": {**_measured(before), "bits_per_weight": 8 * plan.source.weight_bytes / parameters},
+        "before": {**measured(before), "bits_per_weight": 8 * plan.source.weight_bytes / parameters},
         "after": {
-            **_measured(after),
+            **measured(after),
             "weight_bytes": written.weight_bytes,
             "bits_per_weight": 8 * written.weight_bytes / parameters,
         },
-        "data": {key: before[key] for key in ("data", "split", "sequence_length")},
+        "data": scored_data(before),
     }
 
 
 def step_numbers(recorded: dict[str, Any]) -> dict[str, Any]:
     """A quantization's numbers for the lineage: how it was done, bytes and loss before and after, KL by consumer."""
-    before, after = recorded["before"], recorded["after"]
-    found = {**recorded["quantization"]}
-    for name, key in (("weight_bytes", "weight_bytes"), ("loss_nats", "loss_nats")):
-        found |= {f"{name}_before": before.get(key), f"{name}_after": after.get(key)}
+    found = {**recorded["quantization"], **changes(recorded)}
     scored = recorded["consumers"].items()
     found["mean_kl"] = {name: each["mean_kl"] for name, each in scored if "mean_kl" in each}
     return {key: value for key, value in found.items() if value is not None}
@@ -105,18 +90,13 @@ def step_numbers(recorded: dict[str, Any]) -> dict[str, Any]:
 def table(manifest: Manifest) -> Table:
     """A table with the columns before and after, from the manifest alone."""
     recorded = manifest.details
-    before, after, parts = recorded["before"], recorded["after"], recorded["quantization"]
-    shown = Table(title=f"{manifest.config['model']} -> {manifest.config['output']}")
-    shown.add_column("")
-    shown.add_column(f"before ({before['dtype']})", justify="right")
-    shown.add_column(f"after ({_scheme(parts, after)})", justify="right")
+    parts = recorded["quantization"]
+    shown = table_of(manifest, after=_scheme(parts, recorded["after"]))
     shown.add_row("parameters", f"{recorded['parameters']:,}", f"{recorded['parameters']:,}")
     bits = parts["bits_per_quantized_weight"]
     at = "" if bits is None else f" at {bits:.2f} bits"
     shown.add_row("of them quantized", "-", f"{parts['parameters']:,}{at}")
-    for name, (key, show) in _ROWS.items():
-        shown.add_row(name, *(show(side[key]) if key in side else "-" for side in (before, after)))
-    shown.caption = f"{recorded['data']['split']} split, {before['tokens']:,} tokens scored, on {before['device']}"
+    add_measured(shown, recorded)
     return shown
 
 
@@ -150,21 +130,6 @@ def _scheme(parts: dict[str, Any], after: dict[str, Any]) -> str:
     if parts.get("smoothing") is not None:
         name = f"{name} smoothed"
     return f"{name}, group {parts['group_size'] or 'row'}, rest {after['dtype']}"
-
-
-_ROWS: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "weights on disk": ("weight_bytes", lambda value: f"{value / 1e6:.2f} MB"),
-    "bits per weight, all": ("bits_per_weight", lambda value: f"{value:.2f}"),
-    "held-out loss, nats/token": ("loss_nats", lambda value: f"{value:.4f}"),
-    "perplexity": ("perplexity", lambda value: f"{value:.3f}"),
-    "bits per byte": ("bits_per_byte", show_bits_per_byte),
-    "tokens/s": ("tokens_per_second", lambda value: f"{value:,.0f}"),
-}
-"""Row -> (key of a side, how its value is shown)."""
-
-
-def _measured(side: dict[str, Any]) -> dict[str, Any]:
-    return {key: side[key] for key in _MEASURED if key in side}
 
 
 def _packed_bytes(plan: QuantizationPlan, result: ModelFolder) -> int:

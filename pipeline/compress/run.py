@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress, track
 
-from headrace.base.directory import Manifest, commit, read_manifest, staged
+from headrace.base.directory import Manifest, parent_entry, read_manifest, staged
 from headrace.base.errors import DataError
 from pipeline.compress.mixed import decide, sensitivity_rows
 from pipeline.compress.report import details, mixed_table, sizes, step_numbers, table
@@ -26,7 +26,7 @@ from pipeline.consumers.table import consumer_table
 from pipeline.evaluation.loading import empty_model, load_model
 from pipeline.evaluation.measure import measure
 from pipeline.gguf_files.write import check, write
-from pipeline.model_card.card import write_card
+from pipeline.model_card.card import commit_with_card
 from pipeline.model_card.lineage import KEY as LINEAGE
 from pipeline.model_card.lineage import lineage_of, with_step
 from pipeline.models.tokenizer_files import copy_tokenizer
@@ -71,13 +71,11 @@ def _quantize(plan: QuantizationPlan, console: Console) -> Manifest:
             _check_budget(mixed, recorded["weight_bytes"])
         recorded["consumers"] = _score(plan, staging, sample, say=lambda line: console.print(line, markup=False))
         parents = _model_parents(plan)
-        parents["data"] = _parent(plan.dataset.path, plan.dataset.manifest.fingerprint)
-        config = plan.config.model_dump()
+        parents["data"] = parent_entry(plan.dataset.path, plan.dataset.manifest.fingerprint)
         recorded["model_type"] = plan.source.config.get("model_type")
         recorded[LINEAGE] = with_step(lineage_of(plan.source.path), "quantization", step_numbers(recorded))
-        known = write_card(staging, recorded)
-        fields: dict[str, Any] = {"config": config, "parents": parents, "details": recorded, "known_sha256": known}
-        return commit(staging, plan.output, kind="model", **fields)
+        config = plan.config.model_dump()
+        return commit_with_card(staging, plan.output, config=config, parents=parents, details=recorded)
 
 
 def _decided(plan: QuantizationPlan, console: Console) -> tuple[QuantizationPlan, dict[str, Any]]:
@@ -145,9 +143,5 @@ def _layer_bar(left: range, every: int) -> Iterable[int]:
 def _model_parents(plan: QuantizationPlan) -> dict[str, Any]:
     """The model, or the checkpoint it was exported from for this alone."""
     if plan.source.path == Path(plan.config.model):
-        return {"model": _parent(plan.source.path, plan.source.fingerprint())}
+        return {"model": parent_entry(plan.source.path, plan.source.fingerprint())}
     return {"checkpoint": read_manifest(plan.source.path, kind="model").parents["checkpoint"]}
-
-
-def _parent(path: Path, fingerprint: str) -> dict[str, str]:
-    return {"path": str(path), "fingerprint": fingerprint}

@@ -13,15 +13,14 @@ from math import inf, isfinite
 from typing import Any
 
 import torch
-from compressed_tensors.quantization.lifecycle.forward import compute_dynamic_scales_and_zp, fake_quantize
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor, nn
 
-from pipeline.compress.assignment import LayerScheme
 from pipeline.compress.budget import UNCHANGED, Budget, scheme_of
 from pipeline.compress.config import SCHEMES
 from pipeline.compress.weights import compression_scheme, modules_of, rounding_of, scale_of
+from pipeline.evaluation.compressed_folder import rounds_inputs
 from pipeline.gguf_files.write import encoded
 from pipeline.models.unfused_experts import unfuse_experts
 
@@ -75,8 +74,9 @@ def changed(layers: Sequence[nn.Module], choice: str, dtype: torch.dtype) -> Ite
     try:
         for layer, weight in kept:
             layer.weight.data = rounded(weight, choice, dtype, transposed=_transposed(layer))
-            if choice in SCHEMES and SCHEMES[choice].activations:
-                handles.append(layer.register_forward_pre_hook(_rounds_inputs(scheme_of(choice))))
+            activations = compression_scheme(scheme_of(choice)).input_activations if choice in SCHEMES else None
+            if activations is not None:
+                handles.append(layer.register_forward_pre_hook(rounds_inputs(activations)))
         yield
     finally:
         for layer, weight in kept:
@@ -103,19 +103,6 @@ def rounded(weight: Any, choice: str, dtype: torch.dtype, *, transposed: bool = 
 def _transposed(layer: nn.Module) -> bool:
     """Whether a weight is [I, O]: GPT-2's Conv1D."""
     return type(layer).__name__ == "Conv1D"
-
-
-def _rounds_inputs(scheme: LayerScheme) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:
-    args = compression_scheme(scheme).input_activations
-    assert args is not None
-
-    def hook(module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        if not given[0].numel():
-            return given
-        scale, zero_point = compute_dynamic_scales_and_zp(value=given[0], args=args, module=module)
-        return (fake_quantize(x=given[0], scale=scale, zero_point=zero_point, args=args),)
-
-    return hook
 
 
 def log_probabilities(model: Any, ids: Tensor) -> Tensor:

@@ -245,7 +245,7 @@ def resolve(config: Config, *, world_size: int, begun: bool = False) -> Resolved
         lambda: check_precision(config),
         lambda: check_fp8_precision(config),
         lambda: refuse_on_torch(config) if config.engine != "deepspeed" else None,
-        lambda: _check_length(config),
+        lambda: check_length(config),
         lambda: mesh.append(_mesh(config, world_size=world_size, elastic=elastic)),
     ]
     refuse_all(found_by(checks))
@@ -255,7 +255,7 @@ def resolve(config: Config, *, world_size: int, begun: bool = False) -> Resolved
     check_quantization_aware(config, topology)
     check_gradient_dtype(config, topology, batch)
     check_secondary_shards(config, topology)
-    steps = _steps(config, batch)
+    steps = steps_of(config, batch)
     _check_curriculum(config, steps)
     _check_profile(config, steps, topology)
     spare = world_size - topology.world_size
@@ -358,14 +358,20 @@ def _check_profile(config: Config, steps: int, topology: Topology) -> None:
         raise ConfigError("profile.ranks", list(profile.ranks), why=why, remedy=remedy)
 
 
-def _check_length(config: Config) -> None:
+def check_length(config: Config) -> None:
+    """Refuses a run whose length is given twice or not at all.
+
+    Raises:
+        ConfigError: see above.
+    """
     run = config.run
     if (run.steps is None) == (run.tokens is None):
         why = "neither is given" if run.steps is None else "both are given"
         raise ConfigError("run.steps / run.tokens", why=why, remedy="give exactly one of the two")
 
 
-def _steps(config: Config, batch: BatchSizes) -> int:
+def steps_of(config: Config, batch: BatchSizes) -> int:
+    """Optimizer steps of a run, given as such or as tokens."""
     run = config.run
     if run.steps is not None:
         return run.steps

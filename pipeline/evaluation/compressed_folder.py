@@ -64,7 +64,7 @@ def load_compressed(folder: ModelFolder, *, dtype: torch.dtype | str = "auto") -
     for name in names:
         scheme = schemes[stored[name]]
         if scheme is not None and scheme.input_activations is not None:
-            model.get_submodule(name).register_forward_pre_hook(_rounding(scheme.input_activations))
+            model.get_submodule(name).register_forward_pre_hook(rounds_inputs(scheme.input_activations))
     return model
 
 
@@ -122,8 +122,12 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     return {name: value for file in sorted(path.glob("*.safetensors")) for name, value in load_file(file).items()}
 
 
-def _rounding(args: QuantizationArgs) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:
-    """Rounds the inputs of a layer, with a scale for each token."""
+def rounds_inputs(args: QuantizationArgs) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:
+    """A forward pre-hook that rounds the inputs of a layer, with a scale for each token.
+
+    Args:
+        args: how they are rounded.
+    """
 
     def hook(module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         (value,) = given

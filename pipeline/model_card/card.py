@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from headrace.base.directory import sha256_of_file
+from headrace.base.directory import Manifest, commit, sha256_of_file
 from pipeline.model_card.lineage import KEY
 from pipeline.model_card.loading_text import how_to_load
 from pipeline.model_card.steps_text import corpus_lines, step_lines
@@ -37,6 +37,21 @@ def write_card(folder: Path, details: Mapping[str, Any]) -> dict[str, str]:
     parts = [_front_matter(folder, details), *_body(folder, details, checksums)]
     (folder / NAME).write_text("\n".join(parts).rstrip() + "\n", encoding="utf-8")
     return checksums
+
+
+def commit_with_card(
+    staging: Path,
+    final: Path,
+    *,
+    config: Mapping[str, Any],
+    parents: Mapping[str, Any],
+    details: Mapping[str, Any],
+    replace: bool = False,
+) -> Manifest:
+    """Writes the card of a model directory, and commits it; see `headrace.base.directory.commit`."""
+    known = write_card(staging, details)
+    about: dict[str, Any] = {"config": config, "parents": parents, "details": details}
+    return commit(staging, final, kind="model", replace=replace, known_sha256=known, **about)
 
 
 def scheme_of(details: Mapping[str, Any]) -> str:

@@ -8,15 +8,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import track
 
-from headrace.base.directory import Manifest, commit, staged
+from headrace.base.directory import Manifest, parent_entry, staged
 from pipeline.consumers.gate import Sample
 from pipeline.consumers.pruned_gate import run_pruned_gate
 from pipeline.consumers.table import consumer_table
@@ -26,7 +24,7 @@ from pipeline.evaluation.loading import load_model
 from pipeline.evaluation.measure import measure
 from pipeline.launch.environment import Launch
 from pipeline.launch.group import process_group
-from pipeline.model_card.card import write_card
+from pipeline.model_card.card import commit_with_card
 from pipeline.model_card.lineage import KEY as LINEAGE
 from pipeline.model_card.lineage import lineage_of, with_step
 from pipeline.models.tokenizer_files import copy_tokenizer
@@ -87,13 +85,12 @@ def prune(plan: PruningPlan, launch: Launch) -> Manifest | None:
             consumers=plan.consumers,
             say=lambda line: console.print(line, markup=False),
         )
-        parents = {"model": _parent(plan.source.path, plan.source.fingerprint())}
-        parents["data"] = _parent(plan.dataset.path, plan.dataset.manifest.fingerprint)
+        parents = {"model": parent_entry(plan.source.path, plan.source.fingerprint())}
+        parents["data"] = parent_entry(plan.dataset.path, plan.dataset.manifest.fingerprint)
         recorded |= {"model_type": plan.source.config.get("model_type"), "dtype": plan.dtype}
         recorded[LINEAGE] = with_step(lineage_of(plan.source.path), "pruning", step_numbers(recorded))
-        known = write_card(staging, recorded)
-        fields: dict[str, Any] = {"config": plan.config.model_dump(), "parents": parents, "known_sha256": known}
-        manifest = commit(staging, plan.output, kind="model", details=recorded, **fields)
+        config = plan.config.model_dump()
+        manifest = commit_with_card(staging, plan.output, config=config, parents=parents, details=recorded)
     remove_sums(plan)
     Console(file=sys.stdout).print(table(manifest))
     Console(file=sys.stdout).print(consumer_table(recorded["consumers"], title="beside the original; no bound"))
@@ -150,7 +147,3 @@ def _windows(plan: PruningPlan, launch: Launch) -> Iterator[list[int]]:
 def _batch(plan: PruningPlan, windows: list[int]) -> MicroBatch:
     boundaries = plan.calibration.boundaries(np.asarray(windows)) if plan.config.data.mask_documents else None
     return make_batch(plan.calibration.read(windows), boundaries)
-
-
-def _parent(path: Path, mark: str) -> dict[str, Any]:
-    return {"path": str(path), "fingerprint": mark}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from pipeline.pruning.config import PruneConfig
 from pipeline.recipe.config import RecipeConfig
 from pipeline.recipe.steps import CONFIGS, ORIGINAL, Recipe, Step, is_folder
 
+Fingerprint = Callable[[Path], str]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _TAKEN = re.compile(rf"{ORIGINAL}|{CONFIGS}|runs|(pruned|distilled|distillation)(-\d+)?")
 _OF_SHAPE = ("group_size", "calibration.samples", "target", "budget.bytes", "budget.bits_per_weight")
@@ -57,13 +59,15 @@ def check_steps(recipe: Recipe) -> None:
     """
     folder = ModelFolder.open(recipe.original)
     open_heldout(as_trained(recipe.config.data, folder.path), folder)
-    problems = [problem for step in recipe.steps for problem in _problems(recipe, step)]
+    # a folder without a manifest is read whole for its fingerprint, and several steps start from it
+    fingerprint = cache(lambda source: ModelFolder.open(source).fingerprint())
+    problems = [problem for step in recipe.steps for problem in _problems(recipe, step, fingerprint)]
     refuse_all(problems)
 
 
-def _problems(recipe: Recipe, step: Step) -> Iterator[ConfigError]:
+def _problems(recipe: Recipe, step: Step, fingerprint: Fingerprint) -> Iterator[ConfigError]:
     if step.done:
-        yield from _changed(recipe, step)
+        yield from _changed(recipe, step, fingerprint)
         return
     made = is_folder(step.source)
     try:
@@ -101,7 +105,7 @@ def _check_distill(step: Step, recipe: Recipe) -> None:
     resolve(config, world_size=recipe.config.distill.processes, begun=True)
 
 
-def _changed(recipe: Recipe, step: Step) -> Iterator[ConfigError]:
+def _changed(recipe: Recipe, step: Step, fingerprint: Fingerprint) -> Iterator[ConfigError]:
     """What has changed since a step was done."""
     stored = recipe.output / CONFIGS / f"{step.name}.json"
     remedy = f"remove {step.result} to do the step again, or choose another output"
@@ -111,13 +115,13 @@ def _changed(recipe: Recipe, step: Step) -> Iterator[ConfigError]:
         if changed:
             why = f"it was done with another config ({', '.join(changed)})"
             yield ConfigError(str(step.result), why=why, remedy=remedy)
-    if _is_of_another_model(step):
+    if _is_of_another_model(step, fingerprint):
         places = f"{step.result} and {step.output}" if step.verb == "distill" else step.result
         remedy = f"remove {places} to do the step again, or choose another output"
         yield ConfigError(str(step.result), why=f"it was made of another {step.source}", remedy=remedy)
 
 
-def _is_of_another_model(step: Step) -> bool:
+def _is_of_another_model(step: Step, fingerprint: Fingerprint) -> bool:
     """Whether a step was done before what it starts from was made again, or gave way to another."""
     if step.verb == "export":
         return _is_of_another_checkpoint(step)
@@ -128,7 +132,7 @@ def _is_of_another_model(step: Step) -> bool:
         return False  # the run was removed, its export is kept
     try:
         recorded = read_manifest(made, kind=kind).parents[key]["fingerprint"]
-        return bool(recorded != ModelFolder.open(step.source).fingerprint())
+        return bool(recorded != fingerprint(step.source))
     except (HeadraceError, KeyError):
         return True
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from headrace.base.directory import write_text
 from pipeline.checkpoint.find import is_checkpoint
 from pipeline.comparison.candidates import Wanted, check
 from pipeline.comparison.command import TABLE_WIDTH
@@ -15,7 +16,6 @@ from pipeline.comparison.rows import Row, as_csv, as_json
 from pipeline.comparison.size_quality import save_svg
 from pipeline.comparison.table import comparison_tables
 from pipeline.recipe.steps import ORIGINAL, Recipe, is_folder
-from pipeline.report.command import write_atomically
 from pipeline.report.inputs import Inputs
 from pipeline.report.runs import RunRecord, read_run
 from pipeline.report.scope import scope
@@ -68,6 +68,6 @@ def _write(rows: Sequence[Row], inputs: Inputs) -> list[Path]:
     texts = {inputs.out: page(inputs, rows)}
     texts |= {inputs.out.with_name(f"{NAME}.json"): as_json(rows), inputs.out.with_name(f"{NAME}.csv"): as_csv(rows)}
     for path, text in texts.items():
-        write_atomically(path, text)
+        write_text(path, text)
     picture = inputs.out.with_name(f"{NAME}.svg")
     return [*texts, picture] if save_svg(rows, picture) else list(texts)

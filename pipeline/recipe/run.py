@@ -43,11 +43,10 @@ def run_recipe(config: RecipeConfig) -> int:
 
 def _run_steps(recipe: Recipe) -> int:
     refused = 0
-    checked = False
+    first = int(recipe.steps[0].verb == "export")  # a run is exported before the check, to be checked as a folder
     for number, step in enumerate(recipe.steps):
-        if not checked and (number or step.verb != "export"):  # a run is exported first, to be checked as a folder
+        if number == first:
             check_steps(recipe)
-            checked = True
         code = _do(recipe, step)
         if code == EXIT_USAGE and step.verb == "quantize":
             refused = code

@@ -9,11 +9,10 @@ written atomically.
 from __future__ import annotations
 
 import argparse
-import os
-from pathlib import Path
 
 from rich.console import Console
 
+from headrace.base.directory import write_text
 from pipeline.comparison.command import TABLE_WIDTH, add_comparison_arguments
 from pipeline.comparison.frontier import measure_all
 from pipeline.comparison.table import comparison_tables
@@ -66,22 +65,9 @@ def run(args: argparse.Namespace) -> int:
         output.print(f"scored: {scope(rows, inputs.comparison.data)}", markup=False, highlight=False, soft_wrap=True)
     from pipeline.report.page import page  # noqa: PLC0415  (matplotlib takes a second to import)
 
-    write_atomically(inputs.out, page(inputs, rows))
+    write_text(inputs.out, page(inputs, rows))
     print(f"wrote {inputs.out}")
     return 0
-
-
-def write_atomically(out: Path, text: str) -> None:
-    """Writes UTF-8 text atomically: to a temporary file beside `out`, which is then renamed."""
-    partial = out.with_name(f".{out.name}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(out)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _add_named(parser: argparse.ArgumentParser, flag: str, what: str, text: str) -> None:

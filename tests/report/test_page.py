@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.directory import write_manifest
+from headrace.base.directory import write_manifest, write_text
 from pipeline.evaluation.complete import complete
 from pipeline.evaluation.model_folder import ModelFolder
 from pipeline.report import svg
-from pipeline.report.command import write_atomically
 from pipeline.report.facts import facts
 from pipeline.report.runs import read_run
 from tests import warm
@@ -105,7 +104,7 @@ def test_a_failed_write_leaves_the_old_page(tmp_path: Path) -> None:
     page = tmp_path / "r.html"
     page.write_text("old")
     with pytest.raises(UnicodeEncodeError):
-        write_atomically(page, "new \ud800")  # a lone surrogate has no UTF-8
+        write_text(page, "new \ud800")  # a lone surrogate has no UTF-8
     assert page.read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["r.html"]
 
