@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.config.schema import DistillSection
+from pipeline.config.compression_schema import DistillSection
 from pipeline.data.loader import MicroBatch
 from pipeline.distillation.divergence import Divergence, divergence_and_gradient
 from pipeline.distillation.objective import Distillation

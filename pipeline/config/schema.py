@@ -1,8 +1,9 @@
 """Schema of a run's config: which keys exist, their types, ranges, defaults and descriptions. No torch, no file access.
 
-Top-level keys that DeepSpeed owns keep DeepSpeed's names and meaning; their sections are in `deepspeed_schema.py`, and
-those of `data` in `data_schema.py`. Headrace's own sections stand beside them. Rules that involve two fields are in
-`rules.py`. Every description stands alone: editors show it, and it is the remedy of an error about its key.
+Top-level keys that DeepSpeed owns keep DeepSpeed's names and meaning; their sections are in `deepspeed_schema.py`,
+those of `data` in `data_schema.py`, and `distill` and `quantization_aware` in `compression_schema.py`. Headrace's own
+sections stand beside them. Rules that involve two fields are in `rules.py`. Every description stands alone: editors
+show it, and it is the remedy of an error about its key.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator
 
 from headrace.base.section import Count, Index, Section
+from pipeline.config.compression_schema import DistillSection, QuantizationAwareSection
 from pipeline.config.data_schema import DataSection
 from pipeline.config.deepspeed_schema import (
     AioSection,
@@ -170,18 +172,6 @@ class Fp8Section(Section):
                 " and there is no emulation to prove them with"
             )
         return value
-
-
-class QuantizationAwareSection(Section):
-    """Quantization-aware training: linear layers compute with the weights that a quantization will store."""
-
-    scheme: Literal["W4A16", "W8A16", "W8A8", "FP8"] = Field(
-        description="Scheme that the model will be quantized to, e.g. W4A16; W8A8 and FP8 round activations, too"
-    )
-    group_size: Count | None = Field(
-        None,
-        description="Group size: weights of one row that share a scale, e.g. 64; null: 32 for W4A16, the row for W8A16",
-    )
 
 
 class ParallelSection(Section):
@@ -403,46 +393,6 @@ class AnomaliesSection(Section):
         None,
         description="Steps between checks that replicated weights are bitwise equal on all ranks, e.g. 500; never when"
         " absent",
-    )
-
-
-class DistillSection(Section):
-    """Knowledge distillation: loss = alpha t^2 D(teacher, student) + (1 - alpha) cross-entropy."""
-
-    teacher: str | None = Field(
-        None,
-        description="Hugging Face folder of the teacher model, e.g. out/demo/teacher; its weights stay frozen. With"
-        " logits it is not loaded, only compared with the one that made them",
-    )
-    logits: str | None = Field(
-        None,
-        description="Directory of the teacher's cached logits, made by headrace cache-logits, in place of a teacher in"
-        " memory; e.g. out/demo/logits",
-    )
-    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = Field(
-        "forward_kl",
-        description="Divergence D: forward_kl, KL(teacher, student); reverse_kl, KL(student, teacher); or jsd, the"
-        " generalized Jensen-Shannon divergence with beta",
-    )
-    beta: float = Field(
-        0.5, gt=0.0, lt=1.0, description="Weight of the teacher in the mixture of jsd, between 0 and 1, e.g. 0.1"
-    )
-    temperature: PositiveFloat = Field(
-        2.0, description="Softmax temperature t of teacher and student in the divergence; its loss is scaled by t^2"
-    )
-    alpha: float = Field(
-        0.5,
-        ge=0.0,
-        le=1.0,
-        description="Weight of the divergence from 0 to 1; the rest is cross-entropy with the data",
-    )
-    top_k: Count = Field(
-        64, description="Log-probabilities per position that headrace cache-logits keeps, e.g. 64; besides, the rest"
-    )
-    shard_teacher: bool = Field(
-        False,
-        description="Shard the teacher's layers over the data-parallel ranks (FSDP2), gathering one at a time; false:"
-        " every rank has all of it, or with parallel.tp its tensor-parallel shard",
     )
 
 

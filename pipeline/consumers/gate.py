@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -113,7 +113,8 @@ def run_gate(
         figures[consumer.name], broken = judged(scores, reference, sample, bound or bound_of(scheme))
         wrong += [f"{consumer.name}: {each}" for each in broken]
     if wrong:
-        raise DataError(_refusal(original, result, wrong))
+        lines = [*wrong, *attribution(original, result)]
+        raise refusal(result, lines, remedy="more bits, smaller groups, or skip the layers named above")
     return dict(sorted(figures.items()))
 
 
@@ -135,10 +136,16 @@ def judged(scores: Scores, reference: Scores, sample: Sample, bound: Bound) -> t
     return figures, wrong
 
 
-def _refusal(original: Path, result: Path, wrong: list[str]) -> str:
-    lines = [f"{result.name.strip('.').removesuffix('.partial')} was not accepted, and was deleted:", *wrong]
-    lines += attribution(original, result)
-    return "\n  ".join(lines) + "\n  try: more bits, smaller groups, or skip the layers named above"
+def refusal(result: Path, lines: Sequence[str], *, remedy: str) -> DataError:
+    """The error of a result that is not accepted.
+
+    Args:
+        result: its directory, under its final name or staged.
+        lines: why.
+        remedy: what may help.
+    """
+    name = result.name.strip(".").removesuffix(".partial")
+    return DataError("\n  ".join([f"{name} was not accepted, and was deleted:", *lines, f"try: {remedy}"]))
 
 
 def attribution(original: Path, result: Path) -> list[str]:

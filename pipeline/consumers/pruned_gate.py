@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.directory import MANIFEST, read_manifest
-from headrace.base.errors import DataError
 from pipeline.consumers.bounds import Bound, bound_of
 from pipeline.consumers.consumer import ConsumerPlan
-from pipeline.consumers.gate import Sample, Say, judged, score_original
+from pipeline.consumers.gate import Sample, Say, judged, refusal, score_original
 from pipeline.consumers.request import ScoreRequest
 
 NO_BOUND = Bound(inf, inf)
@@ -72,7 +71,5 @@ def run_pruned_gate(
         wrong += [f"{consumer.name}: {each}" for each in broken]
         wrong += [f"{consumer.name} beside transformers on the same folder: {each}" for each in unlike]
     if wrong:
-        name = result.name.strip(".").removesuffix(".partial")
-        remedy = "another dtype, or leave that consumer out"
-        raise DataError("\n  ".join([f"{name} was not accepted, and was deleted:", *wrong]) + f"\n  try: {remedy}")
+        raise refusal(result, wrong, remedy="another dtype, or leave that consumer out")
     return dict(sorted(figures.items()))

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pipeline.config.schema import DistillSection
+from pipeline.config.compression_schema import DistillSection
 from pipeline.data.loader import MicroBatch
 from pipeline.distillation.divergence import Divergence
 from pipeline.engines.objective import Loss

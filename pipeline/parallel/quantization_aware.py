@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headrace.base.errors import ConfigError
+from pipeline.config.compression_schema import QuantizationAwareSection
 from pipeline.config.rules import ResolvedRun
-from pipeline.config.schema import QuantizationAwareSection
 from pipeline.models.rounding import Rounding, e4m3, integers
 from pipeline.models.routers import find_routers
 from pipeline.models.unfused_experts import is_fused

@@ -13,8 +13,8 @@ from torch import nn
 from headrace.base.errors import ConfigError
 from headrace.base.section import parse
 from pipeline.compress.weights import scale_of
+from pipeline.config.compression_schema import QuantizationAwareSection
 from pipeline.config.curve import curve_fields
-from pipeline.config.schema import QuantizationAwareSection
 from pipeline.distillation.teacher import teacher_run
 from pipeline.evaluation.loading import load_model
 from pipeline.models.hf_config import resolve_hf_config

@@ -43,6 +43,19 @@ for folder in sys.argv[2:]:
 """
 
 
+def kill_once_written(config: Path, written: Path) -> None:
+    """Starts a quantization and kills it, and all that it has started, as soon as a file is there."""
+    command = [sys.executable, str(ENTRY), "--config", str(config)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.monotonic() + 240
+    while not written.exists():
+        assert process.poll() is None, "it ended before it was killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
 @dataclass(frozen=True)
 class Made:
     path: Path
@@ -179,14 +192,5 @@ def test_leftovers_of_a_killed_run_are_not_used_by_the_next(int8: Made) -> None:
 def test_a_killed_run_leaves_nothing_under_the_final_name(model: Path, tokens: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, model, tokens)
     output = tmp_path / "small"
-    command = [sys.executable, str(ENTRY), "--config", str(config)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    written = staging_path(output) / "model.safetensors"
-    deadline = time.monotonic() + 240
-    while not written.exists():
-        assert process.poll() is None, "it ended before it was killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    kill_once_written(config, staging_path(output) / "model.safetensors")
     assert not output.exists()

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +20,7 @@ from pipeline.compress.work import Work
 from pipeline.evaluation.loading import empty_model, load_model
 from pipeline.evaluation.model_folder import ModelFolder
 from tests import warm
-from tests.compress.test_quantize import ENTRY, packed_here, write_config
+from tests.compress.test_quantize import ENTRY, kill_once_written, packed_here, write_config
 from tests.evaluation.small import make_model
 
 GPTQ: dict[str, Any] = {"scheme": "W4A16", "method": "gptq", "calibration": {"samples": 32}}
@@ -159,16 +154,7 @@ def test_a_process_killed_after_its_first_layer_is_resumed_by_the_next(
     folder = tmp_path / "killed"
     folder.mkdir()
     config = write_config(folder, model, tokens, **GPTQ, consumers=["transformers"])
-    command = [sys.executable, str(ENTRY), "--config", str(config)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    written = work_path(folder / "small") / "layers" / "layer-00000.safetensors"
-    deadline = time.monotonic() + 240
-    while not written.exists():
-        assert process.poll() is None, "it ended before it was killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    kill_once_written(config, work_path(folder / "small") / "layers" / "layer-00000.safetensors")
     assert not (folder / "small").exists()
     done = warm.run(ENTRY, "--config", config)
     assert done.returncode == 0, done.stderr

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from headrace.base.directory import read_manifest
+from pipeline.config.compression_schema import DistillSection
 from pipeline.config.load import read_config
 from pipeline.config.rules import resolve
-from pipeline.config.schema import Config, DistillSection
+from pipeline.config.schema import Config
 from pipeline.distillation.divergence import Kind
 from pipeline.distillation.objective import Distillation
 from pipeline.distillation.teacher import Teacher, TeacherModel
