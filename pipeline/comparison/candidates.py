@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from data_prep.tokenizer.fingerprint import TOKENIZER_JSON
 from headrace.base.directory import MANIFEST, check_sizes, read_manifest
 from headrace.base.errors import ConfigError
 from pipeline.consumers.consumer import CONSUMERS
@@ -15,6 +16,7 @@ from pipeline.consumers.gate import POSITIONS
 from pipeline.data.dataset import TokenDataset, tokenizer_details
 from pipeline.evaluation.data import FieldNames, HeldOutData, as_trained, open_heldout
 from pipeline.evaluation.model_folder import ModelFolder
+from pipeline.gguf_files.vocabulary import first_difference, stored_tokens
 
 NAMES = FieldNames("--data", "--sequence-length")
 _PROMPT_TOKENS, _NEW_TOKENS = 32, 64
@@ -102,7 +104,8 @@ def check(
         wanted: what is measured beside the loss.
 
     Raises:
-        ConfigError: no model, an unknown consumer, another tokenizer, windows that are too long, or unusable numbers.
+        ConfigError: no model, an unknown consumer, another tokenizer, none for prompts, windows that are too long, or
+            unusable numbers.
         DataError: a folder is missing or damaged.
     """
     wanted = wanted or Wanted()
@@ -122,7 +125,12 @@ def check(
         if datasets
         else TokenDataset.open(data.path, split=data.split, sequence_length=data.sequence_length)
     )
-    sizes = [folder.vocab_size for folder in folders] or [int(str(tokenizer_details(dataset.manifest)["vocab_size"]))]
+    sizes = [folder.vocab_size for folder in folders] or [_tokenizer_size(dataset)]
+    for name, (_, folder) in opened.items():
+        if folder is None:
+            _check_gguf_tokenizer(Path(models[name]) / GGUF_FILE, dataset)
+        elif wanted.prompts:
+            _check_has_tokenizer(folder.path)
     found = [row for name, (about, folder) in opened.items() for row in _rows(name, models[name], about, folder, names)]
     return Comparison(tuple(found), data, dataset, min(sizes), wanted)
 
@@ -149,6 +157,30 @@ def _open(path: Path) -> tuple[ModelDescription, ModelFolder | None]:
     if (path / MANIFEST).is_file():
         check_sizes(path, read_manifest(path, kind="model"))
     return about, None
+
+
+def _tokenizer_size(dataset: TokenDataset) -> int:
+    return int(str(tokenizer_details(dataset.manifest)["vocab_size"]))
+
+
+def _check_gguf_tokenizer(file: Path, dataset: TokenDataset) -> None:
+    """Each id is the same token in the file and in the data; without the data's tokenizer, only their number counts."""
+    tokens, tokenizer = stored_tokens(file), dataset.path / "tokenizer" / TOKENIZER_JSON
+    size, why = _tokenizer_size(dataset), None
+    if tokenizer.is_file():
+        why = first_difference(tokens, tokenizer)
+    elif size > len(tokens):
+        why = f"it has {len(tokens)} tokens, and the data's tokenizer {size}"
+    if why is not None:
+        why, remedy = f"{file} has another tokenizer: {why}", "evaluate on a dataset tokenized with the model's own"
+        raise ConfigError(NAMES.path, str(dataset.path), why=why, remedy=remedy)
+
+
+def _check_has_tokenizer(path: Path) -> None:
+    if not any((path / name).is_file() for name in (TOKENIZER_JSON, "tokenizer_config.json")):
+        raise ConfigError(
+            "--prompt", why=f"{path} has no tokenizer to read a text with", remedy="copy the tokenizer's files there"
+        )
 
 
 def _rows(

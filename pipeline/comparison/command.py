@@ -25,6 +25,8 @@ TABLE_WIDTH = 120
 """Characters: rich drops columns in a narrower terminal."""
 
 _FOR_SEVERAL = ("consumers", "batches", "positions", "prompt", "csv", "picture")
+_OF_THE_LOSS = ("data", "sequence_length", "mask_documents", "max_tokens", *_FOR_SEVERAL)
+_OF_TASKS = ("task_folder", "shots", "limit")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
         remedy = "give MODEL, or --model NAME=FOLDER for each of several"
         raise ConfigError("MODEL", why="there is nothing to evaluate", remedy=remedy)
     models = named_paths("--model", args.models)
+    _check_flags(args)
     if args.tasks is not None:
         return harness.run(args, models or {Path(args.model).name: Path(args.model)})
     if args.data is None:
@@ -89,6 +92,16 @@ def run(args: argparse.Namespace) -> int:
                 raise ConfigError(f"--{flag}", getattr(args, flag), why=why, remedy=f"write --model name={args.model}")
         return command.run(args)
     return _compare(args, models)
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """A flag that would have no effect is refused."""
+    given, instead = (_OF_TASKS, "a loss") if args.tasks is None else (_OF_THE_LOSS, "tasks")
+    for name in given:
+        if getattr(args, name) is not None:
+            flag, why = f"--{name.replace('_', '-')}", f"it has no effect on {instead}"
+            remedy = "leave it out" if args.tasks is not None else "give --tasks NAMES, or leave it out"
+            raise ConfigError(flag, str(getattr(args, name)), why=why, remedy=remedy)
 
 
 def _compare(args: argparse.Namespace, models: dict[str, Path]) -> int:

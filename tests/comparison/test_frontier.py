@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from headrace.base.errors import ConfigError, DataError
-from pipeline.comparison.candidates import Wanted
+from pipeline.comparison.candidates import Wanted, check
 from pipeline.comparison.frontier import frontier
 from pipeline.comparison.rows import Row, as_csv, as_json, row_of
 from pipeline.comparison.size_quality import Point, pareto, picture_of, save_svg
@@ -24,7 +25,7 @@ from pipeline.comparison.table import comparison_tables, small
 from pipeline.consumers.consumer import CONSUMERS, VLLM_PYTHON
 from pipeline.evaluation.data import HeldOutData
 from tests import warm
-from tests.evaluation.small import SEQUENCE, every_third, make_masked
+from tests.evaluation.small import SEQUENCE, TEXTS, every_third, make_masked, make_tokens
 
 PROMPT = "The mill at race"
 
@@ -121,6 +122,29 @@ def test_bad_input_is_named_before_any_work(fields: dict[str, Any], message: str
         frontier({"own": model, "other": Path("nowhere")}, data=data)
 
 
+def test_a_gguf_file_with_another_tokenizer_is_refused(gguf: Path, tmp_path: Path) -> None:
+    other = make_tokens(tmp_path / "tokens", [text.upper() for text in TEXTS])
+    with pytest.raises(ConfigError, match=r"model.gguf has another tokenizer: its id \d+ is '.+', not '.+'"):
+        check({"q8": gguf}, data=HeldOutData(path=str(other), sequence_length=SEQUENCE))
+
+
+def test_a_truncated_gguf_file_is_refused(gguf: Path, tokens: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes((gguf / "model.gguf").read_bytes()[:3000])
+    with pytest.raises(DataError, match=r"model.gguf is damaged"):
+        check({"q8": tmp_path}, data=HeldOutData(path=str(tokens), sequence_length=SEQUENCE))
+
+
+def test_prompts_need_a_tokenizer(model: Path, tokens: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(model / name, tmp_path)
+    with pytest.raises(ConfigError, match="has no tokenizer to read a text with"):
+        check(
+            {"own": tmp_path},
+            data=HeldOutData(path=str(tokens), sequence_length=SEQUENCE),
+            wanted=Wanted(prompts=(PROMPT,)),
+        )
+
+
 @pytest.mark.integration  # a second measurement
 def test_a_loss_mask_holds_for_every_program(model: Path, gguf: Path, tokens: Path, tmp_path: Path) -> None:
     masked = make_masked(tmp_path / "masked", tokens, every_third)
@@ -154,6 +178,9 @@ def test_eval_compares_models_and_writes_csv_and_picture(model: Path, gguf: Path
         (["a", "--data", "b", "--csv", "c.csv"], "--csv.*\n.*side by side"),
         (["--model", "a=b", "--data", "c", "--batches", "x"], "--batches.*\n.*no list"),
         (["--model", "a=b", "--data", "c", "--picture", "no/where.svg"], "no is not a directory"),
+        (["--model", "a=b", "--data", "c", "--shots", "5"], "--shots.*\n.*no effect on a loss"),
+        (["--model", "a=b", "--tasks", "arc_easy", "--max-tokens", "9"], "--max-tokens.*\n.*no effect on tasks"),
+        (["a", "--tasks", "arc_easy", "--prompt", "x"], "--prompt.*\n.*no effect on tasks"),
     ],
 )
 def test_eval_refuses_by_name(given: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,41 @@
+"""The tokens of a GGUF file, read back and compared with a tokenizer. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gguf import GGUFReader, Keys
+
+from headrace.base.errors import DataError
+
+
+def stored_tokens(file: Path) -> list[str]:
+    """Every token of a GGUF file by its id; ids that no token has are called [PAD<id>] by most writers.
+
+    Raises:
+        DataError: the file is damaged or has no tokens.
+    """
+    try:
+        field = GGUFReader(file).get_field(Keys.Tokenizer.LIST)
+    except (ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
+        raise DataError(f"{file} is damaged: {error}\n  try: copy or quantize it again") from None
+    if field is None:
+        raise DataError(f"{file} has no tokenizer ({Keys.Tokenizer.LIST})\n  try: quantize a folder with a tokenizer")
+    return [str(token) for token in field.contents()]
+
+
+def first_difference(tokens: list[str], tokenizer: Path) -> str | None:
+    """What sets a GGUF file's tokens apart from a tokenizer.json; None where every id stands for the same token.
+
+    Args:
+        tokens: of the file, by id; it may have more, as models do whose vocabulary is filled up.
+        tokenizer: the tokenizer.json.
+    """
+    from tokenizers import Tokenizer  # noqa: PLC0415
+
+    for token, number in sorted(Tokenizer.from_file(str(tokenizer)).get_vocab().items(), key=lambda item: item[1]):
+        if number >= len(tokens):
+            return f"it has no id {number}, which is {token!r}"
+        if tokens[number] != token:
+            return f"its id {number} is {tokens[number]!r}, not {token!r}"
+    return None
