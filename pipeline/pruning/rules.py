@@ -8,7 +8,7 @@ from pathlib import Path
 
 from headrace.base.errors import ConfigError
 from pipeline.consumers.consumer import ConsumerPlan, plan_consumers
-from pipeline.consumers.description import FOLDER, ModelDescription, head_size
+from pipeline.consumers.description import FOLDER, ModelDescription, architecture, head_size
 from pipeline.data.dataset import TokenDataset
 from pipeline.evaluation.data import as_trained, open_heldout
 from pipeline.evaluation.model_folder import ModelFolder
@@ -80,7 +80,9 @@ def prepare(config: PruneConfig, *, world_size: int = 1) -> PruningPlan:
     config = config.model_copy(update={"data": as_trained(config.data, source.path)})
     dataset = open_heldout(config.data, source)
     calibration = _calibration(config, _data_parallel(config, anatomy, world_size))
-    about = ModelDescription(FOLDER, config.dtype or source.dtype, head_size(source.config))
+    about = ModelDescription(
+        FOLDER, config.dtype or source.dtype, head_size(source.config), **architecture(source.config)
+    )
     consumers = plan_consumers(about, None if config.consumers is None else tuple(config.consumers))
     return PruningPlan(config, source, anatomy, dataset, calibration, consumers, shape, choices)
 

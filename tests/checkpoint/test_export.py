@@ -22,6 +22,7 @@ from pipeline.checkpoint.store import Checkpoint
 from pipeline.models import materialize as model_materialize
 from tests import warm
 from tests.conftest import launch, tiny_config, write_config
+from tests.models.architectures import config_of
 
 
 @pytest.fixture(scope="module")
@@ -168,3 +169,13 @@ def test_the_gate_never_holds_two_whole_models(run_dir: Path, tmp_path: Path, mo
     export_module.export(Checkpoint(run_dir / "checkpoints/step-00000006", 6), tmp_path / "model")
     assert loaded
     assert alive == [0]
+
+
+def test_a_deepseek_config_names_its_router_as_published_ones_do(tmp_path: Path) -> None:
+    """vLLM reads these fields, and transformers, which knows one kind of router, does not write them."""
+    config = config_of("deepseek_v3")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    export_module._write_config(config, model, tmp_path, torch.bfloat16, trained_positions=None)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert (written["topk_method"], written["scoring_func"]) == ("noaux_tc", "sigmoid")

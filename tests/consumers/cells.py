@@ -24,6 +24,22 @@ _COMMON: dict[str, Any] = {**_SHAPE, "num_hidden_layers": 2, "head_dim": 32, "ma
 _GPT2 = {"n_embd": 64, "n_head": 2, "n_layer": 2, "n_positions": 128, "bos_token_id": 0, "eos_token_id": 0}
 _EXPERTS = {"moe_intermediate_size": 64, "norm_topk_prob": True}
 
+_LATENT = {
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 128,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 64,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,  # sizes that vLLM takes
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
+
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {**_COMMON, "tie_word_embeddings": True},
     "qwen3": _COMMON,
@@ -32,6 +48,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2": _GPT2,
     "mixtral": _COMMON,
     "qwen3_moe": {**_COMMON, **_EXPERTS},
+    "deepseek_v3": _LATENT,
 }
 """Name in `tests.models.architectures` -> fields: two heads of 32 features, which every consumer takes."""
 

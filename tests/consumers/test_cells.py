@@ -16,6 +16,7 @@ CELLS = (
     "gpt2, Q4_K_M, bpe",
     "mixtral, W4A16, bpe",
     "qwen3_moe, W4A16, sentencepiece-bpe",
+    "deepseek_v3, FP8, bpe",
 )
 
 
