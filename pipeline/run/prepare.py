@@ -21,6 +21,7 @@ from pipeline.data.dataset import TokenDataset, tokenizer_details
 from pipeline.data.mixing_weights import Extent
 from pipeline.data.mixture import DataMixture, open_heldout, open_mixture
 from pipeline.distillation.cached_logits import CachedLogits, open_logits
+from pipeline.distillation.feature_checks import check_feature_models
 from pipeline.distillation.quantized import DequantizedValues, is_dequantized
 from pipeline.distillation.teacher import TeacherModel, teacher_run
 from pipeline.engines.common import model_dtype
@@ -99,6 +100,8 @@ def prepare(run: ResolvedRun) -> PreparedRun:
         teacher, logits = find_teacher(run, mixture, vocab_size=hf_config.vocab_size)
     model = build_meta(hf_config, dtype=model_dtype(config), attn_implementation=attention_of(run))
     check_layout(run, model)
+    if teacher is not None:
+        check_feature_models(run, student=model, teacher=teacher.model)
     check_disks(config)
     check_tensorboard(config)
     values = first_values(config, model)

@@ -1,0 +1,51 @@
+"""What of a matching of features can be refused only when both models are known, before a run starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from headrace.base.errors import ConfigError
+from pipeline.config.feature_rules import ATTENTIONS, check_models, features_of
+from pipeline.config.rules import ResolvedRun
+from pipeline.parallel.compilation import compiles
+from pipeline.parallel.features import decoder_layers
+
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+
+
+def check_feature_models(run: ResolvedRun, *, student: nn.Module, teacher: nn.Module) -> None:
+    """Refuses matchings that two models do not make possible.
+
+    Args:
+        run: the resolved config, a distillation.
+        student, teacher: the full models, on meta.
+
+    Raises:
+        ConfigError: names the field, and what works.
+    """
+    section = run.config.distill
+    assert section is not None
+    fields = features_of(section)
+    if not fields:
+        return
+    for whose, model in (("student", student), ("teacher", teacher)):
+        _check_layers(next(iter(fields)), whose, model)
+    check_models(section, sizes_of(student), sizes_of(teacher), run.topology)
+    if section.attentions is not None and compiles(run.config.compile):
+        why = "queries, keys and values are recorded within a layer, and a compiled layer hands nothing out"
+        raise ConfigError(ATTENTIONS, why=why, remedy="set compile.enabled to false (it is on where there is a GPU)")
+
+
+def sizes_of(model: nn.Module) -> dict[str, Any]:
+    """Depth, width and heads of a Hugging Face model, under one architecture's names or another's."""
+    return {name: getattr(model.config, name, None) for name in _SIZES}
+
+
+def _check_layers(field: str, whose: str, model: nn.Module) -> None:
+    config: Any = model.config
+    found, told = len(decoder_layers(model)), getattr(config, "num_hidden_layers", None)
+    if found != told:
+        why = f"the {whose} ({config.model_type}) has {told} layers by its config, and {found} could be found"
+        raise ConfigError(field, why=why, remedy="remove it, or use another architecture, e.g. llama")
