@@ -25,7 +25,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "similarity": {"hidden_states": {"weight": 50.0}},
     "mse": {"hidden_states": {"weight": 0.01, "loss": "mse"}},
     "attention": {"attentions": {"weight": 1.0}},
-    "attention, all layers": {"attentions": {"weight": 1.0, "layers": "uniform"}},
     "similarity and attention": {"hidden_states": {"weight": 50.0}, "attentions": {"weight": 1.0}},
 }
 """Name -> what is added to `distill`."""

@@ -56,8 +56,13 @@ def test_with_all_ids_a_student_learns_what_it_learns_from_the_teacher(work: Pat
 @pytest.mark.integration
 @pytest.mark.parametrize(
     "sets",
-    [("parallel.tp=2",), ("parallel.cp=2", "zero_optimization.stage=2"), ("engine=deepspeed",)],
-    ids=["tensor parallelism", "context parallelism", "DeepSpeed, data parallelism"],
+    [
+        ("parallel.tp=2",),
+        ("parallel.cp=2", "zero_optimization.stage=2"),
+        ("engine=deepspeed",),
+        ("engine=deepspeed", "parallel.pp=2", "zero_optimization.stage=1"),
+    ],
+    ids=["tensor parallelism", "context parallelism", "DeepSpeed, data parallelism", "DeepSpeed, pipeline"],
 )
 def test_every_layout_follows_one_process_on_the_same_logits(work: Path, tmp_path: Path, sets: tuple[str, ...]) -> None:
     launch("distill.py", work / "c.json", f"run.dir={tmp_path / 'alone'}")

@@ -21,6 +21,7 @@ from pipeline.engines.objective import CrossEntropy
 from pipeline.models.materialize import materialize
 from pipeline.parallel.assemble import assemble
 from pipeline.parallel.decoder import Decoder
+from pipeline.parallel.features import Wanted, recording
 from pipeline.run.distillation import make_distillation
 from pipeline.run.prepare import PreparedRun, prepare
 from tests import warm
@@ -157,6 +158,46 @@ def test_models_of_one_width_can_be_matched_state_by_state(
     models = transformers_model(decoder.causal), of_teacher
     expected, _ = by_formula(*models, batch, kind=kind, hidden_map=[(0, 1)], heads=4)
     assert hidden.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_hidden_states_of_compiled_layers_are_matched_as_those_of_others(
+    tokens: Path, teacher: Path, tmp_path: Path
+) -> None:
+    sums = []
+    for sets in ((), ("compile.enabled=true", "compile.backend=aot_eager", "memory.activation_checkpointing=full")):
+        ready = prepared(tokens, teacher, tmp_path, *sets, hidden_states={})
+        decoder, batch = decoder_of(ready), first_batch(ready)
+        out = decoder(batch.input_ids, batch, make_distillation(ready, torch.device("cpu"), None))
+        out[0].backward()
+        sums.append([*(each.item() for each in out), *(p.grad.norm().item() for p in decoder.parameters())])
+    assert sums[1] == pytest.approx(sums[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen3"])
+def test_other_architectures_are_recorded_layer_by_layer(
+    kind: str, tokens: Path, teacher: Path, tmp_path: Path
+) -> None:
+    sizes = {
+        "gpt2": {"n_layer": 2, "n_embd": 48, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    }
+    qwen = {
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+    }
+    model = {"config": {"model_type": kind, **sizes.get(kind, {**qwen, "intermediate_size": 64})}}
+    config = student(tokens, tmp_path / "run", teacher, **BOTH) | {"model": model}
+    ready = prepare(resolve(read_config(write_config(tmp_path / "c.json", config), []).config, world_size=1))
+    decoder, batch = decoder_of(ready), first_batch(ready)
+    total, *parts = decoder(batch.input_ids, batch, make_distillation(ready, torch.device("cpu"), None))
+    assert all(part.item() > 0 for part in parts)
+    total.backward()
+    with recording(decoder, Wanted(frozenset({0, 1}), frozenset({0, 1}))) as found:
+        decoder(batch.input_ids, batch, CrossEntropy())
+    assert found.hidden.keys() == found.attention.keys() == {0, 1}
+    assert all(query.shape == (2, 4, 32, 12) for query, _, _ in found.attention.values())
 
 
 def test_an_evaluation_records_nothing_and_a_decoder_is_left_as_it_was(
