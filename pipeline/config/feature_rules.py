@@ -27,8 +27,8 @@ def features_of(section: DistillSection) -> dict[str, HiddenStatesSection | Atte
     return {field: value for field, value in both.items() if value is not None}
 
 
-def check_features(config: Config, topology: Topology) -> None:
-    """Refuses matchings that no model makes possible: without a teacher in memory, in a pipeline, of other attention.
+def check_features(config: Config) -> None:
+    """Refuses matchings that no model makes possible: without a teacher in memory, or of other attention.
 
     Raises:
         ConfigError: names the field, and what works.
@@ -39,9 +39,6 @@ def check_features(config: Config, topology: Topology) -> None:
         if config.distill.logits is not None:
             why = "cached logits hold what the teacher says, not what it computes on the way"
             raise ConfigError(field, why=why, remedy="use distill.teacher without distill.logits, or remove it")
-        if topology.pp > 1:
-            why = f"the teacher is on the last of {topology.pp} pipeline stages, and the student's layers are on all"
-            raise ConfigError(field, why=why, remedy="use parallel.pp 1 with parallel.tp, cp or ZeRO, or remove it")
     if config.distill.attentions is None:
         return
     own = "queries, keys and values are recorded by headrace's own attention"
@@ -89,7 +86,12 @@ def layer_map(field: str, given: LayerMap, *, student: int, teacher: int) -> dic
 
 
 def check_models(
-    section: DistillSection, student: Mapping[str, Any], teacher: Mapping[str, Any], topology: Topology
+    section: DistillSection,
+    student: Mapping[str, Any],
+    teacher: Mapping[str, Any],
+    topology: Topology,
+    *,
+    last_stage: tuple[int, int],
 ) -> None:
     """Refuses a layer map, a loss or relation heads that do not fit two models.
 
@@ -97,13 +99,19 @@ def check_models(
         section: the config's `distill`.
         student, teacher: their Hugging Face configs.
         topology: the mesh.
+        last_stage: (first, end) of the student's layers on the last pipeline stage.
 
     Raises:
         ConfigError: names the field, and what works.
     """
     for field, matching in features_of(section).items():
         depths = {"student": student["num_hidden_layers"], "teacher": teacher["num_hidden_layers"]}
-        layer_map(field, matching.layers, **depths)
+        earlier = [own for own in layer_map(field, matching.layers, **depths) if own < last_stage[0]]
+        if earlier:
+            first, last = last_stage[0], last_stage[1] - 1
+            why = f"the teacher is on the last of {topology.pp} pipeline stages, which has the student's layers {first}"
+            why += f" to {last}, and layer {earlier[0]} is on another"
+            raise ConfigError(f"{field}.layers", why=why, remedy=f'map layers from {first} on, e.g. "last", or pp 1')
     hidden = section.hidden_states
     widths = student["hidden_size"], teacher["hidden_size"]
     if hidden is not None and hidden.loss != "similarity" and widths[0] != widths[1]:

@@ -73,7 +73,7 @@ def check_layout(config: Config, topology: Topology) -> None:
     _check_offload(config)
     _check_moments(config, topology)
     check_distillation(config)
-    check_features(config, topology)
+    check_features(config)
 
 
 def check_heads(model: Mapping[str, Any], topology: Topology, *, cp_method: str) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from headrace.base.errors import ConfigError
 from pipeline.config.feature_rules import ATTENTIONS, check_models, features_of
 from pipeline.config.rules import ResolvedRun
+from pipeline.parallel.assemble import pipeline_stages
 from pipeline.parallel.compilation import compiles
 from pipeline.parallel.features import decoder_layers
 
@@ -32,7 +33,8 @@ def check_feature_models(run: ResolvedRun, *, student: nn.Module, teacher: nn.Mo
         return
     for whose, model in (("student", student), ("teacher", teacher)):
         _check_layers(next(iter(fields)), whose, model)
-    check_models(section, sizes_of(student), sizes_of(teacher), run.topology)
+    last_stage = pipeline_stages(run, student)[-1].layers
+    check_models(section, sizes_of(student), sizes_of(teacher), run.topology, last_stage=last_stage)
     if section.attentions is not None and compiles(run.config.compile):
         why = "queries, keys and values are recorded within a layer, and a compiled layer hands nothing out"
         raise ConfigError(ATTENTIONS, why=why, remedy="set compile.enabled to false (it is on where there is a GPU)")

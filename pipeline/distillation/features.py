@@ -12,6 +12,8 @@ order of the heads. None of them has parameters, so that checkpoints, exports an
 
 The output of a layer is the residual stream after it, before any final norm.
 
+In a pipeline the last stage has the teacher, so that only its layers of the student can be matched.
+
 In every layout a rank computes the rows of its own tokens (hidden states) or its relation heads (attention); columns
 are all-gathered over the ranks of a sequence, and their gradients reduce-scattered.
 

@@ -110,7 +110,7 @@ class Decoder(nn.Module):
         """
         if self.balancer is not None:
             self.balancer.begin_micro_batch(self._routed_tokens(batch))
-        if not isinstance(objective, FeatureLoss):
+        if not (self.layout.last and isinstance(objective, FeatureLoss)):
             return self._output(inputs, batch, objective)
         with recording(self, objective.wanted) as features:
             total, *parts = self._output(inputs, batch, objective)

@@ -66,9 +66,10 @@ class Recorded(Protocol):
     record_attention: RecordAttention | None
 
 
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers of a Hugging Face model, in order."""
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+def decoder_layers(model: nn.Module) -> dict[int, nn.Module]:
+    """Index -> decoder layer of a Hugging Face model; of a pipeline stage its own, by their index in the model."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return {i: each for one in lists for i, each in enumerate(one) if isinstance(each, GradientCheckpointingLayer)}
 
 
 @contextmanager

@@ -282,12 +282,47 @@ def test_what_cannot_be_matched_is_refused_before_work(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_pipeline_is_refused_before_work(tokens: Path, teacher: Path, tmp_path: Path) -> None:
+def test_layers_before_the_last_pipeline_stage_are_refused_before_work(
+    tokens: Path, teacher: Path, tmp_path: Path
+) -> None:
     config = write_config(tmp_path / "c.json", student(tokens, tmp_path / "run", teacher, **BOTH))
     arguments = ("--config", config, "--processes", "2", "--set", "parallel.pp=2")
     done = warm.run("-m", "pipeline", "check", *arguments, merged=True)
     assert done.returncode == 2
-    assert "the teacher is on the last of 2 pipeline stages" in done.stdout
+    assert "the last of 2 pipeline stages, which has the student's layers 1 to 1, and layer 0 is" in done.stdout
+
+
+PIPELINES: dict[str, tuple[str, ...]] = {
+    "interleaved 1F1B": ("parallel.schedule=interleaved_1f1b", "zero_optimization.stage=2"),
+    "zero bubble, full checkpointing": (
+        "parallel.schedule=zero_bubble",
+        "zero_optimization.stage=2",
+        "memory.activation_checkpointing=full",
+    ),
+    "DeepSpeed": ("engine=deepspeed", "zero_optimization.stage=1"),
+}
+
+
+@pytest.fixture(scope="module")
+def deep(tokens: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, float]]:
+    """A student of four layers whose last is matched: its config, and the losses of one process."""
+    work = tmp_path_factory.mktemp("deep")
+    last = {"hidden_states": {"layers": {"3": 2}}, "attentions": {"layers": "last"}}
+    config = student(tokens, work / "run", teacher, **last)
+    config["model"]["config"]["num_hidden_layers"] = 4
+    path = write_config(work / "c.json", config)
+    launch("distill.py", path)
+    return path, losses(work / "run")
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("layout", PIPELINES)
+def test_layers_of_the_last_pipeline_stage_are_matched_as_in_one_process(
+    layout: str, deep: tuple[Path, dict[int, float]], tmp_path: Path
+) -> None:
+    sets = (f"run.dir={tmp_path / 'run'}", "parallel.pp=2", *PIPELINES[layout])
+    launch("distill.py", deep[0], *sets, processes=2)
+    assert losses(tmp_path / "run") == pytest.approx(deep[1], rel=TOLERANCE)
 
 
 def test_a_resumed_run_goes_on_as_if_nothing_had_happened_and_other_matching_is_another_run(
