@@ -1,8 +1,7 @@
-"""Matching of hidden states and attention relations: the loss is the papers', and no layout changes it."""
+"""Matching of hidden states and attention relations: the loss is the papers', and what cannot be matched is refused."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV3Config, MambaConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from headrace.base.directory import read_manifest
+from headrace.base.errors import ConfigError
 from pipeline.config.load import read_config
 from pipeline.config.rules import ResolvedRun, resolve
 from pipeline.data.loader import IGNORE, MicroBatch, StepLoader
+from pipeline.distillation.feature_checks import check_feature_models
 from pipeline.engines.objective import CrossEntropy
 from pipeline.models.materialize import materialize
 from pipeline.parallel.assemble import assemble
@@ -26,7 +26,7 @@ from pipeline.run.distillation import make_distillation
 from pipeline.run.prepare import PreparedRun, prepare
 from tests import warm
 from tests.conftest import launch, losses, start, write_config
-from tests.distillation.test_layouts import TOLERANCE, student
+from tests.distillation.test_layouts import student
 
 BOTH: dict[str, Any] = {"hidden_states": {"weight": 2.0}, "attentions": {"weight": 3.0, "layers": "uniform"}}
 
@@ -212,49 +212,6 @@ def test_an_evaluation_records_nothing_and_a_decoder_is_left_as_it_was(
     assert len(before) == len(decoder(batch.input_ids, batch, CrossEntropy())) == 1
 
 
-LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "full activation checkpointing": (1, ("memory.activation_checkpointing=full",)),
-    "FSDP2, teacher sharded": (2, ("distill.shard_teacher=true",)),
-    "tensor parallelism": (2, ("parallel.tp=2", "zero_optimization.stage=2")),
-    "context parallelism": (2, ("parallel.cp=2",)),
-    "tensor and context parallelism, ring": (4, ("parallel.tp=2", "parallel.cp=2", "parallel.cp_method=ring")),
-    "ZeRO-3": (2, ("engine=deepspeed",)),
-    "ZeRO-2, tensor parallelism, selective checkpointing": (
-        2,
-        ("engine=deepspeed", "zero_optimization.stage=2", "parallel.tp=2", "memory.activation_checkpointing=selective"),
-    ),
-    "ZeRO-3, context parallelism, full checkpointing": (
-        2,
-        ("engine=deepspeed", "parallel.cp=2", "memory.activation_checkpointing=full"),
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def alone(teacher: Path, tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The losses of one process."""
-    work = tmp_path_factory.mktemp("alone")
-    launch("distill.py", write_config(work / "c.json", student(tokens, work / "run", teacher, **BOTH)))
-    rows = [json.loads(line) for line in (work / "run/metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if row["kind"] == "step"]
-    for row in steps:
-        parts = 2 * row["kl"] + 0.5 * row["cross_entropy"] + 2 * row["hidden_states"] + 3 * row["attentions"]
-        assert row["loss"] == pytest.approx(parts, rel=1e-5)
-    return losses(work / "run")
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_follows_one_process(
-    layout: str, alone: dict[int, float], teacher: Path, tokens: Path, tmp_path: Path
-) -> None:
-    processes, sets = LAYOUTS[layout]
-    config = write_config(tmp_path / "c.json", student(tokens, tmp_path / "run", teacher, **BOTH))
-    launch("distill.py", config, *sets, processes=processes)
-    assert losses(tmp_path / "run") == pytest.approx(alone, rel=TOLERANCE)
-    assert read_manifest(tmp_path / "run", kind="run").details["finished"]
-
-
 @pytest.mark.parametrize(
     ("sets", "words"),
     [
@@ -282,6 +239,25 @@ def test_what_cannot_be_matched_is_refused_before_work(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (MambaConfig(vocab_size=512, hidden_size=48, num_hidden_layers=2), "has no attention heads"),
+        (DeepseekV3Config(num_hidden_layers=2, hidden_size=48), "has latent attention"),
+    ],
+    ids=["mamba", "deepseek_v3"],
+)
+def test_attention_of_another_kind_is_refused_with_what_it_is(
+    model: Any, words: str, tokens: Path, teacher: Path, tmp_path: Path
+) -> None:
+    ready = prepared(tokens, teacher, tmp_path, attentions={})
+    assert ready.teacher is not None
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(model)
+    with pytest.raises(ConfigError, match=words):
+        check_feature_models(ready.run, student=made, teacher=ready.teacher.model)
+
+
 def test_layers_before_the_last_pipeline_stage_are_refused_before_work(
     tokens: Path, teacher: Path, tmp_path: Path
 ) -> None:
@@ -290,39 +266,6 @@ def test_layers_before_the_last_pipeline_stage_are_refused_before_work(
     done = warm.run("-m", "pipeline", "check", *arguments, merged=True)
     assert done.returncode == 2
     assert "the last of 2 pipeline stages, which has the student's layers 1 to 1, and layer 0 is" in done.stdout
-
-
-PIPELINES: dict[str, tuple[str, ...]] = {
-    "interleaved 1F1B": ("parallel.schedule=interleaved_1f1b", "zero_optimization.stage=2"),
-    "zero bubble, full checkpointing": (
-        "parallel.schedule=zero_bubble",
-        "zero_optimization.stage=2",
-        "memory.activation_checkpointing=full",
-    ),
-    "DeepSpeed": ("engine=deepspeed", "zero_optimization.stage=1"),
-}
-
-
-@pytest.fixture(scope="module")
-def deep(tokens: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, float]]:
-    """A student of four layers whose last is matched: its config, and the losses of one process."""
-    work = tmp_path_factory.mktemp("deep")
-    last = {"hidden_states": {"layers": {"3": 2}}, "attentions": {"layers": "last"}}
-    config = student(tokens, work / "run", teacher, **last)
-    config["model"]["config"]["num_hidden_layers"] = 4
-    path = write_config(work / "c.json", config)
-    launch("distill.py", path)
-    return path, losses(work / "run")
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("layout", PIPELINES)
-def test_layers_of_the_last_pipeline_stage_are_matched_as_in_one_process(
-    layout: str, deep: tuple[Path, dict[int, float]], tmp_path: Path
-) -> None:
-    sets = (f"run.dir={tmp_path / 'run'}", "parallel.pp=2", *PIPELINES[layout])
-    launch("distill.py", deep[0], *sets, processes=2)
-    assert losses(tmp_path / "run") == pytest.approx(deep[1], rel=TOLERANCE)
 
 
 def test_a_resumed_run_goes_on_as_if_nothing_had_happened_and_other_matching_is_another_run(
