@@ -101,22 +101,25 @@ def _compute(run: ResolvedRun, mixture: DataMixture, *, rank: int, processes: in
     from pipeline.distillation.teacher import Teacher  # noqa: PLC0415
     from pipeline.distillation.write_logits import is_written, write_logits  # noqa: PLC0415
     from pipeline.engines.build import pick_device  # noqa: PLC0415
-    from pipeline.evaluation.model_folder import ModelFolder  # noqa: PLC0415
+    from pipeline.models.hf_config import resolve_hf_config  # noqa: PLC0415
     from pipeline.run.prepare import check_tokenizer, folder_parents, open_teacher  # noqa: PLC0415
 
     section = run.config.distill
     assert section is not None
     assert section.teacher is not None
     assert section.logits is not None
-    check_tokenizer("distill.teacher", section.teacher, tokenizer_details(mixture.sources[0].manifest))
-    vocabulary = ModelFolder.open(section.teacher).vocab_size
+    tokenizer = tokenizer_details(mixture.sources[0].manifest)
+    check_tokenizer("distill.teacher", section.teacher, tokenizer)
+    length = run.config.data.sequence_length
+    vocabulary = resolve_hf_config(run.config.model, tokenizer=tokenizer, sequence_length=length).vocab_size
+    found = open_teacher(run, vocab_size=vocabulary)  # of the student, which is to be compared with it
     # the folder of a teacher whose logits are to be written is named as if they were not
     online = run.config.model_copy(update={"distill": section.model_copy(update={"logits": None})})
     folders = folder_parents(online)
     plan = _plan(run, mixture, vocab_size=vocabulary, teacher=folders["distill.teacher"]["fingerprint"])
     if is_written(plan, Path(section.logits)):
         return True
-    found, device = open_teacher(run, vocab_size=vocabulary), pick_device(detect())
+    device = pick_device(detect())
     if rank == 0:
         size = plan.tokens * plan.format.bytes_per_token
         print(
@@ -141,7 +144,8 @@ def _compute(run: ResolvedRun, mixture: DataMixture, *, rank: int, processes: in
 def _plan(run: ResolvedRun, mixture: DataMixture, *, vocab_size: int, teacher: str) -> LogitsPlan:
     from pipeline.data.dataset import tokenizer_details  # noqa: PLC0415
     from pipeline.distillation.cached_logits import LogitsFormat  # noqa: PLC0415
-    from pipeline.distillation.write_logits import LogitsPlan, drawn_windows, records_per_file  # noqa: PLC0415
+    from pipeline.distillation.write_logits import LogitsPlan, drawn_windows, merged, records_per_file  # noqa: PLC0415
+    from pipeline.engines.common import model_dtype  # noqa: PLC0415
 
     config, section = run.config, run.config.distill
     assert section is not None
@@ -155,9 +159,9 @@ def _plan(run: ResolvedRun, mixture: DataMixture, *, vocab_size: int, teacher: s
         tokenizer=tokenizer_details(mixture.sources[0].manifest)["fingerprint"],
         teacher=teacher,
         records_per_file=records_per_file(length, top_k),
+        dtype=str(model_dtype(config)).removeprefix("torch."),
     )
-    windows = drawn_windows(mixture.order, run.steps * run.batch.samples)
-    return LogitsPlan(layout, tuple(mixture.sources), windows)
+    return LogitsPlan(layout, *merged(mixture.sources, drawn_windows(mixture.order, run.steps * run.batch.samples)))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,54 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat
 
-from headrace.base.section import Count, Section
+from headrace.base.section import Count, Index, Section
+
+LayerMap = Literal["uniform", "last"] | dict[str, Index]
+"""Which layer of the teacher a layer of the student is matched with; see `feature_rules.layer_map`."""
+
+
+class HiddenStatesSection(Section):
+    """Matching of hidden states: adds weight x loss, per target token, averaged over the mapped layers."""
+
+    weight: PositiveFloat = Field(
+        1.0, description="Factor on the matching loss, which is added to that of the distillation, e.g. 1.0"
+    )
+    layers: LayerMap = Field(
+        "uniform",
+        description="Layer map: uniform (every layer of the student, with the teacher's at the same share of the"
+        " depth), last, or an object from the student's layers to the teacher's, counted from 0, e.g."
+        ' {"0": 1, "1": 2}',
+    )
+    loss: Literal["similarity", "mse", "cosine"] = Field(
+        "similarity",
+        description="similarity: squared difference of the cosine similarities between a token and those before it,"
+        " for models of any width (the default); mse or cosine: of the hidden states themselves, of models of one"
+        " hidden_size",
+    )
+
+
+class AttentionsSection(Section):
+    """Matching of self-attention relations (MiniLMv2): adds weight x KL, per target token, averaged."""
+
+    weight: PositiveFloat = Field(
+        1.0, description="Factor on the matching loss, which is added to that of the distillation, e.g. 1.0"
+    )
+    layers: LayerMap = Field(
+        "last",
+        description="Layer map: last (the last layers of both), uniform, or an object from the student's layers to the"
+        ' teacher\'s, counted from 0, e.g. {"1": 1}',
+    )
+    relations: tuple[Literal["query", "key", "value"], ...] = Field(
+        ("query", "key", "value"),
+        min_length=1,
+        description="Which vectors are related with themselves: query, key and value, or some of them",
+        strict=False,
+    )
+    relation_heads: Count | None = Field(
+        None,
+        description="Relation heads that the features of all attention heads are divided into, in both models, e.g. 8;"
+        " the student's num_attention_heads when absent",
+    )
 
 
 class DistillSection(Section):
@@ -49,6 +96,13 @@ class DistillSection(Section):
         False,
         description="Shard the teacher's layers over the data-parallel ranks (FSDP2), gathering one at a time; false:"
         " every rank has all of it, or with parallel.tp its tensor-parallel shard",
+    )
+    hidden_states: HiddenStatesSection | None = Field(
+        None, description="Match the student's hidden states with the teacher's, layer by layer; absent: not"
+    )
+    attentions: AttentionsSection | None = Field(
+        None,
+        description="Match relations between the tokens' queries, keys and values with the teacher's; absent: not",
     )
 
 

@@ -56,6 +56,10 @@ def _distillation(run: ResolvedRun) -> dict[str, Any] | None:
         fields["divergence"] = section.divergence
     if section.divergence == "jsd":
         fields["beta"] = section.beta
+    for name in ("hidden_states", "attentions"):
+        matching = getattr(section, name)
+        if matching is not None:
+            fields[name] = matching.model_dump(mode="json")
     return fields
 
 

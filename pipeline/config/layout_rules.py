@@ -9,6 +9,7 @@ from typing import Any
 from headrace.base.errors import ConfigError
 from pipeline.config.batch import BatchSizes
 from pipeline.config.distill_rules import check_distillation
+from pipeline.config.feature_rules import check_features
 from pipeline.config.optimizers import ADAMW
 from pipeline.config.schema import Config
 from pipeline.topology import Topology
@@ -72,6 +73,7 @@ def check_layout(config: Config, topology: Topology) -> None:
     _check_offload(config)
     _check_moments(config, topology)
     check_distillation(config)
+    check_features(config)
 
 
 def check_heads(model: Mapping[str, Any], topology: Topology, *, cp_method: str) -> None:

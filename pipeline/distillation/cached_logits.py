@@ -26,17 +26,13 @@ import torch
 from torch import Tensor
 
 from data_prep.formats.memory_map import map_file
-from headrace.base.directory import Manifest, check_sizes, read_manifest
-from headrace.base.errors import ConfigError, DataError
-from pipeline.config.rules import ResolvedRun
-from pipeline.config.schema import Config
-from pipeline.data.dataset import TokenDataset, tokenizer_details
+from headrace.base.directory import Manifest, fingerprint_of
+from headrace.base.errors import DataError
+from pipeline.data.dataset import TokenDataset
 from pipeline.data.loader import MicroBatch
-from pipeline.data.mixture import DataMixture
 from pipeline.data.order import SampleLocation, SampleOrder
 from pipeline.data.packed import PackedDataset
 from pipeline.distillation.divergence import Divergence, bucket_divergence_and_gradient
-from pipeline.evaluation.model_folder import ModelFolder
 from pipeline.parallel.vocabulary import VocabularyShard
 
 KIND = "logits"
@@ -59,6 +55,7 @@ class LogitsFormat:
         tokenizer: fingerprint of the datasets' tokenizer.
         teacher: fingerprint of its folder.
         records_per_file: records of a full file.
+        dtype: in which the teacher was computed.
     """
 
     top_k: int
@@ -69,6 +66,12 @@ class LogitsFormat:
     tokenizer: str
     teacher: str
     records_per_file: int
+    dtype: str = "float32"
+
+    @property
+    def content(self) -> str:
+        """Equal for directories whose records of one window are the same, however many windows they have."""
+        return fingerprint_of({key: value for key, value in asdict(self).items() if key != "records_per_file"})
 
     @property
     def record(self) -> np.dtype[Any]:
@@ -90,7 +93,7 @@ def identity(source: TokenDataset) -> dict[str, Any]:
 
 
 class CachedLogits:
-    """The records of a run's samples. Use `open_logits`.
+    """The records of a run's samples. Use `open_logits.open_logits`.
 
     Args:
         path: the directory.
@@ -103,7 +106,7 @@ class CachedLogits:
 
     def __init__(self, path: Path, manifest: Manifest, numbers: Sequence[int]) -> None:
         fields = LogitsFormat.__dataclass_fields__
-        self.format = LogitsFormat(**{key: manifest.details[key] for key in fields})
+        self.format = LogitsFormat(**{key: manifest.details[key] for key in fields if key in manifest.details})
         self._path, self._manifest, self._numbers = path, manifest, list(numbers)
         self._windows = [map_file(path / f"source-{number}.windows").view("<i8") for number in numbers]
         self._files: dict[tuple[int, int], npt.NDArray[Any]] = {}
@@ -119,11 +122,15 @@ class CachedLogits:
         Raises:
             DataError: names the first such sample.
         """
-        if all(mine.size == total for mine, total in zip(self._windows, order.windows.tolist(), strict=True)):
+        if self.has_all(order):
             return
         for first in range(0, samples, _LOCATED):
             wanted = np.arange(first, min(samples, first + _LOCATED), dtype=np.int64)
             self._slots(order.locate(wanted))
+
+    def has_all(self, order: SampleOrder) -> bool:
+        """Whether every window of every source has a record."""
+        return all(mine.size == total for mine, total in zip(self._windows, order.windows.tolist(), strict=True))
 
     def read(self, location: SampleLocation) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float16]]:
         """The records of samples: ids int32 [n, T, k] and log-probabilities fp16 [n, T, k + 1].
@@ -169,58 +176,6 @@ class CachedLogits:
 def file_name(source: int, number: int) -> str:
     """Name of a file of records."""
     return f"source-{source}-{number:05d}.logits"
-
-
-def open_logits(run: ResolvedRun, mixture: DataMixture, *, vocab_size: int) -> CachedLogits:
-    """Opens the cached logits that a run names, and compares them with its data and its student.
-
-    Raises:
-        DataError: no such directory, damaged files, another dataset or tokenizer, or samples without a record.
-        ConfigError: another sequence length, document mask, temperature, vocabulary or teacher.
-    """
-    section = run.config.distill
-    assert section is not None
-    assert section.logits is not None
-    path = Path(section.logits)
-    manifest = read_manifest(path, kind=KIND)
-    check_sizes(path, manifest)
-    _check_fields(run.config, manifest, vocab_size=vocab_size)
-    logits = CachedLogits(path, manifest, [_number(path, manifest, source) for source in mixture.sources])
-    logits.check_has(mixture.order, run.steps * run.batch.samples)
-    return logits
-
-
-def _check_fields(config: Config, manifest: Manifest, *, vocab_size: int) -> None:
-    section, made = config.distill, manifest.details
-    assert section is not None
-    pairs = (
-        ("data.sequence_length", config.data.sequence_length, made["sequence_length"]),
-        ("data.mask_documents", config.data.mask_documents, made["mask_documents"]),
-        ("distill.temperature", section.temperature, made["temperature"]),
-        ("model.config.vocab_size", vocab_size, made["vocab_size"]),
-    )
-    for field, own, theirs in pairs:
-        if own != theirs:
-            why = f"the logits in {section.logits} were made with {theirs}"
-            raise ConfigError(field, own, why=why, remedy=f"use {theirs}, or make others: headrace cache-logits")
-    if section.teacher is not None and ModelFolder.open(section.teacher).fingerprint() != made["teacher"]:
-        why = f"the logits in {section.logits} are those of another teacher"
-        raise ConfigError("distill.teacher", section.teacher, why=why, remedy="make others: headrace cache-logits")
-
-
-def _number(path: Path, manifest: Manifest, source: TokenDataset) -> int:
-    """The number of a dataset in the directory."""
-    tokenizer = tokenizer_details(source.manifest)["fingerprint"]
-    if tokenizer != manifest.details["tokenizer"]:
-        why = f"{path} is of tokens of another tokenizer than {source.label}: the same id would mean different text"
-        raise DataError(f"{why}\n  try: headrace cache-logits with this config")
-    own = identity(source)
-    for number, entry in enumerate(manifest.details["sources"]):
-        if all(entry[key] == own[key] for key in own):
-            return number
-    made = ", ".join(str(entry["path"]) for entry in manifest.details["sources"])
-    why = f"{path} has no logits of {source.label}: it is of {made}, as they were then packed and split"
-    raise DataError(f"{why}\n  try: headrace cache-logits with this config")
 
 
 def described(layout: LogitsFormat, sources: Sequence[TokenDataset], windows: Sequence[I64]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from pipeline.models.materialize import materialize
 from pipeline.models.values import ParameterValues
 from pipeline.parallel.architecture_check import has_separate_head
 from pipeline.parallel.assemble import LocalModel, ShardedValues, assemble
+from pipeline.parallel.decoder import Decoder
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.vocabulary import VocabularyShard
 
@@ -65,6 +66,12 @@ class Teacher:
         self._shard = run.config.distill is not None and run.config.distill.shard_teacher
         if mesh is None or mesh.coordinates["pp"] == run.topology.pp - 1:
             assert self._made  # before the first step, whose time it would be
+
+    @property
+    def decoder(self) -> Decoder:
+        """The teacher's decoder, whose forward passes can be recorded."""
+        decoder: Decoder = self._made[0]
+        return decoder
 
     @torch.no_grad()
     def targets(self, batch: MicroBatch) -> tuple[Tensor, ...]:

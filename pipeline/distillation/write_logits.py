@@ -11,7 +11,7 @@ import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -83,6 +83,14 @@ def drawn_windows(order: SampleOrder, samples: int) -> tuple[I64, ...]:
         for source in np.unique(location.source).tolist():
             drawn[source][location.window[location.source == source]] = True
     return tuple(np.flatnonzero(each) for each in drawn)
+
+
+def merged(sources: Sequence[TokenDataset], windows: Sequence[I64]) -> tuple[tuple[TokenDataset, ...], tuple[I64, ...]]:
+    """Each dataset once, with the windows of all its places in a mixture, ascending: it is read by what it is."""
+    once: dict[str, tuple[TokenDataset, list[I64]]] = {}
+    for source, mine in zip(sources, windows, strict=True):
+        once.setdefault(fingerprint_of(identity(source)), (source, []))[1].append(mine)
+    return tuple(each for each, _ in once.values()), tuple(np.unique(np.concatenate(w)) for _, w in once.values())
 
 
 def write_logits(

@@ -10,7 +10,7 @@ Shapes: B samples, H heads, K key/value heads, T positions of this rank, S of th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -25,6 +25,9 @@ from pipeline.models.masks import AttentionMask, make_mask
 
 ATTENTION_NAME = "headrace"
 """The value of `attn_implementation` that selects this attention."""
+
+RecordAttention = Callable[[int, Tensor, Tensor, Tensor], None]
+"""Takes what attention of a layer sees; see `AttentionContext.record`."""
 
 
 class ContextParallelAttention(Protocol):
@@ -57,12 +60,14 @@ class AttentionContext:
         masks: window of a layer (None for full attention) -> its mask, made once for all layers; an `AttentionMask`
             without context parallelism.
         cp_attention: attention across ranks; None without context parallelism.
+        record: called with the index of a layer and its queries [B, H, T, d], keys and values [B, K, T, d]; or None.
     """
 
     length: int
     documents: Tensor | None
     masks: Mapping[int | None, Any]
     cp_attention: ContextParallelAttention | None = None
+    record: RecordAttention | None = None
 
     def mask(self, window: int | None, query: Tensor) -> Any:
         """The mask of a layer; made for it alone where the model's config does not tell the window of its layers."""
@@ -94,6 +99,7 @@ def make_context(
     device: torch.device,
     documents: Tensor | None = None,
     cp_attention: ContextParallelAttention | None = None,
+    record: RecordAttention | None = None,
 ) -> AttentionContext:
     """The context of a micro-batch; its masks are made here, once for all layers.
 
@@ -103,11 +109,11 @@ def make_context(
         dtype: of the queries.
         device: of the queries.
         documents: [B, S]; see `make_mask`.
-        cp_attention: see `AttentionContext`.
+        cp_attention, record: see `AttentionContext`.
     """
     make = make_mask if cp_attention is None else cp_attention.make_mask
     masks = {window: make(documents, window, length=length, dtype=dtype, device=device) for window in windows}
-    return AttentionContext(length, documents, masks, cp_attention)
+    return AttentionContext(length, documents, masks, cp_attention, record)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: AttentionMask) -> Tensor:
@@ -159,6 +165,8 @@ def _forward(
     assert not dropout, "dropout is refused before a model is built"
     unsupported = [key for key in _UNSUPPORTED if others.get(key) is not None]
     assert not unsupported, f"{type(module).__name__} passes unsupported arguments: {', '.join(unsupported)}"
+    if context.record is not None:
+        context.record(module.layer_idx, query, key, value)  # type: ignore[arg-type]
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     run = attend if context.cp_attention is None else context.cp_attention.attend
     attended = run(query, key, value, scale=scale, mask=context.mask(sliding_window, query))

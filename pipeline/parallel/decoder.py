@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.data.loader import IGNORE, MicroBatch
-from pipeline.models.attention import ContextParallelAttention, attention_windows, make_context
+from pipeline.models.attention import ContextParallelAttention, RecordAttention, attention_windows, make_context
 from pipeline.parallel.collectives import all_gather
+from pipeline.parallel.features import FeatureLoss, recording
 from pipeline.parallel.fused_head import LossFunction, LossTask, fuse_head, total_and_parts
 from pipeline.parallel.tensor import TensorParallel
 from pipeline.parallel.vocabulary import FULL_VOCABULARY
@@ -72,6 +73,7 @@ class Decoder(nn.Module):
 
     Attributes:
         balancer: told which tokens count, before every forward pass; None for a dense model.
+        record_attention: told what attention sees; see `features.recording`.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Decoder(nn.Module):
         self._owners = owners
         self._windows = attention_windows(causal.config)
         self.balancer: TokenCounter | None = None
+        self.record_attention: RecordAttention | None = None
         if layout.last and layout.chunk is not None:
             fuse_head(causal.get_output_embeddings())  # type: ignore[operator]
 
@@ -107,6 +110,14 @@ class Decoder(nn.Module):
         """
         if self.balancer is not None:
             self.balancer.begin_micro_batch(self._routed_tokens(batch))
+        if not (self.layout.last and isinstance(objective, FeatureLoss)):
+            return self._output(inputs, batch, objective)
+        with recording(self, objective.wanted) as features:
+            total, *parts = self._output(inputs, batch, objective)
+        added, own_parts = objective.matched(features, batch)
+        return (total + added, *parts, *own_parts)
+
+    def _output(self, inputs: Tensor, batch: MicroBatch, objective: LossFunction) -> tuple[Tensor, ...]:
         if self._uses_model_forward:
             logits = self.logits(inputs, batch)
             return total_and_parts(objective(logits, batch.labels, *objective.extra_targets(batch)))
@@ -163,6 +174,7 @@ class Decoder(nn.Module):
                 device=inputs.device,
                 documents=batch.documents,
                 cp_attention=self.layout.cp_attention,
+                record=self.record_attention,
             )
         return arguments
 

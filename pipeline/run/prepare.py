@@ -20,7 +20,9 @@ from pipeline.config.schema import Config
 from pipeline.data.dataset import TokenDataset, tokenizer_details
 from pipeline.data.mixing_weights import Extent
 from pipeline.data.mixture import DataMixture, open_heldout, open_mixture
-from pipeline.distillation.cached_logits import CachedLogits, open_logits
+from pipeline.distillation.cached_logits import CachedLogits
+from pipeline.distillation.feature_checks import check_feature_models
+from pipeline.distillation.open_logits import open_logits
 from pipeline.distillation.quantized import DequantizedValues, is_dequantized
 from pipeline.distillation.teacher import TeacherModel, teacher_run
 from pipeline.engines.common import model_dtype
@@ -99,6 +101,8 @@ def prepare(run: ResolvedRun) -> PreparedRun:
         teacher, logits = find_teacher(run, mixture, vocab_size=hf_config.vocab_size)
     model = build_meta(hf_config, dtype=model_dtype(config), attn_implementation=attention_of(run))
     check_layout(run, model)
+    if teacher is not None:
+        check_feature_models(run, student=model, teacher=teacher.model)
     check_disks(config)
     check_tensorboard(config)
     values = first_values(config, model)
@@ -108,6 +112,8 @@ def prepare(run: ResolvedRun) -> PreparedRun:
     plain = described(hf_config)
     parents = {**mixture.parents, **folder_parents(config), **(logits.parents if logits is not None else {})}
     prints = {f"{field}.fingerprint": parent["fingerprint"] for field, parent in parents.items()}
+    if logits is not None:  # a directory with the same records and more of them is as good
+        prints["distill.logits.fingerprint"] = logits.format.content
     curve = {**curve_fields(run), "model.resolved": plain, **prints}
     check_run_dir(run, store, curve)
     return PreparedRun(run, mixture, heldout, model, values, plain, size, store, curve, parents, teacher, logits)

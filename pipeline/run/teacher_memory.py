@@ -12,6 +12,7 @@ from pipeline.distillation.teacher import teacher_run
 from pipeline.parallel.assemble import loss_chunk
 from pipeline.parallel.footprint import footprint_of
 from pipeline.parallel.memory import peak_memory
+from pipeline.run.matching_memory import matching_bytes
 from pipeline.run.memory_summary import shown_bytes
 from pipeline.run.prepare import PreparedRun
 from pipeline.run.summary import Entry
@@ -74,9 +75,13 @@ def teacher_entries(prepared: PreparedRun, *, memory: int | None) -> Iterator[En
     beside = f"{shown_bytes(total)} per rank beside the student{where}"
     values = {"bytes": round(total), "sharded": sharded, "chunk_bytes": round(found.logits)}
     yield Entry("teacher", f"{beside}; {shown_bytes(found.logits)} of it for logits at a time", values)
+    matching = matching_bytes(prepared)
+    if matching:
+        text = f"about {shown_bytes(matching)} per rank for features of the teacher, and gradients of the student's"
+        yield Entry("matching", text, {"bytes": round(matching)})
     footprint = footprint_of(run, prepared.model)
     if memory is not None and footprint is not None:
-        own = peak_memory(run, footprint, pp_rank=run.topology.pp - 1).total
+        own = peak_memory(run, footprint, pp_rank=run.topology.pp - 1).total + matching
         _refuse_too_large(prepared, found, total=total, own=own, memory=memory)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import sysconfig
 from collections.abc import Iterator
@@ -54,8 +56,13 @@ def test_with_all_ids_a_student_learns_what_it_learns_from_the_teacher(work: Pat
 @pytest.mark.integration
 @pytest.mark.parametrize(
     "sets",
-    [("parallel.tp=2",), ("parallel.cp=2", "zero_optimization.stage=2"), ("engine=deepspeed",)],
-    ids=["tensor parallelism", "context parallelism", "DeepSpeed, data parallelism"],
+    [
+        ("parallel.tp=2",),
+        ("parallel.cp=2", "zero_optimization.stage=2"),
+        ("engine=deepspeed",),
+        ("engine=deepspeed", "parallel.pp=2", "zero_optimization.stage=1"),
+    ],
+    ids=["tensor parallelism", "context parallelism", "DeepSpeed, data parallelism", "DeepSpeed, pipeline"],
 )
 def test_every_layout_follows_one_process_on_the_same_logits(work: Path, tmp_path: Path, sets: tuple[str, ...]) -> None:
     launch("distill.py", work / "c.json", f"run.dir={tmp_path / 'alone'}")
@@ -137,6 +144,8 @@ def refusal(work: Path, *sets: str) -> str:
         (("model.config.vocab_size=640",), "were made with 512"),
         (("distill.shard_teacher=true",), "no teacher is in memory"),
         (("data.fim.rate=0.5",), "rearranges"),
+        (("anomalies.spikes=rollback",), "headrace cache-logits --set run.steps="),
+        (("anomalies.non_finite=rollback",), "anomalies.non_finite = 'rollback'"),
     ],
 )
 def test_a_run_that_the_logits_do_not_fit_is_refused_with_what_they_are(
@@ -178,3 +187,61 @@ def test_logits_of_another_teacher_are_refused_and_damage_is_found(work: Path, t
 def test_a_run_on_cached_logits_needs_no_teacher(work: Path, tmp_path: Path) -> None:
     launch("distill.py", work / "c.json", f"run.dir={tmp_path / 'run'}", "distill.teacher=null")
     assert read_manifest(tmp_path / "run", kind="run").parents.keys() >= {"distill.logits"}
+
+
+def test_a_cache_of_all_windows_allows_rollbacks(work: Path, tmp_path: Path) -> None:
+    """The remedy of the refusal: with so many steps, the cache has all windows."""
+    steps = re.search(r"run\.steps=(\d+)", refusal(work, "anomalies.spikes=rollback"))
+    assert steps is not None
+    everything, small = f"distill.logits={tmp_path / 'all'}", "distill.top_k=2"
+    launch("cache_logits.py", work / "c.json", everything, small, f"run.steps={steps[1]}")
+    [source] = read_manifest(tmp_path / "all", kind="logits").details["sources"]
+    assert source["records"] == source["windows"]
+    launch("distill.py", work / "c.json", everything, f"run.dir={tmp_path / 'run'}", "anomalies.spikes=rollback")
+
+
+def test_a_dataset_that_a_mixture_names_twice_is_written_once_with_the_windows_of_both_places(
+    work: Path, tokens: Path, tmp_path: Path
+) -> None:
+    sources = [{"path": str(tokens), "name": name, "weight": 1.0} for name in ("a", "b")]
+    twice = f"data.sources={json.dumps(sources)}"
+    made, run_dir = f"distill.logits={tmp_path / 'logits'}", f"run.dir={tmp_path / 'run'}"
+    launch("cache_logits.py", work / "c.json", twice, made)
+    [source] = read_manifest(tmp_path / "logits", kind="logits").details["sources"]
+    run = resolve(read_config(work / "c.json", [twice]).config, world_size=1)
+    own, other = drawn_windows(open_mixture(run.config.data, seed=run.config.run.seed).order, 8 * STEPS)
+    assert len(own) < source["records"] == len({*own.tolist(), *other.tolist()})
+    launch("distill.py", work / "c.json", twice, made, run_dir)
+    launch("distill.py", work / "c.json", twice, f"run.dir={tmp_path / 'online'}", "distill.logits=null")
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "online"), rel=FP16)
+
+
+def test_a_longer_run_resumes_on_a_cache_of_more_steps_and_on_no_other(work: Path, tmp_path: Path) -> None:
+    constant, run_dir = "scheduler=null", f"run.dir={tmp_path / 'run'}"
+    launch("distill.py", work / "c.json", run_dir, constant)
+    longer = f"run.steps={STEPS + 4}"
+    assert "which the run draws" in start("distill.py", work / "c.json", run_dir, constant, longer).stdout
+    for name, more in (("more", ()), ("others", ("distill.top_k=3",))):
+        made = f"distill.logits={tmp_path / name}"
+        launch("cache_logits.py", work / "c.json", longer, made, *more)
+    said = start("distill.py", work / "c.json", run_dir, constant, longer, f"distill.logits={tmp_path / 'others'}")
+    assert said.returncode == 2
+    assert "distill.logits (fingerprint): was" in said.stdout
+    launch("distill.py", work / "c.json", run_dir, constant, longer, f"distill.logits={tmp_path / 'more'}")
+    assert len(losses(tmp_path / "run")) == STEPS + 4
+
+
+def test_files_of_a_teacher_in_another_dtype_do_not_fit_together(work: Path) -> None:
+    made = CachedLogits(work / "logits", read_manifest(work / "logits", kind="logits"), [0])
+    assert made.format.dtype == "float32"
+    plans = [LogitsPlan(replace(made.format, dtype=dtype), (), ()) for dtype in ("float32", "bfloat16")]
+    assert plans[0].fingerprint != plans[1].fingerprint
+    assert plans[0].format.content != plans[1].format.content
+
+
+def test_a_student_of_another_vocabulary_is_refused_before_the_teacher_runs(work: Path, tmp_path: Path) -> None:
+    config = ("model.config.vocab_size=640", f"distill.logits={tmp_path / 'logits'}")
+    said = start("cache_logits.py", work / "c.json", *config)
+    assert said.returncode == 2
+    assert "the teacher has 512 ids, the student 640" in said.stdout
+    assert not list(tmp_path.iterdir())

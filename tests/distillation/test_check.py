@@ -53,3 +53,16 @@ def test_a_teacher_that_does_not_fit_is_refused_with_the_layouts_that_would(conf
     assert "distill.shard_teacher true or parallel.tp 2 or distill.logits" in remedy
     smaller = ("--config", config, "--processes", "4", "--memory", f"{(own + 0.38 * teacher) / 1e6:.2f}MB")
     assert "data ranks or more" in warm.run("-m", "pipeline", "check", *smaller, merged=True).stdout
+
+
+def test_matching_takes_the_teachers_features_gradients_and_a_relation_of_some_rows(config: Path) -> None:
+    """The student is 48 wide with 4 and 2 heads of 12, the teacher 256 with 4 and 4 of 64; 2 x 32 tokens, fp32."""
+    hidden = check(config, "--set", "distill.hidden_states={}")["matching"]["bytes"]
+    kept = 2 * 64 * (4 * 2 * 48 + 4 * 256)
+    assert hidden == kept + 2 * 4 * 64 * 32 + 4 * 64 * (48 + 256)
+    attentions = check(config, "--set", "distill.attentions={}")["matching"]["bytes"]
+    features, of_teacher = 48 + 24 + 24, 3 * 256
+    assert attentions == 64 * (4 * 2 * features + 4 * of_teacher) + 6 * 4 * 64 * 32 * 4
+    recomputed = ("--set", "distill.attentions={}", "--set", "memory.activation_checkpointing=full")
+    assert check(config, *recomputed)["matching"]["bytes"] == attentions + 64 * 4 * features
+    assert "matching" not in check(config)

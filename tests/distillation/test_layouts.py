@@ -20,6 +20,15 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "context parallelism": (2, ("parallel.cp=2",)),
     "teacher sharded": (2, ("distill.shard_teacher=true",)),
     "pipeline": (2, ("parallel.pp=2", "zero_optimization.stage=2")),
+    "DeepSpeed, pipeline": (2, ("engine=deepspeed", "parallel.pp=2", "zero_optimization.stage=1")),
+    "DeepSpeed, pipeline, teacher sharded": (
+        4,
+        ("engine=deepspeed", "parallel.pp=2", "zero_optimization.stage=1", "distill.shard_teacher=true"),
+    ),
+    "DeepSpeed, pipeline, tensor parallelism": (
+        4,
+        ("engine=deepspeed", "parallel.pp=2", "parallel.tp=2", "zero_optimization.stage=0"),
+    ),
     "DeepSpeed, tensor parallelism": (2, ("engine=deepspeed", "zero_optimization.stage=2", "parallel.tp=2")),
     "DeepSpeed, teacher sharded": (2, ("engine=deepspeed", "distill.shard_teacher=true")),
     "tp, cp and a sharded teacher": (4, ("parallel.tp=2", "parallel.cp=2", "distill.shard_teacher=true")),

@@ -1,0 +1,100 @@
+"""What a decoder computes on the way, recorded during a forward pass: hidden states, queries, keys and values.
+
+Recorded tensors are part of the autograd graph, so that a loss of them trains the layers before. With activation
+checkpointing they are kept all the same, and the recomputation in the backward pass records nothing.
+
+Shapes: B samples, T positions of this rank, D features, H heads, K key/value heads, d head size; of a tensor-parallel
+decoder hidden states [B, T / tp, D] and H / tp, K / tp heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from pipeline.data.loader import MicroBatch
+from pipeline.models.attention import RecordAttention
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which layers are recorded.
+
+    Attributes:
+        hidden: layers of which the output is wanted.
+        attention: layers of which queries, keys and values are.
+    """
+
+    hidden: frozenset[int] = frozenset()
+    attention: frozenset[int] = frozenset()
+
+
+@dataclass
+class Features:
+    """The features of one forward pass.
+
+    Attributes:
+        hidden: layer -> its output, [B, T, D], before any final norm.
+        attention: layer -> queries [B, H, T, d], keys and values [B, K, T, d], as attention sees them: rotated.
+    """
+
+    hidden: dict[int, Tensor] = field(default_factory=dict)
+    attention: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
+
+
+@runtime_checkable
+class FeatureLoss(Protocol):
+    """An objective that also compares features of the student; the decoder calls it after the loss of the logits."""
+
+    wanted: Wanted
+    """What is recorded of the student."""
+
+    def matched(self, features: Features, batch: MicroBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """What is added to the total, and the parts to report after those of the logits, detached."""
+        ...
+
+
+class Recorded(Protocol):
+    """The part of a decoder that is recorded."""
+
+    causal: nn.Module
+    record_attention: RecordAttention | None
+
+
+def decoder_layers(model: nn.Module) -> dict[int, nn.Module]:
+    """Index -> decoder layer of a Hugging Face model; of a pipeline stage its own, by their index in the model."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return {i: each for one in lists for i, each in enumerate(one) if isinstance(each, GradientCheckpointingLayer)}
+
+
+@contextmanager
+def recording(decoder: Recorded, wanted: Wanted) -> Iterator[Features]:
+    """The features of the forward passes in this context; of several, those of the last."""
+    features, layers = Features(), decoder_layers(decoder.causal)
+    still = [True]
+
+    def attention(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        if still and layer in wanted.attention:
+            features.attention[layer] = (query, key, value)
+
+    hooks = [layers[index].register_forward_hook(_keep(features, index)) for index in sorted(wanted.hidden)]
+    decoder.record_attention = attention if wanted.attention else None
+    try:
+        yield features
+    finally:
+        still.clear()  # a recomputation calls it again
+        decoder.record_attention = None
+        for hook in hooks:
+            hook.remove()
+
+
+def _keep(features: Features, index: int) -> Callable[..., None]:
+    def hook(_layer: nn.Module, _inputs: Any, output: Any) -> None:
+        features.hidden[index] = output[0] if isinstance(output, tuple) else output
+
+    return hook
