@@ -56,6 +56,11 @@ def _distillation(run: ResolvedRun) -> dict[str, Any] | None:
         fields["divergence"] = section.divergence
     if section.divergence == "jsd":
         fields["beta"] = section.beta
+    if section.on_policy is not None:
+        # not how many are continued at a time, nor whether keys and values are kept
+        length = section.on_policy.length(run.config.data.sequence_length)
+        kept = section.on_policy.model_dump(include={"fraction", "prompt_tokens", "temperature"})
+        fields["on_policy"] = {**kept, "new_tokens": length}
     return fields
 
 

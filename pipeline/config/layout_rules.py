@@ -9,6 +9,7 @@ from typing import Any
 from headrace.base.errors import ConfigError
 from pipeline.config.batch import BatchSizes
 from pipeline.config.distill_rules import check_distillation
+from pipeline.config.on_policy_rules import check_on_policy
 from pipeline.config.optimizers import ADAMW
 from pipeline.config.schema import Config
 from pipeline.topology import Topology
@@ -72,6 +73,7 @@ def check_layout(config: Config, topology: Topology) -> None:
     _check_offload(config)
     _check_moments(config, topology)
     check_distillation(config)
+    check_on_policy(config, topology)
 
 
 def check_heads(model: Mapping[str, Any], topology: Topology, *, cp_method: str) -> None:

@@ -21,6 +21,7 @@ from pipeline.data.dataset import TokenDataset, tokenizer_details
 from pipeline.data.mixing_weights import Extent
 from pipeline.data.mixture import DataMixture, open_heldout, open_mixture
 from pipeline.distillation.cached_logits import CachedLogits, open_logits
+from pipeline.distillation.kv_cache import check_kv_cache
 from pipeline.distillation.quantized import DequantizedValues, is_dequantized
 from pipeline.distillation.teacher import TeacherModel, teacher_run
 from pipeline.engines.common import model_dtype
@@ -99,6 +100,7 @@ def prepare(run: ResolvedRun) -> PreparedRun:
         teacher, logits = find_teacher(run, mixture, vocab_size=hf_config.vocab_size)
     model = build_meta(hf_config, dtype=model_dtype(config), attn_implementation=attention_of(run))
     check_layout(run, model)
+    check_generation(config, model)
     check_disks(config)
     check_tensorboard(config)
     values = first_values(config, model)
@@ -197,6 +199,17 @@ def open_teacher(run: ResolvedRun, *, vocab_size: int) -> TeacherModel:
     except ConfigError as error:
         raise ConfigError("distill.teacher", folder, why=str(error), remedy="change the student's layout") from None
     return TeacherModel(model, DequantizedValues(folder) if quantized else FromSafetensors(folder, model=model))
+
+
+def check_generation(config: Config, model: nn.Module) -> None:
+    """Refuses a student that is to generate with a key/value cache and cannot.
+
+    Raises:
+        ConfigError: see `check_kv_cache`.
+    """
+    on_policy = config.distill.on_policy if config.distill is not None else None
+    if on_policy is not None and on_policy.kv_cache:
+        check_kv_cache(model, mask_documents=config.data.mask_documents)
 
 
 def described(config: PretrainedConfig) -> dict[str, Any]:
