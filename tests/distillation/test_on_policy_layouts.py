@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headrace.base.directory import read_manifest
+from pipeline.launch.group import free_port
+from pipeline.metrics.journal import read_rows
 from tests import warm
-from tests.conftest import launch, losses, start, tiny_config, write_config
+from tests.conftest import ROOT, losses, tiny_config, write_config
 from tests.distillation.recorded_tokens import read
 
 STEPS = 8
@@ -76,3 +82,45 @@ def test_every_layout_samples_the_same_tokens_and_follows_one_process(
     assert all(len(each) == NEW for each in tokens.values())
     assert read(tmp_path / "tokens") == tokens
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=TOLERANCE)
+
+
+LONGER = ("run.steps=24", "run.checkpoint_every=4")
+
+
+def kill_after(step: int, run_dir: Path, words: list[str]) -> None:
+    """Starts two ranks, and kills both with SIGKILL when the journal has a step."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *words],
+            cwd=ROOT,
+            env={**os.environ, **address, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for rank in range(2)
+    ]
+    while not (run_dir / "metrics.jsonl").exists() or step not in losses(run_dir):
+        assert all(rank.poll() is None for rank in ranks), "the run ended before it could be killed"
+        time.sleep(0.01)
+    for rank in ranks:
+        rank.kill()
+    for rank in ranks:
+        rank.wait()
+
+
+@pytest.mark.integration
+def test_a_run_killed_with_sigkill_and_resumed_has_the_tokens_and_losses_of_one_that_was_not(
+    teacher: Path, tokens: Path, tmp_path: Path
+) -> None:
+    plain = write_config(tmp_path / "plain.json", on_policy(tokens, tmp_path / "plain", teacher))
+    run(plain, tmp_path / "expected", *LONGER, processes=2)
+    killed = write_config(tmp_path / "killed.json", on_policy(tokens, tmp_path / "killed", teacher))
+    words = ["-m", "tests.distillation.recorded_tokens", str(tmp_path / "tokens"), "--config", str(killed)]
+    kill_after(6, tmp_path / "killed", [*words, *(word for each in LONGER for word in ("--set", each))])
+    run(killed, tmp_path / "tokens", *LONGER, processes=2)
+    [resumed] = [row for row in read_rows(tmp_path / "killed", kind="event") if row["event"] == "resumed"]
+    assert 0 < resumed["step"] < 24
+    assert read(tmp_path / "tokens") == read(tmp_path / "expected")  # those that were sampled twice are the same, too
+    assert losses(tmp_path / "killed") == losses(tmp_path / "plain")  # to the last bit: the layout is the same
+    assert read_manifest(tmp_path / "killed", kind="run").details["finished"]
