@@ -3,9 +3,9 @@
     python -m benchmarks.on_policy --config demo/student.json --out out/on-policy --seeds 1 2 3 --fraction 0.5 \\
       --prompt-tokens 32 --new-tokens 64 --set run.steps=300
 
-For every seed two runs of `headrace distill`, one process each, with and without `distill.on_policy`; both have the same
-order of the data. Finished runs are not repeated. Then, by transformers, from the exported student and the teacher, both
-at temperature 1:
+For every seed two runs of `headrace distill`, one process each, with and without `distill.on_policy`; both have the
+same order of the data. Finished runs are not repeated. Then, by transformers, from the exported student and the
+teacher, both at temperature 1:
 
     held-out             cross-entropy, KL(teacher, student) and KL(student, teacher) on held-out windows
     own generations      both divergences on tokens that the student samples after held-out prompts
@@ -92,7 +92,9 @@ def measured(
     run = resolve(read_config(given.config, list(fields)).config, world_size=1)
     assert run.config.distill is not None
     assert run.config.distill.teacher is not None
-    student, teacher = (load_model(Path(each), dtype=torch.float32) for each in (run_dir / "model", run.config.distill.teacher))
+    student, teacher = (
+        load_model(Path(each), dtype=torch.float32) for each in (run_dir / "model", run.config.distill.teacher)
+    )
     rows = [row for row in read_rows(run_dir, kind="step") if row["step"] > 1]
     share = [row.get("generation_share", 0.0) for row in rows]
     return {

@@ -1,7 +1,7 @@
 """The student continues prompts within its engine: one forward pass per new token, of all ranks together.
 
-Prompts have one length and so have their continuations, so that every rank makes the same forward passes: collectives of
-ZeRO, FSDP and tensor parallelism always meet. A sample that has ended goes on being computed, and is cut afterwards.
+Prompts have one length and so have their continuations, so that every rank makes the same forward passes: collectives
+of ZeRO, FSDP and tensor parallelism always meet. A sample that has ended goes on being computed, and is cut later.
 
 Passes are those of the engine in evaluation mode. They are never compiled: their shapes change with every token.
 

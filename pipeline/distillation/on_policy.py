@@ -1,18 +1,14 @@
 """Which samples of a step the student continues, and the step's batch with what it has sampled.
 
-Chosen are samples, not steps: every step's loss has the same mixture, so that its curve, spike detection and a resumed run
-mean what they do elsewhere. Which ones is a function of (run.seed, step) alone. The chosen ones are spread over the ranks
-by chance; all make as many forward passes as the one with the most.
-
-A sample is continued where its token after the prompt is a target of the data: not in padding, not where the prompt ends
-with its document, not in the part of a chat that is not trained on. Otherwise it stays what it was. What follows a
-sampled end-of-text token is no target.
+Chosen are samples, not steps: every step's loss has the same mixture, so that its curve and the detection of spikes
+mean what they do elsewhere. Which ones is a function of (run.seed, step) alone. They are spread over the ranks by
+chance; all ranks make as many forward passes as the one with most of them.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +23,7 @@ from pipeline.data.loader import IGNORE, MicroBatch, StepBatch, samples_of_rows
 from pipeline.data.permutation import derive_key, permute
 from pipeline.distillation.generation import Generator, Prompts
 from pipeline.distillation.on_policy_loss import own_means
+from pipeline.distillation.sampled_batch import joined, with_samples
 from pipeline.distillation.sampling import Sampler, noise_key
 from pipeline.engines.base import Engine
 from pipeline.parallel.compilation import compiles
@@ -111,7 +108,7 @@ class OnPolicySamples:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # else the step before would be in this one's time
         started = time.perf_counter()
-        batch = _joined([micro.to(self._device) for micro in step.micro_batches])
+        batch = joined([micro.to(self._device) for micro in step.micro_batches])
         chosen = chosen_samples(
             step.step, samples=self._batch.samples, fraction=self._section.fraction, seed=self._seed
         )
@@ -172,45 +169,3 @@ class OnPolicySamples:
             dist.all_reduce(sums)
         targets, sampled = sums.tolist()
         return targets, sampled
-
-
-def with_samples(batch: MicroBatch, rows: Tensor, tokens: Tensor, *, prompt: int, end_id: int | None) -> MicroBatch:
-    """A batch in which the student has continued some rows; `sampled` is set.
-
-    Inputs after the new tokens stay what they were: nothing depends on them.
-
-    Args:
-        batch: of the data, [B, T].
-        rows: int64 [n], the rows that were chosen; those whose token after the prompt is no target stay data.
-        tokens: int64 [n, G], of which T - `prompt` + 1 fit.
-        prompt: tokens of the prompt, P.
-        end_id: the token after which nothing is a target.
-    """
-    length, count = batch.input_ids.shape[1], tokens.shape[1]
-    goes_on = batch.labels[rows, prompt - 1] != IGNORE
-    ids, labels, sampled = batch.input_ids.clone(), batch.labels.clone(), torch.zeros_like(batch.labels, dtype=torch.bool)
-    inputs = min(count, length - prompt)
-    own_ids, own_labels = ids[rows], torch.full_like(labels[rows], IGNORE)
-    own_ids[:, prompt : prompt + inputs] = tokens[:, :inputs]
-    ends = torch.zeros_like(tokens) if end_id is None else (tokens == end_id).long()
-    own_labels[:, prompt - 1 : prompt - 1 + count] = tokens.masked_fill(ends.cumsum(1) > ends, IGNORE)
-    keep = ~goes_on[:, None]
-    ids[rows], labels[rows] = torch.where(keep, ids[rows], own_ids), torch.where(keep, labels[rows], own_labels)
-    sampled[rows] = goes_on[:, None].expand(-1, length)
-    changed = replace(batch, input_ids=ids, labels=labels, sampled=sampled)
-    if batch.positions is None or batch.documents is None or not len(rows):
-        return changed
-    ahead = torch.arange(1, length - prompt + 1, device=ids.device)
-    positions, documents = batch.positions.clone(), batch.documents.clone()
-    after = slice(prompt, None)
-    own_positions = batch.positions[rows, prompt - 1, None] + ahead
-    own_documents = batch.documents[rows, prompt - 1, None]
-    positions[rows, after] = torch.where(keep, positions[rows, after], own_positions)
-    documents[rows, after] = torch.where(keep, documents[rows, after], own_documents)
-    return replace(changed, positions=positions, documents=documents)
-
-
-def _joined(micro_batches: list[MicroBatch]) -> MicroBatch:
-    """Micro-batches as one."""
-    columns = ([getattr(micro, field.name) for micro in micro_batches] for field in fields(MicroBatch))
-    return MicroBatch(*(None if column[0] is None else torch.cat(column) for column in columns))  # type: ignore[arg-type]

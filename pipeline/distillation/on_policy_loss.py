@@ -1,9 +1,9 @@
-"""The objective of on-policy distillation: the divergence over tokens that the student has sampled, and all else on data.
+"""The objective of on-policy distillation: the divergence over tokens that the student has sampled, all else on data.
 
     loss = sum over data targets of alpha t^2 D + (1 - alpha) cross-entropy,  plus  sum over sampled targets of t^2 D
 
-A sampled token is no label: without a cross-entropy there, its position counts as much as one of the data does. There is
-no gradient through the sampling. Source: Agarwal et al. 2023, GKD (arXiv:2306.13649), algorithm 1 and section 3.1; the
+A sampled token is no label: its position has no cross-entropy, and counts as much as one of the data does. There is no
+gradient through the sampling. Source: Agarwal et al. 2023, GKD (arXiv:2306.13649), section 3.1 and algorithm 1; the
 mixture is by sample where GKD's is by batch.
 """
 
@@ -64,9 +64,7 @@ class OnPolicyDistillation:
         ce, squares, gradient = cross_entropy_gradient(
             logits, of_data, vocabulary, nats_weight=1 - self._alpha, squares_weight=self._z_loss
         )
-        nats, own = self._teacher.compare_by_position(
-            self._divergence, logits, labels, *targets, vocabulary=vocabulary
-        )
+        nats, own = self._teacher.compare_by_position(self._divergence, logits, labels, *targets, vocabulary=vocabulary)
         weight = torch.where(sampled, self._square, self._square * self._alpha).to(nats.dtype)
         gradient.addcmul_(own, weight.unsqueeze(-1))
         total = (weight * nats).sum() + (1 - self._alpha) * ce + self._z_loss * squares
@@ -83,7 +81,7 @@ def own_means(means: dict[str, float], section: DistillSection) -> dict[str, flo
         section: of the run.
     """
     name, share = PARTS[section.divergence], means[SHARE]
-    of_data = {key: 1 - share for key in ("cross_entropy", name, "z_loss")}
+    of_data = dict.fromkeys(("cross_entropy", name, "z_loss"), 1 - share)
     divisors = {**of_data, f"on_policy_{name}": share}
     kept = {key: value for key, value in means.items() if divisors.get(key, 1.0) > 0}  # else it has no target
     return {key: value / divisors.get(key, 1.0) for key, value in kept.items()}

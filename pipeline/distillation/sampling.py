@@ -59,7 +59,9 @@ def gumbel(place: Place, *, key: int, first: int, count: int) -> Tensor:
     """
     device = place.samples.device
     blocks = torch.arange(first // 4, (first + count + 3) // 4, device=device)[None]
-    step, number = (torch.full((1, 1), each & _LOW, dtype=torch.int64, device=device) for each in (place.step, place.number))
+    step, number = (
+        torch.full((1, 1), each & _LOW, dtype=torch.int64, device=device) for each in (place.step, place.number)
+    )
     words = philox((blocks, number, place.samples[:, None], step), key)
     bits = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(1)[:, first % 4 : first % 4 + count]
     u = bits.bitwise_and(_LOW).to(torch.float32).add_(0.5).mul_(2.0**-32)

@@ -125,7 +125,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: Att
     if additive is not None and additive.dtype != query.dtype:
         additive = additive.to(query.dtype)
     return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=additive, is_causal=additive is None and mask.causal, scale=scale, enable_gqa=grouped
+        query,
+        key,
+        value,
+        attn_mask=additive,
+        is_causal=additive is None and mask.causal,
+        scale=scale,
+        enable_gqa=grouped,
     )
 
 

@@ -27,9 +27,7 @@ def make_distillation(prepared: PreparedRun, device: torch.device, mesh: Mesh | 
     return Distillation(config.distill, teacher, z_loss=config.loss.z_loss)
 
 
-def make_samples(
-    prepared: PreparedRun, engine: Engine, *, rank: int, device: torch.device
-) -> OnPolicySamples | None:
+def make_samples(prepared: PreparedRun, engine: Engine, *, rank: int, device: torch.device) -> OnPolicySamples | None:
     """The samples of the student of an on-policy distillation; None in other runs."""
     section = prepared.run.config.distill
     if section is None or section.on_policy is None:

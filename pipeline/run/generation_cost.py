@@ -26,14 +26,14 @@ class GenerationCost:
         passes: forward passes one after another, besides those of training.
         samples: that are continued at a time.
         positions: that are computed for one sample.
-        cache_bytes: of keys and values; 0 without a cache.
+        cache_bytes: of keys and values; 0 without a cache, None where it is not known.
         gathered_bytes: of weights, gathered for these passes where they are sharded between them; 0 where they are not.
     """
 
     passes: int
     samples: int
     positions: int
-    cache_bytes: int
+    cache_bytes: int | None
     gathered_bytes: int
 
 
@@ -52,14 +52,14 @@ def generation_cost(prepared: PreparedRun) -> GenerationCost:
     samples = min(samples, section.batch or samples)
     prompt, passes = section.prompt_tokens, groups * length
     kept = prompt + length - 1
-    per_token = cache_bytes_per_token(prepared.model) // run.topology.tp if section.kv_cache else 0
+    per_token = cache_bytes_per_token(prepared.model) if section.kv_cache else 0
     sharded = run.config.zero_optimization.stage == 3 and run.topology.dp > 1
     weights = sum(each.numel() * each.element_size() for each in prepared.model.parameters()) // run.topology.tp
     return GenerationCost(
         passes=passes,
         samples=samples,
         positions=kept if section.kv_cache else length * prompt + length * (length - 1) // 2,
-        cache_bytes=samples * kept * per_token,
+        cache_bytes=None if per_token is None else samples * kept * per_token // run.topology.tp,
         gathered_bytes=passes * weights if sharded else 0,
     )
 
@@ -74,7 +74,11 @@ def generation_entries(prepared: PreparedRun) -> Iterator[Entry]:
         f"{cost.passes:,} forward passes per step beside the {batch.accumulation} of training, of"
         f" {cost.samples} samples on the rank with most; {cost.positions:,} positions per sample"
     )
-    text += f"; keys and values: {shown_bytes(cost.cache_bytes)}" if cost.cache_bytes else ", no key/value cache"
+    if section.on_policy.kv_cache:
+        known = "not known" if cost.cache_bytes is None else shown_bytes(cost.cache_bytes)
+        text += f"; keys and values: {known}"
+    else:
+        text += ", no key/value cache"
     if cost.gathered_bytes:
         text += f"; each gathers all weights (stage 3): {shown_bytes(cost.gathered_bytes)} per step and rank"
     yield Entry("on-policy", text, vars(cost))

@@ -1,6 +1,6 @@
 """A distillation whose every rank also writes what its student has sampled: step, samples' indices, tokens.
 
-    python -m tests.distillation.recorded_tokens FOLDER --config F
+python -m tests.distillation.recorded_tokens FOLDER --config F
 """
 
 from __future__ import annotations

@@ -84,6 +84,21 @@ def test_every_layout_samples_the_same_tokens_and_follows_one_process(
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=TOLERANCE)
 
 
+@pytest.mark.integration
+def test_a_rank_without_a_sample_of_its_own_makes_the_passes_of_the_others(
+    teacher: Path, tokens: Path, tmp_path: Path
+) -> None:
+    made = {}
+    for processes, extra in ((1, ()), (4, ("compile.enabled=true", "compile.backend=eager"))):
+        few = on_policy(tokens, tmp_path / str(processes), teacher, fraction=0.125)
+        few["memory"] = {"activation_checkpointing": "full"}
+        path = write_config(tmp_path / f"{processes}.json", few)
+        run(path, tmp_path / f"tokens-{processes}", *extra, processes=processes)
+        made[processes] = read(tmp_path / f"tokens-{processes}")
+    assert len(made[1]) == STEPS  # one sample each: three ranks of four have none
+    assert made[4] == made[1]
+
+
 LONGER = ("run.steps=24", "run.checkpoint_every=4")
 
 
