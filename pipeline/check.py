@@ -66,6 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     entries += resolved_entries(resolved)
     if not arguments.rules_only:
         from pipeline.run.advice import advice  # noqa: PLC0415  imports torch, which takes seconds
+        from pipeline.run.generation_cost import generation_entries  # noqa: PLC0415
         from pipeline.run.memory_summary import memory_bytes, memory_entries  # noqa: PLC0415
         from pipeline.run.prepare import prepare  # noqa: PLC0415
         from pipeline.run.teacher_memory import teacher_entries  # noqa: PLC0415
@@ -78,6 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             entries += memory_entries(resolved, prepared.model, memory=device_memory)
         entries += teacher_entries(prepared, memory=device_memory)
+        entries += generation_entries(prepared)
         entries += [Entry("warnings", text, text) for text in advice(prepared)]
     if arguments.json:
         print(json.dumps({**as_json(entries), "config": config.model_dump(mode="json")}, indent=2))

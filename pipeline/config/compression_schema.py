@@ -59,6 +59,37 @@ class AttentionsSection(Section):
     )
 
 
+class OnPolicySection(Section):
+    """On-policy distillation: in some samples the student writes the text, and the teacher judges every token of it."""
+
+    fraction: float = Field(
+        gt=0.0, le=1.0, description="Share of a step's samples that the student continues, above 0 to 1, e.g. 0.25"
+    )
+    prompt_tokens: Count = Field(
+        description="Tokens at the beginning of a sample that the student is given, e.g. 64; it samples those after"
+    )
+    new_tokens: Count | None = Field(
+        None, description="Tokens that it samples at most, e.g. 128; null: to the end of the sample, label included"
+    )
+    temperature: float = Field(
+        1.0, ge=0.0, description="Temperature of the sampling, e.g. 1.0: the student's own distribution; 0 is greedy"
+    )
+    batch: Count | None = Field(
+        None,
+        description="Samples that a rank continues at a time, e.g. 16: fewer need less memory and more forward passes;"
+        " null: all of its share",
+    )
+    kv_cache: bool = Field(
+        True,
+        description="Keep keys and values of the tokens before; false: every new token is a forward pass over all of"
+        " them, for architectures that cannot keep them",
+    )
+
+    def length(self, sequence_length: int) -> int:
+        """Tokens that the student samples, where none of them ends the text."""
+        return self.new_tokens or sequence_length + 1 - self.prompt_tokens
+
+
 class DistillSection(Section):
     """Knowledge distillation: loss = alpha t^2 D(teacher, student) + (1 - alpha) cross-entropy."""
 
@@ -103,6 +134,11 @@ class DistillSection(Section):
     attentions: AttentionsSection | None = Field(
         None,
         description="Match relations between the tokens' queries, keys and values with the teacher's; absent: not",
+    )
+    on_policy: OnPolicySection | None = Field(
+        None,
+        description='On-policy distillation (GKD), e.g. {"fraction": 0.25, "prompt_tokens": 64}; null: the teacher is'
+        " compared on the data alone",
     )
 
 

@@ -60,6 +60,11 @@ def _distillation(run: ResolvedRun) -> dict[str, Any] | None:
         matching = getattr(section, name)
         if matching is not None:
             fields[name] = matching.model_dump(mode="json")
+    if section.on_policy is not None:
+        # not how many are continued at a time, nor whether keys and values are kept
+        length = section.on_policy.length(run.config.data.sequence_length)
+        kept = section.on_policy.model_dump(include={"fraction", "prompt_tokens", "temperature"})
+        fields["on_policy"] = {**kept, "new_tokens": length}
     return fields
 
 

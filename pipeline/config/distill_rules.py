@@ -21,6 +21,9 @@ def check_distillation(config: Config) -> None:
     if section.logits is not None and config.data.fim is not None:
         why = "fill-in-the-middle rearranges a sample differently in every run, and cached logits are of one order"
         raise ConfigError("distill.logits", section.logits, why=why, remedy="use distill.teacher, or remove data.fim")
+    if section.logits is not None and section.on_policy is not None:
+        why = "cached logits are of the data's tokens, and what the student will sample is not known before"
+        raise ConfigError("distill.on_policy", why=why, remedy="use distill.teacher without distill.logits")
     if section.logits is not None and section.shard_teacher:
         why = "with cached logits no teacher is in memory"
         raise ConfigError("distill.shard_teacher", True, why=why, remedy="leave it out")

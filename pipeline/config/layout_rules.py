@@ -10,6 +10,7 @@ from headrace.base.errors import ConfigError
 from pipeline.config.batch import BatchSizes
 from pipeline.config.distill_rules import check_distillation
 from pipeline.config.feature_rules import check_features
+from pipeline.config.on_policy_rules import check_on_policy
 from pipeline.config.optimizers import ADAMW
 from pipeline.config.schema import Config
 from pipeline.topology import Topology
@@ -74,6 +75,7 @@ def check_layout(config: Config, topology: Topology) -> None:
     _check_moments(config, topology)
     check_distillation(config)
     check_features(config)
+    check_on_policy(config, topology)
 
 
 def check_heads(model: Mapping[str, Any], topology: Topology, *, cp_method: str) -> None:

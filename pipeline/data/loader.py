@@ -46,6 +46,8 @@ class MicroBatch:
         documents: int32 [B, S], document mask: index of every token's document in the whole sequence; None as above.
         target_ids: int32 [B, T, k], ids for which a teacher's log-probabilities are given; None without cached logits.
         target_logs: fp16 [B, T, k + 1], these log-probabilities, last that of all other ids; None as above.
+        sampled: bool [B, T], positions of samples whose targets the student has sampled; None without on-policy
+            distillation.
     """
 
     input_ids: Tensor
@@ -54,6 +56,7 @@ class MicroBatch:
     documents: Tensor | None = None
     target_ids: Tensor | None = None
     target_logs: Tensor | None = None
+    sampled: Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """Copies the batch to a device; asynchronously from pinned memory."""
@@ -143,9 +146,7 @@ class StepLoader:
         self._chunks = partial(sequence_chunks, cp=cp, cp_rank=cp_rank, zigzag=zigzag)
         self._mask_documents, self._prefetch = mask_documents, prefetch
         self._skips, self._logits = skips, logits
-        starts = dp_rank * batch.micro + np.arange(batch.accumulation) * batch.dp * batch.micro
-        # index in the step of each row of this rank; from `batch.samples` on, rows are padding
-        self._samples_of_rows = (starts[:, None] + np.arange(batch.micro)).ravel()
+        self._samples_of_rows = samples_of_rows(batch, dp_rank)
 
     def __len__(self) -> int:
         return max(0, self._last - self._first + 1)
@@ -261,6 +262,13 @@ class StepLoader:
             raise
         except BaseException as error:  # raised by the consuming thread
             yield error
+
+
+def samples_of_rows(batch: BatchSizes, dp_rank: int) -> npt.NDArray[np.int64]:
+    """Index in the step of each row of a rank, over its micro-batches; from `batch.samples` on, rows are padding."""
+    starts = dp_rank * batch.micro + np.arange(batch.accumulation) * batch.dp * batch.micro
+    rows: npt.NDArray[np.int64] = (starts[:, None] + np.arange(batch.micro)).ravel()
+    return rows
 
 
 def _by_step(steps: range, location: SampleLocation) -> Iterator[tuple[int, SampleLocation]]:

@@ -70,16 +70,28 @@ def divergence_and_gradient(
     labels: Tensor,
     vocabulary: VocabularyShard = FULL_VOCABULARY,
 ) -> tuple[Tensor, Tensor]:
-    """The divergence summed over target positions, and its gradient with respect to the student's logits.
+    """The divergence summed over target positions, and its gradient; see `divergence_by_position`."""
+    nats, gradient = divergence_by_position(divergence, teacher, student, labels, vocabulary)
+    return nats.sum(), gradient
+
+
+def divergence_by_position(
+    divergence: Divergence,
+    teacher: Tensor,
+    student: Tensor,
+    labels: Tensor,
+    vocabulary: VocabularyShard = FULL_VOCABULARY,
+) -> tuple[Tensor, Tensor]:
+    """The divergence of every target position, and the gradient of their sum with respect to the student's logits.
 
     Args:
         divergence: which one.
         teacher, student: logits [N.., V'], any float dtype.
         labels: int64 [N..]; positions with IGNORE are left out, and their gradient is 0.
-        vocabulary: which ids the V' columns are. All ranks of its group get the same sum.
+        vocabulary: which ids the V' columns are. All ranks of its group get the same values.
 
     Returns:
-        The sum in nats, and the gradient [N.., V'], in fp32 (fp64 for fp64 logits).
+        Nats [N..], 0 where there is no target, and the gradient [N.., V'], in fp32 (fp64 for fp64 logits).
     """
     log_p, log_q = _log_probabilities((teacher, student), divergence.temperature, vocabulary)
     counts = labels != IGNORE
@@ -88,7 +100,7 @@ def divergence_and_gradient(
     sums = _sum(torch.stack([each.sum(-1), g.sum(-1)]), vocabulary)
     del each
     gradient = g.sub_(log_q.exp_().mul_(sums[1].unsqueeze(-1)))
-    return (sums[0] * counts).sum(), gradient.mul_((counts.to(gradient.dtype) / divergence.temperature).unsqueeze(-1))
+    return sums[0] * counts, gradient.mul_((counts.to(gradient.dtype) / divergence.temperature).unsqueeze(-1))
 
 
 def bucket_divergence_and_gradient(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipeline.config.rules import ResolvedRun
 from pipeline.config.schema import Fp8Section, LossSection, MemorySection
 from pipeline.data.loader import MicroBatch
-from pipeline.distillation.divergence import Divergence, divergence_and_gradient
+from pipeline.distillation.divergence import Divergence, divergence_and_gradient, divergence_by_position
 from pipeline.models.materialize import materialize
 from pipeline.models.values import ParameterValues
 from pipeline.parallel.architecture_check import has_separate_head
@@ -102,6 +102,20 @@ class Teacher:
         _decoder, head = self._made
         own = targets[0] if head is None else head(targets[0])
         return divergence_and_gradient(divergence, own, logits, labels, vocabulary)
+
+    @torch.no_grad()
+    def compare_by_position(
+        self,
+        divergence: Divergence,
+        logits: Tensor,
+        labels: Tensor,
+        *targets: Tensor,
+        vocabulary: VocabularyShard,
+    ) -> tuple[Tensor, Tensor]:
+        """As `compare`, with the divergence of every position; see `divergence_by_position`."""
+        _decoder, head = self._made
+        own = targets[0] if head is None else head(targets[0])
+        return divergence_by_position(divergence, own, logits, labels, vocabulary)
 
     @cached_property
     def _made(self) -> tuple[Any, Any]:

@@ -209,6 +209,18 @@ class Engine(Protocol):
         """Cross-entropy over batches, without gradients. Every rank must pass the same number of batches."""
         ...
 
+    def forward_passes(self, batches: Iterable[MicroBatch], objective: Objective) -> None:
+        """Forward passes in evaluation mode, without gradients: what is kept of them is the objective's to keep.
+
+        The next batch is asked for after the pass before, so that it can be made of what that one gave. Every rank must
+        pass the same number of batches. Not with pipeline parallelism.
+
+        Args:
+            batches: of any shape, also `parallel.decoding.DecodingBatch`.
+            objective: called with the logits; what it returns is not used.
+        """
+        ...
+
     def state(self) -> State:
         """This rank's named shards: fp32 weights and optimizer states, valid until the next step.
 

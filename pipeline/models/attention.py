@@ -117,7 +117,7 @@ def make_context(
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: AttentionMask) -> Tensor:
-    """Causal attention of a full sequence: [B, H, S, d], [B, K, S, d] twice -> [B, H, S, d]."""
+    """Attention of queries [B, H, T, d] to keys and values [B, K, S, d] -> [B, H, T, d]; T = S but for decoding."""
     grouped = query.shape[1] != key.shape[1]
     if mask.blocks is not None:
         run = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
@@ -131,7 +131,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: Att
     if additive is not None and additive.dtype != query.dtype:
         additive = additive.to(query.dtype)
     return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=additive, is_causal=additive is None, scale=scale, enable_gqa=grouped
+        query,
+        key,
+        value,
+        attn_mask=additive,
+        is_causal=additive is None and mask.causal,
+        scale=scale,
+        enable_gqa=grouped,
     )
 
 

@@ -83,6 +83,34 @@ def make_mask(
     return AttentionMask(additive=_additive(_allowed(documents, window, whole, whole), dtype))
 
 
+def make_decoding_mask(
+    documents: Tensor | None,
+    window: int | None,
+    *,
+    first: int,
+    length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> AttentionMask:
+    """The mask of the positions from `first` on, whose queries attend to the keys of all positions (decoding).
+
+    Never for FlexAttention, which would be compiled anew for every length. The host waits for nothing.
+
+    Args:
+        documents: [B, length]; see `make_mask`.
+        window: see `make_mask`.
+        first: of the positions that have queries.
+        length: positions that have keys; the last ones have queries, too.
+        dtype: of the queries.
+        device: of the mask.
+    """
+    narrow = window is not None and window < length
+    if documents is None and not narrow and (first == 0 or first == length - 1):
+        return CAUSAL if first == 0 else FULL
+    keys = torch.arange(length, device=device)
+    return AttentionMask(additive=_additive(_allowed(documents, window, keys[first:], keys), dtype))
+
+
 def make_part_mask(
     documents: Tensor | None,
     window: int | None,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from pipeline.data.loader import IGNORE, MicroBatch
 from pipeline.models.attention import ContextParallelAttention, RecordAttention, attention_windows, make_context
 from pipeline.parallel.collectives import all_gather
+from pipeline.parallel.decoding import DecodingBatch
 from pipeline.parallel.features import FeatureLoss, recording
 from pipeline.parallel.fused_head import LossFunction, LossTask, fuse_head, total_and_parts
 from pipeline.parallel.tensor import TensorParallel
@@ -129,14 +130,14 @@ class Decoder(nn.Module):
     def logits(self, inputs: Tensor, batch: MicroBatch) -> Tensor:
         """The logits [B, T, V], by the model's own forward pass: of a model that is not split over ranks."""
         arguments = self._attention_arguments(batch, inputs)
-        logits: Tensor = self.causal(input_ids=inputs, use_cache=False, **arguments).logits
+        logits: Tensor = self.causal(input_ids=inputs, **_cache_arguments(batch), **arguments).logits
         return logits
 
     def hidden_states(self, inputs: Tensor, batch: MicroBatch) -> Tensor:
         """The last hidden states [B, T / tp, D]; on the last stage those that the head takes. See `forward`."""
         named = {"input_ids" if self.layout.first else "inputs_embeds": inputs}
         hidden: Tensor = self.causal.base_model(  # type: ignore[operator]
-            **named, use_cache=False, **self._attention_arguments(batch, inputs)
+            **named, **_cache_arguments(batch), **self._attention_arguments(batch, inputs)
         ).last_hidden_state
         return hidden
 
@@ -166,7 +167,9 @@ class Decoder(nn.Module):
             chunks = self.layout.chunks or (range(length),)
             positions = torch.cat([torch.arange(each.start, each.stop, device=inputs.device) for each in chunks])[None]
         arguments: dict[str, Any] = {} if positions is None else {"position_ids": positions}
-        if self.layout.own_attention:
+        if self.layout.own_attention and isinstance(batch, DecodingBatch):
+            arguments["context"] = batch.context(self.layout.dtype)
+        elif self.layout.own_attention:
             arguments["context"] = make_context(
                 self._windows,
                 length=length * self.layout.cp_size,
@@ -188,6 +191,10 @@ class Decoder(nn.Module):
         task = LossTask(objective, targets[0], targets[1:], vocabulary, rows)
         sums: tuple[Tensor, ...] = head(hidden, task=task)
         return sums
+
+
+def _cache_arguments(batch: MicroBatch) -> dict[str, Any]:
+    return batch.cache_arguments() if isinstance(batch, DecodingBatch) else {"use_cache": False}
 
 
 def parameter_owners(causal: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:

@@ -22,6 +22,7 @@ from pipeline.data.mixing_weights import Extent
 from pipeline.data.mixture import DataMixture, open_heldout, open_mixture
 from pipeline.distillation.cached_logits import CachedLogits
 from pipeline.distillation.feature_checks import check_feature_models
+from pipeline.distillation.kv_cache import check_kv_cache
 from pipeline.distillation.open_logits import open_logits
 from pipeline.distillation.quantized import DequantizedValues, is_dequantized
 from pipeline.distillation.teacher import TeacherModel, teacher_run
@@ -103,6 +104,7 @@ def prepare(run: ResolvedRun) -> PreparedRun:
     check_layout(run, model)
     if teacher is not None:
         check_feature_models(run, student=model, teacher=teacher.model)
+    check_generation(config, model)
     check_disks(config)
     check_tensorboard(config)
     values = first_values(config, model)
@@ -203,6 +205,17 @@ def open_teacher(run: ResolvedRun, *, vocab_size: int) -> TeacherModel:
     except ConfigError as error:
         raise ConfigError("distill.teacher", folder, why=str(error), remedy="change the student's layout") from None
     return TeacherModel(model, DequantizedValues(folder) if quantized else FromSafetensors(folder, model=model))
+
+
+def check_generation(config: Config, model: nn.Module) -> None:
+    """Refuses a student that is to generate with a key/value cache and cannot.
+
+    Raises:
+        ConfigError: see `check_kv_cache`.
+    """
+    on_policy = config.distill.on_policy if config.distill is not None else None
+    if on_policy is not None and on_policy.kv_cache:
+        check_kv_cache(model, mask_documents=config.data.mask_documents)
 
 
 def described(config: PretrainedConfig) -> dict[str, Any]:

@@ -47,6 +47,7 @@ from pipeline.parallel.mesh import Mesh, build_mesh
 from pipeline.run.agreed_peak import AgreedPeak
 from pipeline.run.batches import RankBatches
 from pipeline.run.checkpoint_timer import CheckpointTimer
+from pipeline.run.distillation import make_samples
 from pipeline.run.garbage import GarbageCollector
 from pipeline.run.lock import exclusive_run
 from pipeline.run.manifest import RunManifest
@@ -255,6 +256,7 @@ class Session:
                 timer=CheckpointTimer(run.config.run, decides=self._first),
                 garbage=stack.enter_context(GarbageCollector(run.config.run.gc_every)),
                 compilations=compilation_clock(run.config.compile),
+                student=make_samples(prepared, engine, rank=self.launch.rank, device=self.agreement.device),
             )
             try:
                 stop = self.agreement.requested_stop(self.signals)

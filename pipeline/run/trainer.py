@@ -48,6 +48,18 @@ class HeldOutBatches(Protocol):
         ...
 
 
+class StudentSamples(Protocol):
+    """The samples that a student writes before a step is begun (on-policy distillation)."""
+
+    def complete(self, step: StepBatch) -> StepBatch:
+        """The step's batch with them. Collective."""
+        ...
+
+    def figures(self, step: int, means: dict[str, float], *, seconds: float) -> dict[str, float]:
+        """What a step's row of metrics has of them, and of the parts of its loss."""
+        ...
+
+
 @dataclass
 class Progress:
     """How far a run has come.
@@ -94,6 +106,7 @@ class Trainer:
         timer: when a checkpoint is due by time.
         garbage: collects cycles of Python objects at chosen steps.
         compilations: how many graphs were compiled since the last call, and in how many seconds.
+        student: completes a step's batch before it is begun; None where it has all of it from the data.
     """
 
     run: ResolvedRun
@@ -118,6 +131,7 @@ class Trainer:
     timer: CheckpointTimer
     garbage: GarbageCollector
     compilations: Callable[[], tuple[int, float]]
+    student: StudentSamples | None = None
 
     def train(self) -> Stop:
         """Trains to the last step or to a stop signal: per step an update, then a checkpoint and an evaluation if due.
@@ -230,6 +244,10 @@ class Trainer:
         with self.clock.excluded():
             self.profiler.begin(step)
         with self.profiler.step(step), self.stragglers.measured(step):
+            if self.student is not None:
+                self.watchdog.enter_phase("generating", step)
+                batch = self.student.complete(batch)
+                self.watchdog.enter_phase("training", step)
             self.stepper.begin(batch, lr=self.run.schedule.lr(step), host_values=self._flags)
 
     def _flags(self) -> list[float]:
@@ -288,14 +306,16 @@ class Trainer:
 
     def _report(self, step: int, result: StepResult) -> None:
         batch, cost = self.run.batch, self._cost(self.memory.known)
-        lr = self.run.schedule.lr(step)
+        lr, parts = self.run.schedule.lr(step), result.parts
+        if self.student is not None:
+            parts = self.student.figures(step, parts, seconds=cost.seconds)
         self.sinks.write(
             "step",
             step,
             samples=step * batch.samples,
             tokens=step * batch.tokens,
             loss=result.loss,
-            **result.parts,
+            **parts,
             lr=lr,
             **_health(result),
             **cost.row(),

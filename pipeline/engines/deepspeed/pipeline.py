@@ -140,6 +140,10 @@ class DeepSpeedPipeline(DeepSpeedBase):
         self._engine.reset_activation_shape()
         return self._evaluation_sums(nats, targets)
 
+    def forward_passes(self, batches: Iterable[MicroBatch], objective: Objective) -> None:
+        """Not with pipeline parallelism: what would need it is refused before an engine is built."""
+        raise NotImplementedError
+
 
 def _pairs(batches: Sequence[MicroBatch]) -> Iterator[tuple[Tensor, Tensor]]:
     """The data iterator for DeepSpeed: ids for the first stage and labels for the last, whose module has its own."""

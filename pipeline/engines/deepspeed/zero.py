@@ -118,3 +118,12 @@ class DeepSpeedZero(DeepSpeedBase):
             targets += int((micro.labels != IGNORE).sum())
         self._engine.train()
         return self._evaluation_sums(nats, targets)
+
+    @torch.no_grad()
+    def forward_passes(self, batches: Iterable[MicroBatch], objective: Objective) -> None:
+        """See `Engine.forward_passes`."""
+        self._engine.eval()
+        for micro in batches:
+            batch = micro.to(self._device)
+            self._engine(batch.input_ids, batch, objective)
+        self._engine.train()

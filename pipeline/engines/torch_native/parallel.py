@@ -178,6 +178,14 @@ class TorchParallel(TrainsStepByStep):
         nats, targets = self._all_reduce_sums(sums).tolist()
         return EvaluationSums(nats, int(targets))
 
+    @torch.no_grad()
+    def forward_passes(self, batches: Iterable[MicroBatch], objective: Objective) -> None:
+        """See `Engine.forward_passes`."""
+        self._set_training(False)
+        for micro in batches:
+            self._forward_backward.score(micro.to(self._device), objective)
+        self._set_training(True)
+
     def state(self) -> State:
         """See `Engine.state`."""
         return self._named_state()

@@ -120,6 +120,15 @@ class TorchReference(TrainsStepByStep):
         self._decoder.train()
         return EvaluationSums(nats, targets)
 
+    @torch.no_grad()
+    def forward_passes(self, batches: Iterable[MicroBatch], objective: Objective) -> None:
+        """See `Engine.forward_passes`."""
+        self._decoder.eval()
+        for micro in batches:
+            batch = micro.to(self._device)
+            self._decoder(batch.input_ids, batch, objective)
+        self._decoder.train()
+
     def state(self) -> State:
         """See `Engine.state`."""
         return self._named_state()
