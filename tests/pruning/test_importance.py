@@ -9,16 +9,19 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.base.section import parse
 from pipeline.data.loader import MicroBatch, make_batch
 from pipeline.evaluation.loading import load_model
-from pipeline.pruning.importance import Sums, decoder_layers, gather
-from pipeline.pruning.rules import PruningPlan
+from pipeline.pruning.config import PruneConfig
+from pipeline.pruning.importance import Sums, Windows, gather
+from pipeline.pruning.observing import decoder_layers
+from pipeline.pruning.rules import PruningPlan, prepare
 from pipeline.pruning.selection import residual_scores, select, top
 from pipeline.pruning.stored_sums import fingerprint, load_sums
 from tests import warm
 from tests.evaluation.small import VOCAB
 from tests.pruning import models
-from tests.pruning.prunings import plan_of, write_config
+from tests.pruning.prunings import plan_of, raw_config, write_config
 
 CPU = torch.device("cpu")
 GATHER = """
@@ -28,9 +31,9 @@ from headrace.base.section import parse
 from pipeline.launch import detect
 from pipeline.pruning.config import PruneConfig
 from pipeline.pruning.rules import prepare
-from pipeline.pruning.run import importance
+from pipeline.pruning.gathering import find_importance
 launch = detect()
-importance(prepare(parse(PruneConfig, load(sys.argv[1], [])), world_size=launch.world_size), launch)
+find_importance(prepare(parse(PruneConfig, load(sys.argv[1], [])), world_size=launch.world_size), launch)
 """
 SHAPES: dict[str, dict[str, int]] = {
     "gemma": {"hidden_size": 16, "intermediate_size": 24, "num_key_value_heads": 1, "num_hidden_layers": 2},
@@ -39,33 +42,67 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 
 
-LAYOUTS = ((1, 1), (2, 1), (2, 2), (4, 2))
-"""(processes, of which so many share a model by tensor parallelism)."""
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp 2": (2, {}),
+    "tp 2": (2, {"tp": 2}),
+    "pp 2": (2, {"pp": 2}),
+    "cp 2": (2, {"cp": 2}),
+    "cp 2, ring": (2, {"cp": 2, "cp_method": "ring"}),
+    "FSDP2": (2, {"zero_stage": 3}),
+    "ZeRO-3": (2, {"zero_stage": 3, "engine": "deepspeed"}),
+    "deepspeed, pp 2": (2, {"pp": 2, "engine": "deepspeed"}),
+    "deepspeed, tp 2": (2, {"tp": 2, "engine": "deepspeed"}),
+    "tp 2, dp 2": (4, {"tp": 2}),
+    "pp 2, FSDP2": (4, {"pp": 2, "zero_stage": 3}),
+}
+"""Name -> processes, and fields of `importance`."""
 
 
-@pytest.mark.parametrize("name", SHAPES)
+def found_in(folder: Path, source: Path, tokens: Path, layout: tuple[int, dict[str, Any]]) -> tuple[PruningPlan, Sums]:
+    """The sums that a layout's processes find, and a plan of one process, which has to take them."""
+    processes, section = layout
+    fields: dict[str, Any] = {"target": {"shape": SHAPES[source.name]}, "calibration": {"samples": 17}}
+    folder.mkdir()
+    config = write_config(folder, source, tokens, importance={"depth": "loss", **section}, **fields)
+    done = warm.run("-c", GATHER, config, processes=processes)
+    assert done.returncode == 0, done.stderr
+    # the sums do not depend on the layout, nor does what they are kept by
+    plan = plan_of(folder, source, tokens, importance={"depth": "loss"}, **fields)
+    sums = load_sums(plan, fingerprint(plan))
+    assert sums is not None
+    return plan, sums
+
+
+@pytest.fixture(scope="module")
+def alone(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Architecture -> its folder, and what one process finds."""
+    made: dict[str, tuple[Path, PruningPlan, Sums]] = {}
+
+    def of(name: str) -> tuple[Path, PruningPlan, Sums]:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            source = models.make(folder / name, name, tokens, dead=False)
+            made[name] = (source, *found_in(folder / "alone", source, tokens, (1, {})))
+        return made[name]
+
+    return of
+
+
+CELLS = [(name, layout) for name in SHAPES for layout in LAYOUTS]
+
+
+@pytest.mark.parametrize(("name", "layout"), CELLS, ids=[f"{name}: {layout}" for name, layout in CELLS])
 def test_every_layout_finds_the_same_importances_and_chooses_the_same_channels(
-    tokens: Path, tmp_path: Path, name: str
+    alone: Any, tokens: Path, tmp_path: Path, name: str, layout: str
 ) -> None:
-    source, found = models.make(tmp_path / "model", name, tokens, dead=False), []
-    fields: dict[str, Any] = {"target": {"shape": SHAPES[name]}}
-    for processes, tp in LAYOUTS:
-        work = tmp_path / f"{processes}-{tp}"
-        work.mkdir()
-        fields["importance"] = {"depth": "loss", "tp": tp}
-        config = write_config(work, source, tokens, calibration={"samples": 17}, **fields)
-        done = warm.run("-c", GATHER, config, processes=processes)
-        assert done.returncode == 0, done.stderr
-        fields["importance"] = {"depth": "loss"}  # the sums do not depend on the layout, nor does what they are kept by
-        plan = plan_of(work, source, tokens, calibration={"samples": 17}, **fields)
-        sums = load_sums(plan, fingerprint(plan))
-        assert sums is not None
-        found.append((plan, sums))
-    plan, one = found[0]
+    source, plan, one = alone(name)
+    raw = raw_config(tmp_path, source, tokens, target={"shape": SHAPES[name]}, importance=LAYOUTS[layout][1])
+    shared = prepare(parse(PruneConfig, raw), world_size=LAYOUTS[layout][0]).layout
+    assert (shared is None) == (layout == "dp 2")
     assert one["tokens"].item() == 17 * 32
-    for other, sums in found[1:]:
-        _assert_same(one, sums)
-        assert _chosen(plan, one) == _chosen(other, sums)
+    other, sums = found_in(tmp_path / "work", source, tokens, LAYOUTS[layout])
+    _assert_same(one, sums)
+    assert _chosen(plan, one) == _chosen(other, sums)
 
 
 def _assert_same(one: Sums, two: Sums) -> None:
@@ -87,9 +124,13 @@ def batches(count: int = 2) -> list[MicroBatch]:
     return [make_batch(generator.integers(0, VOCAB, (2, 17)), None) for _ in range(count)]
 
 
+def windows() -> list[Windows]:
+    return [Windows(batch, len(batch.input_ids)) for batch in batches()]
+
+
 def gathered(name: str, **how: Any) -> tuple[Any, Sums]:
     model = models.build(name, dead=False)
-    return model, gather(model, batches(), device=CPU, **how)
+    return model, gather(model, windows(), device=CPU, **how)
 
 
 def test_the_sums_are_those_of_the_activations() -> None:
