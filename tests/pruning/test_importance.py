@@ -19,7 +19,7 @@ from pipeline.pruning.rules import PruningPlan, prepare
 from pipeline.pruning.selection import residual_scores, select, top
 from pipeline.pruning.stored_sums import fingerprint, load_sums
 from tests import warm
-from tests.evaluation.small import VOCAB
+from tests.evaluation.small import SEQUENCE, VOCAB
 from tests.pruning import models
 from tests.pruning.prunings import plan_of, raw_config, write_config
 
@@ -36,6 +36,8 @@ launch = detect()
 find_importance(prepare(parse(PruneConfig, load(sys.argv[1], [])), world_size=launch.world_size), launch)
 """
 SHAPES: dict[str, dict[str, int]] = {
+    "gpt2": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2},
+    "gemma2": {"hidden_size": 16, "intermediate_size": 24, "num_key_value_heads": 1, "num_hidden_layers": 2},
     "gemma": {"hidden_size": 16, "intermediate_size": 24, "num_key_value_heads": 1, "num_hidden_layers": 2},
     "llama": {"hidden_size": 16, "intermediate_size": 24, "num_key_value_heads": 1, "num_hidden_layers": 2},
     "qwen3_moe": {"hidden_size": 16, "moe_intermediate_size": 24, "num_key_value_heads": 1, "num_experts": 2},
@@ -58,10 +60,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 """Name -> processes, and fields of `importance`."""
 
 
-def found_in(folder: Path, source: Path, tokens: Path, layout: tuple[int, dict[str, Any]]) -> tuple[PruningPlan, Sums]:
+def found_in(
+    folder: Path, source: Path, tokens: Path, layout: tuple[int, dict[str, Any]], **more: Any
+) -> tuple[PruningPlan, Sums]:
     """The sums that a layout's processes find, and a plan of one process, which has to take them."""
     processes, section = layout
-    fields: dict[str, Any] = {"target": {"shape": SHAPES[source.name]}, "calibration": {"samples": 17}}
+    fields: dict[str, Any] = {"target": {"shape": SHAPES[source.name]}, "calibration": {"samples": 17}, **more}
     folder.mkdir()
     config = write_config(folder, source, tokens, importance={"depth": "loss", **section}, **fields)
     done = warm.run("-c", GATHER, config, processes=processes)
@@ -88,7 +92,13 @@ def alone(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return of
 
 
-CELLS = [(name, layout) for name in SHAPES for layout in LAYOUTS]
+WITHOUT_PLANS = ("gpt2", "gemma2")
+"""Transformers has no plan of GPT-2 for stages and tensor parallelism, and Gemma 2 caps scores and logits."""
+CELLS = [
+    *((name, layout) for name in SHAPES if name not in WITHOUT_PLANS for layout in LAYOUTS),
+    *((name, layout) for name in WITHOUT_PLANS for layout in ("dp 2", "FSDP2", "ZeRO-3")),
+    ("gpt2", "cp 2"),
+]
 
 
 @pytest.mark.parametrize(("name", "layout"), CELLS, ids=[f"{name}: {layout}" for name, layout in CELLS])
@@ -103,6 +113,53 @@ def test_every_layout_finds_the_same_importances_and_chooses_the_same_channels(
     other, sums = found_in(tmp_path / "work", source, tokens, LAYOUTS[layout])
     _assert_same(one, sums)
     assert _chosen(plan, one) == _chosen(other, sums)
+
+
+@pytest.mark.parametrize("layout", ["cp 2", "cp 2, ring", "tp 2, dp 2"])
+def test_layouts_agree_where_attention_stays_within_documents(tokens: Path, tmp_path: Path, layout: str) -> None:
+    source = models.make(tmp_path / "llama", "llama", tokens, dead=False)
+    data = {"path": str(tokens), "sequence_length": SEQUENCE, "batch_size": 8, "mask_documents": True}
+    _, one = found_in(tmp_path / "alone", source, tokens, (1, {}), data=data)
+    _, sums = found_in(tmp_path / "shared", source, tokens, LAYOUTS[layout], data=data)
+    _assert_same(one, sums)
+
+
+MEASURED = """
+import sys
+import pipeline.pruning.latency as latency
+from headrace.base.cli import guarded
+from headrace.base.configfile import load
+from headrace.base.section import parse
+from pipeline.launch import detect
+from pipeline.pruning.config import PruneConfig
+from pipeline.pruning.gathering import find_importance
+from pipeline.pruning.rules import prepare
+latency.measure_ratio = lambda plan, shape: plan.anatomy.parameters(shape) / plan.anatomy.parameters({})
+launch = detect()
+
+def main():
+    found = find_importance(prepare(parse(PruneConfig, load(sys.argv[1], [])), world_size=launch.world_size), launch)
+    print("rank", launch.rank, "at", round(found.latency, 3), sorted(found.plan.shape.items()))
+
+sys.exit(guarded(main))
+"""
+
+
+def test_the_shape_that_rank_zero_measures_is_that_of_all_processes_and_so_is_its_refusal(
+    tokens: Path, tmp_path: Path
+) -> None:
+    source = models.make(tmp_path / "model", "llama", tokens, dead=False)
+    config = write_config(tmp_path, source, tokens, target={"latency": 0.6})
+    done = warm.run("-c", MEASURED, config, processes=2, merged=True)
+    assert done.returncode == 0, done.stdout
+    found = {line[7:] for line in done.stdout.splitlines() if line.startswith("rank ")}
+    assert len(found) == 1, found  # the same of both
+    assert done.stdout.count("measuring forward passes") == 1
+    config = write_config(tmp_path, source, tokens, target={"latency": 0.01})
+    done = warm.run("-c", MEASURED, config, processes=2, merged=True)
+    assert done.returncode == 2
+    for start in ("error: target.latency = 0.01", "error (rank 1): target.latency = 0.01"):
+        assert start in done.stdout
 
 
 def _assert_same(one: Sums, two: Sums) -> None:
