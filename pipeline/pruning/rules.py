@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import lcm
 from pathlib import Path
 
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, found_by
 from pipeline.config.rules import ResolvedRun
 from pipeline.consumers.consumer import ConsumerPlan, plan_consumers
 from pipeline.consumers.description import FOLDER, ModelDescription, head_size
@@ -140,7 +141,8 @@ def _within(config: PruneConfig, source: ModelFolder, anatomy: Anatomy, choices:
     if found is None:
         needed = anatomy.parameters(choices.smallest) * each
         sizes = ", ".join(f"{axis} {choices.smallest[axis]}" for axis in choices.allowed)
-        more = [axis for axis in anatomy.sizes if axis not in choices.allowed]
+        others = [axis for axis in anatomy.sizes if axis not in choices.allowed]
+        more = [axis for axis in others if not found_by([partial(_check_searched, "", axis, anatomy)])]
         remedy = f"use {needed} or more, a smaller multiple_of" + (
             f", or add {' or '.join(more)} to axes" if more else ""
         )
@@ -152,8 +154,7 @@ def _allowed(config: PruneConfig, anatomy: Anatomy) -> dict[str, list[int]]:
     """Axis that may be cut -> its allowed sizes."""
     names = config.axes if config.axes is not None else [axis for axis in _DEFAULT_AXES if _is_free(axis, anatomy)]
     for axis in names:
-        _check_axis(f"axes.{axis}", axis, anatomy, axis)
-        _check_free(f"axes.{axis}", axis, anatomy)
+        _check_searched(f"axes.{axis}", axis, anatomy)
     if not names:
         raise ConfigError("axes", names, why="no size may be cut", remedy='use e.g. ["intermediate_size"]')
     return {axis: _sizes(axis, anatomy, config.multiple_of) for axis in names}
@@ -229,7 +230,8 @@ def _is_free(axis: str, anatomy: Anatomy) -> bool:
     return axis in anatomy.sizes and not (axis == GROUPS and anatomy.architecture.heads_of_hidden)
 
 
-def _check_free(field: str, axis: str, anatomy: Anatomy) -> None:
+def _check_searched(field: str, axis: str, anatomy: Anatomy) -> None:
+    _check_axis(field, axis, anatomy, axis)
     if not _is_free(axis, anatomy):
         why = "in this architecture the heads follow from the hidden size: both are cut together"
         raise ConfigError(field, axis, why=why, remedy="use hidden_size")

@@ -24,7 +24,7 @@ from pipeline.pruning.gathering import find_importance
 from pipeline.pruning.masks import mask_weights
 from pipeline.pruning.report import details, step_numbers, table
 from pipeline.pruning.rules import PruningPlan
-from pipeline.pruning.selection import select
+from pipeline.pruning.selection import select, unseen_experts
 from pipeline.pruning.stored_sums import remove_sums
 
 
@@ -51,6 +51,10 @@ def prune(plan: PruningPlan, launch: Launch) -> Manifest | None:
     assert plan.shape is not None
     how = plan.config.importance
     kept = select(sums, plan.anatomy, plan.shape, metric=how.metric, depth=how.depth)
+    if unseen := unseen_experts(sums, kept):
+        places = ", ".join(f"{expert} of layer {layer}" for layer, expert in unseen[:8])
+        line = f"warning: {len(unseen)} experts got no token, and lose channels blindly ({places}, ...)"
+        console.print(f"{line}\n  try: a larger calibration.samples, or a smaller num_experts", markup=False)
     sample = Sample.of(plan.dataset, plan.source.path, vocabulary=plan.source.vocab_size)
     console.print(f"{plan.source.path}: evaluating the original")
     before = measure(plan.source.path, plan.config.data)
@@ -60,7 +64,7 @@ def prune(plan: PruningPlan, launch: Launch) -> Manifest | None:
         console.print("evaluating the result in a subprocess")
         after = measure(staging, plan.config.data)
         recorded = details(plan, plan.shape, staging, before=before, after=after)
-        recorded["pruning"] |= {"kept": kept.summary(), "latency": found.latency}
+        recorded["pruning"] |= {"kept": kept.summary(), "latency": found.latency, "experts_without_tokens": len(unseen)}
         recorded["consumers"] = run_pruned_gate(
             plan.source.path,
             staging,

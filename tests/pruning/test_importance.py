@@ -16,7 +16,7 @@ from pipeline.pruning.config import PruneConfig
 from pipeline.pruning.importance import Sums, Windows, gather
 from pipeline.pruning.observing import decoder_layers
 from pipeline.pruning.rules import PruningPlan, prepare
-from pipeline.pruning.selection import residual_scores, select, top
+from pipeline.pruning.selection import Kept, residual_scores, select, top, unseen_experts
 from pipeline.pruning.stored_sums import fingerprint, load_sums
 from tests import warm
 from tests.evaluation.small import SEQUENCE, VOCAB
@@ -99,9 +99,27 @@ CELLS = [
     *((name, layout) for name in WITHOUT_PLANS for layout in ("dp 2", "FSDP2", "ZeRO-3")),
     ("gpt2", "cp 2"),
 ]
+_QUICK = {
+    "llama": tuple(layout for layout, (processes, _) in LAYOUTS.items() if processes == 2),
+    "qwen3_moe": ("tp 2", "pp 2", "FSDP2", "ZeRO-3"),
+    "gpt2": ("FSDP2",),
+}
 
 
-@pytest.mark.parametrize(("name", "layout"), CELLS, ids=[f"{name}: {layout}" for name, layout in CELLS])
+def cells() -> list[Any]:
+    """Half of them in the quick tier: each takes a second of two to four processes."""
+    return [
+        pytest.param(
+            name,
+            layout,
+            id=f"{name}: {layout}",
+            marks=[] if layout in _QUICK.get(name, ()) else [pytest.mark.integration],
+        )
+        for name, layout in CELLS
+    ]
+
+
+@pytest.mark.parametrize(("name", "layout"), cells())
 def test_every_layout_finds_the_same_importances_and_chooses_the_same_channels(
     alone: Any, tokens: Path, tmp_path: Path, name: str, layout: str
 ) -> None:
@@ -250,3 +268,11 @@ def test_a_second_start_takes_the_sums_of_the_first_unless_what_they_depend_on_h
     model.save_pretrained(source)
     changed = plan_of(tmp_path, source, tokens, target={"shape": {"hidden_size": 16}})
     assert load_sums(changed, fingerprint(changed)) is None
+
+
+def test_an_expert_that_got_no_token_is_told_of_where_its_channels_are_cut() -> None:
+    layers, none = torch.arange(2), torch.zeros(1, dtype=torch.int64)
+    sums = {f"layers.{n}.experts.tokens": torch.tensor([3.0, 0.0, 0.0]).double() for n in range(3)}
+    ffn = {(n, expert): none for n in range(3) for expert in range(3)}
+    kept = Kept(None, layers, {}, {0: torch.tensor([0, 1])}, ffn)
+    assert unseen_experts(sums, kept) == [(0, 1), (1, 1), (1, 2)]
