@@ -19,6 +19,7 @@ from torch import Tensor
 from pipeline.checkpoint.shard_table import State
 from pipeline.data.loader import MicroBatch, StepBatch
 from pipeline.engines.objective import Objective
+from pipeline.parallel.decoder import Decoder
 
 HostValues = Callable[[], Sequence[float]]
 """Called once per step on every rank, before its numbers are reduced: this rank's, of which the result has the sums.
@@ -237,6 +238,11 @@ class Engine(Protocol):
             fresh_optimizer: the optimizer's states are set to zero instead, as before the first step: the checkpoint is
                 of an optimizer of another kind.
         """
+        ...
+
+    @property
+    def decoders(self) -> list[Decoder]:
+        """This rank's parts of the model, one per (virtual) pipeline stage; hooks on their modules see every pass."""
         ...
 
     def replicas(self) -> Iterator[Replica]:

@@ -23,6 +23,8 @@ _EXPERT_KEYS = ("num_experts", "num_local_experts")
 
 _LAYER, _EXPERT = r"model\.layers\.(?P<layer>\d+)\.", r"experts\.(?P<expert>\d+)\."
 _GPT2 = r"(?:transformer\.)?"
+_FUSED, _PARTS = "queries, keys, values", 3
+"""A dim of which queries, keys and values have a third each, with the features of every head (GPT-2)."""
 Dims = tuple[str | None, ...]
 
 _ATTENTION: dict[str, Dims] = {
@@ -53,16 +55,19 @@ _QWEN_EXPERTS: dict[str, Dims] = {
 }
 _GPT2_BLOCK = _GPT2 + r"h\.(?P<layer>\d+)\."
 _GPT2_TENSORS: dict[str, Dims] = {
-    _GPT2 + r"wte\.weight|" + _GPT2 + r"wpe\.weight|lm_head\.weight": (None, None),
-    _GPT2 + r"ln_f\.(?:weight|bias)": (None,),
-    _GPT2_BLOCK + r"ln_[12]\.(?:weight|bias)": (None,),
-    _GPT2_BLOCK + r"attn\.c_(?:attn|proj)\.weight": (None, None),
-    _GPT2_BLOCK + r"attn\.c_(?:attn|proj)\.bias": (None,),
-    _GPT2_BLOCK + r"mlp\.c_fc\.weight": (None, FFN),
+    _GPT2 + r"wte\.weight|" + _GPT2 + r"wpe\.weight|lm_head\.weight": (None, HIDDEN),
+    _GPT2 + r"ln_f\.(?:weight|bias)": (HIDDEN,),
+    _GPT2_BLOCK + r"ln_[12]\.(?:weight|bias)": (HIDDEN,),
+    _GPT2_BLOCK + r"attn\.c_attn\.weight": (HIDDEN, _FUSED),
+    _GPT2_BLOCK + r"attn\.c_attn\.bias": (_FUSED,),
+    _GPT2_BLOCK + r"attn\.c_proj\.weight": (GROUPS, HIDDEN),
+    _GPT2_BLOCK + r"attn\.c_proj\.bias": (HIDDEN,),
+    _GPT2_BLOCK + r"mlp\.c_fc\.weight": (HIDDEN, FFN),
     _GPT2_BLOCK + r"mlp\.c_fc\.bias": (FFN,),
-    _GPT2_BLOCK + r"mlp\.c_proj\.weight": (FFN, None),
-    _GPT2_BLOCK + r"mlp\.c_proj\.bias": (None,),
+    _GPT2_BLOCK + r"mlp\.c_proj\.weight": (FFN, HIDDEN),
+    _GPT2_BLOCK + r"mlp\.c_proj\.bias": (HIDDEN,),
 }
+"""Conv1D layers: [inputs, outputs]."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,10 @@ class Architecture:
         unit_offset: the weight of a norm is stored less 1 (Gemma).
         scaled_embedding: embeddings are multiplied by the root of hidden_size (Gemma).
         tensor_parallel: importance can be gathered by tensor parallelism.
+        soft_cap: attention caps its scores, which ours does not.
+        heads_of_hidden: a head has hidden_size / heads features, by whatever config: both are cut together.
+        norm_eps: key of the norms' epsilon.
+        transposed: matrices are stored as [inputs, outputs].
     """
 
     tensors: Mapping[str, Dims]
@@ -82,6 +91,10 @@ class Architecture:
     unit_offset: bool = False
     scaled_embedding: bool = False
     tensor_parallel: bool = True
+    soft_cap: bool = False
+    heads_of_hidden: bool = False
+    norm_eps: str = "rms_norm_eps"
+    transposed: bool = False
 
     def matching(self, name: str) -> tuple[re.Match[str], Dims] | None:
         """The pattern that a stored name matches, and its dims; None for an unknown tensor."""
@@ -99,7 +112,7 @@ _GEMMA: dict[str, Any] = {"unit_offset": True, "scaled_embedding": True}
 ARCHITECTURES = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _dense()),
     "gemma": _dense(**_GEMMA),
-    "gemma2": _dense(**_GEMMA, tensor_parallel=False),  # our attention has no soft cap
+    "gemma2": _dense(**_GEMMA, tensor_parallel=False, soft_cap=True),
     "mixtral": Architecture(
         {**_ATTENTION, **_MIXTRAL},
         {**{axis: axis for axis in (HIDDEN, FFN, GROUPS, LAYERS)}, EXPERTS: "num_local_experts"},
@@ -108,9 +121,16 @@ ARCHITECTURES = {
         {**_ATTENTION, **_MLP, **_QWEN_EXPERTS},
         {axis: axis for axis in (HIDDEN, FFN, EXPERT_FFN, GROUPS, EXPERTS, LAYERS)},
     ),
-    "gpt2": Architecture(_GPT2_TENSORS, {FFN: "n_inner", LAYERS: "n_layer"}, tensor_parallel=False),
+    "gpt2": Architecture(
+        _GPT2_TENSORS,
+        {HIDDEN: "n_embd", FFN: "n_inner", GROUPS: "n_head", LAYERS: "n_layer"},
+        tensor_parallel=False,
+        heads_of_hidden=True,
+        norm_eps="layer_norm_epsilon",
+        transposed=True,
+    ),
 }
-"""By model_type. GPT-2's heads are hidden_size / n_head wide, which its config cannot say otherwise: neither is cut."""
+"""By model_type."""
 
 
 @dataclass(frozen=True)
@@ -121,11 +141,13 @@ class StoredTensor:
         dims: (axis, features per unit of the axis) of every dim; axis None for a dim that stays, with its size.
         layer: index of its decoder layer, or None.
         expert: index of its expert, or None.
+        parts: of a dim along the heads, one after another, each with the features of all heads.
     """
 
     dims: tuple[tuple[str | None, int], ...]
     layer: int | None
     expert: int | None
+    parts: int = 1
 
     def elements(self, shape: Mapping[str, int]) -> int:
         """Elements in a model with other sizes."""
@@ -142,7 +164,8 @@ class Anatomy:
         sizes: axis -> size, of the axes that the model has.
         tensors: stored name -> its dims.
         chosen_experts: routed experts of a token; 0 without.
-        uniform: whether all layers have the same tensors, so that some can be left out without more ado.
+        uniform: whether all layers have the same tensors, so that any of them can be left out for the same parameters.
+        scaled_by_layer: layers compute with their number.
     """
 
     architecture: Architecture
@@ -151,12 +174,22 @@ class Anatomy:
     tensors: Mapping[str, StoredTensor]
     chosen_experts: int = 0
     uniform: bool = True
+    scaled_by_layer: bool = False
     _kinds: dict[tuple[Any, bool, bool], int] = field(default_factory=dict, compare=False)
 
     @property
     def head_size(self) -> int:
         """Features of an attention head, of a model whose key/value heads can be cut."""
+        if self.architecture.heads_of_hidden:
+            return self.sizes[HIDDEN] // self.sizes[GROUPS]
         return self.tensors["model.layers.0.self_attn.k_proj.weight"].dims[0][1]
+
+    def completed(self, shape: Mapping[str, int]) -> dict[str, int]:
+        """All sizes of the model with some others: those that are not given stay, or follow from another."""
+        sizes = {**self.sizes, **shape}
+        if self.architecture.heads_of_hidden:
+            sizes[GROUPS] = sizes[HIDDEN] // self.head_size
+        return sizes
 
     def parameters(self, shape: Mapping[str, int]) -> int:
         """Stored parameters of the model with other sizes: exact where all layers have the same tensors.
@@ -164,7 +197,7 @@ class Anatomy:
         Args:
             shape: axis -> size; axes that are not in it keep theirs.
         """
-        sizes = {**self.sizes, **shape}
+        sizes = self.completed(shape)
         if not self._kinds:
             for tensor in self.tensors.values():
                 kind = (tensor.dims, tensor.layer is not None, tensor.expert is not None)
@@ -202,7 +235,8 @@ def anatomy_of(source: ModelFolder) -> Anatomy:
     per_layer = [{(t.dims, t.expert) for t in tensors.values() if t.layer == number} for number in range(sizes[LAYERS])]
     uniform = all(each == per_layer[0] for each in per_layer)
     chosen = int(source.config.get("num_experts_per_tok") or 0) if EXPERTS in sizes else 0
-    return Anatomy(architecture, keys, sizes, tensors, chosen, uniform)
+    scaled = bool(source.config.get("scale_attn_by_inverse_layer_idx"))
+    return Anatomy(architecture, keys, sizes, tensors, chosen, uniform, scaled)
 
 
 def _has(tensors: Mapping[str, StoredTensor], axis: str) -> bool:
@@ -229,9 +263,11 @@ def _tensor(architecture: Architecture, source: ModelFolder, name: str, sizes: M
         remedy = "load the folder with transformers and save it with save_pretrained, or use another model"
         raise ConfigError("model", str(source.path), why=why, remedy=remedy)
     match, axes = found
+    parts = _PARTS if _FUSED in axes else 1
+    axes = tuple(GROUPS if axis == _FUSED else axis for axis in axes)
     if len(axes) != len(stored) or any(axis and size % sizes[axis] for axis, size in zip(axes, stored, strict=True)):
         raise DataError(f"{source.path}: {name} has shape {list(stored)}, which does not fit its config.json")
     dims = tuple((axis, size // sizes[axis] if axis else size) for axis, size in zip(axes, stored, strict=True))
     groups = match.groupdict()
     numbers = {key: int(groups[key]) if groups.get(key) is not None else None for key in ("layer", "expert")}
-    return StoredTensor(dims, **numbers)
+    return StoredTensor(dims, **numbers, parts=parts)

@@ -72,9 +72,24 @@ class ImportanceSection(Section):
         " the loss of the calibration tokens rises without the layer; a pass for each layer)",
     )
     tp: Count = Field(
-        default=1,
-        description="Processes of the launcher that share a model by tensor parallelism, e.g. 4; the others share the"
-        " windows",
+        default=1, description="Tensor-parallel size: processes of the launcher that share each layer, e.g. 4"
+    )
+    pp: Count = Field(
+        default=1, description="Pipeline-parallel size: processes of the launcher that share the layers out, e.g. 2"
+    )
+    cp: Count = Field(
+        default=1, description="Context-parallel size: processes of the launcher that share each window, e.g. 2"
+    )
+    cp_method: Literal["ulysses", "ring"] = Field(
+        default="ulysses", description="Attention across the processes that share a window: ulysses or ring"
+    )
+    zero_stage: Literal[0, 3] = Field(
+        default=0,
+        description="3: weights are sharded over the processes with different tokens (FSDP2, or ZeRO-3 with engine"
+        " deepspeed), and gathered layer by layer; 0: each of them has its own copy",
+    )
+    engine: Literal["torch", "deepspeed"] = Field(
+        default="torch", description="What runs the layout: torch (FSDP2, DTensor, torch's pipelines) or deepspeed"
     )
 
 

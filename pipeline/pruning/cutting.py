@@ -3,7 +3,9 @@
 A norm over fewer channels divides by the root mean square of those that are left. With x the residual of D channels, of
 which D' are kept that have the share e of the mean square (measured over the calibration tokens), the root mean square
 becomes sqrt(e D / D') times what it was; the norm's weight is multiplied by that, so that what is behind the norm keeps
-its scale. Channels that are zero have no share, so cutting them changes nothing; for the same reason the config's
+its scale. A LayerNorm (GPT-2) does the same with what is left of x after its mean over the channels is taken away, so
+there it is the share of that; the mean of the kept channels is taken for that of all. Channels that are zero have no
+share (of a LayerNorm: channels that are the mean), so cutting them changes nothing; for the same reason the config's
 rms_norm_eps is multiplied by D / D' (in Qwen3 it is also that of the norms of queries and keys, whose mean squares it
 is a millionth of). Gemma multiplies its embeddings by sqrt(D): they are multiplied by sqrt(D / D'), and
 where the head is the embedding the last norm is divided by it.
@@ -112,13 +114,22 @@ def cut_tensor(value: Tensor, tensor: StoredTensor, kept: Kept) -> Tensor:
     for dim, (axis, width) in enumerate(tensor.dims):
         units = None if axis is None else kept.of(axis, tensor.layer, tensor.expert)
         if units is not None:
-            value = value.index_select(dim, spread(units, width))
+            parts = tensor.parts if axis == GROUPS else 1
+            value = value.index_select(dim, spread(units, width, parts=parts, size=value.shape[dim]))
     return value
 
 
-def spread(units: Tensor, width: int) -> Tensor:
-    """Indices of the features of units that have `width` features each."""
-    return (units[:, None] * width + torch.arange(width)).view(-1)
+def spread(units: Tensor, width: int, *, parts: int = 1, size: int = 0) -> Tensor:
+    """Indices of the features of units that have `width` features each.
+
+    Args:
+        units: indices of units.
+        width: features of a unit, in all parts together.
+        parts: of the dim, one after another, in each of which a unit has its share of the features.
+        size: of the dim; needed where it has several parts.
+    """
+    own = (units[:, None] * (width // parts) + torch.arange(width // parts)).view(-1)
+    return (torch.arange(parts)[:, None] * (size // parts) + own).view(-1)
 
 
 def norm_scales(plan: PruningPlan, kept: Kept, sums: Mapping[str, Tensor]) -> dict[str, float]:
@@ -129,7 +140,8 @@ def norm_scales(plan: PruningPlan, kept: Kept, sums: Mapping[str, Tensor]) -> di
     wider = channels / len(kept.hidden)
     scales = {}
     for name, tensor in plan.anatomy.tensors.items():
-        squares = sums.get(f"{name.removesuffix('.weight')}.in.square")
+        module = name.removesuffix(".weight")
+        squares = sums.get(f"{module}.in.square", sums.get(f"transformer.{module}.in.square"))
         if squares is not None and tensor.dims == ((HIDDEN, 1),):
             total = float(squares.sum())
             share = float(squares[kept.hidden].sum()) / total if total else 1.0
@@ -159,15 +171,21 @@ def config_of(plan: PruningPlan, shape: Shape, kept: Kept) -> dict[str, Any]:
     config["dtype"] = plan.dtype
     config.pop("torch_dtype", None)
     if GROUPS in sizes:
-        heads = int(plan.source.config["num_attention_heads"])
-        config["head_dim"] = plan.anatomy.head_size
-        config["num_attention_heads"] = heads // sizes[GROUPS] * shape[GROUPS]
+        config |= _of_heads(plan, shape)
     if HIDDEN in sizes and shape[HIDDEN] < sizes[HIDDEN]:
         whole = AutoConfig.from_pretrained(plan.source.path, local_files_only=True)  # has what the file leaves out
-        config["rms_norm_eps"] = float(whole.rms_norm_eps) * sizes[HIDDEN] / shape[HIDDEN]
+        key = plan.anatomy.architecture.norm_eps
+        config[key] = float(getattr(whole, key)) * sizes[HIDDEN] / shape[HIDDEN]
     if EXPERTS in sizes:
         config["num_experts_per_tok"] = min(plan.anatomy.chosen_experts, shape[EXPERTS])
     return config | _of_layers(plan, kept)
+
+
+def _of_heads(plan: PruningPlan, shape: Shape) -> dict[str, Any]:
+    if plan.anatomy.architecture.heads_of_hidden:
+        return {}
+    groups, heads = plan.anatomy.sizes[GROUPS], int(plan.source.config["num_attention_heads"])
+    return {"head_dim": plan.anatomy.head_size, "num_attention_heads": heads // groups * shape[GROUPS]}
 
 
 def _of_layers(plan: PruningPlan, kept: Kept) -> dict[str, Any]:
@@ -177,4 +195,12 @@ def _of_layers(plan: PruningPlan, kept: Kept) -> dict[str, Any]:
         return {}
     whole = AutoConfig.from_pretrained(plan.source.path, local_files_only=True).to_dict()
     lists = {key: each for key, each in whole.items() if isinstance(each, list) and len(each) == total}
-    return {key: [each[n] for n in kept.layers.tolist()] for key, each in lists.items() if key.startswith("layer")}
+    left = {key: [each[n] for n in kept.layers.tolist()] for key, each in lists.items() if key.startswith("layer")}
+    return left | (_of_dense_layers(plan, kept) if "decoder_sparse_step" in whole else {})
+
+
+def _of_dense_layers(plan: PruningPlan, kept: Kept) -> dict[str, Any]:
+    """Which of the kept layers have no experts (Qwen-MoE), all by their new numbers; a step counts from old ones."""
+    routed = {tensor.layer for tensor in plan.anatomy.tensors.values() if tensor.expert is not None}
+    dense = [number for number, layer in enumerate(kept.layers.tolist()) if layer not in routed]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}

@@ -46,14 +46,14 @@ def shape_for_latency(plan: PruningPlan) -> tuple[Shape, float]:
         near = f"{least * 1.1:.2f} or more, " if least * 1.1 < 1 else ""
         remedy = f"use {near}a smaller multiple_of{more}"
         raise ConfigError("target.latency", limit, why=why, remedy=remedy)
-    return found, cost(found)
+    return plan.anatomy.completed(found), cost(found)
 
 
 @torch.inference_mode()
 def measure_ratio(plan: PruningPlan, shape: Mapping[str, int]) -> float:
     """Time of a forward pass over data.batch_size windows, as a share of the original's."""
     device = pick_device()
-    models = [_random(plan, sizes, device) for sizes in (plan.anatomy.sizes, shape)]
+    models = [_random(plan, plan.anatomy.completed(sizes), device) for sizes in (plan.anatomy.sizes, shape)]
     batch = (plan.config.data.batch_size, plan.config.data.sequence_length)
     ids = torch.zeros(batch, dtype=torch.int64, device=device)
     times: list[list[float]] = [[], []]
@@ -71,7 +71,7 @@ def _random(plan: PruningPlan, sizes: Mapping[str, int], device: torch.device) -
     config = AutoConfig.from_pretrained(plan.source.path, local_files_only=True)
     for axis, size in sizes.items():
         setattr(config, plan.anatomy.keys[axis], size)
-    if GROUPS in sizes:
+    if GROUPS in sizes and not plan.anatomy.architecture.heads_of_hidden:
         config.num_attention_heads = config.num_attention_heads // plan.anatomy.sizes[GROUPS] * sizes[GROUPS]
         config.head_dim = plan.anatomy.head_size
     kinds = getattr(config, "layer_types", None)

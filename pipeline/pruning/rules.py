@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from math import lcm
 from pathlib import Path
 
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, found_by
+from pipeline.config.rules import ResolvedRun
 from pipeline.consumers.consumer import ConsumerPlan, plan_consumers
 from pipeline.consumers.description import FOLDER, ModelDescription, architecture, head_size
 from pipeline.data.dataset import TokenDataset
@@ -14,6 +17,7 @@ from pipeline.evaluation.data import as_trained, open_heldout
 from pipeline.evaluation.model_folder import ModelFolder
 from pipeline.pruning.axes import EXPERT_FFN, EXPERTS, FFN, GROUPS, HIDDEN, LAYERS, Anatomy, anatomy_of
 from pipeline.pruning.config import PruneConfig
+from pipeline.pruning.layout import data_ranks, layout_of
 from pipeline.pruning.search import Choices, Shape, search
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -34,6 +38,7 @@ class PruningPlan:
         consumers: the programs that score the result.
         shape: axis -> size of the result; None while a latency is still to be measured.
         choices: the sizes that a search for a latency may give.
+        layout: in which processes share a model; None where each has a whole one.
     """
 
     config: PruneConfig
@@ -44,6 +49,7 @@ class PruningPlan:
     consumers: ConsumerPlan
     shape: Shape | None
     choices: Choices | None = None
+    layout: ResolvedRun | None = None
 
     @property
     def output(self) -> Path:
@@ -79,39 +85,27 @@ def prepare(config: PruneConfig, *, world_size: int = 1) -> PruningPlan:
     _check_mask(config, anatomy)
     config = config.model_copy(update={"data": as_trained(config.data, source.path)})
     dataset = open_heldout(config.data, source)
-    calibration = _calibration(config, _data_parallel(config, anatomy, world_size))
+    layout = layout_of(config, source, anatomy.architecture, world_size=world_size)
+    calibration = _calibration(config, anatomy, data_ranks(layout, world_size=world_size))
     about = ModelDescription(
         FOLDER, config.dtype or source.dtype, head_size(source.config), **architecture(source.config)
     )
     consumers = plan_consumers(about, None if config.consumers is None else tuple(config.consumers))
-    return PruningPlan(config, source, anatomy, dataset, calibration, consumers, shape, choices)
+    return PruningPlan(config, source, anatomy, dataset, calibration, consumers, shape, choices, layout)
 
 
-def _data_parallel(config: PruneConfig, anatomy: Anatomy, world_size: int) -> int:
-    """Processes, or groups of them, that share the windows."""
-    tp, length = config.importance.tp, config.data.sequence_length
-    if tp > 1 and not anatomy.architecture.tensor_parallel:
-        why = "tensor parallelism is not there for this architecture"
-        raise ConfigError("importance.tp", tp, why=why, remedy="use importance.tp 1")
-    heads = anatomy.sizes.get(GROUPS, 1)
-    if heads % tp:
-        why = f"it does not divide the {heads} key/value heads"
-        raise ConfigError("importance.tp", tp, why=why, remedy=f"use a divisor of {heads}")
-    if world_size % tp:
-        why = f"it does not divide the {world_size} processes that were started"
-        raise ConfigError("importance.tp", tp, why=why, remedy=f"start a multiple of {tp}, or use importance.tp 1")
-    if length % tp:
-        why = f"the positions of a window are shared, and data.sequence_length is {length}"
-        raise ConfigError("importance.tp", tp, why=why, remedy="use a divisor of data.sequence_length")
-    return world_size // tp
-
-
-def _calibration(config: PruneConfig, shares: int) -> TokenDataset:
+def _calibration(config: PruneConfig, anatomy: Anatomy, shares: int) -> TokenDataset:
     length, samples = config.data.sequence_length, config.calibration.samples
     dataset = TokenDataset.open(config.data.path, split=config.calibration.split, sequence_length=length)
     if samples > dataset.windows:
         why = f"the split {config.calibration.split} has {dataset.windows} windows of {length} tokens"
         raise ConfigError("calibration.samples", samples, why=why, remedy=f"use {dataset.windows} or less")
+    widest = max((axis for axis in _WIDTHS if axis in anatomy.sizes), key=lambda axis: anatomy.sizes[axis])
+    if samples * length < anatomy.sizes[widest]:
+        tokens, channels = samples * length, anatomy.sizes[widest]
+        why = f"{samples} windows have {tokens} tokens, and {widest} has {channels} channels to rank"
+        near = -(-channels // length)
+        raise ConfigError("calibration.samples", samples, why=why, remedy=f"use {near} or more")
     if samples < shares:
         why = f"{shares} processes share the windows, and each needs one"
         raise ConfigError("calibration.samples", samples, why=why, remedy=f"use {shares} or more")
@@ -149,25 +143,28 @@ def _within(config: PruneConfig, source: ModelFolder, anatomy: Anatomy, choices:
     if found is None:
         needed = anatomy.parameters(choices.smallest) * each
         sizes = ", ".join(f"{axis} {choices.smallest[axis]}" for axis in choices.allowed)
-        more = [axis for axis in anatomy.sizes if axis not in choices.allowed]
+        others = [axis for axis in anatomy.sizes if axis not in choices.allowed]
+        more = [axis for axis in others if not found_by([partial(_check_searched, "", axis, anatomy)])]
         remedy = f"use {needed} or more, a smaller multiple_of" + (
             f", or add {' or '.join(more)} to axes" if more else ""
         )
         raise ConfigError(f"target.{name}", limit, why=f"with {sizes} it has still {needed:,}", remedy=remedy)
-    return found
+    return anatomy.completed(found)
 
 
 def _allowed(config: PruneConfig, anatomy: Anatomy) -> dict[str, list[int]]:
     """Axis that may be cut -> its allowed sizes."""
-    names = config.axes if config.axes is not None else [axis for axis in _DEFAULT_AXES if axis in anatomy.sizes]
+    names = config.axes if config.axes is not None else [axis for axis in _DEFAULT_AXES if _is_free(axis, anatomy)]
     for axis in names:
-        _check_axis(f"axes.{axis}", axis, anatomy, axis)
+        _check_searched(f"axes.{axis}", axis, anatomy)
     if not names:
         raise ConfigError("axes", names, why="no size may be cut", remedy='use e.g. ["intermediate_size"]')
     return {axis: _sizes(axis, anatomy, config.multiple_of) for axis in names}
 
 
 def _sizes(axis: str, anatomy: Anatomy, multiple: int) -> list[int]:
+    if axis == HIDDEN and anatomy.architecture.heads_of_hidden:
+        multiple = lcm(multiple, anatomy.head_size)
     step, least = (multiple, multiple) if axis in _WIDTHS else (1, _least(axis, anatomy))
     size = anatomy.sizes[axis]
     return sorted({*range(least, size + 1, step), size})
@@ -180,21 +177,37 @@ def _least(axis: str, anatomy: Anatomy) -> int:
 def _explicit(config: PruneConfig, anatomy: Anatomy) -> Shape:
     assert config.target.shape is not None
     given = {axis: size for axis, size in config.target.shape.model_dump().items() if size is not None}
+    if GROUPS in given and anatomy.architecture.heads_of_hidden:
+        given = _with_hidden(given, anatomy)
     for axis, size in given.items():
         field = f"target.shape.{axis}"
         _check_axis(field, axis, anatomy, size)
         allowed = _sizes(axis, anatomy, config.multiple_of)
         if size not in allowed:
             raise ConfigError(field, size, why=_why_not(axis, anatomy, config), remedy=_nearest(size, allowed))
-    shape = {**anatomy.sizes, **given}
+    shape = anatomy.completed(given)
     if shape == anatomy.sizes and config.experimental is None:
         raise ConfigError("target.shape", given, why="these are the model's own sizes", remedy="make one smaller")
     return shape
 
 
+def _with_hidden(given: dict[str, int], anatomy: Anatomy) -> dict[str, int]:
+    """The sizes with that of the residual which the heads give, of an architecture in which they are tied to it."""
+    hidden = given[GROUPS] * anatomy.head_size
+    if given.setdefault(HIDDEN, hidden) != hidden:
+        why = f"its heads have {anatomy.head_size} features each, and as many of them as the hidden size together"
+        remedy = f"use hidden_size {hidden}, or leave one of the two out"
+        raise ConfigError(f"target.shape.{GROUPS}", given[GROUPS], why=why, remedy=remedy)
+    return given
+
+
 def _why_not(axis: str, anatomy: Anatomy, config: PruneConfig) -> str:
     if axis == EXPERTS and anatomy.chosen_experts > 1:
         return f"the model has {anatomy.sizes[axis]} experts, and each token goes to {anatomy.chosen_experts}"
+    if axis == HIDDEN and anatomy.architecture.heads_of_hidden:
+        return (
+            f"the model has {anatomy.sizes[axis]} in heads of {anatomy.head_size}, multiple_of is {config.multiple_of}"
+        )
     if axis in _WIDTHS:
         return f"the model has {anatomy.sizes[axis]}, and channels are kept in multiples of {config.multiple_of}"
     return f"the model has {anatomy.sizes[axis]}"
@@ -209,14 +222,31 @@ def _check_axis(field: str, axis: str, anatomy: Anatomy, value: object) -> None:
     if axis not in anatomy.sizes:
         why = "this model has no such size that can be cut"
         raise ConfigError(field, value, why=why, remedy=f"use {', '.join(anatomy.sizes)}")
-    if axis == LAYERS and not anatomy.uniform:
-        why = "its layers are not alike, and its config tells which is which by their numbers"
+    if axis == LAYERS and anatomy.scaled_by_layer:
+        why = "its attention is divided by the number of its layer (scale_attn_by_inverse_layer_idx)"
         raise ConfigError(field, value, why=why, remedy="cut the other sizes")
+
+
+def _is_free(axis: str, anatomy: Anatomy) -> bool:
+    """Whether a search may choose a size: it does not follow from another."""
+    return axis in anatomy.sizes and not (axis == GROUPS and anatomy.architecture.heads_of_hidden)
+
+
+def _check_searched(field: str, axis: str, anatomy: Anatomy) -> None:
+    _check_axis(field, axis, anatomy, axis)
+    if not _is_free(axis, anatomy):
+        why = "in this architecture the heads follow from the hidden size: both are cut together"
+        raise ConfigError(field, axis, why=why, remedy="use hidden_size")
+    if axis == LAYERS and not anatomy.uniform:
+        why = "its layers are not alike, so that the size of the result depends on which of them stay"
+        raise ConfigError(
+            field, axis, why=why, remedy="give target.shape.num_hidden_layers, and search the others after"
+        )
 
 
 def _check_mask(config: PruneConfig, anatomy: Anatomy) -> None:
     mask = config.experimental
-    if mask is not None and HIDDEN not in anatomy.sizes:
+    if mask is not None and anatomy.architecture.transposed:
         why = "the weights of this architecture are stored transposed, and masks are not made for it"
         raise ConfigError("experimental", mask.pattern, why=why, remedy="leave it out")
     if mask is not None and mask.pattern == "2:4" and "sparsity" in mask.model_fields_set and mask.sparsity != 0.5:

@@ -89,6 +89,21 @@ def select(sums: Mapping[str, Tensor], anatomy: Anatomy, shape: Shape, *, metric
     return Kept(hidden, layers, groups, experts, _ffn(sums, anatomy, shape, moment))
 
 
+def unseen_experts(sums: Mapping[str, Tensor], kept: Kept) -> list[tuple[int, int]]:
+    """(layer, expert) of kept experts whose channels are to be ranked, and that got no token to rank them by."""
+    tokens = {place: sums.get(f"layers.{place[0]}.experts.tokens") for place in kept.ffn if place[1] is not None}
+    return [
+        (layer, expert)
+        for (layer, expert), count in tokens.items()
+        if expert is not None and count is not None and count[expert] == 0 and _stays(kept, layer, expert)
+    ]
+
+
+def _stays(kept: Kept, layer: int, expert: int) -> bool:
+    experts = kept.experts.get(layer)
+    return layer in kept.layers and (experts is None or expert in experts)
+
+
 def top(scores: Tensor, count: int) -> Tensor:
     """Indices of the `count` highest scores, ascending; of equal ones the first."""
     order = torch.argsort(scores, descending=True, stable=True)

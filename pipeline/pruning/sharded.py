@@ -1,70 +1,106 @@
-"""A model in tensor-parallel shards for the importance: each process holds 1 / tp of the matrices, read from the files.
+"""Importance by a model that several processes hold together: tensor, pipeline and context parallelism, FSDP2, ZeRO-3.
 
-Between the blocks a process has T / tp positions (`pipeline.parallel.tensor`), and within them its features of all
-positions, so that every sum of `importance` is the sum of what the processes see.
+The engine of the layout runs the model as it evaluates one in training, each process with its shards read from the
+files. The hooks are on the modules of this process's part; what they do not see, another process does.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from pipeline.data.loader import MicroBatch
+from headrace.base.errors import ConfigError
+from pipeline.config.rules import ResolvedRun
+from pipeline.engines.base import Engine
+from pipeline.engines.build import build_engine
 from pipeline.engines.objective import CrossEntropy
-from pipeline.launch.environment import Launch
-from pipeline.models.attention import ATTENTION_NAME
 from pipeline.models.hf_config import read_hf_config
-from pipeline.models.materialize import materialize
 from pipeline.models.meta import build_meta
 from pipeline.models.stored_values import FromSafetensors
-from pipeline.parallel.assemble import LocalModel, ShardedValues
-from pipeline.parallel.decoder import Decoder, DecoderLayout, parameter_owners
-from pipeline.parallel.tensor import apply_tensor_parallel
+from pipeline.parallel.checks import check_layout
+from pipeline.pruning.importance import Sums, Windows
+from pipeline.pruning.layout import as_importance
+from pipeline.pruning.observing import Observer, decoder_layers, left_out
+from pipeline.run.prepare import attention_of
 
 
-class ShardedModel:
-    """This process's shards, and what runs them with those of the other processes of its group.
-
-    Args:
-        folder: Hugging Face folder.
-        launch: of this process; consecutive ranks share a model. Collective.
-        tp: processes that share a model, two or more.
-        device: of the shards.
-
-    Attributes:
-        causal: the Hugging Face model, whose modules compute with the shards.
+def open_model(run: ResolvedRun) -> nn.Module:
+    """The model of a layout on meta, in fp32; refused before a process group is opened if it has no plan for it.
 
     Raises:
-        ConfigError: the architecture has no tensor-parallel plan, or tp does not divide a size.
+        ConfigError: the architecture does not support the layout.
     """
-
-    def __init__(self, folder: Path, launch: Launch, *, tp: int, device: torch.device) -> None:
-        groups = [dist.new_group(list(range(first, first + tp))) for first in range(0, launch.world_size, tp)]
-        config = read_hf_config(folder)
-        whole, causal = (build_meta(config, dtype=torch.float32, attn_implementation=ATTENTION_NAME) for _ in range(2))
-        owners = parameter_owners(causal)
-        names = {id(getattr(*pairs[0])): name for name, pairs in owners.items()}
-        shapes = {name: tuple(parameter.shape) for name, parameter in causal.named_parameters()}
-        tensor = apply_tensor_parallel(causal, groups[launch.rank // tp], names=names)
-        self.causal = causal.eval()
-        self._decoder = Decoder(causal, DecoderLayout(tensor=tensor), owners)
-        local = LocalModel(self._decoder, tensor, shapes, frozenset())
-        values = ShardedValues(FromSafetensors(folder, model=whole), local)
-        sharded = {id(getattr(*pairs[0])): name for name, pairs in owners.items()}
-        materialize(causal, values, device=device, names=sharded)
-
-    def __call__(self, batch: MicroBatch) -> Tensor:
-        """Summed loss of a batch, fp32 scalar, the same on all processes of the group. Collective."""
-        total: Tensor = self._decoder(batch.input_ids, batch, CrossEntropy())[0]
-        return total
+    assert run.config.model.path is not None
+    config: Any = read_hf_config(run.config.model.path)
+    for key, value in config.to_dict().items():  # of training; evaluations have none
+        if ("dropout" in key or key.endswith(("pdrop", "layerdrop"))) and isinstance(value, float):
+            setattr(config, key, 0.0)
+    if getattr(config, "output_router_logits", False):
+        config.output_router_logits = False
+    model = build_meta(config, dtype=torch.float32, attn_implementation=attention_of(run))
+    try:
+        check_layout(run, model)
+    except ConfigError as error:
+        raise as_importance(error) from None
+    return model
 
 
-def feature_offset(module: nn.Module, features: int) -> tuple[int, int]:
-    """Where the input features of a layer begin among all of them, and how many there are."""
-    group = getattr(module, "group", None)
-    if group is None:
-        return 0, features
-    return dist.get_rank(group) * features, dist.get_world_size(group) * features
+@torch.no_grad()
+def gather_sharded(
+    run: ResolvedRun,
+    model: nn.Module,
+    batches: Sequence[Windows],
+    *,
+    device: torch.device,
+    depth_loss: bool = False,
+) -> Sums:
+    """This process's part of the sums; see `importance.add_up`. Collective.
+
+    Args:
+        run: the layout.
+        model: by `open_model`.
+        batches: of this process; as many on every process.
+        device: of this process.
+        depth_loss: run all batches once more without each layer.
+
+    Returns:
+        Key -> fp64 on the CPU.
+    """
+    assert run.config.model.path is not None
+    values = FromSafetensors(run.config.model.path, model=model)
+    engine = build_engine(run, model, values, CrossEntropy(), device=device)
+    observer = Observer(device)
+    with ExitStack() as stack:
+        for decoder in engine.decoders:
+            stack.enter_context(observer.watching(decoder.causal))
+            stack.callback(_counting(decoder, observer, batches).remove)
+        engine.evaluate(each.batch for each in batches)
+    sums = {key: value.cpu() for key, value in observer.sums.items()}
+    return sums | (_without_layers(engine, batches, model.config.num_hidden_layers) if depth_loss else {})  # type: ignore[union-attr, arg-type]
+
+
+def _counting(decoder: nn.Module, observer: Observer, batches: Sequence[Windows]) -> Any:
+    """Every schedule runs the passes of a stage in the order of the batches."""
+    coming = iter(batches)
+
+    def begin(*_: Any) -> None:
+        windows = next(coming)
+        observer.begin(rows=windows.real, of=len(windows.batch.input_ids))
+
+    return decoder.register_forward_pre_hook(begin)
+
+
+def _without_layers(engine: Engine, batches: Sequence[Windows], count: int) -> Sums:
+    """The loss without each layer, of all processes together: it counts on rank 0."""
+    own = {number: layer for decoder in engine.decoders for number, layer in decoder_layers(decoder.causal).items()}
+    sums: Sums = {}
+    for number in range(count):
+        with left_out(own.get(number)):
+            nats = engine.evaluate(each.batch for each in batches).nats
+        sums[f"layers.{number}.without"] = torch.tensor([nats if dist.get_rank() == 0 else 0.0], dtype=torch.float64)
+    return sums

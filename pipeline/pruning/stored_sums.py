@@ -14,7 +14,7 @@ from pipeline.pruning.importance import Sums
 from pipeline.pruning.rules import PruningPlan
 
 _FILE = "importance.safetensors"
-_VERSION = 1
+_VERSION = 2
 """To be raised where what is summed changes."""
 
 

@@ -44,12 +44,18 @@ def make_tokenizer(folder: Path, texts: list[str] = TEXTS) -> PreTrainedTokenize
     return fast
 
 
-def make_tokens(final: Path, texts: list[str] = TEXTS) -> Path:
-    """Writes a tokens directory as `data_prep` does: a tokenizer, two splits of two shards each, a manifest."""
+def make_tokens(final: Path, texts: list[str] = TEXTS, *, parts: dict[str, list[str]] | None = None) -> Path:
+    """Writes a tokens directory as `data_prep` does: a tokenizer, two splits of two shards each, a manifest.
+
+    Args:
+        final: the directory.
+        texts: that the tokenizer is trained on.
+        parts: texts of each split; those of `TEXTS` when None.
+    """
     staging = staging_path(final)
     staging.mkdir(parents=True)
     tokenizer = make_tokenizer(staging / "tokenizer", texts)
-    splits = {split: _write_split(staging, split, part, tokenizer) for split, part in _SPLITS.items()}
+    splits = {split: _write_split(staging, split, part, tokenizer) for split, part in (parts or _SPLITS).items()}
     fingerprint = tokenizer_fingerprint(staging / "tokenizer")
     about = {"fingerprint": fingerprint, "vocab_size": len(tokenizer), "eos_id": tokenizer.eos_token_id}
     commit(staging, final, kind="tokens", config={}, details={"tokenizer": about, "splits": splits})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +38,20 @@ FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
 """Architecture -> its base in `tests.models.architectures`, and fields."""
 
 
-def build(name: str, *, dead: bool = True) -> Any:
+def build(name: str, *, dead: bool = True, **more: Any) -> Any:
     """A model with random weights, large enough that every part matters."""
     torch.manual_seed(1)
     base, fields = FIELDS[name]
-    model: Any = AutoModelForCausalLM.from_config(config_of(base, **fields)).eval()
+    model: Any = AutoModelForCausalLM.from_config(config_of(base, **{**fields, **more})).eval()
     scale_up(model)
     if dead:
         silence(model)
     return model
 
 
-def make(folder: Path, name: str, tokens: Path, *, dead: bool = True) -> Path:
+def make(folder: Path, name: str, tokens: Path, *, dead: bool = True, **more: Any) -> Path:
     """Saves `build` with the tokenizer of a tokens directory."""
-    build(name, dead=dead).save_pretrained(folder)
+    build(name, dead=dead, **more).save_pretrained(folder)
     PreTrainedTokenizerFast.from_pretrained(tokens / "tokenizer").save_pretrained(folder)
     return folder
 
@@ -66,9 +67,24 @@ def silence(model: nn.Module) -> None:
         if hasattr(module, "gate_up_proj") and module.gate_up_proj.ndim == 3:  # experts
             module.gate_up_proj.view(EXPERTS, 2, -1, HIDDEN)[:, 1, DEAD_FFN] = 0
     if model.config.model_type == "gpt2":  # type: ignore[union-attr]
+        _silence_gpt2(model)
         return
     for name, parameter in model.named_parameters():
         _silence_parameter(name, parameter)
+
+
+def _silence_gpt2(model: nn.Module) -> None:
+    """A LayerNorm takes the mean of all channels away: what does nothing in it are channels that are the mean."""
+    alive = [n for n in range(HIDDEN) if n not in range(*DEAD_HIDDEN.indices(HIDDEN))]
+    for name, parameter in model.named_parameters():
+        if f"h.{DEAD_LAYER}." in name and ".c_proj." in name:
+            parameter.zero_()
+        if "wte" in name or "wpe" in name or ".c_proj." in name:
+            parameter[..., DEAD_HIDDEN] = parameter[..., alive].mean(-1, keepdim=True)
+        if "ln_" in name and name.endswith("bias"):
+            parameter[DEAD_HIDDEN] = 0
+        if ".c_attn." in name:  # the values of a head are the last third
+            parameter[..., 2 * HIDDEN + DEAD_GROUP * HEAD : 2 * HIDDEN + (DEAD_GROUP + 1) * HEAD] = 0
 
 
 _INTO_RESIDUAL = ("o_proj.weight", "down_proj.weight", "experts.down_proj", "o_proj.bias", "mlp.down_proj.bias")
@@ -103,12 +119,14 @@ def _silence_group(attention: Any) -> None:
         attention.v_proj.bias[rows] = 0
 
 
-def logits(folder: Path, rows: torch.Tensor) -> torch.Tensor:
-    """By plain transformers, fp64, [B, T, V]."""
+def logits(folder: Path, rows: torch.Tensor, *, without: Sequence[int] = ()) -> torch.Tensor:
+    """By plain transformers, fp64, [B, T, V]; `without` some layers."""
     how = (
         {"experts_implementation": "eager"} if config_json(folder)["model_type"] in _ROUTED else {}
     )  # grouped products have no fp64
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **how).eval()
+    for number in without:
+        model.model.layers[number].forward = lambda hidden_states, *_, **__: hidden_states
     with torch.no_grad():
         found: torch.Tensor = model(input_ids=rows).logits
     return found

@@ -13,9 +13,9 @@ from pipeline.launch.environment import SINGLE_PROCESS
 from pipeline.models.tokenizer_files import copy_tokenizer
 from pipeline.pruning.config import PruneConfig
 from pipeline.pruning.cutting import write_folder
+from pipeline.pruning.gathering import find_importance
 from pipeline.pruning.masks import mask_weights
 from pipeline.pruning.rules import PruningPlan, prepare
-from pipeline.pruning.run import importance
 from pipeline.pruning.selection import Kept, select
 from tests.evaluation.small import SEQUENCE
 
@@ -44,7 +44,7 @@ def pruned(folder: Path, model: Path, tokens: Path, **fields: Any) -> tuple[Prun
     """Writes folder/pruned in this process."""
     plan = plan_of(folder, model, tokens, **fields)
     assert plan.shape is not None
-    how, sums = plan.config.importance, importance(plan, SINGLE_PROCESS)
+    how, sums = plan.config.importance, find_importance(plan, SINGLE_PROCESS).sums
     kept = select(sums, plan.anatomy, plan.shape, metric=how.metric, depth=how.depth)
     plan.output.mkdir()
     write_folder(plan, plan.shape, kept, sums, plan.output, change=mask_weights(plan, kept, sums))

@@ -9,16 +9,19 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.base.section import parse
 from pipeline.data.loader import MicroBatch, make_batch
 from pipeline.evaluation.loading import load_model
-from pipeline.pruning.importance import Sums, decoder_layers, gather
-from pipeline.pruning.rules import PruningPlan
-from pipeline.pruning.selection import residual_scores, select, top
+from pipeline.pruning.config import PruneConfig
+from pipeline.pruning.importance import Sums, Windows, gather
+from pipeline.pruning.observing import decoder_layers
+from pipeline.pruning.rules import PruningPlan, prepare
+from pipeline.pruning.selection import Kept, residual_scores, select, top, unseen_experts
 from pipeline.pruning.stored_sums import fingerprint, load_sums
 from tests import warm
-from tests.evaluation.small import VOCAB
+from tests.evaluation.small import SEQUENCE, VOCAB
 from tests.pruning import models
-from tests.pruning.prunings import plan_of, write_config
+from tests.pruning.prunings import plan_of, raw_config, write_config
 
 CPU = torch.device("cpu")
 GATHER = """
@@ -28,44 +31,153 @@ from headrace.base.section import parse
 from pipeline.launch import detect
 from pipeline.pruning.config import PruneConfig
 from pipeline.pruning.rules import prepare
-from pipeline.pruning.run import importance
+from pipeline.pruning.gathering import find_importance
 launch = detect()
-importance(prepare(parse(PruneConfig, load(sys.argv[1], [])), world_size=launch.world_size), launch)
+find_importance(prepare(parse(PruneConfig, load(sys.argv[1], [])), world_size=launch.world_size), launch)
 """
 SHAPES: dict[str, dict[str, int]] = {
+    "gpt2": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2},
+    "gemma2": {"hidden_size": 16, "intermediate_size": 24, "num_key_value_heads": 1, "num_hidden_layers": 2},
     "gemma": {"hidden_size": 16, "intermediate_size": 24, "num_key_value_heads": 1, "num_hidden_layers": 2},
     "llama": {"hidden_size": 16, "intermediate_size": 24, "num_key_value_heads": 1, "num_hidden_layers": 2},
     "qwen3_moe": {"hidden_size": 16, "moe_intermediate_size": 24, "num_key_value_heads": 1, "num_experts": 2},
 }
 
 
-LAYOUTS = ((1, 1), (2, 1), (2, 2), (4, 2))
-"""(processes, of which so many share a model by tensor parallelism)."""
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp 2": (2, {}),
+    "tp 2": (2, {"tp": 2}),
+    "pp 2": (2, {"pp": 2}),
+    "cp 2": (2, {"cp": 2}),
+    "cp 2, ring": (2, {"cp": 2, "cp_method": "ring"}),
+    "FSDP2": (2, {"zero_stage": 3}),
+    "ZeRO-3": (2, {"zero_stage": 3, "engine": "deepspeed"}),
+    "deepspeed, pp 2": (2, {"pp": 2, "engine": "deepspeed"}),
+    "deepspeed, tp 2": (2, {"tp": 2, "engine": "deepspeed"}),
+    "tp 2, dp 2": (4, {"tp": 2}),
+    "pp 2, FSDP2": (4, {"pp": 2, "zero_stage": 3}),
+}
+"""Name -> processes, and fields of `importance`."""
 
 
-@pytest.mark.parametrize("name", SHAPES)
+def found_in(
+    folder: Path, source: Path, tokens: Path, layout: tuple[int, dict[str, Any]], **more: Any
+) -> tuple[PruningPlan, Sums]:
+    """The sums that a layout's processes find, and a plan of one process, which has to take them."""
+    processes, section = layout
+    fields: dict[str, Any] = {"target": {"shape": SHAPES[source.name]}, "calibration": {"samples": 17}, **more}
+    folder.mkdir()
+    config = write_config(folder, source, tokens, importance={"depth": "loss", **section}, **fields)
+    done = warm.run("-c", GATHER, config, processes=processes)
+    assert done.returncode == 0, done.stderr
+    # the sums do not depend on the layout, nor does what they are kept by
+    plan = plan_of(folder, source, tokens, importance={"depth": "loss"}, **fields)
+    sums = load_sums(plan, fingerprint(plan))
+    assert sums is not None
+    return plan, sums
+
+
+@pytest.fixture(scope="module")
+def alone(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Architecture -> its folder, and what one process finds."""
+    made: dict[str, tuple[Path, PruningPlan, Sums]] = {}
+
+    def of(name: str) -> tuple[Path, PruningPlan, Sums]:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            source = models.make(folder / name, name, tokens, dead=False)
+            made[name] = (source, *found_in(folder / "alone", source, tokens, (1, {})))
+        return made[name]
+
+    return of
+
+
+WITHOUT_PLANS = ("gpt2", "gemma2")
+"""Transformers has no plan of GPT-2 for stages and tensor parallelism, and Gemma 2 caps scores and logits."""
+CELLS = [
+    *((name, layout) for name in SHAPES if name not in WITHOUT_PLANS for layout in LAYOUTS),
+    *((name, layout) for name in WITHOUT_PLANS for layout in ("dp 2", "FSDP2", "ZeRO-3")),
+    ("gpt2", "cp 2"),
+]
+_QUICK = {
+    "llama": tuple(layout for layout, (processes, _) in LAYOUTS.items() if processes == 2),
+    "qwen3_moe": ("tp 2", "pp 2", "FSDP2", "ZeRO-3"),
+    "gpt2": ("FSDP2",),
+}
+
+
+def cells() -> list[Any]:
+    """Half of them in the quick tier: each takes a second of two to four processes."""
+    return [
+        pytest.param(
+            name,
+            layout,
+            id=f"{name}: {layout}",
+            marks=[] if layout in _QUICK.get(name, ()) else [pytest.mark.integration],
+        )
+        for name, layout in CELLS
+    ]
+
+
+@pytest.mark.parametrize(("name", "layout"), cells())
 def test_every_layout_finds_the_same_importances_and_chooses_the_same_channels(
-    tokens: Path, tmp_path: Path, name: str
+    alone: Any, tokens: Path, tmp_path: Path, name: str, layout: str
 ) -> None:
-    source, found = models.make(tmp_path / "model", name, tokens, dead=False), []
-    fields: dict[str, Any] = {"target": {"shape": SHAPES[name]}}
-    for processes, tp in LAYOUTS:
-        work = tmp_path / f"{processes}-{tp}"
-        work.mkdir()
-        fields["importance"] = {"depth": "loss", "tp": tp}
-        config = write_config(work, source, tokens, calibration={"samples": 17}, **fields)
-        done = warm.run("-c", GATHER, config, processes=processes)
-        assert done.returncode == 0, done.stderr
-        fields["importance"] = {"depth": "loss"}  # the sums do not depend on the layout, nor does what they are kept by
-        plan = plan_of(work, source, tokens, calibration={"samples": 17}, **fields)
-        sums = load_sums(plan, fingerprint(plan))
-        assert sums is not None
-        found.append((plan, sums))
-    plan, one = found[0]
+    source, plan, one = alone(name)
+    raw = raw_config(tmp_path, source, tokens, target={"shape": SHAPES[name]}, importance=LAYOUTS[layout][1])
+    shared = prepare(parse(PruneConfig, raw), world_size=LAYOUTS[layout][0]).layout
+    assert (shared is None) == (layout == "dp 2")
     assert one["tokens"].item() == 17 * 32
-    for other, sums in found[1:]:
-        _assert_same(one, sums)
-        assert _chosen(plan, one) == _chosen(other, sums)
+    other, sums = found_in(tmp_path / "work", source, tokens, LAYOUTS[layout])
+    _assert_same(one, sums)
+    assert _chosen(plan, one) == _chosen(other, sums)
+
+
+@pytest.mark.parametrize("layout", ["cp 2", "cp 2, ring", "tp 2, dp 2"])
+def test_layouts_agree_where_attention_stays_within_documents(tokens: Path, tmp_path: Path, layout: str) -> None:
+    source = models.make(tmp_path / "llama", "llama", tokens, dead=False)
+    data = {"path": str(tokens), "sequence_length": SEQUENCE, "batch_size": 8, "mask_documents": True}
+    _, one = found_in(tmp_path / "alone", source, tokens, (1, {}), data=data)
+    _, sums = found_in(tmp_path / "shared", source, tokens, LAYOUTS[layout], data=data)
+    _assert_same(one, sums)
+
+
+MEASURED = """
+import sys
+import pipeline.pruning.latency as latency
+from headrace.base.cli import guarded
+from headrace.base.configfile import load
+from headrace.base.section import parse
+from pipeline.launch import detect
+from pipeline.pruning.config import PruneConfig
+from pipeline.pruning.gathering import find_importance
+from pipeline.pruning.rules import prepare
+latency.measure_ratio = lambda plan, shape: plan.anatomy.parameters(shape) / plan.anatomy.parameters({})
+launch = detect()
+
+def main():
+    found = find_importance(prepare(parse(PruneConfig, load(sys.argv[1], [])), world_size=launch.world_size), launch)
+    print("rank", launch.rank, "at", round(found.latency, 3), sorted(found.plan.shape.items()))
+
+sys.exit(guarded(main))
+"""
+
+
+def test_the_shape_that_rank_zero_measures_is_that_of_all_processes_and_so_is_its_refusal(
+    tokens: Path, tmp_path: Path
+) -> None:
+    source = models.make(tmp_path / "model", "llama", tokens, dead=False)
+    config = write_config(tmp_path, source, tokens, target={"latency": 0.6})
+    done = warm.run("-c", MEASURED, config, processes=2, merged=True)
+    assert done.returncode == 0, done.stdout
+    found = {line[7:] for line in done.stdout.splitlines() if line.startswith("rank ")}
+    assert len(found) == 1, found  # the same of both
+    assert done.stdout.count("measuring forward passes") == 1
+    config = write_config(tmp_path, source, tokens, target={"latency": 0.01})
+    done = warm.run("-c", MEASURED, config, processes=2, merged=True)
+    assert done.returncode == 2
+    for start in ("error: target.latency = 0.01", "error (rank 1): target.latency = 0.01"):
+        assert start in done.stdout
 
 
 def _assert_same(one: Sums, two: Sums) -> None:
@@ -87,9 +199,13 @@ def batches(count: int = 2) -> list[MicroBatch]:
     return [make_batch(generator.integers(0, VOCAB, (2, 17)), None) for _ in range(count)]
 
 
+def windows() -> list[Windows]:
+    return [Windows(batch, len(batch.input_ids)) for batch in batches()]
+
+
 def gathered(name: str, **how: Any) -> tuple[Any, Sums]:
     model = models.build(name, dead=False)
-    return model, gather(model, batches(), device=CPU, **how)
+    return model, gather(model, windows(), device=CPU, **how)
 
 
 def test_the_sums_are_those_of_the_activations() -> None:
@@ -152,3 +268,11 @@ def test_a_second_start_takes_the_sums_of_the_first_unless_what_they_depend_on_h
     model.save_pretrained(source)
     changed = plan_of(tmp_path, source, tokens, target={"shape": {"hidden_size": 16}})
     assert load_sums(changed, fingerprint(changed)) is None
+
+
+def test_an_expert_that_got_no_token_is_told_of_where_its_channels_are_cut() -> None:
+    layers, none = torch.arange(2), torch.zeros(1, dtype=torch.int64)
+    sums = {f"layers.{n}.experts.tokens": torch.tensor([3.0, 0.0, 0.0]).double() for n in range(3)}
+    ffn = {(n, expert): none for n in range(3) for expert in range(3)}
+    kept = Kept(None, layers, {}, {0: torch.tensor([0, 1])}, ffn)
+    assert unseen_experts(sums, kept) == [(0, 1), (1, 1), (1, 2)]

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from pipeline.launch.environment import SINGLE_PROCESS
 from pipeline.pruning.config import MaskSection
+from pipeline.pruning.gathering import find_importance
 from pipeline.pruning.masks import mask_of
-from pipeline.pruning.run import importance
 from tests.pruning import models
 from tests.pruning.prunings import pruned
 
@@ -48,7 +48,7 @@ def test_masks_are_on_what_is_left_after_cutting(tokens: Path, tmp_path: Path, n
         assert torch.equal(zeros, torch.full_like(zeros, 2)), key
     assert (found["model.embed_tokens.weight"][1:] != 0).all()  # but for the row of padding
     # Wanda's score of one row, from the sums themselves
-    key, sums = "model.layers.0.self_attn.q_proj.weight", importance(plan, SINGLE_PROCESS)
+    key, sums = "model.layers.0.self_attn.q_proj.weight", find_importance(plan, SINGLE_PROCESS).sums
     assert kept.hidden is not None
     row = before[key][0, kept.hidden].double()
     score = row.abs() * sums["model.layers.0.input_layernorm.out.square"][kept.hidden].sqrt()

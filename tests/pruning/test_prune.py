@@ -134,9 +134,9 @@ def test_a_killed_run_leaves_nothing_under_the_final_name_and_the_next_does_not_
 def _without_gathering(config: Path) -> None:
     """Runs the config where gathering would fail."""
     code = (
-        "import sys; import pipeline.pruning.run as run\n"
+        "import sys; import pipeline.pruning.gathering as run\n"
         "def fail(*given): raise AssertionError('gathered again')\n"
-        "run._gather = fail\n"
+        "run.gather_here = fail\n"
         "from pipeline.prune import main; sys.exit(main())"
     )
     done = warm.run("-c", code, "--config", config)

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from headrace.base.errors import HeadraceError
+from headrace.base.errors import ConfigError, HeadraceError
 from headrace.base.section import parse
 from pipeline.pruning.config import PruneConfig
 from pipeline.pruning.rules import prepare
-from tests.evaluation.small import run_python
+from pipeline.pruning.sharded import open_model
+from tests.evaluation.small import make_tokens, run_python
 from tests.pruning import models
 from tests.pruning.prunings import plan_of, raw_config, write_config
 from tests.warm import ROOT
@@ -60,7 +61,6 @@ def test_a_refusal_imports_no_torch_and_writes_nothing(model: Path, tokens: Path
         ({"target": {"shape": {"hidden_size": 16}}, "calibration": {"samples": 100_000}}, "calibration.samples"),
         ({"target": {"latency": 1.5}}, "target.latency"),
         ({"target": {"shape": {"hidden_size": 16}}, "importance": {"tp": 2}}, "start a multiple of 2"),
-        ({"target": {"shape": {"hidden_size": 16}}, "importance": {"tp": 4}}, "the 2 key/value heads"),
         ({"experimental": {"pattern": "2:4", "sparsity": 0.7}}, "two zeros in four"),
         ({"target": {"shape": {"hidden_size": 16}}, "consumers": ["llama.cpp"]}, "llama.cpp reads GGUF files"),
     ],
@@ -71,6 +71,63 @@ def test_an_invalid_config_is_refused(
     with pytest.raises(HeadraceError) as caught:
         prepare(parse(PruneConfig, raw_config(tmp_path, model, tokens, **fields)))
     assert expected in str(caught.value)
+
+
+LAYOUTS_REFUSED = [
+    (4, {"tp": 4}, "importance.tp = 4", "it does not divide model.config.num_key_value_heads (2)"),
+    (3, {"cp": 3}, "data.sequence_length = 32", "cp 3 x tp 1"),
+    (4, {"tp": 2, "pp": 3}, "importance.pp = 3", "start a multiple of 6"),
+    (2, {"pp": 2, "zero_stage": 3, "engine": "deepspeed"}, "importance.pp = 2", "importance.engine torch"),
+]
+
+
+@pytest.mark.parametrize(("processes", "section", "field", "expected"), LAYOUTS_REFUSED)
+def test_a_layout_that_cannot_be_is_refused_by_the_name_of_its_field_before_torch_is_imported(
+    model: Path, tokens: Path, tmp_path: Path, processes: int, section: dict[str, Any], field: str, expected: str
+) -> None:
+    raw = raw_config(tmp_path, model, tokens, target={"shape": {"hidden_size": 16}}, importance=section)
+    with pytest.raises(ConfigError) as caught:  # `prepare` imports no torch, see above
+        prepare(parse(PruneConfig, raw), world_size=processes)
+    assert str(caught.value).startswith(field)
+    assert expected in str(caught.value)
+    assert " parallel." not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "expected"),
+    [
+        ("gpt2", {"pp": 2}, "transformers has no base_model_pp_plan for gpt2"),
+        ("gpt2", {"tp": 2}, "tensor parallelism is not there for this architecture"),
+        ("gemma2", {"pp": 2}, "its head on its base model's output"),
+        ("gemma2", {"cp": 2}, "needs our own attention"),
+    ],
+)
+def test_a_layout_that_an_architecture_has_no_plan_for_is_refused_before_processes_meet(
+    tokens: Path, tmp_path: Path, name: str, section: dict[str, Any], expected: str
+) -> None:
+    source = models.make(tmp_path / name, name, tokens)
+    raw = raw_config(tmp_path, source, tokens, target={"shape": {"num_hidden_layers": 2}}, importance=section)
+
+    def open_it() -> None:
+        layout = prepare(parse(PruneConfig, raw), world_size=2).layout
+        assert layout is not None
+        open_model(layout)
+
+    with pytest.raises(ConfigError, match=expected) as caught:
+        open_it()
+    assert caught.value.field == f"importance.{next(iter(section))}"
+
+
+def test_too_few_calibration_tokens_for_the_channels_are_refused(model: Path, tokens: Path, tmp_path: Path) -> None:
+    few = {"target": {"shape": {"hidden_size": 16}}, "calibration": {"samples": 1}}
+    with pytest.raises(ConfigError, match="32 tokens, and intermediate_size has 48 channels to rank\n  try: use 2 or"):
+        plan_of(tmp_path, model, tokens, **few)
+
+
+def test_calibration_with_another_tokenizer_is_refused(model: Path, tmp_path: Path) -> None:
+    other = make_tokens(tmp_path / "other", [f"Quite another text, {n} times over." for n in range(160)])
+    with pytest.raises(ConfigError, match=r"data\.path = .*\n  why: it was made with tokenizer"):
+        plan_of(tmp_path, model, other, target={"shape": {"hidden_size": 16}})
 
 
 def test_an_existing_output_is_not_changed(model: Path, tokens: Path, tmp_path: Path) -> None:
@@ -87,10 +144,33 @@ def test_fewer_experts_than_a_token_goes_to_are_refused(tokens: Path, tmp_path: 
         plan_of(tmp_path, source, tokens, target={"shape": {"num_experts": 1}})
 
 
-def test_heads_of_gpt2_are_refused_by_name(tokens: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"target": {"shape": {"num_key_value_heads": 3, "hidden_size": 16}}}, "use hidden_size 24"),
+        ({"target": {"shape": {"hidden_size": 20}}}, "in heads of 8, .*\n  try: use 16 or 24"),
+        ({"target": {"parameters": 30_000}, "axes": ["num_key_value_heads"]}, "try: use hidden_size"),
+        ({"experimental": {"pattern": "2:4"}}, "stored transposed"),
+    ],
+)
+def test_gpt2_whose_heads_follow_from_its_hidden_size_is_refused_what_contradicts_it(
+    tokens: Path, tmp_path: Path, fields: dict[str, Any], expected: str
+) -> None:
     source = models.make(tmp_path / "gpt2", "gpt2", tokens)
-    with pytest.raises(HeadraceError, match="use intermediate_size, num_hidden_layers"):
-        plan_of(tmp_path, source, tokens, target={"shape": {"num_key_value_heads": 1}})
+    with pytest.raises(ConfigError, match=expected):
+        plan_of(tmp_path, source, tokens, **fields)
+
+
+def test_layers_that_compute_with_their_number_are_not_cut(tokens: Path, tmp_path: Path) -> None:
+    source = models.make(tmp_path / "gpt2", "gpt2", tokens, scale_attn_by_inverse_layer_idx=True)
+    with pytest.raises(ConfigError, match="divided by the number of its layer"):
+        plan_of(tmp_path, source, tokens, target={"shape": {"num_hidden_layers": 2}})
+
+
+def test_a_search_does_not_cut_layers_that_are_not_alike(tokens: Path, tmp_path: Path) -> None:
+    source = models.make(tmp_path / "mixed", "qwen3_moe", tokens, mlp_only_layers=[0])
+    with pytest.raises(ConfigError, match=r"target\.shape\.num_hidden_layers"):
+        plan_of(tmp_path, source, tokens, target={"parameters": 30_000}, axes=["num_hidden_layers"])
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from pipeline.engines.deepspeed.state import LocalState, collect_local_state, re
 from pipeline.engines.loss_scale import LossScaler
 from pipeline.launch.host_copy import to_device
 from pipeline.parallel.assemble import LocalModel
+from pipeline.parallel.decoder import Decoder
 from pipeline.parallel.expert_balance import make_balancer
 from pipeline.parallel.mesh import Mesh
 
@@ -117,6 +118,11 @@ class DeepSpeedBase(TrainsStepByStep):
             local_state.named.update(self._balancer.state_dict())
         local_state.named.update(named_state.buffer_state(self._local_model.decoder.causal))
         return local_state
+
+    @property
+    def decoders(self) -> list[Decoder]:
+        """See `Engine.decoders`."""
+        return [self._local_model.decoder]
 
     def replicas(self) -> Iterator[Replica]:
         """See `Engine.replicas`."""

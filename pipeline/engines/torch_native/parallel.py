@@ -160,6 +160,11 @@ class TorchParallel(TrainsStepByStep):
             balancer=self._balancer,
         )
 
+    @property
+    def decoders(self) -> list[Decoder]:
+        """See `Engine.decoders`."""
+        return [_decoder(root) for root in self._roots]
+
     def replicas(self) -> Iterator[Replica]:
         """See `Engine.replicas`: HSDP replicas, parameters that tp does not shard, weights tied across stages."""
         return replicas(self._shards, self._mesh, self._tied_group)
@@ -224,11 +229,16 @@ class TorchParallel(TrainsStepByStep):
             root.train(mode)
 
 
-def _causal(root: nn.Module) -> nn.Module:
-    """Hugging Face's model, or this stage's part of it, within a root module."""
+def _decoder(root: nn.Module) -> Decoder:
+    """The decoder, or this stage's part of it, within a root module."""
     decoder = root.decoder if isinstance(root, StageModule) else root
     assert isinstance(decoder, Decoder)
-    return decoder.causal
+    return decoder
+
+
+def _causal(root: nn.Module) -> nn.Module:
+    """Hugging Face's model, or this stage's part of it, within a root module."""
+    return _decoder(root).causal
 
 
 def _own_stages(run: ResolvedRun, model: nn.Module, mesh: Mesh) -> list[StageLayers]:

@@ -39,6 +39,7 @@ from pipeline.models.values import ParameterValues
 from pipeline.optim.build import build_optimizer
 from pipeline.optim.state import ensure_all_states, ensure_state, set_step_counter, step_counter
 from pipeline.parallel.assemble import assemble
+from pipeline.parallel.decoder import Decoder
 from pipeline.parallel.expert_balance import make_balancer
 
 
@@ -103,6 +104,11 @@ class TorchReference(TrainsStepByStep):
         names, host = self._objective.parts, host_values()
         result = self._scaler.result(step.step, means, names, norm, outcome, host_sums=host)
         return FinishedStep(with_expert_load(self._balancer, result, targets=step.targets))
+
+    @property
+    def decoders(self) -> list[Decoder]:
+        """See `Engine.decoders`."""
+        return [self._decoder]
 
     def replicas(self) -> Iterator[Replica]:
         """See `Engine.replicas`: one process has none."""

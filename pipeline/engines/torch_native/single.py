@@ -45,6 +45,7 @@ from pipeline.optim.small_moments import AdamWSmallMoments
 from pipeline.optim.split_master import joined, split
 from pipeline.optim.state import ensure_all_states, set_step_counter, step_counter
 from pipeline.parallel.assemble import assemble
+from pipeline.parallel.decoder import Decoder
 from pipeline.parallel.expert_balance import make_balancer
 
 UPDATE_ELEMENTS = 1 << 27
@@ -175,6 +176,11 @@ class TorchSingle(TrainsStepByStep):
         return DeferredStep(
             step.step, numbers, decision, names=names, limits=limits, scaler=self._scaler, balancer=self._balancer
         )
+
+    @property
+    def decoders(self) -> list[Decoder]:
+        """See `Engine.decoders`."""
+        return [self._decoder]
 
     def replicas(self) -> Iterator[Replica]:
         """See `Engine.replicas`: one process has none."""
