@@ -96,6 +96,8 @@ def prepare(config: QuantizeConfig, *, folder: Path | None = None) -> Quantizati
     schemes = {name: layer_scheme(config, name) for name in layers} if budget is None else {}
     result = _description(config, source, layers)
     consumers = plan_consumers(result, None if config.consumers is None else tuple(config.consumers))
+    if config.budget is not None:
+        open_calibration(config)
     calibration = _calibration(config, layers) if config.calibrated else None
     return QuantizationPlan(config, source, dataset, layers, consumers, gguf, calibration, schemes, budget)
 
@@ -109,10 +111,14 @@ def _description(
         return expected
     candidates = frozenset(map(str, config.budget.candidates)) if config.budget else frozenset({config.scheme})
     own = {config.head} if config.head else set()
-    experts = candidates if any(".experts." in name for name in layers) else frozenset()
-    dense = candidates | own
+    found = {name for name in linear_layers(source) if ".experts." in name}
+    experts = candidates if found & layers.keys() else frozenset()
+    # of mixed bits a layer may stay as it is
+    plain = bool(found - layers.keys() if config.budget is None else found) and (
+        bool(experts) or config.scheme != "FP8"
+    )
     group = config.group if config.budget is None else SCHEMES["W4A16"].group
-    return replace(expected, dense=dense, experts=experts, experts_group=group)
+    return replace(expected, dense=candidates | own, experts=experts, experts_group=group, plain_experts=plain)
 
 
 def check_output(config: QuantizeConfig) -> None:
@@ -129,7 +135,7 @@ def work_path(output: Path) -> Path:
 def _calibration(config: QuantizeConfig, layers: Mapping[str, tuple[int, int]]) -> TokenDataset:
     """The split that is read, whose tokenizer is that of the held-out data."""
     length, samples = config.data.sequence_length, config.calibration.samples
-    dataset = TokenDataset.open(config.data.path, split=config.calibration.split, sequence_length=length)
+    dataset = open_calibration(config)
     if samples > dataset.windows:
         why = f"the split {config.calibration.split} has {dataset.windows} windows of {length} tokens"
         raise ConfigError("calibration.samples", samples, why=why, remedy=f"use {dataset.windows} or less")
@@ -138,6 +144,16 @@ def _calibration(config: QuantizeConfig, layers: Mapping[str, tuple[int, int]]) 
         why = f"{widest} has {inputs} inputs, and {samples} windows have {samples * length} tokens"
         raise ConfigError("calibration.samples", samples, why=why, remedy=f"use {-(-inputs // length)} or more")
     return dataset
+
+
+def open_calibration(config: QuantizeConfig) -> TokenDataset:
+    """The split that layers are calibrated on, or measured on where bits are mixed.
+
+    Raises:
+        DataError: there is no such split, or it has less than one window.
+    """
+    length = config.data.sequence_length
+    return TokenDataset.open(config.data.path, split=config.calibration.split, sequence_length=length)
 
 
 def _plan_gguf(config: QuantizeConfig, source: ModelFolder) -> GgufPlan:
@@ -169,7 +185,8 @@ def _plan_layers(config: QuantizeConfig, source: ModelFolder) -> dict[str, tuple
 
 
 def _check_method(config: QuantizeConfig) -> None:
-    names = {config.scheme, config.head, *(config.budget.candidates if config.budget else ())}
+    # a head is outside of the decoder layers, and rounded to the nearest by every method
+    names = {config.scheme, *(config.budget.candidates if config.budget else ())}
     if config.method == "auto-round" and "FP8" in names:
         why = "it learns which way a weight is rounded to an integer, and FP8 stores e4m3"
         raise ConfigError("method", config.method, why=why, remedy="use gptq, or another scheme than FP8")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable, Iterable
-from math import exp
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from pipeline.compress.report import details, mixed_table, sizes, step_numbers, 
 from pipeline.compress.rules import LAYERS, QuantizationPlan, work_path
 from pipeline.compress.streaming import stream, streamable
 from pipeline.compress.weights import check_modules, pack, save
-from pipeline.consumers.bounds import Bound, bound_of
+from pipeline.consumers.bounds import bound_within
 from pipeline.consumers.gate import Sample, Say, run_gate
 from pipeline.consumers.table import consumer_table
 from pipeline.evaluation.loading import empty_model, load_model
@@ -93,8 +92,7 @@ def _check_budget(mixed: dict[str, Any], written: int) -> None:
 
 def _score(plan: QuantizationPlan, staging: Path, sample: Sample, *, say: Say) -> dict[str, Any]:
     """The figures of every consumer."""
-    given = plan.config.max_mean_kl
-    bound = None if given is None else Bound(given, exp(given) + bound_of(plan.config.scheme).perplexity_ratio - 1)
+    bound = bound_within(plan.config.scheme, plan.config.max_mean_kl)
     vocabulary, consumers = plan.source.vocab_size, plan.consumers
     how: dict[str, Any] = {"sample": sample, "vocabulary": vocabulary, "consumers": consumers, "bound": bound}
     return run_gate(plan.source.path, staging, scheme=plan.config.scheme, say=say, **how)

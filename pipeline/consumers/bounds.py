@@ -8,7 +8,7 @@ more than large ones, and a broken file (a wrong permutation, a missing scale, a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite
+from math import exp, isfinite
 
 from pipeline.consumers.compare import Comparison
 
@@ -42,6 +42,18 @@ _UNKNOWN = _FOUR_BITS
 def bound_of(scheme: str) -> Bound:
     """The bound of a scheme; that of four bits where it is not listed."""
     return BOUNDS.get(scheme, _UNKNOWN)
+
+
+def bound_within(scheme: str, max_mean_kl: float | None) -> Bound:
+    """The bound of a scheme, or the one of a config.
+
+    Args:
+        scheme: of the compressed model.
+        max_mean_kl: largest mean KL divergence, nats; None for the scheme's. The perplexity may then rise by as much as
+            that divergence explains, beside what the scheme's bound allows.
+    """
+    known = bound_of(scheme)
+    return known if max_mean_kl is None else Bound(max_mean_kl, exp(max_mean_kl) + known.perplexity_ratio - 1)
 
 
 def broken_bounds(found: Comparison, bound: Bound) -> list[str]:

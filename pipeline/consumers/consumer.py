@@ -110,6 +110,8 @@ def _transformers_refuses(model: ModelDescription) -> str | None:
         return "transformers cannot load experts in 8-bit integers with quantized inputs: use W4A16 or FP8 for it"
     if len(model.experts) > 1:
         return "transformers gives the experts of all layers one scheme: use one candidate"
+    if model.plain_experts:
+        return "transformers cannot load experts in floating point beside other layers in integers: quantize them, too"
     return None
 
 

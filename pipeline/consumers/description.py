@@ -26,6 +26,8 @@ class ModelDescription:
         dense: schemes of the quantized layers of a folder, but for its experts.
         experts: schemes that the experts of a folder are quantized by.
         experts_group: weights of an expert that share a scale; None for a row.
+        plain_experts: whether experts stay in floating point, or may, beside others that are quantized, or beside
+            layers of which most are in integers.
     """
 
     scheme_format: str
@@ -34,6 +36,7 @@ class ModelDescription:
     dense: frozenset[str] = frozenset()
     experts: frozenset[str] = frozenset()
     experts_group: int | None = None
+    plain_experts: bool = False
 
     @property
     def schemes(self) -> frozenset[str]:
@@ -56,7 +59,8 @@ def describe(path: Path) -> ModelDescription:
     # a group that names layers is one of experts where a name has them; "Linear" is all of them
     of_experts = [group for group in groups if any("experts" in each or each == "Linear" for each in _targets(group))]
     dense = [group for group in groups if any("experts" not in each for each in _targets(group))]
-    if not any(".experts." in name for name in quantized):
+    experts = {module for name in folder.tensors if ".experts." in (module := name.rpartition(".")[0])}
+    if not experts & quantized:
         of_experts = []
     return ModelDescription(
         FOLDER,
@@ -65,6 +69,7 @@ def describe(path: Path) -> ModelDescription:
         dense=frozenset(map(_group_name, dense)),
         experts=frozenset(map(_group_name, of_experts)),
         experts_group=next((group["weights"].get("group_size") for group in of_experts), None),
+        plain_experts=bool(experts - quantized and groups and (of_experts or _group_name(groups[0]) != "FP8")),
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from headrace.base.directory import final_name
 from headrace.base.errors import DataError
 from pipeline.consumers.bounds import Bound, bound_of, broken_bounds
 from pipeline.consumers.compare import compare
@@ -144,8 +145,9 @@ def refusal(result: Path, lines: Sequence[str], *, remedy: str) -> DataError:
         lines: why.
         remedy: what may help.
     """
-    name = result.name.strip(".").removesuffix(".partial")
-    return DataError("\n  ".join([f"{name} was not accepted, and was deleted:", *lines, f"try: {remedy}"]))
+    final = final_name(result)
+    what = f"{result} was not accepted:" if final is None else f"{final} was not accepted, and was deleted:"
+    return DataError("\n  ".join([what, *lines, f"try: {remedy}"]))
 
 
 def attribution(original: Path, result: Path) -> list[str]:

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
-from headrace.base.directory import MANIFEST, Manifest, read_manifest
+from headrace.base.directory import MANIFEST, Manifest, read_manifest, write_manifest
 from headrace.base.errors import ConfigError, DataError
 from pipeline.consumers.consumer import CONSUMERS, VLLM_PYTHON, plan_consumers
 from pipeline.consumers.description import FOLDER, GGUF, ModelDescription, describe
@@ -77,7 +78,9 @@ def test_the_manifest_has_the_figures_of_llama_cpp_and_names_who_was_not_run(ggu
 
 
 @pytest.mark.integration
-def test_activations_that_are_quantized_while_serving_are_scored_so(int8: Made, sample: Sample) -> None:
+def test_activations_that_are_quantized_while_serving_are_scored_so(
+    int8: Made, sample: Sample, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Weights in int8 alone would be nearer: what is scored is what is served."""
     figures = int8.manifest.details["consumers"]["transformers"]
     assert 1e-6 < figures["mean_kl"] < 0.02
@@ -87,6 +90,8 @@ def test_activations_that_are_quantized_while_serving_are_scored_so(int8: Made, 
     from pipeline.evaluation.loading import load_model  # noqa: PLC0415
 
     loaded = load_model(int8.path)
+    loaded(input_ids=torch.zeros(1, 4, dtype=torch.long))
+    assert "it/s" not in capfd.readouterr().err  # compressed-tensors' bars, at loading and at the first forward pass
     assert any(hasattr(module, "quantization_scheme") for module in loaded.modules())
     assert scores.log_probabilities.shape == (len(sample.windows), SEQUENCE, VOCAB)
     assert np.exp(scores.log_probabilities.astype(np.float64)).sum(-1) == pytest.approx(1.0, abs=1e-5)
@@ -101,6 +106,20 @@ def test_verify_gives_the_figures_of_the_manifest_again(gguf: Made) -> None:
     again, before = found["consumers"]["llama.cpp"], gguf.manifest.details["consumers"]["llama.cpp"]
     assert again["mean_kl"] == pytest.approx(before["mean_kl"], rel=1e-3)
     assert again["positions"] == before["positions"]
+
+
+def test_verify_uses_the_bound_of_the_manifest_and_deletes_nothing(gguf: Made, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(gguf.path, tmp_path / "copied"))
+    known = gguf.manifest
+    config = {**known.config, "max_mean_kl": 1e-9}
+    how: dict[str, Any] = {"parents": known.parents, "details": known.details, "files": known.files}
+    write_manifest(copied, kind="model", config=config, **how)
+    done = verify(copied)
+    assert done.returncode == 1
+    assert f"{copied} was not accepted:" in " ".join(done.stderr.split())
+    assert "1e-09 is allowed" in done.stderr
+    assert "deleted" not in done.stderr
+    assert (copied / "model.gguf").is_file()
 
 
 @pytest.mark.integration
