@@ -19,7 +19,9 @@ from pipeline.consumers.description import FOLDER, GGUF, ModelDescription, head_
 from pipeline.data.dataset import TokenDataset
 from pipeline.evaluation.data import as_trained, open_heldout
 from pipeline.evaluation.model_folder import ModelFolder
+from pipeline.gguf_files import libllama
 from pipeline.gguf_files.plan import GgufPlan, plan_file
+from pipeline.gguf_files.types import FILE_TYPES
 
 HEAD = "lm_head"
 _EMBEDDINGS = ("embed_tokens", "wte")
@@ -139,7 +141,7 @@ def _calibration(config: QuantizeConfig, layers: Mapping[str, tuple[int, int]]) 
     if samples > dataset.windows:
         why = f"the split {config.calibration.split} has {dataset.windows} windows of {length} tokens"
         raise ConfigError("calibration.samples", samples, why=why, remedy=f"use {dataset.windows} or less")
-    widest, (_, inputs) = max(layers.items(), key=lambda item: item[1][1])
+    widest, (_, inputs) = max(layers.items(), key=lambda item: item[1][1], default=("", (0, 0)))
     if config.method == "gptq" and samples * length < inputs:
         why = f"{widest} has {inputs} inputs, and {samples} windows have {samples * length} tokens"
         raise ConfigError("calibration.samples", samples, why=why, remedy=f"use {-(-inputs // length)} or more")
@@ -161,7 +163,22 @@ def _plan_gguf(config: QuantizeConfig, source: ModelFolder) -> GgufPlan:
         if key in config.model_fields_set:
             why = f"{config.scheme} is a type of GGUF files, which says how every tensor is stored"
             raise ConfigError(key, getattr(config, key), why=why, remedy="leave it out, or use scheme W4A16")
-    return plan_file(source, config.scheme)
+    plan = plan_file(source, config.scheme)
+    if config.imatrix:
+        _check_imatrix(config)
+    return plan
+
+
+def _check_imatrix(config: QuantizeConfig) -> None:
+    names = config.budget.candidates if config.budget else [config.scheme]
+    if config.budget is None and not FILE_TYPES[config.scheme].weighted:
+        why = f"the numbers of {config.scheme} do not depend on what the errors weigh"
+        raise ConfigError("imatrix", True, why=why, remedy="leave it out, or use Q4_K_M, say")
+    if not libllama.installed():
+        why = (
+            f"{', '.join(names)} with an importance matrix are computed by llama.cpp's library, which is not installed"
+        )
+        raise ConfigError("imatrix", True, why=why, remedy=f"pip install {libllama.PACKAGE}, or leave it out")
 
 
 def _plan_layers(config: QuantizeConfig, source: ModelFolder) -> dict[str, tuple[int, int]]:
@@ -172,6 +189,10 @@ def _plan_layers(config: QuantizeConfig, source: ModelFolder) -> dict[str, tuple
         why = f"{config.scheme} has one scale for each row of weights, as the kernels that serve it expect"
         raise ConfigError("group_size", config.group_size, why=why, remedy="leave it out, or use scheme W4A16")
     _check_method(config)
+    if config.imatrix:
+        why = f"{config.scheme} is written to a Hugging Face folder, and an importance matrix is of GGUF types"
+        remedy = 'use "method": "gptq", which is calibrated on the same text, or a GGUF type'
+        raise ConfigError("imatrix", True, why=why, remedy=remedy)
     if config.smoothing is not None:
         family_of(source.config, key="smoothing", value=config.smoothing)
     if config.rotation:

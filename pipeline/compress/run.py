@@ -14,15 +14,16 @@ from rich.progress import Progress, track
 
 from headrace.base.directory import Manifest, parent_entry, read_manifest, staged
 from headrace.base.errors import DataError
+from pipeline.compress.importance_matrix import Importance, measure_importance
 from pipeline.compress.mixed import decide, sensitivity_rows
 from pipeline.compress.report import details, mixed_table, sizes, step_numbers, table
 from pipeline.compress.rules import LAYERS, QuantizationPlan, work_path
 from pipeline.compress.streaming import stream, streamable
-from pipeline.compress.weights import check_modules, pack, save
+from pipeline.compress.weights import calibration_batches, check_modules, pack, save
 from pipeline.consumers.bounds import bound_within
 from pipeline.consumers.gate import Sample, Say, run_gate
 from pipeline.consumers.table import consumer_table
-from pipeline.evaluation.loading import empty_model, load_model
+from pipeline.evaluation.loading import empty_model, load_model, pick_device
 from pipeline.evaluation.measure import measure
 from pipeline.gguf_files.write import check, write
 from pipeline.model_card.card import commit_with_card
@@ -107,9 +108,18 @@ def _write_gguf(plan: QuantizationPlan, staging: Path) -> dict[str, Any]:
             task = shown.add_task(what)
             return lambda done, every: shown.update(task, completed=done, total=every)
 
-        write(plan.gguf, staging, progress=bar(f"writing {plan.config.scheme}"))
+        importance = _importance(plan, bar("importance matrix")) if plan.config.imatrix else None
+        write(plan.gguf, staging, importance=importance, progress=bar(f"writing {plan.config.scheme}"))
         check(plan.gguf, staging, progress=bar("reading it back"))
     return {"dtype": plan.config.scheme, "device": "cpu"}
+
+
+def _importance(plan: QuantizationPlan, show: Callable[[int, int], None]) -> Importance:
+    """What the errors of every matrix weigh."""
+    assert plan.gguf is not None
+    model = load_model(plan.source.path, dtype=torch.float32)
+    names = [name for tensor in plan.gguf.quantized for name in tensor.sources]
+    return measure_importance(model, names, calibration_batches(plan), device=pick_device(), show=show)
 
 
 def _write_folder(plan: QuantizationPlan, staging: Path, console: Console) -> dict[str, Any]:
