@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from pipeline.compress.rules import LAYERS, QuantizationPlan, work_path
 from pipeline.compress.streaming import stream, streamable
 from pipeline.compress.weights import calibration_batches, check_modules, pack, save
 from pipeline.consumers.bounds import bound_within
-from pipeline.consumers.gate import Sample, Say, run_gate
+from pipeline.consumers.gate import Sample, run_gate
+from pipeline.consumers.original import Original, scored_original
 from pipeline.consumers.table import consumer_table
 from pipeline.evaluation.loading import empty_model, load_model, pick_device
 from pipeline.evaluation.measure import measure
@@ -61,15 +63,24 @@ def quantize(plan: QuantizationPlan) -> Manifest:
 def _quantize(plan: QuantizationPlan, console: Console) -> Manifest:
     sample = Sample.of(plan.dataset, plan.source.path, vocabulary=plan.source.vocab_size)
     console.print(f"{plan.source.path}: evaluating the original")
-    before = measure(plan.source.path, plan.config.data)
+    with ExitStack() as stack:
+        with Progress(*Progress.get_default_columns(), console=console, transient=True) as shown:
+            task = shown.add_task("windows")
+            how: dict[str, Any] = {"vocabulary": plan.source.vocab_size}
+            how["progress"] = lambda done, every: shown.update(task, completed=done, total=every)
+            original = stack.enter_context(scored_original(plan.source.path, plan.config.data, sample, **how))
+        return _quantize_beside(plan, sample, original, console)
+
+
+def _quantize_beside(plan: QuantizationPlan, sample: Sample, original: Original, console: Console) -> Manifest:
     plan, mixed = _decided(plan, console) if plan.budget else (plan, None)
     with staged(plan.output) as staging:
         after = _write_gguf(plan, staging) if plan.gguf else _write_folder(plan, staging, console)
-        recorded = details(plan, sizes(plan, staging), before, after)
+        recorded = details(plan, sizes(plan, staging), original.measured, after)
         if mixed is not None:
             recorded |= {"mixed": mixed, "sensitivity": sensitivity_rows(mixed)}
             _check_budget(mixed, recorded["weight_bytes"])
-        recorded["consumers"] = _score(plan, staging, sample, say=lambda line: console.print(line, markup=False))
+        recorded["consumers"] = _score(plan, staging, sample, original, console)
         parents = _model_parents(plan)
         parents["data"] = parent_entry(plan.dataset.path, plan.dataset.manifest.fingerprint)
         recorded["model_type"] = plan.source.config.get("model_type")
@@ -91,12 +102,15 @@ def _check_budget(mixed: dict[str, Any], written: int) -> None:
         raise DataError(f"the result was not accepted, and was deleted: {why}\n  try: a budget that is larger by that")
 
 
-def _score(plan: QuantizationPlan, staging: Path, sample: Sample, *, say: Say) -> dict[str, Any]:
+def _score(
+    plan: QuantizationPlan, staging: Path, sample: Sample, original: Original, console: Console
+) -> dict[str, Any]:
     """The figures of every consumer."""
     bound = bound_within(plan.config.scheme, plan.config.max_mean_kl)
     vocabulary, consumers = plan.source.vocab_size, plan.consumers
     how: dict[str, Any] = {"sample": sample, "vocabulary": vocabulary, "consumers": consumers, "bound": bound}
-    return run_gate(plan.source.path, staging, scheme=plan.config.scheme, say=say, **how)
+    how |= {"say": lambda line: console.print(line, markup=False), "reference": original.scores}
+    return run_gate(plan.source.path, staging, **how)
 
 
 def _write_gguf(plan: QuantizationPlan, staging: Path) -> dict[str, Any]:

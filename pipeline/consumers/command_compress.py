@@ -80,11 +80,11 @@ def _verify(arguments: argparse.Namespace) -> int:
     vocabulary = original.vocab_size
     sample = Sample.of(dataset, original.path, vocabulary=vocabulary, positions=arguments.positions)
     console = Console(stderr=True)
-    how: dict[str, Any] = {"scheme": about.scheme, "sample": sample, "vocabulary": vocabulary, "consumers": plan}
+    how: dict[str, Any] = {"sample": sample, "vocabulary": vocabulary, "consumers": plan}
     how |= {"say": lambda line: console.print(line, markup=False)}
     try:
         if is_pruned(path):
-            figures = run_pruned_gate(original.path, path, **how)
+            figures = run_pruned_gate(original.path, path, scheme=about.scheme, **how)
         else:
             figures = run_gate(original.path, path, bound=bound_within(about.scheme, _max_mean_kl(path)), **how)
     except DataError as error:

@@ -57,12 +57,16 @@ class Consumer:
             DataError: the process failed; with the end of its output.
         """
         with TemporaryDirectory(prefix="headrace-scores-") as folder:
-            job = Path(folder)
-            request.write(job)
-            self._run(request, job, progress)
-            return Scores.read(job)
+            self.run(request, Path(folder), progress=progress)
+            return Scores.read(Path(folder))
 
-    def _run(self, request: ScoreRequest, job: Path, progress: Progress) -> None:
+    def run(self, request: ScoreRequest, job: Path, *, progress: Progress = lambda _done, _all: None) -> None:
+        """The same, with the scores left in a job's directory.
+
+        Raises:
+            DataError: as `score`.
+        """
+        request.write(job)
         python = self.python()
         assert python is not None
         script = self.worker.endswith(".py")

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from headrace.base.directory import MANIFEST, Manifest, read_manifest, write_manifest
 from headrace.base.errors import ConfigError, DataError
+from pipeline.consumers.bounds import bound_of
 from pipeline.consumers.consumer import CONSUMERS, VLLM_PYTHON, plan_consumers
 from pipeline.consumers.description import FOLDER, GGUF, ModelDescription, describe
 from pipeline.consumers.gate import Sample, run_gate
@@ -132,7 +133,7 @@ def test_a_damaged_file_is_outside_the_bound(gguf: Made, model: Path, sample: Sa
     plan = plan_consumers(copied)
     assert [each.name for each in plan.run] == ["llama.cpp"]
     with pytest.raises(DataError, match=r"llama.cpp: mean KL to the original is") as caught:
-        run_gate(model, copied, scheme="Q4_K_M", sample=sample, vocabulary=VOCAB, consumers=plan)
+        run_gate(model, copied, bound=bound_of("Q4_K_M"), sample=sample, vocabulary=VOCAB, consumers=plan)
     assert "which layers lose most is not known" in str(caught.value)
 
 
@@ -145,7 +146,7 @@ def test_a_tokenizer_with_other_ids_is_refused_by_the_text(
     make_tokenizer(copied, [text.upper() for text in TEXTS])
     plan = plan_consumers(copied, ("transformers",))
     with pytest.raises(DataError, match="its tokenizer gives other ids for"):
-        run_gate(model, copied, scheme="W8A8", sample=sample, vocabulary=VOCAB, consumers=plan)
+        run_gate(model, copied, bound=bound_of("W8A8"), sample=sample, vocabulary=VOCAB, consumers=plan)
 
 
 @pytest.mark.integration
@@ -159,7 +160,7 @@ def test_a_model_whose_weights_are_wrong_in_one_layer_names_that_layer(
     save_file(tensors, file, metadata={"format": "pt"})
     plan = plan_consumers(copied, ("transformers",))
     with pytest.raises(DataError, match=r"largest first: model\.layers\.1 "):
-        run_gate(model, copied, scheme="W8A8", sample=sample, vocabulary=VOCAB, consumers=plan)
+        run_gate(model, copied, bound=bound_of("W8A8"), sample=sample, vocabulary=VOCAB, consumers=plan)
 
 
 @pytest.mark.integration
