@@ -10,8 +10,9 @@ import torch
 from gguf import GGMLQuantizationType
 
 from pipeline.compress.budget import UNCHANGED, scheme_of
+from pipeline.compress.calibration_rules import open_calibration
 from pipeline.compress.choice import choose
-from pipeline.compress.rules import QuantizationPlan, layer_scheme, open_calibration
+from pipeline.compress.rules import QuantizationPlan, layer_scheme
 from pipeline.compress.sensitivity import measure_units
 from pipeline.data.dataset import choose_windows
 from pipeline.evaluation.loading import load_model

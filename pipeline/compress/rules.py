@@ -12,6 +12,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.section import suggest
 from pipeline.compress.assignment import LayerScheme
 from pipeline.compress.budget import Budget, check_keys, plan_budget
+from pipeline.compress.calibration_rules import check_imatrix, open_calibration, plan_calibration
 from pipeline.compress.config import MIXED, SCHEMES, QuantizeConfig
 from pipeline.compress.families import family_of
 from pipeline.consumers.consumer import ConsumerPlan, plan_consumers
@@ -19,9 +20,7 @@ from pipeline.consumers.description import FOLDER, GGUF, ModelDescription, head_
 from pipeline.data.dataset import TokenDataset
 from pipeline.evaluation.data import as_trained, open_heldout
 from pipeline.evaluation.model_folder import ModelFolder
-from pipeline.gguf_files import libllama
 from pipeline.gguf_files.plan import GgufPlan, plan_file
-from pipeline.gguf_files.types import FILE_TYPES
 
 HEAD = "lm_head"
 _EMBEDDINGS = ("embed_tokens", "wte")
@@ -100,7 +99,7 @@ def prepare(config: QuantizeConfig, *, folder: Path | None = None) -> Quantizati
     consumers = plan_consumers(result, None if config.consumers is None else tuple(config.consumers))
     if config.budget is not None:
         open_calibration(config)
-    calibration = _calibration(config, layers) if config.calibrated else None
+    calibration = plan_calibration(config, layers) if config.calibrated else None
     return QuantizationPlan(config, source, dataset, layers, consumers, gguf, calibration, schemes, budget)
 
 
@@ -134,30 +133,6 @@ def work_path(output: Path) -> Path:
     return output.parent / f".{output.name}.work"
 
 
-def _calibration(config: QuantizeConfig, layers: Mapping[str, tuple[int, int]]) -> TokenDataset:
-    """The split that is read, whose tokenizer is that of the held-out data."""
-    length, samples = config.data.sequence_length, config.calibration.samples
-    dataset = open_calibration(config)
-    if samples > dataset.windows:
-        why = f"the split {config.calibration.split} has {dataset.windows} windows of {length} tokens"
-        raise ConfigError("calibration.samples", samples, why=why, remedy=f"use {dataset.windows} or less")
-    widest, (_, inputs) = max(layers.items(), key=lambda item: item[1][1], default=("", (0, 0)))
-    if config.method == "gptq" and samples * length < inputs:
-        why = f"{widest} has {inputs} inputs, and {samples} windows have {samples * length} tokens"
-        raise ConfigError("calibration.samples", samples, why=why, remedy=f"use {-(-inputs // length)} or more")
-    return dataset
-
-
-def open_calibration(config: QuantizeConfig) -> TokenDataset:
-    """The split that layers are calibrated on, or measured on where bits are mixed.
-
-    Raises:
-        DataError: there is no such split, or it has less than one window.
-    """
-    length = config.data.sequence_length
-    return TokenDataset.open(config.data.path, split=config.calibration.split, sequence_length=length)
-
-
 def _plan_gguf(config: QuantizeConfig, source: ModelFolder) -> GgufPlan:
     for key in ("group_size", "skip", "dtype", "method", "smoothing", "rotation", "head", "untie"):
         if key in config.model_fields_set:
@@ -165,20 +140,8 @@ def _plan_gguf(config: QuantizeConfig, source: ModelFolder) -> GgufPlan:
             raise ConfigError(key, getattr(config, key), why=why, remedy="leave it out, or use scheme W4A16")
     plan = plan_file(source, config.scheme)
     if config.imatrix:
-        _check_imatrix(config)
+        check_imatrix(config)
     return plan
-
-
-def _check_imatrix(config: QuantizeConfig) -> None:
-    names = config.budget.candidates if config.budget else [config.scheme]
-    if config.budget is None and not FILE_TYPES[config.scheme].weighted:
-        why = f"the numbers of {config.scheme} do not depend on what the errors weigh"
-        raise ConfigError("imatrix", True, why=why, remedy="leave it out, or use Q4_K_M, say")
-    if not libllama.installed():
-        why = (
-            f"{', '.join(names)} with an importance matrix are computed by llama.cpp's library, which is not installed"
-        )
-        raise ConfigError("imatrix", True, why=why, remedy=f"pip install {libllama.PACKAGE}, or leave it out")
 
 
 def _plan_layers(config: QuantizeConfig, source: ModelFolder) -> dict[str, tuple[int, int]]:

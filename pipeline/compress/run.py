@@ -133,7 +133,13 @@ def _importance(plan: QuantizationPlan, show: Callable[[int, int], None]) -> Imp
     assert plan.gguf is not None
     model = load_model(plan.source.path, dtype=torch.float32)
     names = [name for tensor in plan.gguf.quantized for name in tensor.sources]
-    return measure_importance(model, names, calibration_batches(plan), device=pick_device(), show=show)
+    found = measure_importance(model, names, calibration_batches(plan), device=pick_device(), show=show)
+    without = [name for name in names if name not in found]
+    line = f"importance matrix of {len(found)} of {len(names)} matrices"
+    if without:  # embeddings have no inputs, and an expert that no token goes to has seen none
+        line += f"; rounded without: {', '.join(without[:3])}{' and others' if len(without) > 3 else ''}"
+    Console(stderr=True).print(line, markup=False, soft_wrap=True)
+    return found
 
 
 def _write_folder(plan: QuantizationPlan, staging: Path, console: Console) -> dict[str, Any]:

@@ -106,6 +106,7 @@ def test_every_expert_is_rounded_by_its_own_and_one_without_as_if_there_were_non
     ("fields", "expected"),
     [
         ({"scheme": "Q8_0"}, "do not depend on what the errors weigh"),
+        ({"scheme": "mixed", "budget": {"bytes": 10**6, "candidates": ["Q8_0"]}}, "do not depend"),
         ({"scheme": "W4A16"}, '"method": "gptq"'),
         ({"scheme": "Q4_K_M", "calibration": {"samples": 1_000_000}}, "calibration.samples = 1000000"),
         ({"scheme": "Q4_K_M", "calibration": {"split": "nowhere"}}, "nowhere"),
@@ -134,6 +135,7 @@ def test_a_file_with_it_is_served_and_says_so(model: Path, tokens: Path, tmp_pat
         assert done.returncode == 0, done.stderr
         made[imatrix] = read_manifest(folder / "small", kind="model")
         assert ("imatrix" in done.stdout) is imatrix
+        assert ("rounded without: model.embed_tokens.weight" in done.stderr) is imatrix
     plain, weighed = (made[each].details for each in (False, True))
     assert weighed["quantization"]["imatrix"] is True
     assert weighed["weight_bytes"] == plain["weight_bytes"]
