@@ -6,7 +6,8 @@
 PYTHON is that of an environment with llmcompressor, which pins transformers of its own. Ours is run twice: decoder
 layer by decoder layer from the files, as the command does, and with the whole model in memory. Every result, and
 rounding to the nearest, is scored by transformers on held-out windows, in processes of their own. Time is from reading
-the model to the written folder, without evaluations. Memory is the peak of a process (resident), and how much it is
+the model to the written folder, without evaluations, on the clock and of the CPU, by --threads threads; with --rounds
+the least of several runs in turn. Memory is the peak of a process (resident), and how much it is
 above the one after the imports.
 
 With --layers a model of that size with random weights is quantized instead, with MODEL's tokenizer, for time and
@@ -17,17 +18,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pipeline.data.dataset import TokenDataset, choose_windows
 
+PEER_NAME = "llm-compressor"
+OURS_NAMES = ("rtn", "gptq", "gptq, whole model")
 PEER = """
 import json, sys, time
 import numpy as np, torch
@@ -43,14 +47,14 @@ groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
 # not ru_maxrss, which a process takes over from the one that started it
 peak = lambda: next(int(line.split()[1]) / 1e3 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 imports = peak()
-began = time.perf_counter()
+began, busy = time.perf_counter(), time.process_time()
 model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
 oneshot(model=model, dataset=data, recipe=GPTQModifier(ignore=["lm_head"], config_groups=groups),
         num_calibration_samples=len(rows), max_seq_length=rows.shape[1], shuffle_calibration_samples=False,
         tokenizer=AutoTokenizer.from_pretrained(source))
 model.save_pretrained(out, save_compressed=True)
-taken = time.perf_counter() - began
-print(json.dumps([taken, peak(), imports]))
+taken = [time.perf_counter() - began, time.process_time() - busy]
+print(json.dumps([*taken, peak(), imports]))
 """
 
 OURS = """
@@ -70,13 +74,20 @@ plan.output.mkdir()
 # not ru_maxrss, which a process takes over from the one that started it
 peak = lambda: next(int(line.split()[1]) / 1e3 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 imports = peak()
-began = time.perf_counter()
+began, busy = time.perf_counter(), time.process_time()
 run._write_folder(plan, plan.output, Console(stderr=True))
-taken = time.perf_counter() - began
-print(json.dumps([taken, peak(), imports]))
+taken = [time.perf_counter() - began, time.process_time() - busy]
+print(json.dumps([*taken, peak(), imports]))
 """
-Made = tuple[Path, float, float, float]
-"""The folder, seconds, peak megabytes, and those after the imports."""
+
+
+class Cost(NamedTuple):
+    """Of one run: seconds on the clock and of the CPU, peak megabytes, and those after the imports."""
+
+    seconds: float
+    cpu_seconds: float
+    peak_mb: float
+    imports_mb: float
 
 
 def main() -> None:
@@ -88,22 +99,37 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--sequence-length", type=int, default=128)
     parser.add_argument("--positions", type=int, default=16_000)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--layers", type=int, help="of a random model that is quantized instead")
     parser.add_argument("--hidden", type=int, default=768, help="hidden size of the random model")
     asked = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = str(asked.threads)
     with tempfile.TemporaryDirectory(prefix="headrace-gptq-") as folder:
         work = Path(folder)
         if asked.layers:
             asked.model = random_model(asked, work / "random")
-        made = {name: ours(asked, work, name) for name in ("rtn", "gptq", "gptq, whole model")}
-        made["llm-compressor"] = peer(asked, work)
-        print("method | mean KL | max KL | top-1 | seconds | peak MB | above imports, MB")
-        for name, (path, seconds, memory, imports) in made.items():
-            figures = "- | - | -"
-            if asked.positions:
-                found = score(asked, path)
-                figures = f"{found['mean_kl']:.6f} | {found['max_kl']:.4f} | {found['top1_agreement']:.2%}"
-            print(f"{name} | {figures} | {seconds:.1f} | {memory:.0f} | {memory - imports:.0f}")
+        costs: dict[str, list[Cost]] = {name: [] for name in (*OURS_NAMES, PEER_NAME)}
+        for _ in range(asked.rounds):
+            for name, found in costs.items():
+                shutil.rmtree(folder_of(work, name), ignore_errors=True)
+                found.append(peer(asked, work) if name == PEER_NAME else ours(asked, work, name))
+        print_table(asked, work, {name: Cost(*map(min, zip(*found, strict=True))) for name, found in costs.items()})
+
+
+def print_table(asked: argparse.Namespace, work: Path, costs: dict[str, Cost]) -> None:
+    """A row for each way, and what each costs against llm-compressor."""
+    print(
+        "method | mean KL | max KL | top-1 | seconds | CPU seconds | peak MB | above imports, MB | CPU s, of the peer's"
+    )
+    for name, cost in costs.items():
+        figures = "- | - | -"
+        if asked.positions:
+            found = score(asked, folder_of(work, name))
+            figures = f"{found['mean_kl']:.6f} | {found['max_kl']:.4f} | {found['top1_agreement']:.2%}"
+        above, ratio = cost.peak_mb - cost.imports_mb, cost.cpu_seconds / costs[PEER_NAME].cpu_seconds
+        times = f"{cost.seconds:.1f} | {cost.cpu_seconds:.1f}"
+        print(f"{name} | {figures} | {times} | {cost.peak_mb:.0f} | {above:.0f} | {ratio:.2f}")
 
 
 def random_model(asked: argparse.Namespace, folder: Path) -> Path:
@@ -124,27 +150,33 @@ def random_model(asked: argparse.Namespace, folder: Path) -> Path:
     return folder
 
 
-def ours(asked: argparse.Namespace, work: Path, name: str) -> Made:
+def folder_of(work: Path, name: str) -> Path:
+    """Where the result of a way is written."""
+    return work / name.replace(", ", "-").replace(" ", "-")
+
+
+def ours(asked: argparse.Namespace, work: Path, name: str) -> Cost:
     """What `headrace quantize` does."""
-    out = work / name.replace(", ", "-").replace(" ", "-")
+    out = folder_of(work, name)
+    shutil.rmtree(out.with_name(f".{out.name}.work"), ignore_errors=True)
     method, _, whole = name.partition(", ")
     data = {"path": str(asked.tokens), "sequence_length": asked.sequence_length}
     config = {"model": str(asked.model), "output": str(out), "scheme": "W4A16", "method": method, "data": data}
     config |= {"calibration": {"samples": asked.samples}, "consumers": ["transformers"], "dtype": "float32"}
     way = "whole" if whole else "streamed"
     # out is made after the check that it is not there
-    return out, *_last_line([sys.executable, "-c", OURS, way, json.dumps(config)])
+    return Cost(*_last_line([sys.executable, "-c", OURS, way, json.dumps(config)]))
 
 
-def peer(asked: argparse.Namespace, work: Path) -> Made:
+def peer(asked: argparse.Namespace, work: Path) -> Cost:
     """The same of llm-compressor."""
     dataset = TokenDataset.open(asked.tokens, split="train", sequence_length=asked.sequence_length)
     np.save(work / "rows.npy", dataset.read(choose_windows(dataset.windows, asked.samples))[:, :-1])
-    out = work / "llm-compressor"
-    figures = _last_line([asked.peer, "-c", PEER, str(asked.model), str(work / "rows.npy"), str(out)])
+    out = folder_of(work, PEER_NAME)
+    found = Cost(*_last_line([asked.peer, "-c", PEER, str(asked.model), str(work / "rows.npy"), str(out)]))
     for file in asked.model.glob("tokenizer*"):
         shutil.copy(file, out)
-    return out, *figures
+    return found
 
 
 def score(asked: argparse.Namespace, folder: Path) -> Any:

@@ -60,6 +60,12 @@ def staging_path(final: Path) -> Path:
     return final.parent / f".{final.name}.partial"
 
 
+def final_name(path: Path) -> str | None:
+    """The name that a staging directory will get; None of any other directory."""
+    name = path.name.removeprefix(".").removesuffix(".partial")
+    return name if path == staging_path(path.with_name(name)) else None
+
+
 def fresh_staging(final: Path) -> Path:
     """An empty staging directory for `final`; what a killed process left there is deleted."""
     staging = staging_path(final)

@@ -9,7 +9,6 @@ Shapes: B windows per batch, T tokens, D model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.compress.gptq import Rounding, gptq
+from pipeline.compress.moments import SecondMoments
 from pipeline.compress.signround import SignRound
 from pipeline.compress.smoothing import Smoother
 
@@ -76,7 +76,8 @@ def calibrate(
     found: dict[str, Tensor] = {}
     for number, layer in enumerate(progress(layers)):
         linear = {wanted[id(module)]: module for module in layer.modules() if id(module) in wanted}
-        scales, hidden = calibrate_layer(layer, linear, hidden, arguments[number], method=method, device=device)
+        how: dict[str, Any] = {"method": method, "device": device, "last": number + 1 == len(layers)}
+        scales, hidden = calibrate_layer(layer, linear, hidden, arguments[number], **how)
         found |= scales
     return found
 
@@ -90,6 +91,7 @@ def calibrate_layer(
     *,
     method: Method,
     device: torch.device,
+    last: bool = False,
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Smooths and rounds the weights of one decoder layer in place; it is back on the CPU afterwards.
 
@@ -100,9 +102,10 @@ def calibrate_layer(
         arguments: its other arguments, alike for all batches.
         method: what is done.
         device: where it is run.
+        last: nothing is calibrated on its output, which is not computed.
 
     Returns:
-        Name -> scales of every layer that was rounded, and the layer's output of every batch.
+        Name -> scales of every layer that was rounded, and the layer's output of every batch; none of the last.
     """
     layer.to(device)
     given = _moved(arguments, device)
@@ -116,18 +119,53 @@ def calibrate_layer(
         modules = {name: module for name, module in linear.items() if isinstance(module, nn.Linear)}
         found = method.sign_round.fit(layer, modules, hidden, given, scale=method.scale, device=device)
     if method.rounding is not None:
-        with _second_moments(linear, device) as moments:
-            for states in hidden:
-                _run(layer, states.to(device), given)
-        for name, module in linear.items():
-            assert isinstance(module, nn.Linear)
-            scale = method.scale(module)
-            rounding = method.rounding[name] if isinstance(method.rounding, Mapping) else method.rounding
-            module.weight.copy_(gptq(module.weight, moments[name], scale.float(), rounding=rounding))
-            found[name] = scale.cpu()
-    made = [_run(layer, states.to(device), given).cpu() for states in hidden]
+        found = _round(layer, linear, hidden, given, method=method, device=device)
+    made = [] if last else [_run(layer, states.to(device), given).cpu() for states in hidden]
     layer.cpu()
     return found, made
+
+
+def _round(
+    layer: nn.Module,
+    linear: Mapping[str, nn.Module],
+    hidden: Sequence[Tensor],
+    given: dict[str, Any],
+    *,
+    method: Method,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """Rounds the weights of linear layers in place by GPTQ; name -> scales. Those with one input are rounded as one."""
+    moments = SecondMoments(device)
+    with moments.observe(linear):
+        for states in hidden:
+            _run(layer, states.to(device), given)
+    found: dict[str, Tensor] = {}
+    for names, hessian in moments.pop():
+        scales = {name: method.scale(_linear(linear[name])) for name in names}
+        for alike, rounding in _alike(method, scales):
+            weights = [_linear(linear[name]).weight for name in alike]
+            stacked = torch.cat(weights), torch.cat([scales[name].float() for name in alike])
+            rounded = gptq(stacked[0], hessian, stacked[1], rounding=rounding)
+            for weight, part in zip(weights, rounded.split([len(each) for each in weights]), strict=True):
+                weight.copy_(part)
+        found |= {name: scale.cpu() for name, scale in scales.items()}
+    return found
+
+
+def _alike(method: Method, scales: Mapping[str, Tensor]) -> Iterator[tuple[list[str], Rounding]]:
+    """Layers whose weights are rounded to the same numbers, by scales of as many groups."""
+    assert method.rounding is not None
+    found: dict[tuple[Rounding, int], list[str]] = {}
+    for name, scale in scales.items():
+        rounding = method.rounding[name] if isinstance(method.rounding, Mapping) else method.rounding
+        found.setdefault((rounding, scale.shape[1]), []).append(name)
+    for (rounding, _), names in found.items():
+        yield names, rounding
+
+
+def _linear(module: nn.Module) -> nn.Linear:
+    assert isinstance(module, nn.Linear)
+    return module
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -165,32 +203,6 @@ def layer_inputs(
             continue
     handle.remove()
     return hidden, arguments
-
-
-@contextmanager
-def _second_moments(linear: Mapping[str, nn.Module], device: torch.device) -> Iterator[dict[str, Tensor]]:
-    """Name -> mean of x x^T over the inputs that a layer sees meanwhile, fp32 [I, I]; complete when the block ends."""
-    sums: dict[str, Tensor] = {}
-    tokens = dict.fromkeys(linear, 0)
-
-    def observe(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def hook(_module: nn.Module, positional: tuple[Tensor, ...]) -> None:
-            rows = positional[0].reshape(-1, positional[0].shape[-1]).float()
-            if name not in sums:
-                sums[name] = torch.zeros(rows.shape[1], rows.shape[1], device=device)
-            sums[name].addmm_(rows.T, rows)
-            tokens[name] += len(rows)
-
-        return hook
-
-    handles = [module.register_forward_pre_hook(observe(name)) for name, module in linear.items()]
-    try:
-        yield sums
-    finally:
-        for handle in handles:
-            handle.remove()
-        for name, total in sums.items():
-            total.div_(max(1, tokens[name]))  # an expert that no token goes to is rounded to the nearest
 
 
 def _run(layer: nn.Module, states: Tensor, arguments: dict[str, Any]) -> Tensor:

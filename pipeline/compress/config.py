@@ -142,7 +142,13 @@ class QuantizeConfig(Section):
         " that is not tied",
     )
     calibration: CalibrationSection = Field(
-        default_factory=CalibrationSection, description="Text that gptq, auto-round and smoothing are calibrated on"
+        default_factory=CalibrationSection,
+        description="Text that gptq, auto-round, smoothing and imatrix are calibrated on",
+    )
+    imatrix: bool = Field(
+        default=False,
+        description="Of GGUF types but Q8_0: weigh the rounding errors of a matrix by the mean squares of its inputs on"
+        " calibration text, llama.cpp's importance matrix, e.g. true",
     )
     group_size: int | None = Field(
         default=None,
@@ -181,7 +187,7 @@ class QuantizeConfig(Section):
     @property
     def calibrated(self) -> bool:
         """Whether the inputs of layers are measured on text."""
-        return self.method != "rtn" or self.smoothing is not None
+        return self.method != "rtn" or self.smoothing is not None or self.imatrix
 
     @property
     def what(self) -> Scheme:

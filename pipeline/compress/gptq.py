@@ -5,10 +5,16 @@ are changed so that this error is smallest; the Cholesky factor of H^-1 has all 
 Source: Frantar et al. 2023 (arXiv:2210.17323), algorithm 1; inputs are taken in the order of falling H_jj, with the
 scales of the original groups, so that what is stored has no permutation.
 
+The weights of one input are a row here, in one piece of memory. Corrections are applied by halves: those of the first
+half of the inputs to the second by one matrix product, and so within each half, down to a few inputs that are rounded
+one by one. So almost all of the arithmetic is in matrix products, at every size of a cache.
+
 Shapes: O outputs, I inputs, G groups of inputs in a row.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,8 +23,8 @@ from pipeline.models.rounding import Rounding, e4m3, integers
 
 __all__ = ["Rounding", "e4m3", "gptq", "integers"]
 
-_BLOCK = 128
-"""Inputs whose corrections are applied one by one; those behind are corrected once a block, by a matrix product."""
+_LEAF = 8
+"""Inputs that are rounded one by one, each corrected by those before it; 4 to 64 take the same time within 6 %."""
 _DAMPING = (0.01, 0.1, 1.0)
 """Added to the diagonal of H, as a fraction of its mean; the next where H is still not positive definite."""
 
@@ -28,7 +34,7 @@ def gptq(weight: Tensor, hessian: Tensor, scale: Tensor, *, rounding: Rounding) 
     """Rounds a weight matrix.
 
     Args:
-        weight: fp32 [O, I].
+        weight: fp32 [O, I]; of several layers that read the same inputs, one below the other.
         hessian: fp32 [I, I], the mean of x x^T over calibration tokens.
         scale: fp32 [O, G]; I is a multiple of G.
         rounding: to the numbers that the scheme stores.
@@ -36,38 +42,68 @@ def gptq(weight: Tensor, hessian: Tensor, scale: Tensor, *, rounding: Rounding) 
     Returns:
         fp32 [O, I], every element a number that its scale can store.
     """
-    outputs, inputs = weight.shape
-    group = inputs // scale.shape[1]
-    hessian, weight = hessian.clone(), weight.clone()
+    inputs = weight.shape[1]
     diagonal = hessian.diagonal()
-    unused = diagonal == 0  # inputs that are always 0, whose weights do not matter
-    diagonal[unused] = 1.0
+    # inputs that are always 0, whose weights do not matter, get 1
+    diagonal = torch.where(diagonal == 0, 1.0, diagonal)
     order = torch.argsort(diagonal, descending=True, stable=True)
-    weight, factor = weight[:, order], _inverse_factor(hessian[order][:, order])
-    columns = scale[:, order // group]
-    rounded = torch.empty_like(weight)
-    for begin in range(0, inputs, _BLOCK):
-        end = min(begin + _BLOCK, inputs)
-        errors = weight.new_empty(outputs, end - begin)
-        for j in range(begin, end):
-            rounded[:, j] = rounding(weight[:, j], columns[:, j])
-            errors[:, j - begin] = (weight[:, j] - rounded[:, j]) / factor[j, j]
-            weight[:, j:end] -= errors[:, j - begin, None] * factor[j, j:end]
-        weight[:, end:] -= errors @ factor[begin:end, end:]
-    found = torch.empty_like(rounded)
-    found[:, order] = rounded
-    return found
+    rows = weight.T[order].contiguous()
+    factor = _corrections(hessian, diagonal, order)
+    scales = scale.T.contiguous()
+    groups = (order // (inputs // len(scales))).tolist()
+    rounded = torch.empty_like(rows)
+    _round(rows, rounded, factor, lambda j, row: rounding(row, scales[groups[j]]), 0, inputs)
+    found = torch.empty_like(rows)
+    found[order] = rounded
+    return found.T
 
 
-def _inverse_factor(hessian: Tensor) -> Tensor:
-    """The upper Cholesky factor of the inverse, [I, I]."""
-    mean = hessian.diagonal().mean()
+def _round(
+    rows: Tensor, rounded: Tensor, factor: Tensor, rounding: Callable[[int, Tensor], Tensor], begin: int, end: int
+) -> None:
+    """Rounds inputs `begin` to `end`, which those before `begin` have corrected.
+
+    Args:
+        rows: weights [I, O] so far; of inputs that are rounded their errors, what they were less what they are.
+        rounded: [I, O], filled.
+        factor: of `_corrections`.
+        rounding: (input, its weights [O]) -> what is stored.
+        begin: first input.
+        end: behind the last.
+    """
+    if end - begin > _LEAF:
+        middle = begin + max(_LEAF, (end - begin) // 2 // _LEAF * _LEAF)
+        _round(rows, rounded, factor, rounding, begin, middle)
+        rows[middle:end].addmm_(factor[begin:middle, middle:end].T, rows[begin:middle], alpha=-1)
+        _round(rows, rounded, factor, rounding, middle, end)
+        return
+    for j in range(begin, end):
+        row = rows[j]
+        if j > begin:
+            row.addmv_(rows[begin:j].T, factor[begin:j, j], alpha=-1)
+        rounded[j] = rounding(j, row)
+        row.sub_(rounded[j])
+
+
+def _corrections(hessian: Tensor, diagonal: Tensor, order: Tensor) -> Tensor:
+    """How much of the error of input i input j > i gets: the upper Cholesky factor of H^-1, each row by its diagonal.
+
+    With the inputs in reverse H = L L^T, so in their order H = R R^T, R upper, which is L in reverse; R^-1 is the
+    factor. One Cholesky decomposition and one triangular inverse are enough, and three matrices [I, I] in memory.
+
+    Args:
+        hessian: [I, I].
+        diagonal: of it, without zeros.
+        order: of the inputs.
+    """
+    reverse, mean = order.flip(0), diagonal.mean()
     for damping in _DAMPING:
-        damped = hessian + torch.eye(len(hessian), device=hessian.device) * (damping * mean)
+        damped = hessian[reverse][:, reverse]
+        damped.diagonal().copy_(diagonal[reverse] + damping * mean)
         lower, failed = torch.linalg.cholesky_ex(damped)
+        del damped
         if not failed:
-            found: Tensor
-            found, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-            if not failed:
-                return found
+            inverse = torch.eye(len(hessian), device=hessian.device)
+            factor: Tensor = torch.linalg.solve_triangular(lower, inverse, upper=False, out=inverse).flip(0, 1)
+            return factor.div_(factor.diagonal()[:, None].clone())
     raise AssertionError("a matrix of squares with its mean added to the diagonal is positive definite")

@@ -10,10 +10,11 @@ import torch
 from gguf import GGMLQuantizationType
 
 from pipeline.compress.budget import UNCHANGED, scheme_of
+from pipeline.compress.calibration_rules import open_calibration
 from pipeline.compress.choice import choose
 from pipeline.compress.rules import QuantizationPlan, layer_scheme
 from pipeline.compress.sensitivity import measure_units
-from pipeline.data.dataset import TokenDataset, choose_windows
+from pipeline.data.dataset import choose_windows
 from pipeline.evaluation.loading import load_model
 
 Show = Callable[[int, int], None]
@@ -78,8 +79,7 @@ def _batches(plan: QuantizationPlan) -> tuple[torch.Tensor, ...]:
     """Token ids [B, T] of the calibration split."""
     config = plan.config
     assert config.budget is not None
-    length = config.data.sequence_length
-    dataset = TokenDataset.open(config.data.path, split=config.calibration.split, sequence_length=length)
+    dataset = open_calibration(config)
     windows = choose_windows(dataset.windows, min(config.budget.samples, dataset.windows))
     rows = torch.from_numpy(dataset.read(windows)[:, :-1]).long()
     return tuple(rows.split(config.data.batch_size))

@@ -64,6 +64,7 @@ def details(plan: QuantizationPlan, written: Sizes, before: dict[str, Any], afte
             "method": plan.config.method,
             "smoothing": plan.config.smoothing,
             "rotation": plan.config.rotation,
+            "imatrix": plan.config.imatrix,
             "group_size": plan.config.group,
             "layers": written.layers,
             "parameters": written.parameters,
@@ -120,7 +121,7 @@ def mixed_table(mixed: dict[str, Any]) -> Table:
 def _scheme(parts: dict[str, Any], after: dict[str, Any]) -> str:
     name = parts.get("scheme") or parts["weights"]  # the key before 0.6
     if after["dtype"] == name:
-        return f"GGUF, {name}"
+        return f"GGUF, {name}" + (", imatrix" if parts.get("imatrix") else "")
     if name == "mixed":
         return f"mixed, rest {after['dtype']}"
     if parts.get("method", "rtn") != "rtn":

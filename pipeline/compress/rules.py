@@ -12,6 +12,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.section import suggest
 from pipeline.compress.assignment import LayerScheme
 from pipeline.compress.budget import Budget, check_keys, plan_budget
+from pipeline.compress.calibration_rules import check_imatrix, open_calibration, plan_calibration
 from pipeline.compress.config import MIXED, SCHEMES, QuantizeConfig
 from pipeline.compress.families import family_of
 from pipeline.consumers.consumer import ConsumerPlan, plan_consumers
@@ -96,7 +97,9 @@ def prepare(config: QuantizeConfig, *, folder: Path | None = None) -> Quantizati
     schemes = {name: layer_scheme(config, name) for name in layers} if budget is None else {}
     result = _description(config, source, layers)
     consumers = plan_consumers(result, None if config.consumers is None else tuple(config.consumers))
-    calibration = _calibration(config, layers) if config.calibrated else None
+    if config.budget is not None:
+        open_calibration(config)
+    calibration = plan_calibration(config, layers) if config.calibrated else None
     return QuantizationPlan(config, source, dataset, layers, consumers, gguf, calibration, schemes, budget)
 
 
@@ -109,10 +112,15 @@ def _description(
         return expected
     candidates = frozenset(map(str, config.budget.candidates)) if config.budget else frozenset({config.scheme})
     own = {config.head} if config.head else set()
-    experts = candidates if any(".experts." in name for name in layers) else frozenset()
-    dense = candidates | own
+    found = {name for name in linear_layers(source) if ".experts." in name}
+    experts = candidates if found & layers.keys() else frozenset()
+    # of mixed bits a layer may stay as it is
+    plain = bool(found - layers.keys() if config.budget is None else found) and (
+        bool(experts) or config.scheme != "FP8"
+    )
     group = config.group if config.budget is None else SCHEMES["W4A16"].group
-    return replace(expected, dense=dense, experts=experts, experts_group=group, **architecture(source.config))
+    of_experts = {"experts": experts, "experts_group": group, "plain_experts": plain}
+    return replace(expected, dense=candidates | own, **of_experts, **architecture(source.config))
 
 
 def check_output(config: QuantizeConfig) -> None:
@@ -126,26 +134,15 @@ def work_path(output: Path) -> Path:
     return output.parent / f".{output.name}.work"
 
 
-def _calibration(config: QuantizeConfig, layers: Mapping[str, tuple[int, int]]) -> TokenDataset:
-    """The split that is read, whose tokenizer is that of the held-out data."""
-    length, samples = config.data.sequence_length, config.calibration.samples
-    dataset = TokenDataset.open(config.data.path, split=config.calibration.split, sequence_length=length)
-    if samples > dataset.windows:
-        why = f"the split {config.calibration.split} has {dataset.windows} windows of {length} tokens"
-        raise ConfigError("calibration.samples", samples, why=why, remedy=f"use {dataset.windows} or less")
-    widest, (_, inputs) = max(layers.items(), key=lambda item: item[1][1])
-    if config.method == "gptq" and samples * length < inputs:
-        why = f"{widest} has {inputs} inputs, and {samples} windows have {samples * length} tokens"
-        raise ConfigError("calibration.samples", samples, why=why, remedy=f"use {-(-inputs // length)} or more")
-    return dataset
-
-
 def _plan_gguf(config: QuantizeConfig, source: ModelFolder) -> GgufPlan:
     for key in ("group_size", "skip", "dtype", "method", "smoothing", "rotation", "head", "untie"):
         if key in config.model_fields_set:
             why = f"{config.scheme} is a type of GGUF files, which says how every tensor is stored"
             raise ConfigError(key, getattr(config, key), why=why, remedy="leave it out, or use scheme W4A16")
-    return plan_file(source, config.scheme)
+    plan = plan_file(source, config.scheme)
+    if config.imatrix:
+        check_imatrix(config)
+    return plan
 
 
 def _plan_layers(config: QuantizeConfig, source: ModelFolder) -> dict[str, tuple[int, int]]:
@@ -156,6 +153,10 @@ def _plan_layers(config: QuantizeConfig, source: ModelFolder) -> dict[str, tuple
         why = f"{config.scheme} has one scale for each row of weights, as the kernels that serve it expect"
         raise ConfigError("group_size", config.group_size, why=why, remedy="leave it out, or use scheme W4A16")
     _check_method(config)
+    if config.imatrix:
+        why = f"{config.scheme} is written to a Hugging Face folder, and an importance matrix is of GGUF types"
+        remedy = 'use "method": "gptq", which is calibrated on the same text, or a GGUF type'
+        raise ConfigError("imatrix", True, why=why, remedy=remedy)
     if config.smoothing is not None:
         family_of(source.config, key="smoothing", value=config.smoothing)
     if config.rotation:
@@ -169,7 +170,8 @@ def _plan_layers(config: QuantizeConfig, source: ModelFolder) -> dict[str, tuple
 
 
 def _check_method(config: QuantizeConfig) -> None:
-    names = {config.scheme, config.head, *(config.budget.candidates if config.budget else ())}
+    # a head is outside of the decoder layers, and rounded to the nearest by every method
+    names = {config.scheme, *(config.budget.candidates if config.budget else ())}
     if config.method == "auto-round" and "FP8" in names:
         why = "it learns which way a weight is rounded to an integer, and FP8 stores e4m3"
         raise ConfigError("method", config.method, why=why, remedy="use gptq, or another scheme than FP8")

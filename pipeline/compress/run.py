@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable, Iterable
-from math import exp
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,17 @@ from rich.progress import Progress, track
 
 from headrace.base.directory import Manifest, parent_entry, read_manifest, staged
 from headrace.base.errors import DataError
+from pipeline.compress.importance_matrix import Importance, measure_importance
 from pipeline.compress.mixed import decide, sensitivity_rows
 from pipeline.compress.report import details, mixed_table, sizes, step_numbers, table
 from pipeline.compress.rules import LAYERS, QuantizationPlan, work_path
 from pipeline.compress.streaming import stream, streamable
-from pipeline.compress.weights import check_modules, pack, save
-from pipeline.consumers.bounds import Bound, bound_of
-from pipeline.consumers.gate import Sample, Say, run_gate
+from pipeline.compress.weights import calibration_batches, check_modules, pack, save
+from pipeline.consumers.bounds import bound_within
+from pipeline.consumers.gate import Sample, run_gate
+from pipeline.consumers.original import Original, scored_original
 from pipeline.consumers.table import consumer_table
-from pipeline.evaluation.loading import empty_model, load_model
+from pipeline.evaluation.loading import empty_model, load_model, pick_device
 from pipeline.evaluation.measure import measure
 from pipeline.gguf_files.write import check, write
 from pipeline.model_card.card import commit_with_card
@@ -61,15 +63,24 @@ def quantize(plan: QuantizationPlan) -> Manifest:
 def _quantize(plan: QuantizationPlan, console: Console) -> Manifest:
     sample = Sample.of(plan.dataset, plan.source.path, vocabulary=plan.source.vocab_size)
     console.print(f"{plan.source.path}: evaluating the original")
-    before = measure(plan.source.path, plan.config.data)
+    with ExitStack() as stack:
+        with Progress(*Progress.get_default_columns(), console=console, transient=True) as shown:
+            task = shown.add_task("windows")
+            how: dict[str, Any] = {"vocabulary": plan.source.vocab_size}
+            how["progress"] = lambda done, every: shown.update(task, completed=done, total=every)
+            original = stack.enter_context(scored_original(plan.source.path, plan.config.data, sample, **how))
+        return _quantize_beside(plan, sample, original, console)
+
+
+def _quantize_beside(plan: QuantizationPlan, sample: Sample, original: Original, console: Console) -> Manifest:
     plan, mixed = _decided(plan, console) if plan.budget else (plan, None)
     with staged(plan.output) as staging:
         after = _write_gguf(plan, staging) if plan.gguf else _write_folder(plan, staging, console)
-        recorded = details(plan, sizes(plan, staging), before, after)
+        recorded = details(plan, sizes(plan, staging), original.measured, after)
         if mixed is not None:
             recorded |= {"mixed": mixed, "sensitivity": sensitivity_rows(mixed)}
             _check_budget(mixed, recorded["weight_bytes"])
-        recorded["consumers"] = _score(plan, staging, sample, say=lambda line: console.print(line, markup=False))
+        recorded["consumers"] = _score(plan, staging, sample, original, console)
         parents = _model_parents(plan)
         parents["data"] = parent_entry(plan.dataset.path, plan.dataset.manifest.fingerprint)
         recorded["model_type"] = plan.source.config.get("model_type")
@@ -91,13 +102,15 @@ def _check_budget(mixed: dict[str, Any], written: int) -> None:
         raise DataError(f"the result was not accepted, and was deleted: {why}\n  try: a budget that is larger by that")
 
 
-def _score(plan: QuantizationPlan, staging: Path, sample: Sample, *, say: Say) -> dict[str, Any]:
+def _score(
+    plan: QuantizationPlan, staging: Path, sample: Sample, original: Original, console: Console
+) -> dict[str, Any]:
     """The figures of every consumer."""
-    given = plan.config.max_mean_kl
-    bound = None if given is None else Bound(given, exp(given) + bound_of(plan.config.scheme).perplexity_ratio - 1)
+    bound = bound_within(plan.config.scheme, plan.config.max_mean_kl)
     vocabulary, consumers = plan.source.vocab_size, plan.consumers
     how: dict[str, Any] = {"sample": sample, "vocabulary": vocabulary, "consumers": consumers, "bound": bound}
-    return run_gate(plan.source.path, staging, scheme=plan.config.scheme, say=say, **how)
+    how |= {"say": lambda line: console.print(line, markup=False), "reference": original.scores}
+    return run_gate(plan.source.path, staging, **how)
 
 
 def _write_gguf(plan: QuantizationPlan, staging: Path) -> dict[str, Any]:
@@ -109,9 +122,24 @@ def _write_gguf(plan: QuantizationPlan, staging: Path) -> dict[str, Any]:
             task = shown.add_task(what)
             return lambda done, every: shown.update(task, completed=done, total=every)
 
-        write(plan.gguf, staging, progress=bar(f"writing {plan.config.scheme}"))
+        importance = _importance(plan, bar("importance matrix")) if plan.config.imatrix else None
+        write(plan.gguf, staging, importance=importance, progress=bar(f"writing {plan.config.scheme}"))
         check(plan.gguf, staging, progress=bar("reading it back"))
     return {"dtype": plan.config.scheme, "device": "cpu"}
+
+
+def _importance(plan: QuantizationPlan, show: Callable[[int, int], None]) -> Importance:
+    """What the errors of every matrix weigh."""
+    assert plan.gguf is not None
+    model = load_model(plan.source.path, dtype=torch.float32)
+    names = [name for tensor in plan.gguf.quantized for name in tensor.sources]
+    found = measure_importance(model, names, calibration_batches(plan), device=pick_device(), show=show)
+    without = [name for name in names if name not in found]
+    line = f"importance matrix of {len(found)} of {len(names)} matrices"
+    if without:  # embeddings have no inputs, and an expert that no token goes to has seen none
+        line += f"; rounded without: {', '.join(without[:3])}{' and others' if len(without) > 3 else ''}"
+    Console(stderr=True).print(line, markup=False, soft_wrap=True)
+    return found
 
 
 def _write_folder(plan: QuantizationPlan, staging: Path, console: Console) -> dict[str, Any]:

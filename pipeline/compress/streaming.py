@@ -99,10 +99,9 @@ def _calibrate(parts: _Parts, work: Work, progress: Progress) -> None:
     for number in progress(range(begin, count), count):
         with parts.loaded(parts.layers[number]) as layer:
             linear = {name: each for name, each in parts.linear.items() if any(each is m for m in layer.modules())}
-            scales, hidden = calibrate_layer(
-                layer, linear, hidden, arguments[number], method=parts.method, device=parts.device
-            )
-            work.finish(number, parts.packed(layer, scales), hidden if number + 1 < count else ())
+            how: dict[str, Any] = {"method": parts.method, "device": parts.device, "last": number + 1 == count}
+            scales, hidden = calibrate_layer(layer, linear, hidden, arguments[number], **how)
+            work.finish(number, parts.packed(layer, scales), hidden)
 
 
 class _Parts:

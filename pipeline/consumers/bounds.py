@@ -1,14 +1,15 @@
 """How far a compressed model may be from its original, by scheme.
 
-The bounds tell a broken file from a lossy one; they are no promise of quality. Each is about ten times the largest
-value that was measured with a sound method (docs/reference/consumers.md), because small, little-trained models lose
-more than large ones, and a broken file (a wrong permutation, a missing scale, another tokenizer) is off by whole nats.
+The bounds tell a broken file from a lossy one; they are no promise of quality. Each is ten to forty times the largest
+value that was measured of a trained model with a sound method (docs/reference/consumers.md), because small,
+little-trained models lose more than large ones, and a broken file (a wrong permutation, a missing scale, another
+tokenizer) is off by whole nats.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite
+from math import exp, isfinite
 
 from pipeline.consumers.compare import Comparison
 
@@ -21,7 +22,7 @@ class Bound:
     perplexity_ratio: float
 
 
-_EIGHT_BITS, _FOUR_BITS, _FEWER = Bound(0.02, 1.02), Bound(0.2, 1.2), Bound(1.0, 2.0)
+_EIGHT_BITS, _FOUR_BITS = Bound(0.02, 1.02), Bound(0.2, 1.2)
 BOUNDS = {
     "float32": Bound(1e-3, 1.002),  # what serves it may compute in bf16
     "bfloat16": Bound(2e-3, 1.005),
@@ -32,7 +33,8 @@ BOUNDS = {
     **dict.fromkeys(("W8A16", "W8A8", "FP8", "Q8_0"), _EIGHT_BITS),
     **dict.fromkeys(("Q6_K", "Q5_K_M"), Bound(0.05, 1.05)),
     **dict.fromkeys(("W4A16", "Q4_0", "Q4_K_M", "MXFP4", "mixed"), _FOUR_BITS),
-    **dict.fromkeys(("Q3_K_M", "Q2_K"), _FEWER),
+    "Q3_K_M": Bound(0.3, 1.35),
+    "Q2_K": Bound(1.0, 2.0),
 }
 """Scheme -> bound."""
 
@@ -42,6 +44,18 @@ _UNKNOWN = _FOUR_BITS
 def bound_of(scheme: str) -> Bound:
     """The bound of a scheme; that of four bits where it is not listed."""
     return BOUNDS.get(scheme, _UNKNOWN)
+
+
+def bound_within(scheme: str, max_mean_kl: float | None) -> Bound:
+    """The bound of a scheme, or the one of a config.
+
+    Args:
+        scheme: of the compressed model.
+        max_mean_kl: largest mean KL divergence, nats; None for the scheme's. The perplexity may then rise by as much as
+            that divergence explains, beside what the scheme's bound allows.
+    """
+    known = bound_of(scheme)
+    return known if max_mean_kl is None else Bound(max_mean_kl, exp(max_mean_kl) + known.perplexity_ratio - 1)
 
 
 def broken_bounds(found: Comparison, bound: Bound) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -12,6 +13,7 @@ from rich.table import Table
 from headrace.base.directory import MANIFEST, read_manifest
 from headrace.base.errors import ConfigError, DataError
 from headrace.base.section import parse
+from pipeline.consumers.bounds import bound_within
 from pipeline.consumers.consumer import CONSUMERS, plan_consumers
 from pipeline.consumers.description import describe
 from pipeline.consumers.gate import POSITIONS, Sample, run_gate
@@ -78,25 +80,27 @@ def _verify(arguments: argparse.Namespace) -> int:
     vocabulary = original.vocab_size
     sample = Sample.of(dataset, original.path, vocabulary=vocabulary, positions=arguments.positions)
     console = Console(stderr=True)
+    how: dict[str, Any] = {"sample": sample, "vocabulary": vocabulary, "consumers": plan}
+    how |= {"say": lambda line: console.print(line, markup=False)}
     try:
-        gate = run_pruned_gate if is_pruned(path) else run_gate
-        figures = gate(
-            original.path,
-            path,
-            scheme=about.scheme,
-            sample=sample,
-            vocabulary=vocabulary,
-            consumers=plan,
-            say=lambda line: console.print(line, markup=False),
-        )
+        if is_pruned(path):
+            figures = run_pruned_gate(original.path, path, scheme=about.scheme, **how)
+        else:
+            figures = run_gate(original.path, path, bound=bound_within(about.scheme, _max_mean_kl(path)), **how)
     except DataError as error:
-        console.print(f"error: {str(error).replace(', and was deleted', '')}", markup=False)
+        console.print(f"error: {error}", markup=False)
         return EXIT_OUTSIDE
     if arguments.json:
         print(json.dumps({"model": str(path), "scheme": about.scheme, "consumers": figures}))
     else:
         Console().print(consumer_table(figures, title=f"{path} ({about.scheme}) beside {original.path}"))
     return 0
+
+
+def _max_mean_kl(model: Path) -> float | None:
+    """The bound that the quantization was given; None for the scheme's."""
+    given = read_manifest(model, kind="model").config.get("max_mean_kl") if (model / MANIFEST).is_file() else None
+    return None if given is None else float(given)
 
 
 def _parent(model: Path, given: str | None, name: str, option: str) -> str:

@@ -59,12 +59,16 @@ class Consumer:
             DataError: the process failed; with the end of its output.
         """
         with TemporaryDirectory(prefix="headrace-scores-") as folder:
-            job = Path(folder)
-            request.write(job)
-            self._run(request, job, progress)
-            return Scores.read(job)
+            self.run(request, Path(folder), progress=progress)
+            return Scores.read(Path(folder))
 
-    def _run(self, request: ScoreRequest, job: Path, progress: Progress) -> None:
+    def run(self, request: ScoreRequest, job: Path, *, progress: Progress = lambda _done, _all: None) -> None:
+        """The same, with the scores left in a job's directory.
+
+        Raises:
+            DataError: as `score`.
+        """
+        request.write(job)
         python = self.python()
         assert python is not None
         script = self.worker.endswith(".py")
@@ -112,6 +116,8 @@ def _transformers_refuses(model: ModelDescription) -> str | None:
         return "transformers cannot load experts in 8-bit integers with quantized inputs: use W4A16 or FP8 for it"
     if len(model.experts) > 1:
         return "transformers gives the experts of all layers one scheme: use one candidate"
+    if model.plain_experts:
+        return "transformers cannot load experts in floating point beside other layers in integers: quantize them, too"
     return None
 
 

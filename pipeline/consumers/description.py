@@ -28,6 +28,8 @@ class ModelDescription:
         experts_group: weights of an expert that share a scale; None for a row.
         latent: of heads that share a latent (DeepSeek's MLA): its size, and the features with rotary positions.
         grouped_routing: whether a router chooses groups of experts first, as DeepSeek's do.
+        plain_experts: whether experts stay in floating point, or may, beside others that are quantized, or beside
+            layers of which most are in integers.
     """
 
     scheme_format: str
@@ -38,6 +40,7 @@ class ModelDescription:
     experts_group: int | None = None
     latent: tuple[int, int] | None = None
     grouped_routing: bool = False
+    plain_experts: bool = False
 
     @property
     def schemes(self) -> frozenset[str]:
@@ -60,7 +63,8 @@ def describe(path: Path) -> ModelDescription:
     # a group that names layers is one of experts where a name has them; "Linear" is all of them
     of_experts = [group for group in groups if any("experts" in each or each == "Linear" for each in _targets(group))]
     dense = [group for group in groups if any("experts" not in each for each in _targets(group))]
-    if not any(".experts." in name for name in quantized):
+    experts = {module for name in folder.tensors if ".experts." in (module := name.rpartition(".")[0])}
+    if not experts & quantized:
         of_experts = []
     return ModelDescription(
         FOLDER,
@@ -70,6 +74,7 @@ def describe(path: Path) -> ModelDescription:
         experts=frozenset(map(_group_name, of_experts)),
         experts_group=next((group["weights"].get("group_size") for group in of_experts), None),
         **architecture(folder.config),
+        plain_experts=bool(experts - quantized and groups and (of_experts or _group_name(groups[0]) != "FP8")),
     )
 
 

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from headrace.base.directory import final_name
 from headrace.base.errors import DataError
-from pipeline.consumers.bounds import Bound, bound_of, broken_bounds
+from pipeline.consumers.bounds import Bound, broken_bounds
 from pipeline.consumers.compare import compare
 from pipeline.consumers.consumer import CONSUMERS, ConsumerPlan
 from pipeline.consumers.request import ScoreRequest, Scores, windows_that_fit
@@ -78,24 +79,24 @@ def run_gate(
     original: Path,
     result: Path,
     *,
-    scheme: str,
+    bound: Bound,
     sample: Sample,
     vocabulary: int,
     consumers: ConsumerPlan,
     say: Say = lambda _line: None,
-    bound: Bound | None = None,
+    reference: Callable[[], Scores] | None = None,
 ) -> dict[str, Any]:
     """Scores a compressed model by its consumers.
 
     Args:
         original: Hugging Face folder of the model in floating point.
         result: what was made of it.
-        scheme: whose bound holds.
+        bound: that holds.
         sample: what is scored.
         vocabulary: V of the original.
         consumers: which are run.
         say: takes lines for people.
-        bound: instead of the scheme's.
+        reference: reads the original's scores of the sample, where it has been scored already.
 
     Returns:
         For the manifest: consumer -> its figures, or {"not_run": reason}.
@@ -104,13 +105,13 @@ def run_gate(
         DataError: a consumer fails, its tokenizer gives other ids, or it is outside the bound: the message names the
             figures and the layers that lose most.
     """
-    reference = score_original(original, sample, vocabulary=vocabulary)
+    expected = reference() if reference else score_original(original, sample, vocabulary=vocabulary)
     figures: dict[str, Any] = {name: {"not_run": reason} for name, reason in consumers.not_run.items()}
     wrong: list[str] = []
     for consumer in consumers.run:
         say(f"scoring with {consumer.name}")
         scores = consumer.score(ScoreRequest(result, sample.windows, sample.texts, vocabulary))
-        figures[consumer.name], broken = judged(scores, reference, sample, bound or bound_of(scheme))
+        figures[consumer.name], broken = judged(scores, expected, sample, bound)
         wrong += [f"{consumer.name}: {each}" for each in broken]
     if wrong:
         lines = [*wrong, *attribution(original, result)]
@@ -144,8 +145,9 @@ def refusal(result: Path, lines: Sequence[str], *, remedy: str) -> DataError:
         lines: why.
         remedy: what may help.
     """
-    name = result.name.strip(".").removesuffix(".partial")
-    return DataError("\n  ".join([f"{name} was not accepted, and was deleted:", *lines, f"try: {remedy}"]))
+    final = final_name(result)
+    what = f"{result} was not accepted:" if final is None else f"{final} was not accepted, and was deleted:"
+    return DataError("\n  ".join([what, *lines, f"try: {remedy}"]))
 
 
 def attribution(original: Path, result: Path) -> list[str]:

@@ -19,7 +19,11 @@ def load(folder: str) -> Served:
     torch.set_num_threads(threads())
     model, info = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, output_loading_info=True)
     check_keys(Path(folder), info)
-    model.eval()
+    return served(model.eval(), folder)
+
+
+def served(model: Any, folder: str) -> Served:
+    """A model that is loaded, on any device, with the tokenizer of its folder."""
     model.generation_config.eos_token_id = None  # generation goes on behind the end of a text
     # only where there is one: windows of ids need none
     found = any((Path(folder) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
@@ -32,12 +36,12 @@ def load(folder: str) -> Served:
 
     @torch.inference_mode()
     def score(window: Any) -> Any:
-        logits = model(input_ids=torch.from_numpy(np.asarray(window))[None], use_cache=False).logits
-        return logits[0].float().numpy()
+        ids = torch.from_numpy(np.asarray(window))[None].to(model.device)
+        return model(input_ids=ids, use_cache=False).logits[0].float().cpu().numpy()
 
     @torch.inference_mode()
     def generate(prompts: list[list[int]], tokens: int) -> list[list[int]]:
-        ids = torch.tensor(prompts)
+        ids = torch.tensor(prompts, device=model.device)
         how = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": tokens}
         made: list[list[int]] = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **how)[
             :, ids.shape[1] :

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -13,9 +14,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from headrace.base.section import parse
+from pipeline.data.dataset import TokenDataset
 from pipeline.evaluation.data import FieldNames, HeldOutData, as_trained, open_heldout
 from pipeline.evaluation.model_folder import ModelFolder
 from pipeline.metrics.units import show_bits_per_byte
+
+Show = Callable[[int, int], None]
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
@@ -76,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     )
     data = as_trained(data, folder.path)
     dataset = open_heldout(data, folder, names=FieldNames("--data", "--sequence-length"))
-    result = _evaluate(folder, data, dataset)
+    result = _with_bar(folder, data, dataset)
     if args.json:
         print(json.dumps(result))
     else:
@@ -84,7 +88,32 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _evaluate(folder: ModelFolder, data: HeldOutData, dataset: Any) -> dict[str, Any]:
+def _with_bar(folder: ModelFolder, data: HeldOutData, dataset: TokenDataset) -> dict[str, Any]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(file=sys.stderr)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(f"evaluating {folder.path.name}", total=None)
+        show: Show = lambda done, total: bar.update(task, completed=done, total=total)  # noqa: E731
+        return evaluate_folder(folder, data, dataset, progress=show)[1]
+
+
+def evaluate_folder(
+    folder: ModelFolder, data: HeldOutData, dataset: TokenDataset, *, progress: Show = lambda _done, _all: None
+) -> tuple[Any, dict[str, Any]]:
+    """Loads a model on the first GPU, or the CPU without one, and evaluates it.
+
+    Args:
+        folder: of the model.
+        data: how it is evaluated.
+        dataset: from `open_heldout`.
+        progress: called with (windows done, all).
+
+    Returns:
+        The model, and what `headrace eval --json` prints.
+
+    Raises:
+        DataError: as `load_model`.
+    """
     from pipeline.evaluation.heldout import evaluate  # noqa: PLC0415  (brings in torch)
     from pipeline.evaluation.loading import load_model, pick_device  # noqa: PLC0415
     from pipeline.models.padding import check_padded_positions  # noqa: PLC0415
@@ -92,19 +121,15 @@ def _evaluate(folder: ModelFolder, data: HeldOutData, dataset: Any) -> dict[str,
     device = pick_device()
     model = load_model(folder.path, device=device)
     check_padded_positions(model, sequence_length=data.sequence_length)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(file=sys.stderr)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(f"evaluating {folder.path.name}", total=None)
-        heldout = evaluate(
-            model,
-            dataset,
-            batch_size=data.batch_size,
-            device=device,
-            max_windows=data.max_windows,
-            mask_documents=data.mask_documents,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
+    heldout = evaluate(
+        model,
+        dataset,
+        batch_size=data.batch_size,
+        device=device,
+        max_windows=data.max_windows,
+        mask_documents=data.mask_documents,
+        progress=progress,
+    )
     where = {
         "model": str(folder.path),
         "data": str(data.path),
@@ -113,7 +138,7 @@ def _evaluate(folder: ModelFolder, data: HeldOutData, dataset: Any) -> dict[str,
         "mask_documents": data.mask_documents,
     }
     how = {"weight_bytes": folder.weight_bytes, "dtype": str(model.dtype).removeprefix("torch."), "device": device.type}
-    return {**where, **how, **asdict(heldout)}
+    return model, {**where, **how, **asdict(heldout)}
 
 
 def _table(result: dict[str, Any]) -> Table:

@@ -60,7 +60,15 @@ def load_model(path: Path, *, dtype: torch.dtype | str = "auto", device: torch.d
     except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
         raise DataError(f"{path} cannot be loaded: {error}\n  try: export the model again") from error
     check_keys(path, info)
-    return model.to(device).eval()
+    return _decompressed(model.to(device).eval())
+
+
+def _decompressed(model: Any) -> Any:
+    """What compressed-tensors would do at the first forward pass, with a progress bar into what is printed then."""
+    if hasattr(model, "ct_decompress_hook"):
+        with _without_progress_bars():
+            model.hf_quantizer.compressor.decompress_model(model)
+    return model
 
 
 @contextmanager

@@ -30,7 +30,15 @@ def measure(folder: Path, data: HeldOutData) -> dict[str, Any]:
     if done.returncode != 0:
         why = f"its evaluation in a subprocess ended with exit code {done.returncode}; its message is above"
         raise DataError(f"{folder} was not accepted: {why}")
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return finite(folder, json.loads(done.stdout.splitlines()[-1]))
+
+
+def finite(folder: Path, result: dict[str, Any]) -> dict[str, Any]:
+    """The result.
+
+    Raises:
+        DataError: its perplexity is not finite.
+    """
     if not math.isfinite(result["perplexity"]):
         raise DataError(f"{folder} was not accepted: its held-out perplexity is {result['perplexity']}")
     return result

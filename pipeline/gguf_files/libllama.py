@@ -235,12 +235,15 @@ class Model:
         return np.stack([np.ctypeslib.as_array(row, (self.vocabulary_size,)).copy() for row in rows])
 
 
-def quantize_rows(values: npt.NDArray[np.float32], *, ggml_type: int) -> npt.NDArray[np.uint8]:
+def quantize_rows(
+    values: npt.NDArray[np.float32], *, ggml_type: int, importance: npt.NDArray[np.float32] | None = None
+) -> npt.NDArray[np.uint8]:
     """Rows of numbers in a type of ggml.
 
     Args:
         values: float32 [rows, n], C order; n a multiple of the type's block.
         ggml_type: as `gguf.GGMLQuantizationType`.
+        importance: float32 [n], what the squared error of every column weighs; None for all alike.
 
     Returns:
         uint8 [rows, bytes per row].
@@ -251,6 +254,11 @@ def quantize_rows(values: npt.NDArray[np.float32], *, ggml_type: int) -> npt.NDA
     out = np.empty((rows, loaded.ggml_row_size(ggml_type, width)), dtype=np.uint8)
     loaded.ggml_quantize_init(ggml_type)
     source, target = (each.ctypes.data_as(c_void_p) for each in (values, out))
-    written = loaded.ggml_quantize_chunk(ggml_type, source, target, 0, rows, width, None)
+    weights = None
+    if importance is not None:
+        importance = np.ascontiguousarray(importance, dtype=np.float32)
+        assert importance.shape == (width,), (importance.shape, width)
+        weights = importance.ctypes.data_as(c_void_p)
+    written = loaded.ggml_quantize_chunk(ggml_type, source, target, 0, rows, width, weights)
     assert written == out.nbytes, (written, out.nbytes)
     return out

@@ -32,6 +32,10 @@ BY_GGUF = {Q.F32, Q.F16, Q.BF16, Q.Q4_0, Q.Q8_0}
 """Types that the package gguf computes; the others are computed by libllama."""
 
 
+UNWEIGHTED = FLOATING_POINT | {Q.Q8_0}
+"""Types in which an importance matrix changes nothing: their scales are those of the largest number of a block."""
+
+
 @dataclass(frozen=True)
 class FileType:
     """A type of file.
@@ -52,6 +56,11 @@ class FileType:
     def needs_libllama(self) -> bool:
         """Whether the package gguf alone cannot write it."""
         return not {self.base, self.more, self.head} <= BY_GGUF
+
+    @property
+    def weighted(self) -> bool:
+        """Whether an importance matrix changes what is written."""
+        return self.base not in UNWEIGHTED
 
 
 FILE_TYPES = {

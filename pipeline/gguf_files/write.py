@@ -3,7 +3,7 @@ experts of one projection. What was written is read back and compared."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +17,34 @@ from pipeline.gguf_files.architectures import Array
 from pipeline.gguf_files.header import open_writer
 from pipeline.gguf_files.plan import GgufPlan, StoredTensor
 from pipeline.gguf_files.read_weights import Weights
-from pipeline.gguf_files.types import BY_GGUF, ROUNDING
+from pipeline.gguf_files.types import BY_GGUF, ROUNDING, UNWEIGHTED
 
 FILE = "model.gguf"
 Progress = Callable[[int, int], None]
+Importance = Mapping[str, Array]
 
 
-def write(plan: GgufPlan, folder: Path, *, progress: Progress = lambda _done, _all: None) -> None:
+def write(
+    plan: GgufPlan,
+    folder: Path,
+    *,
+    importance: Importance | None = None,
+    progress: Progress = lambda _done, _all: None,
+) -> None:
     """Writes `model.gguf` into a folder.
 
     Args:
         plan: from `prepare`.
         folder: exists.
+        importance: tensor in the Hugging Face folder -> what the squared error of each of its inputs weighs, float32
+            [inputs]; None, or a tensor that is not in it, for all alike.
         progress: called with (tensors written, all tensors).
     """
     writer = open_writer(plan, folder / FILE)
     weights = Weights(plan.source.path)
     for number, tensor in enumerate(plan.tensors):
-        writer.write_tensor_data(encoded(_values(tensor, weights, plan), tensor.type))
+        weighed = [(importance or {}).get(name) for name in tensor.sources]
+        writer.write_tensor_data(encoded(_values(tensor, weights, plan), tensor.type, weighed))
         progress(number + 1, len(plan.tensors))
     writer.close()
 
@@ -73,10 +83,22 @@ def _values(tensor: StoredTensor, weights: Weights, plan: GgufPlan) -> Array:
     return np.stack(values) if len(tensor.shape) == 3 else values[0]
 
 
-def encoded(value: Array, kind: GGMLQuantizationType) -> Any:
-    """A tensor in a type of ggml: float32 or float16 of its shape, or the bytes of its rows, uint8 [..., bytes]."""
-    if kind in BY_GGUF:
+def encoded(value: Array, kind: GGMLQuantizationType, importance: Sequence[Array | None] = ()) -> Any:
+    """A tensor in a type of ggml: float32 or float16 of its shape, or the bytes of its rows, uint8 [..., bytes].
+
+    Args:
+        value: fp32 [O, I], or of experts [E, O, I].
+        kind: type of ggml.
+        importance: of the matrix, or of every expert's: weights [I] of the squared errors; None for all alike.
+    """
+    weighed = [None if kind in UNWEIGHTED else each for each in importance]
+    if kind in BY_GGUF and not any(each is not None for each in weighed):
         made = quantize(np.ascontiguousarray(value), kind)
         return np.ascontiguousarray(made)
-    rows = value.reshape(-1, value.shape[-1])
-    return libllama.quantize_rows(rows, ggml_type=int(kind)).reshape(*value.shape[:-1], -1)
+    parts = value if value.ndim == 3 else value.reshape(1, -1, value.shape[-1])
+    weighed = weighed or [None] * len(parts)
+    rows = [
+        libllama.quantize_rows(part, ggml_type=int(kind), importance=each)
+        for part, each in zip(parts, weighed, strict=True)
+    ]
+    return np.concatenate(rows).reshape(*value.shape[:-1], -1)

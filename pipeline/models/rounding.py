@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -11,8 +12,9 @@ Rounding = Callable[[Tensor, Tensor], Tensor]
 """(weights, their scales) -> the nearest numbers that can be stored, same shape."""
 
 
+@cache
 def integers(bits: int) -> Rounding:
-    """Rounding to signed integers times the scale."""
+    """Rounding to signed integers times the scale; one function for each number of bits."""
     lowest, highest = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     return lambda weight, scale: (weight / scale).round().clamp(lowest, highest) * scale
 

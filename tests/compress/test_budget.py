@@ -80,6 +80,7 @@ def test_layers_that_vllm_fuses_are_one_unit() -> None:
         ({"scheme": "mixed", "budget": {"bytes": 10**9}}, "enough for the model as it is"),
         ({"scheme": "mixed", "budget": {"bytes": 10**6, "candidates": ["W4A16", "Q8_0"]}}, "types of GGUF files"),
         ({"scheme": "mixed", "budget": {"bytes": 10**6, "candidates": ["FP8", "FP8"]}}, "there twice"),
+        ({"scheme": "mixed", "budget": {"bits_per_weight": 20}, "calibration": {"split": "nowhere"}}, "nowhere"),
         ({"scheme": "mixed", "group_size": 16, "budget": {"bytes": 10**6}}, "group sizes of their own"),
         ({"scheme": "W4A16", "head": "W8A8"}, '"untie": true'),
         ({"scheme": "W4A16", "untie": True}, "lm_head is in skip"),

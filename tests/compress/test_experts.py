@@ -145,6 +145,7 @@ def test_the_head_has_a_scheme_of_its_own_and_a_tied_head_gets_weights_of_its_ow
     [
         ({"experts": frozenset({"W8A8"})}, "transformers", "8-bit integers"),
         ({"experts": frozenset({"W4A16", "FP8"})}, "transformers", "one scheme"),
+        ({"dense": frozenset({"W4A16"}), "plain_experts": True}, "transformers", "in floating point"),
         ({"experts": frozenset({"FP8"})}, "vllm", "use W8A8"),
         ({"experts": frozenset({"W4A16"}), "experts_group": 32}, "vllm", "group_size 64"),
         ({"experts": frozenset({"W8A8"}), "grouped_routing": True}, "vllm", "DeepSeek's routing"),
@@ -160,6 +161,31 @@ def test_a_folder_is_described_as_it_was_planned(moe: Path, tokens: Path, tmp_pa
     packed_here(tmp_path, moe, tokens, scheme="W4A16", group_size=16, consumers=[])
     found = describe(tmp_path / "small")
     assert (found.scheme, found.experts, found.experts_group) == ("W4A16", frozenset({"W4A16"}), 16)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "head", "skip", "loads"),
+    [
+        ("W4A16", "FP8", "re:.*experts.*", False),
+        ("W4A16", "W8A8", "re:.*layers.1.*experts.*", False),
+        ("FP8", "W4A16", "re:.*experts.*", True),
+    ],
+)
+def test_experts_that_stay_are_refused_for_transformers_where_it_cannot_load_them(
+    scheme: str, head: str, skip: str, loads: bool, moe: Path, tokens: Path, tmp_path: Path
+) -> None:
+    """And what is known before the work is what the written folder shows."""
+    fields = {"scheme": scheme, "skip": ["lm_head", skip], "head": head, "consumers": ["transformers"]}
+    if loads:
+        packed_here(tmp_path, moe, tokens, **fields)
+        assert torch.isfinite(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "small"))).all()
+    else:
+        with pytest.raises(ConfigError, match="experts in floating point"):
+            prepare(parse(QuantizeConfig, json.loads(write_config(tmp_path, moe, tokens, **fields).read_text())))
+        packed_here(tmp_path, moe, tokens, **fields | {"consumers": []})
+        with pytest.raises(RuntimeError, match="conversion"):
+            AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+    assert describe(tmp_path / "small").plain_experts is not loads
 
 
 def test_a_consumer_that_is_asked_for_and_cannot_take_experts_is_a_refusal(

@@ -135,3 +135,15 @@ def test_calibration_that_cannot_work_is_refused(
     with pytest.raises(ConfigError) as caught:
         prepare(parse(QuantizeConfig, json.loads(config.read_text())))
     assert expected in str(caught.value)
+
+
+def test_layers_that_read_the_same_inputs_are_rounded_together_as_each_alone() -> None:
+    """Rows do not depend on one another: stacking changes no more than the order of sums in a matrix product."""
+    (first, inputs), (second, _) = layer(), layer(seed=1)
+    hessian, weight = inputs.T @ inputs / N, torch.cat([first, second])
+    alone = [gptq(each, hessian, scales(each, GROUP, 4), rounding=integers(4)) for each in (first, second)]
+    together = gptq(
+        weight, hessian, torch.cat([scales(each, GROUP, 4) for each in (first, second)]), rounding=integers(4)
+    )
+    # a weight in the middle of two numbers may go to the other one, and takes those behind it along
+    assert float((together == torch.cat(alone)).float().mean()) > 0.99

@@ -18,7 +18,8 @@ from pipeline.compress.gptq import integers
 from pipeline.compress.rules import prepare
 from pipeline.compress.signround import SignRound
 from pipeline.data.dataset import TokenDataset
-from tests.compress.test_quantize import write_config
+from pipeline.evaluation.model_folder import ModelFolder
+from tests.compress.test_quantize import packed_here, write_config
 from tests.evaluation.small import SEQUENCE
 
 BITS = 3
@@ -80,3 +81,19 @@ def test_fp8_has_no_integers_to_choose_from(model: Path, tokens: Path, tmp_path:
     config = write_config(tmp_path, model, tokens, scheme="FP8", method="auto-round")
     with pytest.raises(ConfigError, match="FP8 stores e4m3"):
         prepare(parse(QuantizeConfig, json.loads(config.read_text())))
+
+
+def test_a_head_in_fp8_is_no_obstacle_because_it_is_rounded_to_the_nearest(
+    model: Path, tokens: Path, tmp_path: Path
+) -> None:
+    fields = {
+        "method": "auto-round",
+        "head": "FP8",
+        "untie": True,
+        "dtype": "float32",
+        "calibration": {"iterations": 2},
+    }
+    packed_here(tmp_path, model, tokens, scheme="W4A16", consumers=["transformers"], **fields)
+    tensors = ModelFolder.open(tmp_path / "small").tensors
+    assert tensors["lm_head.weight"].dtype == "F8_E4M3"
+    assert "model.layers.0.mlp.up_proj.weight_packed" in tensors

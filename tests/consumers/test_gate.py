@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
-from headrace.base.directory import MANIFEST, Manifest, read_manifest
+from headrace.base.directory import MANIFEST, Manifest, read_manifest, write_manifest
 from headrace.base.errors import ConfigError, DataError
+from pipeline.consumers.bounds import bound_of
 from pipeline.consumers.consumer import CONSUMERS, VLLM_PYTHON, plan_consumers
 from pipeline.consumers.description import FOLDER, GGUF, ModelDescription, describe
 from pipeline.consumers.gate import Sample, run_gate
@@ -77,7 +79,9 @@ def test_the_manifest_has_the_figures_of_llama_cpp_and_names_who_was_not_run(ggu
 
 
 @pytest.mark.integration
-def test_activations_that_are_quantized_while_serving_are_scored_so(int8: Made, sample: Sample) -> None:
+def test_activations_that_are_quantized_while_serving_are_scored_so(
+    int8: Made, sample: Sample, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Weights in int8 alone would be nearer: what is scored is what is served."""
     figures = int8.manifest.details["consumers"]["transformers"]
     assert 1e-6 < figures["mean_kl"] < 0.02
@@ -87,6 +91,8 @@ def test_activations_that_are_quantized_while_serving_are_scored_so(int8: Made, 
     from pipeline.evaluation.loading import load_model  # noqa: PLC0415
 
     loaded = load_model(int8.path)
+    loaded(input_ids=torch.zeros(1, 4, dtype=torch.long))
+    assert "it/s" not in capfd.readouterr().err  # compressed-tensors' bars, at loading and at the first forward pass
     assert any(hasattr(module, "quantization_scheme") for module in loaded.modules())
     assert scores.log_probabilities.shape == (len(sample.windows), SEQUENCE, VOCAB)
     assert np.exp(scores.log_probabilities.astype(np.float64)).sum(-1) == pytest.approx(1.0, abs=1e-5)
@@ -103,6 +109,20 @@ def test_verify_gives_the_figures_of_the_manifest_again(gguf: Made) -> None:
     assert again["positions"] == before["positions"]
 
 
+def test_verify_uses_the_bound_of_the_manifest_and_deletes_nothing(gguf: Made, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(gguf.path, tmp_path / "copied"))
+    known = gguf.manifest
+    config = {**known.config, "max_mean_kl": 1e-9}
+    how: dict[str, Any] = {"parents": known.parents, "details": known.details, "files": known.files}
+    write_manifest(copied, kind="model", config=config, **how)
+    done = verify(copied)
+    assert done.returncode == 1
+    assert f"{copied} was not accepted:" in " ".join(done.stderr.split())
+    assert "1e-09 is allowed" in done.stderr
+    assert "deleted" not in done.stderr
+    assert (copied / "model.gguf").is_file()
+
+
 @pytest.mark.integration
 def test_a_damaged_file_is_outside_the_bound(gguf: Made, model: Path, sample: Sample, tmp_path: Path) -> None:
     copied = Path(shutil.copytree(gguf.path, tmp_path / "copied"))
@@ -113,7 +133,7 @@ def test_a_damaged_file_is_outside_the_bound(gguf: Made, model: Path, sample: Sa
     plan = plan_consumers(copied)
     assert [each.name for each in plan.run] == ["llama.cpp"]
     with pytest.raises(DataError, match=r"llama.cpp: mean KL to the original is") as caught:
-        run_gate(model, copied, scheme="Q4_K_M", sample=sample, vocabulary=VOCAB, consumers=plan)
+        run_gate(model, copied, bound=bound_of("Q4_K_M"), sample=sample, vocabulary=VOCAB, consumers=plan)
     assert "which layers lose most is not known" in str(caught.value)
 
 
@@ -126,7 +146,7 @@ def test_a_tokenizer_with_other_ids_is_refused_by_the_text(
     make_tokenizer(copied, [text.upper() for text in TEXTS])
     plan = plan_consumers(copied, ("transformers",))
     with pytest.raises(DataError, match="its tokenizer gives other ids for"):
-        run_gate(model, copied, scheme="W8A8", sample=sample, vocabulary=VOCAB, consumers=plan)
+        run_gate(model, copied, bound=bound_of("W8A8"), sample=sample, vocabulary=VOCAB, consumers=plan)
 
 
 @pytest.mark.integration
@@ -140,7 +160,7 @@ def test_a_model_whose_weights_are_wrong_in_one_layer_names_that_layer(
     save_file(tensors, file, metadata={"format": "pt"})
     plan = plan_consumers(copied, ("transformers",))
     with pytest.raises(DataError, match=r"largest first: model\.layers\.1 "):
-        run_gate(model, copied, scheme="W8A8", sample=sample, vocabulary=VOCAB, consumers=plan)
+        run_gate(model, copied, bound=bound_of("W8A8"), sample=sample, vocabulary=VOCAB, consumers=plan)
 
 
 @pytest.mark.integration

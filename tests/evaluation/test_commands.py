@@ -65,7 +65,7 @@ def test_a_loss_mask_without_targets_is_refused_before_the_model_is_loaded(
     copied: Path, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nothing = make_masked(tmp_path / "nothing", tokens, lambda ids, _: np.zeros(ids.size))
-    monkeypatch.setattr(command, "_evaluate", lambda *_: pytest.fail("it was loaded"))
+    monkeypatch.setattr(command, "_with_bar", lambda *_: pytest.fail("it was loaded"))
     with pytest.raises(DataError, match="leaves no target"):
         command.run(arguments(copied, "--data", nothing))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.directory import check_sizes, code_version, commit, read_manifest, staging_path, verify
+from headrace.base.directory import check_sizes, code_version, commit, final_name, read_manifest, staging_path, verify
 from headrace.base.errors import DataError
 from tests.conftest import ROOT
 
@@ -197,3 +197,8 @@ def test_the_code_version_has_the_commit_of_the_checkout() -> None:
         pytest.skip("not a git checkout")
     done = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
     assert code_version()["commit"] == done.stdout.strip()
+
+
+def test_a_staging_directory_knows_the_name_that_it_will_get_and_others_have_none(tmp_path: Path) -> None:
+    assert final_name(staging_path(tmp_path / "model.v1")) == "model.v1"
+    assert all(final_name(tmp_path / name) is None for name in ("model", "model.partial", ".model"))

@@ -1,0 +1,76 @@
+"""The original that a compression is judged by: loaded once, measured as `headrace eval` does, and scored. No torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from headrace.base.directory import write_json
+from pipeline.consumers.consumer import Consumer, Progress
+from pipeline.consumers.gate import Sample
+from pipeline.consumers.request import ScoreRequest, Scores
+from pipeline.evaluation.data import HeldOutData
+from pipeline.evaluation.measure import finite
+
+DATA, MEASURED = "data.json", "measured.json"
+"""In the job's directory: how the model is evaluated, and what was found."""
+
+_WORKER = Consumer(
+    "transformers",
+    "pipeline.consumers.original_worker",
+    lambda: sys.executable,
+    "pip install transformers",
+    lambda: None,
+    lambda _model: None,
+)
+
+
+@dataclass(frozen=True)
+class Original:
+    """What is known of the original.
+
+    Attributes:
+        measured: as of `pipeline.evaluation.measure.measure`.
+        job: directory with its scores, which are too large to be in memory while the model is compressed.
+    """
+
+    measured: dict[str, Any]
+    job: Path
+
+    def scores(self) -> Scores:
+        """Of the sample."""
+        return Scores.read(self.job)
+
+
+@contextmanager
+def scored_original(
+    model: Path,
+    data: HeldOutData,
+    sample: Sample,
+    *,
+    vocabulary: int,
+    progress: Progress = lambda _done, _all: None,
+) -> Iterator[Original]:
+    """Evaluates and scores a model in one new process; the scores are deleted afterwards.
+
+    Args:
+        model: Hugging Face folder in floating point.
+        data: how it is evaluated.
+        sample: what is scored.
+        vocabulary: V of the model.
+        progress: called with (windows done, all), twice from 0.
+
+    Raises:
+        DataError: it cannot be loaded, or its perplexity is not finite.
+    """
+    with TemporaryDirectory(prefix="headrace-original-") as folder:
+        job = Path(folder)
+        write_json(job / DATA, data.model_dump(mode="json"))
+        _WORKER.run(ScoreRequest(model, sample.windows, sample.texts, vocabulary), job, progress=progress)
+        yield Original(finite(model, json.loads((job / MEASURED).read_text())), job)
