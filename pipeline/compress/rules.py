@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from math import gcd
 from pathlib import Path
+from typing import Any
 
 from headrace.base.errors import ConfigError
 from headrace.base.section import suggest
@@ -119,7 +120,7 @@ def _description(
         bool(experts) or config.scheme != "FP8"
     )
     group = config.group if config.budget is None else SCHEMES["W4A16"].group
-    of_experts = {"experts": experts, "experts_group": group, "plain_experts": plain}
+    of_experts: dict[str, Any] = {"experts": experts, "experts_group": group, "plain_experts": plain}
     return replace(expected, dense=candidates | own, **of_experts, **architecture(source.config))
 
 

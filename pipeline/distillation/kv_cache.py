@@ -83,7 +83,7 @@ def cache_bytes_per_token(model: nn.Module) -> int | None:
     except Exception:  # each architecture fails in its own way
         return None
     kept = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values) if tensor is not None]
-    return sum(each.numel() * each.element_size() for each in kept)
+    return sum(int(each.numel() * each.element_size()) for each in kept)
 
 
 @torch.no_grad()
