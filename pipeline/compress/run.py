@@ -45,6 +45,8 @@ def quantize(plan: QuantizationPlan) -> Manifest:
     if plan.gguf is None:
         check_modules(empty_model(plan.source.path), plan)
     console, work = Console(stderr=True), work_path(plan.output)
+    if (warning := plan.consumers.warning()) and plan.config.consumers is None:
+        console.print(warning, markup=False, highlight=False, soft_wrap=True)
     try:
         manifest = _quantize(plan, console)
     except DataError:

@@ -212,6 +212,15 @@ class ConsumerPlan:
     run: tuple[Consumer, ...]
     not_run: dict[str, str]
 
+    def warning(self) -> str | None:
+        """What to say before the work where nothing that serves the model will have seen it; None where one will."""
+        if self.run:
+            return None
+        reasons = [f"  {name}: {reason}" for name, reason in self.not_run.items()]
+        return "\n".join(
+            ["warning: no program that serves the result will be run on it, only our own loader", *reasons]
+        )
+
 
 def plan_consumers(model: Path | ModelDescription, wanted: tuple[str, ...] | None = None) -> ConsumerPlan:
     """Chooses the consumers of a model.

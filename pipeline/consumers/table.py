@@ -20,7 +20,7 @@ def consumer_table(figures: dict[str, Any], *, title: str) -> Table:
             shown.add_row(name, *_cells(each))
     run = [f"{name} {each['version']}" for name, each in figures.items() if "not_run" not in each]
     not_run = [f"{name} not run: {each['not_run']}" for name, each in figures.items() if "not_run" in each]
-    shown.caption = "\n".join([", ".join(run), *not_run])
+    shown.caption = "\n".join([", ".join(run) or "no consumer was run", *not_run])
     return shown
 
 

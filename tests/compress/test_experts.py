@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from pipeline.compress.config import QuantizeConfig
 from pipeline.compress.rules import prepare
 from pipeline.compress.sensitivity import changed
 from pipeline.compress.weights import modules_of, pack, save
-from pipeline.consumers.consumer import CONSUMERS
+from pipeline.consumers.consumer import CONSUMERS, VLLM_PYTHON, plan_consumers
 from pipeline.consumers.description import FOLDER, ModelDescription, describe
 from pipeline.evaluation.compressed_folder import load_compressed, needs_own_loader
 from pipeline.evaluation.loading import load_model
@@ -194,3 +195,14 @@ def test_a_consumer_that_is_asked_for_and_cannot_take_experts_is_a_refusal(
     config = write_config(tmp_path, moe, tokens, scheme="W8A8", consumers=["transformers"])
     with pytest.raises(ConfigError, match="transformers cannot load experts"):
         prepare(parse(QuantizeConfig, json.loads(config.read_text())))
+
+
+def test_a_model_that_nothing_here_serves_is_said_to_be_unscored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VLLM_PYTHON, raising=False)
+    dense = ModelDescription(FOLDER, "W8A8", 64, dense=frozenset({"W8A8"}))
+    assert plan_consumers(dense).warning() is None
+    nothing = plan_consumers(replace(dense, experts=frozenset({"W8A8"}))).warning()
+    assert nothing is not None
+    assert nothing.splitlines()[0].startswith("warning: no program that serves the result")
+    assert "transformers: transformers cannot load experts" in nothing
+    assert VLLM_PYTHON in nothing
