@@ -82,8 +82,9 @@ def cache_bytes_per_token(model: nn.Module) -> int | None:
             copied(input_ids=one, position_ids=one, **batch.cache_arguments(), **own)
     except Exception:  # each architecture fails in its own way
         return None
-    kept = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values) if tensor is not None]
-    return sum(int(each.numel() * each.element_size()) for each in kept)
+    layers: list[Any] = cache.layers
+    kept: list[Tensor] = [tensor for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None]
+    return sum(each.numel() * each.element_size() for each in kept)
 
 
 @torch.no_grad()

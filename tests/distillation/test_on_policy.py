@@ -161,8 +161,8 @@ def test_a_run_reports_what_it_generated_and_check_what_that_costs(teacher: Path
         assert row["generation_seconds"] > 0
         assert row["sampled_tokens_per_second"] == pytest.approx(3 * NEW / row["generation_seconds"])
     other = start("distill.py", config, "distill.on_policy.temperature=0.5")
-    assert "distill.on_policy" in other.stdout or "distill" in other.stdout
-    assert other.returncode == 2
+    assert other.returncode == 2  # another temperature is another curve
+    assert "distill" in other.stdout
 
 
 REFUSED = {
@@ -174,13 +174,14 @@ REFUSED = {
     "parallel.pp=2": "parallel.pp = 2",
     "parallel.cp=2": "parallel.cp = 2",
     "distill.hidden_states.weight=1.0": "what is matched is that of the data",
+    "bf16.enabled=true fp8.enabled=true": "fp8.enabled = True",
 }
 
 
-@pytest.mark.parametrize("override", REFUSED)
-def test_a_wrong_config_is_refused_before_any_work(override: str, tokens: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("overrides", REFUSED)
+def test_a_wrong_config_is_refused_before_any_work(overrides: str, tokens: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "c.json", on_policy(tokens, tmp_path / "run", tmp_path / "none"))
-    done = start("distill.py", config, override, processes=2 if "parallel" in override else 1)
+    done = start("distill.py", config, *overrides.split(), processes=2 if "parallel" in overrides else 1)
     assert done.returncode == 2
-    assert REFUSED[override] in done.stdout
+    assert REFUSED[overrides] in done.stdout
     assert not (tmp_path / "run").exists()
