@@ -15,6 +15,7 @@ from pipeline.evaluation.loading import load_model
 from pipeline.pruning.config import PruneConfig
 from pipeline.pruning.importance import Sums, Windows, gather
 from pipeline.pruning.observing import decoder_layers
+from pipeline.pruning.report import unseen_line
 from pipeline.pruning.rules import PruningPlan, prepare
 from pipeline.pruning.selection import Kept, residual_scores, select, top, unseen_experts
 from pipeline.pruning.stored_sums import fingerprint, load_sums
@@ -283,3 +284,5 @@ def test_an_expert_that_got_no_token_is_told_of_where_its_channels_are_cut() -> 
     ffn = {(n, expert): none for n in range(3) for expert in range(3)}
     kept = Kept(None, layers, {}, {0: torch.tensor([0, 1])}, ffn)
     assert unseen_experts(sums, kept) == [(0, 1), (1, 1), (1, 2)]
+    line = unseen_line(unseen_experts(sums, kept), shown=2)
+    assert line.startswith("warning: expert 1 of layer 0, expert 1 of layer 1 and 1 more got no token")
