@@ -15,7 +15,7 @@ from pipeline.config.layout_rules import check_heads
 from pipeline.config.rules import ResolvedRun, resolve
 from pipeline.config.schema import Config
 from pipeline.evaluation.model_folder import ModelFolder
-from pipeline.pruning.axes import Architecture
+from pipeline.pruning.axes import GROUPS, Architecture
 from pipeline.pruning.config import PruneConfig
 
 _AXES = ("pp", "cp", "tp")
@@ -43,7 +43,10 @@ def layout_of(
     _check_architecture(config, architecture)
     try:
         run = resolve(_training_config(config, source, architecture, world_size), world_size=world_size)
-        check_heads(source.config, run.topology, cp_method=how.cp_method)
+        heads = (
+            {"num_attention_heads": source.config[architecture.keys[GROUPS]]} if architecture.heads_of_hidden else {}
+        )
+        check_heads({**source.config, **heads}, run.topology, cp_method=how.cp_method)
     except ConfigError as error:
         raise as_importance(error) from None
     return run

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,14 @@ def step_numbers(recorded: dict[str, Any]) -> dict[str, Any]:
     found |= {key: pruning[key] for key in ("metric", "depth", "calibration_tokens", "experimental")}
     found |= changes(recorded)
     return {key: value for key, value in found.items() if value is not None}
+
+
+def unseen_line(unseen: Sequence[tuple[int, int]], *, shown: int = 8) -> str:
+    """A warning of (layer, expert) that got no token of the calibration and lose channels."""
+    places = ", ".join(f"expert {expert} of layer {layer}" for layer, expert in unseen[:shown])
+    more = f" and {len(unseen) - shown} more" if len(unseen) > shown else ""
+    why = f"warning: {places}{more} got no token of the calibration: which of their channels go is arbitrary"
+    return f"{why}\n  try: a larger calibration.samples, or a smaller num_experts"
 
 
 def table(manifest: Manifest) -> Table:

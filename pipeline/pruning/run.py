@@ -22,7 +22,7 @@ from pipeline.models.tokenizer_files import copy_tokenizer
 from pipeline.pruning.cutting import write_folder
 from pipeline.pruning.gathering import find_importance
 from pipeline.pruning.masks import mask_weights
-from pipeline.pruning.report import details, step_numbers, table
+from pipeline.pruning.report import details, step_numbers, table, unseen_line
 from pipeline.pruning.rules import PruningPlan
 from pipeline.pruning.selection import select, unseen_experts
 from pipeline.pruning.stored_sums import remove_sums
@@ -52,9 +52,7 @@ def prune(plan: PruningPlan, launch: Launch) -> Manifest | None:
     how = plan.config.importance
     kept = select(sums, plan.anatomy, plan.shape, metric=how.metric, depth=how.depth)
     if unseen := unseen_experts(sums, kept):
-        places = ", ".join(f"{expert} of layer {layer}" for layer, expert in unseen[:8])
-        line = f"warning: {len(unseen)} experts got no token, and lose channels blindly ({places}, ...)"
-        console.print(f"{line}\n  try: a larger calibration.samples, or a smaller num_experts", markup=False)
+        console.print(unseen_line(unseen), markup=False)
     sample = Sample.of(plan.dataset, plan.source.path, vocabulary=plan.source.vocab_size)
     console.print(f"{plan.source.path}: evaluating the original")
     before = measure(plan.source.path, plan.config.data)

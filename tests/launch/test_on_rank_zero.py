@@ -25,9 +25,11 @@ def work():
     time.sleep(4)  # twice as long as any collective of this group may take
     return {'hidden_size': 64}, 0.25
 
+silence_s = 4.0 if sys.argv[1] == 'died' else 100.0
+
 def main():
     with process_group(launch, gpu=None, timeout_s=2.0) as rendezvous:
-        found = on_rank_zero.on_rank_zero(work, rendezvous, what='measuring', silence_s=4.0)
+        found = on_rank_zero.on_rank_zero(work, rendezvous, what='measuring', silence_s=silence_s)
         assert found == ({'hidden_size': 64}, 0.25)
         assert ('WORKED' in os.environ) == (launch.rank == 0)
         print('found', launch.rank)

@@ -33,6 +33,10 @@ FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma", {**_COMMON, "model_type": "gemma2", "query_pre_attn_scalar": 8, "sliding_window": 7}),
     "mixtral": ("mixtral", {**_COMMON, **_TOP1}),
     "qwen3_moe": ("qwen3_moe", {**_COMMON, **_EXPERTS, "rms_norm_eps": 1e-6}),
+    "qwen3_moe_mixed": (
+        "qwen3_moe",
+        {**_COMMON, **_EXPERTS, "rms_norm_eps": 1e-6, "mlp_only_layers": [1], "decoder_sparse_step": 1},
+    ),
     "gpt2": ("gpt2", {"vocab_size": VOCAB, "n_inner": FFN, "bos_token_id": 0, "eos_token_id": 0}),
 }
 """Architecture -> its base in `tests.models.architectures`, and fields."""

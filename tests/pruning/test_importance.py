@@ -15,6 +15,7 @@ from pipeline.evaluation.loading import load_model
 from pipeline.pruning.config import PruneConfig
 from pipeline.pruning.importance import Sums, Windows, gather
 from pipeline.pruning.observing import decoder_layers
+from pipeline.pruning.report import unseen_line
 from pipeline.pruning.rules import PruningPlan, prepare
 from pipeline.pruning.selection import Kept, residual_scores, select, top, unseen_experts
 from pipeline.pruning.stored_sums import fingerprint, load_sums
@@ -44,6 +45,9 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 
 
+SHAPES["qwen3_moe_mixed"] = {**SHAPES["qwen3_moe"], "intermediate_size": 24, "num_hidden_layers": 2}
+
+
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp 2": (2, {}),
     "tp 2": (2, {"tp": 2}),
@@ -56,6 +60,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "deepspeed, tp 2": (2, {"tp": 2, "engine": "deepspeed"}),
     "tp 2, dp 2": (4, {"tp": 2}),
     "pp 2, FSDP2": (4, {"pp": 2, "zero_stage": 3}),
+    "pp 2, tp 2": (4, {"pp": 2, "tp": 2}),
+    "cp 2, ZeRO-3": (4, {"cp": 2, "zero_stage": 3, "engine": "deepspeed"}),
 }
 """Name -> processes, and fields of `importance`."""
 
@@ -94,8 +100,10 @@ def alone(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 WITHOUT_PLANS = ("gpt2", "gemma2")
 """Transformers has no plan of GPT-2 for stages and tensor parallelism, and Gemma 2 caps scores and logits."""
+SOME = ("pp 2", "cp 2, ring", "ZeRO-3", "tp 2, dp 2")
 CELLS = [
-    *((name, layout) for name in SHAPES if name not in WITHOUT_PLANS for layout in LAYOUTS),
+    *((name, layout) for name in ("llama", "qwen3_moe") for layout in LAYOUTS),
+    *((name, layout) for name in ("gemma", "qwen3_moe_mixed") for layout in SOME),
     *((name, layout) for name in WITHOUT_PLANS for layout in ("dp 2", "FSDP2", "ZeRO-3")),
     ("gpt2", "cp 2"),
 ]
@@ -276,3 +284,5 @@ def test_an_expert_that_got_no_token_is_told_of_where_its_channels_are_cut() -> 
     ffn = {(n, expert): none for n in range(3) for expert in range(3)}
     kept = Kept(None, layers, {}, {0: torch.tensor([0, 1])}, ffn)
     assert unseen_experts(sums, kept) == [(0, 1), (1, 1), (1, 2)]
+    line = unseen_line(unseen_experts(sums, kept), shown=2)
+    assert line.startswith("warning: expert 1 of layer 0, expert 1 of layer 1 and 1 more got no token")

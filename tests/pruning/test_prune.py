@@ -144,15 +144,21 @@ def _without_gathering(config: Path) -> None:
 
 
 @pytest.mark.integration
-def test_under_torchrun_and_deepspeed_one_folder_is_written(model: Path, tokens: Path, tmp_path: Path) -> None:
+def test_under_torchrun_and_deepspeed_one_folder_is_written_whatever_the_layout(
+    model: Path, tokens: Path, tmp_path: Path
+) -> None:
     found: list[dict[str, Any]] = []
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     deepspeed = [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", "2"]
-    for name, starter in {"one": [sys.executable], "torchrun": torchrun, "deepspeed": deepspeed}.items():
+    starters: dict[str, tuple[list[str], dict[str, Any]]] = {
+        "one": ([sys.executable], {}),
+        "torchrun": (torchrun, {"pp": 2}),
+        "deepspeed": (deepspeed, {"zero_stage": 3, "engine": "deepspeed"}),
+    }
+    for name, (starter, layout) in starters.items():
         (tmp_path / name).mkdir()
-        config = write_config(
-            tmp_path / name, model, tokens, target={"shape": {"hidden_size": 32}}, consumers=["transformers"]
-        )
+        fields = {"target": {"shape": {"hidden_size": 32}}, "consumers": [], "importance": layout}
+        config = write_config(tmp_path / name, model, tokens, **fields)
         command = [*starter, str(ENTRY), "--config", str(config)]
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, env=os.environ | {"DS_ACCELERATOR": "cpu"}

@@ -97,19 +97,20 @@ def test_a_layout_that_cannot_be_is_refused_by_the_name_of_its_field_before_torc
     ("name", "section", "expected"),
     [
         ("gpt2", {"pp": 2}, "transformers has no base_model_pp_plan for gpt2"),
+        ("gpt2", {"cp": 8}, "ulysses splits 4 heads"),
         ("gpt2", {"tp": 2}, "tensor parallelism is not there for this architecture"),
         ("gemma2", {"pp": 2}, "its head on its base model's output"),
         ("gemma2", {"cp": 2}, "needs our own attention"),
     ],
 )
 def test_a_layout_that_an_architecture_has_no_plan_for_is_refused_before_processes_meet(
-    tokens: Path, tmp_path: Path, name: str, section: dict[str, Any], expected: str
+    tokens: Path, tmp_path: Path, name: str, section: dict[str, int], expected: str
 ) -> None:
     source = models.make(tmp_path / name, name, tokens)
     raw = raw_config(tmp_path, source, tokens, target={"shape": {"num_hidden_layers": 2}}, importance=section)
 
     def open_it() -> None:
-        layout = prepare(parse(PruneConfig, raw), world_size=2).layout
+        layout = prepare(parse(PruneConfig, raw), world_size=next(iter(section.values()))).layout
         assert layout is not None
         open_model(layout)
 
