@@ -41,6 +41,10 @@ def check_features(config: Config) -> None:
             raise ConfigError(field, why=why, remedy="use distill.teacher without distill.logits, or remove it")
     if config.distill.attentions is None:
         return
+    relations = config.distill.attentions.relations
+    if len({*relations}) < len(relations):
+        why = "one of them is named twice, and would count as two"
+        raise ConfigError(f"{ATTENTIONS}.relations", list(relations), why=why, remedy="name each once")
     own = "queries, keys and values are recorded by headrace's own attention"
     if config.model.attn_implementation != "sdpa":
         why = f"{own}, and model.attn_implementation is {config.model.attn_implementation}"
@@ -81,6 +85,8 @@ def layer_map(field: str, given: LayerMap, *, student: int, teacher: int) -> dic
         if theirs >= teacher:
             why = f"the teacher has {teacher} layers, 0 to {teacher - 1}"
             raise ConfigError(f"{field}.layers", theirs, why=why, remedy=f'use at most {{"{own}": {teacher - 1}}}')
+        if number in made:
+            raise ConfigError(f"{field}.layers", own, why=f"layer {number} is named twice", remedy="name it once")
         made[number] = theirs
     return dict(sorted(made.items()))
 

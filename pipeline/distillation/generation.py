@@ -10,7 +10,7 @@ Shapes: n samples, P tokens of a prompt, G new tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +63,7 @@ class Generator:
         multiple: of positions in a forward pass: tp.
         kv_cache: whether keys and values are kept; else all tokens are computed again for each new one.
         compiled: whether layers are compiled for training.
+        on_progress: called after every token: a step's generation may take longer than the run may stand still.
     """
 
     engine: Engine
@@ -71,6 +72,7 @@ class Generator:
     multiple: int
     kv_cache: bool
     compiled: bool
+    on_progress: Callable[[], None] = lambda: None
 
     def generate(self, prompts: Prompts, *, step: int) -> Tensor:
         """Continues prompts; int64 [n, G]. Collective."""
@@ -96,6 +98,7 @@ class Generator:
             self.sampler.begin(Place(width, length - done - 1, prompts.samples, step, number))
             yield batch
             drawn.append(self.sampler.tokens())
+            self.on_progress()
             prompts = prompts.extended(drawn[-1])
             if cache is not None:
                 cache.crop(length - done - width)

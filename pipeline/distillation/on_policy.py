@@ -8,6 +8,7 @@ chance; all ranks make as many forward passes as the one with most of them.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,6 +76,7 @@ class OnPolicySamples:
         rank: global.
         device: of this rank.
         end_id: the end-of-text token; None for a tokenizer without one.
+        on_progress: see `Generator`.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class OnPolicySamples:
         rank: int,
         device: torch.device,
         end_id: int | None,
+        on_progress: Callable[[], None],
     ) -> None:
         assert run.config.distill is not None
         assert run.config.distill.on_policy is not None
@@ -100,6 +103,7 @@ class OnPolicySamples:
             multiple=run.topology.tp,
             kv_cache=self._section.kv_cache,
             compiled=compiles(run.config.compile),
+            on_progress=on_progress,
         )
         self._generated: dict[int, Generated] = {}
 

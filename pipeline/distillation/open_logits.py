@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 from headrace.base.directory import Manifest, check_sizes, read_manifest
 from headrace.base.errors import ConfigError, DataError
+from pipeline.config.data_schema import DataSection
 from pipeline.config.rules import ResolvedRun
 from pipeline.config.schema import Config
 from pipeline.data.dataset import TokenDataset, tokenizer_details
+from pipeline.data.mixing_weights import Extent, make_order
 from pipeline.data.mixture import DataMixture
 from pipeline.data.order import SampleOrder
 from pipeline.distillation.cached_logits import KIND, CachedLogits, identity
 from pipeline.evaluation.model_folder import ModelFolder
+
+_ENDLESS: Final = 1 << 48
+"""Samples of no run: a source that has not been drawn whole after so many never will be."""
 
 
 def open_logits(run: ResolvedRun, mixture: DataMixture, *, vocab_size: int) -> CachedLogits:
@@ -43,22 +49,39 @@ def _refuse_rollback(run: ResolvedRun, order: SampleOrder) -> None:
         if getattr(run.config.anomalies, field) != "rollback":
             continue
         why = f"a rollback skips data and draws other windows in its place, which {run.config.distill.logits} lacks"
-        steps = _steps_of_all(order, run.batch.samples)
-        everything = f"make a cache of all windows: headrace cache-logits --set run.steps={steps}"
-        raise ConfigError(
-            f"anomalies.{field}", "rollback", why=why, remedy=f"use skip, or distill.teacher, or {everything}"
-        )
+        steps = steps_of_all(run.config.data, order, samples=run.batch.samples)
+        remedy = "use skip, or distill.teacher"
+        if steps is not None:
+            remedy += f", or make a cache of all windows: headrace cache-logits --set run.steps={steps}"
+        raise ConfigError(f"anomalies.{field}", "rollback", why=why, remedy=remedy)
 
 
-def _steps_of_all(order: SampleOrder, samples: int) -> int:
-    """The fewest steps, about, after which every window has been drawn."""
+def steps_of_all(data: DataSection, order: SampleOrder, *, samples: int) -> int | None:
+    """The fewest steps, about, after which every window has been drawn.
+
+    Args:
+        data: the config's section.
+        order: of the run.
+        samples: of a step.
+
+    Returns:
+        None where the data would not be drawn whole by any longer run: a curriculum that leaves a source for good, a
+        budget of tokens, a limit on repetition.
+    """
     low, high = 0, 1
     while min(order.epochs(high * samples)) < 1:
         low, high = high, 2 * high
+        if high * samples > _ENDLESS:
+            return None
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if min(order.epochs(middle * samples)) >= 1 else (middle, high)
-    return high
+    extent = Extent(steps=high, per_step=samples)
+    try:  # budgets have other weights in a run of another length
+        longer = make_order(data, order.windows.tolist(), seed=order.seed, extent=extent)
+    except ConfigError:
+        return None
+    return high if min(longer.epochs(extent.samples)) >= 1 else None
 
 
 def _check_fields(config: Config, manifest: Manifest, *, vocab_size: int) -> None:

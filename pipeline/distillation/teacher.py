@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config.rules import ResolvedRun
-from pipeline.config.schema import Fp8Section, LossSection, MemorySection
+from pipeline.config.schema import Fp8Section, LossSection, MemorySection, MoeSection
 from pipeline.data.loader import MicroBatch
 from pipeline.distillation.divergence import Divergence, divergence_and_gradient, divergence_by_position
 from pipeline.models.materialize import materialize
@@ -45,8 +45,8 @@ class TeacherModel:
 
 
 def teacher_run(run: ResolvedRun) -> ResolvedRun:
-    """The run as the teacher sees it: no pipeline, no gradients, nothing recomputed, nothing rounded."""
-    plain = {"memory": MemorySection(), "fp8": Fp8Section(), "loss": LossSection()}
+    """The run as the teacher sees it: no pipeline, no gradients, nothing recomputed, rounded or balanced."""
+    plain = {"memory": MemorySection(), "fp8": Fp8Section(), "loss": LossSection(), "moe": MoeSection()}
     none: dict[str, Any] = {"distill": None, "quantization_aware": None}
     return replace(run, config=run.config.model_copy(update={**plain, **none}), topology=replace(run.topology, pp=1))
 

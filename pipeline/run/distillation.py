@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from pipeline.data.dataset import tokenizer_details
@@ -31,10 +33,12 @@ def make_distillation(prepared: PreparedRun, device: torch.device, mesh: Mesh | 
     return FeatureDistillation(distillation, teacher, matchings) if matchings else distillation
 
 
-def make_samples(prepared: PreparedRun, engine: Engine, *, rank: int, device: torch.device) -> OnPolicySamples | None:
+def make_samples(
+    prepared: PreparedRun, engine: Engine, *, rank: int, device: torch.device, on_progress: Callable[[], None]
+) -> OnPolicySamples | None:
     """The samples of the student of an on-policy distillation; None in other runs."""
     section = prepared.run.config.distill
     if section is None or section.on_policy is None:
         return None
     end_id = tokenizer_details(prepared.mixture.sources[0].manifest).get("eos_id")
-    return OnPolicySamples(prepared.run, engine, rank=rank, device=device, end_id=end_id)
+    return OnPolicySamples(prepared.run, engine, rank=rank, device=device, end_id=end_id, on_progress=on_progress)

@@ -256,7 +256,13 @@ class Session:
                 timer=CheckpointTimer(run.config.run, decides=self._first),
                 garbage=stack.enter_context(GarbageCollector(run.config.run.gc_every)),
                 compilations=compilation_clock(run.config.compile),
-                student=make_samples(prepared, engine, rank=self.launch.rank, device=self.agreement.device),
+                student=make_samples(
+                    prepared,
+                    engine,
+                    rank=self.launch.rank,
+                    device=self.agreement.device,
+                    on_progress=self.watchdog.report_progress,
+                ),
             )
             try:
                 stop = self.agreement.requested_stop(self.signals)

@@ -18,12 +18,15 @@ from torch import Tensor
 
 from data_prep.formats.memory_map import map_file
 from headrace.base.directory import read_manifest, verify
+from pipeline.config.data_schema import DataSection
 from pipeline.config.load import read_config
 from pipeline.config.rules import resolve
 from pipeline.data.loader import MicroBatch, make_batch
+from pipeline.data.mixing_weights import Extent, make_order
 from pipeline.data.mixture import open_mixture
 from pipeline.distillation.cached_logits import CachedLogits
 from pipeline.distillation.divergence import log_probabilities
+from pipeline.distillation.open_logits import steps_of_all
 from pipeline.distillation.teacher import Teacher
 from pipeline.distillation.write_logits import LogitsPlan, drawn_windows, write_logits
 from pipeline.run.prepare import open_teacher
@@ -198,6 +201,30 @@ def test_a_cache_of_all_windows_allows_rollbacks(work: Path, tmp_path: Path) -> 
     [source] = read_manifest(tmp_path / "all", kind="logits").details["sources"]
     assert source["records"] == source["windows"]
     launch("distill.py", work / "c.json", everything, f"run.dir={tmp_path / 'run'}", "anomalies.spikes=rollback")
+
+
+def curriculum_of(*stages: tuple[int, float, float]) -> DataSection:
+    """A section with two sources, of whose curriculum the stages are (after_step, weight, weight)."""
+    sources = [{"path": "a", "name": "a"}, {"path": "b", "name": "b"}]
+    curriculum = [{"after_step": step, "weights": {"a": a, "b": b}} for step, a, b in stages]
+    return DataSection.model_validate({"sources": sources, "sequence_length": 32, "curriculum": curriculum})
+
+
+def test_the_steps_that_draw_all_windows_are_named_where_there_are_any() -> None:
+    def steps(data: DataSection, length: int = 4) -> int | None:
+        order = make_order(data, [20, 10], seed=1, extent=Extent(length, 8))
+        return steps_of_all(data, order, samples=8)
+
+    assert steps(curriculum_of((0, 1, 1))) == 5
+    assert steps(curriculum_of((0, 1, 1), (2, 1, 0))) is None  # 8 of the 10 windows of b, and no more
+    assert steps(curriculum_of((0, 1, 1), (3, 1, 0))) == 4
+    sources: list[dict[str, Any]] = [{"path": "a"}, {"path": "b", "weight": 1, "max_epochs": 1}]
+    repeated = DataSection.model_validate({"sources": sources, "sequence_length": 32})
+    assert steps(repeated, 2) is None  # one would be repeated until the other is whole
+    budget = DataSection.model_validate(
+        {"sources": [{"path": "a"}, {"path": "b", "epochs": 0.5}], "sequence_length": 32}
+    )
+    assert steps(budget) is None
 
 
 def test_a_dataset_that_a_mixture_names_twice_is_written_once_with_the_windows_of_both_places(

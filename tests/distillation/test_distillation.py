@@ -72,6 +72,18 @@ def test_the_loss_compiles_to_one_graph_and_stays_the_same(tmp_path: Path, diver
     torch.testing.assert_close(compiled(*given), loss_and_gradient(*given), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("balance", ["aux_loss", "bias"])
+def test_a_dense_teacher_does_not_keep_a_students_experts_from_being_balanced(
+    teacher: Path, tokens: Path, tmp_path: Path, balance: str
+) -> None:
+    """`moe` is the student's: a teacher is not trained."""
+    sections = {"distill": {"teacher": str(teacher)}, "moe": {"balance": balance}}
+    raw = tiny_config(tokens, tmp_path / "run", engine="torch", **sections)
+    run = resolve(Config.model_validate(raw), world_size=1)
+    assert open_teacher(run, vocab_size=512).model.config.model_type == "llama"
+    assert run.config.moe.balance == balance
+
+
 def test_both_engines_distil_alike_and_the_student_approaches_its_teacher(
     teacher: Path, tokens: Path, tmp_path: Path
 ) -> None:

@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, MambaConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from headrace.base.errors import ConfigError
+from pipeline.config.feature_rules import HIDDEN, layer_map
 from pipeline.config.load import read_config
 from pipeline.config.rules import ResolvedRun, resolve
+from pipeline.config.schema import Config
 from pipeline.data.loader import IGNORE, MicroBatch, StepLoader
 from pipeline.distillation.feature_checks import check_feature_models
 from pipeline.engines.objective import CrossEntropy
@@ -256,6 +258,14 @@ def test_attention_of_another_kind_is_refused_with_what_it_is(
         made = AutoModelForCausalLM.from_config(model)
     with pytest.raises(ConfigError, match=words):
         check_feature_models(ready.run, student=made, teacher=ready.teacher.model)
+
+
+def test_what_is_named_twice_is_refused(tokens: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="layer 0 is named twice"):
+        layer_map(HIDDEN, {"0": 1, "00": 2}, student=2, teacher=3)
+    config = student(tokens, tmp_path / "run", tmp_path, attentions={"relations": ["query", "query"]})
+    with pytest.raises(ConfigError, match="would count as two"):
+        resolve(Config.model_validate(config), world_size=1)
 
 
 def test_layers_before_the_last_pipeline_stage_are_refused_before_work(

@@ -102,6 +102,14 @@ def test_a_sample_gets_the_same_tokens_whichever_others_are_continued_with_it() 
     assert one_by_one == together
 
 
+def test_every_token_counts_as_progress_of_a_run_that_generates_for_longer_than_the_hang_timeout() -> None:
+    engine, seen = cast(Engine, OneDecoder(plain_decoder("llama").eval())), []
+    sampler = Sampler(0.0, key=noise_key(7))
+    generator = Generator(engine, sampler, NEW, 1, kv_cache=True, compiled=False, on_progress=lambda: seen.append(1))
+    generator.generate(prompts_of(batch_of()), step=1)
+    assert len(seen) == NEW
+
+
 def test_a_caches_bytes_are_those_of_the_architecture() -> None:
     assert cache_bytes_per_token(meta_of("llama")) == 3 * 2 * 2 * 8 * 4  # layers, keys and values, heads, size, fp32
     assert cache_bytes_per_token(meta_of("gpt2")) == 3 * 2 * 4 * 8 * 4
