@@ -117,6 +117,9 @@ def _target(config: PruneConfig, source: ModelFolder, anatomy: Anatomy) -> tuple
     given = [name for name in type(target).model_fields if getattr(target, name) is not None]
     if len(given) > 1:
         raise ConfigError("target", given, why="these are several targets", remedy="leave all but one out")
+    if config.axes is not None and given in ([], ["shape"]):
+        why = "they are sizes that a search may cut, and nothing is searched" + (" for target.shape" if given else "")
+        raise ConfigError("axes", config.axes, why=why, remedy="leave it out, or give target.parameters, say")
     if not given:
         if config.experimental is None:
             remedy = 'add e.g. "target": {"parameters": 1e6}'
