@@ -57,7 +57,7 @@ def gptq(weight: Tensor, hessian: Tensor, scale: Tensor, *, rounding: Rounding) 
 
 
 def _without_zeros(diagonal: Tensor) -> Tensor:
-    """Inputs that are always 0, whose weights do not matter, get the mean of the others: damping depends on the mean."""
+    """Inputs that are always 0, whose weights do not matter, get the mean of the others: damping is a share of it."""
     zero = diagonal == 0
     mean = diagonal.sum() / (~zero).sum().clamp(min=1)
     return torch.where(zero, torch.where(mean == 0, 1.0, mean), diagonal)
