@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from pipeline.compress.weights import modules_of
+from pipeline.compress.weights import matrices_of
 from pipeline.models.unfused_experts import unfuse_experts
 
 Show = Callable[[int, int], None]
@@ -74,12 +74,8 @@ def measure_importance(
 
 
 def _matrices(model: Any) -> dict[str, nn.Module]:
-    """Tensor in the folder -> the layer that multiplies its inputs by it: linear layers, and GPT-2's Conv1D."""
-    found = {f"{name}.weight": each for name, each in modules_of(model).items() if isinstance(each, nn.Linear)}
-    conv = {f"{name}.weight": each for name, each in model.named_modules() if type(each).__name__ == "Conv1D"}
-    # GPT-2's folders on the Hub are those of the model without a head, whose names have no prefix
-    short = {name.removeprefix(f"{model.base_model_prefix}."): each for name, each in conv.items()}
-    return found | short | conv
+    """Tensor in the folder -> the layer that multiplies its inputs by it."""
+    return {f"{name}.weight": each for name, each in matrices_of(model).items() if not isinstance(each, nn.Embedding)}
 
 
 def _mean(total: Tensor, tokens: int) -> npt.NDArray[np.float32]:
