@@ -160,10 +160,10 @@ def _file_units(config: QuantizeConfig, plan: GgufPlan) -> tuple[int, dict[str, 
     fixed = header_bytes(plan) + 32 * len(plan.tensors)  # every tensor begins at a multiple of 32
     units = {}
     for tensor in plan.tensors:
-        if tensor.type == GGMLQuantizationType.F32:
+        fitted = {fitting(kind, tensor.shape[-1]) for kind in types} - FLOATING_POINT
+        if tensor.type == GGMLQuantizationType.F32 or not fitted:  # rows that no block divides stay as they are
             fixed += tensor.stored_bytes
             continue
-        fitted = {fitting(kind, tensor.shape[-1]) for kind in types} - FLOATING_POINT
         choices = {kind.name: replace(tensor, type=kind).stored_bytes for kind in sorted(fitted, key=_bits)}
         units[tensor.name] = Unit(tensor.sources, choices | {UNCHANGED: tensor.stored_bytes})
     return fixed, units

@@ -52,7 +52,7 @@ SchemeName = Literal[
 
 
 class CalibrationSection(Section):
-    """The text that calibrated methods measure the inputs of layers on."""
+    """The text that a model is run on, to see what its layers read."""
 
     split: str = Field(default="train", description="Split of data.path that is read: train or heldout")
     samples: int = Field(
@@ -61,6 +61,11 @@ class CalibrationSection(Section):
         description="Windows of data.sequence_length tokens, evenly spaced over the split, e.g. 256; their tokens have"
         " to be as many as the inputs of the widest layer at least",
     )
+
+
+class QuantizeCalibration(CalibrationSection):
+    """The text that calibrated methods measure the inputs of layers on."""
+
     iterations: int = Field(
         default=200,
         ge=1,
@@ -141,8 +146,8 @@ class QuantizeConfig(Section):
         " weights, before smoothing and rounding, so that no channel stands out, e.g. true; needs RMS norms and a head"
         " that is not tied",
     )
-    calibration: CalibrationSection = Field(
-        default_factory=CalibrationSection,
+    calibration: QuantizeCalibration = Field(
+        default_factory=QuantizeCalibration,
         description="Text that gptq, auto-round, smoothing and imatrix are calibrated on",
     )
     imatrix: bool = Field(

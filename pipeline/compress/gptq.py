@@ -43,9 +43,7 @@ def gptq(weight: Tensor, hessian: Tensor, scale: Tensor, *, rounding: Rounding) 
         fp32 [O, I], every element a number that its scale can store.
     """
     inputs = weight.shape[1]
-    diagonal = hessian.diagonal()
-    # inputs that are always 0, whose weights do not matter, get 1
-    diagonal = torch.where(diagonal == 0, 1.0, diagonal)
+    diagonal = _without_zeros(hessian.diagonal())
     order = torch.argsort(diagonal, descending=True, stable=True)
     rows = weight.T[order].contiguous()
     factor = _corrections(hessian, diagonal, order)
@@ -56,6 +54,13 @@ def gptq(weight: Tensor, hessian: Tensor, scale: Tensor, *, rounding: Rounding) 
     found = torch.empty_like(rows)
     found[order] = rounded
     return found.T
+
+
+def _without_zeros(diagonal: Tensor) -> Tensor:
+    """Inputs that are always 0, whose weights do not matter, get the mean of the others: damping is a share of it."""
+    zero = diagonal == 0
+    mean = diagonal.sum() / (~zero).sum().clamp(min=1)
+    return torch.where(zero, torch.where(mean == 0, 1.0, mean), diagonal)
 
 
 def _round(

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from pipeline.compress.weights import modules_of
+from pipeline.compress.weights import matrices_of
 from pipeline.models.unfused_experts import unfuse_experts
 
 Show = Callable[[int, int], None]
@@ -43,7 +43,7 @@ def measure_importance(
     Args:
         model: a Hugging Face model in evaluation mode; its experts are unfused afterwards.
         names: of tensors in its folder; those that are no matrix of a linear layer are left out, and so are experts
-            that no token goes to.
+            that no token goes to, and matrices whose inputs are all 0.
         batches: token ids, int64 [B, T].
         device: where the model is run.
         show: called with (batches run, all).
@@ -69,14 +69,13 @@ def measure_importance(
         show(done + 1, len(batches))
     for handle in handles:
         handle.remove()
-    return {name: _mean(total, tokens[name]) for name, total in sums.items() if tokens[name]}
+    # weights of 0 alone would make every number a 0
+    return {name: _mean(total, tokens[name]) for name, total in sums.items() if total.any()}
 
 
-def _matrices(model: nn.Module) -> dict[str, nn.Module]:
-    """Tensor in the folder -> the layer that multiplies its inputs by it: linear layers, and GPT-2's Conv1D."""
-    found = {f"{name}.weight": each for name, each in modules_of(model).items() if isinstance(each, nn.Linear)}
-    conv = {f"{name}.weight": each for name, each in model.named_modules() if type(each).__name__ == "Conv1D"}
-    return found | conv
+def _matrices(model: Any) -> dict[str, nn.Module]:
+    """Tensor in the folder -> the layer that multiplies its inputs by it."""
+    return {f"{name}.weight": each for name, each in matrices_of(model).items() if not isinstance(each, nn.Embedding)}
 
 
 def _mean(total: Tensor, tokens: int) -> npt.NDArray[np.float32]:

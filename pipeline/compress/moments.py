@@ -11,6 +11,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from headrace.base.errors import ConfigError
+
 
 class SecondMoments:
     """Mean of x x^T over all inputs that layers see while they are observed.
@@ -24,6 +26,7 @@ class SecondMoments:
         self._sums: dict[tuple[str, ...], Tensor] = {}
         self._tokens: dict[tuple[str, ...], int] = {}
         self._input: Tensor | None = None
+        self._version = 0
         self._readers: list[str] = []
 
     @contextmanager
@@ -50,15 +53,23 @@ class SecondMoments:
         def hook(_module: nn.Module, positional: tuple[Tensor, ...]) -> None:
             if positional[0] is not self._input:
                 self._add()
-                self._input = positional[0]
+                self._input, self._version = positional[0], positional[0]._version
+            self._check_unchanged()
             self._readers.append(name)
 
         return hook
+
+    def _check_unchanged(self) -> None:
+        """The input that was read is looked at after the layers have run."""
+        if self._input is not None and self._input._version != self._version:
+            why = f"the model changes the input of {self._readers[0]} in place, after it was read"
+            raise ConfigError("method", "gptq", why=why, remedy='use "auto-round" or "rtn"')
 
     def _add(self) -> None:
         """What was seen last, once it is known by which layers."""
         if self._input is None:
             return
+        self._check_unchanged()
         rows, names = self._input.reshape(-1, self._input.shape[-1]).float(), tuple(self._readers)
         if names not in self._sums:
             self._sums[names] = torch.zeros(rows.shape[1], rows.shape[1], device=self._device)

@@ -176,6 +176,10 @@ def _check_method(config: QuantizeConfig) -> None:
     if config.method == "auto-round" and "FP8" in names:
         why = "it learns which way a weight is rounded to an integer, and FP8 stores e4m3"
         raise ConfigError("method", config.method, why=why, remedy="use gptq, or another scheme than FP8")
+    if config.method != "auto-round" and "iterations" in config.calibration.model_fields_set:
+        why = f"method {config.method} learns nothing"
+        remedy = 'leave it out, or use "method": "auto-round"'
+        raise ConfigError("calibration.iterations", config.calibration.iterations, why=why, remedy=remedy)
 
 
 def layer_scheme(config: QuantizeConfig, name: str) -> LayerScheme:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pipeline.compress.budget import UNCHANGED, Budget, scheme_of
 from pipeline.compress.config import SCHEMES
-from pipeline.compress.weights import compression_scheme, modules_of, rounding_of, scale_of
+from pipeline.compress.weights import compression_scheme, matrices_of, rounding_of, scale_of
 from pipeline.evaluation.compressed_folder import rounds_inputs
 from pipeline.gguf_files.write import encoded
 from pipeline.models.unfused_experts import unfuse_experts
@@ -41,13 +41,12 @@ def measure_units(
         show: called with (choices measured, all).
     """
     unfuse_experts(model)
-    modules = {name: each for name, each in model.named_modules() if hasattr(each, "weight")}
-    stored = modules_of(model)
+    matrices = matrices_of(model)
     expected = [log_probabilities(model, batch) for batch in batches]
     found: dict[str, dict[str, float]] = {}
     jobs = [(name, choice) for name, unit in budget.units.items() for choice in unit.bytes if choice != UNCHANGED]
     for done, (name, choice) in enumerate(jobs):
-        layers = [stored.get(each) or modules[each] for each in map(_module, budget.units[name].layers)]
+        layers = [matrices[each] for each in map(_module, budget.units[name].layers)]
         with changed(layers, choice, dtype):
             kl = [kl_of(log_p, log_probabilities(model, batch)) for log_p, batch in zip(expected, batches, strict=True)]
         found.setdefault(name, {})[choice] = sum(kl) / len(kl)

@@ -69,6 +69,16 @@ def modules_of(model: nn.Module) -> dict[str, nn.Linear | nn.Embedding]:
     return {stored: found[name] for name, stored in folder_names(model, list(found)).items()}
 
 
+def matrices_of(model: Any) -> dict[str, nn.Module]:
+    """Name in the model's folder -> its linear layers, embeddings and GPT-2's Conv1D; experts are unfused.
+
+    GPT-2's folders on the Hub are those of the model without a head, whose names have no prefix: both are there.
+    """
+    conv = {name: each for name, each in model.named_modules() if type(each).__name__ == "Conv1D"}
+    found: dict[str, nn.Module] = {**modules_of(model), **conv}
+    return {name.removeprefix(f"{model.base_model_prefix}."): each for name, each in found.items()} | found
+
+
 def pack(model: nn.Module, plan: QuantizationPlan, *, dtype: torch.dtype, progress: Progress = iter) -> ModelCompressor:
     """Quantizes and packs the plan's layers in place, and casts all other weights to `dtype`.
 

@@ -16,9 +16,10 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headrace.base.directory import code_version, fingerprint_of, sync, write_json
+from headrace.base.directory import code_version, fingerprint_of, sha256_of_file, sync, write_json
 from pipeline.checkpoint.write_folder import METADATA
 from pipeline.compress.rules import LAYERS, QuantizationPlan, work_path
+from pipeline.models import rounding
 
 _ABOUT = "work.json"
 _USED = ("scheme", "method", "smoothing", "rotation", "calibration", "group_size", "skip", "dtype", "head")
@@ -74,6 +75,11 @@ class Work:
         return self.path / f"hidden-{number:05d}.safetensors"
 
 
+def sources() -> list[Path]:
+    """The files whose code decides about the bytes of a layer."""
+    return [*sorted(Path(__file__).parent.glob("*.py")), Path(rounding.__file__)]
+
+
 def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
     partial = path.with_suffix(".partial")
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, metadata=METADATA)
@@ -92,6 +98,7 @@ def _fingerprint(plan: QuantizationPlan) -> str:
             "windows": [plan.config.data.sequence_length, plan.config.data.batch_size],
             "model": plan.source.fingerprint(),
             "data": plan.calibration.manifest.fingerprint,
-            "code": code_version(),
+            # a version or a commit does not tell of what was edited since
+            "code": [code_version(), *map(sha256_of_file, sources())],
         }
     )

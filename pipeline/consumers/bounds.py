@@ -8,8 +8,9 @@ tokenizer) is off by whole nats.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
-from math import exp, isfinite
+from math import exp, inf, isfinite, log
 
 from pipeline.consumers.compare import Comparison
 
@@ -39,6 +40,7 @@ BOUNDS = {
 """Scheme -> bound."""
 
 _UNKNOWN = _FOUR_BITS
+_LARGEST_EXPONENT = log(sys.float_info.max)
 
 
 def bound_of(scheme: str) -> Bound:
@@ -55,7 +57,10 @@ def bound_within(scheme: str, max_mean_kl: float | None) -> Bound:
             that divergence explains, beside what the scheme's bound allows.
     """
     known = bound_of(scheme)
-    return known if max_mean_kl is None else Bound(max_mean_kl, exp(max_mean_kl) + known.perplexity_ratio - 1)
+    if max_mean_kl is None:
+        return known
+    explained = exp(max_mean_kl) if max_mean_kl < _LARGEST_EXPONENT else inf
+    return Bound(max_mean_kl, explained + known.perplexity_ratio - 1)
 
 
 def broken_bounds(found: Comparison, bound: Bound) -> list[str]:

@@ -13,7 +13,7 @@ from rich.table import Table
 from headrace.base.directory import MANIFEST, read_manifest
 from headrace.base.errors import ConfigError, DataError
 from headrace.base.section import parse
-from pipeline.consumers.bounds import bound_within
+from pipeline.consumers.bounds import Bound, bound_within
 from pipeline.consumers.consumer import CONSUMERS, plan_consumers
 from pipeline.consumers.description import describe
 from pipeline.consumers.gate import POSITIONS, Sample, run_gate
@@ -86,7 +86,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         if is_pruned(path):
             figures = run_pruned_gate(original.path, path, scheme=about.scheme, **how)
         else:
-            figures = run_gate(original.path, path, bound=bound_within(about.scheme, _max_mean_kl(path)), **how)
+            figures = run_gate(original.path, path, bound=bound_of_folder(path, scheme=about.scheme), **how)
     except DataError as error:
         console.print(f"error: {error}", markup=False)
         return EXIT_OUTSIDE
@@ -97,10 +97,18 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _max_mean_kl(model: Path) -> float | None:
-    """The bound that the quantization was given; None for the scheme's."""
-    given = read_manifest(model, kind="model").config.get("max_mean_kl") if (model / MANIFEST).is_file() else None
-    return None if given is None else float(given)
+def bound_of_folder(model: Path, *, scheme: str) -> Bound:
+    """The bound that a quantization was judged by, from its manifest; without one that of its scheme.
+
+    Args:
+        model: its directory.
+        scheme: as its files say; of a folder whose head has another, "mixed".
+    """
+    if not (model / MANIFEST).is_file():
+        return bound_within(scheme, None)
+    known = read_manifest(model, kind="model")
+    given, judged_as = (known.config.get(key) for key in ("max_mean_kl", "scheme"))
+    return bound_within(str(judged_as or scheme), None if given is None else float(given))
 
 
 def _parent(model: Path, given: str | None, name: str, option: str) -> str:

@@ -43,6 +43,7 @@ class Consumer:
         install: what to do where it is missing.
         missing: why it cannot be run on this machine, None where it can.
         refuses: why it cannot take a model, known before it is started; None where it can.
+        remedy: what to do where it cannot score a model; None: another scheme.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Consumer:
     install: str
     missing: Callable[[], str | None]
     refuses: Callable[[ModelDescription], str | None]
+    remedy: str | None = None
 
     def score(self, request: ScoreRequest, *, progress: Progress = lambda _done, _all: None) -> Scores:
         """Scores a model in a new process; the log-probabilities are read into memory.
@@ -91,9 +93,10 @@ class Consumer:
             if code:
                 log.flush()
                 end = (job / "log").read_text(errors="replace")[-_TAIL:]
+                remedy = self.remedy or f"a scheme that {self.name} takes (docs/reference/consumers.md)"
                 raise DataError(
                     f"{self.name} cannot score {request.model}: its process ended with exit code {code}. The end of its"
-                    f" output:\n{end}\n  try: a scheme that {self.name} takes (docs/reference/consumers.md)"
+                    f" output:\n{end}\n  try: {remedy}"
                 )
 
 

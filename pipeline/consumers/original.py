@@ -28,6 +28,7 @@ _WORKER = Consumer(
     "pip install transformers",
     lambda: None,
     lambda _model: None,
+    remedy="mend the original first, as its own message says",
 )
 
 

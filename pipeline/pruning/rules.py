@@ -22,6 +22,8 @@ from pipeline.pruning.search import Choices, Shape, search
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _WIDTHS = (HIDDEN, FFN, EXPERT_FFN)
+_MASKED = 4
+"""Neighbouring inputs that a 2:4 mask looks at."""
 _DEFAULT_AXES = (HIDDEN, FFN, EXPERT_FFN, GROUPS)
 
 
@@ -82,7 +84,7 @@ def prepare(config: PruneConfig, *, world_size: int = 1) -> PruningPlan:
         raise ConfigError("model", config.model, why=why, remedy="prune the floating-point model, then quantize")
     anatomy = anatomy_of(source)
     shape, choices = _target(config, source, anatomy)
-    _check_mask(config, anatomy)
+    _check_mask(config, anatomy, shape)
     config = config.model_copy(update={"data": as_trained(config.data, source.path)})
     dataset = open_heldout(config.data, source)
     layout = layout_of(config, source, anatomy.architecture, world_size=world_size)
@@ -117,6 +119,9 @@ def _target(config: PruneConfig, source: ModelFolder, anatomy: Anatomy) -> tuple
     given = [name for name in type(target).model_fields if getattr(target, name) is not None]
     if len(given) > 1:
         raise ConfigError("target", given, why="these are several targets", remedy="leave all but one out")
+    if config.axes is not None and given in ([], ["shape"]):
+        why = "they are sizes that a search may cut, and nothing is searched" + (" for target.shape" if given else "")
+        raise ConfigError("axes", config.axes, why=why, remedy="leave it out, or give target.parameters, say")
     if not given:
         if config.experimental is None:
             remedy = 'add e.g. "target": {"parameters": 1e6}'
@@ -244,8 +249,15 @@ def _check_searched(field: str, axis: str, anatomy: Anatomy) -> None:
         )
 
 
-def _check_mask(config: PruneConfig, anatomy: Anatomy) -> None:
+def _check_mask(config: PruneConfig, anatomy: Anatomy, shape: Shape | None) -> None:
     mask = config.experimental
+    if mask is not None and mask.pattern == "2:4":
+        sizes = shape or {**anatomy.sizes, HIDDEN: config.multiple_of, FFN: config.multiple_of}
+        for axis in _WIDTHS:
+            if sizes.get(axis, 0) % _MASKED:
+                why = f"2:4 is two zeros in any four inputs, and {axis} {sizes[axis]} is no multiple of {_MASKED}"
+                remedy = f'use a multiple_of that is a multiple of {_MASKED}, or "unstructured"'
+                raise ConfigError("experimental.pattern", mask.pattern, why=why, remedy=remedy)
     if mask is not None and anatomy.architecture.transposed:
         why = "the weights of this architecture are stored transposed, and masks are not made for it"
         raise ConfigError("experimental", mask.pattern, why=why, remedy="leave it out")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from headrace.base.directory import read_manifest
 from headrace.base.errors import ConfigError, HeadraceError, problems_in, refuse_all
-from headrace.base.section import parse
+from headrace.base.section import parse, problems_of
 from pipeline.checkpoint.find import find_checkpoint
 from pipeline.compress import rules as compress
 from pipeline.compress.config import QuantizeConfig
@@ -20,7 +20,7 @@ from pipeline.config.rules import resolve
 from pipeline.evaluation.data import as_trained, open_heldout
 from pipeline.evaluation.model_folder import ModelFolder
 from pipeline.pruning import rules as pruning
-from pipeline.pruning.config import PruneConfig
+from pipeline.pruning.config import PruneConfig, TargetSection
 from pipeline.recipe.config import RecipeConfig
 from pipeline.recipe.steps import CONFIGS, ORIGINAL, Recipe, Step, is_folder
 
@@ -43,8 +43,33 @@ def check_recipe(config: RecipeConfig) -> None:
         if not _NAME.fullmatch(name) or _TAKEN.fullmatch(name):
             why = "it names a directory in the output, beside those of the other steps"
             raise ConfigError(f"quantize.{name}", why=why, remedy="use another name, e.g. int4-gptq")
+    _check_rounds(config.rounds)
     if not is_folder(Path(config.model)):
         find_checkpoint(Path(config.model))
+
+
+def _check_rounds(rounds: Sequence[Mapping[str, Any]]) -> None:
+    """Targets are absolute: one that the rounds before have met already would be refused hours later."""
+    smallest: dict[tuple[str, object], int] = {}
+    for number, fields in enumerate(rounds, 1):
+        for (name, dtype), size in _sizes(fields):
+            before = smallest.get((name, dtype))
+            smallest[name, dtype] = size
+            if before is not None and (size > before or (size == before and "shape" not in name)):
+                why = f"it is of round {number}, and a round before leaves {before:,} at most"
+                raise ConfigError(f"prune.{name}", size, why=why, remedy=f"use less than {before} there")
+
+
+def _sizes(fields: Mapping[str, Any]) -> Iterator[tuple[tuple[str, object], int]]:
+    """(Name, the dtype that it is in) -> size, of a round's target; none of one that its step refuses."""
+    target = fields.get("target")
+    if not isinstance(target, Mapping) or problems_of(TargetSection, target):
+        return
+    given = parse(TargetSection, target).model_dump()
+    sizes = {f"shape.{axis}": size for axis, size in (given["shape"] or {}).items()}
+    for name, size in {**sizes, "parameters": given["parameters"], "bytes": given["bytes"]}.items():
+        if size is not None:
+            yield (f"target.{name}", fields.get("dtype") if name == "bytes" else None), size
 
 
 def check_steps(recipe: Recipe) -> None:

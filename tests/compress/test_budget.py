@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from headrace.base.section import parse
 from pipeline.compress.assignment import LayerScheme, unit_of
 from pipeline.compress.budget import UNCHANGED, Budget, Unit
 from pipeline.compress.choice import choose
+from pipeline.compress.config import QuantizeConfig
+from pipeline.compress.rules import prepare
 from pipeline.compress.sensitivity import changed, measure_units, rounded
 from pipeline.evaluation.loading import load_model
 from pipeline.evaluation.model_folder import ModelFolder
-from tests.compress.test_quantize import Made, quantize
+from tests.compress.test_quantize import Made, quantize, write_config
 from tests.compress.test_refusals import refusal
-from tests.evaluation.small import make_model
+from tests.evaluation.small import VOCAB, make_model
+from tests.models.architectures import config_of
 
 CHOICES = ("W4A16", "W8A8", UNCHANGED)
 
@@ -122,6 +129,28 @@ def test_fewer_bits_cost_more_and_every_unit_is_measured(model: Path) -> None:
     for kl in found.values():
         assert 0 < kl["W8A8"] < kl["W4A16"]
         assert 0 < kl["Q8_0"] < kl["Q4_0"]
+
+
+def test_gpt2_by_its_names_on_the_hub_is_measured_and_what_no_block_divides_is_no_choice(
+    tokens: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "gpt2"
+    fields = {"vocab_size": VOCAB, "n_inner": 48, "bos_token_id": 0, "eos_token_id": 0}
+    AutoModelForCausalLM.from_config(config_of("gpt2", **fields)).save_pretrained(folder)
+    PreTrainedTokenizerFast.from_pretrained(tokens / "tokenizer").save_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    short = {name.removeprefix("transformer."): value for name, value in stored.items()}
+    save_file(short, folder / "model.safetensors", metadata={"format": "pt"})
+    budget = {"candidates": ["Q4_0", "Q8_0"], "bits_per_weight": 14}
+    raw = json.loads(write_config(tmp_path, folder, tokens, scheme="mixed", budget=budget, consumers=[]).read_text())
+    plan = prepare(parse(QuantizeConfig, raw)).budget
+    assert plan is not None
+    assert "blk.0.attn_qkv.weight" in plan.units
+    assert "blk.0.ffn_down.weight" not in plan.units  # rows of 48
+    ids = torch.arange(1, 17).view(1, -1)
+    found = measure_units(load_model(folder, dtype=torch.float32), plan, [ids], dtype=torch.float32)
+    assert found.keys() == plan.units.keys()
+    assert plan.total(choose(plan, found)) <= plan.limit
 
 
 def test_bytes_of_a_layer_are_those_of_the_file() -> None:

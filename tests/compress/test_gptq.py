@@ -84,6 +84,18 @@ def test_inputs_that_are_always_zero_do_no_harm_and_e4m3_is_stored_exactly() -> 
     assert output_error(weight, found, inputs) < output_error(weight, e4m3(weight, scale.expand_as(weight)), inputs)
 
 
+def test_inputs_that_are_always_zero_leave_the_correction_of_the_others_as_it_is() -> None:
+    """Damping is a share of the mean of H's diagonal, in which they must not count, however small the others are."""
+    weight, inputs = layer()
+    inputs *= 1e-3
+    inputs[:, :6] = 0
+    scale, rounding = scales(weight, GROUP, 4), integers(4)
+    nearest = rounding(weight, scale.repeat_interleave(GROUP, 1))
+    found = gptq(weight, inputs.T @ inputs / N, scale, rounding=rounding)
+    assert output_error(weight, found, inputs) < 0.4 * output_error(weight, nearest, inputs)
+    assert torch.equal(gptq(weight, torch.zeros(I, I), scale, rounding=rounding), nearest)
+
+
 def test_every_layer_sees_what_the_quantized_layers_before_it_give(model: Path, tokens: Path) -> None:
     """In 3 bits, on other windows than those of the calibration, the predictions stay nearer to the original's."""
     dataset = TokenDataset.open(tokens, split="train", sequence_length=SEQUENCE)
@@ -125,6 +137,7 @@ def test_a_folder_made_with_gptq_is_nearer_to_the_original(model: Path, tokens: 
     [
         ({"calibration": {"samples": 1_000_000}}, "calibration.samples = 1000000"),
         ({"calibration": {"samples": 2}}, "use 3 or more"),  # 96 inputs, windows of 32 tokens
+        ({"calibration": {"iterations": 10}}, "calibration.iterations = 10\n  why: method gptq learns nothing"),
         ({"scheme": "Q8_0"}, "a type of GGUF files"),
     ],
 )

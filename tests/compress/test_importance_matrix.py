@@ -70,6 +70,21 @@ def test_each_expert_has_that_of_its_own_tokens_and_conv1d_that_of_its_rows() ->
             assert found[f"{name}.weight"].shape == (module.weight.shape[0],)
 
 
+def test_the_names_of_gpt2_on_the_hub_have_no_prefix() -> None:
+    model, ids, found = measured("gpt2", bos_token_id=0, eos_token_id=0)
+    name = "h.1.mlp.c_proj.weight"
+    short = measure_importance(model, [name], ids.split(2), device=CPU)
+    assert np.array_equal(short[name], found[f"transformer.{name}"])
+
+
+def test_a_matrix_whose_inputs_are_all_zero_is_rounded_without() -> None:
+    model, ids, _ = measured("llama")
+    with torch.no_grad():
+        model.model.norm.weight.zero_()
+    names = ["lm_head.weight", "model.layers.0.mlp.up_proj.weight"]
+    assert list(measure_importance(model, names, [ids], device=CPU)) == names[1:]
+
+
 def test_an_input_that_is_always_zero_still_has_some_weight() -> None:
     model, ids, _ = measured("llama")
     with torch.no_grad():

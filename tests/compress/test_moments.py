@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from headrace.base.errors import ConfigError
 from pipeline.compress.moments import SecondMoments
 
 CPU = torch.device("cpu")
@@ -52,3 +54,18 @@ def test_a_layer_without_a_token_has_moments_of_zero() -> None:
     with moments.observe(layers):
         layers["expert"](torch.empty(0, 6))
     assert not dict(moments.pop())["expert",].any()
+
+
+@pytest.mark.parametrize("then", ["one", "two", None])
+def test_an_input_that_is_changed_in_place_after_it_was_read_is_refused(then: str | None) -> None:
+    layers, states = linear_layers("one", "two"), torch.randn(4, 6)
+
+    def run() -> None:
+        with SecondMoments(CPU).observe(layers), torch.no_grad():
+            layers["one"](states)
+            states.add_(1)
+            if then is not None:
+                layers[then](states)
+
+    with pytest.raises(ConfigError, match="changes the input of one in place"):
+        run()

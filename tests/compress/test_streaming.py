@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from headrace.base.directory import fresh_staging, read_manifest, sha256_of_file, verify
 from headrace.base.section import parse
+from pipeline.compress import work
 from pipeline.compress.config import QuantizeConfig
 from pipeline.compress.rules import QuantizationPlan, prepare, work_path
 from pipeline.compress.streaming import stream, streamable
@@ -112,6 +113,19 @@ def test_a_killed_calibration_goes_on_at_its_layer_and_gives_the_same_bytes(
     assert hashes(streamed(plan, say=said.append, progress=note)) == expected
     assert ran == list(range(done, 2))
     assert said == ["resuming at layer 2 of 2" if done == 1 else "all 2 layers are there"]
+
+
+def test_layers_of_edited_code_are_not_used(
+    model: Path, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(tmp_path, model, tokens, **GPTQ)
+    Work.open(plan).finish(0, {"weight": torch.ones(1)}, [])
+    assert Work.open(plan).done == 1
+    gptq, *others = sorted(work.sources(), key=lambda file: file.name != "gptq.py")
+    edited = tmp_path / gptq.name
+    edited.write_text(gptq.read_text().replace("_LEAF = 8", "_LEAF = 4"))
+    monkeypatch.setattr(work, "sources", lambda: [edited, *others])
+    assert Work.open(plan).done == 0
 
 
 @pytest.mark.parametrize("other", [{"calibration": {"samples": 16}}, {"scheme": "W8A8"}, {"smoothing": 0.5}])

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from headrace.base.directory import MANIFEST, Manifest, read_manifest, write_manifest
 from headrace.base.errors import ConfigError, DataError
-from pipeline.consumers.bounds import bound_of
+from pipeline.consumers.bounds import Bound, bound_of, bound_within
+from pipeline.consumers.command_compress import bound_of_folder
 from pipeline.consumers.consumer import CONSUMERS, VLLM_PYTHON, plan_consumers
 from pipeline.consumers.description import FOLDER, GGUF, ModelDescription, describe
 from pipeline.consumers.gate import Sample, run_gate
@@ -124,6 +125,24 @@ def test_verify_uses_the_bound_of_the_manifest_and_deletes_nothing(gguf: Made, t
 
 
 @pytest.mark.integration
+@pytest.mark.parametrize(
+    ("config", "expected"), [({"scheme": "W8A8"}, "W8A8"), ({"scheme": "mixed"}, "mixed"), ({}, "FP8")]
+)
+def test_a_folder_is_judged_again_by_the_scheme_of_its_quantization(
+    tmp_path: Path, config: dict[str, Any], expected: str
+) -> None:
+    """With a head of its own a W8A8 is stored as mixed, and a mixed one may have become W8A8 everywhere."""
+    assert bound_of_folder(tmp_path, scheme="FP8") == bound_of("FP8")
+    write_manifest(tmp_path, kind="model", config=config, parents={}, details={}, files={})
+    assert bound_of_folder(tmp_path, scheme="FP8") == bound_of(expected)
+
+
+def test_a_bound_of_any_size_can_be_given() -> None:
+    assert bound_within("W8A8", None) == bound_of("W8A8")
+    assert bound_within("W8A8", 0.1).perplexity_ratio == pytest.approx(np.exp(0.1) + 0.02)
+    assert bound_within("W8A8", 1e6) == Bound(1e6, np.inf)
+
+
 def test_a_damaged_file_is_outside_the_bound(gguf: Made, model: Path, sample: Sample, tmp_path: Path) -> None:
     copied = Path(shutil.copytree(gguf.path, tmp_path / "copied"))
     file = copied / "model.gguf"

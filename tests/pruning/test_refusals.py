@@ -58,10 +58,17 @@ def test_a_refusal_imports_no_torch_and_writes_nothing(model: Path, tokens: Path
         ({"target": {"shape": {"num_experts": 2}}}, "no such size that can be cut"),
         ({"target": {"parameters": 9_000}, "axes": ["num_experts"]}, "no such size that can be cut"),
         ({"target": {"parameters": 9_000}, "axes": []}, "no size may be cut"),
+        ({"target": {"shape": {"hidden_size": 16}}, "axes": ["intermediate_size"]}, "nothing is searched for target"),
+        ({"experimental": {"pattern": "2:4"}, "axes": ["intermediate_size"]}, "nothing is searched"),
+        ({"target": {"shape": {"hidden_size": 16}}, "calibration": {"iterations": 5}}, "calibration.iterations"),
         ({"target": {"shape": {"hidden_size": 16}}, "calibration": {"samples": 100_000}}, "calibration.samples"),
         ({"target": {"latency": 1.5}}, "target.latency"),
         ({"target": {"shape": {"hidden_size": 16}}, "importance": {"tp": 2}}, "start a multiple of 2"),
         ({"experimental": {"pattern": "2:4", "sparsity": 0.7}}, "two zeros in four"),
+        (
+            {"target": {"shape": {"intermediate_size": 42}}, "multiple_of": 3, "experimental": {"pattern": "2:4"}},
+            "intermediate_size 42 is no multiple of 4",
+        ),
         ({"target": {"shape": {"hidden_size": 16}}, "consumers": ["llama.cpp"]}, "llama.cpp reads GGUF files"),
     ],
 )

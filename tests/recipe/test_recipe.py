@@ -89,6 +89,27 @@ def test_a_pruning_that_cannot_be_is_refused_before_the_first_step(work: Path) -
     assert "prune.target.parameters" in text
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ({"parameters": 9e5}, {"parameters": 900_000}, "prune.target.parameters = 900000"),
+        ({"shape": {"hidden_size": 16}}, {"shape": {"hidden_size": 24}}, "prune.target.shape.hidden_size = 24"),
+        ({"bytes": 9e5}, {"bytes": 8e5}, None),
+        ({"shape": {"hidden_size": 16}}, {"shape": {"hidden_size": 16, "num_hidden_layers": 1}}, None),
+        ({"parameters": 9e5}, {"shape": 3}, None),  # its step says what is wrong with that
+    ],
+)
+def test_a_round_whose_target_a_round_before_has_met_is_refused_before_the_first(
+    work: Path, first: dict[str, Any], second: dict[str, Any], expected: str | None
+) -> None:
+    fields = recipe(work, "rounds", prune=[{"target": first}, {"target": second}])
+    if expected is None:
+        check_recipe(parse(RecipeConfig, fields))
+        return
+    with pytest.raises(ConfigError, match=f"{expected}\n  why: it is of round 2"):
+        check_recipe(parse(RecipeConfig, fields))
+
+
 def test_what_pruning_may_mend_is_left_to_the_step(work: Path) -> None:
     pruned = recipe(work, "a", prune={"target": {"shape": {"intermediate_size": 64}}})
     pruned["quantize"] = {"int4": {"scheme": "W4A16", "group_size": 7}}
