@@ -26,7 +26,7 @@ class ModelDescription:
         dense: schemes of the quantized layers of a folder, but for its experts.
         experts: schemes that the experts of a folder are quantized by.
         experts_group: weights of an expert that share a scale; None for a row.
-        latent: of heads that share a latent (DeepSeek's MLA): its size, and the features with rotary positions.
+        latent: whether the heads share a latent (DeepSeek's MLA).
         grouped_routing: whether a router chooses groups of experts first, as DeepSeek's do.
         plain_experts: whether experts stay in floating point, or may, beside others that are quantized, or beside
             layers of which most are in integers.
@@ -38,7 +38,7 @@ class ModelDescription:
     dense: frozenset[str] = frozenset()
     experts: frozenset[str] = frozenset()
     experts_group: int | None = None
-    latent: tuple[int, int] | None = None
+    latent: bool = False
     grouped_routing: bool = False
     plain_experts: bool = False
 
@@ -81,8 +81,7 @@ def describe(path: Path) -> ModelDescription:
 def architecture(config: dict[str, Any]) -> dict[str, Any]:
     """The fields of a description that a Hugging Face config alone decides, but for `head_size`."""
     text = {**config, **(config.get("text_config") or {})}
-    latent = (text["kv_lora_rank"], text["qk_rope_head_dim"]) if text.get("kv_lora_rank") else None
-    return {"latent": latent, "grouped_routing": text.get("n_group") is not None}
+    return {"latent": bool(text.get("kv_lora_rank")), "grouped_routing": text.get("n_group") is not None}
 
 
 def _targets(group: dict[str, Any]) -> list[str]:
