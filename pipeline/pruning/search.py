@@ -5,6 +5,9 @@
    changes, since the cost grows with every size.
 2. While a next larger size of one axis still fits, the axis that is smallest beside its original size grows (the first
    of them in the order of `axes`).
+3. Where that leaves more than 5 % of the target unused, as coarse sizes may, all combinations of the sizes nearest to
+   the ratio are tried as well (four of each axis), and the one that comes nearest to the target is taken; of equal ones
+   the one whose axes are cut most evenly.
 
 No torch.
 """
@@ -13,6 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
+from math import log
+
+_UNUSED = 0.05
+_NEAREST = 4
 
 Shape = dict[str, int]
 Cost = Callable[[Mapping[str, int]], float]
@@ -45,6 +53,11 @@ class Choices:
         }
         return {**self.original, **fitting}
 
+    def spread(self, shape: Mapping[str, int]) -> float:
+        """How unevenly the axes are cut: the largest share that is left of one, by the smallest."""
+        left = [shape[axis] / self.original[axis] for axis in self.allowed]
+        return max(left) / min(left)
+
     def ratios(self) -> list[float]:
         """The ratios at which a size changes, ascending."""
         return sorted({size / self.original[axis] for axis, sizes in self.allowed.items() for size in sizes})
@@ -57,7 +70,7 @@ def search(choices: Choices, cost: Cost, limit: float, *, grow: bool = True) -> 
         choices: allowed sizes.
         cost: of a shape; it must not fall when a size grows.
         limit: largest cost.
-        grow: use the rest of the budget for single axes (step 2); without it few shapes are tried.
+        grow: use the rest of the budget for single axes (steps 2 and 3); without it few shapes are tried.
     """
     if cost(choices.smallest) > limit:
         return None
@@ -72,7 +85,21 @@ def search(choices: Choices, cost: Cost, limit: float, *, grow: bool = True) -> 
     shape = choices.at(ratios[low])
     if cost(shape) > limit:
         shape = choices.smallest
-    return _grown(choices, shape, cost, limit) if grow else shape
+    if not grow:
+        return shape
+    shape = _grown(choices, shape, cost, limit)
+    return shape if cost(shape) >= (1 - _UNUSED) * limit else _nearest(choices, shape, ratios[low], cost, limit)
+
+
+def _nearest(choices: Choices, shape: Shape, ratio: float, cost: Cost, limit: float) -> Shape:
+    """The shape of step 3; `shape` where none is nearer to the target."""
+    near = [
+        sorted(sizes, key=lambda size, axis=axis: abs(log(size / choices.original[axis] / ratio)))[:_NEAREST]  # type: ignore[misc]
+        for axis, sizes in choices.allowed.items()
+    ]
+    tried = [shape, *({**choices.original, **dict(zip(choices.allowed, each, strict=True))} for each in product(*near))]
+    fitting = [(cost(each), -choices.spread(each), each) for each in tried]
+    return max((each for each in fitting if each[0] <= limit), key=lambda each: each[:2])[2]
 
 
 def _grown(choices: Choices, shape: Shape, cost: Cost, limit: float) -> Shape:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from headrace.base.directory import MANIFEST, Manifest, read_manifest, write_manifest
 from headrace.base.errors import ConfigError, DataError
+from pipeline.consumers import process
 from pipeline.consumers.bounds import Bound, bound_of, bound_within
 from pipeline.consumers.command_compress import bound_of_folder
 from pipeline.consumers.consumer import CONSUMERS, VLLM_PYTHON, plan_consumers
@@ -238,3 +239,13 @@ def test_verify_needs_an_original_where_no_manifest_names_it(model: Path, tokens
     done = verify(model, "--data", tokens)
     assert done.returncode == 2
     assert "--original" in done.stderr
+
+
+def test_a_consumer_that_hangs_is_ended_and_named(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = tmp_path / "worker.py"
+    worker.write_text("import time\nprint('progress 1 2', flush=True)\ntime.sleep(1000)\n")
+    monkeypatch.setattr(process, "SILENCE_S", 0.5)
+    consumer = replace(CONSUMERS["transformers"], worker=str(worker))
+    request = ScoreRequest(model, np.zeros((1, 4), np.int64), (), 8)
+    with pytest.raises(DataError, match=r"(?s)transformers cannot score.*killed after 0.5 s without progress"):
+        consumer.score(request)

@@ -24,6 +24,14 @@ def test_the_axes_shrink_together_and_the_rest_of_the_budget_goes_to_the_one_tha
     assert search(CHOICES, cost, 1000) == {"a": 32, "b": 30, "c": 7}
 
 
+def test_coarse_sizes_do_not_leave_a_target_unused() -> None:
+    """18 of both, at 325, can grow no further within 405; 10 and 40 are nearer."""
+    coarse = Choices({"a": 40, "b": 40, "c": 1}, {"a": [10, 18, 40], "b": [10, 18, 40]})
+    assert search(coarse, cost, 405, grow=False) == {"a": 18, "b": 18, "c": 1}
+    assert search(coarse, cost, 405) in ({"a": 10, "b": 40, "c": 1}, {"a": 40, "b": 10, "c": 1})
+    assert search(coarse, cost, 340) == {"a": 18, "b": 18, "c": 1}  # used to 96 %
+
+
 def test_nothing_is_found_below_the_smallest_sizes() -> None:
     assert search(CHOICES, cost, 32 * 10 + 6) is None
     assert search(CHOICES, cost, 32 * 10 + 7) == {"a": 32, "b": 10, "c": 7}

@@ -25,7 +25,7 @@ from pipeline.engines.base import (
     UpdateLimits,
     no_host_values,
 )
-from pipeline.engines.common import decayed_names, model_dtype, weight_decay_groups
+from pipeline.engines.common import decayed_names, model_dtype, samples_text, weight_decay_groups
 from pipeline.engines.loss_scale import LossScaler
 from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.torch_native import gradients
@@ -77,7 +77,7 @@ class TorchParallel(TrainsStepByStep):
         self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self._objective, self._device, self._clip = objective, device, run.config.gradient_clipping
         self._scaler = LossScaler(run.config.fp16)
-        self.deferred = device.type == "cuda" and not self._scaler.enabled
+        self.deferred = device.type == "cuda" and not self._scaler.enabled and not samples_text(run.config)
         self._mesh = mesh
         self._balancer = make_balancer(run.config.moe, model, device=device)
         built = [self._build_stage(run, model, values, stage) for stage in _own_stages(run, model, self._mesh)]

@@ -31,7 +31,7 @@ from pipeline.engines.base import (
     UpdateLimits,
     no_host_values,
 )
-from pipeline.engines.common import decayed_names, weight_decay_groups
+from pipeline.engines.common import decayed_names, samples_text, weight_decay_groups
 from pipeline.engines.loss_scale import LossScaler
 from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.torch_native.deferred_step import DeferredStep, UpdateDecision, decide
@@ -119,7 +119,7 @@ class TorchSingle(TrainsStepByStep):
         self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self._objective, self._device = objective, device
         self._clip, self._scaler = run.config.gradient_clipping, LossScaler(run.config.fp16)
-        self.deferred = device.type == "cuda" and not self._scaler.enabled
+        self.deferred = device.type == "cuda" and not self._scaler.enabled and not samples_text(run.config)
         self._balancer = make_balancer(run.config.moe, model, device=device)
         self._decoder = assemble(run, model, None, balancer=self._balancer).decoder
         recorded = _Residuals(values)
