@@ -5,6 +5,7 @@
 | torchrun | RANK | WORLD_SIZE | LOCAL_RANK | TORCHELASTIC_RUN_ID |
 | deepspeed | RANK | WORLD_SIZE | LOCAL_RANK | CROSS_RANK |
 | python --nproc | RANK | WORLD_SIZE | LOCAL_RANK | HEADRACE_NPROC |
+| an agent of `pipeline.elastic` | RANK | WORLD_SIZE | LOCAL_RANK | HEADRACE_AGENT_STARTS |
 | anything else | RANK | WORLD_SIZE | LOCAL_RANK | RANK |
 | mpirun of Open MPI | OMPI_COMM_WORLD_RANK | OMPI_COMM_WORLD_SIZE | OMPI_COMM_WORLD_LOCAL_RANK | its rank |
 | mpirun of MPICH, Intel MPI | PMI_RANK | PMI_SIZE | MPI_LOCALRANKID | MPI_LOCALRANKID |
@@ -21,6 +22,10 @@ from dataclasses import dataclass
 from zlib import crc32
 
 from headrace.base.errors import ConfigError
+
+
+AGENT_STARTS = "HEADRACE_AGENT_STARTS"
+"""Variable by which an agent tells its ranks that it has started them, and for which time."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,7 @@ _GENERIC = _Launcher("environment", "RANK", export="export both, the same on eve
 _LAUNCHERS = (
     _Launcher("torchrun", "TORCHELASTIC_RUN_ID", export=_GENERIC.export),
     _Launcher("deepspeed", "CROSS_RANK", export=_GENERIC.export),
+    _Launcher("agent", AGENT_STARTS, export=_GENERIC.export),
     _Launcher("python --nproc", "HEADRACE_NPROC", export=_GENERIC.export),
     _GENERIC,
     _OPEN_MPI,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from headrace.base.errors import ConfigError
+from pipeline.launch.environment import AGENT_STARTS
 
 LOCK = ".lock"
 """Name of the lock file in a run's directory."""
@@ -67,8 +68,9 @@ def _lock(file: TextIO) -> None:
 
     Of a node that has failed, NFS knows no better for as long as its lease lasts (90 s on Linux).
     """
-    restarts = (os.environ.get(name, "0") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
-    deadline = time.monotonic() + (120.0 if any(count != "0" for count in restarts) else 10.0)
+    again = {"SLURM_RESTART_COUNT": "0", "TORCHELASTIC_RESTART_COUNT": "0", AGENT_STARTS: "1"}
+    restarted = any(os.environ.get(name, first) != first for name, first in again.items())
+    deadline = time.monotonic() + (120.0 if restarted else 10.0)
     while True:
         try:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,0 +1,150 @@
+"""`python -m pipeline.elastic --nodes a=10.0.0.1,b=10.0.0.2 --directory D pipeline.train --config F`: a host's agent.
+
+Start it on every host with the same arguments, by whatever starts processes there (ssh, pdsh, systemd, a batch system).
+A host that dies is left out; a host on which the agent is started again takes part from the next checkpoint on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache, partial
+from pathlib import Path
+from zlib import crc32
+
+from headrace.base.cli import guarded
+from headrace.base.errors import ConfigError
+from pipeline.elastic.agent import Agent, log_file_sayer
+from pipeline.elastic.files import DEAD_S, StateFiles
+from pipeline.elastic.leader import Terms
+from pipeline.elastic.local_ranks import Command
+
+_POLL_S = 0.1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Keeps the run going; returns the exit code of the run.
+
+    Raises:
+        ConfigError: the nodes or this node's name are unusable.
+    """
+    args = _arguments(argv)
+    addresses = _addresses(args.nodes)
+    if args.node not in addresses:
+        why = f"--nodes names {', '.join(addresses)}"
+        raise ConfigError("--node", args.node, why=why, remedy="name this host as --nodes does")
+    directory, output = Path(args.directory), Path(args.output) if args.output else None
+    say = log_file_sayer(output)
+    files = StateFiles(directory, node=args.node, nodes=tuple(addresses), dead_s=args.dead)
+    arguments = (sys.executable, "-m", args.module, *args.arguments)
+    command = Command(arguments, args.tasks, directory / "logs", output)
+    checks = _Checks(args.arguments, args.tasks, output)
+    job = crc32(str(directory.absolute()).encode())
+    terms = Terms(addresses, args.least, args.restarts, job, refusal=cache(checks.refusal), step=checks.step)
+    agent = Agent(args.node, command, terms, files, args.join, say)
+    checks.tick = agent.tick
+    outcome = agent.run().outcome
+    assert outcome is not None
+    return outcome
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeline.elastic", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--nodes", required=True, metavar="NAME=ADDRESS,...", help="all hosts; the first that is alive leads")
+    add(
+        "--node", default=socket.gethostname().partition(".")[0], metavar="NAME", help="this host; default: %(default)s"
+    )
+    add(
+        "--directory",
+        required=True,
+        metavar="DIR",
+        help="for the agents' files: shared by all hosts, new for every job",
+    )
+    add("--tasks", type=int, default=1, metavar="N", help="ranks of each host: its GPUs; default: %(default)s")
+    add("--least", type=int, default=1, metavar="N", help="fewest hosts to go on with; default: %(default)s")
+    add("--restarts", type=int, default=20, metavar="N", help="without a new checkpoint; default: %(default)s")
+    add("--join", type=float, default=120.0, metavar="S", help="seconds in which all hosts have to come; default: 120")
+    add("--dead", type=float, default=DEAD_S, metavar="S", help="seconds of silence of a dead host; default: 20")
+    add("--output", metavar="FILE", help="log of rank 0 and of the agents; default: this terminal")
+    add("module", choices=("pipeline.train", "pipeline.distill"), help="what the ranks run")
+    add("arguments", nargs=argparse.REMAINDER, help="--config FILE [--set KEY=VALUE ...]")
+    args = parser.parse_args(argv)
+    for name in ("tasks", "least"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name}", getattr(args, name), why="it is below 1", remedy="use 1 or more")
+    return args
+
+
+def _addresses(text: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for each in text.split(","):
+        name, _, address = each.strip().partition("=")
+        if not name or name in found or "/" in name:
+            why = "a name is empty, has a /, or comes twice"
+            raise ConfigError("--nodes", text, why=why, remedy="write --nodes a=10.0.0.1,b=10.0.0.2")
+        found[name] = address or name
+    return found
+
+
+class _Checks:
+    """Asks `headrace check` about the run, in processes of their own, since that imports torch.
+
+    Args:
+        arguments: --config and --set.
+        tasks: ranks of a host.
+        output: that the first layout is printed to.
+
+    Attributes:
+        tick: is called while a process runs.
+    """
+
+    def __init__(self, arguments: Sequence[str], tasks: int, output: Path | None) -> None:
+        self._arguments, self._tasks, self._output = arguments, tasks, output
+        self._told = False
+        self.tick: Callable[[], None] = lambda: None
+
+    def refusal(self, nodes: int) -> str | None:
+        """Why there is no layout for a number of hosts."""
+        done = self._run("--processes", str(nodes * self._tasks))
+        if done.returncode:
+            return done.stderr.strip() or f"headrace check ended with code {done.returncode}"
+        if not self._told:
+            self._told = True
+            _write(self._output, done.stdout)
+        return None
+
+    def step(self) -> int:
+        """Of the newest checkpoint."""
+        word = self._run("--progress").stdout.partition(" ")[0]
+        return int(word) if word.isdecimal() else 0
+
+    def _run(self, *options: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "pipeline", "check", *options, *self._arguments]
+        pipe, none = subprocess.PIPE, subprocess.DEVNULL
+        with subprocess.Popen(
+            command, text=True, start_new_session=True, stdin=none, stdout=pipe, stderr=pipe
+        ) as process:
+            while True:
+                self.tick()
+                with suppress(subprocess.TimeoutExpired):
+                    out, err = process.communicate(timeout=_POLL_S)
+                    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def _write(output: Path | None, text: str) -> None:
+    if output is None:
+        print(text, end="", flush=True)
+        return
+    with output.open("a") as file:
+        file.write(text)
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(partial(main, None)))

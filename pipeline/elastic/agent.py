@@ -1,0 +1,177 @@
+"""One node's agent: keeps its file fresh, follows the leader's plans, and leads where no node before it is alive."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from headrace.base.errors import EXIT_REQUEUE
+from pipeline.elastic.files import NodeState, Plan, StateFiles
+from pipeline.elastic.leader import Terms, first_plan, grown, next_plan
+from pipeline.elastic.local_ranks import Command, LocalRanks
+
+_POLL_S, _BEAT_S, _GROW_S = 0.25, 1.0, 30.0
+_LINGER_S = 15.0
+"""Seconds in which the others read how the job ends."""
+
+
+@dataclass
+class Agent:
+    """Runs until the job ends; see `run`. There is one thread, so that a node whose file system hangs counts as dead.
+
+    Args:
+        node: this one.
+        command: of the ranks.
+        terms: of the job.
+        files: of all nodes.
+        join_s: seconds in which all nodes have to come; the run starts with those that have.
+        say: takes the leader's lines for people.
+    """
+
+    node: str
+    command: Command
+    terms: Terms
+    files: StateFiles
+    join_s: float
+    say: Callable[[str], None]
+    _state: NodeState = field(init=False)
+    _ranks: LocalRanks | None = None
+    _stop: signal.Signals | None = None
+    _exit_seen: tuple[int, float] = (0, 0.0)
+    _written: float = 0.0
+    _grew: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._state, self._began = NodeState(self.node), time.monotonic()
+
+    def run(self) -> Plan:
+        """Follows and leads until there is an outcome; returns the last plan."""
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._stopped)
+        try:
+            while self._state.plan.outcome is None:
+                self.tick()
+                self._look()
+                time.sleep(_POLL_S)
+            self._linger()
+        finally:
+            if self._ranks is not None:
+                self._ranks.end(tick=self.tick)
+        return self._state.plan
+
+    def tick(self) -> None:
+        """Keeps this node's file fresh; to be called at least every few seconds."""
+        if time.monotonic() - self._written >= _BEAT_S:
+            self._change()
+
+    def _look(self) -> None:
+        self._report()
+        leader = self.files.leader()
+        plan = self._lead() if leader is None else leader.plan
+        if plan is not None and plan.version > self._state.plan.version:
+            self._adopt(plan)
+
+    def _report(self) -> None:
+        """Takes the ranks' exits into this node's state."""
+        ranks = self._ranks
+        if ranks is not None and (ranks.codes() != self._state.codes or ranks.running != self._state.running):
+            self._change(codes=ranks.codes(), running=ranks.running, error=self._state.error or ranks.error())
+
+    def _lead(self) -> Plan | None:
+        others = {node: self.files.read(node) for node in self.files.nodes if node != self.node}
+        alive = {self.node: self._state, **{node: state for node, state in others.items() if state is not None}}
+        plan = max((state.plan for state in alive.values()), key=lambda each: each.version)
+        if plan.version > self._state.plan.version:
+            return plan  # of another leader
+        made = self._first(alive) if plan.start == 0 else self._next(plan, alive)
+        if made is not None:
+            self._tell(made, alive)
+        return made
+
+    def _first(self, alive: Mapping[str, NodeState]) -> Plan | None:
+        if any(state.stop for state in alive.values()):
+            return Plan(version=1, outcome=EXIT_REQUEUE, reason="stopped before the start")
+        missing = [node for node in self.files.nodes if node not in alive]
+        if missing and time.monotonic() - self._began < self.join_s:
+            return None
+        if missing:
+            self.say(f"{', '.join(missing)} did not come within {self.join_s:g} s")
+        return first_plan(self.terms, alive)
+
+    def _next(self, plan: Plan, alive: Mapping[str, NodeState]) -> Plan | None:
+        made = next_plan(self.terms, plan, alive, waited_s=self._waited(plan, alive))
+        if made is None and len(alive) > len(plan.members) and time.monotonic() - self._grew > _GROW_S:
+            made, self._grew = grown(self.terms, plan, alive), time.monotonic()
+        return made
+
+    def _waited(self, plan: Plan, alive: Mapping[str, NodeState]) -> float:
+        """Seconds since the first exit of a start was seen here."""
+        if not any(alive[node].codes for node in plan.members if node in alive and alive[node].start == plan.start):
+            return 0.0
+        if self._exit_seen[0] != plan.start:
+            self._exit_seen = plan.start, time.monotonic()
+        return time.monotonic() - self._exit_seen[1]
+
+    def _tell(self, plan: Plan, alive: Mapping[str, NodeState]) -> None:
+        if plan.outcome is not None:
+            self.say(f"the run ends with code {plan.outcome}: {plan.reason}")
+        elif plan.growing:
+            self.say(plan.reason)
+        else:
+            spares = [node for node in alive if node not in plan.members and node not in plan.excluded]
+            rest = f"; spare: {', '.join(spares)}" if spares else ""
+            left = "".join(f"; left out: {node} ({why})" for node, why in plan.excluded.items())
+            self.say(f"start {plan.start} on {', '.join(plan.members)}{rest}{left} ({plan.reason})")
+
+    def _adopt(self, plan: Plan) -> None:
+        starts = plan.start > self._state.plan.start
+        if starts and self._ranks is not None:
+            self._ranks.end(tick=self.tick)
+            self._ranks = None
+        self._change(plan=plan)
+        if starts and plan.outcome is None and self.node in plan.members:
+            self._ranks = LocalRanks(self.command, plan, self.node)
+            self._ranks.start()
+            self._change(start=plan.start, running=True, codes={}, error="")
+        if self._ranks is not None and (plan.growing or self._stop is not None):
+            self._ranks.send(self._stop or signal.SIGUSR1)
+
+    def _linger(self) -> None:
+        """The others read this file until they know the outcome."""
+        deadline = time.monotonic() + _LINGER_S
+        while time.monotonic() < deadline:
+            self.tick()
+            others = [self.files.read(node) for node in self.files.nodes if node != self.node]
+            if all(each is None or each.plan.outcome is not None for each in others):
+                return
+            time.sleep(_POLL_S)
+
+    def _stopped(self, number: int, _frame: object) -> None:
+        """Hands a request to stop on; a batch system's SIGTERM gives the ranks time to save as well."""
+        self._stop = signal.SIGINT if number == signal.SIGINT else signal.SIGUSR1
+        if self._ranks is not None:
+            self._ranks.send(self._stop)
+
+    def _change(self, **fields: Any) -> None:
+        count, self._written = self._state.count + 1, time.monotonic()
+        self._state = replace(self._state, count=count, stop=self._stop is not None, **fields)
+        with suppress(OSError):  # a full disk, a file system that fails for a moment: the next look writes again
+            self.files.write(self._state)
+
+
+def log_file_sayer(output: Path | None) -> Callable[[str], None]:
+    """Writes lines to the log that rank 0 appends to, or to this terminal."""
+
+    def say(line: str) -> None:
+        if output is None:
+            print(f"agents: {line}", flush=True)
+            return
+        with output.open("a") as file:
+            file.write(f"agents: {line}\n")
+
+    return say

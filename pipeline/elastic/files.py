@@ -1,0 +1,133 @@
+"""What the agents tell each other: one small file per node, in a directory that all of them see.
+
+Each file has one writer, which replaces it about once a second. A reader takes a node for alive once it has seen its
+count change, and for dead when it has not changed for some time by the reader's own clock: clocks need not agree, and
+files of an earlier job say nothing. A file is opened anew for every look,
+since NFS asks the server then (close-to-open consistency), and no directory is listed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+DEAD_S = 20.0
+"""Seconds without a new count after which a node is dead."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which nodes run the ranks, since when and why; made by the leader, and adopted by the others.
+
+    Attributes:
+        version: counts the plans of a job.
+        start: number of the start of the ranks, from 1; 0 before the first.
+        members: nodes with ranks, in the order of the ranks.
+        address: of the first member.
+        port: of the rendezvous.
+        reason: for the log.
+        outcome: exit code of the job, once it is to end.
+        growing: whether the ranks are to save and to end, so that more nodes can take part.
+        restarts: starts after a loss since the newest checkpoint.
+        step: of the newest checkpoint when the plan was made.
+        faults: node -> faults that began there.
+        excluded: node -> why it gets no ranks any more.
+    """
+
+    version: int = 0
+    start: int = 0
+    members: tuple[str, ...] = ()
+    address: str = ""
+    port: int = 0
+    reason: str = ""
+    outcome: int | None = None
+    growing: bool = False
+    restarts: int = 0
+    step: int = 0
+    faults: Mapping[str, int] = field(default_factory=dict)
+    excluded: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class NodeState:
+    """What a node's agent tells.
+
+    Attributes:
+        node: its name.
+        count: grows while the agent lives.
+        plan: the newest that it knows.
+        start: number of the start of its ranks; 0 where it has none.
+        running: whether ranks of that start run.
+        codes: rank -> exit code of those that have ended, in the order in which they did; negative: by a signal.
+        error: of the first rank that failed.
+        stop: whether the node was asked to stop the run.
+    """
+
+    node: str
+    count: int = 0
+    plan: Plan = field(default_factory=Plan)
+    start: int = 0
+    running: bool = False
+    codes: Mapping[int, int] = field(default_factory=dict)
+    error: str = ""
+    stop: bool = False
+
+
+class StateFiles:
+    """The files of all nodes, seen from one.
+
+    Args:
+        directory: on a file system that all nodes share; made if need be.
+        node: this one.
+        nodes: all of them, this one too, in the order in which they lead.
+        dead_s: seconds of silence after which a node is dead.
+    """
+
+    def __init__(self, directory: Path, *, node: str, nodes: Sequence[str], dead_s: float = DEAD_S) -> None:
+        self._directory, self._node, self.nodes, self._dead_s = directory, node, tuple(nodes), dead_s
+        self._heard: dict[str, tuple[int, float | None]] = {}
+        self._began = time.monotonic()
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def write(self, state: NodeState) -> None:
+        """Replaces this node's file."""
+        temporary = self._directory / f".{self._node}.new"
+        temporary.write_text(json.dumps(asdict(state)))
+        temporary.replace(self._file(self._node))
+
+    def read(self, node: str) -> NodeState | None:
+        """The state of a node; None of one that is dead or has not been seen to live yet."""
+        try:
+            state = state_of(json.loads(self._file(node).read_text()))
+        except (OSError, ValueError):  # not there, or on a file system that fails for a moment
+            return None
+        count, since = self._heard.get(node, (state.count, None))
+        if state.count != count:
+            since = time.monotonic()
+        self._heard[node] = state.count, since
+        return state if since is not None and time.monotonic() - since <= self._dead_s else None
+
+    def leader(self) -> NodeState | None:
+        """The state of the first node that is alive, or may come yet; None where this one leads."""
+        for node in self.nodes[: self.nodes.index(self._node)]:
+            state = self.read(node)
+            if state is not None:
+                return state
+            _, since = self._heard.get(node, (0, None))
+            if since is None and time.monotonic() - self._began < self._dead_s:
+                return NodeState(node)
+        return None
+
+    def _file(self, node: str) -> Path:
+        return self._directory / f"{node}.json"
+
+
+def state_of(found: dict[str, Any]) -> NodeState:
+    """A state from its JSON object."""
+    plan = Plan(**{**found["plan"], "members": tuple(found["plan"]["members"])})
+    codes = {int(rank): code for rank, code in found["codes"].items()}
+    return replace(NodeState(**found), plan=plan, codes=codes)

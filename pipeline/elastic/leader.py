@@ -1,0 +1,135 @@
+"""The leader's decisions: which nodes run the ranks next, or how the job ends. No processes, no clocks.
+
+All that a leader has to remember is in its plan, which every node keeps, so that the next leader goes on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headrace.base.errors import EXIT_LOST, EXIT_REQUEUE, EXIT_USAGE
+from pipeline.elastic.files import NodeState, Plan
+from pipeline.elastic.verdict import Verdict, verdict
+
+FAULTS = 3
+"""Faults that began on a node after which it gets no ranks any more."""
+_FIRST_PORT, _PORTS = 10000, 20000  # below 32768, where Linux takes ports at random
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the job allows.
+
+    Attributes:
+        addresses: node -> address of all nodes, in order.
+        least: fewest nodes that the run may go on with.
+        restarts: after losses, without a new checkpoint in between.
+        job: a number that differs between jobs on one machine.
+        refusal: why the run has no layout for a number of nodes; None when it has.
+        step: reads the step of the newest checkpoint.
+    """
+
+    addresses: Mapping[str, str]
+    least: int
+    restarts: int
+    job: int
+    refusal: Callable[[int], str | None]
+    step: Callable[[], int]
+
+
+def first_plan(terms: Terms, alive: Mapping[str, NodeState]) -> Plan:
+    """The plan of the first start."""
+    return _start(terms, Plan(step=terms.step()), alive, "start")
+
+
+def next_plan(terms: Terms, plan: Plan, alive: Mapping[str, NodeState], *, waited_s: float) -> Plan | None:
+    """The next plan; None while there is nothing to decide.
+
+    Args:
+        terms: of the job.
+        plan: the newest of all nodes, of a start that has begun.
+        alive: the nodes that are, this one among them.
+        waited_s: since the first exit of this start was seen.
+    """
+    dead = [node for node in plan.members if node not in alive]
+    if dead:
+        return _after_loss(terms, plan, alive, f"{', '.join(dead)} does not answer", begun=dead)
+    states = {node: alive[node] for node in plan.members}
+    # a node that has not started its ranks yet has not ended them either
+    current = {n: each if each.start == plan.start else NodeState(n, running=True) for n, each in states.items()}
+    found = verdict(current, waited_s=waited_s)
+    if found is None:
+        return None
+    if found.kind == "stopped" and plan.growing and not any(state.stop for state in alive.values()):
+        return _start(terms, replace(plan, step=terms.step(), restarts=0), alive, "more nodes are there")
+    if found.kind in ("finished", "stopped"):
+        return _next(plan, outcome=found.code, reason=found.kind)
+    if found.kind == "failed":
+        return _after_error(terms, plan, alive, found)
+    return _after_loss(terms, plan, alive, "a rank was lost", begun=found.nodes, text=found.text)
+
+
+def grown(terms: Terms, plan: Plan, alive: Mapping[str, NodeState]) -> Plan | None:
+    """The plan that makes room for nodes without ranks; None where there are none, or no checkpoint is newer."""
+    ready = _ready(terms, plan, alive)
+    if plan.growing or len(ready) <= len(plan.members) or terms.step() <= plan.step:
+        return None
+    if any(terms.refusal(count) is None for count in range(len(ready), len(plan.members), -1)):
+        return _next(plan, growing=True, reason="more nodes are there: the ranks save and start again")
+    return None
+
+
+def _after_error(terms: Terms, plan: Plan, alive: Mapping[str, NodeState], found: Verdict) -> Plan:
+    """One node's error may be the node's: the others go on without it, once until there is a new checkpoint."""
+    step = terms.step()
+    suspected = step <= plan.step and any(why.startswith("error") for why in plan.excluded.values())
+    ends = _next(plan, outcome=found.code, reason=found.text or f"exit code {found.code}")
+    if len(found.nodes) != 1 or len(plan.members) == 1 or suspected:
+        return ends
+    [bad] = found.nodes
+    plan = replace(plan, excluded={**plan.excluded, bad: f"error: {found.text}"}, step=step)
+    made = _start(terms, plan, alive, f"without {bad}: {found.text}")
+    return made if made.outcome is None else ends
+
+
+def _after_loss(
+    terms: Terms, plan: Plan, alive: Mapping[str, NodeState], why: str, *, begun: Sequence[str], text: str = ""
+) -> Plan:
+    step = terms.step()
+    restarts = 1 if step > plan.step else plan.restarts + 1
+    faults, excluded = dict(plan.faults), dict(plan.excluded)
+    for node in begun:
+        faults[node] = faults.get(node, 0) + 1
+        if faults[node] >= FAULTS and len(_ready(terms, plan, alive)) > terms.least:
+            excluded[node] = f"{faults[node]} faults began there"
+    reason = f"{why}: {text}" if text else why
+    plan = replace(plan, restarts=restarts, step=step, faults=faults, excluded=excluded)
+    if restarts > terms.restarts:
+        why = f"{reason}; started again {terms.restarts} times without a new checkpoint: look for the cause"
+        return _next(plan, outcome=EXIT_LOST, reason=why)
+    return _start(terms, plan, alive, reason)
+
+
+def _start(terms: Terms, plan: Plan, alive: Mapping[str, NodeState], reason: str) -> Plan:
+    """A start on as many nodes as there is a layout for; the others are spares."""
+    ready, refusals = _ready(terms, plan, alive), []
+    for count in range(len(ready), max(terms.least, 1) - 1, -1):
+        refusal = terms.refusal(count)
+        if refusal is None:
+            members, start = tuple(ready[:count]), plan.start + 1
+            port = _FIRST_PORT + (terms.job * 17 + start) % _PORTS
+            where = {"members": members, "address": terms.addresses[members[0]], "port": port}
+            return _next(plan, start=start, reason=reason, growing=False, **where)
+        refusals.append(refusal)
+    why = refusals[0] if refusals else f"{len(ready)} nodes are left, and {terms.least} are needed"
+    return _next(plan, outcome=EXIT_REQUEUE if plan.start else EXIT_USAGE, reason=f"{reason}; {why}")
+
+
+def _ready(terms: Terms, plan: Plan, alive: Mapping[str, NodeState]) -> list[str]:
+    return [node for node in terms.addresses if node in alive and node not in plan.excluded]
+
+
+def _next(plan: Plan, **fields: Any) -> Plan:
+    return replace(plan, version=plan.version + 1, **fields)
