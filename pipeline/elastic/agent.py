@@ -15,7 +15,7 @@ from pipeline.elastic.files import NodeState, Plan, StateFiles
 from pipeline.elastic.leader import Terms, first_plan, grown, next_plan
 from pipeline.elastic.local_ranks import Command, LocalRanks
 
-_POLL_S, _BEAT_S, _GROW_S = 0.25, 1.0, 30.0
+_POLL_S, _BEAT_S, _GROW_S = 0.25, 1.0, 10.0
 _LINGER_S = 15.0
 """Seconds in which the others read how the job ends."""
 
