@@ -23,7 +23,6 @@ from zlib import crc32
 
 from headrace.base.errors import ConfigError
 
-
 AGENT_STARTS = "HEADRACE_AGENT_STARTS"
 """Variable by which an agent tells its ranks that it has started them, and for which time."""
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.base.errors import ConfigError, DataError
+from headrace.base.errors import ConfigError
 from headrace.base.section import parse
 from pipeline.comparison import candidates
 from pipeline.comparison.candidates import Candidate, Comparison
@@ -68,8 +67,6 @@ def check(args: argparse.Namespace) -> Inputs:
     if data is None:
         return Inputs(out, runs, None)
     comparison = candidates.check(models, data=data, consumers=consumers_of(args), wanted=wanted)
-    if wanted.prompts:
-        _check_tokenizers(comparison.candidates)
     return Inputs(out, runs, comparison)
 
 
@@ -89,10 +86,3 @@ def _check_data(args: argparse.Namespace) -> HeldOutData | None:
         return None
     numbers = {**window_fields(args), "max_tokens": args.max_tokens}
     return parse(HeldOutData, {"path": args.data, **numbers}, at="data")
-
-
-def _check_tokenizers(models: Sequence[Candidate]) -> None:
-    for each in models:
-        if each.folder is not None and not (each.path / "tokenizer_config.json").is_file():
-            why = f"{each.path} has no tokenizer_config.json, which --prompt needs"
-            raise DataError(f"{why}\n  try: export the model again, with its tokenizer, or leave --prompt out")

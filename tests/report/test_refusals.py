@@ -141,7 +141,7 @@ def test_a_prompt_needs_a_tokenizer(checked: Check, model: Path, tmp_path: Path)
     for path in bare.glob("tokenizer*"):
         path.unlink()
     assert checked(folder=f"model={bare}")
-    with pytest.raises(DataError, match="no tokenizer_config"):
+    with pytest.raises(ConfigError, match="has no tokenizer to read a text with"):
         checked("--prompt", "The mill", folder=f"model={bare}")
 
 
