@@ -68,10 +68,10 @@ def verdict(states: Mapping[str, NodeState], *, waited_s: float) -> Verdict | No
 def _begun(
     kind: Kind, nodes: tuple[str, ...], states: Mapping[str, NodeState], codes: Mapping[str, list[int]]
 ) -> Verdict:
-    text = next((states[node].error for node in nodes if states[node].error), "")
+    killed = tuple(node for node in nodes if any(map(_killed, codes[node])))  # a lost link says nothing of where
+    text = next((states[node].error for node in (*killed, *nodes) if states[node].error), "")
     if kind == "failed":
         return Verdict(kind, next(code for code in codes[nodes[0]] if _own(code)), nodes, text)
-    killed = tuple(node for node in nodes if any(map(_killed, codes[node])))  # a lost link says nothing of where
     return Verdict(kind, EXIT_LOST, killed, text)
 
 

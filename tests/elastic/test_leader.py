@@ -105,8 +105,10 @@ def test_a_dead_node_is_left_out_at_once_the_first_one_too() -> None:
 def test_a_killed_rank_is_the_cause_of_lost_links_and_all_start_again() -> None:
     world = World()
     codes = {"a": {0: EXIT_LOST}, "b": {1: -9}, "c": {2: EXIT_LOST}}
-    made = decided(world, world.start(), codes=codes, running=())
+    errors = {"a": "rank 1 died", "b": "rank 1 on b was ended by SIGKILL"}
+    made = decided(world, world.start(), codes=codes, running=(), errors=errors)
     assert (made.members, made.faults) == (NODES, {"b": 1})
+    assert made.reason == "a rank was lost: rank 1 on b was ended by SIGKILL"
 
 
 def test_the_cause_may_show_after_its_consequences() -> None:
