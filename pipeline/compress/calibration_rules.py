@@ -7,20 +7,34 @@ from collections.abc import Mapping
 from gguf import GGMLQuantizationType
 
 from headrace.base.errors import ConfigError
-from pipeline.compress.config import QuantizeConfig
+from pipeline.compress.config import CalibrationSection, QuantizeConfig
 from pipeline.data.dataset import TokenDataset
+from pipeline.evaluation.data import HeldOutData
 from pipeline.gguf_files import libllama
 from pipeline.gguf_files.types import FILE_TYPES, UNWEIGHTED
 
 
-def open_calibration(config: QuantizeConfig) -> TokenDataset:
-    """The split that layers are calibrated on, or measured on where bits are mixed.
+def open_split(data: HeldOutData, calibration: CalibrationSection) -> TokenDataset:
+    """The split that a model is calibrated on, or measured on where bits are mixed.
 
     Raises:
         DataError: there is no such split, or it has less than one window.
     """
-    length = config.data.sequence_length
-    return TokenDataset.open(config.data.path, split=config.calibration.split, sequence_length=length)
+    return TokenDataset.open(data.path, split=calibration.split, sequence_length=data.sequence_length)
+
+
+def open_calibration(data: HeldOutData, calibration: CalibrationSection) -> TokenDataset:
+    """The split, which has as many windows as are read.
+
+    Raises:
+        ConfigError: it has less.
+        DataError: as `open_split`.
+    """
+    dataset, samples = open_split(data, calibration), calibration.samples
+    if samples > dataset.windows:
+        why = f"the split {calibration.split} has {dataset.windows} windows of {data.sequence_length} tokens"
+        raise ConfigError("calibration.samples", samples, why=why, remedy=f"use {dataset.windows} or less")
+    return dataset
 
 
 def plan_calibration(config: QuantizeConfig, layers: Mapping[str, tuple[int, int]]) -> TokenDataset:
@@ -32,13 +46,10 @@ def plan_calibration(config: QuantizeConfig, layers: Mapping[str, tuple[int, int
 
     Raises:
         ConfigError: it has less windows than wanted, or these have less tokens than a layer has inputs.
-        DataError: as `open_calibration`.
+        DataError: as `open_split`.
     """
     length, samples = config.data.sequence_length, config.calibration.samples
-    dataset = open_calibration(config)
-    if samples > dataset.windows:
-        why = f"the split {config.calibration.split} has {dataset.windows} windows of {length} tokens"
-        raise ConfigError("calibration.samples", samples, why=why, remedy=f"use {dataset.windows} or less")
+    dataset = open_calibration(config.data, config.calibration)
     widest, (_, inputs) = max(layers.items(), key=lambda item: item[1][1], default=("", (0, 0)))
     if config.method == "gptq" and samples * length < inputs:
         why = f"{widest} has {inputs} inputs, and {samples} windows have {samples * length} tokens"

@@ -10,7 +10,7 @@ import torch
 from gguf import GGMLQuantizationType
 
 from pipeline.compress.budget import UNCHANGED, scheme_of
-from pipeline.compress.calibration_rules import open_calibration
+from pipeline.compress.calibration_rules import open_split
 from pipeline.compress.choice import choose
 from pipeline.compress.rules import QuantizationPlan, layer_scheme
 from pipeline.compress.sensitivity import measure_units
@@ -79,7 +79,7 @@ def _batches(plan: QuantizationPlan) -> tuple[torch.Tensor, ...]:
     """Token ids [B, T] of the calibration split."""
     config = plan.config
     assert config.budget is not None
-    dataset = open_calibration(config)
+    dataset = open_split(config.data, config.calibration)
     windows = choose_windows(dataset.windows, min(config.budget.samples, dataset.windows))
     rows = torch.from_numpy(dataset.read(windows)[:, :-1]).long()
     return tuple(rows.split(config.data.batch_size))

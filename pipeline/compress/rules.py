@@ -13,7 +13,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.section import suggest
 from pipeline.compress.assignment import LayerScheme
 from pipeline.compress.budget import Budget, check_keys, plan_budget
-from pipeline.compress.calibration_rules import check_imatrix, open_calibration, plan_calibration
+from pipeline.compress.calibration_rules import check_imatrix, open_split, plan_calibration
 from pipeline.compress.config import MIXED, SCHEMES, QuantizeConfig
 from pipeline.compress.families import family_of
 from pipeline.consumers.consumer import ConsumerPlan, plan_consumers
@@ -99,7 +99,7 @@ def prepare(config: QuantizeConfig, *, folder: Path | None = None) -> Quantizati
     result = _description(config, source, layers)
     consumers = plan_consumers(result, None if config.consumers is None else tuple(config.consumers))
     if config.budget is not None:
-        open_calibration(config)
+        open_split(config.data, config.calibration)
     calibration = plan_calibration(config, layers) if config.calibrated else None
     return QuantizationPlan(config, source, dataset, layers, consumers, gguf, calibration, schemes, budget)
 

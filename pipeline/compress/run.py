@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +63,8 @@ def quantize(plan: QuantizationPlan) -> Manifest:
 
 def _quantize(plan: QuantizationPlan, console: Console) -> Manifest:
     sample = Sample.of(plan.dataset, plan.source.path, vocabulary=plan.source.vocab_size)
-    console.print(f"{plan.source.path}: evaluating the original")
-    with ExitStack() as stack:
-        with Progress(*Progress.get_default_columns(), console=console, transient=True) as shown:
-            task = shown.add_task("windows")
-            how: dict[str, Any] = {"vocabulary": plan.source.vocab_size}
-            how["progress"] = lambda done, every: shown.update(task, completed=done, total=every)
-            original = stack.enter_context(scored_original(plan.source.path, plan.config.data, sample, **how))
+    how: dict[str, Any] = {"vocabulary": plan.source.vocab_size, "console": console}
+    with scored_original(plan.source.path, plan.config.data, sample, **how) as original:
         return _quantize_beside(plan, sample, original, console)
 
 

@@ -15,12 +15,17 @@ LayerMap = Literal["uniform", "last"] | dict[str, Index]
 """Which layer of the teacher a layer of the student is matched with; see `feature_rules.layer_map`."""
 
 
-class HiddenStatesSection(Section):
-    """Matching of hidden states: adds weight x loss, per target token, averaged over the mapped layers."""
+class MatchingSection(Section):
+    """What both kinds of matching have."""
 
     weight: PositiveFloat = Field(
         1.0, description="Factor on the matching loss, which is added to that of the distillation, e.g. 1.0"
     )
+
+
+class HiddenStatesSection(MatchingSection):
+    """Matching of hidden states: adds weight x loss, per target token, averaged over the mapped layers."""
+
     layers: LayerMap = Field(
         "uniform",
         description="Layer map: uniform (every layer of the student, with the teacher's at the same share of the"
@@ -35,12 +40,9 @@ class HiddenStatesSection(Section):
     )
 
 
-class AttentionsSection(Section):
+class AttentionsSection(MatchingSection):
     """Matching of self-attention relations (MiniLMv2): adds weight x KL, per target token, averaged."""
 
-    weight: PositiveFloat = Field(
-        1.0, description="Factor on the matching loss, which is added to that of the distillation, e.g. 1.0"
-    )
     layers: LayerMap = Field(
         "last",
         description="Layer map: last (the last layers of both), uniform, or an object from the student's layers to the"

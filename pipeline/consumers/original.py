@@ -11,6 +11,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from rich.console import Console
+from rich.progress import Progress as ProgressBar
+
 from headrace.base.directory import write_json
 from pipeline.consumers.consumer import Consumer, Progress
 from pipeline.consumers.gate import Sample
@@ -51,21 +54,16 @@ class Original:
 
 @contextmanager
 def scored_original(
-    model: Path,
-    data: HeldOutData,
-    sample: Sample,
-    *,
-    vocabulary: int,
-    progress: Progress = lambda _done, _all: None,
+    model: Path, data: HeldOutData, sample: Sample, *, vocabulary: int, console: Console
 ) -> Iterator[Original]:
-    """Evaluates and scores a model in one new process; the scores are deleted afterwards.
+    """Evaluates and scores a model in one new process, with a progress bar; the scores are deleted afterwards.
 
     Args:
         model: Hugging Face folder in floating point.
         data: how it is evaluated.
         sample: what is scored.
         vocabulary: V of the model.
-        progress: called with (windows done, all), twice from 0.
+        console: for the progress bar.
 
     Raises:
         DataError: it cannot be loaded, or its perplexity is not finite.
@@ -73,5 +71,9 @@ def scored_original(
     with TemporaryDirectory(prefix="headrace-original-") as folder:
         job = Path(folder)
         write_json(job / DATA, data.model_dump(mode="json"))
-        _WORKER.run(ScoreRequest(model, sample.windows, sample.texts, vocabulary), job, progress=progress)
+        console.print(f"{model}: evaluating the original")
+        with ProgressBar(*ProgressBar.get_default_columns(), console=console, transient=True) as shown:
+            task = shown.add_task("windows")
+            show: Progress = lambda done, every: shown.update(task, completed=done, total=every)  # noqa: E731
+            _WORKER.run(ScoreRequest(model, sample.windows, sample.texts, vocabulary), job, progress=show)
         yield Original(finite(model, json.loads((job / MEASURED).read_text())), job)

@@ -7,6 +7,7 @@ those of transformers on the same folder. No torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from headrace.base.directory import MANIFEST, read_manifest
 from pipeline.consumers.bounds import Bound, bound_of
 from pipeline.consumers.consumer import ConsumerPlan
 from pipeline.consumers.gate import Sample, Say, judged, refusal, score_original
-from pipeline.consumers.request import ScoreRequest
+from pipeline.consumers.request import ScoreRequest, Scores
 
 NO_BOUND = Bound(inf, inf)
 """Any finite figure is within it."""
@@ -35,6 +36,7 @@ def run_pruned_gate(
     vocabulary: int,
     consumers: ConsumerPlan,
     say: Say = lambda _line: None,
+    reference: Callable[[], Scores] | None = None,
 ) -> dict[str, Any]:
     """Scores a pruned model by its consumers.
 
@@ -46,6 +48,7 @@ def run_pruned_gate(
         vocabulary: V of both.
         consumers: which are run.
         say: takes lines for people.
+        reference: reads the original's scores of the sample, where it has been scored already.
 
     Returns:
         For the manifest: consumer -> its figures beside the original's, with `mean_kl_to_transformers` on the same
@@ -55,7 +58,7 @@ def run_pruned_gate(
         DataError: a consumer fails, its tokenizer gives other ids, its figures are not finite, or it is further from
             transformers on the same folder than the bound of the dtype.
     """
-    reference = score_original(original, sample, vocabulary=vocabulary)
+    expected = reference() if reference else score_original(original, sample, vocabulary=vocabulary)
     say("scoring with transformers")
     own = score_original(result, sample, vocabulary=vocabulary)
     figures: dict[str, Any] = {name: {"not_run": reason} for name, reason in consumers.not_run.items()}
@@ -65,7 +68,7 @@ def run_pruned_gate(
         if consumer.name != "transformers":
             say(f"scoring with {consumer.name}")
             scores = consumer.score(ScoreRequest(result, sample.windows, sample.texts, vocabulary))
-        found, broken = judged(scores, reference, sample, NO_BOUND)
+        found, broken = judged(scores, expected, sample, NO_BOUND)
         beside, unlike = judged(scores, own, sample, bound_of(scheme))
         figures[consumer.name] = {**found, "mean_kl_to_transformers": beside["mean_kl"]}
         wrong += [f"{consumer.name}: {each}" for each in broken]

@@ -271,6 +271,11 @@ def samples_of_rows(batch: BatchSizes, dp_rank: int) -> npt.NDArray[np.int64]:
     return rows
 
 
+def most_on_a_rank(batch: BatchSizes, samples: npt.NDArray[np.int64]) -> int:
+    """How many of some samples of a step the rank has that has most of them."""
+    return int(np.bincount(samples // batch.micro % batch.dp, minlength=1).max())
+
+
 def _by_step(steps: range, location: SampleLocation) -> Iterator[tuple[int, SampleLocation]]:
     sources, windows = (np.split(column, len(steps)) for column in (location.source, location.window))
     for step, source, window in zip(steps, sources, windows, strict=True):

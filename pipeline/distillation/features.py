@@ -21,7 +21,8 @@ from pipeline.distillation.matching import AttentionLoss, HiddenStateLoss, Seque
 from pipeline.distillation.objective import Distillation
 from pipeline.distillation.teacher import Teacher
 from pipeline.engines.objective import Loss
-from pipeline.parallel.features import Features, Wanted, decoder_layers, recording
+from pipeline.models.decoder_layers import decoder_layers
+from pipeline.parallel.features import Features, Wanted, recording
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from pipeline.config.batch import BatchSizes
 from pipeline.config.compression_schema import OnPolicySection
 from pipeline.config.rules import ResolvedRun
-from pipeline.data.loader import IGNORE, MicroBatch, StepBatch, samples_of_rows
+from pipeline.data.loader import IGNORE, MicroBatch, StepBatch, most_on_a_rank, samples_of_rows
 from pipeline.data.permutation import derive_key, permute
 from pipeline.distillation.generation import Generator, Prompts
 from pipeline.distillation.on_policy_loss import own_means
@@ -49,7 +49,7 @@ def chosen_samples(step: int, *, samples: int, fraction: float, seed: int) -> I6
 
 def passes_per_step(batch: BatchSizes, section: OnPolicySection, *, chosen: I64) -> int:
     """How many groups of samples are continued one after another in a step, by every rank."""
-    most = max(int(np.isin(samples_of_rows(batch, rank), chosen).sum()) for rank in range(batch.dp))
+    most = most_on_a_rank(batch, chosen)
     return -(-most // (section.batch or max(most, 1)))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipeline.config.rules import ResolvedRun
 from pipeline.config.schema import Fp8Section, LossSection, MemorySection, MoeSection
 from pipeline.data.loader import MicroBatch
-from pipeline.distillation.divergence import Divergence, divergence_and_gradient, divergence_by_position
+from pipeline.distillation.divergence import Divergence, divergence_by_position
 from pipeline.models.materialize import materialize
 from pipeline.models.values import ParameterValues
 from pipeline.parallel.architecture_check import has_separate_head
@@ -99,9 +99,8 @@ class Teacher:
         vocabulary: VocabularyShard,
     ) -> tuple[Tensor, Tensor]:
         """The divergence of the student's logits from the teacher's, and its gradient; see `divergence`."""
-        _decoder, head = self._made
-        own = targets[0] if head is None else head(targets[0])
-        return divergence_and_gradient(divergence, own, logits, labels, vocabulary)
+        nats, gradient = self.compare_by_position(divergence, logits, labels, *targets, vocabulary=vocabulary)
+        return nats.sum(), gradient
 
     @torch.no_grad()
     def compare_by_position(

@@ -18,7 +18,7 @@ from zlib import crc32
 
 from headrace.base.cli import guarded
 from headrace.base.errors import ConfigError
-from pipeline.elastic.agent import Agent, log_file_sayer
+from pipeline.elastic.agent import Agent
 from pipeline.elastic.files import DEAD_S, StateFiles
 from pipeline.elastic.leader import Terms
 from pipeline.elastic.local_ranks import Command
@@ -38,13 +38,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         why = f"--nodes names {', '.join(addresses)}"
         raise ConfigError("--node", args.node, why=why, remedy="name this host as --nodes does")
     directory, output = Path(args.directory), Path(args.output) if args.output else None
-    say = log_file_sayer(output)
     files = StateFiles(directory, node=args.node, nodes=tuple(addresses), dead_s=args.dead)
     arguments = (sys.executable, "-m", args.module, *args.arguments)
     command = Command(arguments, args.tasks, directory / "logs", output)
     checks = _Checks(args.arguments, args.tasks, output)
     job = crc32(str(directory.absolute()).encode())
     terms = Terms(addresses, args.least, args.restarts, job, refusal=cache(checks.refusal), step=checks.step)
+    say = partial(_say, output)
     agent = Agent(args.node, command, terms, files, args.join, say)
     checks.tick = agent.tick
     outcome = agent.run().outcome
@@ -136,6 +136,10 @@ class _Checks:
                 with suppress(subprocess.TimeoutExpired):
                     out, err = process.communicate(timeout=_POLL_S)
                     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def _say(output: Path | None, line: str) -> None:
+    _write(output, f"agents: {line}\n")
 
 
 def _write(output: Path | None, text: str) -> None:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from headrace.base.errors import EXIT_REQUEUE
@@ -162,16 +161,3 @@ class Agent:
         self._state = replace(self._state, count=count, stop=self._stop is not None, **fields)
         with suppress(OSError):  # a full disk, a file system that fails for a moment: the next look writes again
             self.files.write(self._state)
-
-
-def log_file_sayer(output: Path | None) -> Callable[[str], None]:
-    """Writes lines to the log that rank 0 appends to, or to this terminal."""
-
-    def say(line: str) -> None:
-        if output is None:
-            print(f"agents: {line}", flush=True)
-            return
-        with output.open("a") as file:
-            file.write(f"agents: {line}\n")
-
-    return say

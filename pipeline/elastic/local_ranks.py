@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headrace.base.cli import ERROR_FILE
-from headrace.base.processes import STOPPED, die_with_parent, state_of
 from pipeline.elastic.files import Plan
 from pipeline.launch.environment import AGENT_STARTS
+from pipeline.launch.rank_process import RankProcess, start_rank, terminate
 
-_GRACE_S, _POLL_S = 5.0, 0.05
-_TAIL_LINES, _MOST = 20, 4000
+_MOST = 4000
 
 
 @dataclass(frozen=True)
@@ -50,44 +45,40 @@ class LocalRanks:
     command: Command
     plan: Plan
     node: str
-    _processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _ranks: list[RankProcess] = field(default_factory=list)
     _codes: dict[int, int] = field(default_factory=dict)
 
     def start(self) -> None:
         """Starts them."""
         self.command.logs.mkdir(parents=True, exist_ok=True)
-        first = self.plan.members.index(self.node) * self.command.tasks
-        for local in range(self.command.tasks):
-            self._processes[first + local] = self._start(first + local, local)
+        self._ranks += [self._start(local) for local in range(self.command.tasks)]
 
     def codes(self) -> dict[int, int]:
         """Exit codes of the ranks that have ended, in the order in which that was seen."""
-        for rank, process in self._processes.items():
-            if rank not in self._codes and process.poll() is not None:
-                self._codes[rank] = process.returncode
+        for rank in self._ranks:
+            if rank.number not in self._codes and rank.process.poll() is not None:
+                self._codes[rank.number] = rank.process.returncode
         return dict(self._codes)
 
     @property
     def running(self) -> bool:
         """Whether one of them runs."""
-        return len(self.codes()) < len(self._processes)
+        return len(self.codes()) < len(self._ranks)
 
     def error(self) -> str:
         """Of the first that failed: what it reported, or the end of its output; empty where none has."""
-        failed = next((rank for rank, code in self.codes().items() if code), None)
-        if failed is None:
+        number = next((number for number, code in self.codes().items() if code), None)
+        if number is None:
             return ""
-        code = self._codes[failed]
+        [rank], code = [rank for rank in self._ranks if rank.number == number], self._codes[number]
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        report = self._error_file(failed)
-        text = report.read_text(errors="replace").rstrip() if report.is_file() else self._tail(failed)
-        name = f"rank {failed} on {self.node} {how}"
+        name, text = f"rank {number} on {self.node} {how}", rank.error_text()
         return f"{name}:\n{text}"[:_MOST] if text else name
 
     def send(self, number: signal.Signals) -> None:
         """Sends a signal to those that run."""
-        for process in self._processes.values():
-            self._send(process, number)
+        for rank in self._ranks:
+            rank.send(number)
 
     def end(self, *, tick: Callable[[], None]) -> None:
         """Ends those that still run, within some seconds.
@@ -95,56 +86,21 @@ class LocalRanks:
         Args:
             tick: is called meanwhile.
         """
-        for process in self._processes.values():
-            stopped = state_of(process.pid)[0] == STOPPED
-            self._send(process, signal.SIGKILL if stopped else signal.SIGTERM)
-        deadline = time.monotonic() + _GRACE_S
-        while self.running and time.monotonic() < deadline:
-            tick()
-            time.sleep(_POLL_S)
-        self.send(signal.SIGKILL)
-        for process in self._processes.values():
-            process.wait()
+        terminate(self._ranks, signal.SIGTERM, tick=tick)
 
-    def _start(self, rank: int, local: int) -> subprocess.Popen[bytes]:
-        self._error_file(rank).unlink(missing_ok=True)
+    def _start(self, local: int) -> RankProcess:
+        number = self.plan.members.index(self.node) * self.command.tasks + local
+        logs, start = self.command.logs, self.plan.start
+        error = logs / f"start-{start}-rank-{number}.error"
+        error.unlink(missing_ok=True)  # an earlier job's
         environ = {
             **os.environ,
-            AGENT_STARTS: str(self.plan.start),
-            "RANK": str(rank),
+            AGENT_STARTS: str(start),
+            "RANK": str(number),
             "LOCAL_RANK": str(local),
             "WORLD_SIZE": str(len(self.plan.members) * self.command.tasks),
             "MASTER_ADDR": self.plan.address,
             "MASTER_PORT": str(self.plan.port),
-            ERROR_FILE: str(self._error_file(rank)),
         }
-        log = self._log(rank)
-        with ExitStack() as stack:
-            file = None if log is None else stack.enter_context(log.open("ab"))
-            return subprocess.Popen(
-                self.command.arguments,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file and subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=die_with_parent,  # noqa: PLW1509  there are no threads here
-            )
-
-    def _log(self, rank: int) -> Path | None:
-        return self.command.output if rank == 0 else self.command.logs / f"rank-{rank}.log"
-
-    def _error_file(self, rank: int) -> Path:
-        return self.command.logs / f"start-{self.plan.start}-rank-{rank}.error"
-
-    def _tail(self, rank: int) -> str:
-        log = self._log(rank)
-        if log is None or not log.is_file():
-            return ""
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - 2 * _MOST))
-            return "\n".join(file.read().decode(errors="replace").rstrip().splitlines()[-_TAIL_LINES:])
-
-    def _send(self, process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-        if process.poll() is None:
-            os.killpg(process.pid, number)
+        output = self.command.output if number == 0 else logs / f"rank-{number}.log"
+        return start_rank(self.command.arguments, number, environ=environ, output=output, error=error)

@@ -14,18 +14,15 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.base.cli import ERROR_FILE
 from headrace.base.errors import EXIT_FOLLOWED, EXIT_INTERRUPTED, EXIT_LOST
-from headrace.base.processes import STOPPED, die_with_parent, state_of
+from pipeline.launch.rank_process import RankProcess, start_rank, terminate
 from pipeline.launch.rendezvous import format_ranks
 
 _POLL_S = 0.05
@@ -34,28 +31,8 @@ OWN_ERROR_S = 60.0
 _SETTLE_S = 1.0
 """Seconds after the first failure in which other failures are collected, to tell the cause from its consequences."""
 _GRACE_S = 5.0
-"""Seconds between a signal to terminate and SIGKILL."""
-_TAIL_LINES = 20
+"""Seconds more, in which it closes what it has open."""
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-
-
-@dataclass(frozen=True)
-class _Rank:
-    number: int
-    process: subprocess.Popen[bytes]
-    output: Path
-    error: Path
-
-    @property
-    def failed(self) -> bool:
-        return self.process.poll() not in (None, 0)
-
-    def error_text(self) -> str:
-        """Its error, or the end of its output where it has written no error."""
-        if self.error.exists():
-            return self.error.read_text().rstrip()
-        text = self.output.read_text(errors="replace") if self.output.exists() else ""
-        return "\n".join(text.rstrip().splitlines()[-_TAIL_LINES:])
 
 
 def supervise(command: Sequence[str], *, processes: int) -> int:
@@ -74,14 +51,14 @@ def supervise(command: Sequence[str], *, processes: int) -> int:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-")))
         port = stack.enter_context(_reserved_port())
-        ranks: list[_Rank] = []
-        stack.callback(_terminate, ranks, signal.SIGTERM)
+        ranks: list[RankProcess] = []
+        stack.callback(terminate, ranks, signal.SIGTERM)
         ranks.extend(_start(command, number, processes, folder, port) for number in range(processes))
         stack.enter_context(_forwarding_signals(ranks))
         try:
             failures = _wait_through_interrupt(ranks)
         except KeyboardInterrupt:
-            _terminate(ranks, signal.SIGINT)
+            terminate(ranks, signal.SIGINT)
             return EXIT_INTERRUPTED
         if not failures:
             return 0
@@ -90,12 +67,11 @@ def supervise(command: Sequence[str], *, processes: int) -> int:
             return _report_loss(ranks, own)
         if not own:
             return _report_no_cause(ranks)
-        _terminate(ranks, signal.SIGTERM)
+        terminate(ranks, signal.SIGTERM)
         return _report_failure(own[0], processes)  # ranks that only lost their link to it exit with `EXIT_LOST`
 
 
-def _start(command: Sequence[str], number: int, processes: int, folder: Path, port: int) -> _Rank:
-    output, error = folder / f"output-{number}", folder / f"error-{number}"
+def _start(command: Sequence[str], number: int, processes: int, folder: Path, port: int) -> RankProcess:
     threads = max(1, (os.cpu_count() or 1) // processes)
     environ = {
         "OMP_NUM_THREADS": str(threads),
@@ -106,29 +82,18 @@ def _start(command: Sequence[str], number: int, processes: int, folder: Path, po
         "WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        ERROR_FILE: str(error),
     }
-    with ExitStack() as stack:
-        output_file = None if number == 0 else stack.enter_context(output.open("wb"))
-        process = subprocess.Popen(
-            command,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=output_file,
-            stderr=output_file and subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches this process alone, which forwards it
-            preexec_fn=die_with_parent,  # noqa: PLW1509  there are no threads here
-        )
-    return _Rank(number, process, output, error)
+    output = None if number == 0 else folder / f"output-{number}"
+    return start_rank(command, number, environ=environ, output=output, error=folder / f"error-{number}")
 
 
-def _wait(ranks: Sequence[_Rank]) -> list[_Rank]:
+def _wait(ranks: Sequence[RankProcess]) -> list[RankProcess]:
     """Waits until all exit or one fails, then `_SETTLE_S` longer. Returns those that failed, in order.
 
     Ranks that exit because of another rank's error (`EXIT_FOLLOWED`) exit before that rank, which may have much to
     close.
     """
-    failures: list[_Rank] = []
+    failures: list[RankProcess] = []
     deadline = cause_deadline = float("inf")
     while time.monotonic() < min(deadline, cause_deadline) and any(rank.process.poll() is None for rank in ranks):
         time.sleep(_POLL_S)
@@ -140,56 +105,39 @@ def _wait(ranks: Sequence[_Rank]) -> list[_Rank]:
     return failures + [rank for rank in ranks if rank.failed and rank not in failures]
 
 
-def _any_exited_with(code: int, ranks: Sequence[_Rank]) -> bool:
+def _any_exited_with(code: int, ranks: Sequence[RankProcess]) -> bool:
     return any(rank.process.returncode == code for rank in ranks)
 
 
-def _wait_through_interrupt(ranks: Sequence[_Rank]) -> list[_Rank]:
+def _wait_through_interrupt(ranks: Sequence[RankProcess]) -> list[RankProcess]:
     """As `_wait`. The first Ctrl-C is forwarded, so that the run saves a checkpoint; the second one is raised."""
     try:
         return _wait(ranks)
     except KeyboardInterrupt:
         for rank in ranks:
-            _send(rank, signal.SIGINT)
+            rank.send(signal.SIGINT)
         return _wait(ranks)
 
 
-def _terminate(ranks: Sequence[_Rank], number: signal.Signals) -> None:
-    """Ends the remaining ranks and their children: by signal `number` where they can handle it, then by SIGKILL."""
-    deadline = time.monotonic() + _GRACE_S
-    for rank in ranks:
-        _send(rank, signal.SIGKILL if state_of(rank.process.pid)[0] == STOPPED else number)
-    while time.monotonic() < deadline and any(rank.process.poll() is None for rank in ranks):
-        time.sleep(_POLL_S)
-    for rank in ranks:
-        _send(rank, signal.SIGKILL)
-        rank.process.wait()
-
-
-def _send(rank: _Rank, number: signal.Signals) -> None:
-    if rank.process.poll() is None:
-        os.killpg(rank.process.pid, number)
-
-
-def _report_loss(ranks: Sequence[_Rank], dead: Sequence[_Rank]) -> int:
+def _report_loss(ranks: Sequence[RankProcess], dead: Sequence[RankProcess]) -> int:
     """Prints the watchdog's report, which names the lost rank, and the signals that ended ranks: only we know those."""
     ended = [f"  rank {rank.number} was ended by {signal.Signals(-rank.process.returncode).name}" for rank in dead]
-    _terminate(ranks, signal.SIGTERM)
+    terminate(ranks, signal.SIGTERM)
     reports = [rank.error.read_text().rstrip() for rank in ranks if rank.error.exists()]
     print("\n".join([*reports[:1], *ended]), file=sys.stderr, flush=True)
     return EXIT_LOST
 
 
-def _report_no_cause(ranks: Sequence[_Rank]) -> int:
+def _report_no_cause(ranks: Sequence[RankProcess]) -> int:
     """All exited ranks have followed another rank's error, and the rank with that error has not exited."""
     remaining = format_ranks(rank.number for rank in ranks if rank.process.poll() is None)
-    _terminate(ranks, signal.SIGTERM)
+    terminate(ranks, signal.SIGTERM)
     waited = f"{remaining} of {len(ranks)} did not exit within {OWN_ERROR_S + _GRACE_S:g} s"
     print(f"error: a rank has failed without printing its error; {waited}", file=sys.stderr, flush=True)
     return EXIT_FOLLOWED
 
 
-def _report_failure(cause: _Rank, processes: int) -> int:
+def _report_failure(cause: RankProcess, processes: int) -> int:
     code, text = cause.process.returncode, cause.error_text()
     if code < 0:
         print(f"error: rank {cause.number} of {processes} was ended by {signal.Signals(-code).name}", file=sys.stderr)
@@ -201,7 +149,7 @@ def _report_failure(cause: _Rank, processes: int) -> int:
 
 
 @contextmanager
-def _forwarding_signals(ranks: Sequence[_Rank]) -> Iterator[None]:
+def _forwarding_signals(ranks: Sequence[RankProcess]) -> Iterator[None]:
     def forward(number: int, _frame: object) -> None:
         for rank in ranks:
             if rank.process.poll() is None:

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.data.loader import MicroBatch
 from pipeline.models.attention import RecordAttention
+from pipeline.models.decoder_layers import decoder_layers
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,6 @@ class Recorded(Protocol):
 
     causal: nn.Module
     record_attention: RecordAttention | None
-
-
-def decoder_layers(model: nn.Module) -> dict[int, nn.Module]:
-    """Index -> decoder layer of a Hugging Face model; of a pipeline stage its own, by their index in the model."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return {i: each for one in lists for i, each in enumerate(one) if isinstance(each, GradientCheckpointingLayer)}
 
 
 @contextmanager

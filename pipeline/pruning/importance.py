@@ -34,7 +34,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.data.loader import IGNORE, MicroBatch
-from pipeline.pruning.observing import Observer, decoder_layers, left_out
+from pipeline.models.decoder_layers import decoder_layers
+from pipeline.pruning.observing import Observer, left_out
 
 Sums = dict[str, Tensor]
 

@@ -18,15 +18,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
+from pipeline.models.decoder_layers import decoder_layers
 from pipeline.parallel.stages import PassThrough
 
 _FFN, _HEADS = ("mlp.down_proj", "mlp.c_proj"), ("self_attn.o_proj", "attn.c_proj")
 _NORM = re.compile(
     r"^(?:model\.norm|model\.layers\.\d+\.\w+_layernorm|transformer\.ln_f|transformer\.h\.\d+\.ln_[12])$"
 )
-_NUMBER = re.compile(r"\.(\d+)$")
 
 
 class Observer:
@@ -139,14 +138,6 @@ def sums_of_experts(module: Any, states: Tensor, chosen: Tensor, weights: Tensor
         sums["tokens"][expert] = token.numel()
         sums["mass"][expert] = weights[token, place].sum(dtype=torch.float64)
     return sums
-
-
-def decoder_layers(model: nn.Module) -> dict[int, nn.Module]:
-    """Index in the whole model -> decoder layer, of those that this process holds."""
-    layers = (
-        (name, module) for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)
-    )
-    return {int(match[1]): module for name, module in layers if (match := _NUMBER.search(name))}
 
 
 def is_fused_experts(module: nn.Module) -> bool:

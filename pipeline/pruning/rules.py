@@ -9,6 +9,7 @@ from math import lcm
 from pathlib import Path
 
 from headrace.base.errors import ConfigError, found_by
+from pipeline.compress.calibration_rules import open_calibration
 from pipeline.config.rules import ResolvedRun
 from pipeline.consumers.consumer import ConsumerPlan, plan_consumers
 from pipeline.consumers.description import FOLDER, ModelDescription, architecture, head_size
@@ -98,10 +99,7 @@ def prepare(config: PruneConfig, *, world_size: int = 1) -> PruningPlan:
 
 def _calibration(config: PruneConfig, anatomy: Anatomy, shares: int) -> TokenDataset:
     length, samples = config.data.sequence_length, config.calibration.samples
-    dataset = TokenDataset.open(config.data.path, split=config.calibration.split, sequence_length=length)
-    if samples > dataset.windows:
-        why = f"the split {config.calibration.split} has {dataset.windows} windows of {length} tokens"
-        raise ConfigError("calibration.samples", samples, why=why, remedy=f"use {dataset.windows} or less")
+    dataset = open_calibration(config.data, config.calibration)
     widest = max((axis for axis in _WIDTHS if axis in anatomy.sizes), key=lambda axis: anatomy.sizes[axis])
     if samples * length < anatomy.sizes[widest]:
         tokens, channels = samples * length, anatomy.sizes[widest]

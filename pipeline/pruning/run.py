@@ -11,6 +11,7 @@ from rich.console import Console
 
 from headrace.base.directory import Manifest, parent_entry, staged
 from pipeline.consumers.gate import Sample
+from pipeline.consumers.original import scored_original
 from pipeline.consumers.pruned_gate import run_pruned_gate
 from pipeline.consumers.table import consumer_table
 from pipeline.evaluation.measure import measure
@@ -54,14 +55,15 @@ def prune(plan: PruningPlan, launch: Launch) -> Manifest | None:
     if unseen := unseen_experts(sums, kept):
         console.print(unseen_line(unseen), markup=False)
     sample = Sample.of(plan.dataset, plan.source.path, vocabulary=plan.source.vocab_size)
-    console.print(f"{plan.source.path}: evaluating the original")
-    before = measure(plan.source.path, plan.config.data)
-    with staged(plan.output) as staging:
+    scored = scored_original(
+        plan.source.path, plan.config.data, sample, vocabulary=plan.source.vocab_size, console=console
+    )
+    with scored as original, staged(plan.output) as staging:
         write_folder(plan, plan.shape, kept, sums, staging, change=mask_weights(plan, kept, sums))
         copy_tokenizer(plan.source.path, staging)
         console.print("evaluating the result in a subprocess")
         after = measure(staging, plan.config.data)
-        recorded = details(plan, plan.shape, staging, before=before, after=after)
+        recorded = details(plan, plan.shape, staging, before=original.measured, after=after)
         recorded["pruning"] |= {"kept": kept.summary(), "latency": found.latency, "experts_without_tokens": len(unseen)}
         recorded["consumers"] = run_pruned_gate(
             plan.source.path,
@@ -71,6 +73,7 @@ def prune(plan: PruningPlan, launch: Launch) -> Manifest | None:
             vocabulary=plan.source.vocab_size,
             consumers=plan.consumers,
             say=lambda line: console.print(line, markup=False),
+            reference=original.scores,
         )
         parents = {"model": parent_entry(plan.source.path, plan.source.fingerprint())}
         parents["data"] = parent_entry(plan.dataset.path, plan.dataset.manifest.fingerprint)

@@ -19,13 +19,14 @@ from pipeline.config.rules import ResolvedRun
 from pipeline.engines.base import Engine
 from pipeline.engines.build import build_engine
 from pipeline.engines.objective import CrossEntropy
+from pipeline.models.decoder_layers import decoder_layers
 from pipeline.models.hf_config import read_hf_config
 from pipeline.models.meta import build_meta
 from pipeline.models.stored_values import FromSafetensors
 from pipeline.parallel.checks import check_layout
 from pipeline.pruning.importance import Sums, Windows
 from pipeline.pruning.layout import as_importance
-from pipeline.pruning.observing import Observer, decoder_layers, left_out
+from pipeline.pruning.observing import Observer, left_out
 from pipeline.run.prepare import attention_of
 
 

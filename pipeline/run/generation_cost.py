@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.data.loader import samples_of_rows
+from pipeline.data.loader import most_on_a_rank
 from pipeline.distillation.kv_cache import cache_bytes_per_token
 from pipeline.distillation.on_policy import chosen_samples, passes_per_step
 from pipeline.run.memory_summary import shown_bytes
@@ -44,13 +44,12 @@ def generation_cost(prepared: PreparedRun) -> GenerationCost:
     assert run.config.distill.on_policy is not None
     section, batch = run.config.distill.on_policy, run.batch
     length = section.length(batch.sequence_length)
-    groups = samples = 0
+    most = np.empty(0, np.int64)
     for step in range(1, min(run.steps, LOOKED_AT) + 1):
         chosen = chosen_samples(step, samples=batch.samples, fraction=section.fraction, seed=run.config.run.seed)
-        groups = max(groups, passes_per_step(batch, section, chosen=chosen))
-        samples = max([samples, *(int(np.isin(samples_of_rows(batch, r), chosen).sum()) for r in range(batch.dp))])
-    samples = min(samples, section.batch or samples)
-    prompt, passes = section.prompt_tokens, groups * length
+        most = max(most, chosen, key=lambda each: most_on_a_rank(batch, each))
+    samples = min(most_on_a_rank(batch, most), section.batch or batch.samples)
+    prompt, passes = section.prompt_tokens, passes_per_step(batch, section, chosen=most) * length
     kept = prompt + length - 1
     per_token = cache_bytes_per_token(prepared.model) if section.kv_cache else 0
     sharded = run.config.zero_optimization.stage == 3 and run.topology.dp > 1

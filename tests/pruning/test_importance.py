@@ -12,9 +12,9 @@ import torch
 from headrace.base.section import parse
 from pipeline.data.loader import MicroBatch, make_batch
 from pipeline.evaluation.loading import load_model
+from pipeline.models.decoder_layers import decoder_layers
 from pipeline.pruning.config import PruneConfig
 from pipeline.pruning.importance import Sums, Windows, gather
-from pipeline.pruning.observing import decoder_layers
 from pipeline.pruning.report import unseen_line
 from pipeline.pruning.rules import PruningPlan, prepare
 from pipeline.pruning.selection import Kept, residual_scores, select, top, unseen_experts

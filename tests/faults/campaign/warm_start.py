@@ -152,12 +152,12 @@ def _run(words: Sequence[str], work: str, output: str, env: Mapping[str, str]) -
 def _fork(job: Mapping[str, Any]) -> int:
     child = os.fork()
     if not child:
-        from pipeline.launch import local  # noqa: PLC0415
+        from pipeline.launch import rank_process  # noqa: PLC0415
 
         os.setsid()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         stand_in = SimpleNamespace(Popen=_Rank, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
-        local.subprocess = stand_in  # type: ignore[attr-defined]
+        rank_process.subprocess = stand_in  # type: ignore[attr-defined]
         _run(job["command"], job["work"], job["output"], job["env"])
     return child
 

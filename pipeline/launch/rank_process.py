@@ -1,0 +1,102 @@
+"""A rank as a process that this one has started: its output and error in files, and its end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.base.cli import ERROR_FILE
+from headrace.base.processes import STOPPED, die_with_parent, state_of
+
+_POLL_S = 0.05
+_GRACE_S = 5.0
+"""Seconds between a signal to terminate and SIGKILL."""
+_TAIL_LINES, _TAIL_BYTES = 20, 1 << 16
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """One rank.
+
+    Attributes:
+        number: its rank.
+        process: in a session of its own, so that Ctrl-C reaches this process alone.
+        output: file that it writes to; None for this process's own output.
+        error: file in which it leaves its error, see `headrace.base.cli.guarded`.
+    """
+
+    number: int
+    process: subprocess.Popen[bytes]
+    output: Path | None
+    error: Path
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended with another code than 0."""
+        return self.process.poll() not in (None, 0)
+
+    def error_text(self) -> str:
+        """Its error, or the end of its output where it has written no error."""
+        if self.error.exists():
+            return self.error.read_text(errors="replace").rstrip()
+        if self.output is None or not self.output.exists():
+            return ""
+        with self.output.open("rb") as file:
+            file.seek(max(0, self.output.stat().st_size - _TAIL_BYTES))
+            return "\n".join(file.read().decode(errors="replace").rstrip().splitlines()[-_TAIL_LINES:])
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal to it and its children, if it runs."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, number)
+
+
+def start_rank(
+    command: Sequence[str], number: int, *, environ: Mapping[str, str], output: Path | None, error: Path
+) -> RankProcess:
+    """Starts a rank, which ends with this process.
+
+    Args:
+        command: of the rank.
+        number: its rank.
+        environ: its environment, but for the name of the file for its error.
+        output: file that it appends to; None for this process's own output.
+        error: file for its error.
+    """
+    with ExitStack() as stack:
+        file = None if output is None else stack.enter_context(output.open("ab"))
+        process = subprocess.Popen(
+            command,
+            env={**environ, ERROR_FILE: str(error)},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file and subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=die_with_parent,  # noqa: PLW1509  there are no threads here
+        )
+    return RankProcess(number, process, output, error)
+
+
+def terminate(ranks: Iterable[RankProcess], number: signal.Signals, *, tick: Callable[[], None] = lambda: None) -> None:
+    """Ends the remaining ranks and their children: by signal `number` where they can handle it, then by SIGKILL.
+
+    Args:
+        ranks: of this process.
+        number: the signal that they are asked with.
+        tick: is called while they have time to end.
+    """
+    ranks, deadline = list(ranks), time.monotonic() + _GRACE_S
+    for rank in ranks:
+        rank.send(signal.SIGKILL if state_of(rank.process.pid)[0] == STOPPED else number)
+    while time.monotonic() < deadline and any(rank.process.poll() is None for rank in ranks):
+        tick()
+        time.sleep(_POLL_S)
+    for rank in ranks:
+        rank.send(signal.SIGKILL)
+        rank.process.wait()
