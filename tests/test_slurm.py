@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import sysconfig
@@ -15,11 +14,11 @@ from typing import Any
 import pytest
 
 from tests.cluster.cluster import VirtualCluster, missing_requirements
+from tests.cluster.settings import Patience
+from tests.cluster.slurm_run import JOB_ENV, SlurmRun
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
-# the jobs use the environment that the tests run in, wherever it is; one thread each, since both nodes share the cores
-JOB_ENV = {"HEADRACE_VENV": "", "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
 WORKERS = 4
 STEPS = 6
 LONG = 150
@@ -135,7 +134,7 @@ def test_zero3_across_two_nodes_has_the_losses_of_one_machine(
     )
     log = (tmp_path / "train.out").read_text()
     assert (job.state, job.nodes) == ("COMPLETED", "n[1-2]"), log
-    assert {"0: n1", "1: n2"} <= set(log.splitlines())  # the host names that the hosts report themselves
+    assert "agents: start 1 on n1, n2 (start)" in log
 
     expected, found = _losses(tmp_path / "one_machine"), _losses(tmp_path / "two_nodes")
     assert list(expected) == list(range(1, STEPS + 1))
@@ -168,12 +167,12 @@ def test_a_job_that_gets_a_stop_signal_is_requeued_and_finishes_the_run(
     options = ["--nodes=2", f"--output={tmp_path}/train.out"]
     number = cluster.sbatch("slurm/train.sbatch", str(config), options=options, cwd=ROOT, env=JOB_ENV)
     _wait_for_step(tmp_path / "long", 5)
-    _send_stop_signal(cluster, number)
+    cluster.run("scancel", "--signal=USR1", str(number))  # as Slurm does before the time limit
     job = cluster.wait(number, timeout_s=240)
     log = (tmp_path / "train.out").read_text()
     assert job.state == "COMPLETED", log
     assert "stopped by SIGUSR1" in log
-    assert "stop requested; back into the queue" in log
+    assert "stopped; back into the queue" in log
     assert "resuming after step" in log
     assert list(_losses(tmp_path / "long")) == list(range(1, LONG + 1))
 
@@ -185,9 +184,10 @@ def test_a_job_stopped_three_times_before_its_first_checkpoint_is_held(
     options = ["--nodes=2", f"--output={log}"]
     number = cluster.sbatch("slurm/train.sbatch", str(config), options=options, cwd=ROOT, env=JOB_ENV)
     for start in (1, 2, 3):
-        _wait_until(lambda starts=start: log.exists() and log.read_text().count("rendezvous at") == starts)
-        _send_stop_signal(cluster, number)  # it checks the config now
-        _wait_until(lambda stops=start: log.read_text().count("stop requested") == stops)
+        _wait_until(lambda starts=start: log.exists() and log.read_text().count("tasks\n") == starts)
+        # there is no agent yet: the script remembers the request
+        cluster.run("scancel", "--batch", "--signal=USR1", str(number))
+        _wait_until(lambda stops=start: log.read_text().count("agents: stopped before the start") == stops)
     _wait_until(lambda: "JobState=PENDING" in cluster.run("scontrol", "show", "job", str(number)))
     job = cluster.run("scontrol", "show", "job", str(number))
     cluster.run("scancel", str(number))
@@ -198,33 +198,25 @@ def test_a_job_stopped_three_times_before_its_first_checkpoint_is_held(
     assert not (tmp_path / "long/metrics.jsonl").exists()
 
 
-def test_a_run_that_loses_a_rank_and_then_a_node_continues_on_the_remaining_node(
+def test_a_run_that_loses_a_rank_and_then_its_first_node_goes_on_and_ends_as_completed(
     tokens: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """One restart is allowed without a new checkpoint; after a new checkpoint the count starts again."""
-    config, env = _long_config(tmp_path, tokens), JOB_ENV | {"HEADRACE_RESTARTS": "1"}
-    options = ["--nodes=2", f"--output={tmp_path}/train.out"]
+    """The batch script is gone with the first node. One restart is allowed until there is a new checkpoint."""
     state = tmp_path_factory.mktemp("nodes")  # a socket's path has room for 108 characters
-    with VirtualCluster(state, nodes=2, cpus=2, down_after_s=5) as cluster:
-        cluster.wait_for_nodes("idle", "n1", "n2")
-        number = cluster.sbatch("slurm/train.sbatch", str(config), options=options, cwd=ROOT, env=env)
-        _wait_for_step(tmp_path / "long", 12)
-        cluster.node("n2").machine.run("pkill", "-KILL", "-f", "pipeline.train")
-        _wait_for_step(tmp_path / "long", 32)
-        cluster.node("n2").crash()
-        job = cluster.wait(number, timeout_s=240)
-    log = (tmp_path / "train.out").read_text()
-    assert (job.state, job.nodes) == ("COMPLETED", "n1"), log
-    assert "resuming after step 3" in log  # 30, or a later one
-    assert "dp 2" in log
-    assert "1 process" in log
-    assert log.count("starting again") == 2
-    assert list(_losses(tmp_path / "long")) == list(range(1, LONG + 1))
-
-
-def _send_stop_signal(cluster: VirtualCluster, job: int) -> None:
-    """Does what Slurm does before the time limit for a job with --signal=B:USR1."""
-    cluster.run("scancel", "--batch", "--signal=USR1", str(job))
+    with VirtualCluster(state, nodes=2, cpus=2, patience=Patience(down_after_s=5)) as cluster:
+        run = SlurmRun(cluster, tmp_path / "long", tmp_path / "train.out")
+        run.submit(_long_config(tmp_path, tokens), ["--nodes=2"], HEADRACE_RESTARTS="1", HEADRACE_DEAD="5")
+        run.wait_for_step(12)
+        cluster.node("n2").machine.run("pkill", "-KILL", "--oldest", "-f", "multiprocessing|pipeline.train --config")
+        run.wait_for_step(32)
+        cluster.node("n1").crash()
+        job = cluster.wait(run.job, timeout_s=240)
+    assert (job.state, job.nodes) == ("COMPLETED", "n2"), run.text()
+    assert "start 2 on n1, n2 (a rank was lost: rank 1 on n2 was ended by SIGKILL" in run.text()
+    assert "start 3 on n2 (n1 does not answer)" in run.text()
+    assert "resuming after step 3" in run.text()  # 30, or a later one
+    assert "queued for another node" in run.text()
+    assert list(run.losses()) == list(range(1, LONG + 1))
 
 
 def _wait_until(condition: Callable[[], bool]) -> None:

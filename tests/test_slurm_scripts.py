@@ -18,8 +18,13 @@ _STAND_INS = {
     "squeue": "echo n1",
     # options begin with --, the command follows
     "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
-    # -c is the check of the environment, which is made with the real one
-    "python": 'if [ "$1" = -c ]; then exec "$REAL_PYTHON" "$@"; fi; echo "$@" >> "$CALLS"',
+    # -c is the check of the environment, which is made with the real one; an agent leaves the outcome of the run
+    "python": """if [ "$1" = -c ]; then exec "$REAL_PYTHON" "$@"; fi
+echo "$@" >> "$CALLS"
+case "$*" in
+    *--progress*) echo "0 run" ;;
+    *pipeline.elastic*) printf '0\\nfinished\\n' > run/.agents/7.0/outcome ;;
+esac""",
 }
 
 
@@ -51,6 +56,7 @@ def run_script(
         "SLURM_JOB_NODELIST": "n1",
         "SLURM_JOB_NUM_NODES": "1",
         "SLURM_NTASKS": "1",
+        "SLURMD_NODENAME": "n1",
         **variables,
     }
     done = subprocess.run(
@@ -63,10 +69,12 @@ def run_script(
 def test_training_starts_the_installed_module_and_needs_no_clone(share: Path) -> None:
     done, calls = run_script(share, "train.sbatch", "c.json", "--set", "run.steps=3")
     assert done.returncode == 0, done.stderr
-    assert calls[0] == "-m pipeline check --processes 1 --config c.json --set run.steps=3"
-    option, module, *rest = calls[-1].split()
-    assert (option, rest) == ("-m", ["--config", "c.json", "--set", "run.steps=3"])
+    assert calls[0] == "-m pipeline check --progress --config c.json --set run.steps=3"
+    option, agent, *options, module, config, file, key, value = calls[-1].split()
+    assert (option, agent) == ("-m", "pipeline.elastic")
+    assert [config, file, key, value] == ["--config", "c.json", "--set", "run.steps=3"]
     assert importlib.util.find_spec(module) is not None
+    assert options[options.index("--join-script") + 1] == str(share / "slurm/join.sbatch")
 
 
 def test_data_prep_needs_no_clone_either(share: Path) -> None:
