@@ -102,6 +102,7 @@ def prepare(run: ResolvedRun) -> PreparedRun:
         teacher, logits = find_teacher(run, mixture, vocab_size=hf_config.vocab_size)
     model = build_meta(hf_config, dtype=model_dtype(config), attn_implementation=attention_of(run))
     check_layout(run, model)
+    check_fallbacks(run, model)
     if teacher is not None:
         check_feature_models(run, student=model, teacher=teacher.model)
     check_generation(config, model)
@@ -119,6 +120,20 @@ def prepare(run: ResolvedRun) -> PreparedRun:
     curve = {**curve_fields(run), "model.resolved": plain, **prints}
     check_run_dir(run, store, curve)
     return PreparedRun(run, mixture, heldout, model, values, plain, size, store, curve, parents, teacher, logits)
+
+
+def check_fallbacks(run: ResolvedRun, model: nn.Module) -> None:
+    """Refuses a fallback layout that the model's architecture does not have, before it is needed.
+
+    Raises:
+        ConfigError: names the fallback.
+    """
+    for name, other in run.layouts.items():
+        try:
+            check_layout(other, model)
+        except ConfigError as error:
+            why = f"in this layout {error.field} cannot be {error.value}: {error.why}"
+            raise ConfigError(name, why=why, remedy=f"{error.remedy}; or remove this layout") from None
 
 
 def attention_of(run: ResolvedRun) -> str:
