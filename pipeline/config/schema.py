@@ -29,6 +29,7 @@ from pipeline.config.deepspeed_schema import (
     ZeroSection,
 )
 from pipeline.config.layout_schema import FallbackLayout, ParallelSection
+from pipeline.config.node_checks_schema import NodeChecksSection
 
 AttentionImplementation = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4"]
 
@@ -251,6 +252,7 @@ class LaunchSection(Section):
         " at every start. Implies parallel.elastic",
         strict=False,
     )
+    node_checks: NodeChecksSection = NodeChecksSection()
 
 
 class WatchdogSection(Section):
