@@ -97,6 +97,7 @@ class TokenDataset:
         source: str | None = None,
         manifest: Manifest | None = None,
         files: OpenFiles | None = None,
+        stat_files: bool = True,
     ) -> TokenDataset:
         """Opens a split, and compares the sizes of its files with the manifest.
 
@@ -105,13 +106,15 @@ class TokenDataset:
             split, sequence_length, source: see the attributes.
             manifest: of the directory, if it is already read.
             files: pool of open files, shared between datasets.
+            stat_files: false: go by the manifest alone, where another process looks at the files; each is compared when
+                it is first read.
 
         Raises:
             DataError: no such directory, split or source, a missing or truncated file, or less than one window.
         """
         path = Path(path)
         manifest = manifest or read_manifest(path, kind="tokens")
-        check_files(path, manifest, split=split, source=source)
+        check_files(path, manifest, split=split, source=source, stat_files=stat_files)
         dataset = cls(path, manifest, split=split, sequence_length=sequence_length, source=source, files=files)
         dataset.check_not_empty()
         return dataset
@@ -141,6 +144,10 @@ class TokenDataset:
         """Path and size of the dataset, for messages."""
         which = f" ({self.source})" if self.source else ""
         return f"{self.path}{which}: {self.tokens:,} tokens, {self.windows:,} samples"
+
+    def read_from(self, copy: Path) -> None:
+        """Reads shards from now on from a copy of the tokens directory; see `staging`."""
+        self._folder = f"{copy / self.split}/"
 
     def read(self, windows: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """Reads windows.
@@ -251,8 +258,11 @@ class TokenDataset:
         return [max(0, (size - 1) // self.sequence_length) for size in self._sizes]
 
 
-def check_files(path: Path, manifest: Manifest, *, split: str, source: str | None) -> None:
+def check_files(path: Path, manifest: Manifest, *, split: str, source: str | None, stat_files: bool = True) -> None:
     """Compares the sizes of the files of a split, or of one source in it, with the manifest.
+
+    Args:
+        path, manifest, split, source, stat_files: see `TokenDataset.open`.
 
     Raises:
         DataError: no such split or source, or a file that is missing or of another size.
@@ -267,6 +277,8 @@ def check_files(path: Path, manifest: Manifest, *, split: str, source: str | Non
         raise DataError(
             f"{path}/{split} has no source '{source}'{has}\n  try: one of these, or leave 'source' out for all"
         )
+    if not stat_files:
+        return
     others = {f"{split}/{shard['name']}" for shard in shards if source is not None and shard.get("source") != source}
     files = {
         name: entry

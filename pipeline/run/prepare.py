@@ -28,6 +28,7 @@ from pipeline.distillation.quantized import DequantizedValues, is_dequantized
 from pipeline.distillation.teacher import TeacherModel, teacher_run
 from pipeline.engines.common import model_dtype
 from pipeline.evaluation.model_folder import ModelFolder
+from pipeline.launch import detect
 from pipeline.metrics.tensorboard_sink import check_tensorboard
 from pipeline.models import attention
 from pipeline.models.count import ModelSize, measure
@@ -91,8 +92,11 @@ def prepare(run: ResolvedRun) -> PreparedRun:
         ConfigError, DataError, CheckpointError: see the modules that are called.
     """
     config = run.config
-    mixture = open_mixture(config.data, seed=config.run.seed, extent=Extent(run.steps, run.batch.samples))
-    heldout = open_heldout(config.data, mixture)
+    # 512 ranks that each look at 10,000 shards are millions of requests to one metadata server
+    first = detect().rank == 0
+    extent = Extent(run.steps, run.batch.samples)
+    mixture = open_mixture(config.data, seed=config.run.seed, extent=extent, stat_files=first)
+    heldout = open_heldout(config.data, mixture, stat_files=first)
     tokenizer = tokenizer_details(mixture.sources[0].manifest)
     hf_config = resolve_hf_config(config.model, tokenizer=tokenizer, sequence_length=config.data.sequence_length)
     for field, folder in named_folders(config).items():
