@@ -7,6 +7,7 @@ used. Opening costs O(shards) and maps nothing; nothing is indexed or kept in me
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data_prep.formats.maskfile import MASK
-from data_prep.formats.memory_map import will_need
+from data_prep.formats.memory_map import fault_in, will_need
 from data_prep.formats.tokenfile import TokenFile
 from headrace.base.directory import Manifest, check_sizes, read_manifest
 from headrace.base.errors import DataError
@@ -163,6 +164,7 @@ class TokenDataset:
     def rows(self, windows: npt.ArrayLike) -> npt.NDArray[Any]:
         """As `read`, [n, T + 1], but in the dtype of the files: with uint16 a quarter of the bytes."""
         spans = self.spans(windows)
+        fault_in(self._parts(spans, self._opened))
         parts = []
         for shard, start, length in zip(*_lists(spans.shard, spans.start, spans.length), strict=True):
             tokens = self._padding if shard < 0 else self._opened(shard).tokens
@@ -174,6 +176,7 @@ class TokenDataset:
         if not self.masked:
             return np.ones((np.size(windows), self.sequence_length + 1), dtype=np.bool_)
         spans, none = self.spans(windows), np.zeros(self.sequence_length + 1, dtype=np.uint8)
+        fault_in(self._parts(spans, self._mask))
         parts = []
         for shard, start, length in zip(*_lists(spans.shard, spans.start, spans.length), strict=True):
             mask = none if shard < 0 else self._mask(shard).loss_mask
@@ -193,20 +196,16 @@ class TokenDataset:
     def read_ahead(self, windows: npt.ArrayLike) -> None:
         """Readahead: asks the kernel to read windows from disk or network in the background (madvise WILLNEED)."""
         spans = self.spans(windows)
-        for shard, start, length in zip(*_lists(spans.shard, spans.start, spans.length), strict=True):
-            if shard >= 0:
-                opened = self._opened(shard)
-                width = opened.tokens.itemsize
-                will_need(opened.address + start * width, length * width)
+        for address, size in self._parts(spans, self._opened):
+            will_need(address, size)
 
     def read_ahead_masks(self, windows: npt.ArrayLike) -> None:
         """Readahead of what `loss_mask` reads."""
         if not self.masked:
             return
         spans = self.spans(windows)
-        for shard, start, length in zip(*_lists(spans.shard, spans.start, spans.length), strict=True):
-            if shard >= 0:
-                will_need(self._mask(shard).address + start, length)
+        for address, size in self._parts(spans, self._mask):
+            will_need(address, size)
 
     def boundaries(self, windows: npt.ArrayLike) -> DocumentBoundaries:
         """Document boundaries within windows, from the index alone; no token is read.
@@ -247,6 +246,14 @@ class TokenDataset:
             DataError: it is damaged, or does not match the manifest.
         """
         return self._opened(shard).file
+
+    def _parts(self, spans: Spans, open_shard: Callable[[int], Opened | OpenedMask]) -> Iterator[tuple[int, int]]:
+        """Address and bytes of spans, without those of padding. Each stays mapped until the next is asked for."""
+        for shard, start, length in zip(*_lists(spans.shard, spans.start, spans.length), strict=True):
+            if shard >= 0:
+                opened = open_shard(shard)
+                width = opened.tokens.itemsize if isinstance(opened, Opened) else 1
+                yield opened.address + start * width, length * width
 
     def _mask(self, shard: int) -> OpenedMask:
         return self._files.mask(self._folder + self._names[shard], self._sizes[shard])
