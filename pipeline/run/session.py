@@ -62,6 +62,7 @@ from pipeline.run.resume import (
     learning_rate_change,
     refuse_other_curve,
 )
+from pipeline.run.staged_data import check_stage_space, staged_data
 from pipeline.run.trainer import Progress, Trainer
 
 MakeObjective = Callable[[PreparedRun, torch.device, Mesh | None], Objective]
@@ -89,8 +90,7 @@ def train(run: ResolvedRun, make_objective: MakeObjective, *, signals: StopSigna
     launch = replace(launch, world_size=run.topology.world_size)
     quiet_libraries(launch)
     prepared = prepare(run)
-    if run.config.engine == "deepspeed":
-        check_machine(run.config)
+    _check_node(prepared)
     notes = set_up_allocator(gpu=torch.cuda.is_available())
     device = pick_device(launch)
     _check_device(run, device)
@@ -102,8 +102,9 @@ def train(run: ResolvedRun, make_objective: MakeObjective, *, signals: StopSigna
             stack.enter_context(exclusive_run(prepared.run_dir))
         signals.handle_interrupts()
         rendezvous, mesh, preflight_summary = _connect(prepared, launch, device, stack)
-        limits, run_dir = run.config.watchdog, prepared.run_dir
-        watchdog = stack.enter_context(run_watchdog(launch, rendezvous, config=limits, run_dir=run_dir))
+        watchdog = stack.enter_context(
+            run_watchdog(launch, rendezvous, config=run.config.watchdog, run_dir=prepared.run_dir)
+        )
         session = Session(prepared, launch, signals, Agreement(device), watchdog)
         with watchdog:
             for line in (preflight_summary, *notes):
@@ -112,6 +113,10 @@ def train(run: ResolvedRun, make_objective: MakeObjective, *, signals: StopSigna
             if stop:  # building the engine and loading a checkpoint may take longer than the grace period
                 session.say(f"stopped by {stop} before it had begun: start it again to go on")
             else:
+                # Stage: the data is copied to this node's disk where the config says so.
+                clean_up = stack.enter_context(
+                    staged_data(prepared, say=session.say, progress=watchdog.report_progress)
+                )
                 # Decide: resume from the newest whole checkpoint, or begin at step 1.
                 checkpoint = session.newest_checkpoint()
                 # Allocate: initial values are drawn only where no checkpoint is about to overwrite them.
@@ -127,6 +132,7 @@ def train(run: ResolvedRun, make_objective: MakeObjective, *, signals: StopSigna
                     except Rollback as order:
                         rollback = order.with_traceback(None)
                     checkpoint = session.newest_checkpoint()
+                clean_up(not stop)
         # Finish: the ranks leave together; the exit code says whether to start the run again.
         return coordinate_exit(stop.exit_code, rendezvous, launcher=launch.launcher)
 
@@ -353,6 +359,13 @@ class Session:
         every = report_interval(run, layers=int(self.prepared.hf_config.get("num_hidden_layers") or 0))
         gpu, threshold = torch.cuda.is_available(), run.config.stragglers.threshold
         return Stragglers(threshold=threshold, every=every, peers=peers, rank=self.launch.rank, gpu=gpu)
+
+
+def _check_node(prepared: PreparedRun) -> None:
+    """Refuses what this node cannot do, before anything is touched."""
+    if prepared.run.config.engine == "deepspeed":
+        check_machine(prepared.run.config)
+    check_stage_space(prepared)
 
 
 def _check_device(run: ResolvedRun, device: torch.device) -> None:
