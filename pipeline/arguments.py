@@ -55,7 +55,7 @@ def resolve_run(
     config = change(loaded.config)
     begun = has_begun(config)
     if arguments.nproc is None:
-        _start_pod(lambda world_size: resolve(config, world_size=world_size, begun=begun))
+        _start_pod(lambda world_size: _check_no_spare(resolve(config, world_size=world_size, begun=begun), world_size))
         run = resolve(config, world_size=launch.world_size, begun=begun)
         if launch.rank == 0:
             _print_notes(loaded)
@@ -79,6 +79,14 @@ def start_processes(arguments: argparse.Namespace) -> None:
     if arguments.nproc > 1:
         _supervise(arguments.nproc)
     return None
+
+
+def _check_no_spare(run: ResolvedRun, processes: int) -> None:
+    """Raises ConfigError for spare processes: a pod of them would end as if the run had finished."""
+    if run.spare:
+        why = f"the pods have {processes} processes, and the layout takes {run.topology.world_size}"
+        remedy = "another number of pods or of processes in each, or another layout in the section parallel"
+        raise ConfigError("PET_NNODES, PET_NPROC_PER_NODE", why=why, remedy=remedy)
 
 
 def _start_pod(check: Callable[[int], object]) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from headrace.base.errors import EXIT_FOLLOWED, EXIT_INTERRUPTED, EXIT_LOST
+from headrace.base.errors import EXIT_FOLLOWED, EXIT_INTERRUPTED, EXIT_LOST, EXIT_REQUEUE
 from pipeline.launch.environment import POD
 from pipeline.launch.pod import Place
 from pipeline.launch.rank_process import RankProcess, start_rank, terminate
@@ -102,16 +102,16 @@ def _wait(ranks: Sequence[RankProcess]) -> list[RankProcess]:
     """Waits until all exit or one fails, then `_SETTLE_S` longer. Returns those that failed, in order.
 
     Ranks that exit because of another rank's error (`EXIT_FOLLOWED`) exit before that rank, which may have much to
-    close.
+    close; and those of a pod that were asked to stop (`EXIT_REQUEUE`) before rank 0.
     """
     failures: list[RankProcess] = []
     deadline = cause_deadline = float("inf")
     while time.monotonic() < min(deadline, cause_deadline) and any(rank.process.poll() is None for rank in ranks):
         time.sleep(_POLL_S)
         failures += [rank for rank in ranks if rank.failed and rank not in failures]
-        if _any_exited_with(EXIT_FOLLOWED, failures):
+        if _any_exited_with(EXIT_FOLLOWED, failures) or _any_exited_with(EXIT_REQUEUE, failures):
             cause_deadline = min(cause_deadline, time.monotonic() + OWN_ERROR_S + _GRACE_S)
-        if any(rank.process.returncode != EXIT_FOLLOWED for rank in failures):
+        if any(rank.process.returncode not in (EXIT_FOLLOWED, EXIT_REQUEUE) for rank in failures):
             deadline = min(deadline, time.monotonic() + _SETTLE_S)
     return failures + [rank for rank in ranks if rank.failed and rank not in failures]
 
