@@ -117,7 +117,7 @@ class Image:
             (self.root / path.lstrip("/")).mkdir(parents=True, exist_ok=True)
             lines.append(self._bind(source, path, mode or "rw"))
         user = f"--userspec={self.user}"
-        return self._chroot(lines, [user], shlex.join([*self.entrypoint, *command]), env, timeout_s)
+        return self._chroot(lines, [user], f"exec {shlex.join([*self.entrypoint, *command])}", env, timeout_s)
 
     def _run(self, text: str) -> None:
         lines = [*self._system(), *(self._bind(path, str(path), "ro") for path in self.binds)]
@@ -173,7 +173,9 @@ class Image:
         inner = shlex.quote(f"cd {self.work} && {command}")
         enter = f"exec env -i {settings} {shutil.which('chroot')} {shlex.join(options)} {self.root} /bin/sh -c {inner}"
         script = "\n".join(["set -e", *mounts, enter])
-        return _run(["unshare", "--mount", "--propagation", "private", "bash", "-c", script], timeout_s=limit)
+        return _run(
+            ["unshare", "--mount", "--propagation", "private", "--pid", "--fork", "bash", "-c", script], timeout_s=limit
+        )
 
 
 def context() -> list[Path]:

@@ -75,8 +75,8 @@ def test_the_cpu_image_prepares_data_and_trains_as_the_manifests_start_it(image:
     for folder in ("data-prep", "train"):
         for name, text in document(f"overlays/cpu-small/{folder}", "ConfigMap")["data"].items():
             (config / name).write_text(text)
-    text = {"text": " ".join((ROOT / "LICENSE").read_text().split())}
-    (corpus / "licences.jsonl").write_text("".join(f"{json.dumps(text | {'id': str(i)})}\n" for i in range(40)))
+    lines = (ROOT / "docs/log.md").read_text().split("\n\n")
+    (corpus / "log.jsonl").write_text("".join(f"{json.dumps({'text': text})}\n" for text in lines))
     mounts = {config: "/etc/headrace:ro", corpus: "/corpus:ro", tokens: "/tokens", runs: "/runs"}
     job = document("overlays/cpu-small/data-prep", "Job")["spec"]["template"]["spec"]["containers"][0]["args"]
     alone = [*job[: job.index("--of")], "--of", "1"]
