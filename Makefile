@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test test-integration sweep-parity sweep-families sweep-faults sweep-gpu sweep-compress sweep-cluster sweep-tests gpu-check check clean help
+.PHONY: demo test test-integration sweep-parity sweep-families sweep-faults sweep-gpu sweep-compress sweep-cluster sweep-image sweep-tests gpu-check check clean help
 
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/ - /'
@@ -53,6 +53,9 @@ sweep-gpu: $(READY)  ## a training step of every shipped config on a GPU that is
 
 sweep-compress: $(READY)  ## architecture x scheme x tokenizer, scored by vLLM, llama.cpp and transformers: an hour; resumable
 	python -m tests.sweeps compress
+
+sweep-image: $(READY)  ## every line of the CPU image in a bare Debian, then data prep and training in it: minutes; needs root and debootstrap
+	pytest -m sweep tests/k8s/test_image.py
 
 # needs no .venv, no network, and of packages only torch: what others are missing for is listed
 gpu-check:  ## on a machine with a GPU, ten minutes: GPU tests and speed, into docs/performance.md (PYTHON=, WHEELS=, ARGS=)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,8 @@ if TYPE_CHECKING:  # the phases import numpy and pyarrow: --help does not wait f
     from data_prep.sources.units import Plan
     from headrace.base.directory import Manifest
 
+INDEX = "JOB_COMPLETION_INDEX"
+"""Variable in which Kubernetes tells a pod of an indexed Job its number."""
 _EPILOG = """\
 Without a command, the whole job is run; a job that was stopped or killed resumes.
 
@@ -32,6 +35,7 @@ for batch schedulers, the same job in parts:
   prepare --config F                check the input, plan the map tasks, make the tokenizer
   phase   NAME --config F --task I --of N    run every task t of a phase (map, merge, reduce) with t % N == I
   finish  --config F                commit the output
+  share   --config F --task I --of N         share I of every phase, beside the others; share 0 prepares and commits
 
 exit codes: 0 done, 2 error (the message says why and what to do), 130 interrupted
 """
@@ -78,9 +82,19 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         parser.add_argument("phase", metavar="NAME", help="which phase: map, reduce, ...")
         parser.add_argument("--task", type=int, required=True, metavar="I", help="which share to run, from 0 to N - 1")
         parser.add_argument("--of", type=int, required=True, metavar="N", help="how many shares there are")
+    if name == "share":
+        index = os.environ.get(INDEX, "")
+        given = {"default": int(index)} if index.isdecimal() else {"required": True}
+        text = f"which share to run, from 0 to N - 1; default: {INDEX}, which Kubernetes sets in indexed Jobs"
+        parser.add_argument("--task", type=int, metavar="I", help=text, **given)
+        parser.add_argument("--of", type=int, required=True, metavar="N", help="how many shares there are")
     add_config_arguments(parser)
-    if name in ("all", "phase", "plan"):
-        default = "1" if name == "phase" else "local: the available cores; cluster: all cores; slurm: 8 jobs per phase"
+    if name in ("all", "phase", "plan", "share"):
+        default = (
+            "1"
+            if name in ("phase", "share")
+            else "local: the available cores; cluster: all cores; slurm: 8 jobs per phase"
+        )
         parser.add_argument("--workers", type=int, metavar="N", help=f"concurrent tasks (default: {default})")
     if name == "all":
         names = ("local", "slurm", "ray", "spark")
@@ -168,9 +182,7 @@ def _phase(args: argparse.Namespace) -> None:
     from data_prep.executors.local import LocalExecutor  # noqa: PLC0415
     from data_prep.job import phases  # noqa: PLC0415
 
-    if not 0 <= args.task < args.of:
-        remedy = f"--task from 0 to {args.of - 1}" if args.of > 0 else "--of 1 or more"
-        raise ConfigError("--task", args.task, why=f"there are {args.of} shares, counted from 0", remedy=remedy)
+    _check_share(args)
     config = _config(args)
     if _output_exists(config):
         return _print_exists(Path(config.output))
@@ -178,6 +190,25 @@ def _phase(args: argparse.Namespace) -> None:
         count, display = phases.run_share(config, args.phase, executor, share=(args.task, args.of))
     print(f"share {args.task} of {args.of}: {count} {args.phase} tasks finished")
     return _print_rate(display)
+
+
+def _share(args: argparse.Namespace) -> None:
+    from data_prep.executors.local import LocalExecutor  # noqa: PLC0415
+    from data_prep.job import share  # noqa: PLC0415
+
+    _check_share(args)
+    config = _config(args)
+    with LocalExecutor(_workers(args) or 1) as executor:
+        manifest = share.run_whole_share(config, executor, share=(args.task, args.of))
+    if manifest is None:
+        return print(f"share {args.task} of {args.of}: finished; share 0 commits {config.output}")
+    return _print_summary(Path(config.output), manifest)
+
+
+def _check_share(args: argparse.Namespace) -> None:
+    if not 0 <= args.task < args.of:
+        remedy = f"--task from 0 to {args.of - 1}" if args.of > 0 else "--of 1 or more"
+        raise ConfigError("--task", args.task, why=f"there are {args.of} shares, counted from 0", remedy=remedy)
 
 
 def _finish(args: argparse.Namespace) -> None:
@@ -225,6 +256,7 @@ COMMANDS = {
     "prepare": (_prepare, "check the input, plan the map tasks, make the tokenizer"),
     "phase": (_phase, "run one share of the tasks of a phase"),
     "finish": (_finish, "commit the output when all phases have finished"),
+    "share": (_share, "run one share of every phase beside the others, as in an indexed Job of Kubernetes"),
     "stats": (_stats, "print documents, tokens, lengths and dropped records, by source"),
     "pack": (_pack, "pack whole documents into samples of a fixed length"),
     "verify": (_verify, "compare all checksums of a tokens directory"),

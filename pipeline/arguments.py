@@ -14,7 +14,7 @@ from headrace.base.errors import ConfigError, DataError
 from pipeline.config.load import LoadedConfig, read_config
 from pipeline.config.rules import ResolvedRun, resolve
 from pipeline.config.schema import Config
-from pipeline.launch import detect, supervise
+from pipeline.launch import detect, place_of_pod, supervise, supervise_pod
 from pipeline.metrics.journal import NAME as JOURNAL
 
 
@@ -39,7 +39,8 @@ def resolve_run(
 ) -> ResolvedRun:
     """Resolves the config for the number of processes that were started.
 
-    With `--nproc N` this process only starts the N processes that train, and exits with their exit code.
+    With `--nproc N`, and in a pod of Kubeflow's Trainer, this process only starts those that train, and exits with
+    their exit code.
 
     Args:
         arguments: as `add_arguments` declares them.
@@ -54,6 +55,7 @@ def resolve_run(
     config = change(loaded.config)
     begun = has_begun(config)
     if arguments.nproc is None:
+        _start_pod(lambda world_size: _check_no_spare(resolve(config, world_size=world_size, begun=begun), world_size))
         run = resolve(config, world_size=launch.world_size, begun=begun)
         if launch.rank == 0:
             _print_notes(loaded)
@@ -70,12 +72,29 @@ def resolve_run(
 
 
 def start_processes(arguments: argparse.Namespace) -> None:
-    """With `--nproc N` starts N processes with the same command line, and exits with their exit code."""
+    """With `--nproc N`, or in a pod, starts processes with the same command line, and exits with their exit code."""
     if arguments.nproc is None:
-        return
+        return _start_pod(lambda _world_size: None)
     _check_nproc(arguments.nproc, detect().launcher)
     if arguments.nproc > 1:
         _supervise(arguments.nproc)
+    return None
+
+
+def _check_no_spare(run: ResolvedRun, processes: int) -> None:
+    """Raises ConfigError for spare processes: a pod of them would end as if the run had finished."""
+    if run.spare:
+        why = f"the pods have {processes} processes, and the layout takes {run.topology.world_size}"
+        remedy = "another number of pods or of processes in each, or another layout in the section parallel"
+        raise ConfigError("PET_NNODES, PET_NPROC_PER_NODE", why=why, remedy=remedy)
+
+
+def _start_pod(check: Callable[[int], object]) -> None:
+    """In a pod of Kubeflow's Trainer: checks the config for the ranks of all pods, starts this one's, and exits."""
+    place = place_of_pod()
+    if place is not None:
+        check(place.world_size)
+        leave(supervise_pod([sys.executable, *sys.orig_argv[1:]], place))
 
 
 def _supervise(processes: int) -> None:

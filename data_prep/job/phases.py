@@ -89,7 +89,7 @@ def run_phase(
     """
     first, shares = share or (0, 1)
     with os_errors_as_data_errors(phase.name):
-        tasks = (phase.tasks(job) if share is None else _shared_tasks(job, phase))[first::shares]
+        tasks = (phase.tasks(job) if share is None else shared_tasks(job, phase))[first::shares]
         todo = [task for task in tasks if not task.finished]
         if todo and share is not None:
             saved_plans.drop_plans(job, [later.name for later in _after(job, phase)])
@@ -158,7 +158,8 @@ def load_prepared_job(config: CorpusConfig) -> Job:
     return job
 
 
-def _shared_tasks(job: Job, phase: Phase) -> Sequence[Task]:
+def shared_tasks(job: Job, phase: Phase) -> Sequence[Task]:
+    """The tasks of a phase by the plan that all shares read; raises DataError if a phase before has not finished."""
     phases = phases_of(job.config)
     before = {earlier.writes for earlier in phases[: phases.index(phase)]} - {phase.writes}
     inputs = [job.root / name for name in sorted(before)]

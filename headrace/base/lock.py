@@ -11,6 +11,10 @@ from pathlib import Path
 from headrace.base.errors import DataError
 
 
+class LockedError(DataError):
+    """Another process holds a lock file."""
+
+
 @contextmanager
 def lock_file(path: Path, *, doing: str, shared: bool = False) -> Iterator[int]:
     """Holds a lock file, which is made if need be; gives its descriptor.
@@ -20,7 +24,7 @@ def lock_file(path: Path, *, doing: str, shared: bool = False) -> Iterator[int]:
         shared: beside others who hold it so.
 
     Raises:
-        DataError: somebody else holds it.
+        LockedError: somebody else holds it.
     """
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -28,7 +32,7 @@ def lock_file(path: Path, *, doing: str, shared: bool = False) -> Iterator[int]:
             fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             remedy = "wait until it has finished, or end it, then run again"
-            raise DataError(f"another process is {doing}\n  try: {remedy}") from None
+            raise LockedError(f"another process is {doing}\n  try: {remedy}") from None
         yield handle
     finally:
         os.close(handle)

@@ -18,7 +18,7 @@ _RUN = "run the whole job, or resume it; the same as 'headrace prep --config F'"
 _PANELS = {
     "A job": ("run", "plan", "status"),
     "A tokens directory": ("stats", "verify", "pack"),
-    "Pieces of a job, for batch schedulers": ("prepare", "phase", "finish"),
+    "Pieces of a job, for batch schedulers": ("prepare", "phase", "finish", "share"),
 }
 _COMPLETIONS = {"overrides": complete_override("corpus")}
 

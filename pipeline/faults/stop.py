@@ -99,13 +99,14 @@ def coordinate_exit(code: int, rendezvous: Rendezvous | None, *, launcher: str) 
 
     To be called while the process group is open, whose store carries the flags. srun and deepspeed kill the remaining
     ranks after the first exit code that is not 0, and then report the kill. Of torchrun's ranks all exit with `code`:
-    for an agent whose ranks have all exited with 0 the run is over, and other agents would go on without it.
+    for an agent whose ranks have all exited with 0 the run is over, and other agents would go on without it. Those of
+    pods do, too: a pod that ends with 0 is not started again.
     """
     if rendezvous is None or rendezvous.world_size == 1 or code == 0:
         return code
     if rendezvous.rank > 0:
         rendezvous.set_flag(f"{_READY_TO_EXIT}/{rendezvous.rank}")
-        return code if launcher == "torchrun" else 0
+        return code if launcher in ("torchrun", "pods") else 0
     rendezvous.set_flag(RUN_STOPPED)
     deadline = time.monotonic() + _WAIT_S
     others = range(1, rendezvous.world_size)

@@ -6,6 +6,7 @@
 | deepspeed | RANK | WORLD_SIZE | LOCAL_RANK | CROSS_RANK |
 | python --nproc | RANK | WORLD_SIZE | LOCAL_RANK | HEADRACE_NPROC |
 | an agent of `pipeline.elastic` | RANK | WORLD_SIZE | LOCAL_RANK | HEADRACE_AGENT_STARTS |
+| a pod of Kubeflow's Trainer (`pod.py`) | RANK | WORLD_SIZE | LOCAL_RANK | HEADRACE_POD |
 | anything else | RANK | WORLD_SIZE | LOCAL_RANK | RANK |
 | mpirun of Open MPI | OMPI_COMM_WORLD_RANK | OMPI_COMM_WORLD_SIZE | OMPI_COMM_WORLD_LOCAL_RANK | its rank |
 | mpirun of MPICH, Intel MPI | PMI_RANK | PMI_SIZE | MPI_LOCALRANKID | MPI_LOCALRANKID |
@@ -25,6 +26,9 @@ from headrace.base.errors import ConfigError
 
 AGENT_STARTS = "HEADRACE_AGENT_STARTS"
 """Variable by which an agent tells its ranks that it has started them, and for which time."""
+
+POD = "HEADRACE_POD"
+"""Variable by which the first process of a pod tells its ranks that it has started them."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,7 @@ _LAUNCHERS = (
     _Launcher("torchrun", "TORCHELASTIC_RUN_ID", export=_GENERIC.export),
     _Launcher("deepspeed", "CROSS_RANK", export=_GENERIC.export),
     _Launcher("agent", AGENT_STARTS, export=_GENERIC.export),
+    _Launcher("pods", POD, export=_GENERIC.export),
     _Launcher("python --nproc", "HEADRACE_NPROC", export=_GENERIC.export),
     _GENERIC,
     _OPEN_MPI,

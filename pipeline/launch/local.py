@@ -1,4 +1,4 @@
-"""Local launcher, `--nproc N`: starts and supervises N ranks on this machine.
+"""Local launcher, `--nproc N`, and in a pod of Kubeflow's Trainer: starts and supervises ranks on this machine.
 
 torchrun does this too, and may be used instead. Torch's `SubprocessContext` underneath it lets the others live for up
 to 30 s after a failure, prints the errors of all ranks interleaved or none, and leaves orphans when it is killed
@@ -21,7 +21,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from headrace.base.errors import EXIT_FOLLOWED, EXIT_INTERRUPTED, EXIT_LOST
+from headrace.base.errors import EXIT_FOLLOWED, EXIT_INTERRUPTED, EXIT_LOST, EXIT_REQUEUE
+from pipeline.launch.environment import POD
+from pipeline.launch.pod import Place
 from pipeline.launch.rank_process import RankProcess, start_rank, terminate
 from pipeline.launch.rendezvous import format_ranks
 
@@ -33,6 +35,11 @@ _SETTLE_S = 1.0
 _GRACE_S = 5.0
 """Seconds more, in which it closes what it has open."""
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def supervise_pod(command: Sequence[str], place: Place) -> int:
+    """As `supervise`, for the ranks of one of several hosts; the other hosts' ranks are not known here."""
+    return _run(command, place, {POD: "1"})
 
 
 def supervise(command: Sequence[str], *, processes: int) -> int:
@@ -48,12 +55,16 @@ def supervise(command: Sequence[str], *, processes: int) -> int:
         0, or the exit code of the rank that failed first; 128 + n when it was ended by signal n; `EXIT_LOST` when the
         watchdog of the other ranks has reported a lost one, and `EXIT_FOLLOWED` when the failed rank does not exit.
     """
+    with _reserved_port() as port:
+        return _run(command, Place(0, processes, processes, "127.0.0.1", port), {"HEADRACE_NPROC": str(processes)})
+
+
+def _run(command: Sequence[str], place: Place, marker: dict[str, str]) -> int:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-")))
-        port = stack.enter_context(_reserved_port())
         ranks: list[RankProcess] = []
         stack.callback(terminate, ranks, signal.SIGTERM)
-        ranks.extend(_start(command, number, processes, folder, port) for number in range(processes))
+        ranks.extend(_start(command, number, place, folder, marker) for number in range(place.processes))
         stack.enter_context(_forwarding_signals(ranks))
         try:
             failures = _wait_through_interrupt(ranks)
@@ -66,41 +77,41 @@ def supervise(command: Sequence[str], *, processes: int) -> int:
         if _any_exited_with(EXIT_LOST, failures) and all(rank.process.returncode < 0 for rank in own):
             return _report_loss(ranks, own)
         if not own:
-            return _report_no_cause(ranks)
+            return _report_no_cause(ranks, place)
         terminate(ranks, signal.SIGTERM)
-        return _report_failure(own[0], processes)  # ranks that only lost their link to it exit with `EXIT_LOST`
+        return _report_failure(own[0], place.world_size)  # ranks that only lost their link to it exit with `EXIT_LOST`
 
 
-def _start(command: Sequence[str], number: int, processes: int, folder: Path, port: int) -> RankProcess:
-    threads = max(1, (os.cpu_count() or 1) // processes)
+def _start(command: Sequence[str], local_rank: int, place: Place, folder: Path, marker: dict[str, str]) -> RankProcess:
+    threads, rank = max(1, (os.cpu_count() or 1) // place.processes), place.first + local_rank
     environ = {
         "OMP_NUM_THREADS": str(threads),
         **os.environ,
-        "HEADRACE_NPROC": str(processes),
-        "RANK": str(number),
-        "LOCAL_RANK": str(number),
-        "WORLD_SIZE": str(processes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        **marker,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(place.world_size),
+        "MASTER_ADDR": place.address,
+        "MASTER_PORT": str(place.port),
     }
-    output = None if number == 0 else folder / f"output-{number}"
-    return start_rank(command, number, environ=environ, output=output, error=folder / f"error-{number}")
+    output = None if local_rank == 0 else folder / f"output-{rank}"
+    return start_rank(command, rank, environ=environ, output=output, error=folder / f"error-{rank}")
 
 
 def _wait(ranks: Sequence[RankProcess]) -> list[RankProcess]:
     """Waits until all exit or one fails, then `_SETTLE_S` longer. Returns those that failed, in order.
 
     Ranks that exit because of another rank's error (`EXIT_FOLLOWED`) exit before that rank, which may have much to
-    close.
+    close; and those of a pod that were asked to stop (`EXIT_REQUEUE`) before rank 0.
     """
     failures: list[RankProcess] = []
     deadline = cause_deadline = float("inf")
     while time.monotonic() < min(deadline, cause_deadline) and any(rank.process.poll() is None for rank in ranks):
         time.sleep(_POLL_S)
         failures += [rank for rank in ranks if rank.failed and rank not in failures]
-        if _any_exited_with(EXIT_FOLLOWED, failures):
+        if _any_exited_with(EXIT_FOLLOWED, failures) or _any_exited_with(EXIT_REQUEUE, failures):
             cause_deadline = min(cause_deadline, time.monotonic() + OWN_ERROR_S + _GRACE_S)
-        if any(rank.process.returncode != EXIT_FOLLOWED for rank in failures):
+        if any(rank.process.returncode not in (EXIT_FOLLOWED, EXIT_REQUEUE) for rank in failures):
             deadline = min(deadline, time.monotonic() + _SETTLE_S)
     return failures + [rank for rank in ranks if rank.failed and rank not in failures]
 
@@ -128,11 +139,16 @@ def _report_loss(ranks: Sequence[RankProcess], dead: Sequence[RankProcess]) -> i
     return EXIT_LOST
 
 
-def _report_no_cause(ranks: Sequence[RankProcess]) -> int:
-    """All exited ranks have followed another rank's error, and the rank with that error has not exited."""
-    remaining = format_ranks(rank.number for rank in ranks if rank.process.poll() is None)
+def _report_no_cause(ranks: Sequence[RankProcess], place: Place) -> int:
+    """All exited ranks have followed another rank's error; that rank has not exited, or is on another host."""
+    left = [rank.number for rank in ranks if rank.process.poll() is None]
     terminate(ranks, signal.SIGTERM)
-    waited = f"{remaining} of {len(ranks)} did not exit within {OWN_ERROR_S + _GRACE_S:g} s"
+    if not left and place.world_size > place.processes:
+        print(
+            "error: a rank of another pod has failed: its error is in the log of that pod", file=sys.stderr, flush=True
+        )
+        return EXIT_FOLLOWED
+    waited = f"{format_ranks(left)} of {len(ranks)} did not exit within {OWN_ERROR_S + _GRACE_S:g} s"
     print(f"error: a rank has failed without printing its error; {waited}", file=sys.stderr, flush=True)
     return EXIT_FOLLOWED
 

@@ -1,0 +1,126 @@
+"""One of N shares of a whole job, for schedulers that start N equal processes, each with a number.
+
+Kubernetes' indexed Jobs do so, and a loop over hosts. Each process runs its share of every phase, and waits for the
+others before the next one:
+
+    share 0:     prepare, map[0::N], ..., reduce[0::N], commit
+    share i > 0:          map[i::N], ..., reduce[i::N]
+
+A share that was killed is started again with the same number, on any host: finished tasks are skipped. All shares have
+to run at the same time. They know of each other by the job directory alone.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+from data_prep.config.corpus import CorpusConfig
+from data_prep.executors.base import Executor
+from data_prep.job import phases, prepare
+from data_prep.job.directory import Job
+from data_prep.task import Task, read_marker
+from headrace.base.directory import Manifest
+from headrace.base.errors import DataError
+from headrace.base.lock import LockedError
+
+_POLL_S = 0.5
+_TELL_S = 60.0
+T = TypeVar("T")
+
+
+def run_whole_share(config: CorpusConfig, executor: Executor, *, share: tuple[int, int]) -> Manifest | None:
+    """Runs share `share[0]` of `share[1]` of every phase; share 0 prepares the job before and commits it after.
+
+    Returns:
+        the manifest of the output, by share 0; None for the others, and where the output was complete before.
+
+    Raises:
+        ConfigError, DataError: see `prepare.inspect`, `phases.run_share` and `phases.commit_prepared_job`.
+    """
+    job = Job(config)
+    if share[0] == 0 and not _prepared(config):
+        return None
+    if share[0] > 0 and not _prepared_by_share_0(config, job):
+        return None
+    for phase in phases.phases_of(config):
+        done = _when_unlocked(job, partial(phases.run_share, config, phase.name, executor, share=share))
+        if done is None or not _others_finished(job, phase):
+            return None
+    return _when_unlocked(job, lambda: phases.commit_prepared_job(config)) if share[0] == 0 else None
+
+
+def _prepared(config: CorpusConfig) -> bool:
+    """Prepares the job or resumes it; False when its output is complete.
+
+    Other shares may be at work in it, when this one was started again: then it is prepared already.
+    """
+    inspected = prepare.inspect(config)
+    while not prepare.output_is_complete(inspected):
+        try:
+            with prepare.open_job(inspected):
+                return True
+        except LockedError:
+            if inspected.job.saved_identity() == inspected.identity and _has_tokenizer(inspected.job):
+                return True
+        time.sleep(_POLL_S)
+    return False
+
+
+def _prepared_by_share_0(config: CorpusConfig, job: Job) -> bool:
+    """Waits until share 0 has prepared the job; False when its output is complete."""
+    waiting = _Waiting("share 0 to prepare the job: is it running?")
+    while not (job.root.is_dir() and job.saved_identity() is not None and _has_tokenizer(job)):
+        if job.output.exists() and not job.root.exists():
+            return not prepare.output_is_complete(prepare.inspect(config))
+        waiting.pause()
+    return True
+
+
+def _has_tokenizer(job: Job) -> bool:
+    return read_marker(job.tokenizer) is not None
+
+
+def _when_unlocked(job: Job, work: Callable[[], T]) -> T | None:
+    """Runs `work` when no other share holds a lock that it needs; None when the job has been committed meanwhile."""
+    waiting = _Waiting("the lock of the job, which another share holds")
+    while True:
+        try:
+            return work()
+        except LockedError:
+            waiting.pause()
+        except (DataError, OSError):
+            if job.root.exists() or not job.output.exists():
+                raise
+            return None
+
+
+def _others_finished(job: Job, phase: phases.Phase) -> bool:
+    """Waits for the tasks of the other shares; False when the job has been committed meanwhile."""
+    found = _when_unlocked(job, lambda: phases.shared_tasks(job, phase))
+    left: list[Task] = list(found or [])
+    waiting = _Waiting(f"{phase.name} tasks of other shares")
+    while left := [task for task in left if not task.finished]:
+        if not job.root.exists():
+            if job.output.exists():
+                return False
+            raise DataError(f"{job.root} has been removed\n  try: run all shares again")
+        waiting.pause(f"{len(left)} ")
+    return found is not None
+
+
+class _Waiting:
+    """Pauses, and tells what for once a minute."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._told = time.monotonic()
+
+    def pause(self, count: str = "") -> None:
+        if time.monotonic() - self._told >= _TELL_S:
+            self._told = time.monotonic()
+            print(f"waiting for {count}{self._what}", file=sys.stderr, flush=True)
+        time.sleep(_POLL_S)

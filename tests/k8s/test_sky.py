@@ -1,0 +1,54 @@
+"""k8s/sky.yaml by SkyPilot's own schemas."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from headrace.base.errors import EXIT_LOST, EXIT_REQUEUE, EXIT_USAGE
+from tests.conftest import ROOT
+from tests.k8s.manifests import K8S, misspelt
+
+TASK = yaml.safe_load((K8S / "sky.yaml").read_text())
+# SkyPilot needs an older click than headrace, so that it has an environment of its own
+PYTHON = Path(os.environ.get("HEADRACE_SKY_PYTHON", ROOT / ".venv-sky/bin/python"))
+NEEDS_SKY = pytest.mark.skipif(not PYTHON.exists(), reason=f"needs SkyPilot in {PYTHON} (.ci/run installs it)")
+USERS_KEYS = ("volumes.", "file_mounts.")
+
+
+def refusals(tasks: list[Any]) -> list[str | None]:
+    """What SkyPilot says against each task."""
+    command = [str(PYTHON), str(ROOT / "tests/k8s/check_sky.py")]
+    # it would tell its authors that it was used
+    env = os.environ | {"SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
+    env.pop("PYTHONPATH", None)
+    done = subprocess.run(
+        command, input=json.dumps(tasks), capture_output=True, text=True, check=True, timeout=120, env=env
+    )
+    found: list[str | None] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@NEEDS_SKY
+def test_the_task_is_valid_and_every_misspelt_key_is_refused() -> None:
+    changed = {path: task for path, task in misspelt(TASK) if not path.startswith(USERS_KEYS)}
+    valid, *answers = refusals([TASK, *changed.values()])
+    assert valid is None
+    assert [path for path, answer in zip(changed, answers, strict=True) if answer is None] == []
+    assert len(changed) >= 10
+
+
+def test_the_codes_that_start_the_job_again_are_those_of_a_lost_or_stopped_run() -> None:
+    codes = TASK["resources"]["job_recovery"]["recover_on_exit_codes"]
+    assert {EXIT_LOST, EXIT_REQUEUE, 137} == set(codes)
+    assert EXIT_USAGE not in codes
+
+
+def test_the_files_that_the_task_mounts_are_here() -> None:
+    assert all((ROOT / path).is_file() for path in TASK["file_mounts"].values())
