@@ -115,8 +115,8 @@ def show_runs(root: Path, *, as_json: bool) -> None:
     if not statuses and not others:
         raise DataError(f"no run was found below {root}, and no Slurm job of yours\n  try: headrace status RUN")
     if statuses:
-        console = Console(highlight=False)
-        console.print(_table(statuses, known, root), width=None if console.is_terminal else _WIDTH)
+        wide = None if Console().is_terminal else _WIDTH
+        Console(highlight=False, width=wide).print(_table(statuses, known, root))
     for job in others:
         print(line("Slurm job", f"{job.name} {job_line(job)}"))
 
@@ -171,6 +171,6 @@ def _table(statuses: Sequence[RunStatus], jobs: dict[Path, SlurmJob], root: Path
         where = str(each.dir.relative_to(root)) if each.dir.is_relative_to(root) else str(each.dir)
         loss = "" if each.loss is None else f"{each.loss:.4f}"
         share = "" if each.goodput is None else f"{each.goodput.share:.1%}"
-        waits = "" if job is None else job_line(job)
+        waits = "" if job is None else f"{job.id} {job.state}"
         table.add_row(where, state_text(each), step_text(each), loss, speed, share, left, waits)
     return table

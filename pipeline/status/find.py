@@ -18,7 +18,7 @@ _USUAL = ("*", "runs/*", "out/*", "out/runs/*", "out/*/runs/*")
 
 
 def run_dir_of(path: Path, overrides: Sequence[str] = ()) -> Path:
-    """The directory of a run that is given by itself or by its config file.
+    """The directory of a run that is given by itself or by its config file; it need not exist while its job waits.
 
     Raises:
         DataError: it is something of data prep, or a directory of another kind.
@@ -28,6 +28,8 @@ def run_dir_of(path: Path, overrides: Sequence[str] = ()) -> Path:
         _refuse_other_directory(path)
         return path
     if path.suffix not in configfile.SUFFIXES:
+        if waiting_jobs(path):
+            return path
         raise DataError(
             f"{path}: no such directory\n  try: the directory that run.dir names in a config, or the config"
         )

@@ -121,8 +121,10 @@ def test_a_data_prep_job_shows_its_phases_by_its_directory_its_output_and_its_co
     config = tmp_path / "corpus.json"
     source = {"type": "text", "path": str(text_folders()[0])}
     tokenizer = {"train": "bpe", "vocab_size": 300}
-    write_config(config, {"output": str(tmp_path / "tokens"), "sources": [source], "tokenizer": tokenizer})
-    assert run("prep", "prepare", "--config", config).exit_code == 0
+    fields = {"sources": [source], "tokenizer": tokenizer, "heldout_fraction": 0.0}
+    write_config(config, {"output": str(tmp_path / "tokens"), **fields})
+    prepared = run("prep", "prepare", "--config", config)
+    assert prepared.exit_code == 0, prepared.output
     shown = run("status", config).output
     assert "map: 0 of 1 tasks finished" in shown
     assert run("status", tmp_path / ".tokens.job").output == run("status", tmp_path / "tokens").output == shown
