@@ -52,6 +52,7 @@ from pipeline.run.distillation import make_samples
 from pipeline.run.garbage import GarbageCollector
 from pipeline.run.manifest import RunManifest
 from pipeline.run.messages import closing_line, opening_lines, quiet_libraries
+from pipeline.run.out_of_memory import explained_out_of_memory
 from pipeline.run.preflight import preflight
 from pipeline.run.prepare import PreparedRun, prepare
 from pipeline.run.resume import (
@@ -106,7 +107,7 @@ def train(run: ResolvedRun, make_objective: MakeObjective, *, signals: StopSigna
             run_watchdog(launch, rendezvous, config=run.config.watchdog, run_dir=prepared.run_dir)
         )
         session = Session(prepared, launch, signals, Agreement(device), watchdog, attempt)
-        with watchdog:
+        with watchdog, explained_out_of_memory(prepared, device):
             for line in (preflight_summary, *notes):
                 session.say(line)
             stop = session.agreement.requested_stop(signals)
@@ -270,8 +271,9 @@ class Session:
             )
             self.attempt.record("training", step=done)
             try:
-                stop = self.agreement.requested_stop(self.signals)
-                stop = stop or self._missed_evaluation(trainer, done) or trainer.train()
+                with explained_out_of_memory(prepared, self.agreement.device):
+                    stop = self.agreement.requested_stop(self.signals)
+                    stop = stop or self._missed_evaluation(trainer, done) or trainer.train()
             except Rollback:
                 self.watchdog.enter_phase("rolling back")
                 trainer.wait_for_checkpoint()
