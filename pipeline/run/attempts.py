@@ -5,6 +5,7 @@ while it holds the lock of the run's directory; `headrace status` reads them.
 
 | event | written | fields besides `time`, `attempt` |
 |---|---|---|
+| submitted | by what submits a job for the run | `job`; no attempt |
 | start | once the directory is locked | see below |
 | nodes | once all ranks are connected | `nodes`: host -> ranks, e.g. {"n1": "0-3"} |
 | training | before the first step | `step` after which it trains on |

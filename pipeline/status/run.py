@@ -17,6 +17,7 @@ from pipeline.checkpoint.naming import finished_checkpoints
 from pipeline.faults.report import read_faults
 from pipeline.metrics.journal import NAME as JOURNAL
 from pipeline.run.attempts import NAME as ATTEMPTS
+from pipeline.run.attempts import read_events
 from pipeline.run.lock import is_training
 from pipeline.status.agents import FOLDER as AGENTS
 from pipeline.status.agents import Agents, read_agents
@@ -160,11 +161,12 @@ class RunReader:
         )
 
     def _job_ids(self, attempts: Sequence[Attempt]) -> list[str]:
-        """The newest job that has started, and those that have not yet."""
+        """The newest job that has started, the newest that was submitted, and those that are to train here."""
         started = [attempt.job for attempt in attempts if attempt.job][-1:]
         starts = self._dir / SLURM_STARTS
         noted = [line.split()[0] for line in starts.read_text().splitlines() if line.strip()] if starts.exists() else []
-        return list(dict.fromkeys([*started, *noted[-1:], *self._jobs]))
+        submitted = [str(event["job"]) for event in read_events(self._dir)[0] if event["event"] == "submitted"]
+        return list(dict.fromkeys([*started, *noted[-1:], *submitted[-1:], *self._jobs]))
 
 
 def read_status(run_dir: Path) -> RunStatus:
