@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from headrace.base.errors import DataError
+from pipeline.launch.host_memory import HOST_MEMORY
 from pipeline.status.run import RunReader, RunStatus
 
+_OUT_OF_MEMORY = 253
+"""Exit code of srun whose task was killed for its memory (Slurm 22.05)."""
 _BY_SLURM = {
     "TIMEOUT": "the job reached its time limit",
     "CANCELLED": "the job was cancelled",
@@ -56,6 +59,8 @@ def job_reason(run_dir: Path, *, code: int | None, environ: Mapping[str, str] = 
     requeue = environ.get("SLURM_RESTART_COUNT")
     if last is None or (job, requeue) not in ((None, requeue), (last.job, last.requeue)):
         return _unbegun(code, "no attempt of this job has begun")
+    if code == _OUT_OF_MEMORY:
+        return f"{' '.join(HOST_MEMORY.split())}; {reason_of(status)}"
     return reason_of(status)
 
 

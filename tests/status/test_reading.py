@@ -94,6 +94,9 @@ def test_the_reason_is_the_newest_attempts_with_what_was_kept(twice_started: Pat
     assert reason_of(read_status(twice_started)) == expected
     assert job_reason(twice_started, code=75, environ={}) == expected
     assert job_reason(twice_started, code=0, environ={}) == "finished"
+    killed = job_reason(twice_started, code=253, environ={})
+    assert killed.startswith("the kernel's out-of-memory killer, host memory is short try: run.async_checkpoints false")
+    assert "\n" not in killed
 
 
 def test_an_earlier_jobs_attempt_is_never_given_as_this_jobs_reason(twice_started: Path) -> None:

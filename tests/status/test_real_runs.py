@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
-from pipeline.run.attempts import read_events
+from pipeline.metrics.journal import Journal
+from pipeline.run.attempts import append_event, read_events
+from pipeline.run.lock import exclusive_run
 from pipeline.status.run import read_status
-from tests.conftest import losses, start, tiny_config, write_config
+from tests.conftest import ROOT, losses, start, tiny_config, write_config
 from tests.headrace.commands.test_app import run
 
 
@@ -58,6 +61,27 @@ def test_a_run_is_seen_while_it_trains_when_a_rank_is_killed_and_when_it_has_res
     log = run("status", run_dir, "--log").output
     places = [log.index(text) for text in ("attempt 1", "was killed or crashed", "attempt 2", "stopped by SIGTERM")]
     assert places == sorted(places)
+
+
+def test_a_terminal_shows_a_run_that_trains_until_it_ends(tmp_path: Path) -> None:
+    append_event(tmp_path, "start", attempt="a", world_size=1)
+    journal = Journal(tmp_path, from_step=0)
+    journal.write("step", 1, loss=5.0, seconds=1.0)
+    ours, theirs = os.openpty()
+    shown = b""
+    with exclusive_run(tmp_path):
+        command = [sys.executable, "-m", "headrace", "status", str(tmp_path)]
+        environ = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
+        process = subprocess.Popen(command, stdout=theirs, stderr=theirs, cwd=ROOT, env=environ)
+        os.close(theirs)
+        while b"training now" not in shown:
+            shown += os.read(ours, 4096)
+        journal.write("step", 2, loss=4.25, seconds=1.0)
+        while b"4.2500 nats/token" not in shown:
+            shown += os.read(ours, 4096)
+        assert process.poll() is None
+    assert process.wait(timeout=30) == 0  # nothing trains any more
+    os.close(ours)
 
 
 def newest_pid(run_dir: Path) -> int:
