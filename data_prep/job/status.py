@@ -14,6 +14,7 @@ from data_prep.job.directory import Job
 from data_prep.job.phases import phases_of
 from headrace.base.directory import read_manifest
 from headrace.base.errors import DataError
+from headrace.base.section import parse
 
 _SILENT_S = 30.0
 """A process whose status note is older than this is reported as silent: it may be suspended or lost."""
@@ -44,6 +45,28 @@ def report(config: CorpusConfig) -> list[str]:
         return [f"{job.root}: checking the inputs"]
     lines = [_line(phase) for phase in phases(job) if phase.total != 0]
     return lines + [_worker(note, age) for note, age in _notes(job.root)]
+
+
+def report_of(directory: Path) -> list[str]:
+    """As `report`, of a job that is given by its directory `.NAME.job`, or by the output NAME that it will make.
+
+    Raises:
+        DataError: there is neither, or job.json is damaged.
+    """
+    name = directory.name
+    of_job = name.startswith(".") and name.endswith(".job")
+    output = directory.with_name(name[1 : -len(".job")]) if of_job else directory
+    root = output.with_name(f".{output.name}.job")
+    if not root.is_dir():
+        read_manifest(output, kind="tokens")
+        return [f"{output} is finished"]
+    try:
+        identity = json.loads((root / "job.json").read_bytes())["config"]
+    except FileNotFoundError:
+        return [f"{root}: checking the inputs"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{root / 'job.json'} is damaged: {error!r}\n  try: rm -r {root} to start over") from None
+    return report(parse(CorpusConfig, {**identity, "output": str(output)}))
 
 
 def phases(job: Job) -> list[PhaseStatus]:

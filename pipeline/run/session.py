@@ -45,13 +45,14 @@ from pipeline.parallel.compilation import compilation_clock
 from pipeline.parallel.fp8 import check_fp8_device
 from pipeline.parallel.mesh import Mesh, build_mesh
 from pipeline.run.agreed_peak import AgreedPeak
+from pipeline.run.attempts import Attempt, locked_attempt
 from pipeline.run.batches import RankBatches
 from pipeline.run.checkpoint_timer import CheckpointTimer
 from pipeline.run.distillation import make_samples
 from pipeline.run.garbage import GarbageCollector
-from pipeline.run.lock import exclusive_run
 from pipeline.run.manifest import RunManifest
 from pipeline.run.messages import closing_line, opening_lines, quiet_libraries
+from pipeline.run.out_of_memory import explained_out_of_memory
 from pipeline.run.preflight import preflight
 from pipeline.run.prepare import PreparedRun, prepare
 from pipeline.run.resume import (
@@ -98,15 +99,15 @@ def train(run: ResolvedRun, make_objective: MakeObjective, *, signals: StopSigna
     with ExitStack() as stack:
         notes += filter(None, [stack.enter_context(ordered_sdpa(device))])
         # Connect: lock the run's directory, form the process groups, start the watchdog.
-        if launch.rank == 0:
-            stack.enter_context(exclusive_run(prepared.run_dir))
+        attempt = stack.enter_context(locked_attempt(prepared.run_dir, launch))
         signals.handle_interrupts()
         rendezvous, mesh, preflight_summary = _connect(prepared, launch, device, stack)
+        attempt.connected(launch, rendezvous)
         watchdog = stack.enter_context(
             run_watchdog(launch, rendezvous, config=run.config.watchdog, run_dir=prepared.run_dir)
         )
-        session = Session(prepared, launch, signals, Agreement(device), watchdog)
-        with watchdog:
+        session = Session(prepared, launch, signals, Agreement(device), watchdog, attempt)
+        with watchdog, explained_out_of_memory(prepared, device):
             for line in (preflight_summary, *notes):
                 session.say(line)
             stop = session.agreement.requested_stop(signals)
@@ -134,7 +135,8 @@ def train(run: ResolvedRun, make_objective: MakeObjective, *, signals: StopSigna
                     checkpoint = session.newest_checkpoint()
                 clean_up(not stop)
         # Finish: the ranks leave together; the exit code says whether to start the run again.
-        return coordinate_exit(stop.exit_code, rendezvous, launcher=launch.launcher)
+        code = attempt.will_end(stop.exit_code, f"stopped by {stop}, saved" if stop else "finished")
+        return coordinate_exit(code, rendezvous, launcher=launch.launcher)
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,7 @@ class Session:
         signals: stop signals of this process.
         agreement: all-reduces small numbers over all ranks.
         watchdog: is told the phase and step this rank is in.
+        attempt: is told when training begins.
     """
 
     prepared: PreparedRun
@@ -154,6 +157,7 @@ class Session:
     signals: StopSignals
     agreement: Agreement
     watchdog: Watchdog
+    attempt: Attempt
 
     def say(self, line: str | None) -> None:
         """Prints a line on rank 0; nothing for None."""
@@ -270,9 +274,11 @@ class Session:
                     on_progress=self.watchdog.report_progress,
                 ),
             )
+            self.attempt.record("training", step=done)
             try:
-                stop = self.agreement.requested_stop(self.signals)
-                stop = stop or self._missed_evaluation(trainer, done) or trainer.train()
+                with explained_out_of_memory(prepared, self.agreement.device):
+                    stop = self.agreement.requested_stop(self.signals)
+                    stop = stop or self._missed_evaluation(trainer, done) or trainer.train()
             except Rollback:
                 self.watchdog.enter_phase("rolling back")
                 trainer.wait_for_checkpoint()
