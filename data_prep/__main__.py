@@ -33,7 +33,7 @@ for batch schedulers, the same job in parts:
   phase   NAME --config F --task I --of N    run every task t of a phase (map, merge, reduce) with t % N == I
   finish  --config F                commit the output
 
-exit codes: 0 done, 2 error (the message says why and what to do), 130 interrupted
+exit codes: 0 done, 2 error (the message says why and what to do), 76 a worker was killed, 130 interrupted
 """
 
 

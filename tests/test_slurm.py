@@ -113,11 +113,14 @@ def test_failed_map_jobs_stop_the_chain_with_a_report_and_a_second_submission_co
     assert f"the job was not finished: {len(failed)} of its Slurm jobs failed" in log
     assert "FAILED (NonZeroExitCode)" in log
     assert not (tmp_path / "tokens").exists()
+    assert "FAILED (NonZeroExitCode)" in _status(corpus, tmp_path)  # kept in the job directory
+    logs = [file.read_text() for file in tmp_path.glob("tokens.logs/1/map-*.out")]
+    assert any("attempt 1 of 5 on n1 failed with exit code 137" in text for text in logs)  # and then it succeeded
 
     second_node.run("umount", str(corpus.parent / "text"))
     log = _end_of_chain(cluster, _submit_tokens(cluster, corpus, tmp_path))
     assert "error" not in log
-    assert any("finished before" in file.read_text() for file in tmp_path.glob("*-map-*.out"))
+    assert any("finished before" in file.read_text() for file in tmp_path.glob("tokens.logs/2/map-*.out"))
     assert _manifest(tmp_path / "tokens")["fingerprint"] == _manifest(tokens)["fingerprint"]
 
 
