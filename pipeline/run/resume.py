@@ -233,7 +233,9 @@ def _check_is_run(run_dir: Path) -> None:
         return
     if (run_dir / MANIFEST).exists():
         read_manifest(run_dir, kind="run")
-    elif not any((run_dir / name).exists() for name in (".lock", ".slurm-starts", JOURNAL, "checkpoints")):
+    elif not any(
+        (run_dir / name).exists() for name in (".lock", ".slurm-starts", "submissions", JOURNAL, "checkpoints")
+    ):
         why = "it holds files that no run has put there"
         raise ConfigError("run.dir", str(run_dir), why=why, remedy="choose a directory that does not exist yet")
 
