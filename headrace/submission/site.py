@@ -46,7 +46,7 @@ class StageSettings(Section):
     cpus: Count | None = Field(default=None, description="Cores of each process (--cpus-per-task), e.g. 12")
     device_memory: str | None = Field(
         default=None,
-        description="Memory of one GPU, e.g. 80GB: a config that needs more is told before it is submitted",
+        description="Memory of one GPU, e.g. 80GB: a config that needs more is not submitted",
     )
     extra: list[Option] = Field(
         default=[], description='Further options of sbatch, one each, e.g. ["--constraint=h100", "--exclusive"]'

@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import headrace
 from headrace.base.directory import COPIED_FROM, code_version, write_json, write_text
 from headrace.base.version import __version__
 from headrace.submission.configs import Given
 
 PACKAGES = ("headrace", "data_prep", "pipeline", "slurm", "ds_configs", "demo")
 """Of a clone; the last two are what headrace/share links to."""
-CLONE = Path(headrace.__file__).resolve().parents[1]
+CLONE = Path(__file__).resolve().parents[2]
 
 
 def is_clone() -> bool:
@@ -53,6 +53,14 @@ def copy_code(directory: Path) -> Path | None:
             shutil.copytree(CLONE / name, code / name, symlinks=True, ignore=ignored)
     write_text(code / COPIED_FROM, code_version()["commit"] or "")  # manifests go on naming it
     return code
+
+
+def remove(directory: Path) -> None:
+    """Removes a submission that came to nothing, and the directories above it that were made for it."""
+    shutil.rmtree(directory, ignore_errors=True)
+    with suppress(OSError):  # not empty: others are there
+        directory.parent.rmdir()
+        directory.parent.parent.rmdir()
 
 
 def save_config(directory: Path, name: str, raw: Mapping[str, Any]) -> Path:

@@ -150,7 +150,7 @@ def _submit(stages: Sequence[Stage], plan: Plan, request: Request, *, site_file:
         if jobs:
             numbers = [number for several in jobs.values() for number in several]
             subprocess.run(["scancel", *numbers], check=False, capture_output=True)
-        shutil.rmtree(plan.directory, ignore_errors=True)
+        snapshot.remove(plan.directory)
         raise
     say(f"{plan.directory}: the code, configs and scripts of these jobs, and logs/")
 
