@@ -124,6 +124,19 @@ def test_failed_map_jobs_stop_the_chain_with_a_report_and_a_second_submission_co
     assert _manifest(tmp_path / "tokens")["fingerprint"] == _manifest(tokens)["fingerprint"]
 
 
+def test_an_element_whose_node_crashes_is_run_by_another_node_and_the_chain_goes_on(
+    corpus: Path, tokens: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with VirtualCluster(tmp_path_factory.mktemp("nodes"), nodes=2, cpus=2, down_after_s=5) as cluster:
+        submitted = _submit_tokens(cluster, corpus, tmp_path)
+        _kill_a_map_job(cluster, node="n2", signal="STOP")  # so that it runs still
+        cluster.node("n2").crash()
+        log = _end_of_chain(cluster, submitted)
+        finish = next(job for job in cluster.jobs() if job.name == "headrace-finish")
+    assert finish.state == "COMPLETED", log
+    assert _manifest(tmp_path / "tokens")["fingerprint"] == _manifest(tokens)["fingerprint"]
+
+
 def test_zero3_across_two_nodes_has_the_losses_of_one_machine(
     cluster: VirtualCluster, tokens: Path, tmp_path: Path
 ) -> None:
@@ -271,12 +284,12 @@ def _end_of_chain(cluster: VirtualCluster, submitted: str) -> str:
     return Path(submitted.split("logs: ")[1].partition(",")[0]).read_text()
 
 
-def _kill_a_map_job(cluster: VirtualCluster, *, node: str) -> None:
-    """Kills a map job on a node as soon as there is one, as the kernel's out-of-memory killer would."""
+def _kill_a_map_job(cluster: VirtualCluster, *, node: str, signal: str = "KILL") -> None:
+    """Signals a map job on a node as soon as there is one; KILL is what the kernel's out-of-memory killer sends."""
 
     def killed() -> bool:
         try:
-            cluster.node(node).machine.run("pkill", "-KILL", "--oldest", "-f", "data_prep phase map")
+            cluster.node(node).machine.run("pkill", f"-{signal}", "--oldest", "-f", "data_prep phase map")
         except RuntimeError:
             return False
         return True

@@ -71,6 +71,7 @@ def submit(request: Request, *, say: Say) -> None:
     if request.dry_run:
         _print(stages, plan, request, say)
         return
+    validate.check_not_queued({each.name: each.makes.absolute() for each in stages if not each.chain})
     _submit(stages, plan, request, site_file=site_file, say=say)
 
 

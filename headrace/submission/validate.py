@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from headrace.base.errors import ConfigError, refuse_all
+from headrace.base.errors import ConfigError, DataError, refuse_all
 from headrace.base.section import parse, suggest
 from headrace.submission.configs import Element, Given
 from headrace.submission.site import StageSettings
@@ -135,6 +135,26 @@ def check_partitions(stages: dict[str, StageSettings]) -> None:
             remedy = f"did you mean '{near}'?" if near else f"one of {', '.join(known)}"
             problems.append(ConfigError("partition", each, why=f"Slurm has no such partition ({name})", remedy=remedy))
     refuse_all(problems)
+
+
+def check_not_queued(makes: dict[str, Path]) -> None:
+    """Checks that no submitted job has the same output: the second would fail on the lock of the first.
+
+    Args:
+        makes: stage -> what it writes.
+
+    Raises:
+        DataError: there is one.
+    """
+    command = ["squeue", "--noheader", "--format=%F|%T|%k"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    rows = [line.split("|", 2) for line in done.stdout.splitlines()]
+    for name, path in makes.items():
+        found = sorted({f"{number} ({state.lower()})" for number, state, comment in rows if comment == str(path)})
+        if found:
+            numbers = " ".join(each.split()[0] for each in found)
+            why = f"{name}: jobs that write {path} are queued or running: {', '.join(found)}"
+            raise DataError(f"{why}\n  try: wait for them, or scancel {numbers} and submit again: what is done is kept")
 
 
 def check_with_slurm(script: Path, *, stage: str) -> None:

@@ -47,7 +47,10 @@ def test_jobs_train_on_the_tokens_of_their_chain_with_the_code_and_configs_of_th
 ) -> None:
     """Tokens by arrays, then a sweep of two elements of ZeRO-3 over two nodes each."""
     configs = whole_way(tmp_path)[:2]
-    submit(cluster, clone, tmp_path, *configs, "--nodes", "2", "--workers", "2", "--sweep", "run.seed=1,2")
+    words = [*configs, "--nodes", "2", "--workers", "2", "--sweep", "run.seed=1,2"]
+    submit(cluster, clone, tmp_path, *words)
+    with pytest.raises(RuntimeError, match=r"jobs that write \S+/zero3 are queued or running: \d+"):
+        submit(cluster, clone, tmp_path, *words)
     edit(clone, tmp_path)
     states = {job.name: job.state for job in cluster.wait_for_all(timeout_s=240)}
     assert (states["headrace-finish"], states["headrace-train"]) == ("COMPLETED", "COMPLETED"), logs(tmp_path)

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from headrace.base.errors import ConfigError
+from headrace.base.shipped import SHARE
+from headrace.submission import snapshot
 from headrace.submission.configs import elements
 from headrace.submission.script import fill
 from tests.conftest import ROOT
@@ -139,6 +141,24 @@ def test_what_cannot_run_is_refused_before_anything_is_submitted(work: Path, wor
     assert done.exit_code == 2
     assert told in done.output
     assert not (work / "runs").exists()
+
+
+def test_a_config_whose_ranks_do_not_fit_the_sites_gpus_is_refused_with_the_numbers(work: Path, tokens: Path) -> None:
+    (work / "site.toml").write_text('[train]\ndevice_memory = "1MB"\n')
+    data = f'data.sources=[{{"path": "{tokens}"}}]'
+    done = run("submit", "train.json", "--set", data, "--site", "site.toml", "--dry-run")
+    assert done.exit_code == 2
+    assert "a rank does not fit 1.0 MB" in done.output
+    assert "a smaller micro-batch" in done.output
+
+
+@pytest.mark.usefixtures("work")
+def test_jobs_of_an_installed_package_run_its_own_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(snapshot, "CLONE", tmp_path)  # no slurm/ beside the package
+    done = run("submit", "corpus.json", "train.json", "--dry-run")
+    assert done.exit_code == 0, done.output
+    assert f"export HEADRACE_ROOT={SHARE}\n" in scripts_in(done.output)["train"]
+    assert (SHARE / "slurm" / "env.sh").is_file()
 
 
 def test_without_slurm_nothing_can_be_submitted_and_containers_only_be_printed(work: Path) -> None:
