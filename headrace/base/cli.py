@@ -14,17 +14,12 @@ from typing import NoReturn
 
 from headrace.base.errors import EXIT_INTERRUPTED, EXIT_LOST, DataError, HeadraceError
 from headrace.base.link_errors import is_link_error
+from headrace.base.tracebacks import is_one_of_several, print_traceback
 
 ERROR_FILE = "HEADRACE_ERROR_FILE"
 """Variable by which whoever watches over several processes asks for errors in a file, to show one of them once."""
 _STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
-_WORLDS = {
-    "RANK": "WORLD_SIZE",
-    "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE",
-    "PMI_RANK": "PMI_SIZE",
-    "SLURM_PROCID": "SLURM_STEP_NUM_TASKS",  # SLURM_NTASKS is there in a batch script, too
-}
-"""Variable of the rank -> of the number of ranks."""
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,8 +73,8 @@ def guarded(main: Callable[[], int | None]) -> int:
         lost = is_link_error(error)
         if ERROR_FILE in os.environ:
             Path(os.environ[ERROR_FILE]).write_text(traceback.format_exc())
-        elif lost or _is_one_of_several():
-            _print_traceback()
+        elif lost or is_one_of_several():
+            print_traceback()
         else:
             raise
         return EXIT_LOST if lost else 1
@@ -102,29 +97,8 @@ def _storage_error(error: Exception) -> DataError | None:
     return DataError(f"{place}{os.strerror(number)}\n  try: {remedy}")
 
 
-def _is_one_of_several() -> bool:
-    size = next((os.environ.get(_WORLDS[name], "1") for name in _WORLDS if name in os.environ), "1")
-    return size.isdigit() and int(size) > 1
-
-
-def _print_traceback() -> None:
-    """The traceback of the error at hand; of one rank of several with its number before every line, in one write.
-
-    Ranks of a Slurm job write the same log at the same time: without it their lines cannot be told apart.
-    """
-    text = traceback.format_exc()
-    if _is_one_of_several():
-        text = "".join(f"[rank {_rank()}] {line}\n" for line in text.splitlines())
-    sys.stderr.write(text)
-    sys.stderr.flush()
-
-
-def _rank() -> str:
-    return next((os.environ[name] for name in _WORLDS if name in os.environ), "0")
-
-
 def _tell(error: HeadraceError) -> None:
-    rank = _rank()
+    rank = next((os.environ[name] for name in _RANKS if name in os.environ), "0")
     if ERROR_FILE in os.environ:
         Path(os.environ[ERROR_FILE]).write_text(f"error: {error}")
     elif rank == "0":

@@ -82,7 +82,9 @@ class SiteConfig(StageSettings):
         " container gets them",
     )
     mail: str | None = Field(default=None, description="Address that Slurm writes to, e.g. me@lab.example")
-    mail_type: str = Field(default="END,FAIL", description="Events of a mail, e.g. END,FAIL,REQUEUE")
+    mail_events: list[str] = Field(
+        default=["END", "FAIL"], description='What a mail is sent for, e.g. ["END", "FAIL", "REQUEUE"]'
+    )
     environment: dict[str, str] = Field(
         default={}, description='Variables that every job exports, e.g. {"NCCL_IB_HCA": "mlx5"}'
     )

@@ -162,7 +162,7 @@ def _options(kind: str, name: str, makes: Path, plan: Plan) -> dict[str, str | N
         "--gpus-per-node": None if settings.gpus is None else str(settings.gpus),
         "--cpus-per-task": None if settings.cpus is None else str(settings.cpus),
         "--mail-user": site.mail,
-        "--mail-type": None if site.mail is None else site.mail_type,
+        "--mail-type": None if site.mail is None else ",".join(site.mail_events),
     }
     if site.container is not None and site.container.runtime == "pyxis":
         given["--container-image"] = site.container.image
