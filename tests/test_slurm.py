@@ -95,7 +95,7 @@ def test_a_single_job_writes_the_same_tokens_with_several_workers(
     assert _manifest(tmp_path / "tokens")["fingerprint"] == _manifest(tokens)["fingerprint"]
 
 
-def test_failed_map_jobs_stop_the_chain_with_a_report_and_a_second_submission_completes_it(
+def test_a_killed_command_is_run_again_and_a_node_that_lacks_the_input_is_left_out(
     cluster: VirtualCluster, corpus: Path, tokens: Path, tmp_path: Path
 ) -> None:
     # a mount that is missing on one node: that node sees the corpus' directory, but empty
@@ -104,6 +104,25 @@ def test_failed_map_jobs_stop_the_chain_with_a_report_and_a_second_submission_co
     before = len(cluster.jobs())
     submitted = _submit_tokens(cluster, corpus, tmp_path)
     _kill_a_map_job(cluster, node="n1")
+    log = _end_of_chain(cluster, submitted)
+    second_node.run("umount", str(corpus.parent / "text"))
+    jobs = {(job.name, job.element): job for job in cluster.jobs()[before:]}
+    assert jobs["headrace-finish", None].state == "COMPLETED", log
+    assert {jobs["headrace-map", str(element)].nodes for element in range(WORKERS)} == {"n1"}
+    logs = [file.read_text() for file in tmp_path.glob("tokens.logs/1/map-*.out")]
+    assert any("failed on n2: once more, on another node" in text for text in logs)
+    assert any("attempt 1 of 5 on n1 failed with exit code 137" in text for text in logs)
+    assert _manifest(tmp_path / "tokens")["fingerprint"] == _manifest(tokens)["fingerprint"]
+
+
+def test_failed_map_jobs_stop_the_chain_with_a_report_and_a_second_submission_completes_it(
+    cluster: VirtualCluster, corpus: Path, tokens: Path, tmp_path: Path
+) -> None:
+    text, away = corpus.parent / "text", corpus.parent / "away"
+    before = len(cluster.jobs())
+    submitted = _submit_tokens(cluster, corpus, tmp_path)
+    _wait_until((tmp_path / ".tokens.job/tokenizer/done.json").exists)  # the last thing that prepare makes
+    text.rename(away)  # on both nodes
     log = _end_of_chain(cluster, submitted)
     states = {(job.name, job.element): job.state for job in cluster.jobs()[before:]}
     failed = [job for job, state in states.items() if job[0] == "headrace-map" and state == "FAILED"]
@@ -114,13 +133,11 @@ def test_failed_map_jobs_stop_the_chain_with_a_report_and_a_second_submission_co
     assert "FAILED (NonZeroExitCode)" in log
     assert not (tmp_path / "tokens").exists()
     assert "FAILED (NonZeroExitCode)" in _status(corpus, tmp_path)  # kept in the job directory
-    logs = [file.read_text() for file in tmp_path.glob("tokens.logs/1/map-*.out")]
-    assert any("attempt 1 of 5 on n1 failed with exit code 137" in text for text in logs)  # and then it succeeded
 
-    second_node.run("umount", str(corpus.parent / "text"))
+    away.rename(text)
     log = _end_of_chain(cluster, _submit_tokens(cluster, corpus, tmp_path))
     assert "error" not in log
-    assert any("finished before" in file.read_text() for file in tmp_path.glob("tokens.logs/2/map-*.out"))
+    assert (tmp_path / "tokens.logs/2/chain.out").exists()
     assert _manifest(tmp_path / "tokens")["fingerprint"] == _manifest(tokens)["fingerprint"]
 
 
