@@ -60,7 +60,8 @@ def submit(
     """
 
     def run() -> None:
-        from headrace.submission.submit import Request, submit  # noqa: PLC0415
+        from headrace.submission.request import Request  # noqa: PLC0415
+        from headrace.submission.submit import submit  # noqa: PLC0415
 
         request = Request(
             files=configs,

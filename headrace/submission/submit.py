@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep.config.corpus import CorpusConfig
@@ -16,33 +15,13 @@ from headrace.base.errors import ConfigError
 from headrace.base.section import parse
 from headrace.base.shipped import SHARE
 from headrace.submission import snapshot, validate
-from headrace.submission.configs import Element, Given, before, elements, read_configs
+from headrace.submission.configs import Element, Given, before, read_configs
+from headrace.submission.request import Request, nodes_of, sweep_of, tasks_of
 from headrace.submission.site import SiteConfig, load_site
 from headrace.submission.stages import Plan, Stage, settings_for, stages_of
 
 Say = Callable[[str], None]
 _UNVERIFIED = "containers were never run with these scripts: they are printed by --dry-run, unverified"
-
-
-@dataclass(frozen=True)
-class Request:
-    """What was asked for on the command line.
-
-    Attributes:
-        nodes: of each training config, or one number for all.
-        tasks: processes on each node; None: one per GPU of the site, else one.
-        workers: jobs in each array of data prep; None: the default.
-        sweeps: KEY=VALUE,VALUE texts.
-    """
-
-    files: Sequence[str]
-    overrides: Sequence[str] = ()
-    nodes: Sequence[int] = (1,)
-    tasks: int | None = None
-    workers: int | None = None
-    sweeps: Sequence[str] = ()
-    site: Path | None = None
-    dry_run: bool = False
 
 
 def submit(request: Request, *, say: Say) -> None:
@@ -57,11 +36,14 @@ def submit(request: Request, *, say: Say) -> None:
     if site.container is not None and not request.dry_run:
         raise ConfigError(f"{site_file}.container", why=_UNVERIFIED, remedy="--dry-run, or modules or venv")
     configs = read_configs(request.files, request.overrides)
-    sweep = _sweep(configs, request.sweeps)
-    nodes = _nodes(configs, request.nodes)
-    tasks = _tasks(request.tasks, site)
+    sweep = sweep_of(configs, request.sweeps)
+    nodes = nodes_of(configs, request.nodes)
+    tasks = tasks_of(request.tasks, site)
     done = _validate(configs, request, site, nodes=nodes, tasks=tasks, sweep=sweep, say=say)
     kept = [each for each in configs if each not in done]
+    if not kept:
+        say("nothing to do")
+        return
     directory = snapshot.directory_of(configs)
     clone = snapshot.is_clone()
     scripts = snapshot.CLONE / "slurm" if clone else SHARE / "slurm"
@@ -73,36 +55,6 @@ def submit(request: Request, *, say: Say) -> None:
         return
     validate.check_not_queued({each.name: each.makes.absolute() for each in stages if not each.chain})
     _submit(stages, plan, request, site_file=site_file, say=say)
-
-
-def _sweep(configs: Sequence[Given], sweeps: Sequence[str]) -> list[Element]:
-    if not sweeps:
-        return []
-    runs = [each for each in configs if each.kind == "run"]
-    if len(runs) != 1:
-        why = f"a sweep is of one training config, and there are {len(runs)}"
-        raise ConfigError("--sweep", sweeps[0], why=why, remedy="submit the others by themselves")
-    late = [each.file for each in configs if runs[0] in before(each, [runs[0]]) and each is not runs[0]]
-    if late:
-        why = f"{late[0]} reads the run, and a sweep has several"
-        raise ConfigError("--sweep", sweeps[0], why=why, remedy=f"submit {late[0]} when the best run is known")
-    return elements(runs[0].makes, sweeps)
-
-
-def _nodes(configs: Sequence[Given], nodes: Sequence[int]) -> list[int]:
-    runs = sum(each.kind == "run" for each in configs)
-    if len(nodes) not in (1, runs):
-        why = f"there are {len(nodes)} numbers and {runs} training configs"
-        raise ConfigError("--nodes", ",".join(map(str, nodes)), why=why, remedy="give one number, or one for each")
-    return [*nodes] if len(nodes) == runs else [*nodes] * runs
-
-
-def _tasks(asked: int | None, site: SiteConfig) -> int:
-    gpus = settings_for("run", site).gpus
-    if asked is not None and gpus is not None and asked != gpus:
-        why = f"the site's nodes have {gpus} GPUs, and there is one process for each"
-        raise ConfigError("--tasks-per-node", asked, why=why, remedy=f"leave it out, or train.gpus = {asked}")
-    return asked or gpus or 1
 
 
 def _validate(

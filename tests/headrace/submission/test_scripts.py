@@ -143,6 +143,20 @@ def test_what_cannot_run_is_refused_before_anything_is_submitted(work: Path, wor
     assert not (work / "runs").exists()
 
 
+def test_finished_data_prep_is_not_submitted_again(work: Path, tokens: Path) -> None:
+    corpus = {**json.loads((tokens.parent / "corpus.json").read_text())}
+    write(work, "done", corpus)
+    done = run("submit", "done.json", "--dry-run")
+    assert done.exit_code == 0, done.output
+    assert "is there already" in done.output
+    assert "nothing to do" in done.output
+    data = f'data.sources=[{{"path": "{tokens}"}}]'
+    done = run("submit", "done.json", "train.json", "--set", data, "--dry-run")
+    assert list(scripts_in(done.output)) == ["train"]
+    assert "--dependency" not in commands_in(done.output)[-1]
+    assert "memory  peak" in done.output  # what it reads is there: it is checked wholly
+
+
 def test_a_config_whose_ranks_do_not_fit_the_sites_gpus_is_refused_with_the_numbers(work: Path, tokens: Path) -> None:
     (work / "site.toml").write_text('[train]\ndevice_memory = "1MB"\n')
     data = f'data.sources=[{{"path": "{tokens}"}}]'
