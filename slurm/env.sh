@@ -23,6 +23,12 @@ if [ -n "$HEADRACE_VENV" ]; then
     source "$HEADRACE_VENV/bin/activate"
 fi
 
+# The code of HEADRACE_ROOT runs, whatever the virtual environment has installed: that may be another clone. Without SAFEPATH
+# python -m would look into the working directory first. An installed package has its code elsewhere, where it is found.
+if [ -d "$HEADRACE_ROOT/headrace" ]; then
+    export PYTHONPATH=$HEADRACE_ROOT${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
+fi
+
 # Without it every task starts one thread per core of the node, and the tasks oversubscribe the cores.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 

@@ -94,7 +94,7 @@ def test_a_single_job_writes_the_same_tokens_with_several_workers(
     assert _manifest(tmp_path / "tokens")["fingerprint"] == _manifest(tokens)["fingerprint"]
 
 
-def test_failed_map_jobs_stop_the_chain_with_a_report_and_a_second_submission_completes_it(
+def test_a_killed_command_is_run_again_and_a_node_that_lacks_the_input_is_left_out(
     cluster: VirtualCluster, corpus: Path, tokens: Path, tmp_path: Path
 ) -> None:
     # a mount that is missing on one node: that node sees the corpus' directory, but empty
@@ -104,6 +104,25 @@ def test_failed_map_jobs_stop_the_chain_with_a_report_and_a_second_submission_co
     submitted = _submit_tokens(cluster, corpus, tmp_path)
     _kill_a_map_job(cluster, node="n1")
     log = _end_of_chain(cluster, submitted)
+    second_node.run("umount", str(corpus.parent / "text"))
+    jobs = {(job.name, job.element): job for job in cluster.jobs()[before:]}
+    assert jobs["headrace-finish", None].state == "COMPLETED", log
+    assert {jobs["headrace-map", str(element)].nodes for element in range(WORKERS)} == {"n1"}
+    logs = [file.read_text() for file in tmp_path.glob("tokens.logs/1/map-*.out")]
+    assert any("failed on n2: once more, on another node" in text for text in logs)
+    assert any("attempt 1 of 5 on n1 failed with exit code 137" in text for text in logs)
+    assert _manifest(tmp_path / "tokens")["fingerprint"] == _manifest(tokens)["fingerprint"]
+
+
+def test_failed_map_jobs_stop_the_chain_with_a_report_and_a_second_submission_completes_it(
+    cluster: VirtualCluster, corpus: Path, tokens: Path, tmp_path: Path
+) -> None:
+    text, away = corpus.parent / "text", corpus.parent / "away"
+    before = len(cluster.jobs())
+    submitted = _submit_tokens(cluster, corpus, tmp_path)
+    _wait_until((tmp_path / ".tokens.job/tokenizer/done.json").exists)  # the last thing that prepare makes
+    text.rename(away)  # on both nodes
+    log = _end_of_chain(cluster, submitted)
     states = {(job.name, job.element): job.state for job in cluster.jobs()[before:]}
     failed = [job for job, state in states.items() if job[0] == "headrace-map" and state == "FAILED"]
     assert len(failed) > 1, log
@@ -112,11 +131,25 @@ def test_failed_map_jobs_stop_the_chain_with_a_report_and_a_second_submission_co
     assert f"the job was not finished: {len(failed)} of its Slurm jobs failed" in log
     assert "FAILED (NonZeroExitCode)" in log
     assert not (tmp_path / "tokens").exists()
+    assert "FAILED (NonZeroExitCode)" in _status(corpus, tmp_path)  # kept in the job directory
 
-    second_node.run("umount", str(corpus.parent / "text"))
+    away.rename(text)
     log = _end_of_chain(cluster, _submit_tokens(cluster, corpus, tmp_path))
     assert "error" not in log
-    assert any("finished before" in file.read_text() for file in tmp_path.glob("*-map-*.out"))
+    assert (tmp_path / "tokens.logs/2/chain.out").exists()
+    assert _manifest(tmp_path / "tokens")["fingerprint"] == _manifest(tokens)["fingerprint"]
+
+
+def test_an_element_whose_node_crashes_is_run_by_another_node_and_the_chain_goes_on(
+    corpus: Path, tokens: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with VirtualCluster(tmp_path_factory.mktemp("nodes"), nodes=2, cpus=2, down_after_s=5) as cluster:
+        submitted = _submit_tokens(cluster, corpus, tmp_path)
+        _kill_a_map_job(cluster, node="n2", signal="STOP")  # so that it runs still
+        cluster.node("n2").crash()
+        log = _end_of_chain(cluster, submitted)
+        finish = next(job for job in cluster.jobs() if job.name == "headrace-finish")
+    assert finish.state == "COMPLETED", log
     assert _manifest(tmp_path / "tokens")["fingerprint"] == _manifest(tokens)["fingerprint"]
 
 
@@ -260,12 +293,12 @@ def _end_of_chain(cluster: VirtualCluster, submitted: str) -> str:
     return Path(submitted.split("logs: ")[1].partition(",")[0]).read_text()
 
 
-def _kill_a_map_job(cluster: VirtualCluster, *, node: str) -> None:
-    """Kills a map job on a node as soon as there is one, as the kernel's out-of-memory killer would."""
+def _kill_a_map_job(cluster: VirtualCluster, *, node: str, signal: str = "KILL") -> None:
+    """Signals a map job on a node as soon as there is one; KILL is what the kernel's out-of-memory killer sends."""
 
     def killed() -> bool:
         try:
-            cluster.node(node).machine.run("pkill", "-KILL", "--oldest", "-f", "data_prep phase map")
+            cluster.node(node).machine.run("pkill", f"-{signal}", "--oldest", "-f", "data_prep phase map")
         except RuntimeError:
             return False
         return True

@@ -88,3 +88,19 @@ def test_a_python_without_headrace_is_refused_with_the_variable_to_set(share: Pa
     assert done.returncode == 2
     assert "export HEADRACE_VENV=PATH" in done.stderr
     assert calls == []
+
+
+def test_the_code_of_headrace_root_runs_whatever_the_virtual_environment_and_the_working_directory_hold(
+    tmp_path: Path,
+) -> None:
+    clones = [tmp_path / "root", tmp_path / "other"]
+    for clone in clones:
+        shutil.copytree(ROOT / "slurm", clone / "slurm")
+        shutil.copytree(ROOT / "headrace" / "base", clone / "headrace" / "base")
+        shutil.copy(ROOT / "headrace" / "__init__.py", clone / "headrace")
+    script = f"source {clones[0]}/slurm/env.sh; python -c 'import headrace; print(headrace.__file__)'"
+    # the environment of the tests has this repository installed, the working directory another clone
+    env = {**os.environ, "HEADRACE_VENV": "", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    env.pop("PYTHONPATH", None)
+    done = subprocess.run(["bash", "-c", script], cwd=clones[1], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(clones[0] / "headrace" / "__init__.py")

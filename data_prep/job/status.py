@@ -12,6 +12,7 @@ from typing import Any
 from data_prep.config.corpus import CorpusConfig
 from data_prep.job.directory import Job
 from data_prep.job.phases import phases_of
+from data_prep.job.slurm import FAILURE
 from headrace.base.directory import read_manifest
 from headrace.base.errors import DataError
 from headrace.base.section import parse
@@ -44,7 +45,7 @@ def report(config: CorpusConfig) -> list[str]:
     if job.saved_identity() is None:
         return [f"{job.root}: checking the inputs"]
     lines = [_line(phase) for phase in phases(job) if phase.total != 0]
-    return lines + [_worker(note, age) for note, age in _notes(job.root)]
+    return lines + [_worker(note, age) for note, age in _notes(job.root)] + _failure(job.root)
 
 
 def report_of(directory: Path) -> list[str]:
@@ -81,6 +82,13 @@ def phases(job: Job) -> list[PhaseStatus]:
         else:
             found.append(PhaseStatus(phase.name, sum(task.finished for task in tasks), len(tasks)))
     return found
+
+
+def _failure(root: Path) -> list[str]:
+    """What the last chain of Slurm jobs failed of."""
+    with suppress(OSError):
+        return ["of the last chain of Slurm jobs:", *(root / FAILURE).read_text().splitlines()]
+    return []
 
 
 def _line(phase: PhaseStatus) -> str:

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from headrace.base.errors import EXIT_INTERRUPTED, EXIT_LOST, ConfigError, DataError, HeadraceError, problems_in
 from headrace.base.link_errors import is_link_error
+from headrace.base.tracebacks import is_one_of_several, print_traceback
 
 ERROR_FILE = "HEADRACE_ERROR_FILE"
 """Variable by which whoever watches over several processes asks for errors in a file, to show one of them once."""
@@ -73,8 +74,8 @@ def guarded(main: Callable[[], int | None]) -> int:
         lost = is_link_error(error)
         if ERROR_FILE in os.environ:
             Path(os.environ[ERROR_FILE]).write_text(traceback.format_exc())
-        elif lost:
-            traceback.print_exc()
+        elif lost or is_one_of_several():
+            print_traceback()
         else:
             raise
         return EXIT_LOST if lost else 1

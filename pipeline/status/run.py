@@ -26,7 +26,7 @@ from pipeline.status.goodput import Goodput, goodput_of, seconds_left
 from pipeline.status.metrics import Metrics, MetricsReader
 from pipeline.status.slurm import SlurmJob, find_jobs
 
-SLURM_STARTS = ".slurm-starts"
+SLURM_STARTS = ".agents/starts"
 
 
 @dataclass(frozen=True)
