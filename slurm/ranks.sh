@@ -16,6 +16,9 @@ HEADRACE_MIN_NODES=${HEADRACE_MIN_NODES:-1}
 # Whether a job of one node is submitted for each node that is lost, which takes part when it starts; 0: no.
 HEADRACE_REPLACE=${HEADRACE_REPLACE:-1}
 
+# Whether the nodes are checked before a start, and bad ones left out (docs/how-to/bad-nodes.md); 0: no.
+HEADRACE_NODE_CHECKS=${HEADRACE_NODE_CHECKS:-1}
+
 # Stop request to this script alone (--signal=B:USR1, scancel --batch): all agents get it, and those that start later.
 # Without the B, Slurm signals the agents themselves, which works also when this script is gone with its node.
 HEADRACE_STOP_REQUESTED='' HEADRACE_STOP_FILE=''
@@ -54,6 +57,7 @@ headrace_train() {
         --restarts "$HEADRACE_RESTARTS" --join "$HEADRACE_PATIENCE" --dead "$HEADRACE_DEAD" --wanted "$wanted"
         --slurm-job "$SLURM_JOB_ID" --batch-host "$SLURMD_NODENAME")
     [ -z "$output" ] || options+=(--output "$output")
+    [ "$HEADRACE_NODE_CHECKS" = 0 ] || options+=(--node-checks)
     [ "$HEADRACE_REPLACE" = 0 ] || options+=(--join-script "$HEADRACE_ROOT/slurm/join.sbatch")
 
     HEADRACE_STOP_FILE=$directory/stop

@@ -143,7 +143,9 @@ def test_failed_map_jobs_stop_the_chain_with_a_report_and_a_second_submission_co
 def test_an_element_whose_node_crashes_is_run_by_another_node_and_the_chain_goes_on(
     corpus: Path, tokens: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    with VirtualCluster(tmp_path_factory.mktemp("nodes"), nodes=2, cpus=2, down_after_s=5) as cluster:
+    with VirtualCluster(
+        tmp_path_factory.mktemp("nodes"), nodes=2, cpus=2, patience=Patience(down_after_s=5)
+    ) as cluster:
         submitted = _submit_tokens(cluster, corpus, tmp_path)
         _kill_a_map_job(cluster, node="n2", signal="STOP")  # so that it runs still
         cluster.node("n2").crash()

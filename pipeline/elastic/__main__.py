@@ -9,10 +9,8 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
 from zlib import crc32
@@ -23,6 +21,7 @@ from pipeline.elastic.agent import Agent
 from pipeline.elastic.files import DEAD_S, StateFiles
 from pipeline.elastic.leader import Terms
 from pipeline.elastic.local_ranks import Command
+from pipeline.elastic.questions import Questions
 from pipeline.elastic.slurm_job import SlurmJob
 
 _POLL_S = 0.1
@@ -46,14 +45,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         files.announce(args.guest)
     arguments = (sys.executable, "-m", args.module, *args.arguments)
     command = Command(arguments, args.tasks, directory / "logs", output)
-    checks = _Checks(args.arguments, args.tasks, output)
+    asks = Questions(args.arguments, args.tasks, partial(_write, output))
     job = crc32(str(directory.absolute()).encode())
     wanted = args.wanted or len(addresses)
-    terms = Terms(addresses, args.least, args.restarts, job, cache(checks.refusal), checks.step, wanted)
+    terms = Terms(
+        addresses,
+        args.least,
+        args.restarts,
+        job,
+        cache(asks.refusal),
+        asks.step,
+        wanted,
+        asks.left_out,
+        asks.note_fault,
+    )
     say, slurm = partial(_say, output), None if args.slurm_job is None else _slurm_job(args, wanted)
     script = slurm is not None and not guest and args.node == args.batch_host
-    agent = Agent(args.node, command, terms, files, args.join, say, slurm, guest, script)
-    checks.tick = agent.tick
+    check = partial(asks.bad_nodes, args.node, args.nodes, directory / "checks")
+    checked = args.node_checks and not guest and len(addresses) > 1
+    agent = Agent(args.node, command, terms, files, args.join, say, slurm, guest, script, check if checked else None)
+    asks.tick = agent.tick
     if args.stopped:
         agent.stop()
     outcome = agent.run().outcome
@@ -80,6 +91,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--restarts", type=int, default=20, metavar="N", help="without a new checkpoint; default: %(default)s")
     add("--join", type=float, default=120.0, metavar="S", help="seconds in which all hosts have to come; default: 120")
     add("--dead", type=float, default=DEAD_S, metavar="S", help="seconds of silence of a dead host; default: 20")
+    add(
+        "--node-checks",
+        action="store_true",
+        help="check all hosts first, and leave bad ones out",
+    )
     add("--output", metavar="FILE", help="log of rank 0 and of the agents; default: this terminal")
     add("--wanted", type=int, metavar="N", help="hosts that the run should have; default: all in --nodes")
     add("--guest", metavar="ADDRESS", help="take part as one more host, which the others reach there")
@@ -99,10 +115,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _slurm_job(args: argparse.Namespace, wanted: int) -> SlurmJob:
     """The job; another node's agent has the same arguments but for being a guest, whose address its script knows."""
-    directory, given = Path(args.directory), vars(args)
+    directory, own = Path(args.directory), ("node", "guest", "stopped", "node_checks", "module", "arguments")
     join = [args.join_script] if args.join_script else []
-    for name, value in given.items():
-        if join and value is not None and name not in ("node", "guest", "stopped", "module", "arguments"):
+    for name, value in vars(args).items():
+        if join and value is not None and name not in own:
             join += [f"--{name.replace('_', '-')}", str(value)]
     if join:
         join += [args.module, *args.arguments]
@@ -120,51 +136,6 @@ def _addresses(text: str) -> dict[str, str]:
             raise ConfigError("--nodes", text, why=why, remedy="write --nodes a=10.0.0.1,b=10.0.0.2")
         found[name] = address or name
     return found
-
-
-class _Checks:
-    """Asks `headrace check` about the run, in processes of their own, since that imports torch.
-
-    Args:
-        arguments: --config and --set.
-        tasks: ranks of a host.
-        output: that the first layout is printed to.
-
-    Attributes:
-        tick: is called while a process runs.
-    """
-
-    def __init__(self, arguments: Sequence[str], tasks: int, output: Path | None) -> None:
-        self._arguments, self._tasks, self._output = arguments, tasks, output
-        self._told = False
-        self.tick: Callable[[], None] = lambda: None
-
-    def refusal(self, nodes: int) -> str | None:
-        """Why there is no layout for a number of hosts."""
-        done = self._run("--processes", str(nodes * self._tasks))
-        if done.returncode:
-            return done.stderr.strip() or f"headrace check ended with code {done.returncode}"
-        if not self._told:
-            self._told = True
-            _write(self._output, done.stdout)
-        return None
-
-    def step(self) -> int:
-        """Of the newest checkpoint."""
-        word = self._run("--progress").stdout.partition(" ")[0]
-        return int(word) if word.isdecimal() else 0
-
-    def _run(self, *options: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "pipeline", "check", *options, *self._arguments]
-        pipe, none = subprocess.PIPE, subprocess.DEVNULL
-        with subprocess.Popen(
-            command, text=True, start_new_session=True, stdin=none, stdout=pipe, stderr=pipe
-        ) as process:
-            while True:
-                self.tick()
-                with suppress(subprocess.TimeoutExpired):
-                    out, err = process.communicate(timeout=_POLL_S)
-                    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def _say(output: Path | None, line: str) -> None:

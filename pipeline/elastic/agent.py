@@ -36,6 +36,8 @@ class Agent:
         slurm: the batch system; None where something else has started the agents.
         guest: whether this node belongs to another job than the run's own.
         script: whether the job's batch script is on this node.
+        check_nodes: makes the checks of this node together with the others, and says which are bad and why; it has to
+            call `tick` meanwhile.
     """
 
     node: str
@@ -47,6 +49,8 @@ class Agent:
     slurm: SlurmJob | None = None
     guest: bool = False
     script: bool = False
+    check_nodes: Callable[[], Mapping[str, str]] | None = None
+    _bad: Mapping[str, str] = field(default_factory=dict)
     _state: NodeState = field(init=False)
     _ranks: LocalRanks | None = None
     _stop: signal.Signals | None = None
@@ -65,6 +69,8 @@ class Agent:
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stopped)
         try:
+            if self.check_nodes is not None:
+                self._bad = self.check_nodes()
             while self._state.plan.outcome is None:
                 self.tick()
                 self._look()
@@ -126,7 +132,7 @@ class Agent:
             return None
         if missing:
             self.say(f"{', '.join(missing)} did not come within {self.join_s:g} s")
-        return first_plan(self.terms, alive)
+        return first_plan(self.terms, alive, bad=self._bad)
 
     def _next(self, plan: Plan, alive: Mapping[str, NodeState]) -> Plan | None:
         made = next_plan(self.terms, plan, alive, waited_s=self._waited(plan, alive))

@@ -30,6 +30,8 @@ class Terms:
         refusal: why the run has no layout for a number of nodes; None when it has.
         step: reads the step of the newest checkpoint.
         wanted: nodes that the run should have; with fewer, it waits for more where these have no layout.
+        left_out: node -> why it gets no ranks in this run, of earlier starts.
+        note_fault: takes a node on which a fault began, and the fault, for later starts.
     """
 
     addresses: Mapping[str, str]
@@ -39,11 +41,22 @@ class Terms:
     refusal: Callable[[int], str | None]
     step: Callable[[], int]
     wanted: int = 1
+    left_out: Callable[[], Mapping[str, str]] = dict
+    note_fault: Callable[[str, str], None] = lambda _node, _fault: None
 
 
-def first_plan(terms: Terms, alive: Mapping[str, NodeState]) -> Plan:
-    """The plan of the first start."""
-    return _start(terms, Plan(step=terms.step()), alive, "start")
+def first_plan(terms: Terms, alive: Mapping[str, NodeState], *, bad: Mapping[str, str] | None = None) -> Plan:
+    """The plan of the first start.
+
+    Args:
+        terms: of the job.
+        alive: the nodes that are.
+        bad: node -> what the checks of the nodes have found wrong with it.
+    """
+    for node, why in (bad or {}).items():
+        terms.note_fault(node, why)
+    excluded = {**terms.left_out(), **(bad or {})}
+    return _start(terms, Plan(step=terms.step(), excluded=excluded), alive, "start")
 
 
 def next_plan(terms: Terms, plan: Plan, alive: Mapping[str, NodeState], *, waited_s: float) -> Plan | None:
@@ -101,6 +114,7 @@ def _after_error(terms: Terms, plan: Plan, alive: Mapping[str, NodeState], found
     if len(found.nodes) != 1 or len(plan.members) == 1 or suspected:
         return ends
     [bad] = found.nodes
+    terms.note_fault(bad, found.text)
     plan = replace(plan, excluded={**plan.excluded, bad: f"error: {found.text}"}, step=step)
     made = _start(terms, plan, alive, f"without {bad}: {found.text}")
     return made if made.outcome is None else ends
@@ -113,6 +127,7 @@ def _after_loss(
     restarts = 1 if step > plan.step else plan.restarts + 1
     faults, excluded = dict(plan.faults), dict(plan.excluded)
     for node in begun:
+        terms.note_fault(node, f"{why}: {text}" if text else why)
         faults[node] = faults.get(node, 0) + 1
         if faults[node] >= FAULTS and len(_ready(terms, plan, alive)) > terms.least:
             excluded[node] = f"{faults[node]} faults began there"

@@ -82,7 +82,7 @@ class SlurmJob:
 
     def note(self, plan: Plan) -> None:
         """Tells the batch script the outcome, before any agent ends: it would start one that ends without again."""
-        self.outcome.write_text(f"{plan.outcome}\n{plan.reason}\n")
+        self.outcome.write_text(f"{plan.outcome}\n{_in_a_line(plan.reason)}\n")
 
     def end(self, plan: Plan, *, step: int, nodes: int, script_lives: bool, say: Say) -> None:
         """Ends the job or queues it again, by the outcome of the run.
@@ -98,7 +98,7 @@ class SlurmJob:
         if plan.outcome == EXIT_REQUEUE:
             self._queue_again(plan, step=step, nodes=nodes, say=say)
         elif not script_lives:
-            (self.records / f"{self.number}.ended").write_text(f"{plan.outcome}\n{plan.reason}\n")
+            (self.records / f"{self.number}.ended").write_text(f"{plan.outcome}\n{_in_a_line(plan.reason)}\n")
             say("the batch script is gone with its node: the job is queued once more, to end with that code")
             if self._control("requeue", say=say):
                 self._update(self._size(1), say=say)
@@ -186,6 +186,13 @@ class SlurmJob:
             "output": str(self.records / f"{self._join_name}-%j.log"),
         }
         return ["--parsable", *(f"--{name}={value}" for name, value in options.items() if value)]
+
+
+def _in_a_line(reason: str) -> str:
+    """The last line of the job's log: of a traceback the error alone."""
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    traceback = next((at for at, line in enumerate(lines) if line.startswith("Traceback")), None)
+    return " ".join(lines if traceback is None else [*lines[:traceback], lines[-1]])
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:

@@ -135,8 +135,11 @@ def train(run: ResolvedRun, make_objective: MakeObjective, *, signals: StopSigna
                     checkpoint = session.newest_checkpoint()
                 clean_up(not stop)
         # Finish: the ranks leave together; the exit code says whether to start the run again.
-        code = attempt.will_end(stop.exit_code, f"stopped by {stop}, saved" if stop else "finished")
-        return coordinate_exit(code, rendezvous, launcher=launch.launcher)
+        return coordinate_exit(
+            attempt.will_end(stop.exit_code, f"stopped by {stop}, saved" if stop else "finished"),
+            rendezvous,
+            launcher=launch.launcher,
+        )
 
 
 @dataclass(frozen=True)

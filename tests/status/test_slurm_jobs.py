@@ -10,8 +10,8 @@ import pytest
 
 from pipeline.run.attempts import append_event
 from tests.cluster.cluster import VirtualCluster, missing_requirements
+from tests.cluster.slurm_run import JOB_ENV
 from tests.conftest import ROOT, write_config
-from tests.test_slurm import JOB_ENV
 
 pytestmark = [
     pytest.mark.slurm,

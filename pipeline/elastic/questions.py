@@ -1,0 +1,95 @@
+"""What an agent asks other programs about the run, in processes of their own, since these import torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.base.errors import DataError
+from pipeline.node_checks.bad_nodes import add_fault, nodes_left_out
+
+_POLL_S = 0.1
+
+
+@dataclass
+class Questions:
+    """Asks `headrace check` and the checks of nodes.
+
+    Args:
+        arguments: --config and --set.
+        tasks: ranks of a host.
+        write: prints for people.
+        tick: is called while a process runs.
+    """
+
+    arguments: Sequence[str]
+    tasks: int
+    write: Callable[[str], None]
+    tick: Callable[[], None] = lambda: None
+    _told: bool = False
+
+    def refusal(self, nodes: int) -> str | None:
+        """Why there is no layout for a number of hosts."""
+        done = self._check("--processes", str(nodes * self.tasks))
+        if done.returncode:
+            return done.stderr.strip() or f"headrace check ended with code {done.returncode}"
+        if not self._told:
+            self._told = True
+            self.write(done.stdout)
+        return None
+
+    def step(self) -> int:
+        """Of the newest checkpoint."""
+        word = self._check("--progress").stdout.partition(" ")[0]
+        return int(word) if word.isdecimal() else 0
+
+    def left_out(self) -> Mapping[str, str]:
+        """Node -> why the run's directory lists it as left out."""
+        with suppress(DataError, OSError):
+            return nodes_left_out(self._run_dir())
+        return {}
+
+    def note_fault(self, node: str, fault: str) -> None:
+        """Lists a fault in the run's directory."""
+        with suppress(DataError, OSError):  # the run goes on where its list of faults cannot be written
+            add_fault(self._run_dir(), node, fault.partition("\n")[0])
+
+    def bad_nodes(self, node: str, nodes: str, directory: Path) -> Mapping[str, str]:
+        """Makes the checks of this node together with the others (`python -m pipeline.node_checks`).
+
+        Args:
+            node: this one.
+            nodes: all of them, as in --nodes.
+            directory: for the records, new for every job.
+
+        Returns:
+            Node -> what is wrong with it.
+        """
+        command = ["pipeline.node_checks", "--nodes", nodes, "--node", node, "--directory", str(directory)]
+        self._run([*command, "--attempt", directory.parent.name, *self.arguments])
+        with suppress(OSError, ValueError, KeyError):  # a config that is refused: `refusal` says why
+            verdict = json.loads((directory / "verdict.json").read_text())
+            return {node: "; ".join(why) for node, why in verdict["bad"].items()}
+        return {}
+
+    def _run_dir(self) -> Path:
+        return Path(self._check("--progress").stdout.rstrip("\n").partition(" ")[2])
+
+    def _check(self, *options: str) -> subprocess.CompletedProcess[str]:
+        return self._run(["pipeline", "check", *options, *self.arguments])
+
+    def _run(self, module: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        command, pipe, none = [sys.executable, "-m", *module], subprocess.PIPE, subprocess.DEVNULL
+        with subprocess.Popen(
+            command, text=True, start_new_session=True, stdin=none, stdout=pipe, stderr=pipe
+        ) as process:
+            while True:
+                self.tick()
+                with suppress(subprocess.TimeoutExpired):
+                    out, err = process.communicate(timeout=_POLL_S)
+                    return subprocess.CompletedProcess(command, process.returncode, out, err)
