@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test test-integration sweep-parity sweep-families sweep-faults sweep-gpu sweep-compress sweep-image sweep-tests gpu-check check clean help
+.PHONY: demo test test-integration sweep-parity sweep-families sweep-faults sweep-gpu sweep-compress sweep-cluster sweep-image sweep-tests gpu-check check clean help
 
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/ - /'
@@ -40,10 +40,13 @@ sweep-families: $(READY)  ## every causal language model of transformers, traine
 	python -m tests.sweeps families
 
 sweep-tests: $(READY)  ## the tests of further layouts that neither tier has time for
-	pytest -n 3 --dist loadfile -m sweep
+	pytest -n 3 --dist loadfile -m 'sweep and not slurm'
 
 sweep-faults: $(READY)  ## kills, stops, full disks and damaged checkpoints at random moments: hours; resumable
 	python -m tests.sweeps faults
+
+sweep-cluster: $(READY)  ## nodes of a virtual Slurm cluster die at a site's own time limits: half an hour; needs root and Slurm
+	pytest -m 'sweep and slurm' --capture=no tests
 
 sweep-gpu: $(READY)  ## a training step of every shipped config on a GPU that is not there: an hour; resumable
 	python -m tests.sweeps gpu

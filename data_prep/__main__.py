@@ -37,7 +37,7 @@ for batch schedulers, the same job in parts:
   finish  --config F                commit the output
   share   --config F --task I --of N         share I of every phase, beside the others; share 0 prepares and commits
 
-exit codes: 0 done, 2 error (the message says why and what to do), 130 interrupted
+exit codes: 0 done, 2 error (the message says why and what to do), 76 a worker was killed, 130 interrupted
 """
 
 

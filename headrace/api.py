@@ -27,7 +27,7 @@ from headrace.base import configfile
 from headrace.base.errors import DataError, HeadraceError, TrainingError
 
 if TYPE_CHECKING:
-    from pipeline.run.status import RunStatus
+    from pipeline.status.run import RunStatus
 
 _TAIL_LINES = 100
 """Of what a failed process printed on stderr, the last lines are looked through for its error."""
@@ -76,7 +76,7 @@ def train(config: str | Path | Mapping[str, Any], *, nproc: int = 1, **overrides
         ConfigError: the config file cannot be read.
         TrainingError: the run was refused, has failed, or was asked to stop; the message says why and what to do.
     """
-    from pipeline.run.status import read_status  # noqa: PLC0415
+    from pipeline.status.run import read_status  # noqa: PLC0415
 
     raw = _merged(config, overrides)
     module = "pipeline.distill" if raw.get("distill") else "pipeline.train"

@@ -24,6 +24,10 @@ COMMANDS = {
     "checkpoint": ("pipeline.checkpoint.command_checkpoint", "list, verify or export the checkpoints of a run"),
     "export": ("pipeline.checkpoint.command_export", "write a run's model as a Hugging Face folder"),
     "eval": ("pipeline.comparison.command", "held-out loss of a model, or several side by side; tasks of lm_eval"),
+    "status": (
+        "pipeline.status.command",
+        "show how far a run is, live; why its job waits; why it ended; its log",
+    ),
     "samples": ("pipeline.anomalies.suspect_samples", "print the text that a step of a run was trained on"),
     "complete": ("pipeline.evaluation.complete", "let a model go on from a prompt"),
     "report": ("pipeline.report.command", "a self-contained HTML page of runs and models"),

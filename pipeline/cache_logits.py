@@ -18,10 +18,11 @@ from pipeline.arguments import start_processes
 from pipeline.config.batch import BatchSizes
 from pipeline.config.data_rules import check_data
 from pipeline.config.distill_rules import check_distillation
+from pipeline.config.layout_schema import ParallelSection
 from pipeline.config.load import read_config
 from pipeline.config.rules import ResolvedRun, check_length, steps_of
 from pipeline.config.schedule import make_schedule
-from pipeline.config.schema import Config, ParallelSection
+from pipeline.config.schema import Config
 from pipeline.launch import detect
 from pipeline.topology import Topology
 

@@ -15,7 +15,7 @@ from headrace.base.cli import add_config_arguments
 from headrace.base.errors import ConfigError
 from pipeline.arguments import has_begun
 from pipeline.checkpoint.naming import finished_checkpoints
-from pipeline.config.load import read_config
+from pipeline.config.load import LoadedConfig, read_config
 from pipeline.config.rules import ResolvedRun, resolve
 from pipeline.fake_gpu.requirements import check_exact
 from pipeline.launch import detect
@@ -58,6 +58,23 @@ def run(arguments: argparse.Namespace) -> int:
         newest = next(iter(finished_checkpoints(Path(config.run.dir))), None)
         print(newest[0] if newest else 0, config.run.dir)
         return 0
+    entries = summary(loaded, arguments)
+    if arguments.json:
+        print(json.dumps({**as_json(entries), "config": config.model_dump(mode="json")}, indent=2))
+        return 0
+    for entry in entries:
+        label = "warning" if entry.label == "warnings" else entry.label
+        print(f"{label:>14}  {entry.text}")
+    return 0
+
+
+def summary(loaded: LoadedConfig, arguments: argparse.Namespace) -> list[Entry]:
+    """What is printed of a config, of the options that `add_arguments` declares.
+
+    Raises:
+        ConfigError, DataError: the config cannot run.
+    """
+    config = loaded.config
     processes, begun = arguments.processes or detect().world_size, has_begun(config)
     resolved = resolve(config, world_size=processes, begun=begun)
     if arguments.exact:
@@ -81,13 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
         entries += teacher_entries(prepared, memory=device_memory)
         entries += generation_entries(prepared)
         entries += [Entry("warnings", text, text) for text in advice(prepared)]
-    if arguments.json:
-        print(json.dumps({**as_json(entries), "config": config.model_dump(mode="json")}, indent=2))
-        return 0
-    for entry in entries:
-        label = "warning" if entry.label == "warnings" else entry.label
-        print(f"{label:>14}  {entry.text}")
-    return 0
+    return entries
 
 
 def _check_exact(run: ResolvedRun, *, rules_only: bool) -> None:

@@ -23,6 +23,12 @@ if [ -n "$HEADRACE_VENV" ]; then
     source "$HEADRACE_VENV/bin/activate"
 fi
 
+# The code of HEADRACE_ROOT runs, whatever the virtual environment has installed: that may be another clone. Without SAFEPATH
+# python -m would look into the working directory first. An installed package has its code elsewhere, where it is found.
+if [ -d "$HEADRACE_ROOT/headrace" ]; then
+    export PYTHONPATH=$HEADRACE_ROOT${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
+fi
+
 # Without it every task starts one thread per core of the node, and the tasks oversubscribe the cores.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 
@@ -38,22 +44,15 @@ export PYTHONUNBUFFERED=1
 # NCCL prints nothing by default, not even the cause of a failure; WARN prints causes only.
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 
-# Sets the rendezvous address: MASTER_ADDR, MASTER_PORT, and the network interface.
-# A function, since it queries the controller, which the elements of a job array should not do.
-headrace_rendezvous() {
-    # The first node, by the address that Slurm itself reaches it at: host names need not resolve on compute nodes.
-    # read, not head: head would close the pipe early, and a long node list would then fail under pipefail.
-    local first interface
-    read -r first < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-    export MASTER_ADDR=${MASTER_ADDR:-$(scontrol show node --oneliner "$first" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')}
-
-    # From the job id, so that two jobs on one node do not collide; below 32768, where Linux takes ports at random.
-    export MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
-
+# Sets the network interface. A function, since it queries the controller, which the elements of a job array should not do.
+headrace_interface() {
     # Gloo listens on the address that a node's own host name resolves to. On Debian that is 127.0.1.1, and the other
-    # nodes then hang. Use the interface that has MASTER_ADDR instead. NCCL uses it for its bootstrap only: it finds
-    # InfiniBand by itself. '=' matches the exact name, not a prefix.
-    interface=$(ip -oneline -4 address show to "$MASTER_ADDR" 2>/dev/null | awk '{print $2; exit}') || true
+    # nodes then hang. Use the interface that has this node's address instead, the one that Slurm itself uses: host names
+    # need not resolve on compute nodes. NCCL uses it for its bootstrap only: it finds InfiniBand by itself. '=' matches the
+    # exact name, not a prefix.
+    local address interface
+    address=$(scontrol show node --oneliner "$SLURMD_NODENAME" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
+    interface=$(ip -oneline -4 address show to "$address" 2> /dev/null | awk '{print $2; exit}') || true
     [ -n "$interface" ] || return 0
     export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
     export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-=$interface}

@@ -1,127 +1,110 @@
 # shellcheck shell=bash
-# Starts the ranks of a job, restarts them after a failure, and requeues the job. Sourced after env.sh, never run.
+# Starts one agent on every node; together they keep the run going (docs/reference/agents.md). Sourced after env.sh, never run.
 
 # Maximum number of restarts after a lost rank or node without a new checkpoint in between. Stop requests do not count.
 HEADRACE_RESTARTS=${HEADRACE_RESTARTS:-20}
 
-# Seconds to wait until Slurm detects a failed node and removes it from the job (longer than SlurmdTimeout).
-HEADRACE_PATIENCE=${HEADRACE_PATIENCE:-900}
+# Seconds in which all nodes of the job have to answer; training then starts on those that have.
+HEADRACE_PATIENCE=${HEADRACE_PATIENCE:-120}
 
-# Stop request. With '--signal=B:' Slurm sends USR1 to this script at any time, and the script forwards it to the running
-# job step. Without the B Slurm signals the running job steps once, and there may be none at that moment.
-HEADRACE_STOP_REQUESTED='' HEADRACE_STEP=''
+# Seconds of silence after which a node is taken for dead.
+HEADRACE_DEAD=${HEADRACE_DEAD:-20}
+
+# Fewest nodes with which the run goes on when others are lost.
+HEADRACE_MIN_NODES=${HEADRACE_MIN_NODES:-1}
+
+# Whether a job of one node is submitted for each node that is lost, which takes part when it starts; 0: no.
+HEADRACE_REPLACE=${HEADRACE_REPLACE:-1}
+
+# Stop request to this script alone (--signal=B:USR1, scancel --batch): all agents get it, and those that start later.
+# Without the B, Slurm signals the agents themselves, which works also when this script is gone with its node.
+HEADRACE_STOP_REQUESTED='' HEADRACE_STOP_FILE=''
 headrace_request_stop() {
     HEADRACE_STOP_REQUESTED=yes
-    [ -z "$HEADRACE_STEP" ] || kill -USR1 "$HEADRACE_STEP" 2> /dev/null || true
+    [ -z "$HEADRACE_STOP_FILE" ] || { touch "$HEADRACE_STOP_FILE" && scancel --signal=USR1 "$SLURM_JOB_ID"; } || true
 }
 trap headrace_request_stop USR1
 
-# Runs a Python module as tasks on all nodes of the job. After a lost rank or node it restarts the module at once on the
-# remaining nodes; after a stop request it requeues the job (docs/reference/exit-codes.md lists the codes).
-# $1: tasks per node; $2: the module, which clone and installed package both have; the rest: its --config and --set.
+# Runs a Python module as ranks on all nodes of the job. The agents start the ranks, start them again after a fault on the
+# nodes that are left, and queue the job again after a stop request: none of it needs this script or its node.
+# $1: ranks of each node; $2: the module, which clone and installed package both have; the rest: its --config and --set.
 headrace_train() {
-    local tasks=$1 module=$2 nodes code started=0 saved=0 now
-    HEADRACE_CONFIG=("${@:3}")
-    headrace_note_start
-    while :; do
-        headrace_check_nodes
-        nodes=${#HEADRACE_NODES[@]} code=0
-        # Ranks end each other and report the cause; srun would kill them before that and report only the kill. It kills
-        # the remaining ranks one minute after the first exit.
-        headrace_step --nodes="$nodes" --ntasks=$((nodes * tasks)) --ntasks-per-node="$tasks" --kill-on-bad-exit=0 --wait=60 \
-            python -m "$module" "${HEADRACE_CONFIG[@]}" || code=$?
-        case $code in
-            0 | 130) return "$code" ;;
-            75 | 138) headrace_requeue "stop requested" ;; # 138: killed by USR1 before the handler was installed
-            76 | 253) ;;                                         # a rank was lost; 253: to the out-of-memory killer
-            *)
-                headrace_nodes
-                # 128 and more: a rank was killed. A node that failed takes its ranks with it, whatever srun then says
-                [ "$code" -ge 128 ] || { [ "$code" != 0 ] && [ "${#HEADRACE_NODES[@]}" -lt "$nodes" ]; } || return "$code"
-                ;;
-        esac
-        now=$(headrace_progress)
-        now=${now%% *}
-        [ "${now:-0}" -le "$saved" ] || started=0 saved=$now
-        if [ "$started" -ge "$HEADRACE_RESTARTS" ]; then
-            echo "error: started again $started times after a loss, without a new checkpoint: look for the cause" \
-                "(HEADRACE_RESTARTS=$HEADRACE_RESTARTS)" >&2
-            return "$code"
-        fi
-        started=$((started + 1))
-        echo "job $SLURM_JOB_ID: a rank or a node was lost (exit code $code); starting again"
-    done
-}
+    local tasks=$1 module=$2 step run_dir records directory output nodes wanted node agent code=1 why='' agents=()
+    step=$(python -m pipeline check --progress "${@:3}") || return
+    read -r step run_dir <<< "$step"
+    [ -n "$run_dir" ] || { echo "error: the run's directory is not known: python -m pipeline check says nothing of it" >&2; return 2; }
+    records=$run_dir/.agents directory=$run_dir/.agents/$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
+    mkdir -p "$directory"
 
-# Runs srun in the background, so that a stop request is forwarded at once: bash delays a trap while a foreground command
-# runs. $@: options and the command.
-headrace_step() {
-    local code=0
-    srun "$@" &
-    HEADRACE_STEP=$!
-    [ -z "$HEADRACE_STOP_REQUESTED" ] || kill -USR1 "$HEADRACE_STEP" # requested before srun was started
-    wait "$HEADRACE_STEP" || true
-    while kill -0 "$HEADRACE_STEP" 2> /dev/null; do # the signal interrupted wait, the step still runs
-        wait "$HEADRACE_STEP" || true
+    # The script of an earlier start was lost with its node, and the run has ended since: so does the job.
+    if [ -f "$records/$SLURM_JOB_ID.ended" ]; then
+        { read -r code && read -r why; } < "$records/$SLURM_JOB_ID.ended" || true
+        rm "$records/$SLURM_JOB_ID.ended"
+        headrace_end "$code" "$why"
+        return "$code"
+    fi
+    echo "$SLURM_JOB_ID $step" >> "$records/starts"
+    # A later start may have fewer nodes than the job was submitted for, and asks for the others.
+    [ -f "$records/$SLURM_JOB_ID.nodes" ] || echo "$SLURM_JOB_NUM_NODES" > "$records/$SLURM_JOB_ID.nodes"
+    read -r wanted < "$records/$SLURM_JOB_ID.nodes"
+    output=$(scontrol show job --oneliner "$SLURM_JOB_ID" | sed -n 's/.* StdOut=\([^ ]*\).*/\1/p')
+    nodes=$(scontrol show node --oneliner "$SLURM_JOB_NODELIST" | sed -n 's/^NodeName=\([^ ]*\) .* NodeAddr=\([^ ]*\) .*/\1=\2/p' | paste -sd,)
+
+    local options=(--nodes "$nodes" --directory "$directory" --tasks "$tasks" --least "$HEADRACE_MIN_NODES"
+        --restarts "$HEADRACE_RESTARTS" --join "$HEADRACE_PATIENCE" --dead "$HEADRACE_DEAD" --wanted "$wanted"
+        --slurm-job "$SLURM_JOB_ID" --batch-host "$SLURMD_NODENAME")
+    [ -z "$output" ] || options+=(--output "$output")
+    [ "$HEADRACE_REPLACE" = 0 ] || options+=(--join-script "$HEADRACE_ROOT/slurm/join.sbatch")
+
+    HEADRACE_STOP_FILE=$directory/stop
+    [ -z "$HEADRACE_STOP_REQUESTED" ] || touch "$HEADRACE_STOP_FILE"
+    for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
+        headrace_agent "$node" "$directory" "$tasks" "${options[@]}" "$module" "${@:3}" &
+        agents+=($!)
     done
-    wait "$HEADRACE_STEP" || code=$? # the exit code, which bash keeps
-    HEADRACE_STEP=''
+    for agent in "${agents[@]}"; do
+        while kill -0 "$agent" 2> /dev/null; do # a signal interrupts wait
+            wait "$agent" || true
+        done
+    done
+    if [ -f "$directory/outcome" ]; then
+        { read -r code && read -r why; } < "$directory/outcome" || true
+    else
+        tail -n 20 "$directory/$SLURMD_NODENAME.log" >&2 || true
+        why="the agents ended without an outcome: their logs are in $directory"
+    fi
+    [ "$code" != 75 ] || scontrol requeue "$SLURM_JOB_ID" || true # the agents have done it, or could not
+    headrace_end "$code" "$why"
     return "$code"
 }
 
-# Prints the step of the newest checkpoint, a blank, and the run's directory; nothing when they cannot be determined.
-headrace_progress() {
-    python -m pipeline check --progress "${HEADRACE_CONFIG[@]}" || true
-}
-
-# Records in the run's directory the step at which this start of the job begins.
-headrace_note_start() {
-    local step run_dir
-    read -r step run_dir < <(headrace_progress) || return 0
-    mkdir -p "$run_dir" && echo "$SLURM_JOB_ID ${SLURM_RESTART_COUNT:-0} $step" >> "$run_dir/.slurm-starts" || true
-}
-
-# Succeeds when this start of the job and two earlier ones began at the step where the run still is.
-headrace_no_progress() {
-    local step run_dir
-    read -r step run_dir < <(headrace_progress) || return 1
-    [ "$(grep -csx "$SLURM_JOB_ID [0-9]* $step" "$run_dir/.slurm-starts")" -ge 3 ]
-}
-
-# Requeues the job and ends the script; without progress in three starts the job is held instead. $1: why.
-headrace_requeue() {
-    local how=requeue said="back into the queue"
-    if headrace_no_progress; then
-        how=requeuehold
-        said="held, since 3 starts have not made a new checkpoint: raise --time or the 180 of --signal, then: scontrol release $SLURM_JOB_ID"
-    fi
-    echo "job $SLURM_JOB_ID: $1; $said"
-    scontrol "$how" "$SLURM_JOB_ID" || echo "error: the job could not be requeued: submit it again, it resumes" >&2
-    exit 75
-}
-
-# Lists the current nodes of the job: with --no-kill Slurm removes failed ones. The query is repeated while the controller
-# does not answer, since that must not be taken for lost nodes.
-headrace_nodes() {
-    local list
-    until list=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%N) && [ -n "$list" ]; do
-        sleep 5
+# Keeps the agent of one node running until the run has an outcome, or the node is no longer one of the job's. A step for
+# each node, with all of its cores: a step of all nodes ends with the return of one that had died. Each writes a file of
+# its own: what goes through srun is lost when srun dies with this node, and the agents then go on.
+# $1: node; $2: directory of the agents; $3: ranks; the rest: arguments of the agent.
+headrace_agent() {
+    local node=$1 directory=$2 began short=0 stopped=()
+    trap - USR1
+    while [ ! -f "$directory/outcome" ] && [ "$short" -lt 3 ]; do
+        began=$SECONDS
+        [ ! -f "$directory/stop" ] || stopped=(--stopped)
+        srun --nodelist="$node" --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=$(($3 * ${SLURM_CPUS_PER_TASK:-1})) \
+            --overlap --no-kill --output="$directory/%N.log" --open-mode=append \
+            python -m pipeline.elastic "${stopped[@]}" "${@:4}" || true
+        [ $((SECONDS - began)) -ge 30 ] && short=0 || short=$((short + 1))
+        squeue --noheader --jobs="$SLURM_JOB_ID" --format=%N | xargs -r scontrol show hostnames | grep -qx "$node" || return 0
+        [ -f "$directory/outcome" ] || sleep 5
     done
-    mapfile -t HEADRACE_NODES < <(scontrol show hostnames "$list")
 }
 
-# Runs hostname on every node before the first process group is created. Waits for a node that does not answer until Slurm
-# removes it from the job or it comes back.
-headrace_check_nodes() {
-    local deadline=$((SECONDS + HEADRACE_PATIENCE)) code
-    while :; do
-        [ -z "$HEADRACE_STOP_REQUESTED" ] || headrace_requeue "stop requested"
-        headrace_nodes
-        code=0
-        headrace_step --label --nodes="${#HEADRACE_NODES[@]}" --ntasks="${#HEADRACE_NODES[@]}" --ntasks-per-node=1 hostname || code=$?
-        [ "$code" != 138 ] || headrace_requeue "stop requested"
-        [ "$code" != 0 ] || [ -n "$HEADRACE_STOP_REQUESTED" ] || return 0
-        [ "$SECONDS" -lt "$deadline" ] || headrace_requeue "not all of ${HEADRACE_NODES[*]} answer"
-        [ "$code" = 0 ] || sleep 5
-    done
+# Takes part in the run of another job as one more node. $@: the options of its agents, the module, and its arguments.
+headrace_join() {
+    local address
+    address=$(scontrol show node --oneliner "$SLURMD_NODENAME" | sed -n 's/.* NodeAddr=\([^ ]*\) .*/\1/p')
+    exec python -m pipeline.elastic --guest "$address" "$@"
+}
+
+# The last line of the log. $1: exit code; $2: the reason.
+headrace_end() {
+    [ "$1" = 0 ] || echo "job $SLURM_JOB_ID: ended with code $1: $2"
 }

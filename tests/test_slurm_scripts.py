@@ -18,8 +18,13 @@ _STAND_INS = {
     "squeue": "echo n1",
     # options begin with --, the command follows
     "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
-    # -c is the check of the environment, which is made with the real one
-    "python": 'if [ "$1" = -c ]; then exec "$REAL_PYTHON" "$@"; fi; echo "$@" >> "$CALLS"',
+    # -c is the check of the environment, which is made with the real one; an agent leaves the outcome of the run
+    "python": """if [ "$1" = -c ]; then exec "$REAL_PYTHON" "$@"; fi
+echo "$@" >> "$CALLS"
+case "$*" in
+    *--progress*) echo "0 run" ;;
+    *pipeline.elastic*) printf '0\\nfinished\\n' > run/.agents/7.0/outcome ;;
+esac""",
 }
 
 
@@ -51,6 +56,7 @@ def run_script(
         "SLURM_JOB_NODELIST": "n1",
         "SLURM_JOB_NUM_NODES": "1",
         "SLURM_NTASKS": "1",
+        "SLURMD_NODENAME": "n1",
         **variables,
     }
     done = subprocess.run(
@@ -63,10 +69,12 @@ def run_script(
 def test_training_starts_the_installed_module_and_needs_no_clone(share: Path) -> None:
     done, calls = run_script(share, "train.sbatch", "c.json", "--set", "run.steps=3")
     assert done.returncode == 0, done.stderr
-    assert calls[0] == "-m pipeline check --processes 1 --config c.json --set run.steps=3"
-    option, module, *rest = calls[-1].split()
-    assert (option, rest) == ("-m", ["--config", "c.json", "--set", "run.steps=3"])
+    assert calls[0] == "-m pipeline check --progress --config c.json --set run.steps=3"
+    option, agent, *options, module, config, file, key, value = calls[-1].split()
+    assert (option, agent) == ("-m", "pipeline.elastic")
+    assert [config, file, key, value] == ["--config", "c.json", "--set", "run.steps=3"]
     assert importlib.util.find_spec(module) is not None
+    assert options[options.index("--join-script") + 1] == str(share / "slurm/join.sbatch")
 
 
 def test_data_prep_needs_no_clone_either(share: Path) -> None:
@@ -80,3 +88,19 @@ def test_a_python_without_headrace_is_refused_with_the_variable_to_set(share: Pa
     assert done.returncode == 2
     assert "export HEADRACE_VENV=PATH" in done.stderr
     assert calls == []
+
+
+def test_the_code_of_headrace_root_runs_whatever_the_virtual_environment_and_the_working_directory_hold(
+    tmp_path: Path,
+) -> None:
+    clones = [tmp_path / "root", tmp_path / "other"]
+    for clone in clones:
+        shutil.copytree(ROOT / "slurm", clone / "slurm")
+        shutil.copytree(ROOT / "headrace" / "base", clone / "headrace" / "base")
+        shutil.copy(ROOT / "headrace" / "__init__.py", clone / "headrace")
+    script = f"source {clones[0]}/slurm/env.sh; python -c 'import headrace; print(headrace.__file__)'"
+    # the environment of the tests has this repository installed, the working directory another clone
+    env = {**os.environ, "HEADRACE_VENV": "", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    env.pop("PYTHONPATH", None)
+    done = subprocess.run(["bash", "-c", script], cwd=clones[1], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(clones[0] / "headrace" / "__init__.py")

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from data_prep.task import Counts, Report, Task
-from headrace.base.errors import ConfigError, DataError, HeadraceError
+from headrace.base.errors import EXIT_LOST, ConfigError, DataError, HeadraceError
 
 _CONNECT_TIMEOUT_S = 5.0
 _FINISHED_CHECK_INTERVAL_S = 1.0
@@ -62,6 +62,12 @@ def check_reachable(option: str, addresses: Sequence[str], *, remedy: str) -> No
             return
     why = f"cannot connect to it ({'; '.join(reasons)})"
     raise ConfigError(option, ",".join(addresses), why=why, remedy=remedy)
+
+
+class LostWorkerError(DataError):
+    """A worker that was killed. A job script may run the command again, with fewer workers."""
+
+    exit_code = EXIT_LOST
 
 
 class _AlreadyFinishedError(Exception):

@@ -22,9 +22,8 @@ from multiprocessing.context import ForkServerProcess
 from types import TracebackType
 from typing import Any, cast
 
-from data_prep.executors.base import attempt_task, raise_if_failed
+from data_prep.executors.base import LostWorkerError, attempt_task, raise_if_failed
 from data_prep.task import Counts, Report, Task
-from headrace.base.errors import DataError
 
 _PRELOADED = [
     *("data_prep.executors.local", "data_prep.tasks.map", "fastokens"),
@@ -120,7 +119,7 @@ def _receive(worker: _Worker, task: Task) -> tuple[str, Any]:
         code = worker.process.exitcode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         hint = "fewer --workers if memory ran out; run again to resume"
-        raise DataError(f"the worker of {task.name} {how}\n  try: {hint}") from None
+        raise LostWorkerError(f"the worker of {task.name} {how}\n  try: {hint}") from None
     return message
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.memcpy.restype = ctypes.c_void_p
+_libc.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_SCRATCH = 1 << 14
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -75,6 +79,21 @@ def map_file(path: Path, *, random_access: bool = False) -> npt.NDArray[np.uint8
     if random_access:
         _libc.madvise(mapping.address, mapping.size, mmap.MADV_RANDOM)
     return np.asarray(mapping)
+
+
+def fault_in(parts: Iterable[tuple[int, int]]) -> None:
+    """Reads parts of memory maps from disk without holding Python's global lock.
+
+    numpy holds it while it copies: a page fault on a slow disk would stop all threads of the process. A data loader
+    would stop the training beside it, and the wait would show as a slow step and not as data wait.
+
+    Args:
+        parts: address and bytes of each; its map has to exist until the next part is asked for.
+    """
+    scratch = ctypes.create_string_buffer(_SCRATCH)
+    for address, size in parts:
+        for at in range(0, size, _SCRATCH):
+            _libc.memcpy(scratch, address + at, min(_SCRATCH, size - at))  # ctypes lets go of the lock
 
 
 def will_need(address: int, size: int) -> None:

@@ -12,8 +12,10 @@ from typing import Any
 from data_prep.config.corpus import CorpusConfig
 from data_prep.job.directory import Job
 from data_prep.job.phases import phases_of
+from data_prep.job.slurm import FAILURE
 from headrace.base.directory import read_manifest
 from headrace.base.errors import DataError
+from headrace.base.section import parse
 
 _SILENT_S = 30.0
 """A process whose status note is older than this is reported as silent: it may be suspended or lost."""
@@ -43,7 +45,29 @@ def report(config: CorpusConfig) -> list[str]:
     if job.saved_identity() is None:
         return [f"{job.root}: checking the inputs"]
     lines = [_line(phase) for phase in phases(job) if phase.total != 0]
-    return lines + [_worker(note, age) for note, age in _notes(job.root)]
+    return lines + [_worker(note, age) for note, age in _notes(job.root)] + _failure(job.root)
+
+
+def report_of(directory: Path) -> list[str]:
+    """As `report`, of a job that is given by its directory `.NAME.job`, or by the output NAME that it will make.
+
+    Raises:
+        DataError: there is neither, or job.json is damaged.
+    """
+    name = directory.name
+    of_job = name.startswith(".") and name.endswith(".job")
+    output = directory.with_name(name[1 : -len(".job")]) if of_job else directory
+    root = output.with_name(f".{output.name}.job")
+    if not root.is_dir():
+        read_manifest(output, kind="tokens")
+        return [f"{output} is finished"]
+    try:
+        identity = json.loads((root / "job.json").read_bytes())["config"]
+    except FileNotFoundError:
+        return [f"{root}: checking the inputs"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{root / 'job.json'} is damaged: {error!r}\n  try: rm -r {root} to start over") from None
+    return report(parse(CorpusConfig, {**identity, "output": str(output)}))
 
 
 def phases(job: Job) -> list[PhaseStatus]:
@@ -58,6 +82,13 @@ def phases(job: Job) -> list[PhaseStatus]:
         else:
             found.append(PhaseStatus(phase.name, sum(task.finished for task in tasks), len(tasks)))
     return found
+
+
+def _failure(root: Path) -> list[str]:
+    """What the last chain of Slurm jobs failed of."""
+    with suppress(OSError):
+        return ["of the last chain of Slurm jobs:", *(root / FAILURE).read_text().splitlines()]
+    return []
 
 
 def _line(phase: PhaseStatus) -> str:

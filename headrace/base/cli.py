@@ -12,12 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from headrace.base.errors import EXIT_INTERRUPTED, EXIT_LOST, DataError, HeadraceError
+from headrace.base.errors import EXIT_INTERRUPTED, EXIT_LOST, ConfigError, DataError, HeadraceError, problems_in
 from headrace.base.link_errors import is_link_error
+from headrace.base.tracebacks import is_one_of_several, print_traceback
 
 ERROR_FILE = "HEADRACE_ERROR_FILE"
 """Variable by which whoever watches over several processes asks for errors in a file, to show one of them once."""
 _STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+_JOB = "SLURM_JOB_ID"
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
@@ -72,8 +74,8 @@ def guarded(main: Callable[[], int | None]) -> int:
         lost = is_link_error(error)
         if ERROR_FILE in os.environ:
             Path(os.environ[ERROR_FILE]).write_text(traceback.format_exc())
-        elif lost:
-            traceback.print_exc()
+        elif lost or is_one_of_several():
+            print_traceback()
         else:
             raise
         return EXIT_LOST if lost else 1
@@ -101,7 +103,15 @@ def _tell(error: HeadraceError) -> None:
     if ERROR_FILE in os.environ:
         Path(os.environ[ERROR_FILE]).write_text(f"error: {error}")
     elif rank == "0":
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        # the last line of a job's output is what people and monitors look at first
+        last = f"\nreason: {_headline(error)}" if _JOB in os.environ else ""
+        print(f"error: {error}{last}", file=sys.stderr, flush=True)
     else:
         brief = "; ".join(line.strip() for line in str(error).splitlines()[:2])
         print(f"error (rank {rank}): {brief}", file=sys.stderr, flush=True)
+
+
+def _headline(error: HeadraceError) -> str:
+    """An error in one line; of several problems with one config the first line of each."""
+    problems = problems_in(error) if isinstance(error, ConfigError) else (error,)
+    return "; ".join(str(each).partition("\n")[0] for each in problems)

@@ -11,6 +11,7 @@ The result is a plain dict; `headrace.base.section.parse` gives it a type. Objec
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,6 +42,18 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     for override in overrides:
         _apply(raw, override)
     return raw
+
+
+def overridden(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """A copy of a config with `--set` overrides applied in order.
+
+    Raises:
+        ConfigError: as `load`.
+    """
+    changed = copy.deepcopy(dict(raw))
+    for override in overrides:
+        _apply(changed, override)
+    return changed
 
 
 def merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

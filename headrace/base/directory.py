@@ -38,6 +38,8 @@ from headrace.base.errors import DataError
 from headrace.base.version import __version__
 
 MANIFEST = "manifest.json"
+COPIED_FROM = "commit.txt"
+"""Beside the packages in a copy of a checkout: the commit that it was copied from."""
 _CHECKSUM = "checksum"
 _CHUNK_BYTES = 1 << 20
 
@@ -246,9 +248,11 @@ def fingerprint_of(value: object) -> str:
 
 @cache
 def code_version() -> dict[str, str | None]:
-    """The version of headrace, and the git commit when this file lies in a checkout."""
+    """The version of headrace, and the git commit when this file lies in a checkout, or in a copy that names it."""
     root = Path(__file__).resolve().parents[2]
     commit_id = None
+    if (copied := root / COPIED_FROM).is_file():
+        commit_id = copied.read_text().strip() or None
     if (root / ".git").exists():
         done = subprocess.run(
             ["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False

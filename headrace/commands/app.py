@@ -15,7 +15,8 @@ from headrace.base.cli import leave
 from headrace.base.version import __version__
 from headrace.commands.lazy import Verb, lazy_app, sentence
 
-DATA_PREP, TRAINING, MODELS, COMPRESSION, CONFIG = "Data prep", "Training", "Models", "Compression", "Config"
+DATA_PREP, TRAINING, CLUSTER, MODELS = "Data prep", "Training", "Cluster", "Models"
+COMPRESSION, CONFIG = "Compression", "Config"
 _PLANNER = (
     "There is no verb 'plan' yet: it is reserved for a planner of training runs. 'headrace prep plan --config F' plans"
     " data prep, and 'headrace check --config F' prints what would be trained."
@@ -67,8 +68,13 @@ def _verbs() -> list[Verb]:
     return [
         Verb("prep", "Turn text into tokens: clean, deduplicate, tokenize, shard.", _prep, DATA_PREP),
         *(of_pipeline(name, TRAINING) for name in ("train", "prove", "check", "samples", "report")),
-        own("status", "Show how far a training run is: step, loss, tokens/s, checkpoint, faults.", TRAINING),
+        own("status", "Show how far a run is, live: step, loss, goodput, restarts, Slurm job; why it ended.", TRAINING),
         of_pipeline("checkpoint", TRAINING),
+        own(
+            "submit",
+            "Submit configs to Slurm: data prep, training, export, compression, in a chain.",
+            CLUSTER,
+        ),
         *(of_pipeline(name, MODELS) for name in ("export", "eval", "complete")),
         *(of_pipeline(name, COMPRESSION) for name in ("prune", "cache-logits", "distill", "quantize", "compress")),
         own("schema", "Print the JSON Schema of a config file, for editors.", CONFIG),

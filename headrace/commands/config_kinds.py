@@ -73,6 +73,12 @@ KINDS = {
             "headrace compress run",
             "pipeline.recipe.config:RecipeConfig",
         ),
+        Kind(
+            "site",
+            "the settings of a Slurm site, in TOML",
+            "headrace submit (slurm/site.toml)",
+            "headrace.submission.site:SiteConfig",
+        ),
     )
 }
 

@@ -81,10 +81,14 @@ def resolve_batch(
     """
     total, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     accumulation, length = config.gradient_accumulation_steps, config.data.sequence_length
-    if config.parallel.elastic:
+    if config.parallel.elastic or config.launch.fallback_layouts:
         _require_fixed_sizes(config)
-    if not elastic or total is None or micro is None:  # without a micro-batch size it is unknown what fits into memory
+    if not elastic or total is None:
         return BatchSizes(*split_batch(total, micro, accumulation, dp=dp), dp, length)
+    if micro is None:  # in as many micro-batches as are asked for, as where the batch divides
+        micro = -(-total // (dp * (accumulation or 1)))
+        split = split_padded_batch(total, micro, dp=dp, min_micro_batches=min_micro_batches, multiple_of=multiple_of)
+        return BatchSizes(total, *split, dp, length)
     split = split_padded_batch(total, micro, dp=dp, min_micro_batches=min_micro_batches, multiple_of=multiple_of)
     given = {
         "train_micro_batch_size_per_gpu": (micro, split[0]),
@@ -99,6 +103,8 @@ def _require_fixed_sizes(config: Config) -> None:
     for field in ("train_batch_size", "train_micro_batch_size_per_gpu"):
         if getattr(config, field) is None:
             why = "parallel.elastic is true, and without this key it would depend on the number of processes"
+            if config.launch.fallback_layouts:
+                why = "launch.fallback_layouts is given, and without this key it would depend on the layout"
             raise ConfigError(field, why=why, remedy=f'add "{field}": a fixed number')
 
 
@@ -148,7 +154,9 @@ def split_batch(total: int | None, micro: int | None, accumulation: int | None, 
         accumulation = accumulation or 1
         _check_divides(total, dp * accumulation, by=f"dp {dp} x gradient_accumulation_steps {accumulation}", unit=dp)
         micro = total // (dp * accumulation)
-    _check_divides(total, dp * micro, by=f"dp {dp} x train_micro_batch_size_per_gpu {micro}", unit=dp * micro)
+    _check_divides(
+        total, dp * micro, by=f"dp {dp} x train_micro_batch_size_per_gpu {micro}", unit=dp * micro, micro=micro
+    )
     derived = total // (dp * micro)
     if accumulation is not None and accumulation != derived:
         raise ConfigError(
@@ -160,10 +168,14 @@ def split_batch(total: int | None, micro: int | None, accumulation: int | None, 
     return total, micro, derived
 
 
-def _check_divides(total: int, part: int, *, by: str, unit: int) -> None:
+def _check_divides(total: int, part: int, *, by: str, unit: int, micro: int | None = None) -> None:
     if total % part == 0:
         return
     below, above = total // part * part, (total // part + 1) * part
     near = f"{below} or {above}" if below else str(above)
-    remedy = f"use {near}" + (f", or a number of processes that divides {total}" if unit > 1 else "")
+    remedy = f"use {near}"
+    if unit > 1:
+        remedy += f", a number of processes that divides {total}, or parallel.elastic true, which pads the batch"
+        if micro is None:
+            remedy += f", with a fixed train_micro_batch_size_per_gpu such as {max(1, total // part)}"
     raise ConfigError("train_batch_size", total, why=f"it is not divisible by {by}", remedy=remedy)

@@ -114,6 +114,16 @@ class DataSection(Section):
     )
     fim: FimSection | None = Field(None, description='Fill-in-the-middle training, e.g. {"rate": 0.5}; off when absent')
     prefetch: Count = Field(4, description="Steps whose batches the loader's thread reads ahead of the training")
+    stage_to: str | None = Field(
+        None,
+        description="Directory on a disk of each node to which the tokens are copied before training, and from which"
+        " they are read, e.g. /local/headrace; absent: they are read where they are",
+    )
+    stage_keep: bool = Field(
+        True,
+        description="true: the copies in stage_to stay for the next run; false: they are removed when the run has"
+        " finished and no other run reads them",
+    )
     mask_documents: bool = Field(
         False,
         description="true: document mask. Attention stays within a document, positions restart in each, and no loss is"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from math import gcd, lcm
 from typing import Any
@@ -32,23 +33,10 @@ def topology_of(config: Config, *, world_size: int, elastic: bool = False) -> To
     Raises:
         ConfigError: two keys contradict each other, or pp x cp x tp does not divide the number of processes.
     """
-    parallel = config.parallel
-    deepspeed_keys = {
-        "pp": ("pipeline.stages", config.pipeline.stages),
-        "tp": ("tensor_parallel.autotp_size", config.tensor_parallel.autotp_size),
-        "cp": ("sequence_parallel_size", config.sequence_parallel_size),
-    }
-    sizes: dict[str, int] = {}
-    for axis, (key, value) in deepspeed_keys.items():
-        own = getattr(parallel, axis)
-        if own is not None and value is not None and own != value:
-            raise ConfigError(f"parallel.{axis}", own, why=f"{key} is {value}", remedy="give one of the two")
-        sizes[axis] = own or value or 1
-    model_ranks = sizes["pp"] * sizes["tp"] * sizes["cp"]
+    sizes = _sizes(config)
+    model_ranks = math.prod(sizes.values())
     if elastic and config.launch.backend != "mpi":  # mpirun's world cannot be made smaller
-        # dp x cp has to be a multiple of the size of a hybrid shard group
-        shard = parallel.hybrid_shard_size
-        dp_unit = shard // gcd(shard, sizes["cp"]) if shard else 1
+        dp_unit = _dp_unit(config, sizes)
         if dp := world_size // (model_ranks * dp_unit) * dp_unit:
             return Topology(dp=dp, **sizes)
     if world_size % model_ranks:
@@ -58,6 +46,38 @@ def topology_of(config: Config, *, world_size: int, elastic: bool = False) -> To
         remedy = f"start {near} or {near + model_ranks} processes, or change the section"
         raise ConfigError("parallel", why=why, remedy=remedy)
     return Topology(dp=world_size // model_ranks, **sizes)
+
+
+def fewest_processes(config: Config) -> int:
+    """The smallest number of processes that an elastic run in the configured layout takes.
+
+    Raises:
+        ConfigError: two keys contradict each other.
+    """
+    sizes = _sizes(config)
+    return math.prod(sizes.values()) * _dp_unit(config, sizes)
+
+
+def _sizes(config: Config) -> dict[str, int]:
+    """Sizes of the axes pp, tp and cp."""
+    deepspeed_keys = {
+        "pp": ("pipeline.stages", config.pipeline.stages),
+        "tp": ("tensor_parallel.autotp_size", config.tensor_parallel.autotp_size),
+        "cp": ("sequence_parallel_size", config.sequence_parallel_size),
+    }
+    sizes: dict[str, int] = {}
+    for axis, (key, value) in deepspeed_keys.items():
+        own = getattr(config.parallel, axis)
+        if own is not None and value is not None and own != value:
+            raise ConfigError(f"parallel.{axis}", own, why=f"{key} is {value}", remedy="give one of the two")
+        sizes[axis] = own or value or 1
+    return sizes
+
+
+def _dp_unit(config: Config, sizes: Mapping[str, int]) -> int:
+    """dp has to be a multiple of it: dp x cp is one of the size of a hybrid shard group."""
+    shard = config.parallel.hybrid_shard_size
+    return shard // gcd(shard, sizes["cp"]) if shard else 1
 
 
 def check_layout(config: Config, topology: Topology) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from headrace.base.errors import ConfigError, found_by, refuse_all
 from pipeline.config.batch import BatchSizes, resolve_batch
 from pipeline.config.communication_rules import check_gradient_dtype, check_secondary_shards
 from pipeline.config.data_rules import check_data
 from pipeline.config.deepspeed_keys import refuse_on_torch
+from pipeline.config.fallback_layouts import choose_layout
 from pipeline.config.fp8_rules import check_fp8_precision, check_fp8_tokens
 from pipeline.config.layout_rules import (
     VIRTUAL_STAGE_SCHEDULES,
@@ -144,6 +145,9 @@ class ResolvedRun:
         steps: length of the run in optimizer steps.
         schedule: learning-rate schedule.
         spare: processes that are not part of the mesh and stand by.
+        fallback: which of `launch.fallback_layouts` was taken, and why; None in the configured layout.
+        layouts: field -> the run in the configured layout and in each fallback, each on the fewest processes that it
+            takes; empty without fallbacks.
     """
 
     config: Config
@@ -152,6 +156,8 @@ class ResolvedRun:
     steps: int
     schedule: Schedule
     spare: int = 0
+    fallback: str | None = None
+    layouts: Mapping[str, ResolvedRun] = field(default_factory=dict)
 
     @property
     def plain(self) -> bool:
@@ -195,6 +201,10 @@ class ResolvedRun:
     @property
     def layout(self) -> str:
         """One line on the layout: engine, sharding, mesh, pipeline schedule."""
+        return self._mesh + (f"; {self.fallback}" if self.fallback else "")
+
+    @property
+    def _mesh(self) -> str:
         config = self.config
         if self.plain:
             return "reference, one plain process"
@@ -232,10 +242,23 @@ def resolve(config: Config, *, world_size: int, begun: bool = False) -> Resolved
         world_size: number of processes.
         begun: the run is resumed, so that any number of processes is accepted, as with `parallel.elastic`.
 
+    Returns:
+        The run; its `config` has the layout of a fallback where one was taken.
+
     Raises:
         ConfigError: `CombinedConfigError` where several rules that do not depend on each other are broken.
     """
-    elastic = begun or config.parallel.elastic
+    layouts: dict[str, ResolvedRun] = {}
+
+    def check(name: str, each: Config, processes: int) -> None:
+        layouts[name] = _resolve(each, processes, elastic=True)
+
+    chosen = choose_layout(config, world_size=world_size, check=check)
+    run = _resolve(chosen.config, world_size, elastic=begun or chosen.config.parallel.elastic)
+    return replace(run, fallback=chosen.text, layouts=layouts)
+
+
+def _resolve(config: Config, world_size: int, *, elastic: bool) -> ResolvedRun:
     mesh: list[tuple[Topology, BatchSizes]] = []
     checks: list[Callable[[], object]] = [
         lambda: check_data(config.data),

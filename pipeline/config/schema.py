@@ -28,6 +28,8 @@ from pipeline.config.deepspeed_schema import (
     WandbSection,
     ZeroSection,
 )
+from pipeline.config.layout_schema import FallbackLayout, ParallelSection
+from pipeline.config.node_checks_schema import NodeChecksSection
 
 AttentionImplementation = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4"]
 
@@ -174,54 +176,6 @@ class Fp8Section(Section):
         return value
 
 
-class ParallelSection(Section):
-    """Parallelism: sizes of the mesh axes. Processes beyond pp x cp x tp are data-parallel ranks."""
-
-    pp: Count | None = Field(
-        None,
-        description="Pipeline-parallel size: ranks that the decoder layers are split over, e.g. 4; 1 when absent"
-        " (DeepSpeed's"
-        " pipeline.stages)",
-    )
-    tp: Count | None = Field(
-        None,
-        description="Tensor-parallel size: ranks that each layer's matrices are split over, e.g. 8; 1 when absent"
-        " (DeepSpeed's"
-        " tensor_parallel.autotp_size)",
-    )
-    cp: Count | None = Field(
-        None,
-        description="Context-parallel size: ranks that each sequence is split over, e.g. 2; 1 when absent (DeepSpeed's"
-        " sequence_parallel_size)",
-    )
-    hybrid_shard_size: Count | None = Field(
-        None,
-        description="Hybrid sharding (HSDP): ranks that parameters are sharded over, replicated across groups of so"
-        " many, e.g. 8, the GPUs of a node; all data ranks when absent. Engine torch, ZeRO stage 2 or 3",
-    )
-    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] = Field(
-        "1f1b",
-        description="Pipeline schedule: 1f1b (the default), gpipe, interleaved_1f1b or zero_bubble; all but 1f1b need"
-        " engine torch",
-    )
-    virtual_stages: Count | None = Field(
-        None,
-        description="Virtual stages: model chunks per pipeline rank, e.g. 2. 2 when absent with schedule"
-        " interleaved_1f1b or"
-        " zero_bubble, else 1. More make the pipeline bubble smaller",
-    )
-    cp_method: Literal["ulysses", "ring"] = Field(
-        "ulysses",
-        description="How context-parallel ranks compute attention: ulysses (all-to-all over heads, the default) or ring"
-        " (ring attention)",
-    )
-    elastic: bool = Field(
-        False,
-        description="Elastic training: true lets a run start on any number of processes, padding the batch with rows"
-        " without targets; surplus processes stand by. A resumed run accepts any number either way",
-    )
-
-
 class RunSection(Section):
     """Length, directory, seed and checkpoints of the run."""
 
@@ -291,6 +245,14 @@ class LaunchSection(Section):
         description="Bind each rank to the cores of its GPU's NUMA node, where the system tells it; false: the cores"
         " that the launcher leaves. Nothing is bound without a GPU",
     )
+    fallback_layouts: tuple[FallbackLayout, ...] = Field(
+        (),
+        description="Layouts to train in where fewer processes are there than parallel needs, in order of preference;"
+        ' the first that fits is taken, e.g. [{"tp": 2}, {}]. Each replaces the whole section parallel, and is checked'
+        " at every start. Implies parallel.elastic",
+        strict=False,
+    )
+    node_checks: NodeChecksSection = NodeChecksSection()
 
 
 class WatchdogSection(Section):

@@ -7,6 +7,7 @@ used. Opening costs O(shards) and maps nothing; nothing is indexed or kept in me
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data_prep.formats.maskfile import MASK
-from data_prep.formats.memory_map import will_need
+from data_prep.formats.memory_map import fault_in, will_need
 from data_prep.formats.tokenfile import TokenFile
 from headrace.base.directory import Manifest, check_sizes, read_manifest
 from headrace.base.errors import DataError
@@ -97,6 +98,7 @@ class TokenDataset:
         source: str | None = None,
         manifest: Manifest | None = None,
         files: OpenFiles | None = None,
+        stat_files: bool = True,
     ) -> TokenDataset:
         """Opens a split, and compares the sizes of its files with the manifest.
 
@@ -105,13 +107,15 @@ class TokenDataset:
             split, sequence_length, source: see the attributes.
             manifest: of the directory, if it is already read.
             files: pool of open files, shared between datasets.
+            stat_files: false: go by the manifest alone, where another process looks at the files; each is compared when
+                it is first read.
 
         Raises:
             DataError: no such directory, split or source, a missing or truncated file, or less than one window.
         """
         path = Path(path)
         manifest = manifest or read_manifest(path, kind="tokens")
-        check_files(path, manifest, split=split, source=source)
+        check_files(path, manifest, split=split, source=source, stat_files=stat_files)
         dataset = cls(path, manifest, split=split, sequence_length=sequence_length, source=source, files=files)
         dataset.check_not_empty()
         return dataset
@@ -142,6 +146,10 @@ class TokenDataset:
         which = f" ({self.source})" if self.source else ""
         return f"{self.path}{which}: {self.tokens:,} tokens, {self.windows:,} samples"
 
+    def read_from(self, copy: Path) -> None:
+        """Reads shards from now on from a copy of the tokens directory; see `staging`."""
+        self._folder = f"{copy / self.split}/"
+
     def read(self, windows: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """Reads windows.
 
@@ -156,6 +164,7 @@ class TokenDataset:
     def rows(self, windows: npt.ArrayLike) -> npt.NDArray[Any]:
         """As `read`, [n, T + 1], but in the dtype of the files: with uint16 a quarter of the bytes."""
         spans = self.spans(windows)
+        fault_in(self._parts(spans, self._opened))
         parts = []
         for shard, start, length in zip(*_lists(spans.shard, spans.start, spans.length), strict=True):
             tokens = self._padding if shard < 0 else self._opened(shard).tokens
@@ -167,6 +176,7 @@ class TokenDataset:
         if not self.masked:
             return np.ones((np.size(windows), self.sequence_length + 1), dtype=np.bool_)
         spans, none = self.spans(windows), np.zeros(self.sequence_length + 1, dtype=np.uint8)
+        fault_in(self._parts(spans, self._mask))
         parts = []
         for shard, start, length in zip(*_lists(spans.shard, spans.start, spans.length), strict=True):
             mask = none if shard < 0 else self._mask(shard).loss_mask
@@ -186,20 +196,16 @@ class TokenDataset:
     def read_ahead(self, windows: npt.ArrayLike) -> None:
         """Readahead: asks the kernel to read windows from disk or network in the background (madvise WILLNEED)."""
         spans = self.spans(windows)
-        for shard, start, length in zip(*_lists(spans.shard, spans.start, spans.length), strict=True):
-            if shard >= 0:
-                opened = self._opened(shard)
-                width = opened.tokens.itemsize
-                will_need(opened.address + start * width, length * width)
+        for address, size in self._parts(spans, self._opened):
+            will_need(address, size)
 
     def read_ahead_masks(self, windows: npt.ArrayLike) -> None:
         """Readahead of what `loss_mask` reads."""
         if not self.masked:
             return
         spans = self.spans(windows)
-        for shard, start, length in zip(*_lists(spans.shard, spans.start, spans.length), strict=True):
-            if shard >= 0:
-                will_need(self._mask(shard).address + start, length)
+        for address, size in self._parts(spans, self._mask):
+            will_need(address, size)
 
     def boundaries(self, windows: npt.ArrayLike) -> DocumentBoundaries:
         """Document boundaries within windows, from the index alone; no token is read.
@@ -241,6 +247,14 @@ class TokenDataset:
         """
         return self._opened(shard).file
 
+    def _parts(self, spans: Spans, open_shard: Callable[[int], Opened | OpenedMask]) -> Iterator[tuple[int, int]]:
+        """Address and bytes of spans, without those of padding. Each stays mapped until the next is asked for."""
+        for shard, start, length in zip(*_lists(spans.shard, spans.start, spans.length), strict=True):
+            if shard >= 0:
+                opened = open_shard(shard)
+                width = opened.tokens.itemsize if isinstance(opened, Opened) else 1
+                yield opened.address + start * width, length * width
+
     def _mask(self, shard: int) -> OpenedMask:
         return self._files.mask(self._folder + self._names[shard], self._sizes[shard])
 
@@ -251,8 +265,11 @@ class TokenDataset:
         return [max(0, (size - 1) // self.sequence_length) for size in self._sizes]
 
 
-def check_files(path: Path, manifest: Manifest, *, split: str, source: str | None) -> None:
+def check_files(path: Path, manifest: Manifest, *, split: str, source: str | None, stat_files: bool = True) -> None:
     """Compares the sizes of the files of a split, or of one source in it, with the manifest.
+
+    Args:
+        path, manifest, split, source, stat_files: see `TokenDataset.open`.
 
     Raises:
         DataError: no such split or source, or a file that is missing or of another size.
@@ -267,6 +284,8 @@ def check_files(path: Path, manifest: Manifest, *, split: str, source: str | Non
         raise DataError(
             f"{path}/{split} has no source '{source}'{has}\n  try: one of these, or leave 'source' out for all"
         )
+    if not stat_files:
+        return
     others = {f"{split}/{shard['name']}" for shard in shards if source is not None and shard.get("source") != source}
     files = {
         name: entry

@@ -123,20 +123,22 @@ class DataMixture:
         return sum(s.tokens for s in self.sources)
 
 
-def open_mixture(data: DataSection, *, seed: int, extent: Extent | None = None) -> DataMixture:
+def open_mixture(data: DataSection, *, seed: int, extent: Extent | None = None, stat_files: bool = True) -> DataMixture:
     """Opens every source's train split.
 
     Args:
         data: the config's section.
         seed: seed of the run.
         extent: length of the run; needed for a curriculum, for budgets, and to check limits on repetition.
+        stat_files: see `TokenDataset.open`.
 
     Raises:
         DataError: a source is missing, damaged or too short.
         ConfigError: two sources were made with different tokenizers, or budgets and limits do not fit the run.
     """
     files, manifests = OpenFiles(random_access=True), _Manifests()
-    opened = [_open(source, i, data, files=files, manifests=manifests) for i, source in enumerate(data.sources)]
+    pools: dict[str, Any] = {"files": files, "manifests": manifests, "stat_files": stat_files}
+    opened = [_open(source, i, data, **pools) for i, source in enumerate(data.sources)]
     for number, dataset in enumerate(opened):
         _check_tokenizer(f"data.sources.{number}.path", dataset, like=opened[0])
     if data.fim is not None and any(dataset.masked for dataset in opened):
@@ -153,14 +155,19 @@ def _make_fim(data: DataSection, dataset: TokenDataset, *, seed: int) -> Fim | N
     return make_fim(data.fim, seed=seed, length=data.sequence_length, tokenizer=dataset.tokenizer, eos=eos)
 
 
-def open_heldout(data: DataSection, mixture: DataMixture) -> list[TokenDataset]:
+def open_heldout(data: DataSection, mixture: DataMixture, *, stat_files: bool = True) -> list[TokenDataset]:
     """Opens the held-out split of every source that has one, each split once, as contiguous windows.
+
+    Args:
+        data: the config's section.
+        mixture: its train splits.
+        stat_files: see `TokenDataset.open`.
 
     Raises:
         DataError: one is damaged or too short.
         ConfigError: none of the sources has one, or a `heldout` was made with another tokenizer.
     """
-    found = {(str(dataset.path), dataset.source): dataset for dataset in _heldout(data, mixture)}
+    found = {(str(dataset.path), dataset.source): dataset for dataset in _heldout(data, mixture, stat_files)}
     if not found:
         why = "none of the sources has held-out text (heldout_fraction 0?), so nothing could be evaluated"
         remedy = "name a tokens directory made with the same tokenizer"
@@ -168,22 +175,25 @@ def open_heldout(data: DataSection, mixture: DataMixture) -> list[TokenDataset]:
     return list(found.values())
 
 
-def _heldout(data: DataSection, mixture: DataMixture) -> Iterator[TokenDataset]:
+def _heldout(data: DataSection, mixture: DataMixture, stat_files: bool) -> Iterator[TokenDataset]:
     length = data.sequence_length
     for number, (section, dataset) in enumerate(zip(data.sources, mixture.sources, strict=True)):
         splits = dataset.manifest.details["splits"]
         if section.heldout is not None:
-            opened = _open_heldout(section.heldout, f"data.sources.{number}.heldout", length, of=dataset)
+            opened = _open_heldout(
+                section.heldout, f"data.sources.{number}.heldout", length, of=dataset, stat_files=stat_files
+            )
             _check_tokenizer(f"data.sources.{number}.heldout", opened, like=mixture.sources[0])
             yield opened
         elif "heldout" not in splits:  # a Megatron-LM dataset, or made with heldout_fraction 0
             continue
         elif section.source is None:
-            yield TokenDataset.open(section.path, split="heldout", sequence_length=length, manifest=dataset.manifest)
+            known: dict[str, Any] = {"manifest": dataset.manifest, "stat_files": stat_files}
+            yield TokenDataset.open(section.path, split="heldout", sequence_length=length, **known)
         else:  # of a small source it may be shorter than one window
             about: dict[str, Any] = {"split": "heldout", "sequence_length": length, "source": section.source}
             if TokenDataset(dataset.path, dataset.manifest, **about).windows:
-                yield TokenDataset.open(dataset.path, manifest=dataset.manifest, **about)
+                yield TokenDataset.open(dataset.path, manifest=dataset.manifest, stat_files=stat_files, **about)
 
 
 class _Manifests(dict[str, Manifest]):
@@ -195,7 +205,13 @@ class _Manifests(dict[str, Manifest]):
 
 
 def _open(
-    section: SourceSection, number: int, data: DataSection, *, files: OpenFiles, manifests: _Manifests
+    section: SourceSection,
+    number: int,
+    data: DataSection,
+    *,
+    files: OpenFiles,
+    manifests: _Manifests,
+    stat_files: bool,
 ) -> TokenDataset:
     field = f"data.sources.{number}"
     if megatron.is_prefix(section.path):
@@ -213,6 +229,7 @@ def _open(
         source=section.source,
         manifest=manifest,
         files=files,
+        stat_files=stat_files,
     )
 
 
@@ -230,11 +247,11 @@ def _open_prefix(section: SourceSection, field: str, data: DataSection, *, files
     return _prefix(section.path, field, data.sequence_length, tokenizer=Path(section.tokenizer), files=files)
 
 
-def _open_heldout(path: str, field: str, length: int, *, of: TokenDataset) -> TokenDataset:
+def _open_heldout(path: str, field: str, length: int, *, of: TokenDataset, stat_files: bool) -> TokenDataset:
     if megatron.is_prefix(path):
         return _prefix(path, field, length, tokenizer=of.tokenizer, split="heldout")
     _refuse_suffix(path)
-    return TokenDataset.open(path, split="heldout", sequence_length=length)
+    return TokenDataset.open(path, split="heldout", sequence_length=length, stat_files=stat_files)
 
 
 def _prefix(

@@ -40,6 +40,7 @@ class PackedDataset(TokenDataset):
         source: str | None = None,
         manifest: Manifest | None = None,
         files: OpenFiles | None = None,
+        stat_files: bool = True,
     ) -> PackedDataset:
         """As `TokenDataset.open`.
 
@@ -48,7 +49,7 @@ class PackedDataset(TokenDataset):
         """
         path = Path(path)
         manifest = manifest or read_manifest(path, kind="tokens")
-        check_files(path, manifest, split=split, source=source)
+        check_files(path, manifest, split=split, source=source, stat_files=stat_files)
         packed = path / packing_name(sequence_length)
         how = f"headrace prep pack {path} --length {sequence_length}"
         if not packed.is_dir():
@@ -58,7 +59,8 @@ class PackedDataset(TokenDataset):
             raise DataError(f"{packed} was made from other tokens than those in {path}\n  try: remove it, and {how}")
         if split not in packing.details["splits"]:
             raise DataError(f"{packed} has no split '{split}'\n  try: data.packing contiguous")
-        check_sizes(packed, packing)
+        if stat_files:
+            check_sizes(packed, packing)
         about: dict[str, Any] = {"split": split, "sequence_length": sequence_length, "source": source, "files": files}
         dataset = cls(path, manifest, packing=packing, **about)
         dataset.check_not_empty()

@@ -7,6 +7,7 @@ A host that dies is left out; a host on which the agent is started again takes p
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from pipeline.elastic.agent import Agent
 from pipeline.elastic.files import DEAD_S, StateFiles
 from pipeline.elastic.leader import Terms
 from pipeline.elastic.local_ranks import Command
+from pipeline.elastic.slurm_job import SlurmJob
 
 _POLL_S = 0.1
 
@@ -33,20 +35,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         ConfigError: the nodes or this node's name are unusable.
     """
     args = _arguments(argv)
-    addresses = _addresses(args.nodes)
-    if args.node not in addresses:
+    addresses, guest = _addresses(args.nodes), args.guest is not None
+    if args.node not in addresses and not guest:
         why = f"--nodes names {', '.join(addresses)}"
         raise ConfigError("--node", args.node, why=why, remedy="name this host as --nodes does")
     directory, output = Path(args.directory), Path(args.output) if args.output else None
-    files = StateFiles(directory, node=args.node, nodes=tuple(addresses), dead_s=args.dead)
+    nodes = tuple(dict.fromkeys([*addresses, args.node]))
+    files = StateFiles(directory, node=args.node, nodes=nodes, dead_s=args.dead)
+    if guest:
+        files.announce(args.guest)
     arguments = (sys.executable, "-m", args.module, *args.arguments)
     command = Command(arguments, args.tasks, directory / "logs", output)
     checks = _Checks(args.arguments, args.tasks, output)
     job = crc32(str(directory.absolute()).encode())
-    terms = Terms(addresses, args.least, args.restarts, job, refusal=cache(checks.refusal), step=checks.step)
-    say = partial(_say, output)
-    agent = Agent(args.node, command, terms, files, args.join, say)
+    wanted = args.wanted or len(addresses)
+    terms = Terms(addresses, args.least, args.restarts, job, cache(checks.refusal), checks.step, wanted)
+    say, slurm = partial(_say, output), None if args.slurm_job is None else _slurm_job(args, wanted)
+    script = slurm is not None and not guest and args.node == args.batch_host
+    agent = Agent(args.node, command, terms, files, args.join, say, slurm, guest, script)
     checks.tick = agent.tick
+    if args.stopped:
+        agent.stop()
     outcome = agent.run().outcome
     assert outcome is not None
     return outcome
@@ -58,9 +67,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--nodes", required=True, metavar="NAME=ADDRESS,...", help="all hosts; the first that is alive leads")
-    add(
-        "--node", default=socket.gethostname().partition(".")[0], metavar="NAME", help="this host; default: %(default)s"
-    )
+    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+    add("--node", default=host, metavar="NAME", help="this host; default: %(default)s")
     add(
         "--directory",
         required=True,
@@ -73,6 +81,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--join", type=float, default=120.0, metavar="S", help="seconds in which all hosts have to come; default: 120")
     add("--dead", type=float, default=DEAD_S, metavar="S", help="seconds of silence of a dead host; default: 20")
     add("--output", metavar="FILE", help="log of rank 0 and of the agents; default: this terminal")
+    add("--wanted", type=int, metavar="N", help="hosts that the run should have; default: all in --nodes")
+    add("--guest", metavar="ADDRESS", help="take part as one more host, which the others reach there")
+    slurm = parser.add_argument_group("under Slurm (slurm/ranks.sh sets them)")
+    slurm.add_argument("--slurm-job", type=int, metavar="ID", help="queue this job again when the run asks for it")
+    slurm.add_argument("--batch-host", metavar="NAME", help="host of its batch script")
+    slurm.add_argument("--stopped", action="store_true", help="the job was asked to stop before this began")
+    slurm.add_argument("--join-script", metavar="FILE", help="submit this to replace a host that is lost")
     add("module", choices=("pipeline.train", "pipeline.distill"), help="what the ranks run")
     add("arguments", nargs=argparse.REMAINDER, help="--config FILE [--set KEY=VALUE ...]")
     args = parser.parse_args(argv)
@@ -80,6 +95,20 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name}", getattr(args, name), why="it is below 1", remedy="use 1 or more")
     return args
+
+
+def _slurm_job(args: argparse.Namespace, wanted: int) -> SlurmJob:
+    """The job; another node's agent has the same arguments but for being a guest, whose address its script knows."""
+    directory, given = Path(args.directory), vars(args)
+    join = [args.join_script] if args.join_script else []
+    for name, value in given.items():
+        if join and value is not None and name not in ("node", "guest", "stopped", "module", "arguments"):
+            join += [f"--{name.replace('_', '-')}", str(value)]
+    if join:
+        join += [args.module, *args.arguments]
+    return SlurmJob(
+        args.slurm_job, args.batch_host, directory.parent, directory / "outcome", args.tasks, wanted, tuple(join)
+    )
 
 
 def _addresses(text: str) -> dict[str, str]:

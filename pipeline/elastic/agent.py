@@ -11,12 +11,15 @@ from typing import Any
 
 from headrace.base.errors import EXIT_REQUEUE
 from pipeline.elastic.files import NodeState, Plan, StateFiles
-from pipeline.elastic.leader import Terms, first_plan, grown, next_plan
+from pipeline.elastic.leader import Terms, first_plan, grown, next_plan, welcomed
 from pipeline.elastic.local_ranks import Command, LocalRanks
+from pipeline.elastic.slurm_job import SlurmJob
 
 _POLL_S, _BEAT_S, _GROW_S = 0.25, 1.0, 10.0
 _LINGER_S = 15.0
 """Seconds in which the others read how the job ends."""
+_ALONE_S = 60.0
+"""Seconds without any node of the run's own job after which a guest leaves."""
 
 
 @dataclass
@@ -30,6 +33,9 @@ class Agent:
         files: of all nodes.
         join_s: seconds in which all nodes have to come; the run starts with those that have.
         say: takes the leader's lines for people.
+        slurm: the batch system; None where something else has started the agents.
+        guest: whether this node belongs to another job than the run's own.
+        script: whether the job's batch script is on this node.
     """
 
     node: str
@@ -38,15 +44,21 @@ class Agent:
     files: StateFiles
     join_s: float
     say: Callable[[str], None]
+    slurm: SlurmJob | None = None
+    guest: bool = False
+    script: bool = False
     _state: NodeState = field(init=False)
     _ranks: LocalRanks | None = None
     _stop: signal.Signals | None = None
     _exit_seen: tuple[int, float] = (0, 0.0)
     _written: float = 0.0
-    _grew: float = 0.0
+    _looked: float = 0.0
+    _decided: bool = False
+    _terminated: bool = False
 
     def __post_init__(self) -> None:
-        self._state, self._began = NodeState(self.node), time.monotonic()
+        self._state, self._began = NodeState(self.node, guest=self.guest, script=self.script), time.monotonic()
+        self._host_seen, self._alive_at_end = self._began, {self.node: self._state}
 
     def run(self) -> Plan:
         """Follows and leads until there is an outcome; returns the last plan."""
@@ -61,6 +73,8 @@ class Agent:
         finally:
             if self._ranks is not None:
                 self._ranks.end(tick=self.tick)
+        if self.slurm is not None and self._decided:
+            self._end_job(self.slurm)
         return self._state.plan
 
     def tick(self) -> None:
@@ -68,8 +82,15 @@ class Agent:
         if time.monotonic() - self._written >= _BEAT_S:
             self._change()
 
+    def stop(self) -> None:
+        """Asks all nodes to save and to end."""
+        self._stop = signal.SIGUSR1
+
     def _look(self) -> None:
         self._report()
+        if self.guest and self._left_alone():
+            self._adopt(replace(self._state.plan, outcome=EXIT_REQUEUE, reason="no node of the run's job is left"))
+            return
         leader = self.files.leader()
         plan = self._lead() if leader is None else leader.plan
         if plan is not None and plan.version > self._state.plan.version:
@@ -83,6 +104,8 @@ class Agent:
 
     def _lead(self) -> Plan | None:
         others = {node: self.files.read(node) for node in self.files.nodes if node != self.node}
+        if any(map(self.files.unknown, others)):
+            return None  # this node has just begun to lead, and has not looked at all others long enough
         alive = {self.node: self._state, **{node: state for node, state in others.items() if state is not None}}
         plan = max((state.plan for state in alive.values()), key=lambda each: each.version)
         if plan.version > self._state.plan.version:
@@ -90,6 +113,9 @@ class Agent:
         made = self._first(alive) if plan.start == 0 else self._next(plan, alive)
         if made is not None:
             self._tell(made, alive)
+            self._decided, self._alive_at_end = made.outcome is not None, alive
+            if self._decided and self.slurm is not None:
+                self.slurm.note(made)
         return made
 
     def _first(self, alive: Mapping[str, NodeState]) -> Plan | None:
@@ -104,9 +130,19 @@ class Agent:
 
     def _next(self, plan: Plan, alive: Mapping[str, NodeState]) -> Plan | None:
         made = next_plan(self.terms, plan, alive, waited_s=self._waited(plan, alive))
-        if made is None and len(alive) > len(plan.members) and time.monotonic() - self._grew > _GROW_S:
-            made, self._grew = grown(self.terms, plan, alive), time.monotonic()
+        if made is None and not plan.growing and time.monotonic() - self._looked > _GROW_S:
+            self._looked = time.monotonic()
+            made = welcomed(plan, self.files.announced())
+            if made is None and len(alive) > len(plan.members):
+                made = grown(self.terms, plan, alive)
+            if self.slurm is not None and not self._terminated:
+                self._ask_for_nodes(self.slurm, plan, alive)
         return made
+
+    def _ask_for_nodes(self, slurm: SlurmJob, plan: Plan, alive: Mapping[str, NodeState]) -> None:
+        usable = [node for node in alive if node not in plan.excluded]
+        guests = sum(alive[node].guest for node in alive)
+        slurm.ask_for(self.terms.wanted - len(usable), guests=guests, excluded=[*plan.excluded, *usable], say=self.say)
 
     def _waited(self, plan: Plan, alive: Mapping[str, NodeState]) -> float:
         """Seconds since the first exit of a start was seen here."""
@@ -127,7 +163,24 @@ class Agent:
             left = "".join(f"; left out: {node} ({why})" for node, why in plan.excluded.items())
             self.say(f"start {plan.start} on {', '.join(plan.members)}{rest}{left} ({plan.reason})")
 
+    def _left_alone(self) -> bool:
+        """Whether no node of the run's own job has been alive for some time."""
+        states = (self.files.read(node) for node in self.files.nodes if node != self.node)
+        if any(state is not None and not state.guest for state in states):
+            self._host_seen = time.monotonic()
+        return time.monotonic() - self._host_seen > _ALONE_S
+
+    def _end_job(self, slurm: SlurmJob) -> None:
+        if self._terminated:
+            slurm.withdraw()
+            return
+        plan, alive = self._state.plan, self._alive_at_end
+        nodes = [node for node, state in alive.items() if node not in plan.excluded and not state.guest]
+        script = any(state.script for state in alive.values())
+        slurm.end(plan, step=self.terms.step(), nodes=len(nodes), script_lives=script, say=self.say)
+
     def _adopt(self, plan: Plan) -> None:
+        self.files.add(plan.guests)
         starts = plan.start > self._state.plan.start
         if starts and self._ranks is not None:
             self._ranks.end(tick=self.tick)
@@ -153,6 +206,7 @@ class Agent:
     def _stopped(self, number: int, _frame: object) -> None:
         """Hands a request to stop on; a batch system's SIGTERM gives the ranks time to save as well."""
         self._stop = signal.SIGINT if number == signal.SIGINT else signal.SIGUSR1
+        self._terminated |= number == signal.SIGTERM  # the batch system ends the job, or takes it back: no requeue
         if self._ranks is not None:
             self._ranks.send(self._stop)
 

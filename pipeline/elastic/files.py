@@ -3,14 +3,14 @@
 Each file has one writer, which replaces it about once a second. A reader takes a node for alive once it has seen its
 count change, and for dead when it has not changed for some time by the reader's own clock: clocks need not agree, and
 files of an earlier job say nothing. A file is opened anew for every look,
-since NFS asks the server then (close-to-open consistency), and no directory is listed.
+since NFS asks the server then (close-to-open consistency). No directory is listed, but for that of the guests.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ class Plan:
         step: of the newest checkpoint when the plan was made.
         faults: node -> faults that began there.
         excluded: node -> why it gets no ranks any more.
+        guests: node -> address of those that came from other jobs.
+        short: whether the outcome is for want of nodes.
     """
 
     version: int = 0
@@ -50,6 +52,8 @@ class Plan:
     step: int = 0
     faults: Mapping[str, int] = field(default_factory=dict)
     excluded: Mapping[str, str] = field(default_factory=dict)
+    guests: Mapping[str, str] = field(default_factory=dict)
+    short: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,8 @@ class NodeState:
         codes: rank -> exit code of those that have ended, in the order in which they did; negative: by a signal.
         error: of the first rank that failed.
         stop: whether the node was asked to stop the run.
+        guest: whether it belongs to another job than the run's own (`slurm/join.sbatch`).
+        script: whether the batch script of the run's job is on this node.
     """
 
     node: str
@@ -75,6 +81,8 @@ class NodeState:
     codes: Mapping[int, int] = field(default_factory=dict)
     error: str = ""
     stop: bool = False
+    guest: bool = False
+    script: bool = False
 
 
 class StateFiles:
@@ -83,15 +91,16 @@ class StateFiles:
     Args:
         directory: on a file system that all nodes share; made if need be.
         node: this one.
-        nodes: all of them, this one too, in the order in which they lead.
+        nodes: all that are known at first, this one too, in the order in which they lead.
         dead_s: seconds of silence after which a node is dead.
     """
 
     def __init__(self, directory: Path, *, node: str, nodes: Sequence[str], dead_s: float = DEAD_S) -> None:
         self._directory, self._node, self.nodes, self._dead_s = directory, node, tuple(nodes), dead_s
         self._heard: dict[str, tuple[int, float | None]] = {}
-        self._began = time.monotonic()
-        directory.mkdir(parents=True, exist_ok=True)
+        self._looked: dict[str, float] = {}
+        self._guests = directory / "guests"
+        self._guests.mkdir(parents=True, exist_ok=True)
 
     def write(self, state: NodeState) -> None:
         """Replaces this node's file."""
@@ -99,8 +108,28 @@ class StateFiles:
         temporary.write_text(json.dumps(asdict(state)))
         temporary.replace(self._file(self._node))
 
+    def announce(self, address: str) -> None:
+        """Tells the leader of this node, which is a guest.
+
+        Args:
+            address: that the others reach it at.
+        """
+        temporary = self._guests / f".{self._node}.new"
+        temporary.write_text(address)
+        temporary.replace(self._guests / self._node)
+
+    def announced(self) -> dict[str, str]:
+        """Node -> address of all guests so far. A look at a directory, which NFS may show as it was a minute ago."""
+        names = sorted(path for path in self._guests.iterdir() if not path.name.startswith("."))
+        return {path.name: path.read_text() for path in names}
+
+    def add(self, nodes: Iterable[str]) -> None:
+        """Takes nodes in, after those that are known."""
+        self.nodes = tuple(dict.fromkeys([*self.nodes, *nodes]))
+
     def read(self, node: str) -> NodeState | None:
-        """The state of a node; None of one that is dead or has not been seen to live yet."""
+        """The state of a node; None of one that is dead or has not been seen to live yet (see `unknown`)."""
+        self._looked.setdefault(node, time.monotonic())
         try:
             state = state_of(json.loads(self._file(node).read_text()))
         except (OSError, ValueError):  # not there, or on a file system that fails for a moment
@@ -111,15 +140,17 @@ class StateFiles:
         self._heard[node] = state.count, since
         return state if since is not None and time.monotonic() - since <= self._dead_s else None
 
+    def unknown(self, node: str) -> bool:
+        """Whether a node has been looked at for too short a time to tell a dead one from one that lives."""
+        _, since = self._heard.get(node, (0, None))
+        return since is None and time.monotonic() - self._looked.get(node, time.monotonic()) < self._dead_s / 2
+
     def leader(self) -> NodeState | None:
-        """The state of the first node that is alive, or may come yet; None where this one leads."""
+        """The state of the first node that is alive, or may be; None where this one leads."""
         for node in self.nodes[: self.nodes.index(self._node)]:
             state = self.read(node)
-            if state is not None:
-                return state
-            _, since = self._heard.get(node, (0, None))
-            if since is None and time.monotonic() - self._began < self._dead_s:
-                return NodeState(node)
+            if state is not None or self.unknown(node):
+                return state or NodeState(node)
         return None
 
     def _file(self, node: str) -> Path:

@@ -23,12 +23,13 @@ class Terms:
     """What the job allows.
 
     Attributes:
-        addresses: node -> address of all nodes, in order.
+        addresses: node -> address of the nodes of the job, in order.
         least: fewest nodes that the run may go on with.
         restarts: after losses, without a new checkpoint in between.
         job: a number that differs between jobs on one machine.
         refusal: why the run has no layout for a number of nodes; None when it has.
         step: reads the step of the newest checkpoint.
+        wanted: nodes that the run should have; with fewer, it waits for more where these have no layout.
     """
 
     addresses: Mapping[str, str]
@@ -37,6 +38,7 @@ class Terms:
     job: int
     refusal: Callable[[int], str | None]
     step: Callable[[], int]
+    wanted: int = 1
 
 
 def first_plan(terms: Terms, alive: Mapping[str, NodeState]) -> Plan:
@@ -69,6 +71,16 @@ def next_plan(terms: Terms, plan: Plan, alive: Mapping[str, NodeState], *, waite
     if found.kind == "failed":
         return _after_error(terms, plan, alive, found)
     return _after_loss(terms, plan, alive, "a rank was lost", begun=found.nodes, text=found.text)
+
+
+def welcomed(plan: Plan, announced: Mapping[str, str]) -> Plan | None:
+    """The plan that knows the guests; None where it knows them already.
+
+    Args:
+        plan: the newest.
+        announced: node -> address of all guests so far.
+    """
+    return None if plan.guests == announced else _next(plan, guests=dict(announced))
 
 
 def grown(terms: Terms, plan: Plan, alive: Mapping[str, NodeState]) -> Plan | None:
@@ -120,15 +132,20 @@ def _start(terms: Terms, plan: Plan, alive: Mapping[str, NodeState], reason: str
         if refusal is None:
             members, start = tuple(ready[:count]), plan.start + 1
             port = _FIRST_PORT + (terms.job * 17 + start) % _PORTS
-            where = {"members": members, "address": terms.addresses[members[0]], "port": port}
+            where = {"members": members, "address": _addresses(terms, plan)[members[0]], "port": port}
             return _next(plan, start=start, reason=reason, growing=False, **where)
         refusals.append(refusal)
     why = refusals[0] if refusals else f"{len(ready)} nodes are left, and {terms.least} are needed"
-    return _next(plan, outcome=EXIT_REQUEUE if plan.start else EXIT_USAGE, reason=f"{reason}; {why}")
+    waits = plan.start > 0 or len(ready) < terms.wanted
+    return _next(plan, outcome=EXIT_REQUEUE if waits else EXIT_USAGE, short=waits, reason=f"{reason}; {why}")
 
 
 def _ready(terms: Terms, plan: Plan, alive: Mapping[str, NodeState]) -> list[str]:
-    return [node for node in terms.addresses if node in alive and node not in plan.excluded]
+    return [node for node in _addresses(terms, plan) if node in alive and node not in plan.excluded]
+
+
+def _addresses(terms: Terms, plan: Plan) -> dict[str, str]:
+    return {**terms.addresses, **plan.guests}
 
 
 def _next(plan: Plan, **fields: Any) -> Plan:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from headrace.base.errors import EXIT_FOLLOWED, EXIT_INTERRUPTED, EXIT_LOST, EXIT_REQUEUE
 from pipeline.launch.environment import POD
+from pipeline.launch.host_memory import HOST_MEMORY, out_of_memory_kills
 from pipeline.launch.pod import Place
 from pipeline.launch.rank_process import RankProcess, start_rank, terminate
 from pipeline.launch.rendezvous import format_ranks
@@ -62,6 +63,7 @@ def supervise(command: Sequence[str], *, processes: int) -> int:
 def _run(command: Sequence[str], place: Place, marker: dict[str, str]) -> int:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-")))
+        before = out_of_memory_kills()
         ranks: list[RankProcess] = []
         stack.callback(terminate, ranks, signal.SIGTERM)
         ranks.extend(_start(command, number, place, folder, marker) for number in range(place.processes))
@@ -75,11 +77,12 @@ def _run(command: Sequence[str], place: Place, marker: dict[str, str]) -> int:
             return 0
         own = [rank for rank in failures if rank.process.returncode not in (EXIT_LOST, EXIT_FOLLOWED)]
         if _any_exited_with(EXIT_LOST, failures) and all(rank.process.returncode < 0 for rank in own):
-            return _report_loss(ranks, own)
+            return _report_loss(ranks, own, oom=out_of_memory_kills() > before)
         if not own:
             return _report_no_cause(ranks, place)
         terminate(ranks, signal.SIGTERM)
-        return _report_failure(own[0], place.world_size)  # ranks that only lost their link to it exit with `EXIT_LOST`
+        # ranks that only lost their link to it exit with `EXIT_LOST`
+        return _report_failure(own[0], place.world_size, oom=out_of_memory_kills() > before)
 
 
 def _start(command: Sequence[str], local_rank: int, place: Place, folder: Path, marker: dict[str, str]) -> RankProcess:
@@ -130,9 +133,9 @@ def _wait_through_interrupt(ranks: Sequence[RankProcess]) -> list[RankProcess]:
         return _wait(ranks)
 
 
-def _report_loss(ranks: Sequence[RankProcess], dead: Sequence[RankProcess]) -> int:
+def _report_loss(ranks: Sequence[RankProcess], dead: Sequence[RankProcess], *, oom: bool) -> int:
     """Prints the watchdog's report, which names the lost rank, and the signals that ended ranks: only we know those."""
-    ended = [f"  rank {rank.number} was ended by {signal.Signals(-rank.process.returncode).name}" for rank in dead]
+    ended = [f"  rank {rank.number} was ended by {_signal(rank, oom=oom)}" for rank in dead]
     terminate(ranks, signal.SIGTERM)
     reports = [rank.error.read_text().rstrip() for rank in ranks if rank.error.exists()]
     print("\n".join([*reports[:1], *ended]), file=sys.stderr, flush=True)
@@ -153,15 +156,21 @@ def _report_no_cause(ranks: Sequence[RankProcess], place: Place) -> int:
     return EXIT_FOLLOWED
 
 
-def _report_failure(cause: RankProcess, processes: int) -> int:
+def _report_failure(cause: RankProcess, processes: int, *, oom: bool) -> int:
     code, text = cause.process.returncode, cause.error_text()
     if code < 0:
-        print(f"error: rank {cause.number} of {processes} was ended by {signal.Signals(-code).name}", file=sys.stderr)
+        print(f"error: rank {cause.number} of {processes} was ended by {_signal(cause, oom=oom)}", file=sys.stderr)
     elif cause.number > 0:
         print(f"error: rank {cause.number} of {processes} failed with exit code {code}:", file=sys.stderr)
     if text:
         print(text, file=sys.stderr, flush=True)
     return 128 - code if code < 0 else code
+
+
+def _signal(rank: RankProcess, *, oom: bool) -> str:
+    """The signal that has ended a rank; SIGKILL with its cause where the kernel was short of memory meanwhile."""
+    number = signal.Signals(-rank.process.returncode)
+    return f"{number.name}: {HOST_MEMORY}" if oom and number is signal.SIGKILL else number.name
 
 
 @contextmanager

@@ -63,6 +63,17 @@ class Rendezvous:
         shown = [f"rank {rank} on {hosts.get(rank, '?')}" for rank in listed[:_SHOWN]]
         return ", ".join(shown) + (f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else "")
 
+    def hosts(self) -> dict[int, str]:
+        """Rank -> host of all ranks, in one request; only rank 0's when the store does not answer. All have joined."""
+        others = [rank for rank in self.ranks if rank]
+
+        def read() -> list[bytes]:
+            return self.store.multi_get([f"host/{rank}" for rank in others])
+
+        none: list[bytes] = []
+        found = store_call(read, default=none) if others else none
+        return {0: self.rank_zero_host} | {r: name.decode() for r, name in zip(others, found, strict=False)}
+
     def _hosts(self, ranks: Iterable[int]) -> dict[int, str]:
         """Rank -> host, of those that have joined; in one call, since a store that does not answer takes time."""
         keys = {rank: f"host/{rank}" for rank in ranks if rank}

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from pipeline.metrics.memory import show_memory
 from pipeline.metrics.step_clock import StepCost
+from pipeline.metrics.units import clock
 
 LOG_INTERVAL_S = 10.0
 _DECAY = 0.9
@@ -113,11 +114,4 @@ class TimeLeft:
             self._first = step, now
             return ""
         done, seconds = step - self._first[0], now - self._first[1]
-        return _clock(seconds / done * (self._total - step)) if step < self._total else ""
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    return (f"{days} d " if days else "") + f"{hours}:{minutes:02}:{rest:02}"
+        return clock(seconds / done * (self._total - step)) if step < self._total else ""

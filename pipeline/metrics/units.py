@@ -26,3 +26,11 @@ def bits_per_byte(nats_per_token: float, *, tokens: int, text_bytes: int) -> flo
 def show_bits_per_byte(value: float | None) -> str:
     """Formats bits per byte; "-" for None, as for text with a loss mask."""
     return "-" if value is None else f"{value:.4f}"
+
+
+def clock(seconds: float) -> str:
+    """Seconds as H:MM:SS, with days from one on."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return (f"{days} d " if days else "") + f"{hours}:{minutes:02}:{rest:02}"

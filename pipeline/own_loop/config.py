@@ -170,6 +170,9 @@ def share(config: LoopConfig, *, loader_batch: int | None, ranks: int, rank: int
 def _check(config: LoopConfig) -> None:
     if config.optimizer is not None:
         check_optimizer(config.optimizer)
+    if config.launch.fallback_layouts:
+        why = "a custom model is sharded over all ranks, whatever their number"
+        raise ConfigError("launch.fallback_layouts", why=why, remedy="remove it")
     if config.bf16.enabled and config.fp16.enabled:
         raise ConfigError("fp16.enabled", True, why="bf16.enabled is true, too", remedy="enable one of the two")
     for name in ("offload_optimizer", "offload_param"):

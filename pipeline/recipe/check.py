@@ -32,7 +32,19 @@ _OF_SHAPE = ("group_size", "calibration.samples", "target", "budget.bytes", "bud
 
 
 def check_recipe(config: RecipeConfig) -> None:
-    """Checks what can be said of a config alone.
+    """Checks what can be said of a config alone, and that its model is there.
+
+    Raises:
+        ConfigError: as `check_names`.
+        CheckpointError: the model is neither a folder nor a run with a checkpoint.
+    """
+    check_names(config)
+    if not is_folder(Path(config.model)):
+        find_checkpoint(Path(config.model))
+
+
+def check_names(config: RecipeConfig) -> None:
+    """Checks what can be said of a config whose model may not be made yet.
 
     Raises:
         ConfigError: nothing to do; a name that is no directory's; a section that its step would refuse.
@@ -44,8 +56,6 @@ def check_recipe(config: RecipeConfig) -> None:
             why = "it names a directory in the output, beside those of the other steps"
             raise ConfigError(f"quantize.{name}", why=why, remedy="use another name, e.g. int4-gptq")
     _check_rounds(config.rounds)
-    if not is_folder(Path(config.model)):
-        find_checkpoint(Path(config.model))
 
 
 def _check_rounds(rounds: Sequence[Mapping[str, Any]]) -> None:

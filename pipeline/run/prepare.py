@@ -28,6 +28,7 @@ from pipeline.distillation.quantized import DequantizedValues, is_dequantized
 from pipeline.distillation.teacher import TeacherModel, teacher_run
 from pipeline.engines.common import model_dtype
 from pipeline.evaluation.model_folder import ModelFolder
+from pipeline.launch import detect
 from pipeline.metrics.tensorboard_sink import check_tensorboard
 from pipeline.models import attention
 from pipeline.models.count import ModelSize, measure
@@ -91,8 +92,11 @@ def prepare(run: ResolvedRun) -> PreparedRun:
         ConfigError, DataError, CheckpointError: see the modules that are called.
     """
     config = run.config
-    mixture = open_mixture(config.data, seed=config.run.seed, extent=Extent(run.steps, run.batch.samples))
-    heldout = open_heldout(config.data, mixture)
+    # 512 ranks that each look at 10,000 shards are millions of requests to one metadata server
+    first = detect().rank == 0
+    extent = Extent(run.steps, run.batch.samples)
+    mixture = open_mixture(config.data, seed=config.run.seed, extent=extent, stat_files=first)
+    heldout = open_heldout(config.data, mixture, stat_files=first)
     tokenizer = tokenizer_details(mixture.sources[0].manifest)
     hf_config = resolve_hf_config(config.model, tokenizer=tokenizer, sequence_length=config.data.sequence_length)
     for field, folder in named_folders(config).items():
@@ -102,6 +106,7 @@ def prepare(run: ResolvedRun) -> PreparedRun:
         teacher, logits = find_teacher(run, mixture, vocab_size=hf_config.vocab_size)
     model = build_meta(hf_config, dtype=model_dtype(config), attn_implementation=attention_of(run))
     check_layout(run, model)
+    check_fallbacks(run, model)
     if teacher is not None:
         check_feature_models(run, student=model, teacher=teacher.model)
     check_generation(config, model)
@@ -119,6 +124,20 @@ def prepare(run: ResolvedRun) -> PreparedRun:
     curve = {**curve_fields(run), "model.resolved": plain, **prints}
     check_run_dir(run, store, curve)
     return PreparedRun(run, mixture, heldout, model, values, plain, size, store, curve, parents, teacher, logits)
+
+
+def check_fallbacks(run: ResolvedRun, model: nn.Module) -> None:
+    """Refuses a fallback layout that the model's architecture does not have, before it is needed.
+
+    Raises:
+        ConfigError: names the fallback.
+    """
+    for name, other in run.layouts.items():
+        try:
+            check_layout(other, model)
+        except ConfigError as error:
+            why = f"in this layout {error.field} cannot be {error.value}: {error.why}"
+            raise ConfigError(name, why=why, remedy=f"{error.remedy}; or remove this layout") from None
 
 
 def attention_of(run: ResolvedRun) -> str:

@@ -24,8 +24,11 @@ from pipeline.config.written_keys import is_allowed, written_keys
 from pipeline.launch import Rendezvous
 from pipeline.launch.missing_ranks import deadline
 from pipeline.metrics.journal import NAME as JOURNAL
+from pipeline.run.attempts import NAME as ATTEMPTS
 
 _PATIENCE_S = 10.0
+_OF_A_RUN = (".lock", ".agents", "submissions", ATTEMPTS, JOURNAL, "checkpoints")
+"""What a directory of a run has before its first manifest: each of them, or some."""
 
 
 def check_run_dir(run: ResolvedRun, store: CheckpointStore, curve: dict[str, Any]) -> None:
@@ -233,7 +236,7 @@ def _check_is_run(run_dir: Path) -> None:
         return
     if (run_dir / MANIFEST).exists():
         read_manifest(run_dir, kind="run")
-    elif not any((run_dir / name).exists() for name in (".lock", ".slurm-starts", JOURNAL, "checkpoints")):
+    elif not any((run_dir / name).exists() for name in _OF_A_RUN):
         why = "it holds files that no run has put there"
         raise ConfigError("run.dir", str(run_dir), why=why, remedy="choose a directory that does not exist yet")
 

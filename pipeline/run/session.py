@@ -45,13 +45,14 @@ from pipeline.parallel.compilation import compilation_clock
 from pipeline.parallel.fp8 import check_fp8_device
 from pipeline.parallel.mesh import Mesh, build_mesh
 from pipeline.run.agreed_peak import AgreedPeak
+from pipeline.run.attempts import Attempt, locked_attempt
 from pipeline.run.batches import RankBatches
 from pipeline.run.checkpoint_timer import CheckpointTimer
 from pipeline.run.distillation import make_samples
 from pipeline.run.garbage import GarbageCollector
-from pipeline.run.lock import exclusive_run
 from pipeline.run.manifest import RunManifest
 from pipeline.run.messages import closing_line, opening_lines, quiet_libraries
+from pipeline.run.out_of_memory import explained_out_of_memory
 from pipeline.run.preflight import preflight
 from pipeline.run.prepare import PreparedRun, prepare
 from pipeline.run.resume import (
@@ -62,6 +63,7 @@ from pipeline.run.resume import (
     learning_rate_change,
     refuse_other_curve,
 )
+from pipeline.run.staged_data import check_stage_space, staged_data
 from pipeline.run.trainer import Progress, Trainer
 
 MakeObjective = Callable[[PreparedRun, torch.device, Mesh | None], Objective]
@@ -89,8 +91,7 @@ def train(run: ResolvedRun, make_objective: MakeObjective, *, signals: StopSigna
     launch = replace(launch, world_size=run.topology.world_size)
     quiet_libraries(launch)
     prepared = prepare(run)
-    if run.config.engine == "deepspeed":
-        check_machine(run.config)
+    _check_node(prepared)
     notes = set_up_allocator(gpu=torch.cuda.is_available())
     device = pick_device(launch)
     _check_device(run, device)
@@ -98,20 +99,25 @@ def train(run: ResolvedRun, make_objective: MakeObjective, *, signals: StopSigna
     with ExitStack() as stack:
         notes += filter(None, [stack.enter_context(ordered_sdpa(device))])
         # Connect: lock the run's directory, form the process groups, start the watchdog.
-        if launch.rank == 0:
-            stack.enter_context(exclusive_run(prepared.run_dir))
+        attempt = stack.enter_context(locked_attempt(prepared.run_dir, launch))
         signals.handle_interrupts()
         rendezvous, mesh, preflight_summary = _connect(prepared, launch, device, stack)
-        limits, run_dir = run.config.watchdog, prepared.run_dir
-        watchdog = stack.enter_context(run_watchdog(launch, rendezvous, config=limits, run_dir=run_dir))
-        session = Session(prepared, launch, signals, Agreement(device), watchdog)
-        with watchdog:
+        attempt.connected(launch, rendezvous)
+        watchdog = stack.enter_context(
+            run_watchdog(launch, rendezvous, config=run.config.watchdog, run_dir=prepared.run_dir)
+        )
+        session = Session(prepared, launch, signals, Agreement(device), watchdog, attempt)
+        with watchdog, explained_out_of_memory(prepared, device):
             for line in (preflight_summary, *notes):
                 session.say(line)
             stop = session.agreement.requested_stop(signals)
             if stop:  # building the engine and loading a checkpoint may take longer than the grace period
                 session.say(f"stopped by {stop} before it had begun: start it again to go on")
             else:
+                # Stage: the data is copied to this node's disk where the config says so.
+                clean_up = stack.enter_context(
+                    staged_data(prepared, say=session.say, progress=watchdog.report_progress)
+                )
                 # Decide: resume from the newest whole checkpoint, or begin at step 1.
                 checkpoint = session.newest_checkpoint()
                 # Allocate: initial values are drawn only where no checkpoint is about to overwrite them.
@@ -127,8 +133,10 @@ def train(run: ResolvedRun, make_objective: MakeObjective, *, signals: StopSigna
                     except Rollback as order:
                         rollback = order.with_traceback(None)
                     checkpoint = session.newest_checkpoint()
+                clean_up(not stop)
         # Finish: the ranks leave together; the exit code says whether to start the run again.
-        return coordinate_exit(stop.exit_code, rendezvous, launcher=launch.launcher)
+        code = attempt.will_end(stop.exit_code, f"stopped by {stop}, saved" if stop else "finished")
+        return coordinate_exit(code, rendezvous, launcher=launch.launcher)
 
 
 @dataclass(frozen=True)
@@ -141,6 +149,7 @@ class Session:
         signals: stop signals of this process.
         agreement: all-reduces small numbers over all ranks.
         watchdog: is told the phase and step this rank is in.
+        attempt: is told when training begins.
     """
 
     prepared: PreparedRun
@@ -148,6 +157,7 @@ class Session:
     signals: StopSignals
     agreement: Agreement
     watchdog: Watchdog
+    attempt: Attempt
 
     def say(self, line: str | None) -> None:
         """Prints a line on rank 0; nothing for None."""
@@ -264,9 +274,11 @@ class Session:
                     on_progress=self.watchdog.report_progress,
                 ),
             )
+            self.attempt.record("training", step=done)
             try:
-                stop = self.agreement.requested_stop(self.signals)
-                stop = stop or self._missed_evaluation(trainer, done) or trainer.train()
+                with explained_out_of_memory(prepared, self.agreement.device):
+                    stop = self.agreement.requested_stop(self.signals)
+                    stop = stop or self._missed_evaluation(trainer, done) or trainer.train()
             except Rollback:
                 self.watchdog.enter_phase("rolling back")
                 trainer.wait_for_checkpoint()
@@ -353,6 +365,13 @@ class Session:
         every = report_interval(run, layers=int(self.prepared.hf_config.get("num_hidden_layers") or 0))
         gpu, threshold = torch.cuda.is_available(), run.config.stragglers.threshold
         return Stragglers(threshold=threshold, every=every, peers=peers, rank=self.launch.rank, gpu=gpu)
+
+
+def _check_node(prepared: PreparedRun) -> None:
+    """Refuses what this node cannot do, before anything is touched."""
+    if prepared.run.config.engine == "deepspeed":
+        check_machine(prepared.run.config)
+    check_stage_space(prepared)
 
 
 def _check_device(run: ResolvedRun, device: torch.device) -> None:

@@ -24,7 +24,7 @@ from typing import TypeVar
 from tests.cluster.jobs import Job, parse_jobs
 from tests.cluster.machine import Machine
 from tests.cluster.node import Node
-from tests.cluster.settings import CONTROLLER, CONTROLLER_ADDRESS, hosts_of, write_settings
+from tests.cluster.settings import CONTROLLER, CONTROLLER_ADDRESS, Patience, hosts_of, write_settings
 
 _PROGRAMS = ("sbatch", "slurmctld", "slurmd", "munged", "ip", "unshare", "nsenter")
 _POLL_S = 0.1
@@ -57,15 +57,15 @@ class VirtualCluster:
         nodes: number of nodes, named n1, n2, ...
         cpus: of each node, as Slurm counts them.
         gpus: of each node. They do not exist: Slurm only counts and assigns them.
-        down_after_s: seconds after which a silent node is declared dead.
+        patience: how long Slurm waits.
     """
 
     def __init__(
-        self, directory: Path, *, nodes: int = 2, cpus: int = 2, gpus: int = 2, down_after_s: int = 10
+        self, directory: Path, *, nodes: int = 2, cpus: int = 2, gpus: int = 2, patience: Patience | None = None
     ) -> None:
         self.state = directory / "slurm"
         self.state.mkdir(mode=0o755)
-        conf = write_settings(self.state, nodes=nodes, cpus=cpus, gpus=gpus, down_after_s=down_after_s)
+        conf = write_settings(self.state, nodes=nodes, cpus=cpus, gpus=gpus, patience=patience or Patience())
         # without the variables of a Slurm job in which the tests themselves may run
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "SBATCH", "SRUN"))}
         self.env = inherited | {"SLURM_CONF": str(conf)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 CONTROLLER = "controller"
@@ -23,7 +24,7 @@ SlurmdLogFile={state}/slurmd.%n.log
 SlurmdSpoolDir={state}/spool.%n
 # cred_expire is also how long a requeued job waits before it may start again: 120 s by default
 AuthType=auth/munge
-AuthInfo=socket={state}/munge.socket,cred_expire=5
+AuthInfo=socket={state}/munge.socket,cred_expire={requeue_after_s}
 # use the number of CPUs given here: the real machine may have fewer
 SlurmdParameters=config_overrides
 # no cgroups: the virtual nodes share those of the real machine
@@ -37,8 +38,8 @@ ReturnToService=2
 MessageTimeout=5
 TCPTimeout=2
 KillWait=5
-# finished jobs stay visible until the cluster ends
-MinJobAge=86400
+# how long finished jobs stay visible: by default until the cluster ends, at most sites for 300 s
+MinJobAge={visible_s}
 # look for jobs to start every second; the defaults of 30 and 60 s save work on a cluster of thousands
 SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf_interval=1
@@ -66,7 +67,26 @@ def hosts_of(name: str) -> str:
     return f"127.0.0.1 localhost\n127.0.1.1 {name}\n"
 
 
-def write_settings(state: Path, *, nodes: int, cpus: int, gpus: int, down_after_s: int) -> Path:
+@dataclass(frozen=True)
+class Patience:
+    """How long Slurm waits, in seconds.
+
+    Attributes:
+        down_after_s: a silent node is declared dead.
+        requeue_after_s: a requeued job may start again.
+        visible_s: a finished job is forgotten.
+    """
+
+    down_after_s: int = 10
+    requeue_after_s: int = 5
+    visible_s: int = 86400
+
+
+SITE = Patience(down_after_s=300, requeue_after_s=120, visible_s=300)
+"""What Slurm has by default, and so most sites."""
+
+
+def write_settings(state: Path, *, nodes: int, cpus: int, gpus: int, patience: Patience) -> Path:
     """Writes the configuration into `state` and returns the path of slurm.conf.
 
     The GPUs are copies of /dev/null: Slurm sets CUDA_VISIBLE_DEVICES for a character device and only counts a file.
@@ -86,7 +106,7 @@ def write_settings(state: Path, *, nodes: int, cpus: int, gpus: int, down_after_
             nodes=nodes,
             cpus=cpus,
             gpus=gpus,
-            down_after_s=down_after_s,
+            **asdict(patience),
         )
     )
     return conf

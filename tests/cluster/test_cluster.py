@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.cluster import VirtualCluster, missing_requirements
+from tests.cluster.settings import Patience
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -40,7 +41,7 @@ def test_two_clusters_run_at_the_same_time(tmp_path_factory: pytest.TempPathFact
 
 def test_a_crashed_node_goes_down_and_its_job_is_requeued_when_it_is_back(tmp_path: Path) -> None:
     # with 5 s Slurm declares a node down after about 10
-    with VirtualCluster(tmp_path, nodes=2, down_after_s=5) as cluster:
+    with VirtualCluster(tmp_path, nodes=2, patience=Patience(down_after_s=5)) as cluster:
         script = tmp_path / "job.sh"
         script.write_text('#!/bin/sh\ntouch "started.${SLURM_RESTART_COUNT:-0}"\nsleep 1000\n')
         cluster.sbatch(script, options=["--requeue", "--nodelist=n2", "--output=/dev/null"], cwd=tmp_path)

@@ -203,7 +203,7 @@ def test_a_killed_worker_is_named_and_the_run_resumes(work: Path, write_config: 
     (worker,) = grandchildren(process.pid)
     os.kill(worker, signal.SIGKILL)
     _, error = process.communicate()
-    assert process.returncode == 2
+    assert process.returncode == 76  # another try may help
     assert "the worker of map task 0 was killed by SIGKILL" in error
     cli("--config", config)
 

@@ -54,3 +54,29 @@ def test_a_node_leads_only_when_those_before_it_have_had_time_to_come(tmp_path: 
 def test_a_damaged_file_is_that_of_no_one(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"node": "a", "cou')
     assert files_of(tmp_path, "b").read("a") is None
+
+
+def test_a_node_that_begins_to_lead_does_not_take_those_that_it_never_looked_at_for_dead(tmp_path: Path) -> None:
+    """The second of three nodes reads the first one's file alone while that one leads."""
+    nodes = ("a", "b", "c")
+    reader = StateFiles(tmp_path, node="b", nodes=nodes, dead_s=0.4)
+    writers = {node: StateFiles(tmp_path, node=node, nodes=nodes) for node in ("a", "c")}
+    for count in (1, 2):
+        for node, writer in writers.items():
+            writer.write(NodeState(node, count))
+        assert reader.leader() is not None
+    time.sleep(0.5)
+    assert reader.leader() is None  # a is dead
+    assert reader.read("c") is None
+    assert reader.unknown("c")
+    writers["c"].write(NodeState("c", 3))
+    assert reader.read("c") is not None
+    assert not reader.unknown("c")
+    assert not reader.unknown("a")
+
+
+def test_guests_are_known_to_those_that_look_for_them(tmp_path: Path) -> None:
+    files_of(tmp_path, "a")
+    guest = StateFiles(tmp_path, node="g", nodes=(*NODES, "g"))
+    guest.announce("10.0.0.7")
+    assert files_of(tmp_path, "a").announced() == {"g": "10.0.0.7"}

@@ -19,7 +19,7 @@ from headrace.commands.from_argparse import parameters_of
 from pipeline.__main__ import COMMANDS as PIPELINE
 from tests.conftest import ROOT
 
-VERBS = {*PIPELINE, "prep", "status", "schema", "explain"}
+VERBS = {*PIPELINE, "prep", "status", "submit", "schema", "explain"}
 HEAVY = ("torch", "transformers", "deepspeed", "datasets", "matplotlib")
 
 
@@ -43,7 +43,7 @@ def test_without_a_verb_all_verbs_are_printed_in_groups() -> None:
     done = run()
     assert done.exit_code == 0
     assert done.output == run("--help").output
-    groups = ["Data prep", "Training", "Models", "Compression", "Config"]
+    groups = ["Data prep", "Training", "Cluster", "Models", "Compression", "Config"]
     places = [done.output.index(f" {group} ") for group in groups]
     assert places == sorted(places)
     listed = {

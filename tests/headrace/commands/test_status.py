@@ -14,8 +14,8 @@ from headrace.base.errors import DataError
 from pipeline.faults.report import FILE_NAME as FAULTS
 from pipeline.metrics.journal import NAME as JOURNAL
 from pipeline.run.lock import exclusive_run
-from pipeline.run.status import read_status
-from tests.conftest import write_config
+from pipeline.status.run import read_status
+from tests.conftest import text_folders, write_config
 from tests.headrace.commands.test_app import run
 
 
@@ -35,7 +35,13 @@ def run_dir(tmp_path: Path) -> Path:
     rows.insert(7, {"kind": "event", "step": 5, "event": "checkpoint_failed", "why": "no space left"})
     (directory / JOURNAL).write_text("".join(json.dumps(row) + "\n" for row in rows))
     (directory / "checkpoints" / "step-00000005").mkdir(parents=True)
-    fault = {"kind": "event", "step": 3, "event": "fault", "fault": "lost", "ranks": [{"rank": 1}]}
+    fault = {
+        "kind": "event",
+        "step": 3,
+        "event": "fault",
+        "fault": "lost",
+        "ranks": [{"rank": 1, "host": "n2", "step": 3, "phase": "training"}],
+    }
     (directory / FAULTS).write_text(json.dumps(fault) + "\n")
     return directory
 
@@ -48,9 +54,9 @@ def test_the_newest_step_checkpoint_and_faults_are_told(run_dir: Path) -> None:
     assert lines["loss"] == "6.3000 nats/token"
     assert lines["held-out loss"] == "6.7500 nats/token"
     assert lines["speed"] == "1,234 tokens/s"
-    assert lines["checkpoint"] == str(run_dir / "checkpoints/step-00000005")
+    assert lines["checkpoint"].startswith(f"{run_dir / 'checkpoints/step-00000005'}, 0 seconds ago, DAMAGED: ")
     assert lines["process"].startswith("none; the journal was written ")
-    assert "fault at step 3: lost, rank 1" in done.output
+    assert "rank 1 on n2 lost its connection to another rank at step 3, in training" in done.output
     assert "checkpoint_failed at step 5: no space left" in done.output
 
 
@@ -79,15 +85,15 @@ def test_half_a_line_and_a_run_without_a_step_are_no_error(run_dir: Path) -> Non
 
 def test_the_config_of_a_run_stands_for_its_directory(run_dir: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "c.json", {"run": {"dir": str(run_dir)}})
-    assert run("status", config).output == run("status", run_dir).output
+    assert run("status", config, "--reason").output == run("status", run_dir, "--reason").output
+    assert json.loads(run("status", config, "--json").output)["dir"] == str(run_dir)
 
 
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        ("corpus", "headrace prep status --config"),
-        ("tokens", "headrace prep stats"),
-        ("job", "headrace prep status"),
+        ("corpus", "sources = []"),
+        (".tokens.job", "job.json is damaged"),
         ("checkpoint", "headrace status"),
         ("nowhere", "no such directory"),
         ("empty", "no run has begun there"),
@@ -102,13 +108,44 @@ def test_what_is_no_run_is_refused_with_where_to_look(tmp_path: Path, made: str,
         path = write_config(tmp_path / "c.json", {"model": {}})
     elif made != "nowhere":
         path.mkdir()
-    if made in ("tokens", "checkpoint"):
+    if made == "checkpoint":
         write_manifest(path, kind=made, config={})
-    if made == "job":
+    if made == ".tokens.job":
         (path / "job.json").write_text("{}")
     done = run("status", path)
     assert done.exit_code == 2
     assert words in done.output
+
+
+def test_a_data_prep_job_shows_its_phases_by_its_directory_its_output_and_its_config(tmp_path: Path) -> None:
+    config = tmp_path / "corpus.json"
+    source = {"type": "text", "path": str(text_folders()[0])}
+    tokenizer = {"train": "bpe", "vocab_size": 300}
+    fields = {"sources": [source], "tokenizer": tokenizer, "heldout_fraction": 0.0}
+    write_config(config, {"output": str(tmp_path / "tokens"), **fields})
+    prepared = run("prep", "prepare", "--config", config)
+    assert prepared.exit_code == 0, prepared.output
+    shown = run("status", config).output
+    assert "map: 0 of 1 tasks finished" in shown
+    assert run("status", tmp_path / ".tokens.job").output == run("status", tmp_path / "tokens").output == shown
+    assert json.loads(run("status", config, "--json").output) == {"data_prep": shown.splitlines()}
+    assert run("prep", "--config", config, "--workers", "1").exit_code == 0
+    assert run("status", tmp_path / "tokens").output == f"{tmp_path / 'tokens'} is finished\n"
+
+
+@pytest.mark.usefixtures("run_dir")
+def test_without_a_run_those_below_the_working_directory_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    row = next(line for line in run("status").output.splitlines() if "runs/small" in line)
+    assert "stopped" in row
+    assert "7 of 20 (35 %)" in row
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    done = run("status")
+    assert done.exit_code == 2
+    assert "no run was found below" in done.output
 
 
 def test_a_damaged_manifest_is_told_of(run_dir: Path) -> None:

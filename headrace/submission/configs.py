@@ -1,0 +1,153 @@
+"""What the configs of a submission are, what each makes, and which has to wait for which. No torch.
+
+A stage waits for the stages given before it whose output its config names: a training config that reads the tokens of
+a corpus config, a compress config whose model is a run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.base import configfile
+from headrace.base.errors import ConfigError
+
+VERBS = {"prune": ["prune"], "quantize": ["quantize"], "compress": ["compress", "run"]}
+"""Kind of a config -> the verb of `python -m pipeline` that runs it in one process."""
+_TITLES = {"corpus": "data", "run": "train"}
+
+
+@dataclass(frozen=True)
+class Given:
+    """A config of a submission.
+
+    Attributes:
+        file: as it was given.
+        kind: corpus, run, prune, quantize or compress.
+        raw: its content with all it extends and all overrides.
+        number: its place among the configs of its kind, from 1.
+    """
+
+    file: str
+    kind: str
+    raw: dict[str, Any]
+    number: int
+
+    @property
+    def name(self) -> str:
+        """Of the stage, unique in a submission: data, train, train-2, ..."""
+        title = _TITLES.get(self.kind, self.kind)
+        return title if self.number == 1 else f"{title}-{self.number}"
+
+    @property
+    def makes(self) -> Path:
+        """The directory that it makes."""
+        return Path(self.raw["run"]["dir"] if self.kind == "run" else self.raw["output"])
+
+
+def read_configs(files: Sequence[str], overrides: Sequence[str]) -> list[Given]:
+    """Reads the configs of a submission.
+
+    Args:
+        overrides: `--set` texts; they apply to the training configs, or to the one config that is given.
+
+    Raises:
+        ConfigError: a file cannot be read, or is of no kind that can be submitted.
+    """
+    found: list[Given] = []
+    kinds = [(file, kind_of(file, configfile.load(file))) for file in files]
+    if overrides and len(files) > 1 and all(kind != "run" for _, kind in kinds):
+        why = "it is not said to which of the configs it belongs"
+        raise ConfigError("--set", overrides[0], why=why, remedy="give one config, or write the value into the file")
+    for file, kind in kinds:
+        raw = configfile.load(file, overrides if kind == "run" or len(files) == 1 else ())
+        _require_output(file, kind, raw)
+        found.append(Given(file, kind, raw, 1 + sum(other.kind == kind for other in found)))
+    return found
+
+
+def kind_of(file: str, raw: Mapping[str, Any]) -> str:
+    """The kind of a config, by its keys.
+
+    Raises:
+        ConfigError: it is of none.
+    """
+    if "sources" in raw and "output" in raw:
+        return "corpus"
+    if "run" in raw or "train_batch_size" in raw:
+        if raw.get("distill"):
+            why = "slurm/train.sbatch has no teacher"
+            remedy = 'write a compress config: {"model": ..., "output": ..., "distill": {"config": "' + file + '"}}'
+            raise ConfigError(f"{file}: distill", raw["distill"], why=why, remedy=remedy)
+        return "run"
+    if "model" in raw and "output" in raw:
+        return "prune" if "target" in raw else "quantize" if "scheme" in raw else "compress"
+    why = "it is no config of a corpus, a training, a pruning, a quantization or a compression"
+    raise ConfigError("CONFIG", file, why=why, remedy="look at docs/config-reference.md for the keys of each")
+
+
+def before(stage: Given, others: Sequence[Given]) -> list[Given]:
+    """The stages among `others` whose output a stage's config names."""
+    named = [Path(text).absolute() for text in _texts(stage.raw) if text]
+    return [other for other in others if any(path.is_relative_to(other.makes.absolute()) for path in named)]
+
+
+@dataclass(frozen=True)
+class Element:
+    """One element of a sweep: the values that it sets, as `--set` texts, and its run directory."""
+
+    values: tuple[str, ...]
+    run_dir: Path
+
+    @property
+    def overrides(self) -> list[str]:
+        """As `--set` texts."""
+        return [*self.values, f"run.dir={self.run_dir}"]
+
+
+def elements(run_dir: Path, sweeps: Sequence[str]) -> list[Element]:
+    """The elements of a sweep, each with a directory of its own in `run_dir`: the last key varies quickest.
+
+    Args:
+        sweeps: texts such as `optimizer.params.lr=1e-3,3e-4`; several make a grid.
+
+    Raises:
+        ConfigError: a text without a key or a value.
+    """
+    lists = []
+    for text in sweeps:
+        key, _, values = text.partition("=")
+        if not key or not all(values.split(",")):
+            raise ConfigError("--sweep", text, why="it is not KEY=VALUE,VALUE", remedy="e.g. --sweep run.seed=1,2,3")
+        lists.append([f"{key}={value}" for value in values.split(",")])
+    grid = list(itertools.product(*lists))
+    if len(set(grid)) < len(grid):
+        raise ConfigError("--sweep", sweeps[0], why="a value is there twice", remedy="name each value once")
+    return [Element(values, run_dir / _label(values)) for values in grid]
+
+
+def _label(values: Sequence[str]) -> str:
+    """A directory's name, e.g. lr=0.001,seed=2."""
+    short = (f"{key.rpartition('.')[2]}={value}" for key, _, value in (text.partition("=") for text in values))
+    return re.sub(r"[^A-Za-z0-9._=,+-]", "_", ",".join(short))
+
+
+def _require_output(file: str, kind: str, raw: Mapping[str, Any]) -> None:
+    place = raw.get("run") if kind == "run" else raw
+    key, field = ("dir", "run.dir") if kind == "run" else ("output", "output")
+    if not isinstance(place, Mapping) or not isinstance(place.get(key), str) or not place[key]:
+        raise ConfigError(f"{file}: {field}", why="a job has to know where to write", remedy=f'"{field}": "out/..."')
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a config."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (text for each in value.values() for text in _texts(each))
+    elif isinstance(value, list):
+        yield from (text for each in value for text in _texts(each))

@@ -1,0 +1,76 @@
+"""The directory of a submission: what its jobs run, as it was when they were submitted.
+
+    RUN/submissions/1/
+        submission.json     the command, the site, the version of the code, the jobs
+        code/               the packages and job scripts of a clone; of an installed package the version is in the JSON
+        configs/NAME.json   the config of each stage, with all it extends and all overrides
+        NAME.sbatch         the script of each stage; `sbatch NAME.sbatch` submits it again
+        logs/               what the jobs print
+
+Later edits of the clone or of the configs do not reach a job that waits in the queue.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from headrace.base.directory import COPIED_FROM, code_version, write_json, write_text
+from headrace.base.version import __version__
+from headrace.submission.configs import Given
+
+PACKAGES = ("headrace", "data_prep", "pipeline", "slurm", "ds_configs", "demo")
+"""Of a clone; the last two are what headrace/share links to."""
+CLONE = Path(__file__).resolve().parents[2]
+
+
+def is_clone() -> bool:
+    """Whether the code that runs is in a clone, else it is installed."""
+    return (CLONE / "slurm" / "env.sh").is_file()
+
+
+def directory_of(configs: list[Given]) -> Path:
+    """Where the submission of these configs will be: in the first run's directory, else beside the first output."""
+    first = next((each for each in configs if each.kind == "run"), configs[0])
+    made = first.makes.absolute()
+    # other stages write their output under its name when it is whole
+    parent = made / "submissions" if first.kind == "run" else made.parent / f"{made.name}.submissions"
+    taken = [int(path.name) for path in parent.glob("*") if path.name.isdigit()]
+    return parent / str(max(taken, default=0) + 1)
+
+
+def copy_code(directory: Path) -> Path | None:
+    """Copies the code of a clone; returns the copy, or None where the code is installed."""
+    if not is_clone():
+        return None
+    code = directory / "code"
+    ignored = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
+    for name in PACKAGES:
+        if (CLONE / name).is_dir():
+            shutil.copytree(CLONE / name, code / name, symlinks=True, ignore=ignored)
+    write_text(code / COPIED_FROM, code_version()["commit"] or "")  # manifests go on naming it
+    return code
+
+
+def remove(directory: Path) -> None:
+    """Removes a submission that came to nothing, and the directories above it that were made for it."""
+    shutil.rmtree(directory, ignore_errors=True)
+    with suppress(OSError):  # not empty: others are there
+        directory.parent.rmdir()
+        directory.parent.parent.rmdir()
+
+
+def save_config(directory: Path, name: str, raw: Mapping[str, Any]) -> Path:
+    """Writes the config of a stage; returns its path."""
+    path = directory / "configs" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, dict(raw))
+    return path
+
+
+def record(directory: Path, **entries: Any) -> None:
+    """Writes submission.json."""
+    write_json(directory / "submission.json", {"headrace": __version__, "code": code_version(), **entries})

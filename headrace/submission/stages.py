@@ -1,0 +1,181 @@
+"""The jobs of a submission: a script for each stage, and which waits for which."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headrace.base.directory import MANIFEST
+from headrace.submission.configs import VERBS, Element, Given, before
+from headrace.submission.environment import settings_of
+from headrace.submission.script import fill, option_of, quoted
+from headrace.submission.site import SiteConfig, StageSettings
+
+SCRIPTS = {"corpus": "data_prep.sbatch", "run": "train.sbatch"}
+"""Kind -> script; all others have `pipeline.sbatch`."""
+ORIGINAL = "original"
+"""Where a compress config expects the export of its run, in its output; see `pipeline.recipe.steps`."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One job, or job array, or of data prep a chain of them.
+
+    Attributes:
+        after: names of the stages that have to succeed before.
+        text: of its script.
+        configs: file name -> content, of the configs that it reads.
+        chain: it is a corpus config: its script is submitted once per job of the chain.
+        makes: what it writes, for the user.
+    """
+
+    name: str
+    after: tuple[str, ...]
+    text: str
+    makes: Path
+    configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    chain: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the stages of a submission have in common.
+
+    Attributes:
+        directory: of the submission.
+        root: HEADRACE_ROOT of the jobs: the copy of the code, or the installed package's files.
+        scripts: directory of the shipped scripts.
+        nodes, tasks: of each training config, nodes and processes on each.
+    """
+
+    site: SiteConfig
+    directory: Path
+    root: Path
+    scripts: Path
+    nodes: Sequence[int]
+    tasks: int
+    sweep: Sequence[Element] = ()
+
+
+def stages_of(configs: Sequence[Given], plan: Plan) -> list[Stage]:
+    """The stages of a submission, each after those that it waits for."""
+    found: list[Stage] = []
+    for number, given in enumerate(configs):
+        after = before(given, configs[:number])
+        if given.kind == "corpus":
+            found.append(_data(given, plan))
+        elif given.kind == "run":
+            found.append(_training(given, after, plan))
+        else:
+            runs = [each for each in after if each.kind == "run" and _is_model(given, each)]
+            # a step that was done is not done again
+            if given.kind == "compress" and runs and not (given.makes / ORIGINAL / MANIFEST).is_file():
+                found.append(_export(given, runs[0], plan))
+                after = [*after, given]
+            names = [found[-1].name if each is given else each.name for each in after]
+            found.append(_model(given, tuple(names), plan))
+    return found
+
+
+def settings_for(kind: str, site: SiteConfig) -> StageSettings:
+    """What a site sets for the stage of a kind of config, or for `export`."""
+    return site.stage({"corpus": "data", "run": "train", "export": "export"}.get(kind, "compress"))
+
+
+def _is_model(given: Given, run: Given) -> bool:
+    return Path(str(given.raw.get("model"))).absolute() == run.makes.absolute()
+
+
+def _data(given: Given, plan: Plan) -> Stage:
+    options = _options("corpus", given.name, given.makes, plan)
+    return Stage(given.name, (), _fill(plan, "corpus", options), given.makes, {given.name: given.raw}, chain=True)
+
+
+def _training(given: Given, after: Sequence[Given], plan: Plan) -> Stage:
+    gpus = settings_for("run", plan.site).gpus
+    options = _options("run", given.name, given.makes, plan)
+    options |= {"--nodes": str(plan.nodes[given.number - 1]), "--ntasks-per-node": str(plan.tasks)}
+    if gpus is not None:
+        options["--gpus-per-node"] = str(gpus)
+    names = tuple(each.name for each in after)
+    if not plan.sweep:
+        words = quoted([str(_config(plan, given.name))])
+        return Stage(given.name, names, _fill(plan, "run", options, words), given.makes, {given.name: given.raw})
+    # one config per element, with a run directory of its own
+    options |= {"--array": f"0-{len(plan.sweep) - 1}", "--output": f"{plan.directory}/logs/{given.name}-%A-%a.out"}
+    configs = {f"{given.name}-{i}": _with_values(given, element) for i, element in enumerate(plan.sweep)}
+    words = f'{quoted([str(plan.directory / "configs")])}/{given.name}-"$SLURM_ARRAY_TASK_ID".json'
+    listed = [f"# element {i}: {' '.join(each.values)}, in {each.run_dir}" for i, each in enumerate(plan.sweep)]
+    return Stage(given.name, names, _fill(plan, "run", options, words, listed), given.makes, configs)
+
+
+def _with_values(given: Given, element: Element) -> dict[str, Any]:
+    from headrace.base import configfile  # noqa: PLC0415
+
+    return configfile.overridden(given.raw, element.overrides)
+
+
+def _export(given: Given, run: Given, plan: Plan) -> Stage:
+    name = given.name.replace("compress", "export")
+    target = given.makes / ORIGINAL
+    words = quoted(["export", str(run.makes), str(target)])
+    return Stage(name, (run.name,), _fill(plan, "export", _options("export", name, target, plan), words), target)
+
+
+def _model(given: Given, after: tuple[str, ...], plan: Plan) -> Stage:
+    options = _options(given.kind, given.name, given.makes, plan)
+    words = quoted([*VERBS[given.kind], "--config", str(_config(plan, given.name))])
+    return Stage(given.name, after, _fill(plan, given.kind, options, words), given.makes, _snapshot(given, plan))
+
+
+def _snapshot(given: Given, plan: Plan) -> dict[str, Mapping[str, Any]]:
+    """A compress config and the training config that it names, which is read when the job runs."""
+    distill = given.raw.get("distill") if given.kind == "compress" else None
+    if not distill:
+        return {given.name: given.raw}
+    from headrace.base import configfile  # noqa: PLC0415
+
+    student = f"{given.name}-student"
+    named = {**given.raw, "distill": {**distill, "config": str(_config(plan, student))}}
+    return {given.name: named, student: configfile.load(distill["config"])}
+
+
+def _config(plan: Plan, name: str) -> Path:
+    return plan.directory / "configs" / f"{name}.json"
+
+
+def _options(kind: str, name: str, makes: Path, plan: Plan) -> dict[str, str | None]:
+    """Options of sbatch for a stage, from the site's settings."""
+    site, settings = plan.site, settings_for(kind, plan.site)
+    given: dict[str, str | None] = {
+        "--job-name": f"headrace-{name}",
+        "--comment": str(makes.absolute()),
+        "--chdir": str(Path.cwd()),
+        "--output": f"{plan.directory}/logs/{name}-%j.out",
+        "--partition": settings.partition,
+        "--account": settings.account,
+        "--qos": settings.qos,
+        "--time": settings.time,
+        "--mem": settings.memory,
+        "--gpus-per-node": None if settings.gpus is None else str(settings.gpus),
+        "--cpus-per-task": None if settings.cpus is None else str(settings.cpus),
+        "--mail-user": site.mail,
+        "--mail-type": None if site.mail is None else ",".join(site.mail_events),
+    }
+    if site.container is not None and site.container.runtime == "pyxis":
+        given["--container-image"] = site.container.image
+        given["--container-mounts"] = ",".join(f"{each}:{each}" for each in [str(Path.cwd()), *site.mounts])
+    chosen = {key: value for key, value in given.items() if value is not None}
+    return {**chosen, **dict(option_of(text) for text in settings.extra)}
+
+
+def _fill(
+    plan: Plan, kind: str, options: Mapping[str, str | None], words: str | None = None, notes: Sequence[str] = ()
+) -> str:
+    """The text of a stage's script. words: its arguments, quoted for bash."""
+    arguments = [] if words is None else [f"set -- {words}"]
+    shipped = plan.scripts / SCRIPTS.get(kind, "pipeline.sbatch")
+    settings = [*settings_of(plan.site, root=plan.root, directory=plan.directory), *notes, *arguments]
+    return fill(shipped, about="Written by headrace submit.", options=options, settings=settings)

@@ -1,0 +1,173 @@
+"""Refuses a submission before any job is queued: configs, layouts, memory, and what Slurm itself would refuse.
+
+What a stage reads may be made by a stage before it. Then what needs it is left to the job, which checks it when it
+starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from headrace.base.errors import ConfigError, DataError, refuse_all
+from headrace.base.section import parse, suggest
+from headrace.submission.configs import Element, Given
+from headrace.submission.site import StageSettings
+
+Say = Callable[[str], None]
+
+
+def check_training(
+    given: Given, overrides: Sequence[str], *, processes: int, memory: str | None, sweep: Sequence[Element], alone: bool
+) -> list[str]:
+    """`headrace check` of a training config for the number of processes, and of every element of its sweep.
+
+    Args:
+        memory: of a GPU; a config whose ranks need more is refused.
+        alone: what the config reads is there.
+
+    Returns:
+        the lines of the summary.
+
+    Raises:
+        ConfigError, DataError: it cannot run; the number of processes is wrong; it does not fit.
+    """
+    from pipeline import check  # noqa: PLC0415
+    from pipeline.config.load import read_config  # noqa: PLC0415
+
+    options = {"processes": processes, "memory": memory, "exact": False, "rules_only": not alone}
+    lines: list[str] = []
+    for number, values in enumerate([each.overrides for each in sweep] or [[]]):
+        words = [*overrides, *values]
+        # the elements differ in values: data and model are looked at once
+        options["rules_only"] = not alone or number > 0
+        arguments = argparse.Namespace(config=given.file, overrides=words, **options)
+        entries = check.summary(read_config(given.file, words), arguments)
+        lines = lines or [f"{entry.label:>14}  {entry.text}" for entry in entries]
+        for entry in entries:
+            if entry.label == "memory fit" and not entry.values["fits"]:
+                why, remedy = f"a rank {entry.text}", "more nodes, a smaller micro-batch, or another layout"
+                raise ConfigError("device_memory", memory, why=why, remedy=remedy)
+    if not alone:
+        text = "data, model and memory are checked at the start of the job: another stage makes what it reads"
+        lines.append(f"{'left':>14}  {text}")
+    return lines
+
+
+def check_corpus(given: Given, overrides: Sequence[str]) -> bool:
+    """Checks a corpus config and its inputs; returns whether its output is there already.
+
+    Raises:
+        ConfigError, DataError: it would be refused.
+    """
+    from data_prep.config.corpus import load  # noqa: PLC0415
+    from data_prep.job import prepare  # noqa: PLC0415
+
+    return prepare.output_is_complete(prepare.inspect(load(given.file, list(overrides))))
+
+
+def check_model_stage(given: Given, *, alone: bool) -> None:
+    """Checks a prune, quantize or compress config, as far as its model is there.
+
+    Raises:
+        ConfigError, DataError: it would be refused.
+    """
+    if given.kind == "compress":
+        _check_recipe(given, alone=alone)
+    elif given.kind == "prune":
+        from pipeline.pruning import rules  # noqa: PLC0415
+        from pipeline.pruning.config import PruneConfig  # noqa: PLC0415
+
+        pruning = parse(PruneConfig, given.raw)
+        if alone:
+            rules.prepare(pruning)
+    else:
+        from pipeline.compress import rules as quantizing  # noqa: PLC0415
+        from pipeline.compress.config import QuantizeConfig  # noqa: PLC0415
+
+        config = parse(QuantizeConfig, given.raw)
+        if alone:
+            quantizing.prepare(config)
+
+
+def _check_recipe(given: Given, *, alone: bool) -> None:
+    from pipeline.recipe.check import check_names, check_recipe, check_steps  # noqa: PLC0415
+    from pipeline.recipe.config import RecipeConfig  # noqa: PLC0415
+    from pipeline.recipe.steps import is_folder, plan_steps  # noqa: PLC0415
+
+    config = parse(RecipeConfig, given.raw)
+    (check_recipe if alone else check_names)(config)
+    if config.distill is not None:
+        from pipeline.config.load import load_config  # noqa: PLC0415
+
+        places = {"model.path": config.output, "distill.teacher": config.output, "run.dir": config.output}
+        words = [f"{key}={json.dumps(value)}" for key, value in places.items()]
+        load_config(config.distill.config, [*config.distill.overrides, *words])
+    recipe = plan_steps(config)
+    if alone and is_folder(recipe.original):
+        check_steps(recipe)
+
+
+def check_partitions(stages: dict[str, StageSettings]) -> None:
+    """Checks that the partitions exist, where Slurm can be asked.
+
+    Args:
+        stages: name -> settings.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    if shutil.which("sinfo") is None:
+        return
+    done = subprocess.run(["sinfo", "--noheader", "--format=%R"], capture_output=True, text=True, check=False)
+    known = sorted(set(done.stdout.split()))
+    if done.returncode or not known:
+        return
+    problems = []
+    for name, settings in stages.items():
+        wrong = [each for each in (settings.partition or "").split(",") if each and each not in known]
+        for each in wrong:
+            near = suggest(each, known)
+            remedy = f"did you mean '{near}'?" if near else f"one of {', '.join(known)}"
+            problems.append(ConfigError("partition", each, why=f"Slurm has no such partition ({name})", remedy=remedy))
+    refuse_all(problems)
+
+
+def check_not_queued(makes: dict[str, Path]) -> None:
+    """Checks that no submitted job has the same output: the second would fail on the lock of the first.
+
+    Args:
+        makes: stage -> what it writes.
+
+    Raises:
+        DataError: there is one.
+    """
+    command = ["squeue", "--noheader", "--format=%F|%T|%k"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    rows = [line.split("|", 2) for line in done.stdout.splitlines()]
+    for name, path in makes.items():
+        found = sorted({f"{number} ({state.lower()})" for number, state, comment in rows if comment == str(path)})
+        if found:
+            numbers = " ".join(each.split()[0] for each in found)
+            why = f"{name}: jobs that write {path} are queued or running: {', '.join(found)}"
+            raise DataError(f"{why}\n  try: wait for them, or scancel {numbers} and submit again: what is done is kept")
+
+
+def check_with_slurm(script: Path, *, stage: str) -> None:
+    """Has Slurm look at a script (`sbatch --test-only`): account, QOS, limits, and whether any nodes can ever run it.
+
+    Raises:
+        ConfigError: it would be refused.
+    """
+    command = ["sbatch", "--test-only", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.strip()]
+        why = f"Slurm refuses the job: {said[-1].removeprefix('allocation failure: ') if said else done.returncode}"
+        raise ConfigError(
+            stage, why=why, remedy="change slurm/site.toml or --nodes; sinfo and sacctmgr show what there is"
+        )

@@ -1,0 +1,82 @@
+"""Schema of a run's layout: the section `parallel`, and `launch.fallback_layouts`. No torch, no file access."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from headrace.base.section import Count, Section
+
+
+class LayoutSection(Section):
+    """Sizes of the mesh axes, and how a pipeline and context-parallel ranks work. The data-parallel size follows."""
+
+    pp: Count | None = Field(
+        None,
+        description="Pipeline-parallel size: ranks that the decoder layers are split over, e.g. 4; 1 when absent"
+        " (DeepSpeed's"
+        " pipeline.stages)",
+    )
+    tp: Count | None = Field(
+        None,
+        description="Tensor-parallel size: ranks that each layer's matrices are split over, e.g. 8; 1 when absent"
+        " (DeepSpeed's"
+        " tensor_parallel.autotp_size)",
+    )
+    cp: Count | None = Field(
+        None,
+        description="Context-parallel size: ranks that each sequence is split over, e.g. 2; 1 when absent (DeepSpeed's"
+        " sequence_parallel_size)",
+    )
+    hybrid_shard_size: Count | None = Field(
+        None,
+        description="Hybrid sharding (HSDP): ranks that parameters are sharded over, replicated across groups of so"
+        " many, e.g. 8, the GPUs of a node; all data ranks when absent. Engine torch, ZeRO stage 2 or 3",
+    )
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] = Field(
+        "1f1b",
+        description="Pipeline schedule: 1f1b (the default), gpipe, interleaved_1f1b or zero_bubble; all but 1f1b need"
+        " engine torch",
+    )
+    virtual_stages: Count | None = Field(
+        None,
+        description="Virtual stages: model chunks per pipeline rank, e.g. 2. 2 when absent with schedule"
+        " interleaved_1f1b or"
+        " zero_bubble, else 1. More make the pipeline bubble smaller",
+    )
+    cp_method: Literal["ulysses", "ring"] = Field(
+        "ulysses",
+        description="How context-parallel ranks compute attention: ulysses (all-to-all over heads, the default) or ring"
+        " (ring attention)",
+    )
+
+
+class ParallelSection(LayoutSection):
+    """Parallelism: sizes of the mesh axes. Processes beyond pp x cp x tp are data-parallel ranks."""
+
+    elastic: bool = Field(
+        False,
+        description="Elastic training: true lets a run start on any number of processes, padding the batch with rows"
+        " without targets; surplus processes stand by. A resumed run accepts any number either way",
+    )
+
+
+class FallbackLayout(LayoutSection):
+    """A layout for fewer processes: a whole section `parallel`, and the keys beside it that a layout may need changed.
+
+    An axis that is absent has size 1 whatever the section `parallel` says; an engine, a stage or a micro-batch size
+    that is absent stays as configured.
+    """
+
+    engine: Literal["deepspeed", "torch"] | None = Field(
+        None, description="Training engine of this layout, e.g. torch; as configured when absent"
+    )
+    zero_stage: Literal[0, 1, 2, 3] | None = Field(
+        None, description="zero_optimization.stage of this layout, e.g. 3; as configured when absent"
+    )
+    train_micro_batch_size_per_gpu: Count | None = Field(
+        None,
+        description="Largest micro-batch size of this layout, e.g. 1 where it leaves less memory; as configured when"
+        " absent",
+    )

@@ -1,0 +1,199 @@
+"""Staging: tokens directories are copied to a disk of this node, and read from there (`data.stage_to`).
+
+Every rank calls `stage`. The first of a node copies, checksums while it copies, and gives the copy its name when it is
+whole; the others wait for it. The copy is a tokens directory of its own, named after the fingerprint, so that the next
+start and other runs on the same tokens use it. A process that is killed leaves nothing under that name.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.base.directory import MANIFEST, Manifest, check_sizes, read_manifest, sync
+from headrace.base.errors import DataError
+
+_CHUNK = 8 << 20
+_POLL_S = 0.1
+_MARGIN = 1.02
+"""Space that is wanted, relative to the files' sizes: directories, and blocks that are not full."""
+
+
+@dataclass(frozen=True)
+class StagedCopy:
+    """A copy on this node's disk.
+
+    Attributes:
+        original: the tokens directory.
+        path: the copy.
+        copied_bytes: by this process; 0 where the copy was there, or another process made it.
+        seconds: that the copying, or the wait for it, took.
+    """
+
+    original: Path
+    path: Path
+    copied_bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        if not self.copied_bytes:
+            return f"staged data: {self.original} is read from {self.path}"
+        rate = self.copied_bytes / max(self.seconds, 1e-9) / 1e6
+        return (
+            f"staged data: {self.original} was copied to {self.path}: {self.copied_bytes / 1e9:,.3f} GB in"
+            f" {self.seconds:.1f} s ({rate:,.0f} MB/s), checksums are right"
+        )
+
+
+def copy_path(to: Path, path: Path, manifest: Manifest) -> Path:
+    """Where the copy of a tokens directory lies."""
+    return to / f"{path.name}-{manifest.fingerprint[:16]}"
+
+
+def check_space(to: Path, path: Path, manifest: Manifest) -> None:
+    """Refuses a copy that the disk has no room for; nothing is written.
+
+    Raises:
+        DataError: says what is needed, what is free, and which other copies are there.
+    """
+    if _is_whole(copy_path(to, path, manifest), manifest):
+        return
+    there = next(each for each in (to, *to.absolute().parents) if each.exists())
+    disk = os.statvfs(there)
+    free, needed = disk.f_bavail * disk.f_frsize, int(_size(manifest) * _MARGIN)
+    if needed > free:
+        others = [each.name for each in sorted(to.glob("*")) if (each / MANIFEST).is_file()]
+        remedy = f"remove copies that no run needs ({', '.join(others)})" if others else "use a larger disk"
+        raise DataError(
+            f"data.stage_to: {path} has {needed / 1e9:,.2f} GB, and {to} on {socket.gethostname()} has"
+            f" {free / 1e9:,.2f} GB free; nothing was copied\n  try: {remedy}, or leave data.stage_to out"
+        )
+
+
+def stage(to: Path, path: Path, manifest: Manifest, *, progress: Callable[[], None]) -> StagedCopy:
+    """Copies a tokens directory to this node's disk, unless a whole copy is there.
+
+    Args:
+        to: directory on the node's disk; made if need be.
+        path: the tokens directory.
+        manifest: its manifest.
+        progress: is called while bytes are copied, and while another process copies.
+
+    Raises:
+        DataError: there is no room, or a file's checksum is not the manifest's.
+    """
+    began, final = time.monotonic(), copy_path(to, path, manifest)
+    to.mkdir(parents=True, exist_ok=True)
+    with _exclusive(to / f".{final.name}.lock", progress):
+        if _is_whole(final, manifest):
+            return StagedCopy(path, final, 0, time.monotonic() - began)
+        _remove_partial_copies(to, final.name)
+        shutil.rmtree(final, ignore_errors=True)  # damaged: a whole one is never removed here
+        check_space(to, path, manifest)
+        _copy(path, final, manifest, progress)
+    return StagedCopy(path, final, _size(manifest), time.monotonic() - began)
+
+
+@contextmanager
+def in_use(copy: Path) -> Iterator[None]:
+    """Keeps other runs from removing a copy while this process reads it; to be entered before `stage`."""
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(copy.parent / f".{copy.name}.used", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(handle)
+
+
+def remove_copy(copy: Path) -> bool:
+    """Removes a copy that no process uses; returns whether it was removed."""
+    handle = os.open(copy.parent / f".{copy.name}.used", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        going = copy.parent / f".{copy.name}.removed.partial"
+        copy.rename(going)  # what is half removed must not look whole
+        shutil.rmtree(going)
+    except OSError:  # in use, or another process has removed it
+        return False
+    finally:
+        os.close(handle)
+    return True
+
+
+def _copy(path: Path, final: Path, manifest: Manifest, progress: Callable[[], None]) -> None:
+    partial = final.parent / f".{final.name}.{socket.gethostname()}-{os.getpid()}.partial"
+    try:
+        for name, entry in manifest.files.items():
+            found = _copy_file(path / name, partial / name, progress)
+            if found != entry["sha256"]:
+                raise DataError(
+                    f"{path / name} has another checksum than its manifest says: the file is damaged, or was damaged"
+                    f" on the way to {final.parent}\n  try: headrace prep verify {path}"
+                )
+        shutil.copyfile(path / MANIFEST, partial / MANIFEST)
+        sync(partial / MANIFEST)
+        sync(partial)
+        with suppress(OSError):  # another host has put it there, where the disk is shared after all
+            partial.rename(final)
+        sync(final.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _copy_file(source: Path, target: Path, progress: Callable[[], None]) -> str:
+    """Copies a file to disk and returns the SHA-256 of what was read."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256()
+    with source.open("rb") as read, target.open("wb") as write:
+        while chunk := read.read(_CHUNK):
+            digest.update(chunk)
+            write.write(chunk)
+            progress()
+        write.flush()
+        os.fsync(write.fileno())
+    return digest.hexdigest()
+
+
+def _is_whole(copy: Path, manifest: Manifest) -> bool:
+    try:
+        found = read_manifest(copy, kind="tokens")
+        check_sizes(copy, found)
+    except (DataError, OSError):
+        return False
+    return found.fingerprint == manifest.fingerprint
+
+
+def _remove_partial_copies(to: Path, name: str) -> None:
+    """Of processes that were killed. Those of other hosts stay, in case the disk is shared after all."""
+    for left in [*to.glob(f".{name}.{socket.gethostname()}-*.partial"), to / f".{name}.removed.partial"]:
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _size(manifest: Manifest) -> int:
+    return sum(int(entry["bytes"]) for entry in manifest.files.values())
+
+
+@contextmanager
+def _exclusive(path: Path, progress: Callable[[], None]) -> Iterator[None]:
+    """Holds a lock file, which the kernel lets go of however a process ends; waits for it."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                progress()
+                time.sleep(_POLL_S)
+        yield
+    finally:
+        os.close(handle)

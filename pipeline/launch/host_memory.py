@@ -1,0 +1,22 @@
+"""Whether the kernel's out-of-memory killer was at work on this host."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+HOST_MEMORY = (
+    "the kernel's out-of-memory killer, host memory is short\n"
+    "  try: run.async_checkpoints false, no offload, fewer ranks per host or more memory for the job; without a GPU"
+    " train_micro_batch_size_per_gpu 1 and memory.activation_checkpointing full (docs/how-to/out-of-memory.md)"
+)
+"""How a message goes on after a rank that it has killed."""
+
+
+def out_of_memory_kills() -> int:
+    """How many processes it has killed since this host was started, those of all cgroups; 0 where that is not told."""
+    with suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0

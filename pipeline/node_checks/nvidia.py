@@ -1,0 +1,87 @@
+"""Errors of NVIDIA GPUs: ECC counters and row remapping by nvidia-smi, Xid errors by the kernel's log.
+
+Formats: `nvidia-smi --query-gpu` and `--query-remapped-rows` with `--format=csv,noheader,nounits`; values that a GPU
+does not have are "[N/A]" or "[Not Supported]", those of a lost one "[GPU is lost]" or "[Unknown Error]". The driver
+writes "NVRM: Xid (PCI:0000:3b:00): 79, pid=..., GPU has fallen off the bus." into the kernel's log.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+
+GPU_QUERY = "index,pci.bus_id,name,ecc.errors.uncorrected.volatile.total,retired_pages.pending"
+ROWS_QUERY = "gpu_bus_id,remapped_rows.pending,remapped_rows.failure"
+
+FATAL_XIDS = {
+    48: "double-bit ECC error",
+    64: "row remapping failed",
+    74: "NVLink error",
+    79: "GPU has fallen off the bus",
+    92: "high rate of single-bit ECC errors",
+    95: "uncontained memory error",
+    119: "GSP timeout",
+    120: "GSP error",
+}
+"""Xid errors of the hardware, after which a GPU has to be reset or replaced (NVIDIA's Xid catalog). Others, such as 13,
+31 and 43, are a program's own."""
+
+RECENT_S = 86400.0
+"""Age in seconds beyond which an Xid error does not count: the GPU has trained since, or was reset."""
+
+_XID = re.compile(r"^\[\s*(\d+\.\d+)\].*NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)")
+_LOST = ("gpu is lost", "unknown error")
+
+
+def gpu_problems(text: str) -> list[str]:
+    """What the answer to `GPU_QUERY` says is wrong, one text each."""
+    found: list[str] = []
+    for cells in _rows(text, 5):
+        index, bus, _name, uncorrected, pending = cells
+        if any(word in cell.lower() for cell in cells for word in _LOST):
+            found.append(f"GPU {index} ({bus}) is lost")
+        elif uncorrected.isdecimal() and int(uncorrected):
+            found.append(f"GPU {index} ({bus}) has {uncorrected} uncorrected ECC errors since its driver was loaded")
+        elif pending.lower() == "yes":
+            found.append(f"GPU {index} ({bus}) has memory pages that a reset would retire")
+    return found
+
+
+def row_problems(text: str) -> list[str]:
+    """What the answer to `ROWS_QUERY` says is wrong: rows that could not be remapped. Pending ones do no harm yet."""
+    return [
+        f"GPU {bus} has memory rows that could not be remapped"
+        for bus, _pending, failure in _rows(text, 3)
+        if failure.lower() == "yes" or (failure.isdecimal() and int(failure))
+    ]
+
+
+def xid_problems(log: str, *, uptime_s: float) -> list[str]:
+    """Recent Xid errors of the hardware in the kernel's log, as `dmesg` prints it (seconds since the start)."""
+    found: dict[tuple[str, int], None] = {}
+    for line in log.splitlines():
+        match = _XID.match(line)
+        if match and uptime_s - float(match[1]) <= RECENT_S and int(match[3]) in FATAL_XIDS:
+            found[match[2], int(match[3])] = None
+    return [f"GPU {bus} had Xid {number} ({FATAL_XIDS[number]})" for bus, number in found]
+
+
+def command_output(command: list[str], *, timeout_s: float) -> tuple[str, str]:
+    """Output of a command and why there is none: it is missing, failed, or did not end in time."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except FileNotFoundError:
+        return "", f"there is no {command[0]}"
+    except subprocess.TimeoutExpired:
+        return "", f"{command[0]} did not answer within {timeout_s:g} s"
+    if done.returncode:
+        return "", (done.stderr.strip() or done.stdout.strip() or f"{command[0]} ended with code {done.returncode}")
+    return done.stdout, ""
+
+
+def _rows(text: str, width: int) -> Iterator[list[str]]:
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) == width:
+            yield cells

@@ -1,0 +1,82 @@
+"""What one node has found out about itself and its links: one JSON file per node in a shared directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headrace.base.directory import write_json
+
+
+@dataclass(frozen=True)
+class Link:
+    """A measured link from a node to another one.
+
+    Attributes:
+        other: the other node.
+        mb_s: MB/s of the slower direction, the better of two measurements; None where it could not be measured.
+        clock_s: the other node's clock minus this one's, in seconds.
+        round_trip_ms: shortest time of a small message there and back, in milliseconds.
+        error: why it could not be measured.
+    """
+
+    other: str
+    mb_s: float | None = None
+    clock_s: float | None = None
+    round_trip_ms: float | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class NodeRecord:
+    """A node's file.
+
+    Attributes:
+        node: its name.
+        attempt: of the checks; records of other attempts in the directory do not count.
+        host: host name.
+        port: where it waits for others that measure their link to it.
+        stage: what it is doing, or "finished".
+        devices: number of accelerators; None where that is unknown.
+        problems: check -> what is wrong.
+        skipped: check -> why it could not be made here.
+        facts: check -> what was measured.
+        links: to other nodes, measured by this one.
+    """
+
+    node: str
+    attempt: str = ""
+    host: str = ""
+    port: int = 0
+    stage: str = "starting"
+    devices: int | None = None
+    problems: Mapping[str, str] = field(default_factory=dict)
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    links: tuple[Link, ...] = ()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the node has made all its checks."""
+        return self.stage == "finished"
+
+
+def write_record(directory: Path, record: NodeRecord) -> None:
+    """Replaces the node's file."""
+    write_json(directory / f"{record.node}.json", asdict(record))
+
+
+def read_records(directory: Path, nodes: Iterable[str], *, attempt: str) -> dict[str, NodeRecord]:
+    """Node -> record of those that have written one in this attempt."""
+    found: dict[str, NodeRecord] = {}
+    for node in nodes:
+        try:
+            raw = json.loads((directory / f"{node}.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # not there yet, or on a file system that fails for a moment
+            continue
+        if raw.get("attempt") == attempt:
+            found[node] = NodeRecord(**{**raw, "links": tuple(Link(**link) for link in raw["links"])})
+    return found

@@ -1,0 +1,108 @@
+"""`python -m pipeline.planner goodput`: expected goodput of a run under failures, and the best checkpoint interval."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+from headrace.base.errors import ConfigError
+from pipeline.planner.failures import DAY, HOUR, FailureModel, daly_interval_s, expected_goodput, with_best_interval
+from pipeline.planner.sensitivity import Gain, sensitivity
+from pipeline.planner.simulation import Outcome, Simulated, simulate
+
+_HELP = {
+    "nodes": "nodes that train",
+    "gpus_per_node": "for the totals",
+    "node_mtbf_s": "mean time between failures of a node (default: Llama 3's, 264 days)",
+    "detect_s": "from a failure until the others know",
+    "requeue_s": "until nodes are there",
+    "start_s": "launch, check, imports, rendezvous",
+    "load_s": "of the newest checkpoint",
+    "first_step_s": "what the first step takes longer",
+    "save_blocking_s": "that training waits for a checkpoint",
+    "save_s": "of a checkpoint in the background",
+    "interval_s": "of training between two checkpoints (default: the best by Daly, at least --save-s)",
+    "spares": "nodes in reserve",
+    "node_loss_share": "of the failures, those that take a node out (default: Llama 3's hardware, 0.78)",
+    "repair_s": "until such a node is back",
+    "days": "of the run",
+}
+_PARTS = ("useful", "repeated", "saving", "restarting", "missing")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command: one per field of `FailureModel`."""
+    for field in fields(FailureModel):
+        kind = int if isinstance(field.default, int) else float
+        option = f"--{field.name.replace('_', '-')}"
+        default = None if field.name == "interval_s" else field.default
+        parser.add_argument(option, type=kind, default=default, metavar="N", help=_HELP[field.name])
+    parser.add_argument("--seeds", type=int, default=200, metavar="N", help="simulated runs (default: 200)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Simulates and prints."""
+    if arguments.seeds < 2:
+        remedy = "use 2 or more, 200 for a narrow interval"
+        raise ConfigError("--seeds", arguments.seeds, why="an interval needs two runs", remedy=remedy)
+    given = {field.name: getattr(arguments, field.name) for field in fields(FailureModel)}
+    auto = given["interval_s"] is None
+    # a first interval that any save fits
+    model = FailureModel(**{**given, "interval_s": max(given["save_s"], 1.0) if auto else given["interval_s"]})
+    model = with_best_interval(model) if auto else model
+    seeds = range(arguments.seeds)
+    found, gains = simulate(model, seeds=seeds), sensitivity(model, seeds=seeds)
+    if arguments.json:
+        print(json.dumps(_plain(model, found, gains)))
+        return 0
+    for line in _lines(model, found, gains, auto=auto):
+        print(line)
+    return 0
+
+
+def _lines(model: FailureModel, found: Simulated, gains: Sequence[Gain], *, auto: bool) -> Iterator[str]:
+    best = daly_interval_s(mtbf_s=model.mtbf_s, blocking_s=model.save_blocking_s)
+    which = "chosen" if auto else "given"
+    yield _line("cluster", f"{model.nodes:,} nodes, {model.nodes * model.gpus_per_node:,} GPUs, {model.spares} spares")
+    failures = sum(outcome.failures for outcome in found.outcomes) / len(found.outcomes)
+    often = f"one in {model.mtbf_s / HOUR:.2f} h ({model.node_mtbf_s / DAY:.0f} days per node)"
+    yield _line("failures", f"{often}; {failures:.0f} in {model.days:g} days")
+    yield _line("restart", f"{model.restart_s:g} s from a failure to the next step")
+    yield _line(
+        "interval",
+        f"{model.interval_s:.0f} s ({which}); the best by Daly is {best:.0f} s, a save takes {model.save_s:g} s",
+    )
+    runs = (
+        f"95 % interval of the mean, {len(found.outcomes)} runs; 90 % of the runs {found.low:.2%} to {found.high:.2%}"
+    )
+    yield _line("goodput", f"{found.mean:.2%} +- {found.half_width:.2%} ({runs})")
+    yield _line("formula", f"{expected_goodput(model):.2%} with all nodes at all times (Daly 2006)")
+    shares = _shares(found.outcomes)
+    yield _line("time", ", ".join(f"{name} {share:.2%}" for name, share in shares.items()))
+    yield _line("what matters", "points of goodput, simulated (formula)")
+    for gain in gains:
+        yield f"{gain.change:>24} {gain.value:>12,.0f}   {100 * gain.simulated:+.3f} ({100 * gain.formula:+.3f})"
+
+
+def _shares(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    sums = {name: sum(getattr(outcome, name) for outcome in outcomes) for name in _PARTS}
+    return {name: value / sum(sums.values()) for name, value in sums.items()}
+
+
+def _plain(model: FailureModel, found: Simulated, gains: Sequence[Gain]) -> dict[str, Any]:
+    return {
+        "inputs": asdict(model),
+        "goodput": {"mean": found.mean, "half_width": found.half_width, "low": found.low, "high": found.high},
+        "formula": expected_goodput(model),
+        "daly_interval_s": daly_interval_s(mtbf_s=model.mtbf_s, blocking_s=model.save_blocking_s),
+        "time": _shares(found.outcomes),
+        "sensitivity": [asdict(gain) for gain in gains],
+    }
+
+
+def _line(label: str, text: str) -> str:
+    return f"{label:>14}  {text}"

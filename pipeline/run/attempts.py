@@ -1,0 +1,179 @@
+"""Journal of attempts `attempts.jsonl`: when each start of a run began, where it resumed, and how it ended.
+
+Unlike `metrics.jsonl`, whose rows belong to steps and are truncated on resume, these rows stay. Rank 0 appends them
+while it holds the lock of the run's directory; `headrace status` reads them.
+
+| event | written | fields besides `time`, `attempt` |
+|---|---|---|
+| submitted | by what submits a job for the run | `job`; no attempt |
+| start | once the directory is locked | see below |
+| nodes | once all ranks are connected | `nodes`: host -> ranks, e.g. {"n1": "0-3"} |
+| training | before the first step | `step` after which it trains on |
+| end | when it ends by itself | `code`, `reason` |
+
+The fields of a start: `launcher`, `world_size`, `host`, `pid`; under Slurm `job`, `requeue`, `nodelist`; `again`, the
+launcher's own count of starts; `before`, the last step in metrics.jsonl and the time of its last row.
+
+An attempt without an end was killed, or was ended by the watchdog: then `faults.jsonl` has the cause.
+A failure to append never ends a run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from headrace.base.errors import EXIT_INTERRUPTED, EXIT_LOST, HeadraceError
+from headrace.base.link_errors import is_link_error
+from pipeline.launch import Launch, Rendezvous
+from pipeline.launch.environment import AGENT_STARTS
+from pipeline.metrics.journal import NAME as METRICS
+from pipeline.run.lock import exclusive_run
+
+NAME = "attempts.jsonl"
+_SLURM = {"job": "SLURM_JOB_ID", "requeue": "SLURM_RESTART_COUNT", "nodelist": "SLURM_JOB_NODELIST"}
+_AGAIN = (AGENT_STARTS, "TORCHELASTIC_RESTART_COUNT")
+_TAIL_BYTES = 1 << 16
+"""More than any row of metrics has."""
+
+
+class Attempt:
+    """Appends the events of one attempt; silent where `run_dir` is None, on all ranks but rank 0."""
+
+    def __init__(self, run_dir: Path | None) -> None:
+        self._run_dir, self._id = run_dir, secrets.token_hex(4)
+        self._outcome: tuple[int, str] = 0, "finished"
+
+    def record(self, event: str, **fields: Any) -> None:
+        """Appends an event."""
+        if self._run_dir is not None:
+            append_event(self._run_dir, event, attempt=self._id, **fields)
+
+    def connected(self, launch: Launch, rendezvous: Rendezvous | None) -> None:
+        """Records which hosts have which ranks."""
+        if self._run_dir is not None:
+            self.record("nodes", nodes=nodes_of(launch, rendezvous))
+
+    def will_end(self, code: int, reason: str) -> int:
+        """How the attempt ends, unless an error ends it before; returns the exit code."""
+        self._outcome = code, reason
+        return code
+
+    def end(self, error: BaseException | None) -> None:
+        """Appends how it has ended."""
+        code, reason = self._outcome if error is None else outcome_of(error)
+        self.record("end", code=code, reason=reason)
+
+
+@contextmanager
+def locked_attempt(run_dir: Path, launch: Launch) -> Iterator[Attempt]:
+    """Locks a run's directory on rank 0, and records the start and the end of an attempt there.
+
+    Raises:
+        ConfigError: another process trains there, or the directory cannot be written.
+    """
+    with exclusive_run(run_dir) if launch.rank == 0 else nullcontext():
+        attempt = Attempt(run_dir if launch.rank == 0 else None)
+        attempt.record("start", **_start(run_dir, launch))
+        try:
+            yield attempt
+        except BaseException as error:
+            attempt.end(error)
+            raise
+        attempt.end(None)
+
+
+def append_event(run_dir: Path, event: str, **fields: Any) -> bool:
+    """Appends one line by one write and flushes it to disk; begins a new line where a damaged one has no end.
+
+    Returns:
+        Whether it was written: False on a full disk, or in a directory that cannot be written.
+    """
+    time = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    line = json.dumps({"event": event, "time": time, **fields}).encode() + b"\n"
+    try:
+        with (run_dir / NAME).open("ab+", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            whole = not size or os.pread(file.fileno(), 1, size - 1) == b"\n"
+            file.write(line if whole else b"\n" + line)
+            os.fsync(file.fileno())
+    except OSError:
+        return False
+    return True
+
+
+def read_events(run_dir: Path) -> tuple[list[dict[str, Any]], int]:
+    """The events in order, and the number of damaged lines, which are skipped; none where there is no journal."""
+    try:
+        lines = (run_dir / NAME).read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return [], 0
+    parsed = [_event(line) for line in lines if line.strip()]
+    return [event for event in parsed if event is not None], sum(event is None for event in parsed)
+
+
+def outcome_of(error: BaseException) -> tuple[int, str]:
+    """Exit code and first line of an error, as the entry points end with it (`headrace.base.cli.guarded`)."""
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED, "interrupted (SIGINT)"
+    first = (str(error).strip() or repr(error)).splitlines()[0]
+    if isinstance(error, HeadraceError):
+        return error.exit_code, first
+    return EXIT_LOST if is_link_error(error) else 1, f"{type(error).__name__}: {first}"
+
+
+def nodes_of(launch: Launch, rendezvous: Rendezvous | None) -> dict[str, str]:
+    """Host -> its ranks, e.g. {"n1": "0-3", "n2": "4-7"}; on rank 0 only. One request to the store."""
+    hosts = rendezvous.hosts() if rendezvous is not None else {0: socket.gethostname()}
+    found: dict[str, list[int]] = {}
+    for rank in range(launch.world_size):
+        found.setdefault(hosts.get(rank, "?"), []).append(rank)
+    return {host: _ranges(ranks) for host, ranks in found.items()}
+
+
+def _ranges(ranks: list[int]) -> str:
+    members = set(ranks)
+    starts = [rank for rank in ranks if rank - 1 not in members]
+    ends = [rank for rank in ranks if rank + 1 not in members]
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+
+
+def _start(run_dir: Path, launch: Launch) -> dict[str, Any]:
+    again = next((os.environ[name] for name in _AGAIN if name in os.environ), None)
+    return {
+        "launcher": launch.launcher,
+        "world_size": launch.world_size,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        **{key: os.environ[name] for key, name in _SLURM.items() if name in os.environ},
+        **({} if again is None else {"again": again}),
+        **({} if (before := _last_row(run_dir)) is None else {"before": before}),
+    }
+
+
+def _last_row(run_dir: Path) -> dict[str, Any] | None:
+    """The last step in the metrics, which the resume may truncate, and the time of their last row.
+
+    The row of a checkpoint has the step of its state, and comes after those of later steps.
+    """
+    with suppress(OSError), (run_dir / METRICS).open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        rows = [row for line in file if (row := _event(line, key="time")) is not None and "step" in row]
+        if rows:
+            return {"step": max(row["step"] for row in rows), "time": rows[-1]["time"]}
+    return None
+
+
+def _event(line: bytes, *, key: str = "event") -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, Mapping) and isinstance(row.get(key), str) and "time" in row else None  # type: ignore[return-value]

@@ -1,0 +1,120 @@
+"""Nodes that die under slurm/train.sbatch, at the times that Slurm takes by default: 300 s until it notices.
+
+`make sweep-cluster` prints the seconds of every strike, which docs/how-to/slurm.md quotes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.cluster import VirtualCluster, missing_requirements
+from tests.cluster.settings import SITE
+from tests.cluster.slurm_run import SlurmRun
+from tests.conftest import launch, losses, tiny_config, write_config
+
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.skipif(missing_requirements() is not None, reason=str(missing_requirements())),
+]
+FAR = 100_000
+"""Steps of a run that is not to end within the test."""
+
+
+@pytest.fixture
+def run(
+    request: pytest.FixtureRequest, tokens: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SlurmRun]:
+    """A run of three nodes; the parameter is its number of steps."""
+    section = {"dir": str(tmp_path / "run"), "steps": getattr(request, "param", FAR), "seed": 7, "checkpoint_every": 20}
+    schedule = {"type": "WSD", "params": {"warmup_num_steps": 3, "decay_num_steps": 5}}
+    config = tiny_config(tokens, tmp_path / "run", run=section, scheduler=schedule, parallel={"elastic": True})
+    state = tmp_path_factory.mktemp("site")  # a socket's path has room for 108 characters
+    with VirtualCluster(state, nodes=3, cpus=2, patience=SITE) as cluster:
+        made = SlurmRun(cluster, tmp_path / "run", tmp_path / "train.out")
+        made.submit(write_config(tmp_path / "train.json", config), ["--nodes=3", "--time=600"])
+        yield made
+
+
+def nodes_of(run: SlurmRun) -> str:
+    """Of the job, as Slurm knows them."""
+    return run.cluster.run("squeue", "--noheader", f"--jobs={run.job}", "--format=%N").strip()
+
+
+def after_crash(run: SlurmRun, name: str) -> float:
+    """Crashes a node; returns the seconds until the run has made more steps than before."""
+    before, starts = run.step(), run.lines_of("agents: start ")
+    run.cluster.node(name).crash()
+    seconds = run.wait_for(lambda: run.lines_of("agents: start ") > starts)
+    return seconds + run.wait_for(lambda: run.step() > before)
+
+
+@pytest.mark.integration
+def test_the_first_node_dies_and_training_goes_on_before_slurm_notices_with_the_losses_of_one_process(
+    run: SlurmRun, tokens: Path, tmp_path: Path
+) -> None:
+    run.wait_for_step(22)
+    after_crash(run, "n1")
+    assert nodes_of(run) == "n[1-3]"  # Slurm still takes the first node for alive
+    assert "start 2 on n2, n3 (n1 does not answer)" in run.text()
+    assert "resuming after step 20" in run.text()
+    run.wait_for_step(40)
+    found = run.losses()
+    run.cluster.run("scancel", str(run.job))
+    section = {"dir": str(tmp_path / "alone"), "steps": 46, "seed": 7}
+    launch("train.py", write_config(tmp_path / "alone.json", tiny_config(tokens, tmp_path / "alone", run=section)))
+    for step, loss in losses(tmp_path / "alone").items():
+        if step <= 40:  # before its own decay of the learning rate begins
+            assert found[step] == pytest.approx(loss, rel=1e-4)
+
+
+@pytest.mark.integration
+def test_a_node_that_comes_back_takes_part_again_without_a_lost_step(run: SlurmRun) -> None:
+    run.wait_for_step(22)
+    after_crash(run, "n2")
+    kept = run.step()
+    run.cluster.node("n2").up()
+    run.wait_for(lambda: "start 3 on n1, n2, n3 (more nodes are there)" in run.text())
+    after = run.wait_for_step(kept + 20)
+    assert after > 0
+    assert run.text().count("resuming after") == 2
+    steps = [step for step in run.losses() if step > kept]
+    assert steps == list(range(kept + 1, kept + 1 + len(steps)))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("strike", range(5))
+def test_any_node_dies_at_any_moment(run: SlurmRun, strike: int) -> None:
+    """The first node in three strikes of five; the others at random."""
+    draw = random.Random(strike)
+    name = "n1" if strike < 3 else draw.choice(["n2", "n3"])
+    run.wait_for_step(21 + draw.randrange(20))
+    seconds = after_crash(run, name)
+    print(f"strike {strike}: {name} crashed, {seconds:.0f} s until a new step")
+    assert nodes_of(run) == "n[1-3]"
+    run.wait_for_step(run.step() + 20)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("run", [300], indirect=True)
+def test_the_job_of_a_run_whose_first_node_is_gone_ends_with_the_code_of_the_run(run: SlurmRun) -> None:
+    """Slurm needs until it has declared the node dead, and two more minutes before a job may start again."""
+    run.wait_for_step(22)
+    after_crash(run, "n1")
+    job = run.cluster.wait(run.job, timeout_s=900)
+    assert job.state == "COMPLETED"
+    assert run.text().count("finished: 300 steps") == 1
+
+
+@pytest.mark.sweep
+def test_the_first_node_comes_back_before_slurm_notices(run: SlurmRun) -> None:
+    """Slurm finds the batch script gone, and queues the job again; the agents save on its SIGTERM."""
+    run.wait_for_step(22)
+    after_crash(run, "n1")
+    run.cluster.node("n1").up()
+    run.wait_for(lambda: run.text().count("start 1 on n1, n2, n3") == 2, timeout_s=400)
+    run.wait_for_step(run.step() + 20)
+    assert list(run.losses()) == sorted(run.losses())

@@ -1,0 +1,50 @@
+"""`headrace status` on a real Slurm of one node: a job that waits, by its run directory and without one; a held one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.run.attempts import append_event
+from tests.cluster.cluster import VirtualCluster, missing_requirements
+from tests.conftest import ROOT, write_config
+from tests.test_slurm import JOB_ENV
+
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.skipif(missing_requirements() is not None, reason=str(missing_requirements())),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VirtualCluster]:
+    with VirtualCluster(tmp_path_factory.mktemp("cluster"), nodes=1, cpus=1) as running:
+        yield running
+
+
+def test_a_waiting_job_says_why_and_is_found_by_its_run_directory(cluster: VirtualCluster, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    config = write_config(tmp_path / "c.json", {"run": {"dir": str(run_dir)}})
+    options = ["--nodes=1", "--hold", f"--output={tmp_path}/out"]
+    held = cluster.sbatch("slurm/train.sbatch", str(config), options=options, cwd=ROOT, env=JOB_ENV)
+    options = ["--nodes=1", "--begin=now+1hour", f"--output={tmp_path}/out"]
+    more = ("--set", f"run.dir={run_dir}-2")
+    later = cluster.sbatch("slurm/train.sbatch", str(config), *more, options=options, cwd=ROOT, env=JOB_ENV)
+    try:
+        for given in (run_dir, config):
+            shown = cluster.run("python", "-m", "headrace", "status", str(given), cwd=ROOT, env=JOB_ENV)
+            assert f"{held} waits: held: 'scontrol release JOB' lets it go (JobHeldUser)" in shown
+        shown = cluster.run("python", "-m", "headrace", "status", f"{run_dir}-2", "--json", cwd=ROOT, env=JOB_ENV)
+        [job] = json.loads(shown)["jobs"]
+        assert (job["id"], job["state"], job["reason"]) == (str(later), "PENDING", "BeginTime")
+        (tmp_path / "other").mkdir()
+        append_event(tmp_path / "other", "submitted", job=str(held))
+        shown = cluster.run("python", "-m", "headrace", "status", str(tmp_path / "other"), cwd=ROOT, env=JOB_ENV)
+        assert f"{held} waits: held" in shown
+        listed = cluster.run("python", "-m", "headrace", "status", cwd=tmp_path, env=JOB_ENV)
+        assert {f"headrace-train {number} waits" in listed for number in (held, later)} == {True}
+    finally:
+        cluster.run("scancel", str(held), str(later))
