@@ -29,6 +29,8 @@ ENTRYPOINT ["tini", "--"]
 CMD ["headrace", "--help"]
 
 FROM system AS cuda
+# which of the driver's libraries the NVIDIA runtime puts into the container
+ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
 # PyPI's wheels of torch bring CUDA, cuDNN and NCCL; of the host only the driver is used
 RUN pip install --no-cache-dir --constraint constraints.txt torch
 COPY . .

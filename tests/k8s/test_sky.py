@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,14 @@ import pytest
 import yaml
 
 from headrace.base.errors import EXIT_LOST, EXIT_REQUEUE, EXIT_USAGE
-from tests.conftest import ROOT
+from tests.conftest import ROOT, losses, tiny_config, write_config
 from tests.k8s.manifests import K8S, misspelt
 
 TASK = yaml.safe_load((K8S / "sky.yaml").read_text())
 # SkyPilot needs an older click than headrace, so that it has an environment of its own
 PYTHON = Path(os.environ.get("HEADRACE_SKY_PYTHON", ROOT / ".venv-sky/bin/python"))
 NEEDS_SKY = pytest.mark.skipif(not PYTHON.exists(), reason=f"needs SkyPilot in {PYTHON} (.ci/run installs it)")
+(MOUNTED_CONFIG,) = TASK["file_mounts"]
 USERS_KEYS = ("volumes.", "file_mounts.")
 
 
@@ -33,6 +36,32 @@ def refusals(tasks: list[Any]) -> list[str | None]:
     )
     found: list[str | None] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+@pytest.mark.integration
+def test_the_commands_of_the_task_train_on_the_nodes_that_its_variables_name(tokens: Path, tmp_path: Path) -> None:
+    config = tiny_config(tokens, tmp_path / "run", run={"dir": str(tmp_path / "run"), "steps": 6, "seed": 7})
+    config["scheduler"]["params"] = {"warmup_num_steps": 2, "decay_num_steps": 2}
+    commands = TASK["run"].replace(MOUNTED_CONFIG, str(write_config(tmp_path / "train.json", config)))
+    with socket.socket() as probe:  # two nodes of this machine: its usual port may be taken
+        probe.bind(("127.0.0.1", 0))
+        commands = commands.replace("29400", str(probe.getsockname()[1]))
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    given = {
+        "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NUM_GPUS_PER_NODE": "1",
+        "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1\n",
+    }
+    nodes = [
+        subprocess.Popen(
+            ["bash", "-c", commands],
+            env={**os.environ, **given, "PATH": path, "SKYPILOT_NODE_RANK": rank},
+            cwd=tmp_path,
+        )
+        for rank in ("0", "1")
+    ]
+    assert [node.wait(timeout=240) for node in nodes] == [0, 0]
+    assert list(losses(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
 
 
 @NEEDS_SKY

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from headrace.base.errors import ConfigError
 from pipeline.launch.pod import Place, place_of_pod
+from tests.conftest import tiny_config, write_config
 
 POD = {
     "PET_NNODES": "4",
@@ -45,3 +51,13 @@ def test_elsewhere_there_is_no_pod_nor_where_torchrun_has_started_the_process() 
 def test_what_the_operator_would_not_set_is_refused_by_name(changed: dict[str, str], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         place_of_pod({**POD, **changed})
+
+
+def test_a_layout_that_leaves_a_pod_without_work_is_refused_before_a_rank_starts(tokens: Path, tmp_path: Path) -> None:
+    config = tiny_config(tokens, tmp_path / "run", engine="torch", parallel={"tp": 2, "elastic": True})
+    command = [sys.executable, "-m", "headrace", "train", "--config", str(write_config(tmp_path / "c.json", config))]
+    env = os.environ | POD | {"PET_NNODES": "3", "PET_NPROC_PER_NODE": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "the pods have 3 processes, and the layout takes 2" in done.stderr
+    assert not (tmp_path / "run").exists()
