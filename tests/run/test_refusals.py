@@ -45,6 +45,25 @@ def test_a_truncated_token_file_is_refused(tokens: Path, tmp_path: Path) -> None
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.integration  # torchrun gives the rank that waits for the other 30 s to end
+def test_a_truncated_token_file_that_rank_0_alone_has_seen_ends_all_ranks(tokens: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(tokens, tmp_path / "copy")
+    path = copy / "train/shard-00000.bin"
+    path.write_bytes(path.read_bytes()[:-2])
+    assert "truncated" in refusal(tmp_path, tiny_config(copy, tmp_path / "run"), processes=2)
+
+
+def test_a_fallback_layout_that_the_model_does_not_have_is_refused_before_it_is_needed(
+    tokens: Path, tmp_path: Path
+) -> None:
+    config = tiny_config(tokens, tmp_path / "run", engine="torch", train_micro_batch_size_per_gpu=1)
+    config["launch"] = {"fallback_layouts": [{}, {"pp": 4}]}  # the model has 2 layers
+    said = refusal(tmp_path, config)
+    assert "launch.fallback_layouts.1" in said
+    assert "in this layout parallel.pp cannot be 4" in said
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_checkpoint_of_another_model_data_or_seed_is_refused(tokens: Path, tmp_path: Path) -> None:
     config = tiny_config(tokens, tmp_path / "run", engine="torch")
     config["run"]["steps"] = 5
