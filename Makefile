@@ -45,8 +45,9 @@ sweep-tests: $(READY)  ## the tests of further layouts that neither tier has tim
 sweep-faults: $(READY)  ## kills, stops, full disks and damaged checkpoints at random moments: hours; resumable
 	python -m tests.sweeps faults
 
-sweep-cluster: $(READY)  ## nodes of a virtual Slurm cluster die at a site's own time limits: half an hour; needs root and Slurm
-	pytest -m 'sweep and slurm' --capture=no tests
+sweep-cluster: $(READY)  ## nodes of a virtual Slurm cluster die at a site's own time limits: an hour; resumable; needs root and Slurm
+	pytest -m 'sweep and slurm' tests
+	python -m tests.sweeps cluster
 
 sweep-gpu: $(READY)  ## a training step of every shipped config on a GPU that is not there: an hour; resumable
 	python -m tests.sweeps gpu

@@ -70,8 +70,14 @@ def own_jobs() -> list[SlurmJob]:
 
 
 def run_dir_of_job(job: SlurmJob) -> Path | None:
-    """The run directory of a job of `slurm/train.sbatch`, by its command line; None where that does not tell."""
+    """The run directory of a job of `slurm/train.sbatch`; None where nothing tells.
+
+    `headrace submit` leaves it in the job's comment; a plain submission has it in its command line.
+    """
     text = _output("scontrol", "show", "job", "--oneliner", job.id) or ""
+    commented = re.search(r" Comment=(/\S+)", text)
+    if commented is not None:
+        return Path(commented[1])
     found = re.search(r" Command=(.*?) WorkDir=(\S*)", text)
     if found is None:
         return None

@@ -1,11 +1,7 @@
-"""Nodes that die under slurm/train.sbatch, at the times that Slurm takes by default: 300 s until it notices.
-
-`make sweep-cluster` prints the seconds of every strike, which docs/how-to/slurm.md quotes.
-"""
+"""Nodes that die under slurm/train.sbatch, at the times that Slurm takes by default: 300 s until it notices."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -83,19 +79,6 @@ def test_a_node_that_comes_back_takes_part_again_without_a_lost_step(run: SlurmR
     assert run.text().count("resuming after") == 2
     steps = [step for step in run.losses() if step > kept]
     assert steps == list(range(kept + 1, kept + 1 + len(steps)))
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("strike", range(5))
-def test_any_node_dies_at_any_moment(run: SlurmRun, strike: int) -> None:
-    """The first node in three strikes of five; the others at random."""
-    draw = random.Random(strike)
-    name = "n1" if strike < 3 else draw.choice(["n2", "n3"])
-    run.wait_for_step(21 + draw.randrange(20))
-    seconds = after_crash(run, name)
-    print(f"strike {strike}: {name} crashed, {seconds:.0f} s until a new step")
-    assert nodes_of(run) == "n[1-3]"
-    run.wait_for_step(run.step() + 20)
 
 
 @pytest.mark.sweep

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
+from tests.cluster import strikes
 from tests.conftest import ROOT, make_tokens, text_folders
 from tests.consumers import cells as cells_of_compress
 from tests.data_prep import campaign as data_prep_campaign
@@ -173,6 +174,23 @@ def compress() -> Sweep:
     )
 
 
+def cluster() -> Sweep:
+    """Strikes against a run under Slurm."""
+    return Sweep(
+        name="cluster",
+        title="strikes against a run on four nodes of a virtual Slurm",
+        what="A cell is a strike at a random moment, on a cluster with a site's own time limits (SlurmdTimeout 300,"
+        " cred_expire 120, MinJobAge 300). The run must make more steps than before without a person, resume from one"
+        " of its two newest checkpoints, and have the losses of one process. Seconds are from the strike: until the"
+        " agents have decided on another start (detect), then until its process group is formed (start), until its"
+        " checkpoint is chosen (load), and until its first step; a stop request is followed by a requeue. All nodes"
+        " share the cores of one machine.",
+        groups=strikes.cells(),
+        run=lambda cells: {cell: strikes.run_strike(cell) for cell in cells},
+        passed="Strikes",
+    )
+
+
 _LETTERS = ("a to d", "e to g", "h to m", "n to z")
 
 SWEEPS: dict[str, Callable[[], Sweep]] = {
@@ -181,4 +199,5 @@ SWEEPS: dict[str, Callable[[], Sweep]] = {
     "families": families,
     "gpu": gpu,
     "compress": compress,
+    "cluster": cluster,
 }

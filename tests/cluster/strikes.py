@@ -1,0 +1,157 @@
+"""Strikes against a training run on four nodes of a virtual Slurm, at a site's own time limits: `make sweep-cluster`.
+
+Each strike has a cluster and a run of its own. The run must make more steps than before without a person, resume from
+one of its two newest checkpoints, and have the losses of one process that nobody disturbed.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from tests.cluster.cluster import VirtualCluster
+from tests.cluster.settings import SITE
+from tests.cluster.slurm_run import SlurmRun
+from tests.conftest import launch, losses, make_tokens, text_folders, tiny_config, write_config
+
+NODES = 4
+EVERY = 20
+"""Steps between checkpoints."""
+LAST = 160
+"""Step up to which the losses are compared."""
+FAR = 100_000
+TOLERANCE = 1e-4
+"""Of losses in fp32 at another number of ranks, relative."""
+
+Strike = Callable[[SlurmRun, random.Random], None]
+
+
+def first_node_crashes(run: SlurmRun, _draw: random.Random) -> None:
+    """Power failure of the node of the batch script, Slurm's srun and rank 0."""
+    run.cluster.node("n1").crash()
+
+
+def node_crashes(run: SlurmRun, draw: random.Random) -> None:
+    """Power failure of another node."""
+    run.cluster.node(draw.choice(["n2", "n3", "n4"])).crash()
+
+
+def rank_is_killed(run: SlurmRun, draw: random.Random) -> None:
+    """SIGKILL, as by the out-of-memory killer."""
+    _signal(run, draw, "KILL", "pipeline.train --config", "--newest")
+
+
+def rank_is_frozen(run: SlurmRun, draw: random.Random) -> None:
+    """SIGSTOP: it answers to nobody."""
+    _signal(run, draw, "STOP", "pipeline.train --config", "--newest")
+
+
+def agent_is_killed(run: SlurmRun, draw: random.Random) -> None:
+    """SIGKILL of the agent, whose ranks end with it."""
+    _signal(run, draw, "KILL", "python -m pipeline.elastic", "--oldest")
+
+
+def stop_is_requested(run: SlurmRun, _draw: random.Random) -> None:
+    """What Slurm sends three minutes before the time limit."""
+    run.cluster.run("scancel", "--signal=USR1", str(run.job))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of strike.
+
+    Attributes:
+        strike: does it.
+        times: how often.
+    """
+
+    strike: Strike
+    times: int
+
+
+KINDS = {
+    "first node crashes": Kind(first_node_crashes, 5),
+    "another node crashes": Kind(node_crashes, 4),
+    "rank is killed": Kind(rank_is_killed, 4),
+    "rank is frozen": Kind(rank_is_frozen, 2),
+    "agent is killed": Kind(agent_is_killed, 3),
+    "stop is requested": Kind(stop_is_requested, 2),
+}
+
+
+def cells() -> dict[str, list[str]]:
+    """Kind -> names of its strikes."""
+    return {name: [f"{name} {number}" for number in range(1, kind.times + 1)] for name, kind in KINDS.items()}
+
+
+def run_strike(cell: str) -> tuple[bool, str]:
+    """Runs one strike; whether all held, and the seconds or what did not hold."""
+    name, draw = cell.rpartition(" ")[0], random.Random(cell)
+    with tempfile.TemporaryDirectory(prefix="hr-") as folder:
+        work = Path(folder)
+        (work / "c").mkdir()
+        with VirtualCluster(work / "c", nodes=NODES, cpus=2, patience=SITE) as cluster:
+            run = SlurmRun(cluster, work / "run", work / "train.out")
+            run.submit(
+                write_config(work / "train.json", _config(work / "run", FAR)), [f"--nodes={NODES}", "--time=600"]
+            )
+            try:
+                note = _struck(run, KINDS[name].strike, draw)
+            except (TimeoutError, RuntimeError) as error:
+                return False, str(error).partition("\n")[0]
+            return _judged(run, note)
+
+
+def _struck(run: SlurmRun, strike: Strike, draw: random.Random) -> str:
+    run.wait_for_step(EVERY + 1 + draw.randrange(EVERY), timeout_s=400)
+    before, counts = (
+        run.step(),
+        {word: run.lines_of(word) for word in ("agents: start ", "preflight: ", "resuming after")},
+    )
+    strike(run, draw)
+    seconds = [run.wait_for(lambda at=word: run.lines_of(at) > counts[at], timeout_s=400) for word in counts]  # type: ignore[misc]
+    seconds.append(run.wait_for(lambda: 0 < run.step() != before))
+    run.wait_for_step(max(before, run.step()) + EVERY)
+    detected, started, loaded, stepped = seconds
+    phases = f"detect {detected:.0f}, start {started:.0f}, load {loaded:.0f}, first step {stepped:.0f}"
+    return f"step {before}: {sum(seconds):.0f} s ({phases})"
+
+
+def _judged(run: SlurmRun, note: str) -> tuple[bool, str]:
+    before = int(note.split()[1].rstrip(":"))
+    line = [line for line in run.text().splitlines() if line.startswith("resuming after")][-1]
+    resumed = int(line.split()[3])
+    if resumed < before - 2 * EVERY:
+        return False, f"{note}; resumed after step {resumed}"
+    found, expected = run.losses(), _undisturbed()
+    wrong = [step for step in found if step <= LAST and abs(found[step] / expected[step] - 1) > TOLERANCE]
+    return not wrong, f"{note}; resumed after step {resumed}" + (
+        f"; other losses at steps {wrong[:5]}" if wrong else ""
+    )
+
+
+@cache
+def _tokens() -> Path:
+    return make_tokens(Path(tempfile.mkdtemp(prefix="hr-tokens-")), text_folders())
+
+
+@cache
+def _undisturbed() -> dict[int, float]:
+    """The losses of one process."""
+    work = Path(tempfile.mkdtemp(prefix="hr-alone-"))
+    launch("train.py", write_config(work / "alone.json", _config(work / "run", LAST + 6)))
+    return losses(work / "run")
+
+
+def _config(run_dir: Path, steps: int) -> dict[str, object]:
+    section = {"dir": str(run_dir), "steps": steps, "seed": 7, "checkpoint_every": EVERY}
+    return tiny_config(_tokens(), run_dir, run=section, parallel={"elastic": True})
+
+
+def _signal(run: SlurmRun, draw: random.Random, name: str, command: str, which: str) -> None:
+    node = draw.choice(["n1", "n2", "n3", "n4"])
+    run.cluster.node(node).machine.run("pkill", f"-{name}", which, "-f", command)
