@@ -14,6 +14,8 @@ from itertools import chain
 from pipeline.config.node_checks_schema import NodeChecksSection
 from pipeline.node_checks.records import Link, NodeRecord
 
+VERDICT = "verdict.json"
+"""File in the shared directory that has the verdict."""
 _FEW = 3
 """Nodes from which on a common member of slow links can be told."""
 
