@@ -17,8 +17,8 @@ from pipeline.node_checks.records import Link, NodeRecord
 VERDICT = "verdict.json"
 """File in the shared directory that has the verdict."""
 _NOISE = 0.4
-"""Share of what a node has to have, below which a single link is reported: it varies more than a node's fastest link. Of
-66 links between 12 processes on 2 cores the slowest had 30 % of the median."""
+"""Share of what a node has to have, below which a single link is reported: it varies more than a node's fastest link
+(of 66 links between 12 processes on 2 cores the slowest had 30 % of the median)."""
 _SHOWN = 8
 _FEW = 3
 """Nodes from which on a common member of slow links can be told."""
