@@ -21,7 +21,7 @@ from headrace.base.directory import write_json
 from headrace.base.errors import ConfigError
 from pipeline.config.load import load_config
 from pipeline.config.node_checks_schema import NodeChecksSection
-from pipeline.node_checks.decide import NodesVerdict, decide
+from pipeline.node_checks.decide import VERDICT, NodesVerdict, decide
 from pipeline.node_checks.host import check_host
 from pipeline.node_checks.links import LinkServer, measure_link, measure_links
 from pipeline.node_checks.records import NodeRecord, read_records, write_record
@@ -29,7 +29,6 @@ from pipeline.node_checks.tournament import partners_of
 
 BAD_NODES = 3
 """Exit code where there are bad nodes."""
-VERDICT = "verdict.json"
 _POLL_S = 0.1
 
 

@@ -17,6 +17,8 @@ import pytest
 
 from pipeline.config.node_checks_schema import NodeChecksSection
 from pipeline.node_checks.__main__ import BAD_NODES
+from pipeline.node_checks.bad_nodes import nodes_left_out
+from pipeline.node_checks.before_start import check_command, read_verdict, usable_nodes
 from pipeline.node_checks.host import available_memory, check_host
 from pipeline.node_checks.links import BusyError, LinkServer, measure_link
 from tests.cluster.cluster import missing_requirements
@@ -27,8 +29,8 @@ MB = 1_000_000
 
 
 def checks(node: str, directory: Path, nodes: str, *more: str) -> list[str]:
-    given = ["--nodes", nodes, "--node", node, "--directory", str(directory), *more]
-    return [sys.executable, "-m", "pipeline.node_checks", *given]
+    addresses = dict(each.split("=") for each in nodes.split(","))
+    return check_command(addresses, node, directory, attempt="7", arguments=more)
 
 
 def test_a_link_is_measured_and_a_busy_node_says_so() -> None:
@@ -87,8 +89,14 @@ def test_a_node_that_hangs_is_the_bad_one_within_the_time(tmp_path: Path) -> Non
     for output in outputs:
         assert "bad node c: it did not finish its checks within 20 s; the last thing it did: " in output
         assert "bad node a" not in output
-    verdict = json.loads((tmp_path / "d/verdict.json").read_text())
-    assert list(verdict["bad"]) == ["c"]
+    verdict = read_verdict(tmp_path / "d", attempt="7")
+    assert verdict is not None
+    assert list(verdict.bad) == ["c"]
+    assert read_verdict(tmp_path / "d", attempt="8") is None
+    assert read_verdict(tmp_path / "nowhere", attempt="7") is None
+    assert usable_nodes(tmp_path / "run", ["a", "b", "c", "d"], verdict=verdict) == ["a", "b", "d"]
+    assert usable_nodes(tmp_path / "run", ["c", "a"]) == ["a"]
+    assert nodes_left_out(tmp_path / "run")["c"].startswith("it did not finish its checks within 20 s")
 
 
 @contextlib.contextmanager

@@ -39,8 +39,8 @@ def test_good_nodes_are_not_named() -> None:
 
 
 def test_links_that_vary_as_on_a_busy_machine_name_nobody() -> None:
-    speeds = {"ab": 300.0, "ac": 1400.0, "ad": 2000.0, "bc": 900.0, "bd": 500.0, "cd": 600.0}
-    assert verdict(*linked(speeds)).bad == {}
+    speeds = {"ab": 240.0, "ac": 1400.0, "ad": 2000.0, "bc": 900.0, "bd": 500.0, "cd": 600.0}
+    assert verdict(*linked(speeds)) == NodesVerdict()
 
 
 @pytest.mark.parametrize("bad", list("abcd"))
@@ -59,6 +59,16 @@ def test_a_slow_link_of_two_quick_nodes_is_a_warning() -> None:
     found = verdict(*linked({"bc": 10.0}))
     assert found.bad == {}
     assert found.warnings == ("the link of b and c: 10 MB/s, and both are quick with others",)
+
+
+def test_links_that_are_slow_everywhere_name_nobody() -> None:
+    found = verdict(*linked({}), min_bandwidth=5000.0)
+    assert found == NodesVerdict(warnings=("no node has a link of 5,000 MB/s; the median node's fastest has 1,000",))
+    refused = [Link(other, error=f"{other}: refused") for other in "bcdefghijkl"]
+    found = verdict(finished("a", *refused), *(finished(node) for node in "bcdefghijkl"))
+    assert found.bad == {}
+    assert len(found.warnings) == 9
+    assert found.warnings[-1] == "3 more links like these"
 
 
 def test_of_two_nodes_none_can_be_told() -> None:

@@ -1,0 +1,59 @@
+"""What an agent or a job script needs of the checks: the command of a node, the verdict, and the list that follows.
+
+Imports no torch. The checks run in a process of their own, since they import it and may hang with a device.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pipeline.node_checks.bad_nodes import leave_out, nodes_left_out
+from pipeline.node_checks.decide import VERDICT, NodesVerdict
+
+
+def check_command(
+    nodes: Mapping[str, str], node: str, directory: Path, *, attempt: str, arguments: Sequence[str] = ()
+) -> list[str]:
+    """The command that checks one node; to be started on all of them within some seconds.
+
+    Args:
+        nodes: node -> address of those that are checked, in the same order everywhere.
+        node: this one.
+        directory: shared by all nodes.
+        attempt: another one for every time that the directory is used.
+        arguments: `--config FILE`, `--set KEY=VALUE`, `--devices N` and so on.
+    """
+    named = ",".join(f"{name}={address}" for name, address in nodes.items())
+    given = ["--nodes", named, "--node", node, "--directory", str(directory), "--attempt", attempt, *arguments]
+    return [sys.executable, "-m", "pipeline.node_checks", *given]
+
+
+def read_verdict(directory: Path, *, attempt: str) -> NodesVerdict | None:
+    """The verdict of an attempt; None while there is none."""
+    try:
+        raw = json.loads((directory / VERDICT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # not there yet, or on a file system that fails for a moment
+        return None
+    if raw["attempt"] != attempt:
+        return None
+    bad = {node: tuple(why) for node, why in raw["bad"].items()}
+    return NodesVerdict(bad, tuple(raw["common"]), tuple(raw["warnings"]))
+
+
+def usable_nodes(run_dir: Path, nodes: Sequence[str], *, verdict: NodesVerdict | None = None) -> list[str]:
+    """The nodes that a start may use, in order: without those that are left out, and those that a verdict names.
+
+    Those that the verdict names are entered in the run's list of bad nodes.
+
+    Args:
+        run_dir: the run's directory.
+        nodes: all that there are.
+        verdict: of the checks before this start, if there were any.
+    """
+    for node, why in (verdict.bad if verdict is not None else {}).items():
+        leave_out(run_dir, node, "; ".join(why))
+    out = nodes_left_out(run_dir)
+    return [node for node in nodes if node not in out]
