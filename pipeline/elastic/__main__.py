@@ -23,6 +23,7 @@ from pipeline.elastic.leader import Terms
 from pipeline.elastic.local_ranks import Command
 from pipeline.elastic.questions import Questions
 from pipeline.elastic.slurm_job import SlurmJob
+from pipeline.node_checks.before_start import addresses_of
 
 _POLL_S = 0.1
 
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ConfigError: the nodes or this node's name are unusable.
     """
     args = _arguments(argv)
-    addresses, guest = _addresses(args.nodes), args.guest is not None
+    addresses, guest = addresses_of(args.nodes), args.guest is not None
     if args.node not in addresses and not guest:
         why = f"--nodes names {', '.join(addresses)}"
         raise ConfigError("--node", args.node, why=why, remedy="name this host as --nodes does")
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     say, slurm = partial(_say, output), None if args.slurm_job is None else _slurm_job(args, wanted)
     script = slurm is not None and not guest and args.node == args.batch_host
-    check = partial(asks.bad_nodes, args.node, args.nodes, directory / "checks")
+    check = partial(asks.bad_nodes, args.node, addresses, directory / "checks")
     checked = args.node_checks and not guest and len(addresses) > 1
     agent = Agent(args.node, command, terms, files, args.join, say, slurm, guest, script, check if checked else None)
     asks.tick = agent.tick
@@ -125,17 +126,6 @@ def _slurm_job(args: argparse.Namespace, wanted: int) -> SlurmJob:
     return SlurmJob(
         args.slurm_job, args.batch_host, directory.parent, directory / "outcome", args.tasks, wanted, tuple(join)
     )
-
-
-def _addresses(text: str) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for each in text.split(","):
-        name, _, address = each.strip().partition("=")
-        if not name or name in found or "/" in name:
-            why = "a name is empty, has a /, or comes twice"
-            raise ConfigError("--nodes", text, why=why, remedy="write --nodes a=10.0.0.1,b=10.0.0.2")
-        found[name] = address or name
-    return found
 
 
 def _say(output: Path | None, line: str) -> None:

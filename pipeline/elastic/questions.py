@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from headrace.base.errors import DataError
 from pipeline.node_checks.bad_nodes import add_fault, nodes_left_out
+from pipeline.node_checks.before_start import check_command, read_verdict
 
 _POLL_S = 0.1
 
@@ -59,32 +59,30 @@ class Questions:
         with suppress(DataError, OSError):  # the run goes on where its list of faults cannot be written
             add_fault(self._run_dir(), node, fault.partition("\n")[0])
 
-    def bad_nodes(self, node: str, nodes: str, directory: Path) -> Mapping[str, str]:
+    def bad_nodes(self, node: str, nodes: Mapping[str, str], directory: Path) -> Mapping[str, str]:
         """Makes the checks of this node together with the others (`python -m pipeline.node_checks`).
 
         Args:
             node: this one.
-            nodes: all of them, as in --nodes.
-            directory: for the records, new for every job.
+            nodes: node -> address of all of them.
+            directory: for the records, of this job.
 
         Returns:
-            Node -> what is wrong with it.
+            Node -> what is wrong with it; empty also where the config is refused, which `refusal` says.
         """
-        command = ["pipeline.node_checks", "--nodes", nodes, "--node", node, "--directory", str(directory)]
-        self._run([*command, "--attempt", directory.parent.name, *self.arguments])
-        with suppress(OSError, ValueError, KeyError):  # a config that is refused: `refusal` says why
-            verdict = json.loads((directory / "verdict.json").read_text())
-            return {node: "; ".join(why) for node, why in verdict["bad"].items()}
-        return {}
+        attempt = directory.parent.name
+        self._run(check_command(nodes, node, directory, attempt=attempt, arguments=self.arguments))
+        found = read_verdict(directory, attempt=attempt)
+        return {} if found is None else {name: "; ".join(why) for name, why in found.bad.items()}
 
     def _run_dir(self) -> Path:
         return Path(self._check("--progress").stdout.rstrip("\n").partition(" ")[2])
 
     def _check(self, *options: str) -> subprocess.CompletedProcess[str]:
-        return self._run(["pipeline", "check", *options, *self.arguments])
+        return self._run([sys.executable, "-m", "pipeline", "check", *options, *self.arguments])
 
-    def _run(self, module: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        command, pipe, none = [sys.executable, "-m", *module], subprocess.PIPE, subprocess.DEVNULL
+    def _run(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        pipe, none = subprocess.PIPE, subprocess.DEVNULL
         with subprocess.Popen(
             command, text=True, start_new_session=True, stdin=none, stdout=pipe, stderr=pipe
         ) as process:

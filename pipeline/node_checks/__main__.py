@@ -21,6 +21,7 @@ from headrace.base.directory import write_json
 from headrace.base.errors import ConfigError
 from pipeline.config.load import load_config
 from pipeline.config.node_checks_schema import NodeChecksSection
+from pipeline.node_checks.before_start import addresses_of
 from pipeline.node_checks.decide import VERDICT, NodesVerdict, decide
 from pipeline.node_checks.host import check_host
 from pipeline.node_checks.links import LinkServer, measure_link, measure_links
@@ -102,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ConfigError: the nodes, this node's name or the config are unusable.
     """
     args = _arguments(argv)
-    addresses = _addresses(args.nodes)
+    addresses = addresses_of(args.nodes)
     if args.node not in addresses:
         why = f"--nodes names {', '.join(addresses)}"
         raise ConfigError("--node", args.node, why=why, remedy="name this host as --nodes does")
@@ -138,17 +139,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--config", metavar="FILE", help="the run's config, for launch.node_checks; default: its defaults")
     add("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override one field of it")
     return parser.parse_args(argv)
-
-
-def _addresses(text: str) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for each in text.split(","):
-        name, _, address = each.strip().partition("=")
-        if not name or name in found or "/" in name:
-            why = "a name is empty, has a /, or comes twice"
-            raise ConfigError("--nodes", text, why=why, remedy="write --nodes a=10.0.0.1,b=10.0.0.2")
-        found[name] = address or name
-    return found
 
 
 if __name__ == "__main__":

@@ -10,8 +10,25 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from headrace.base.errors import ConfigError
 from pipeline.node_checks.bad_nodes import leave_out, nodes_left_out
 from pipeline.node_checks.decide import VERDICT, NodesVerdict
+
+
+def addresses_of(text: str) -> dict[str, str]:
+    """Node -> address, in order, from `--nodes NAME=ADDRESS,...`; a name alone is its own address.
+
+    Raises:
+        ConfigError: a name is unusable.
+    """
+    found: dict[str, str] = {}
+    for each in text.split(","):
+        name, _, address = each.strip().partition("=")
+        if not name or name in found or "/" in name:
+            why = "a name is empty, has a /, or comes twice"
+            raise ConfigError("--nodes", text, why=why, remedy="write --nodes a=10.0.0.1,b=10.0.0.2")
+        found[name] = address or name
+    return found
 
 
 def check_command(
