@@ -62,9 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     say, slurm = partial(_say, output), None if args.slurm_job is None else _slurm_job(args, wanted)
     script = slurm is not None and not guest and args.node == args.batch_host
-    check = partial(asks.bad_nodes, args.node, addresses, directory / "checks")
-    checked = args.node_checks and not guest and len(addresses) > 1
-    agent = Agent(args.node, command, terms, files, args.join, say, slurm, guest, script, check if checked else None)
+    check = partial(asks.bad_nodes, args.node, directory / "checks") if args.node_checks else None
+    agent = Agent(args.node, command, terms, files, args.join, say, slurm, guest, script, check)
     asks.tick = agent.tick
     if args.stopped:
         agent.stop()
@@ -122,6 +121,7 @@ def _slurm_job(args: argparse.Namespace, wanted: int) -> SlurmJob:
         if join and value is not None and name not in own:
             join += [f"--{name.replace('_', '-')}", str(value)]
     if join:
+        join += ["--node-checks"] * args.node_checks
         join += [args.module, *args.arguments]
     return SlurmJob(
         args.slurm_job, args.batch_host, directory.parent, directory / "outcome", args.tasks, wanted, tuple(join)

@@ -36,8 +36,8 @@ class Agent:
         slurm: the batch system; None where something else has started the agents.
         guest: whether this node belongs to another job than the run's own.
         script: whether the job's batch script is on this node.
-        check_nodes: makes the checks of this node together with the others, and says which are bad and why; it has to
-            call `tick` meanwhile.
+        check_nodes: makes the checks of this node together with others (node -> address, and what tells these checks
+            from earlier ones), and says which are bad and why; it has to call `tick` meanwhile.
     """
 
     node: str
@@ -49,7 +49,7 @@ class Agent:
     slurm: SlurmJob | None = None
     guest: bool = False
     script: bool = False
-    check_nodes: Callable[[], Mapping[str, str]] | None = None
+    check_nodes: Callable[[Mapping[str, str], int], Mapping[str, str]] | None = None
     _bad: Mapping[str, str] = field(default_factory=dict)
     _state: NodeState = field(init=False)
     _ranks: LocalRanks | None = None
@@ -69,8 +69,8 @@ class Agent:
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stopped)
         try:
-            if self.check_nodes is not None:
-                self._bad = self.check_nodes()
+            if self.check_nodes is not None and not self.guest and len(self.terms.addresses) > 1:
+                self._bad = self.check_nodes(self.terms.addresses, 0)
             while self._state.plan.outcome is None:
                 self.tick()
                 self._look()
@@ -135,8 +135,8 @@ class Agent:
         return first_plan(self.terms, alive, bad=self._bad)
 
     def _next(self, plan: Plan, alive: Mapping[str, NodeState]) -> Plan | None:
-        made = next_plan(self.terms, plan, alive, waited_s=self._waited(plan, alive))
-        if made is None and not plan.growing and time.monotonic() - self._looked > _GROW_S:
+        made = next_plan(self.terms, plan, alive, waited_s=self._waited(plan, alive), bad=self._bad)
+        if made is None and not plan.growing and not plan.checking and time.monotonic() - self._looked > _GROW_S:
             self._looked = time.monotonic()
             made = welcomed(plan, self.files.announced())
             if made is None and len(alive) > len(plan.members):
@@ -163,6 +163,8 @@ class Agent:
             self.say(f"the run ends with code {plan.outcome}: {plan.reason}")
         elif plan.growing:
             self.say(plan.reason)
+        elif plan.checking:
+            self.say(f"the nodes are checked ({plan.reason})")
         else:
             spares = [node for node in alive if node not in plan.members and node not in plan.excluded]
             rest = f"; spare: {', '.join(spares)}" if spares else ""
@@ -188,10 +190,16 @@ class Agent:
     def _adopt(self, plan: Plan) -> None:
         self.files.add(plan.guests)
         starts = plan.start > self._state.plan.start
-        if starts and self._ranks is not None:
+        if (starts or plan.checking) and self._ranks is not None:
+            self._change(plan=plan)  # the others end theirs at the same time
             self._ranks.end(tick=self.tick)
             self._ranks = None
         self._change(plan=plan)
+        if plan.checking:
+            if self.check_nodes is not None and self.node in plan.members:
+                addresses = {**self.terms.addresses, **plan.guests}
+                self._bad = self.check_nodes({node: addresses[node] for node in plan.members}, plan.version)
+            self._change(checked=plan.version)
         if starts and plan.outcome is None and self.node in plan.members:
             self._ranks = LocalRanks(self.command, plan, self.node)
             self._ranks.start()

@@ -38,6 +38,7 @@ class Plan:
         excluded: node -> why it gets no ranks any more.
         guests: node -> address of those that came from other jobs.
         short: whether the outcome is for want of nodes.
+        checking: whether the members are to check each other before the next start.
     """
 
     version: int = 0
@@ -54,6 +55,7 @@ class Plan:
     excluded: Mapping[str, str] = field(default_factory=dict)
     guests: Mapping[str, str] = field(default_factory=dict)
     short: bool = False
+    checking: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class NodeState:
         stop: whether the node was asked to stop the run.
         guest: whether it belongs to another job than the run's own (`slurm/join.sbatch`).
         script: whether the batch script of the run's job is on this node.
+        checked: version of the last plan whose checks this node has made.
     """
 
     node: str
@@ -83,6 +86,7 @@ class NodeState:
     stop: bool = False
     guest: bool = False
     script: bool = False
+    checked: int = 0
 
 
 class StateFiles:

@@ -32,6 +32,7 @@ class Terms:
         wanted: nodes that the run should have; with fewer, it waits for more where these have no layout.
         left_out: node -> why it gets no ranks in this run, of earlier starts.
         note_fault: takes a node on which a fault began, and the fault, for later starts.
+        checks: whether the nodes check each other after a loss that names none of them.
     """
 
     addresses: Mapping[str, str]
@@ -43,6 +44,7 @@ class Terms:
     wanted: int = 1
     left_out: Callable[[], Mapping[str, str]] = dict
     note_fault: Callable[[str, str], None] = lambda _node, _fault: None
+    checks: bool = False
 
 
 def first_plan(terms: Terms, alive: Mapping[str, NodeState], *, bad: Mapping[str, str] | None = None) -> Plan:
@@ -59,7 +61,9 @@ def first_plan(terms: Terms, alive: Mapping[str, NodeState], *, bad: Mapping[str
     return _start(terms, Plan(step=terms.step(), excluded=excluded), alive, "start")
 
 
-def next_plan(terms: Terms, plan: Plan, alive: Mapping[str, NodeState], *, waited_s: float) -> Plan | None:
+def next_plan(
+    terms: Terms, plan: Plan, alive: Mapping[str, NodeState], *, waited_s: float, bad: Mapping[str, str] | None = None
+) -> Plan | None:
     """The next plan; None while there is nothing to decide.
 
     Args:
@@ -67,7 +71,10 @@ def next_plan(terms: Terms, plan: Plan, alive: Mapping[str, NodeState], *, waite
         plan: the newest of all nodes, of a start that has begun.
         alive: the nodes that are, this one among them.
         waited_s: since the first exit of this start was seen.
+        bad: node -> what the newest checks have found wrong with it.
     """
+    if plan.checking:
+        return _after_checks(terms, plan, alive, bad or {})
     dead = [node for node in plan.members if node not in alive]
     if dead:
         return _after_loss(terms, plan, alive, f"{', '.join(dead)} does not answer", begun=dead)
@@ -75,15 +82,30 @@ def next_plan(terms: Terms, plan: Plan, alive: Mapping[str, NodeState], *, waite
     # a node that has not started its ranks yet has not ended them either
     current = {n: each if each.start == plan.start else NodeState(n, running=True) for n, each in states.items()}
     found = verdict(current, waited_s=waited_s)
-    if found is None:
-        return None
+    return None if found is None else _after_verdict(terms, plan, alive, found)
+
+
+def _after_verdict(terms: Terms, plan: Plan, alive: Mapping[str, NodeState], found: Verdict) -> Plan:
     if found.kind == "stopped" and plan.growing and not any(state.stop for state in alive.values()):
         return _start(terms, replace(plan, step=terms.step(), restarts=0), alive, "more nodes are there")
     if found.kind in ("finished", "stopped"):
         return _next(plan, outcome=found.code, reason=found.kind)
     if found.kind == "failed":
         return _after_error(terms, plan, alive, found)
+    if terms.checks and not found.nodes and len(plan.members) > 1:
+        return _next(plan, checking=True, reason=f"a rank was lost: {found.text}")
     return _after_loss(terms, plan, alive, "a rank was lost", begun=found.nodes, text=found.text)
+
+
+def _after_checks(terms: Terms, plan: Plan, alive: Mapping[str, NodeState], bad: Mapping[str, str]) -> Plan | None:
+    """A start without the nodes that the checks have named, once all have made them."""
+    if any(alive[node].checked < plan.version for node in plan.members if node in alive):
+        return None
+    dead = [node for node in plan.members if node not in alive]
+    excluded = {**plan.excluded, **{node: why for node, why in bad.items() if node in plan.members}}
+    named = ", ".join(sorted({*bad} & {*plan.members}))
+    why = f"{plan.reason}; bad node: {named}" if named else plan.reason
+    return _after_loss(terms, replace(plan, checking=False, excluded=excluded), alive, why, begun=[*dead, *bad])
 
 
 def welcomed(plan: Plan, announced: Mapping[str, str]) -> Plan | None:

@@ -59,18 +59,19 @@ class Questions:
         with suppress(DataError, OSError):  # the run goes on where its list of faults cannot be written
             add_fault(self._run_dir(), node, fault.partition("\n")[0])
 
-    def bad_nodes(self, node: str, nodes: Mapping[str, str], directory: Path) -> Mapping[str, str]:
+    def bad_nodes(self, node: str, directory: Path, nodes: Mapping[str, str], number: int) -> Mapping[str, str]:
         """Makes the checks of this node together with the others (`python -m pipeline.node_checks`).
 
         Args:
             node: this one.
-            nodes: node -> address of all of them.
             directory: for the records, of this job.
+            nodes: node -> address of those that are checked.
+            number: of these checks.
 
         Returns:
             Node -> what is wrong with it; empty also where the config is refused, which `refusal` says.
         """
-        attempt = directory.parent.name
+        attempt = f"{directory.parent.name}-{number}"
         self._run(check_command(nodes, node, directory, attempt=attempt, arguments=self.arguments))
         found = read_verdict(directory, attempt=attempt)
         return {} if found is None else {name: "; ".join(why) for name, why in found.bad.items()}

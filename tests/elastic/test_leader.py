@@ -9,7 +9,7 @@ import pytest
 
 from headrace.base.errors import EXIT_FOLLOWED, EXIT_LOST, EXIT_REQUEUE
 from pipeline.elastic.files import NodeState, Plan
-from pipeline.elastic.leader import FAULTS, Terms, first_plan, grown, next_plan
+from pipeline.elastic.leader import FAULTS, Terms, first_plan, grown, next_plan, welcomed
 from pipeline.elastic.verdict import CAUSE_S, FOLLOWED_S, SAVED_S
 
 NODES = ("a", "b", "c")
@@ -202,3 +202,63 @@ def test_no_room_is_made_where_more_nodes_have_no_layout() -> None:
     plan = decided(world, world.start(), without="a")
     world.step = 20
     assert grown(world.terms, plan, {**states(plan), "a": NodeState("a")}) is None
+
+
+def test_a_loss_that_names_no_node_has_the_nodes_checked_and_the_bad_one_left_out() -> None:
+    terms = replace(World().terms, checks=True)
+    plan = first_plan(terms, states())
+    lost = states(plan, codes={n: {k: EXIT_LOST} for k, n in enumerate(NODES)}, running=())
+    asked = next_plan(terms, plan, lost, waited_s=CAUSE_S)
+    assert asked is not None
+    assert asked.checking
+    assert asked.start == plan.start
+    done = {n: replace(state, checked=asked.version) for n, state in lost.items()}
+    assert next_plan(terms, asked, {**done, "b": lost["b"]}, waited_s=0) is None  # b is still at it
+    made = next_plan(terms, asked, done, waited_s=0, bad={"b": "no other node can exchange data with it"})
+    assert made is not None
+    assert not made.checking
+    assert (made.start, made.members) == (2, ("a", "c"))
+    assert made.excluded == {"b": "no other node can exchange data with it"}
+    assert "bad node: b" in made.reason
+
+
+def test_a_rank_that_was_killed_needs_no_checks() -> None:
+    terms = replace(World().terms, checks=True)
+    plan = first_plan(terms, states())
+    codes = {"a": {0: EXIT_LOST}, "b": {1: -9}, "c": {2: EXIT_LOST}}
+    made = next_plan(terms, plan, states(plan, codes=codes, running=()), waited_s=CAUSE_S)
+    assert made is not None
+    assert (made.start, made.checking) == (2, False)
+
+
+def test_nodes_that_earlier_starts_have_left_out_get_no_ranks_and_faults_are_noted() -> None:
+    noted: list[str] = []
+    terms = replace(World().terms, left_out=lambda: {"c": "fans"}, note_fault=lambda node, _fault: noted.append(node))
+    plan = first_plan(terms, states(), bad={"a": "clock"})
+    assert plan.members == ("b",)
+    assert next_plan(terms, plan, states(plan, codes={"b": {0: -9}}, running=()), waited_s=CAUSE_S) is not None
+    assert noted == ["a", "b"]
+
+
+def test_a_job_that_has_fewer_nodes_than_it_should_waits_where_they_have_no_layout() -> None:
+    terms = replace(World(sizes=(4,)).terms, wanted=4)
+    plan = first_plan(terms, states())
+    assert (plan.outcome, plan.short) == (EXIT_REQUEUE, True)
+
+
+def test_a_guest_takes_part_from_the_next_checkpoint_on() -> None:
+    world = World(sizes=(3, 4))
+    plan = welcomed(world.start(), {"g": "10.0.0.9"})
+    assert plan is not None
+    assert welcomed(plan, {"g": "10.0.0.9"}) is None
+    alive = {**states(plan), "g": NodeState("g", 1, plan, guest=True)}
+    refusal = {n: None if n in (3, 4) else "no" for n in range(5)}.__getitem__
+    assert grown(replace(world.terms, refusal=refusal), plan, alive) is None
+    world.step = 20
+    terms = replace(world.terms, refusal=refusal)
+    growing = grown(terms, plan, alive)
+    assert growing is not None
+    codes = {n: replace(state, codes={k: 75}, running=False) for k, (n, state) in enumerate(states(growing).items())}
+    made = next_plan(terms, growing, {**codes, "g": alive["g"]}, waited_s=0)
+    assert made is not None
+    assert made.members == (*NODES, "g")
