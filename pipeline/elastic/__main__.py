@@ -47,18 +47,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = (sys.executable, "-m", args.module, *args.arguments)
     command = Command(arguments, args.tasks, directory / "logs", output)
     asks = Questions(args.arguments, args.tasks, partial(_write, output))
-    job = crc32(str(directory.absolute()).encode())
     wanted = args.wanted or len(addresses)
     terms = Terms(
         addresses,
-        args.least,
-        args.restarts,
-        job,
-        cache(asks.refusal),
-        asks.step,
-        wanted,
-        asks.left_out,
-        asks.note_fault,
+        least=args.least,
+        restarts=args.restarts,
+        job=crc32(str(directory.absolute()).encode()),
+        refusal=cache(asks.refusal),
+        step=asks.step,
+        wanted=wanted,
+        left_out=asks.left_out,
+        note_fault=asks.note_fault,
+        checks=args.node_checks,
     )
     say, slurm = partial(_say, output), None if args.slurm_job is None else _slurm_job(args, wanted)
     script = slurm is not None and not guest and args.node == args.batch_host
