@@ -40,6 +40,11 @@ def node_crashes(run: SlurmRun, draw: random.Random) -> None:
     run.cluster.node(draw.choice(["n2", "n3", "n4"])).crash()
 
 
+def cable_is_cut(run: SlurmRun, draw: random.Random) -> None:
+    """The node's network is gone; its disk, which all nodes share here, is not."""
+    run.cluster.controller.ip(f"link set {draw.choice(['n2', 'n3', 'n4'])} down")
+
+
 def rank_is_killed(run: SlurmRun, draw: random.Random) -> None:
     """SIGKILL, as by the out-of-memory killer."""
     _signal(run, draw, "KILL", "pipeline.train --config", "--newest")
@@ -75,8 +80,9 @@ class Kind:
 
 KINDS = {
     "first node crashes": Kind(first_node_crashes, 5),
-    "another node crashes": Kind(node_crashes, 4),
-    "rank is killed": Kind(rank_is_killed, 4),
+    "another node crashes": Kind(node_crashes, 3),
+    "cable of a node is cut": Kind(cable_is_cut, 2),
+    "rank is killed": Kind(rank_is_killed, 3),
     "rank is frozen": Kind(rank_is_frozen, 2),
     "agent is killed": Kind(agent_is_killed, 3),
     "stop is requested": Kind(stop_is_requested, 2),
