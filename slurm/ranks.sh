@@ -87,7 +87,7 @@ headrace_train() {
 # its own: what goes through srun is lost when srun dies with this node, and the agents then go on.
 # $1: node; $2: directory of the agents; $3: ranks; the rest: arguments of the agent.
 headrace_agent() {
-    local node=$1 directory=$2 began short=0 stopped=()
+    local node=$1 directory=$2 began listed short=0 stopped=()
     trap - USR1
     while [ ! -f "$directory/outcome" ] && [ "$short" -lt 3 ]; do
         began=$SECONDS
@@ -96,7 +96,10 @@ headrace_agent() {
             --overlap --no-kill --output="$directory/%N.log" --open-mode=append \
             python -m pipeline.elastic "${stopped[@]}" "${@:4}" || true
         [ $((SECONDS - began)) -ge 30 ] && short=0 || short=$((short + 1))
-        squeue --noheader --jobs="$SLURM_JOB_ID" --format=%N | xargs -r scontrol show hostnames | grep -qx "$node" || return 0
+        if listed=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%N) && [ -n "$listed" ]; then # else the controller is away
+            listed=$(scontrol show hostnames "$listed")
+            [[ $'\n'$listed$'\n' == *$'\n'$node$'\n'* ]] || return 0
+        fi
         [ -f "$directory/outcome" ] || sleep 5
     done
 }
