@@ -36,7 +36,7 @@ IMPORTED = (
     "pipeline.own_loop.deepspeed_engine",
     "pipeline.proof.command",
 )
-"""In addition to the modules that `pipeline.proof.worker` preloads."""
+"""In addition to the modules that `pipeline.run.preload` imports."""
 DATA_PREP = (
     "data_prep.executors.choose",
     "data_prep.job.estimate",
@@ -208,9 +208,9 @@ def _become(command: Sequence[str], cwd: str, files: Sequence[str], env: Mapping
 def _import_for_training() -> None:
     for name in IMPORTED:
         importlib.import_module(name)
-    from pipeline.proof.worker import preload  # noqa: PLC0415
+    from pipeline.run.preload import preload  # noqa: PLC0415
 
-    preload(("torch", "deepspeed"), ("llama", "qwen3_moe"))
+    preload(["pipeline.proof.rank"], ("torch", "deepspeed"), ("llama", "qwen3_moe"))
 
 
 def _import_for_data_prep() -> None:

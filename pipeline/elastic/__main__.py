@@ -23,6 +23,7 @@ from pipeline.elastic.leader import Terms
 from pipeline.elastic.local_ranks import Command
 from pipeline.elastic.questions import Questions
 from pipeline.elastic.slurm_job import SlurmJob
+from pipeline.elastic.warm_ranks import WarmRanks
 from pipeline.node_checks.before_start import addresses_of
 
 _POLL_S = 0.1
@@ -63,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     say, slurm = partial(_say, output), None if args.slurm_job is None else _slurm_job(args, wanted)
     script = slurm is not None and not guest and args.node == args.batch_host
     check = partial(asks.bad_nodes, args.node, directory / "checks") if args.node_checks else None
-    agent = Agent(args.node, command, terms, files, args.join, say, slurm, guest, script, check)
+    warm = None if args.no_warm_ranks else WarmRanks(command, args.node)
+    agent = Agent(args.node, command, terms, files, args.join, say, slurm, guest, script, warm, check)
     asks.tick = agent.tick
     if args.stopped:
         agent.stop()
@@ -97,6 +99,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="check all hosts first, and leave bad ones out",
     )
     add("--output", metavar="FILE", help="log of rank 0 and of the agents; default: this terminal")
+    add(
+        "--no-warm-ranks",
+        action="store_true",
+        help="keep no processes for the next start with their imports done",
+    )
     add("--wanted", type=int, metavar="N", help="hosts that the run should have; default: all in --nodes")
     add("--guest", metavar="ADDRESS", help="take part as one more host, which the others reach there")
     slurm = parser.add_argument_group("under Slurm (slurm/ranks.sh sets them)")
@@ -115,13 +122,14 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _slurm_job(args: argparse.Namespace, wanted: int) -> SlurmJob:
     """The job; another node's agent has the same arguments but for being a guest, whose address its script knows."""
-    directory, own = Path(args.directory), ("node", "guest", "stopped", "node_checks", "module", "arguments")
+    directory, flags = Path(args.directory), ("node_checks", "no_warm_ranks")
+    own = ("node", "guest", "stopped", "module", "arguments", *flags)
     join = [args.join_script] if args.join_script else []
     for name, value in vars(args).items():
         if join and value is not None and name not in own:
             join += [f"--{name.replace('_', '-')}", str(value)]
     if join:
-        join += ["--node-checks"] * args.node_checks
+        join += [f"--{name.replace('_', '-')}" for name in flags if getattr(args, name)]
         join += [args.module, *args.arguments]
     return SlurmJob(
         args.slurm_job, args.batch_host, directory.parent, directory / "outcome", args.tasks, wanted, tuple(join)

@@ -14,10 +14,13 @@ from pipeline.elastic.files import NodeState, Plan, StateFiles
 from pipeline.elastic.leader import Terms, first_plan, grown, next_plan, welcomed
 from pipeline.elastic.local_ranks import Command, LocalRanks
 from pipeline.elastic.slurm_job import SlurmJob
+from pipeline.elastic.warm_ranks import WarmRanks
 
 _POLL_S, _BEAT_S, _GROW_S = 0.25, 1.0, 10.0
 _LINGER_S = 15.0
 """Seconds in which the others read how the job ends."""
+_WARM_S = 30.0
+"""Seconds after a start in which the ranks have the host to themselves, for their own imports."""
 _ALONE_S = 60.0
 """Seconds without any node of the run's own job after which a guest leaves."""
 
@@ -36,6 +39,7 @@ class Agent:
         slurm: the batch system; None where something else has started the agents.
         guest: whether this node belongs to another job than the run's own.
         script: whether the job's batch script is on this node.
+        warm: processes that wait with a rank's imports done; None for none.
         check_nodes: makes the checks of this node together with others (node -> address, and what tells these checks
             from earlier ones), and says which are bad and why; it has to call `tick` meanwhile.
     """
@@ -49,6 +53,7 @@ class Agent:
     slurm: SlurmJob | None = None
     guest: bool = False
     script: bool = False
+    warm: WarmRanks | None = None
     check_nodes: Callable[[Mapping[str, str], int], Mapping[str, str]] | None = None
     _bad: Mapping[str, str] = field(default_factory=dict)
     _state: NodeState = field(init=False)
@@ -57,6 +62,7 @@ class Agent:
     _exit_seen: tuple[int, float] = (0, 0.0)
     _written: float = 0.0
     _looked: float = 0.0
+    _started: float = 0.0
     _decided: bool = False
     _terminated: bool = False
 
@@ -79,6 +85,8 @@ class Agent:
         finally:
             if self._ranks is not None:
                 self._ranks.end(tick=self.tick)
+            if self.warm is not None:
+                self.warm.end()
         if self.slurm is not None and self._decided:
             self._end_job(self.slurm)
         return self._state.plan
@@ -105,6 +113,8 @@ class Agent:
     def _report(self) -> None:
         """Takes the ranks' exits into this node's state."""
         ranks = self._ranks
+        if self.warm is not None and ranks is not None and time.monotonic() - self._started > _WARM_S:
+            self.warm.prepare()
         if ranks is not None and (ranks.codes() != self._state.codes or ranks.running != self._state.running):
             self._change(codes=ranks.codes(), running=ranks.running, error=self._state.error or ranks.error())
 
@@ -201,8 +211,9 @@ class Agent:
                 self._bad = self.check_nodes({node: addresses[node] for node in plan.members}, plan.version)
             self._change(checked=plan.version)
         if starts and plan.outcome is None and self.node in plan.members:
-            self._ranks = LocalRanks(self.command, plan, self.node)
+            self._ranks = LocalRanks(self.command, plan, self.node, None if self.warm is None else self.warm.take)
             self._ranks.start()
+            self._started = time.monotonic()
             self._change(start=plan.start, running=True, codes={}, error="")
         if self._ranks is not None and (plan.growing or self._stop is not None):
             self._ranks.send(self._stop or signal.SIGUSR1)

@@ -40,11 +40,13 @@ class LocalRanks:
         command: what they run.
         plan: has this node among its members.
         node: its name.
+        take: makes a rank of a process that waits with its imports done, if there is one (`WarmRanks.take`).
     """
 
     command: Command
     plan: Plan
     node: str
+    take: Callable[..., RankProcess | None] | None = None
     _ranks: list[RankProcess] = field(default_factory=list)
     _codes: dict[int, int] = field(default_factory=dict)
 
@@ -103,4 +105,5 @@ class LocalRanks:
             "MASTER_PORT": str(self.plan.port),
         }
         output = self.command.output if number == 0 else logs / f"rank-{number}.log"
-        return start_rank(self.command.arguments, number, environ=environ, output=output, error=error)
+        warm = self.take and self.take(local, number, environ=environ, output=output, error=error)
+        return warm or start_rank(self.command.arguments, number, environ=environ, output=output, error=error)

@@ -10,18 +10,18 @@ in one process would interfere. The parent itself never computes, and never has 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from pipeline.launch.group import free_port
 from pipeline.proof.case import Case, CaseResult, read_cases, read_result, write_result
+from pipeline.run.preload import preload
 
 TIMEOUT_S = 240.0
 """After this time a case counts as hung. The slowest in the tests takes about a tenth of it."""
@@ -67,46 +67,7 @@ def _use_cpu() -> None:
 
 def _preload_for(cases: Sequence[Case]) -> None:
     model_types = {case.config["model"].get("config", {}).get("model_type") for case in cases} - {None}
-    preload({case.config.get("engine", "deepspeed") for case in cases}, model_types)
-
-
-def preload(engines: Collection[str], model_types: Iterable[str]) -> None:
-    """Imports the modules that every rank would otherwise import itself, some of them only at the first step.
-
-    Args:
-        engines: torch, deepspeed.
-        model_types: Hugging Face's `model_type` of the models.
-    """
-    modules = ["pipeline.proof.rank", "transformers.generation.utils"]
-    modules += [f"transformers.models.{kind}.modeling_{kind}" for kind in sorted(model_types)]
-    for engine in engines:
-        modules += _IMPORTS[engine]
-    for name in modules:
-        with contextlib.suppress(ImportError):  # the code that needs it raises a better error
-            importlib.import_module(name)
-    if "deepspeed" in engines:
-        with contextlib.suppress(ImportError, RuntimeError):
-            from pipeline.engines.deepspeed.operators import skip_shared_memory  # noqa: PLC0415
-
-            skip_shared_memory()
-
-
-_IMPORTS = {
-    "reference": ("pipeline.engines.torch_native.reference",),
-    "torch": (
-        "pipeline.engines.torch_native.single",
-        "pipeline.engines.torch_native.parallel",
-        "pipeline.engines.torch_native.pipeline",
-    ),
-    "deepspeed": (
-        "pipeline.engines.deepspeed.zero",
-        "pipeline.engines.deepspeed.pipeline",
-        # imported when a model is wrapped; the first imports torch's compiler, which takes two seconds
-        "deepspeed.runtime.zero.muon.muon_optimizer",
-        "deepspeed.module_inject.auto_ep_layer",
-        "torch.utils.cpp_extension",
-    ),
-}
+    preload(["pipeline.proof.rank"], {case.config.get("engine", "deepspeed") for case in cases}, model_types)
 
 
 def _run(case: Case, directory: Path, timeout_s: float) -> CaseResult:

@@ -104,17 +104,22 @@ def test_a_killed_rank_starts_again_in_place_and_a_stop_request_saves_the_run(ho
     hosts.start("a")
     hosts.start("b")
     hosts.wait_for_step(25)
-    ranks = subprocess.run(
-        ["pgrep", "-P", str(hosts.agents["b"].pid)], capture_output=True, text=True, check=True
-    ).stdout.split()
-    os.kill(int(ranks[0]), signal.SIGKILL)
+    hosts.wait_for(lambda: len(children(hosts.agents["b"])) == 2)
+    rank, waiting = children(hosts.agents["b"])  # the second one has its imports done
+    os.kill(rank, signal.SIGKILL)
     hosts.wait_for(lambda: "start 2 on a, b (a rank was lost: rank 1 on b was ended by SIGKILL" in hosts.text())
+    hosts.wait_for(lambda: os.readlink(f"/proc/{waiting}/fd/0") == "/dev/null")  # no longer the agent's pipe
     hosts.wait_for_step(45)
     for name in ("a", "b"):
         hosts.agents[name].send_signal(signal.SIGUSR1)
     assert [hosts.code(name) for name in ("a", "b")] == [75, 75]
     assert "the run ends with code 75: stopped" in hosts.text()
     assert "stopped by SIGUSR1" in hosts.text()
+
+
+def children(agent: subprocess.Popen[bytes]) -> list[int]:
+    found = subprocess.run(["pgrep", "-P", str(agent.pid)], capture_output=True, text=True, check=False).stdout
+    return sorted(map(int, found.split()))
 
 
 def test_a_host_whose_ranks_cannot_start_is_left_out(hosts: Hosts, tmp_path: Path) -> None:

@@ -169,9 +169,9 @@ def main() -> None:
     os.dup2(2, 1)
     for name in IMPORTED:
         importlib.import_module(name)
-    from pipeline.proof.worker import preload  # noqa: PLC0415
+    from pipeline.run.preload import preload  # noqa: PLC0415
 
-    preload(("torch", "deepspeed"), ("llama",))
+    preload(["pipeline.proof.rank"], ("torch", "deepspeed"), ("llama",))
 
     def answer(pid: int, code: int | None) -> None:
         print(json.dumps([pid, code]), file=answers, flush=True)

@@ -1,0 +1,47 @@
+"""Imports ahead of time, in a process that becomes a rank later, or whose forks do."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Collection, Iterable
+
+
+def preload(modules: Iterable[str], engines: Collection[str], model_types: Iterable[str]) -> None:
+    """Imports the modules that every rank would otherwise import itself, some of them only at the first step.
+
+    Args:
+        modules: further ones, by name.
+        engines: torch, deepspeed.
+        model_types: Hugging Face's `model_type` of the models.
+    """
+    modules = [*modules, "transformers.generation.utils"]
+    modules += [f"transformers.models.{kind}.modeling_{kind}" for kind in sorted(model_types)]
+    for engine in engines:
+        modules += _IMPORTS[engine]
+    for name in modules:
+        with contextlib.suppress(ImportError):  # the code that needs it raises a better error
+            importlib.import_module(name)
+    if "deepspeed" in engines:
+        with contextlib.suppress(ImportError, RuntimeError):
+            from pipeline.engines.deepspeed.operators import skip_shared_memory  # noqa: PLC0415
+
+            skip_shared_memory()
+
+
+_IMPORTS = {
+    "reference": ("pipeline.engines.torch_native.reference",),
+    "torch": (
+        "pipeline.engines.torch_native.single",
+        "pipeline.engines.torch_native.parallel",
+        "pipeline.engines.torch_native.pipeline",
+    ),
+    "deepspeed": (
+        "pipeline.engines.deepspeed.zero",
+        "pipeline.engines.deepspeed.pipeline",
+        # imported when a model is wrapped; the first imports torch's compiler, which takes two seconds
+        "deepspeed.runtime.zero.muon.muon_optimizer",
+        "deepspeed.module_inject.auto_ep_layer",
+        "torch.utils.cpp_extension",
+    ),
+}
