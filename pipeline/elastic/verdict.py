@@ -60,7 +60,8 @@ def verdict(states: Mapping[str, NodeState], *, waited_s: float) -> Verdict | No
         nodes = tuple(node for node, each in codes.items() if any(map(wanted, each)))
         if nodes:
             return _begun(kind, nodes, states, codes) if ended or waited_s >= wait_s else None
-    if ended:
+    unheard = any(code == -signal.SIGUSR1 for state in states.values() for code in state.codes.values())
+    if ended or (unheard and waited_s >= CAUSE_S):  # the others wait for a rank that ended before it could listen
         return Verdict("stopped" if max(every) else "finished", max(every))
     return Verdict("lost", EXIT_LOST) if waited_s >= SAVED_S else None
 

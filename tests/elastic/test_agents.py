@@ -108,7 +108,7 @@ def test_a_killed_rank_starts_again_in_place_and_a_stop_request_saves_the_run(ho
     rank, waiting = children(hosts.agents["b"])  # the second one has its imports done
     os.kill(rank, signal.SIGKILL)
     hosts.wait_for(lambda: "start 2 on a, b (a rank was lost: rank 1 on b was ended by SIGKILL" in hosts.text())
-    hosts.wait_for(lambda: os.readlink(f"/proc/{waiting}/fd/0") == "/dev/null")  # no longer the agent's pipe
+    hosts.wait_for(lambda: str(Path(f"/proc/{waiting}/fd/0").readlink()) == "/dev/null")  # no longer the agent's pipe
     hosts.wait_for_step(45)
     for name in ("a", "b"):
         hosts.agents[name].send_signal(signal.SIGUSR1)

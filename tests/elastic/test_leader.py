@@ -93,6 +93,13 @@ def test_a_rank_that_was_asked_to_stop_before_it_could_listen_has_stopped() -> N
     assert decided(World(), World().start(), codes=codes, running=()).outcome == EXIT_REQUEUE
 
 
+def test_ranks_that_wait_for_one_that_was_stopped_before_it_could_listen_are_not_waited_for() -> None:
+    world, plan = World(), World().start()
+    codes = {"b": {1: -10}}
+    assert next_plan(world.terms, plan, states(plan, codes=codes), waited_s=CAUSE_S - 1) is None
+    assert decided(world, plan, codes=codes).outcome == EXIT_REQUEUE
+
+
 def test_a_dead_node_is_left_out_at_once_the_first_one_too() -> None:
     world = World()
     made = decided(world, world.start(), without="a", waited_s=0)
