@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -101,6 +102,9 @@ def test_the_first_host_dies_and_comes_back_and_the_losses_are_those_of_one_proc
 
 
 def test_a_killed_rank_starts_again_in_place_and_a_stop_request_saves_the_run(hosts: Hosts) -> None:
+    config = json.loads(hosts.config.read_text())
+    config["run"]["steps"] = 100_000
+    write_config(hosts.config, config)
     hosts.start("a")
     hosts.start("b")
     hosts.wait_for_step(25)
@@ -109,7 +113,8 @@ def test_a_killed_rank_starts_again_in_place_and_a_stop_request_saves_the_run(ho
     os.kill(rank, signal.SIGKILL)
     hosts.wait_for(lambda: "start 2 on a, b (a rank was lost: rank 1 on b was ended by SIGKILL" in hosts.text())
     hosts.wait_for(lambda: str(Path(f"/proc/{waiting}/fd/0").readlink()) == "/dev/null")  # no longer the agent's pipe
-    hosts.wait_for_step(45)
+    hosts.wait_for(lambda: "resuming after" in hosts.text())
+    hosts.wait_for_step(max(hosts.losses()) + 5)
     for name in ("a", "b"):
         hosts.agents[name].send_signal(signal.SIGUSR1)
     assert [hosts.code(name) for name in ("a", "b")] == [75, 75]
