@@ -45,6 +45,11 @@ def cable_is_cut(run: SlurmRun, draw: random.Random) -> None:
     run.cluster.controller.ip(f"link set {draw.choice(['n2', 'n3', 'n4'])} down")
 
 
+def cable_of_the_first_node_is_cut(run: SlurmRun, _draw: random.Random) -> None:
+    """Of the batch script, rank 0 and the heartbeat server; the agents' files are reached still."""
+    run.cluster.controller.ip("link set n1 down")
+
+
 def rank_is_killed(run: SlurmRun, draw: random.Random) -> None:
     """SIGKILL, as by the out-of-memory killer."""
     _signal(run, draw, "KILL", "pipeline.train --config", "--newest")
@@ -81,7 +86,8 @@ class Kind:
 KINDS = {
     "first node crashes": Kind(first_node_crashes, 5),
     "another node crashes": Kind(node_crashes, 3),
-    "cable of a node is cut": Kind(cable_is_cut, 2),
+    "cable of the first node is cut": Kind(cable_of_the_first_node_is_cut, 1),
+    "cable of another node is cut": Kind(cable_is_cut, 1),
     "rank is killed": Kind(rank_is_killed, 3),
     "rank is frozen": Kind(rank_is_frozen, 2),
     "agent is killed": Kind(agent_is_killed, 3),
