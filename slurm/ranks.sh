@@ -19,12 +19,16 @@ HEADRACE_REPLACE=${HEADRACE_REPLACE:-1}
 # Whether the nodes are checked before a start, and bad ones left out (docs/how-to/bad-nodes.md); 0: no.
 HEADRACE_NODE_CHECKS=${HEADRACE_NODE_CHECKS:-1}
 
+# How Slurm's commands know this job: the id of the last element of an array is that of the whole array as well.
+HEADRACE_JOB=$SLURM_JOB_ID
+[ -z "${SLURM_ARRAY_TASK_ID:-}" ] || HEADRACE_JOB=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+
 # Stop request to this script alone (--signal=B:USR1, scancel --batch): all agents get it, and those that start later.
 # Without the B, Slurm signals the agents themselves, which works also when this script is gone with its node.
 HEADRACE_STOP_REQUESTED='' HEADRACE_STOP_FILE=''
 headrace_request_stop() {
     HEADRACE_STOP_REQUESTED=yes
-    [ -z "$HEADRACE_STOP_FILE" ] || { touch "$HEADRACE_STOP_FILE" && scancel --signal=USR1 "$SLURM_JOB_ID"; } || true
+    [ -z "$HEADRACE_STOP_FILE" ] || { touch "$HEADRACE_STOP_FILE" && scancel --signal=USR1 "$HEADRACE_JOB"; } || true
 }
 trap headrace_request_stop USR1
 
@@ -36,26 +40,26 @@ headrace_train() {
     step=$(python -m pipeline check --progress "${@:3}") || return
     read -r step run_dir <<< "$step"
     [ -n "$run_dir" ] || { echo "error: the run's directory is not known: python -m pipeline check says nothing of it" >&2; return 2; }
-    records=$run_dir/.agents directory=$run_dir/.agents/$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
+    records=$run_dir/.agents directory=$run_dir/.agents/$HEADRACE_JOB.${SLURM_RESTART_COUNT:-0}
     mkdir -p "$directory"
 
     # The script of an earlier start was lost with its node, and the run has ended since: so does the job.
-    if [ -f "$records/$SLURM_JOB_ID.ended" ]; then
-        { read -r code && read -r why; } < "$records/$SLURM_JOB_ID.ended" || true
-        rm "$records/$SLURM_JOB_ID.ended"
+    if [ -f "$records/$HEADRACE_JOB.ended" ]; then
+        { read -r code && read -r why; } < "$records/$HEADRACE_JOB.ended" || true
+        rm "$records/$HEADRACE_JOB.ended"
         headrace_end "$code" "$why"
         return "$code"
     fi
-    echo "$SLURM_JOB_ID $step" >> "$records/starts"
+    echo "$HEADRACE_JOB $step" >> "$records/starts"
     # A later start may have fewer nodes than the job was submitted for, and asks for the others.
-    [ -f "$records/$SLURM_JOB_ID.nodes" ] || echo "$SLURM_JOB_NUM_NODES" > "$records/$SLURM_JOB_ID.nodes"
-    read -r wanted < "$records/$SLURM_JOB_ID.nodes"
-    output=$(scontrol show job --oneliner "$SLURM_JOB_ID" | sed -n 's/.* StdOut=\([^ ]*\).*/\1/p')
+    [ -f "$records/$HEADRACE_JOB.nodes" ] || echo "$SLURM_JOB_NUM_NODES" > "$records/$HEADRACE_JOB.nodes"
+    read -r wanted < "$records/$HEADRACE_JOB.nodes"
+    output=$(scontrol show job --oneliner "$HEADRACE_JOB" | sed -n 's/.* StdOut=\([^ ]*\).*/\1/p')
     nodes=$(scontrol show node --oneliner "$SLURM_JOB_NODELIST" | sed -n 's/^NodeName=\([^ ]*\) .* NodeAddr=\([^ ]*\) .*/\1=\2/p' | paste -sd,)
 
     local options=(--nodes "$nodes" --directory "$directory" --tasks "$tasks" --least "$HEADRACE_MIN_NODES"
         --restarts "$HEADRACE_RESTARTS" --join "$HEADRACE_PATIENCE" --dead "$HEADRACE_DEAD" --wanted "$wanted"
-        --slurm-job "$SLURM_JOB_ID" --batch-host "$SLURMD_NODENAME")
+        --slurm-job "$HEADRACE_JOB" --batch-host "$SLURMD_NODENAME")
     [ -z "$output" ] || options+=(--output "$output")
     [ "$HEADRACE_NODE_CHECKS" = 0 ] || options+=(--node-checks)
     [ "$HEADRACE_REPLACE" = 0 ] || options+=(--join-script "$HEADRACE_ROOT/slurm/join.sbatch")
@@ -77,7 +81,7 @@ headrace_train() {
         tail -n 20 "$directory/$SLURMD_NODENAME.log" >&2 || true
         why="the agents ended without an outcome: their logs are in $directory"
     fi
-    [ "$code" != 75 ] || scontrol requeue "$SLURM_JOB_ID" || true # the agents have done it, or could not
+    [ "$code" != 75 ] || scontrol requeue "$HEADRACE_JOB" || true # the agents have done it, or could not
     headrace_end "$code" "$why"
     return "$code"
 }
@@ -96,7 +100,7 @@ headrace_agent() {
             --overlap --no-kill --output="$directory/%N.log" --open-mode=append \
             python -m pipeline.elastic "${stopped[@]}" "${@:4}" || true
         [ $((SECONDS - began)) -ge 30 ] && short=0 || short=$((short + 1))
-        if listed=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%N) && [ -n "$listed" ]; then # else the controller is away
+        if listed=$(squeue --noheader --jobs="$HEADRACE_JOB" --format=%N) && [ -n "$listed" ]; then # else the controller is away
             listed=$(scontrol show hostnames "$listed")
             [[ $'\n'$listed$'\n' == *$'\n'$node$'\n'* ]] || return 0
         fi
@@ -113,5 +117,5 @@ headrace_join() {
 
 # The last line of the log. $1: exit code; $2: the reason.
 headrace_end() {
-    [ "$1" = 0 ] || echo "job $SLURM_JOB_ID: ended with code $1: $2"
+    [ "$1" = 0 ] || echo "job $HEADRACE_JOB: ended with code $1: $2"
 }

@@ -107,7 +107,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--wanted", type=int, metavar="N", help="hosts that the run should have; default: all in --nodes")
     add("--guest", metavar="ADDRESS", help="take part as one more host, which the others reach there")
     slurm = parser.add_argument_group("under Slurm (slurm/ranks.sh sets them)")
-    slurm.add_argument("--slurm-job", type=int, metavar="ID", help="queue this job again when the run asks for it")
+    slurm.add_argument("--slurm-job", metavar="ID", help="queue this job again when the run asks for it")
     slurm.add_argument("--batch-host", metavar="NAME", help="host of its batch script")
     slurm.add_argument("--stopped", action="store_true", help="the job was asked to stop before this began")
     slurm.add_argument("--join-script", metavar="FILE", help="submit this to replace a host that is lost")

@@ -29,7 +29,7 @@ class SlurmJob:
     """The job of the run, seen from one of the nodes that train.
 
     Args:
-        number: its id.
+        number: its id; ARRAY_ELEMENT for that of an array.
         batch_host: node of its batch script.
         records: directory in which its starts are noted, of the run.
         outcome: file that the batch script reads at its end: the exit code, and why.
@@ -38,7 +38,7 @@ class SlurmJob:
         join: command line of `slurm/join.sbatch` for one more node, without the options of sbatch; empty: ask for none.
     """
 
-    number: int
+    number: str
     batch_host: str
     records: Path
     outcome: Path
@@ -144,7 +144,7 @@ class SlurmJob:
 
     def _excluded(self, plan: Plan) -> str:
         """The nodes that the user excludes, and those that were left out."""
-        shown = _run("scontrol", "show", "job", "--oneliner", str(self.number)).stdout
+        shown = _run("scontrol", "show", "job", "--oneliner", self.number).stdout
         found = re.search(r" ExcNodeList=(\S+)", shown)
         before = [] if found is None or found[1] == "(null)" else [found[1]]
         return ",".join([*before, *plan.excluded])
@@ -160,7 +160,7 @@ class SlurmJob:
         return lines.count(f"{self.number} {step}")
 
     def _control(self, how: str, *, say: Say) -> bool:
-        done = _run("scontrol", how, str(self.number))
+        done = _run("scontrol", how, self.number)
         if done.returncode:
             say(f"the job could not be queued: {done.stderr.strip()}; submit it again, it resumes")
         return not done.returncode
