@@ -29,6 +29,10 @@ if [ -d "$HEADRACE_ROOT/headrace" ]; then
     export PYTHONPATH=$HEADRACE_ROOT${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
 fi
 
+# How Slurm's commands know this job: the id of the last element of an array is that of the whole array as well.
+HEADRACE_JOB=${SLURM_JOB_ID:-}
+[ -z "${SLURM_ARRAY_TASK_ID:-}" ] || HEADRACE_JOB=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+
 # Without it every task starts one thread per core of the node, and the tasks oversubscribe the cores.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 

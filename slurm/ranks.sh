@@ -19,10 +19,6 @@ HEADRACE_REPLACE=${HEADRACE_REPLACE:-1}
 # Whether the nodes are checked before a start, and bad ones left out (docs/how-to/bad-nodes.md); 0: no.
 HEADRACE_NODE_CHECKS=${HEADRACE_NODE_CHECKS:-1}
 
-# How Slurm's commands know this job: the id of the last element of an array is that of the whole array as well.
-HEADRACE_JOB=$SLURM_JOB_ID
-[ -z "${SLURM_ARRAY_TASK_ID:-}" ] || HEADRACE_JOB=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
-
 # Stop request to this script alone (--signal=B:USR1, scancel --batch): all agents get it, and those that start later.
 # Without the B, Slurm signals the agents themselves, which works also when this script is gone with its node.
 HEADRACE_STOP_REQUESTED='' HEADRACE_STOP_FILE=''

@@ -243,7 +243,7 @@ def test_a_run_that_loses_a_rank_and_then_its_first_node_goes_on_and_ends_as_com
         run = SlurmRun(cluster, tmp_path / "long", tmp_path / "train.out")
         run.submit(_long_config(tmp_path, tokens), ["--nodes=2"], HEADRACE_RESTARTS="1", HEADRACE_DEAD="5")
         run.wait_for_step(12)
-        cluster.node("n2").machine.run("pkill", "-KILL", "--oldest", "-f", "multiprocessing|pipeline.train --config")
+        cluster.node("n2").machine.run("pkill", "-KILL", "-f", "[-]m pipeline.train --config")
         run.wait_for_step(32)
         cluster.node("n1").crash()
         run.wait_for(lambda: "the job is queued once more" in run.text())

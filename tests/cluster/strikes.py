@@ -52,17 +52,17 @@ def cable_of_the_first_node_is_cut(run: SlurmRun, _draw: random.Random) -> None:
 
 def rank_is_killed(run: SlurmRun, draw: random.Random) -> None:
     """SIGKILL, as by the out-of-memory killer."""
-    _signal(run, draw, "KILL", "pipeline.train --config", "--newest")
+    _signal(run, draw, "KILL", "[-]m pipeline.train --config", "--newest")
 
 
 def rank_is_frozen(run: SlurmRun, draw: random.Random) -> None:
     """SIGSTOP: it answers to nobody."""
-    _signal(run, draw, "STOP", "pipeline.train --config", "--newest")
+    _signal(run, draw, "STOP", "[-]m pipeline.train --config", "--newest")
 
 
 def agent_is_killed(run: SlurmRun, draw: random.Random) -> None:
     """SIGKILL of the agent, whose ranks end with it."""
-    _signal(run, draw, "KILL", "python -m pipeline.elastic", "--oldest")
+    _signal(run, draw, "KILL", "[-]m pipeline.elastic --nodes", "--oldest")
 
 
 def stop_is_requested(run: SlurmRun, _draw: random.Random) -> None:
