@@ -171,7 +171,7 @@ class Agent:
     def _tell(self, plan: Plan, alive: Mapping[str, NodeState]) -> None:
         if plan.outcome is not None:
             self.say(f"the run ends with code {plan.outcome}: {plan.reason}")
-        elif plan.growing:
+        elif plan.growing or (plan.start == self._state.plan.start and not plan.checking):
             self.say(plan.reason)
         elif plan.checking:
             self.say(f"the nodes are checked ({plan.reason})")

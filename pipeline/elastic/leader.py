@@ -115,7 +115,10 @@ def welcomed(plan: Plan, announced: Mapping[str, str]) -> Plan | None:
         plan: the newest.
         announced: node -> address of all guests so far.
     """
-    return None if plan.guests == announced else _next(plan, guests=dict(announced))
+    if plan.guests == announced:
+        return None
+    reason = f"{', '.join(sorted({*announced} - {*plan.guests}))} is there: it takes part from the next checkpoint on"
+    return _next(plan, guests=dict(announced), reason=reason)
 
 
 def grown(terms: Terms, plan: Plan, alive: Mapping[str, NodeState]) -> Plan | None:

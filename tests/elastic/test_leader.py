@@ -257,6 +257,7 @@ def test_a_guest_takes_part_from_the_next_checkpoint_on() -> None:
     world = World(sizes=(3, 4))
     plan = welcomed(world.start(), {"g": "10.0.0.9"})
     assert plan is not None
+    assert plan.reason == "g is there: it takes part from the next checkpoint on"
     assert welcomed(plan, {"g": "10.0.0.9"}) is None
     alive = {**states(plan), "g": NodeState("g", 1, plan, guest=True)}
     refusal = {n: None if n in (3, 4) else "no" for n in range(5)}.__getitem__
