@@ -48,6 +48,11 @@ export PYTHONUNBUFFERED=1
 # NCCL prints nothing by default, not even the cause of a failure; WARN prints causes only.
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 
+# Prints NAME=ADDRESS of nodes, one to a line: the addresses that Slurm itself reaches them at. $1: nodes as Slurm lists them.
+headrace_addresses() {
+    scontrol show node --oneliner "$1" | sed -n 's/^NodeName=\([^ ]*\) .* NodeAddr=\([^ ]*\) .*/\1=\2/p'
+}
+
 # Sets the network interface. A function, since it queries the controller, which the elements of a job array should not do.
 headrace_interface() {
     # Gloo listens on the address that a node's own host name resolves to. On Debian that is 127.0.1.1, and the other
@@ -55,7 +60,8 @@ headrace_interface() {
     # need not resolve on compute nodes. NCCL uses it for its bootstrap only: it finds InfiniBand by itself. '=' matches the
     # exact name, not a prefix.
     local address interface
-    address=$(scontrol show node --oneliner "$SLURMD_NODENAME" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
+    address=$(headrace_addresses "$SLURMD_NODENAME")
+    address=${address#*=}
     interface=$(ip -oneline -4 address show to "$address" 2> /dev/null | awk '{print $2; exit}') || true
     [ -n "$interface" ] || return 0
     export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}

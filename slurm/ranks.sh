@@ -51,7 +51,7 @@ headrace_train() {
     [ -f "$records/$HEADRACE_JOB.nodes" ] || echo "$SLURM_JOB_NUM_NODES" > "$records/$HEADRACE_JOB.nodes"
     read -r wanted < "$records/$HEADRACE_JOB.nodes"
     output=$(scontrol show job --oneliner "$HEADRACE_JOB" | sed -n 's/.* StdOut=\([^ ]*\).*/\1/p')
-    nodes=$(scontrol show node --oneliner "$SLURM_JOB_NODELIST" | sed -n 's/^NodeName=\([^ ]*\) .* NodeAddr=\([^ ]*\) .*/\1=\2/p' | paste -sd,)
+    nodes=$(headrace_addresses "$SLURM_JOB_NODELIST" | paste -sd,)
 
     local options=(--nodes "$nodes" --directory "$directory" --tasks "$tasks" --least "$HEADRACE_MIN_NODES"
         --restarts "$HEADRACE_RESTARTS" --join "$HEADRACE_PATIENCE" --dead "$HEADRACE_DEAD" --wanted "$wanted"
@@ -107,8 +107,8 @@ headrace_agent() {
 # Takes part in the run of another job as one more node. $@: the options of its agents, the module, and its arguments.
 headrace_join() {
     local address
-    address=$(scontrol show node --oneliner "$SLURMD_NODENAME" | sed -n 's/.* NodeAddr=\([^ ]*\) .*/\1/p')
-    exec python -m pipeline.elastic --guest "$address" "$@"
+    address=$(headrace_addresses "$SLURMD_NODENAME")
+    exec python -m pipeline.elastic --guest "${address#*=}" "$@"
 }
 
 # The last line of the log. $1: exit code; $2: the reason.

@@ -18,6 +18,7 @@ from zlib import crc32
 from headrace.base.cli import guarded
 from headrace.base.errors import ConfigError
 from pipeline.elastic.agent import Agent
+from pipeline.elastic.commands import Commands
 from pipeline.elastic.files import DEAD_S, StateFiles
 from pipeline.elastic.leader import Terms
 from pipeline.elastic.local_ranks import Command
@@ -26,7 +27,8 @@ from pipeline.elastic.slurm_job import SlurmJob
 from pipeline.elastic.warm_ranks import WarmRanks
 from pipeline.node_checks.before_start import addresses_of
 
-_POLL_S = 0.1
+_OWN = ("node", "guest", "stopped", "module", "arguments")
+"""Arguments that are not handed to the agent of another job."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         files.announce(args.guest)
     arguments = (sys.executable, "-m", args.module, *args.arguments)
     command = Command(arguments, args.tasks, directory / "logs", output)
-    asks = Questions(args.arguments, args.tasks, partial(_write, output))
+    commands = Commands()
+    asks = Questions(args.arguments, args.tasks, partial(_write, output), commands)
     wanted = args.wanted or len(addresses)
     terms = Terms(
         addresses,
@@ -61,12 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         note_fault=asks.note_fault,
         checks=args.node_checks,
     )
-    say, slurm = partial(_say, output), None if args.slurm_job is None else _slurm_job(args, wanted)
+    say, slurm = partial(_say, output), None if args.slurm_job is None else _slurm_job(args, wanted, commands)
     script = slurm is not None and not guest and args.node == args.batch_host
     check = partial(asks.bad_nodes, args.node, directory / "checks") if args.node_checks else None
     warm = None if args.no_warm_ranks else WarmRanks(command, args.node)
     agent = Agent(args.node, command, terms, files, args.join, say, slurm, guest, script, warm, check)
-    asks.tick = agent.tick
+    commands.tick = agent.tick
     if args.stopped:
         agent.stop()
     outcome = agent.run().outcome
@@ -93,17 +96,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--restarts", type=int, default=20, metavar="N", help="without a new checkpoint; default: %(default)s")
     add("--join", type=float, default=120.0, metavar="S", help="seconds in which all hosts have to come; default: 120")
     add("--dead", type=float, default=DEAD_S, metavar="S", help="seconds of silence of a dead host; default: 20")
-    add(
-        "--node-checks",
-        action="store_true",
-        help="check all hosts first, and leave bad ones out",
-    )
+    add("--node-checks", action="store_true", help="check all hosts first, and leave bad ones out")
     add("--output", metavar="FILE", help="log of rank 0 and of the agents; default: this terminal")
-    add(
-        "--no-warm-ranks",
-        action="store_true",
-        help="keep no processes for the next start with their imports done",
-    )
+    add("--no-warm-ranks", action="store_true", help="keep no processes for the next start with their imports done")
     add("--wanted", type=int, metavar="N", help="hosts that the run should have; default: all in --nodes")
     add("--guest", metavar="ADDRESS", help="take part as one more host, which the others reach there")
     slurm = parser.add_argument_group("under Slurm (slurm/ranks.sh sets them)")
@@ -120,20 +115,20 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def _slurm_job(args: argparse.Namespace, wanted: int) -> SlurmJob:
-    """The job; another node's agent has the same arguments but for being a guest, whose address its script knows."""
-    directory, flags = Path(args.directory), ("node_checks", "no_warm_ranks")
-    own = ("node", "guest", "stopped", "module", "arguments", *flags)
-    join = [args.join_script] if args.join_script else []
-    for name, value in vars(args).items():
-        if join and value is not None and name not in own:
-            join += [f"--{name.replace('_', '-')}", str(value)]
-    if join:
-        join += [f"--{name.replace('_', '-')}" for name in flags if getattr(args, name)]
-        join += [args.module, *args.arguments]
+def _slurm_job(args: argparse.Namespace, wanted: int, commands: Commands) -> SlurmJob:
+    directory, join = Path(args.directory), _join_command(args) if args.join_script else []
     return SlurmJob(
-        args.slurm_job, args.batch_host, directory.parent, directory / "outcome", args.tasks, wanted, tuple(join)
+        args.slurm_job, args.batch_host, directory.parent, directory / "outcome", args.tasks, wanted, commands, join
     )
+
+
+def _join_command(args: argparse.Namespace) -> list[str]:
+    """Starts another node's agent: it has the same options but for being a guest, whose address its script knows."""
+    options: list[str] = []
+    for name, value in vars(args).items():
+        if name not in _OWN and value is not None and value is not False:
+            options += [f"--{name.replace('_', '-')}"] + [str(value)] * (value is not True)
+    return [args.join_script, *options, args.module, *args.arguments]
 
 
 def _say(output: Path | None, line: str) -> None:

@@ -171,10 +171,10 @@ class Agent:
     def _tell(self, plan: Plan, alive: Mapping[str, NodeState]) -> None:
         if plan.outcome is not None:
             self.say(f"the run ends with code {plan.outcome}: {plan.reason}")
-        elif plan.growing or (plan.start == self._state.plan.start and not plan.checking):
-            self.say(plan.reason)
         elif plan.checking:
             self.say(f"the nodes are checked ({plan.reason})")
+        elif plan.start == self._state.plan.start:
+            self.say(plan.reason)
         else:
             spares = [node for node in alive if node not in plan.members and node not in plan.excluded]
             rest = f"; spare: {', '.join(spares)}" if spares else ""

@@ -55,10 +55,11 @@ def first_plan(terms: Terms, alive: Mapping[str, NodeState], *, bad: Mapping[str
         alive: the nodes that are.
         bad: node -> what the checks of the nodes have found wrong with it.
     """
+    step = terms.step()
     for node, why in (bad or {}).items():
         terms.note_fault(node, why)
     excluded = {**terms.left_out(), **(bad or {})}
-    return _start(terms, Plan(step=terms.step(), excluded=excluded), alive, "start")
+    return _start(terms, Plan(step=step, excluded=excluded), alive, "start")
 
 
 def next_plan(

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.base.errors import DataError
+from pipeline.elastic.commands import Commands
 from pipeline.node_checks.bad_nodes import add_fault, nodes_left_out
 from pipeline.node_checks.before_start import check_command, read_verdict
-
-_POLL_S = 0.1
 
 
 @dataclass
@@ -24,14 +23,15 @@ class Questions:
         arguments: --config and --set.
         tasks: ranks of a host.
         write: prints for people.
-        tick: is called while a process runs.
+        commands: runs them.
     """
 
     arguments: Sequence[str]
     tasks: int
     write: Callable[[str], None]
-    tick: Callable[[], None] = lambda: None
+    commands: Commands
     _told: bool = False
+    _run_dir: Path | None = None
 
     def refusal(self, nodes: int) -> str | None:
         """Why there is no layout for a number of hosts."""
@@ -45,19 +45,21 @@ class Questions:
 
     def step(self) -> int:
         """Of the newest checkpoint."""
-        word = self._check("--progress").stdout.partition(" ")[0]
+        word, _, run_dir = self._check("--progress").stdout.rstrip("\n").partition(" ")
+        self._run_dir = Path(run_dir) if run_dir else self._run_dir
         return int(word) if word.isdecimal() else 0
 
     def left_out(self) -> Mapping[str, str]:
-        """Node -> why the run's directory lists it as left out."""
+        """Node -> why the run's directory, which `step` has found, lists it as left out."""
         with suppress(DataError, OSError):
-            return nodes_left_out(self._run_dir())
+            return {} if self._run_dir is None else nodes_left_out(self._run_dir)
         return {}
 
     def note_fault(self, node: str, fault: str) -> None:
-        """Lists a fault in the run's directory."""
+        """Lists a fault in the run's directory, which `step` has found."""
         with suppress(DataError, OSError):  # the run goes on where its list of faults cannot be written
-            add_fault(self._run_dir(), node, fault.partition("\n")[0])
+            if self._run_dir is not None:
+                add_fault(self._run_dir, node, fault.partition("\n")[0])
 
     def bad_nodes(self, node: str, directory: Path, nodes: Mapping[str, str], number: int) -> Mapping[str, str]:
         """Makes the checks of this node together with the others (`python -m pipeline.node_checks`).
@@ -72,23 +74,9 @@ class Questions:
             Node -> what is wrong with it; empty also where the config is refused, which `refusal` says.
         """
         attempt = f"{directory.parent.name}-{number}"
-        self._run(check_command(nodes, node, directory, attempt=attempt, arguments=self.arguments))
+        self.commands.run(check_command(nodes, node, directory, attempt=attempt, arguments=self.arguments))
         found = read_verdict(directory, attempt=attempt)
         return {} if found is None else {name: "; ".join(why) for name, why in found.bad.items()}
 
-    def _run_dir(self) -> Path:
-        return Path(self._check("--progress").stdout.rstrip("\n").partition(" ")[2])
-
     def _check(self, *options: str) -> subprocess.CompletedProcess[str]:
-        return self._run([sys.executable, "-m", "pipeline", "check", *options, *self.arguments])
-
-    def _run(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        pipe, none = subprocess.PIPE, subprocess.DEVNULL
-        with subprocess.Popen(
-            command, text=True, start_new_session=True, stdin=none, stdout=pipe, stderr=pipe
-        ) as process:
-            while True:
-                self.tick()
-                with suppress(subprocess.TimeoutExpired):
-                    out, err = process.communicate(timeout=_POLL_S)
-                    return subprocess.CompletedProcess(command, process.returncode, out, err)
+        return self.commands.run([sys.executable, "-m", "pipeline", "check", *options, *self.arguments])

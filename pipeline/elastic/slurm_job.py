@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.base.errors import EXIT_REQUEUE
+from pipeline.elastic.commands import Commands
 from pipeline.elastic.files import Plan
 
 STARTS_WITHOUT_PROGRESS = 3
 """Starts of a job from the same checkpoint after which it is held rather than queued."""
-_ASK_S, _UPDATE_S = 30.0, 15.0
+_ASK_S, _UPDATE_S, _TIMEOUT_S = 30.0, 15.0, 60.0
 
 Say = Callable[[str], None]
 
@@ -35,6 +36,7 @@ class SlurmJob:
         outcome: file that the batch script reads at its end: the exit code, and why.
         tasks: ranks of each node.
         wanted: nodes that it was submitted for.
+        commands: runs those of Slurm.
         join: command line of `slurm/join.sbatch` for one more node, without the options of sbatch; empty: ask for none.
     """
 
@@ -44,6 +46,7 @@ class SlurmJob:
     outcome: Path
     tasks: int
     wanted: int
+    commands: Commands
     join: Sequence[str] = ()
     _asked: float = field(default=-_ASK_S, init=False)
     _refused: bool = field(default=False, init=False)
@@ -61,18 +64,19 @@ class SlurmJob:
         if missing <= 0 or not self.join or time.monotonic() - self._asked < _ASK_S:
             return
         self._asked = time.monotonic()
-        listed = _run("squeue", "--noheader", f"--name={self._join_name}", "--format=%i %T")
+        listed = self._run("squeue", "--noheader", f"--name={self._join_name}", "--format=%i %T")
         if listed.returncode:
             return  # the controller does not answer just now
         jobs = [line.split() for line in listed.stdout.splitlines()]
         # a dead node looks like an idle one until Slurm takes it out of the job
         avoided = ",".join(sorted({*excluded, *self._nodes()}))
         if avoided != self._avoided:
-            for number in (number for number, state in jobs if state == "PENDING"):
-                _run("scontrol", "update", f"JobId={number}", f"ExcNodeList={avoided}")
+            for number, state in jobs:
+                if state == "PENDING":
+                    self._run("scontrol", "update", f"JobId={number}", f"ExcNodeList={avoided}")
             self._avoided = avoided
         for _ in range(missing - max(0, len(jobs) - guests)):
-            submitted = _run("sbatch", *self._join_options(avoided), *self.join)
+            submitted = self._run("sbatch", *self._join_options(avoided), *self.join)
             if submitted.returncode:
                 if not self._refused:  # perhaps only now, while Slurm knows of no node but those of the job
                     say(f"no node can be asked for yet: {submitted.stderr.strip()}; the run goes on with those it has")
@@ -105,7 +109,7 @@ class SlurmJob:
 
     def withdraw(self) -> None:
         """Takes the jobs that wait for more nodes out of the queue."""
-        _run("scancel", f"--name={self._join_name}", "--state=PENDING")
+        self._run("scancel", f"--name={self._join_name}", "--state=PENDING")
 
     def _queue_again(self, plan: Plan, *, step: int, nodes: int, say: Say) -> None:
         """On the nodes that are left, without those that were left out; a start that had too few waits for all."""
@@ -134,7 +138,7 @@ class SlurmJob:
         """
         deadline = time.monotonic() + _UPDATE_S  # the job's processes have KillWait seconds, 30 by default
         while True:
-            done = _run("scontrol", "update", f"JobId={self.number}", *changes)
+            done = self._run("scontrol", "update", f"JobId={self.number}", *changes)
             if not done.returncode:
                 return
             if time.monotonic() > deadline:
@@ -144,15 +148,20 @@ class SlurmJob:
 
     def _excluded(self, plan: Plan) -> str:
         """The nodes that the user excludes, and those that were left out."""
-        shown = _run("scontrol", "show", "job", "--oneliner", self.number).stdout
+        shown = self._run("scontrol", "show", "job", "--oneliner", self.number).stdout
         found = re.search(r" ExcNodeList=(\S+)", shown)
         before = [] if found is None or found[1] == "(null)" else [found[1]]
         return ",".join([*before, *plan.excluded])
 
+    def _run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """A command of Slurm's; without the variables of the present job, which sbatch would give to the next."""
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_") or key == "SLURM_CONF"}
+        return self.commands.run(command, environ=kept, timeout_s=_TIMEOUT_S)
+
     def _nodes(self) -> list[str]:
         """Of the job, as Slurm knows them."""
-        listed = _run("squeue", "--noheader", f"--jobs={self.number}", "--format=%N").stdout.strip()
-        return _run("scontrol", "show", "hostnames", listed).stdout.split() if listed else []
+        listed = self._run("squeue", "--noheader", f"--jobs={self.number}", "--format=%N").stdout.strip()
+        return self._run("scontrol", "show", "hostnames", listed).stdout.split() if listed else []
 
     def _starts_at(self, step: int) -> int:
         """How many starts of this job, this one included, began at a step."""
@@ -160,7 +169,7 @@ class SlurmJob:
         return lines.count(f"{self.number} {step}")
 
     def _control(self, how: str, *, say: Say) -> bool:
-        done = _run("scontrol", how, self.number)
+        done = self._run("scontrol", how, self.number)
         if done.returncode:
             say(f"the job could not be queued: {done.stderr.strip()}; submit it again, it resumes")
         return not done.returncode
@@ -170,7 +179,7 @@ class SlurmJob:
         return f"headrace-join-{self.number}"
 
     def _join_options(self, avoided: str) -> list[str]:
-        env, left = os.environ, _run("squeue", "--noheader", f"--jobs={self.number}", "--format=%L").stdout.strip()
+        env, left = os.environ, self._run("squeue", "--noheader", f"--jobs={self.number}", "--format=%L").stdout.strip()
         options = {
             "job-name": self._join_name,
             "nodes": "1",
@@ -193,12 +202,3 @@ def _in_a_line(reason: str) -> str:
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     traceback = next((at for at, line in enumerate(lines) if line.startswith("Traceback")), None)
     return " ".join(lines if traceback is None else [*lines[:traceback], lines[-1]])
-
-
-def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    """A command of Slurm's; without the variables of the present job, which sbatch would give to the next."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_") or key == "SLURM_CONF"}
-    try:
-        return subprocess.run(command, capture_output=True, text=True, env=kept, check=False, timeout=60)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return subprocess.CompletedProcess(command, 1, "", str(error))

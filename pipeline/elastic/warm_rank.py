@@ -46,10 +46,8 @@ def _import() -> None:
     with contextlib.suppress(HeadraceError, OSError, SystemExit):
         given = parse_arguments("")
         config = load_config(given.config, given.overrides)
-        model_type = config.model.config.get("model_type") if config.model.config else None
-        preload(
-            ["pipeline.run.session", "pipeline.engines.objective"], [config.engine], [model_type] if model_type else []
-        )
+        kinds = [kind for kind in [(config.model.config or {}).get("model_type")] if kind]
+        preload(["pipeline.run.session", "pipeline.engines.objective"], [config.engine], kinds)
 
 
 if __name__ == "__main__":

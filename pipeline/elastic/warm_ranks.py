@@ -9,9 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from headrace.base.cli import ERROR_FILE
-from headrace.base.processes import die_with_parent
 from pipeline.elastic.local_ranks import Command
-from pipeline.launch.rank_process import RankProcess
+from pipeline.launch.rank_process import RankProcess, start_process
+from pipeline.node_checks.host import available_memory
 
 _ROOM_BYTES = 2 << 30
 """Host memory that has to be available for each process; it takes about 0.4 GB, of which half is shared."""
@@ -69,20 +69,13 @@ class WarmRanks:
     def _start(self, local: int) -> subprocess.Popen[bytes]:
         python, _, *module = self._command.arguments
         self._command.logs.mkdir(parents=True, exist_ok=True)
-        with (self._command.logs / f"waiting-{self._node}-{local}.log").open("wb") as log:
-            return subprocess.Popen(
-                [python, "-m", "pipeline.elastic.warm_rank", *module],
-                stdin=subprocess.PIPE,
-                stdout=None if self._command.output is None else log,
-                stderr=subprocess.STDOUT if self._command.output is not None else None,
-                start_new_session=True,
-                preexec_fn=die_with_parent,  # noqa: PLW1509  there are no threads here
-            )
+        output = None if self._command.output is None else self._command.logs / f"waiting-{self._node}-{local}.log"
+        return start_process(
+            [python, "-m", "pipeline.elastic.warm_rank", *module], output=output, stdin=subprocess.PIPE
+        )
 
 
 def _has_room() -> bool:
-    with suppress(OSError, ValueError, IndexError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-        return available > _ROOM_BYTES
+    with suppress(OSError):
+        return available_memory(Path("/proc/meminfo").read_text()) > _ROOM_BYTES
     return False

@@ -69,18 +69,36 @@ def start_rank(
         output: file that it appends to; None for this process's own output.
         error: file for its error.
     """
+    process = start_process(command, environ={**environ, ERROR_FILE: str(error)}, output=output)
+    return RankProcess(number, process, output, error)
+
+
+def start_process(
+    command: Sequence[str],
+    *,
+    environ: Mapping[str, str] | None = None,
+    output: Path | None,
+    stdin: int = subprocess.DEVNULL,
+) -> subprocess.Popen[bytes]:
+    """Starts a process in a session of its own, which ends with this one.
+
+    Args:
+        command: its command line.
+        environ: its environment; None for that of this process.
+        output: file that it appends to; None for this process's own output.
+        stdin: its standard input, as `subprocess.Popen` takes it.
+    """
     with ExitStack() as stack:
         file = None if output is None else stack.enter_context(output.open("ab"))
-        process = subprocess.Popen(
+        return subprocess.Popen(
             command,
-            env={**environ, ERROR_FILE: str(error)},
-            stdin=subprocess.DEVNULL,
+            env=environ,
+            stdin=stdin,
             stdout=file,
             stderr=file and subprocess.STDOUT,
             start_new_session=True,
             preexec_fn=die_with_parent,  # noqa: PLW1509  there are no threads here
         )
-    return RankProcess(number, process, output, error)
 
 
 def terminate(ranks: Iterable[RankProcess], number: signal.Signals, *, tick: Callable[[], None] = lambda: None) -> None:
