@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = Command(arguments, args.tasks, directory / "logs", output)
     commands = Commands()
     asks = Questions(args.arguments, args.tasks, partial(_write, output), commands)
-    wanted = args.wanted or len(addresses)
+    wanted, checks = args.wanted or len(addresses), directory / "checks"
     terms = Terms(
         addresses,
         least=args.least,
@@ -62,11 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         wanted=wanted,
         left_out=asks.left_out,
         note_fault=asks.note_fault,
+        faults=asks.node_checks.faults,
         checks=args.node_checks,
+        bad=partial(asks.bad_nodes, checks),
     )
     say, slurm = partial(_say, output), None if args.slurm_job is None else _slurm_job(args, wanted, commands)
     script = slurm is not None and not guest and args.node == args.batch_host
-    check = partial(asks.bad_nodes, args.node, directory / "checks") if args.node_checks else None
+    check = partial(asks.check_nodes, args.node, checks) if args.node_checks else None
     warm = None if args.no_warm_ranks else WarmRanks(command, args.node)
     agent = Agent(args.node, command, terms, files, args.join, say, slurm, guest, script, warm, check)
     commands.tick = agent.tick
@@ -96,7 +98,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--restarts", type=int, default=20, metavar="N", help="without a new checkpoint; default: %(default)s")
     add("--join", type=float, default=120.0, metavar="S", help="seconds in which all hosts have to come; default: 120")
     add("--dead", type=float, default=DEAD_S, metavar="S", help="seconds of silence of a dead host; default: 20")
-    add("--node-checks", action="store_true", help="check all hosts first, and leave bad ones out")
+    add(
+        "--node-checks",
+        action="store_true",
+        help="check the hosts that have come before the first start, leave bad ones out",
+    )
     add("--output", metavar="FILE", help="log of rank 0 and of the agents; default: this terminal")
     add("--no-warm-ranks", action="store_true", help="keep no processes for the next start with their imports done")
     add("--wanted", type=int, metavar="N", help="hosts that the run should have; default: all in --nodes")

@@ -40,8 +40,8 @@ class Agent:
         guest: whether this node belongs to another job than the run's own.
         script: whether the job's batch script is on this node.
         warm: processes that wait with a rank's imports done; None for none.
-        check_nodes: makes the checks of this node together with others (node -> address, and what tells these checks
-            from earlier ones), and says which are bad and why; it has to call `tick` meanwhile.
+        check_nodes: makes the checks of this node together with others (node -> address, and the version of the plan
+            that asks for them); it has to call `tick` meanwhile.
     """
 
     node: str
@@ -54,8 +54,7 @@ class Agent:
     guest: bool = False
     script: bool = False
     warm: WarmRanks | None = None
-    check_nodes: Callable[[Mapping[str, str], int], Mapping[str, str]] | None = None
-    _bad: Mapping[str, str] = field(default_factory=dict)
+    check_nodes: Callable[[Mapping[str, str], int], None] | None = None
     _state: NodeState = field(init=False)
     _ranks: LocalRanks | None = None
     _stop: signal.Signals | None = None
@@ -75,8 +74,6 @@ class Agent:
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stopped)
         try:
-            if self.check_nodes is not None and not self.guest and len(self.terms.addresses) > 1:
-                self._bad = self.check_nodes(self.terms.addresses, 0)
             while self._state.plan.outcome is None:
                 self.tick()
                 self._look()
@@ -126,7 +123,7 @@ class Agent:
         plan = max((state.plan for state in alive.values()), key=lambda each: each.version)
         if plan.version > self._state.plan.version:
             return plan  # of another leader
-        made = self._first(alive) if plan.start == 0 else self._next(plan, alive)
+        made = self._first(alive) if plan.version == 0 else self._next(plan, alive)
         if made is not None:
             self._tell(made, alive)
             self._decided, self._alive_at_end = made.outcome is not None, alive
@@ -142,10 +139,10 @@ class Agent:
             return None
         if missing:
             self.say(f"{', '.join(missing)} did not come within {self.join_s:g} s")
-        return first_plan(self.terms, alive, bad=self._bad)
+        return first_plan(self.terms, alive)
 
     def _next(self, plan: Plan, alive: Mapping[str, NodeState]) -> Plan | None:
-        made = next_plan(self.terms, plan, alive, waited_s=self._waited(plan, alive), bad=self._bad)
+        made = next_plan(self.terms, plan, alive, waited_s=self._waited(plan, alive))
         if made is None and not plan.growing and not plan.checking and time.monotonic() - self._looked > _GROW_S:
             self._looked = time.monotonic()
             made = welcomed(plan, self.files.announced())
@@ -208,7 +205,7 @@ class Agent:
         if plan.checking:
             if self.check_nodes is not None and self.node in plan.members:
                 addresses = {**self.terms.addresses, **plan.guests}
-                self._bad = self.check_nodes({node: addresses[node] for node in plan.members}, plan.version)
+                self.check_nodes({node: addresses[node] for node in plan.members}, plan.version)
             self._change(checked=plan.version)
         if starts and plan.outcome is None and self.node in plan.members:
             self._ranks = LocalRanks(self.command, plan, self.node, None if self.warm is None else self.warm.take)

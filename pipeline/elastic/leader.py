@@ -13,8 +13,6 @@ from headrace.base.errors import EXIT_LOST, EXIT_REQUEUE, EXIT_USAGE
 from pipeline.elastic.files import NodeState, Plan
 from pipeline.elastic.verdict import Verdict, verdict
 
-FAULTS = 3
-"""Faults that began on a node after which it gets no ranks any more."""
 _FIRST_PORT, _PORTS = 10000, 20000  # below 32768, where Linux takes ports at random
 
 
@@ -32,7 +30,9 @@ class Terms:
         wanted: nodes that the run should have; with fewer, it waits for more where these have no layout.
         left_out: node -> why it gets no ranks in this run, of earlier starts.
         note_fault: takes a node on which a fault began, and the fault, for later starts.
-        checks: whether the nodes check each other after a loss that names none of them.
+        faults: that began on a node after which it gets no ranks any more.
+        checks: whether the nodes check each other before the first start, and after a loss that names none of them.
+        bad: node -> what the checks that the plan of a version asked for have found wrong with it.
     """
 
     addresses: Mapping[str, str]
@@ -44,38 +44,36 @@ class Terms:
     wanted: int = 1
     left_out: Callable[[], Mapping[str, str]] = dict
     note_fault: Callable[[str, str], None] = lambda _node, _fault: None
+    faults: int = 3
     checks: bool = False
+    bad: Callable[[int], Mapping[str, str]] = lambda _version: {}
 
 
-def first_plan(terms: Terms, alive: Mapping[str, NodeState], *, bad: Mapping[str, str] | None = None) -> Plan:
-    """The plan of the first start.
+def first_plan(terms: Terms, alive: Mapping[str, NodeState]) -> Plan:
+    """The first plan: a start, or the checks before it.
 
     Args:
         terms: of the job.
         alive: the nodes that are.
-        bad: node -> what the checks of the nodes have found wrong with it.
     """
-    step = terms.step()
-    for node, why in (bad or {}).items():
-        terms.note_fault(node, why)
-    excluded = {**terms.left_out(), **(bad or {})}
-    return _start(terms, Plan(step=step, excluded=excluded), alive, "start")
+    plan = Plan(step=terms.step(), excluded=dict(terms.left_out()))
+    members = tuple(_ready(terms, plan, alive))
+    if terms.checks and len(members) > 1:
+        return _next(plan, members=members, checking=True, reason="start")
+    return _start(terms, plan, alive, "start")
 
 
-def next_plan(
-    terms: Terms, plan: Plan, alive: Mapping[str, NodeState], *, waited_s: float, bad: Mapping[str, str] | None = None
-) -> Plan | None:
+def next_plan(terms: Terms, plan: Plan, alive: Mapping[str, NodeState], *, waited_s: float) -> Plan | None:
     """The next plan; None while there is nothing to decide.
 
     Args:
         terms: of the job.
-        plan: the newest of all nodes, of a start that has begun.
+        plan: the newest of all nodes, of a start that has begun, or of checks.
         alive: the nodes that are, this one among them.
         waited_s: since the first exit of this start was seen.
-        bad: node -> what the newest checks have found wrong with it.
     """
     if plan.checking:
-        return _after_checks(terms, plan, alive, bad or {})
+        return _after_checks(terms, plan, alive)
     dead = [node for node in plan.members if node not in alive]
     if dead:
         return _after_loss(terms, plan, alive, f"{', '.join(dead)} does not answer", begun=dead)
@@ -98,15 +96,21 @@ def _after_verdict(terms: Terms, plan: Plan, alive: Mapping[str, NodeState], fou
     return _after_loss(terms, plan, alive, "a rank was lost", begun=found.nodes, text=found.text)
 
 
-def _after_checks(terms: Terms, plan: Plan, alive: Mapping[str, NodeState], bad: Mapping[str, str]) -> Plan | None:
+def _after_checks(terms: Terms, plan: Plan, alive: Mapping[str, NodeState]) -> Plan | None:
     """A start without the nodes that the checks have named, once all have made them."""
+    if any(state.stop for state in alive.values()) and plan.start == 0:
+        return _next(plan, checking=False, outcome=EXIT_REQUEUE, reason="stopped before the start")
     if any(alive[node].checked < plan.version for node in plan.members if node in alive):
         return None
-    dead = [node for node in plan.members if node not in alive]
-    excluded = {**plan.excluded, **{node: why for node, why in bad.items() if node in plan.members}}
-    named = ", ".join(sorted({*bad} & {*plan.members}))
-    why = f"{plan.reason}; bad node: {named}" if named else plan.reason
-    return _after_loss(terms, replace(plan, checking=False, excluded=excluded), alive, why, begun=[*dead, *bad])
+    bad = {node: why for node, why in terms.bad(plan.version).items() if node in plan.members}
+    for node, what in bad.items():
+        terms.note_fault(node, what)
+    reason = f"{plan.reason}; bad node: {', '.join(sorted(bad))}" if bad else plan.reason
+    left = replace(plan, checking=False, excluded={**plan.excluded, **bad})
+    if plan.start == 0:
+        return _start(terms, left, alive, reason)
+    dead = [node for node in plan.members if node not in alive and node not in bad]
+    return _after_loss(terms, left, alive, reason, begun=dead)
 
 
 def welcomed(plan: Plan, announced: Mapping[str, str]) -> Plan | None:
@@ -155,7 +159,7 @@ def _after_loss(
     for node in begun:
         terms.note_fault(node, f"{why}: {text}" if text else why)
         faults[node] = faults.get(node, 0) + 1
-        if faults[node] >= FAULTS and len(_ready(terms, plan, alive)) > terms.least:
+        if faults[node] >= terms.faults and len(_ready(terms, plan, alive)) > terms.least:
             excluded[node] = f"{faults[node]} faults began there"
     reason = f"{why}: {text}" if text else why
     plan = replace(plan, restarts=restarts, step=step, faults=faults, excluded=excluded)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -9,10 +10,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.base.errors import DataError
+from headrace.base.cli import add_config_arguments
+from headrace.base.errors import ConfigError, DataError
+from pipeline.config.load import load_config
+from pipeline.config.node_checks_schema import NodeChecksSection
 from pipeline.elastic.commands import Commands
 from pipeline.node_checks.bad_nodes import add_fault, nodes_left_out
 from pipeline.node_checks.before_start import check_command, read_verdict
+
+_LEAVE_S = 60.0
+"""Seconds for the imports of the checks and their end, beside those of `launch.node_checks.timeout`."""
 
 
 @dataclass
@@ -32,6 +39,9 @@ class Questions:
     commands: Commands
     _told: bool = False
     _run_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        self.node_checks = self._node_checks()
 
     def refusal(self, nodes: int) -> str | None:
         """Why there is no layout for a number of hosts."""
@@ -59,9 +69,9 @@ class Questions:
         """Lists a fault in the run's directory, which `step` has found."""
         with suppress(DataError, OSError):  # the run goes on where its list of faults cannot be written
             if self._run_dir is not None:
-                add_fault(self._run_dir, node, fault.partition("\n")[0])
+                add_fault(self._run_dir, node, fault.partition("\n")[0], faults=self.node_checks.faults)
 
-    def bad_nodes(self, node: str, directory: Path, nodes: Mapping[str, str], number: int) -> Mapping[str, str]:
+    def check_nodes(self, node: str, directory: Path, nodes: Mapping[str, str], number: int) -> None:
         """Makes the checks of this node together with the others (`python -m pipeline.node_checks`).
 
         Args:
@@ -69,14 +79,32 @@ class Questions:
             directory: for the records, of this job.
             nodes: node -> address of those that are checked.
             number: of these checks.
-
-        Returns:
-            Node -> what is wrong with it; empty also where the config is refused, which `refusal` says.
         """
-        attempt = f"{directory.parent.name}-{number}"
-        self.commands.run(check_command(nodes, node, directory, attempt=attempt, arguments=self.arguments))
-        found = read_verdict(directory, attempt=attempt)
+        command = check_command(nodes, node, directory, attempt=_attempt(directory, number), arguments=self.arguments)
+        self.commands.run(command, timeout_s=self.node_checks.timeout + _LEAVE_S)
+
+    def bad_nodes(self, directory: Path, number: int) -> Mapping[str, str]:
+        """Node -> what checks have found wrong with it; empty also where the config is refused, as `refusal` says.
+
+        Args:
+            directory: of the records.
+            number: of the checks.
+        """
+        found = read_verdict(directory, attempt=_attempt(directory, number))
         return {} if found is None else {name: "; ".join(why) for name, why in found.bad.items()}
+
+    def _node_checks(self) -> NodeChecksSection:
+        """The config's; the defaults where it is refused, which `refusal` says."""
+        parser = argparse.ArgumentParser(add_help=False)
+        add_config_arguments(parser)
+        asked, _ = parser.parse_known_args(list(self.arguments))
+        with suppress(ConfigError, DataError, OSError):
+            return load_config(asked.config, asked.overrides).launch.node_checks
+        return NodeChecksSection()
 
     def _check(self, *options: str) -> subprocess.CompletedProcess[str]:
         return self.commands.run([sys.executable, "-m", "pipeline", "check", *options, *self.arguments])
+
+
+def _attempt(directory: Path, number: int) -> str:
+    return f"{directory.parent.name}-{number}"

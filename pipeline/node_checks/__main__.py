@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +30,9 @@ from pipeline.node_checks.tournament import partners_of
 
 BAD_NODES = 3
 """Exit code where there are bad nodes."""
-_POLL_S = 0.1
+_POLL_S, _POLL_S_PER_NODE = 0.1, 0.002
+_LINKS_SHARE = 0.2
+"""Share of the time that is kept for links; a check of the node itself that hangs does not use it up."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class NodeChecks:
     attempt: str
     terms: NodeChecksSection
     devices: int | None = None
+    _ports: dict[str, int] = field(default_factory=dict)
 
     def run(self) -> NodesVerdict:
         """Makes the checks, waits for the other nodes' records, and decides; takes `terms.timeout` at most."""
@@ -65,7 +68,13 @@ class NodeChecks:
         )
         write_record(self.directory, record)
         with free:  # links are not measured while this node is busy with itself
-            found = check_host(self.run_dir, terms=self.terms, devices=self.devices, tell=partial(self._tell, record))
+            found = check_host(
+                self.run_dir,
+                terms=self.terms,
+                devices=self.devices,
+                tell=partial(self._tell, record),
+                deadline=deadline - _LINKS_SHARE * self.terms.timeout,
+            )
         record = replace(record, stage="links", **asdict(found))
         write_record(self.directory, record)
         links = measure_links(
@@ -81,16 +90,22 @@ class NodeChecks:
         write_record(self.directory, replace(record, stage=stage))
 
     def _address(self, other: str) -> tuple[str, int] | None:
-        record = read_records(self.directory, [other], attempt=self.attempt).get(other)
-        return (self.addresses[other], record.port) if record else None
+        if other not in self._ports:
+            record = read_records(self.directory, [other], attempt=self.attempt).get(other)
+            if record is None:
+                return None
+            self._ports[other] = record.port
+        return self.addresses[other], self._ports[other]
 
     def _verdict(self, deadline: float) -> NodesVerdict:
-        nodes = tuple(self.addresses)
+        nodes, records = tuple(self.addresses), dict[str, NodeRecord]()
         while True:
-            records = read_records(self.directory, nodes, attempt=self.attempt)
-            if time.monotonic() >= deadline or sum(each.finished for each in records.values()) == len(nodes):
+            # each node reads the others' files: those that have finished once, and the more nodes, the less often
+            missing = [node for node in nodes if node not in records or not records[node].finished]
+            records.update(read_records(self.directory, missing, attempt=self.attempt))
+            if time.monotonic() >= deadline or all(node in records and records[node].finished for node in nodes):
                 break
-            time.sleep(_POLL_S)
+            time.sleep(max(_POLL_S, len(nodes) * _POLL_S_PER_NODE))
         verdict = decide(nodes, records, terms=self.terms)
         write_json(self.directory / VERDICT, {"attempt": self.attempt, **asdict(verdict)})
         return verdict

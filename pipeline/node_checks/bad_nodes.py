@@ -1,7 +1,8 @@
 """Bad nodes of a run: `bad-nodes.json` in its directory lists faults by node, and which nodes are left out and why.
 
-A node is left out when the checks name it, or after n faults that began there. The list is for people too: a node whose
-entry is removed (`python -m pipeline.node_checks.bad_nodes RUN --forgive NODE`) takes part again.
+A node is left out after n faults that began there (`launch.node_checks.faults`); to be named by the checks of nodes is
+one. The list is for people too: a node whose entry is removed takes part again
+(`python -m pipeline.node_checks.bad_nodes RUN --forgive NODE`).
 """
 
 from __future__ import annotations
@@ -23,8 +24,6 @@ from headrace.base.directory import write_json
 from headrace.base.errors import ConfigError, DataError
 
 NAME = "bad-nodes.json"
-FAULTS = 3
-"""Faults that began on a node after which it is left out, unless told otherwise (`launch.node_checks.faults`)."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def nodes_left_out(run_dir: Path) -> dict[str, str]:
     return {node: entry.reason for node, entry in read_bad_nodes(run_dir).items() if entry.left_out}
 
 
-def add_fault(run_dir: Path, node: str, reason: str, *, faults: int = FAULTS) -> BadNode:
+def add_fault(run_dir: Path, node: str, reason: str, *, faults: int) -> BadNode:
     """Notes a fault that began on a node; with the `faults`-th it is left out.
 
     Returns:
@@ -79,7 +78,7 @@ def add_fault(run_dir: Path, node: str, reason: str, *, faults: int = FAULTS) ->
 
 
 def leave_out(run_dir: Path, node: str, reason: str) -> BadNode:
-    """Leaves a node out at once, as where the checks name it."""
+    """Leaves a node out at once."""
     with _changing(run_dir) as nodes:
         before = nodes.get(node, BadNode(reason, 0.0))
         nodes[node] = replace(before, reason=reason, time=time.time(), left_out=True)

@@ -1,4 +1,4 @@
-"""What an agent or a job script needs of the checks: the command of a node, the verdict, and the list that follows.
+"""What an agent or a job script needs of the checks: the command of a node, and the verdict.
 
 Imports no torch. The checks run in a process of their own, since they import it and may hang with a device.
 """
@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from headrace.base.errors import ConfigError
-from pipeline.node_checks.bad_nodes import leave_out, nodes_left_out
 from pipeline.node_checks.decide import VERDICT, NodesVerdict
 
 
@@ -58,19 +57,3 @@ def read_verdict(directory: Path, *, attempt: str) -> NodesVerdict | None:
         return None
     bad = {node: tuple(why) for node, why in raw["bad"].items()}
     return NodesVerdict(bad, tuple(raw["common"]), tuple(raw["warnings"]))
-
-
-def usable_nodes(run_dir: Path, nodes: Sequence[str], *, verdict: NodesVerdict | None = None) -> list[str]:
-    """The nodes that a start may use, in order: without those that are left out, and those that a verdict names.
-
-    Those that the verdict names are entered in the run's list of bad nodes.
-
-    Args:
-        run_dir: the run's directory.
-        nodes: all that there are.
-        verdict: of the checks before this start, if there were any.
-    """
-    for node, why in (verdict.bad if verdict is not None else {}).items():
-        leave_out(run_dir, node, "; ".join(why))
-    out = nodes_left_out(run_dir)
-    return [node for node in nodes if node not in out]

@@ -38,7 +38,7 @@ class Findings:
 
 
 def check_host(
-    run_dir: Path, *, terms: NodeChecksSection, devices: int | None, tell: Callable[[str], None]
+    run_dir: Path, *, terms: NodeChecksSection, devices: int | None, tell: Callable[[str], None], deadline: float
 ) -> Findings:
     """Makes all checks of this node, one after the other.
 
@@ -47,6 +47,7 @@ def check_host(
         terms: thresholds.
         devices: accelerators that the node has to have; None: any number.
         tell: is given the name of each check before it is made.
+        deadline: by `time.monotonic`; a check for which no time is left is skipped.
     """
     found = Findings()
     checks: dict[str, Callable[[Findings], None]] = {
@@ -60,8 +61,12 @@ def check_host(
         "device": lambda f: _device(f, devices),
     }
     for name, check in checks.items():
+        left = deadline - time.monotonic()
+        if left <= 0:
+            found.skipped[name] = "the checks before it took all the time"
+            continue
         tell(name)
-        _bounded(name, check, found, timeout_s=max(terms.max_file_system_s, terms.timeout / 2))
+        _bounded(name, check, found, timeout_s=min(left, max(terms.max_file_system_s, terms.timeout / 2)))
     return found
 
 
@@ -79,7 +84,7 @@ def _bounded(name: str, check: Callable[[Findings], None], found: Findings, *, t
     thread.start()
     thread.join(timeout_s)
     if thread.is_alive():
-        found.problems[name] = f"{name}: no answer within {timeout_s:g} s"
+        found.problems[name] = f"{name}: no answer within {timeout_s:.3g} s"
         return
     found.problems.update(own.problems)
     found.skipped.update(own.skipped)

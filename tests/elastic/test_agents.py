@@ -33,9 +33,18 @@ class Hosts:
     config: Path
     agents: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
-    def start(self, name: str, *, config: Path | None = None) -> None:
+    def start(self, name: str, *options: str, config: Path | None = None) -> None:
         given = ["--nodes", "a=127.0.0.1,b=127.0.0.1", "--node", name, "--directory", str(self.work / "agents")]
-        given += ["--output", str(self.log), "--dead", "5", "pipeline.train", "--config", str(config or self.config)]
+        given += [
+            "--output",
+            str(self.log),
+            "--dead",
+            "5",
+            *options,
+            "pipeline.train",
+            "--config",
+            str(config or self.config),
+        ]
         with (self.work / f"{name}.log").open("ab") as log:
             self.agents[name] = subprocess.Popen(
                 [sys.executable, "-m", "pipeline.elastic", *given],
@@ -99,6 +108,20 @@ def test_the_first_host_dies_and_comes_back_and_the_losses_are_those_of_one_proc
     for step, loss in losses(tmp_path / "alone").items():
         if step <= 20:  # before its own decay of the learning rate begins
             assert found[step] == pytest.approx(loss, rel=1e-4)
+
+
+def test_a_host_that_comes_late_is_checked_with_the_others_and_blamed_for_nothing(hosts: Hosts) -> None:
+    config = json.loads(hosts.config.read_text())
+    config["launch"] = {"node_checks": {"timeout": 15.0}}
+    write_config(hosts.config, config)
+    hosts.start("b", "--node-checks")
+    time.sleep(20)  # longer than the checks take
+    hosts.start("a", "--node-checks")
+    hosts.wait_for(lambda: "agents: start 1 on a, b (start)\n" in hosts.text())
+    assert "agents: the nodes are checked (start)\n" in hosts.text()
+    assert json.loads((hosts.work / "agents/checks/verdict.json").read_text())["bad"] == {}
+    assert not (hosts.work / "run/bad-nodes.json").exists()
+    hosts.wait_for_step(1)
 
 
 def test_a_killed_rank_starts_again_in_place_and_a_stop_request_saves_the_run(hosts: Hosts) -> None:

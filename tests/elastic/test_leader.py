@@ -9,7 +9,7 @@ import pytest
 
 from headrace.base.errors import EXIT_FOLLOWED, EXIT_LOST, EXIT_REQUEUE
 from pipeline.elastic.files import NodeState, Plan
-from pipeline.elastic.leader import FAULTS, Terms, first_plan, grown, next_plan, welcomed
+from pipeline.elastic.leader import Terms, first_plan, grown, next_plan, welcomed
 from pipeline.elastic.verdict import CAUSE_S, FOLLOWED_S, SAVED_S
 
 NODES = ("a", "b", "c")
@@ -157,10 +157,10 @@ def test_an_error_that_moves_to_another_node_is_not_the_nodes() -> None:
 def test_a_node_where_faults_begin_again_and_again_gets_no_ranks() -> None:
     world = World(restarts=9)
     plan = world.start()
-    for _ in range(FAULTS):
+    for _ in range(World().terms.faults):
         plan = decided(world, plan, codes={"c": {2: -9}}, running=("a", "b"))
     assert plan.members == ("a", "b")
-    assert plan.excluded == {"c": f"{FAULTS} faults began there"}
+    assert plan.excluded == {"c": f"{World().terms.faults} faults began there"}
 
 
 def test_restarts_end_without_progress_and_begin_anew_with_it() -> None:
@@ -212,8 +212,12 @@ def test_no_room_is_made_where_more_nodes_have_no_layout() -> None:
 
 
 def test_a_loss_that_names_no_node_has_the_nodes_checked_and_the_bad_one_left_out() -> None:
-    terms = replace(World().terms, checks=True)
-    plan = first_plan(terms, states())
+    plan = World().start()
+    found = {"b": "no other node can exchange data with it", "z": "no member"}
+    noted: list[str] = []
+    terms = replace(
+        World().terms, checks=True, bad={2: found}.__getitem__, note_fault=lambda *fault: noted.append(": ".join(fault))
+    )
     lost = states(plan, codes={n: {k: EXIT_LOST} for k, n in enumerate(NODES)}, running=())
     asked = next_plan(terms, plan, lost, waited_s=CAUSE_S)
     assert asked is not None
@@ -221,17 +225,46 @@ def test_a_loss_that_names_no_node_has_the_nodes_checked_and_the_bad_one_left_ou
     assert asked.start == plan.start
     done = {n: replace(state, checked=asked.version) for n, state in lost.items()}
     assert next_plan(terms, asked, {**done, "b": lost["b"]}, waited_s=0) is None  # b is still at it
-    made = next_plan(terms, asked, done, waited_s=0, bad={"b": "no other node can exchange data with it"})
+    made = next_plan(terms, asked, done, waited_s=0)
     assert made is not None
     assert not made.checking
     assert (made.start, made.members) == (2, ("a", "c"))
     assert made.excluded == {"b": "no other node can exchange data with it"}
     assert "bad node: b" in made.reason
+    assert noted == ["b: no other node can exchange data with it"]
+
+
+def test_the_nodes_that_came_are_checked_before_the_first_start_and_nobody_is_to_blame_for_coming_late() -> None:
+    noted: list[str] = []
+    terms = replace(
+        World().terms,
+        checks=True,
+        bad={1: {"b": "clock"}}.__getitem__,
+        left_out=lambda: {"z": "fans"},
+        note_fault=lambda *fault: noted.append(": ".join(fault)),
+    )
+    alive = {n: state for n, state in states().items() if n != "c"}
+    plan = first_plan(terms, alive)
+    assert (plan.start, plan.checking, plan.members, plan.excluded) == (0, True, ("a", "b"), {"z": "fans"})
+    assert next_plan(terms, plan, alive, waited_s=0) is None
+    done = {n: replace(state, plan=plan, checked=plan.version) for n, state in alive.items()}
+    made = next_plan(terms, plan, {**done, "c": NodeState("c")}, waited_s=0)
+    assert made is not None
+    assert (made.start, made.checking, made.members, made.restarts) == (1, False, ("a", "c"), 0)
+    assert made.reason == "start; bad node: b"
+    assert noted == ["b: clock"]
+    stopped = next_plan(terms, plan, {**alive, "a": replace(alive["a"], stop=True)}, waited_s=0)
+    assert stopped is not None
+    assert (stopped.outcome, stopped.checking) == (EXIT_REQUEUE, False)
+
+
+def test_a_single_node_is_not_checked() -> None:
+    terms = replace(World().terms, checks=True)
+    assert first_plan(terms, {"b": NodeState("b")}).start == 1
 
 
 def test_a_rank_that_was_killed_needs_no_checks() -> None:
-    terms = replace(World().terms, checks=True)
-    plan = first_plan(terms, states())
+    plan, terms = World().start(), replace(World().terms, checks=True)
     codes = {"a": {0: EXIT_LOST}, "b": {1: -9}, "c": {2: EXIT_LOST}}
     made = next_plan(terms, plan, states(plan, codes=codes, running=()), waited_s=CAUSE_S)
     assert made is not None
@@ -240,11 +273,12 @@ def test_a_rank_that_was_killed_needs_no_checks() -> None:
 
 def test_nodes_that_earlier_starts_have_left_out_get_no_ranks_and_faults_are_noted() -> None:
     noted: list[str] = []
-    terms = replace(World().terms, left_out=lambda: {"c": "fans"}, note_fault=lambda node, _fault: noted.append(node))
-    plan = first_plan(terms, states(), bad={"a": "clock"})
+    left = {"a": "clock", "c": "fans"}
+    terms = replace(World().terms, left_out=lambda: left, note_fault=lambda node, _fault: noted.append(node))
+    plan = first_plan(terms, states())
     assert plan.members == ("b",)
     assert next_plan(terms, plan, states(plan, codes={"b": {0: -9}}, running=()), waited_s=CAUSE_S) is not None
-    assert noted == ["a", "b"]
+    assert noted == ["b"]
 
 
 def test_a_job_that_has_fewer_nodes_than_it_should_waits_where_they_have_no_layout() -> None:

@@ -16,10 +16,10 @@ from tests.conftest import ROOT
 def test_a_node_is_left_out_with_its_third_fault(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert read_bad_nodes(run) == {}
-    assert [add_fault(run, "n1", f"fault {number}").left_out for number in (1, 2)] == [False, False]
-    assert add_fault(run, "n2", "another").faults == 1
+    assert [add_fault(run, "n1", f"fault {number}", faults=3).left_out for number in (1, 2)] == [False, False]
+    assert add_fault(run, "n2", "another", faults=3).faults == 1
     assert nodes_left_out(run) == {}
-    assert add_fault(run, "n1", "fault 3").left_out
+    assert add_fault(run, "n1", "fault 3", faults=3).left_out
     assert nodes_left_out(run) == {"n1": "fault 3"}
     entry = read_bad_nodes(run)["n1"]
     assert (entry.faults, entry.reason) == (3, "fault 3")
@@ -30,11 +30,11 @@ def test_another_number_of_faults_may_be_asked_for(tmp_path: Path) -> None:
     assert add_fault(tmp_path, "n1", "fault", faults=1).left_out
 
 
-def test_a_node_that_the_checks_name_is_left_out_at_once_and_keeps_its_faults(tmp_path: Path) -> None:
-    add_fault(tmp_path, "n1", "fault")
+def test_a_node_that_is_left_out_by_hand_keeps_its_faults(tmp_path: Path) -> None:
+    add_fault(tmp_path, "n1", "fault", faults=3)
     assert leave_out(tmp_path, "n1", "its link is slow").faults == 1
     assert nodes_left_out(tmp_path) == {"n1": "its link is slow"}
-    assert add_fault(tmp_path, "n1", "one more").left_out  # still
+    assert add_fault(tmp_path, "n1", "one more", faults=3).left_out  # still
     assert forgive(tmp_path, "n1")
     assert not forgive(tmp_path, "n1")
     assert read_bad_nodes(tmp_path) == {}
