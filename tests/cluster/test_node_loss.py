@@ -24,12 +24,13 @@ FAR = 100_000
 def run(
     request: pytest.FixtureRequest, tokens: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SlurmRun]:
-    """A run of three nodes; the parameter is its number of steps."""
-    section = {"dir": str(tmp_path / "run"), "steps": getattr(request, "param", FAR), "seed": 7, "checkpoint_every": 20}
+    """A run of three nodes; the parameters are its number of steps, and the nodes of the cluster."""
+    steps, nodes = getattr(request, "param", (FAR, 3))
+    section = {"dir": str(tmp_path / "run"), "steps": steps, "seed": 7, "checkpoint_every": 20}
     schedule = {"type": "WSD", "params": {"warmup_num_steps": 3, "decay_num_steps": 5}}
     config = tiny_config(tokens, tmp_path / "run", run=section, scheduler=schedule, parallel={"elastic": True})
     state = tmp_path_factory.mktemp("site")  # a socket's path has room for 108 characters
-    with VirtualCluster(state, nodes=3, cpus=2, patience=SITE) as cluster:
+    with VirtualCluster(state, nodes=nodes, cpus=2, patience=SITE) as cluster:
         made = SlurmRun(cluster, tmp_path / "run", tmp_path / "train.out")
         made.submit(write_config(tmp_path / "train.json", config), ["--nodes=3", "--time=600"])
         yield made
@@ -79,8 +80,25 @@ def test_a_node_that_comes_back_takes_part_again_without_a_lost_step(run: SlurmR
     run.wait_for_step(saved + 20)
 
 
+@pytest.mark.integration
+@pytest.mark.parametrize("run", [(FAR, 4)], indirect=True)
+def test_another_node_takes_the_place_of_one_that_died_without_a_lost_step(run: SlurmRun) -> None:
+    run.wait_for_step(22)
+    after_crash(run, "n2")
+    run.wait_for(lambda: "is queued for another node" in run.text())
+    run.wait_for(lambda: "n4 is there: it takes part from the next checkpoint on" in run.text())
+    run.wait_for(lambda: "start 3 on n1, n3, n4 (more nodes are there)" in run.text())
+    run.wait_for(lambda: run.text().count("resuming after") == 2)
+    saved = int(run.text().partition("stopped by SIGUSR1 after step ")[2].partition(":")[0])
+    assert f"resuming after step {saved} " in run.text()
+    run.wait_for_step(saved + 20)
+    assert nodes_of(run) == "n[1-3]"  # of the job itself, whose dead node Slurm has not noticed
+    run.cluster.run("scancel", "--signal=USR1", str(run.job))
+    run.wait_for(lambda: not run.cluster.run("squeue", "--noheader", "--name", f"headrace-join-{run.job}").strip())
+
+
 @pytest.mark.sweep
-@pytest.mark.parametrize("run", [300], indirect=True)
+@pytest.mark.parametrize("run", [(300, 3)], indirect=True)
 def test_the_job_of_a_run_whose_first_node_is_gone_ends_with_the_code_of_the_run(run: SlurmRun) -> None:
     """Slurm needs until it has declared the node dead, and two more minutes before a job may start again."""
     run.wait_for_step(22)
