@@ -120,23 +120,25 @@ def run_strike(cell: str) -> tuple[bool, str]:
 
 def _struck(run: SlurmRun, strike: Strike, draw: random.Random) -> str:
     run.wait_for_step(EVERY + 1 + draw.randrange(EVERY), timeout_s=400)
-    before, counts = (
-        run.step(),
-        {word: run.lines_of(word) for word in ("agents: start ", "preflight: ", "resuming after")},
-    )
-    strike(run, draw)
-    seconds = [run.wait_for(lambda at=word: run.lines_of(at) > counts[at], timeout_s=400) for word in counts]  # type: ignore[misc]
-    seconds.append(run.wait_for(lambda: 0 < run.step() != before))
+    before, note = timed(run, strike, draw)
     run.wait_for_step(max(before, run.step()) + EVERY)
+    return note
+
+
+def timed(run: SlurmRun, strike: Strike, draw: random.Random) -> tuple[int, str]:
+    """Strikes; the step before, and the seconds of each phase until the run steps again."""
+    before, words = run.step(), ("agents: start ", "preflight: ", "resuming after")
+    counts = {word: run.lines_of(word) for word in words}
+    strike(run, draw)
+    seconds = [run.wait_for(lambda at=word: run.lines_of(at) > counts[at], timeout_s=400) for word in words]  # type: ignore[misc]
+    seconds.append(run.wait_for(lambda: 0 < run.step() != before))
     detected, started, loaded, stepped = seconds
     phases = f"detect {detected:.0f}, start {started:.0f}, load {loaded:.0f}, first step {stepped:.0f}"
-    return f"step {before}: {sum(seconds):.0f} s ({phases})"
+    return before, f"step {before}: {sum(seconds):.0f} s ({phases})"
 
 
 def _judged(run: SlurmRun, note: str) -> tuple[bool, str]:
-    before = int(note.split()[1].rstrip(":"))
-    line = [line for line in run.text().splitlines() if line.startswith("resuming after")][-1]
-    resumed = int(line.split()[3])
+    before, resumed = int(note.split()[1].rstrip(":")), resumed_after(run)
     if resumed < before - 2 * EVERY:
         return False, f"{note}; resumed after step {resumed}"
     found, expected = run.losses(), _undisturbed()
@@ -144,6 +146,12 @@ def _judged(run: SlurmRun, note: str) -> tuple[bool, str]:
     return not wrong, f"{note}; resumed after step {resumed}" + (
         f"; other losses at steps {wrong[:5]}" if wrong else ""
     )
+
+
+def resumed_after(run: SlurmRun) -> int:
+    """Step of the checkpoint that the newest start has taken."""
+    line = [line for line in run.text().splitlines() if line.startswith("resuming after")][-1]
+    return int(line.split()[3])
 
 
 @cache

@@ -161,11 +161,11 @@ def whole_way(work: Path) -> list[str]:
     return ["corpus.json", "zero3.json", "layout3d.json", "compress.json"]
 
 
-def on_one_machine(work: Path, stage: str) -> dict[int, float]:
+def on_one_machine(work: Path, stage: str, *, steps: int = STEPS) -> dict[int, float]:
     """The losses of a stage's training in one plain process of the native engine."""
     config = json.loads((work / f"zero3/submissions/1/configs/{stage}.json").read_text())
     config |= {"engine": "torch", "zero_optimization": {"stage": 0}, "parallel": {}}
-    config["run"]["dir"] = "one_machine"
+    config["run"] |= {"dir": "one_machine", "steps": steps}
     path = write_config(work / "one_machine.json", config)
     subprocess.run([sys.executable, "-m", "pipeline.train", "--config", str(path)], cwd=work, check=True)
     return losses(work / "one_machine")

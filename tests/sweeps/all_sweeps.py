@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-from tests.cluster import strikes
+from tests.cluster import strikes, struck_chain
 from tests.conftest import ROOT, make_tokens, text_folders
 from tests.consumers import cells as cells_of_compress
 from tests.data_prep import campaign as data_prep_campaign
@@ -176,6 +176,10 @@ def compress() -> Sweep:
 
 def cluster() -> Sweep:
     """Strikes against a run under Slurm."""
+
+    def run_one(cell: str) -> tuple[bool, str]:
+        return struck_chain.run_chain() if cell == struck_chain.CELL else strikes.run_strike(cell)
+
     return Sweep(
         name="cluster",
         title="strikes against a run on four nodes of a virtual Slurm",
@@ -184,9 +188,10 @@ def cluster() -> Sweep:
         " of its two newest checkpoints, and have the losses of one process. Seconds are from the strike: until the"
         " agents have decided on another start (detect), then until its process group is formed (start), until its"
         " checkpoint is chosen (load), and until its first step; a stop request is followed by a requeue. All nodes"
-        " share the cores of one machine.",
-        groups=strikes.cells(),
-        run=lambda cells: {cell: strikes.run_strike(cell) for cell in cells},
+        " share the cores of one machine. One cell is a submission of the whole way (tokens, two training runs, export,"
+        " prune, distil, quantize) whose first training run is struck twenty times; every job has to complete.",
+        groups={**strikes.cells(), struck_chain.CELL: [struck_chain.CELL]},
+        run=lambda cells: {cell: run_one(cell) for cell in cells},
         passed="Strikes",
     )
 
