@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.base.directory import MANIFEST, Manifest, check_sizes, read_manifest, sync
+from headrace.base.directory import MANIFEST, Manifest, check_sizes, free_bytes, read_manifest, sync
 from headrace.base.errors import DataError
 
 _CHUNK = 8 << 20
@@ -66,9 +66,7 @@ def check_space(to: Path, path: Path, manifest: Manifest) -> None:
     """
     if _is_whole(copy_path(to, path, manifest), manifest):
         return
-    there = next(each for each in (to, *to.absolute().parents) if each.exists())
-    disk = os.statvfs(there)
-    free, needed = disk.f_bavail * disk.f_frsize, int(_size(manifest) * _MARGIN)
+    free, needed = free_bytes(to), int(_size(manifest) * _MARGIN)
     if needed > free:
         others = [each.name for each in sorted(to.glob("*")) if (each / MANIFEST).is_file()]
         remedy = f"remove copies that no run needs ({', '.join(others)})" if others else "use a larger disk"
