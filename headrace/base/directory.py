@@ -240,6 +240,17 @@ def write_text(path: Path, text: str) -> None:
         partial.unlink(missing_ok=True)
 
 
+def existing_parent(path: Path) -> Path:
+    """The path itself where it exists, otherwise the nearest directory above it that does."""
+    return next(each for each in (path, *path.absolute().parents) if each.exists())
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that an unprivileged process can still write where a path is, or will be made."""
+    disk = os.statvfs(existing_parent(path))
+    return disk.f_bavail * disk.f_frsize
+
+
 def fingerprint_of(value: object) -> str:
     """SHA-256 of a JSON value in canonical form (sorted keys, no spaces)."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)

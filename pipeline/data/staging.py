@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.base.directory import MANIFEST, Manifest, check_sizes, read_manifest, sync
+from headrace.base.directory import MANIFEST, Manifest, check_sizes, free_bytes, read_manifest, sync
 from headrace.base.errors import DataError
 
 _CHUNK = 8 << 20
@@ -61,14 +61,15 @@ def copy_path(to: Path, path: Path, manifest: Manifest) -> Path:
 def check_space(to: Path, path: Path, manifest: Manifest) -> None:
     """Refuses a copy that the disk has no room for; nothing is written.
 
+    What the copy removes first, such as the part of one that was killed, counts as free.
+
     Raises:
         DataError: says what is needed, what is free, and which other copies are there.
     """
-    if _is_whole(copy_path(to, path, manifest), manifest):
+    final = copy_path(to, path, manifest)
+    if _is_whole(final, manifest):
         return
-    there = next(each for each in (to, *to.absolute().parents) if each.exists())
-    disk = os.statvfs(there)
-    free, needed = disk.f_bavail * disk.f_frsize, int(_size(manifest) * _MARGIN)
+    free, needed = free_bytes(to) + sum(map(_bytes_on_disk, _left_behind(final))), int(_size(manifest) * _MARGIN)
     if needed > free:
         others = [each.name for each in sorted(to.glob("*")) if (each / MANIFEST).is_file()]
         remedy = f"remove copies that no run needs ({', '.join(others)})" if others else "use a larger disk"
@@ -95,8 +96,8 @@ def stage(to: Path, path: Path, manifest: Manifest, *, progress: Callable[[], No
     with _exclusive(to / f".{final.name}.lock", progress):
         if _is_whole(final, manifest):
             return StagedCopy(path, final, 0, time.monotonic() - began)
-        _remove_partial_copies(to, final.name)
-        shutil.rmtree(final, ignore_errors=True)  # damaged: a whole one is never removed here
+        for left in _left_behind(final):
+            shutil.rmtree(left, ignore_errors=True)
         check_space(to, path, manifest)
         _copy(path, final, manifest, progress)
     return StagedCopy(path, final, _size(manifest), time.monotonic() - began)
@@ -172,10 +173,22 @@ def _is_whole(copy: Path, manifest: Manifest) -> bool:
     return found.fingerprint == manifest.fingerprint
 
 
-def _remove_partial_copies(to: Path, name: str) -> None:
-    """Of processes that were killed. Those of other hosts stay, in case the disk is shared after all."""
-    for left in [*to.glob(f".{name}.{socket.gethostname()}-*.partial"), to / f".{name}.removed.partial"]:
-        shutil.rmtree(left, ignore_errors=True)
+def _left_behind(final: Path) -> list[Path]:
+    """What is removed before a copy is made, where there is no whole one: a damaged copy, and parts of some.
+
+    Those are of processes that were killed. Parts of other hosts stay, in case the disk is shared after all.
+    """
+    partial = final.parent.glob(f".{final.name}.{socket.gethostname()}-*.partial")
+    return [*partial, final.parent / f".{final.name}.removed.partial", final]
+
+
+def _bytes_on_disk(directory: Path) -> int:
+    """Bytes of the blocks of a directory's files; 0 of one that is not there."""
+    found = 0
+    for path in directory.rglob("*"):
+        with suppress(FileNotFoundError):  # another process may be removing it, or giving it its name
+            found += path.lstat().st_blocks * 512
+    return found
 
 
 def _size(manifest: Manifest) -> int:

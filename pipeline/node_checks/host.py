@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headrace.base.directory import existing_parent, free_bytes
 from pipeline.config.node_checks_schema import NodeChecksSection
 from pipeline.node_checks.nvidia import (
     GPU_QUERY,
@@ -107,16 +108,14 @@ def _memory(found: Findings, least_gb: float) -> None:
 
 
 def _free(found: Findings, name: str, directory: Path, least_gb: float) -> None:
-    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    disk = os.statvfs(there)
-    free = disk.f_bavail * disk.f_frsize / 1e9
+    free = free_bytes(directory) / 1e9
     found.facts[f"{name}_gb"] = round(free, 3)
     if free < least_gb:
         found.problems[name] = f"{directory} has {free:.3f} GB of free space, and {least_gb:g} are wanted"
 
 
 def _file_system(found: Findings, run_dir: Path, most_s: float) -> None:
-    there = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    there = existing_parent(run_dir)
     path, content = there / f".node-check-{uuid.uuid4().hex}", os.urandom(_BYTES)
     began = time.monotonic()
     try:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from headrace.base.directory import MANIFEST, Manifest, read_manifest
+from headrace.base.directory import MANIFEST, Manifest, existing_parent, read_manifest
 from headrace.base.errors import CheckpointError, ConfigError, DataError
 from headrace.base.section import suggest
 from pipeline.checkpoint.store import Checkpoint, CheckpointStore, on_rank_zero
@@ -250,6 +250,6 @@ def changed_fields(was: Any, now: Any, at: str = "") -> list[tuple[str, Any, Any
 
 
 def _check_writable(run_dir: Path) -> None:
-    parent = next(p for p in (run_dir, *run_dir.absolute().parents) if p.exists())
+    parent = existing_parent(run_dir)
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise ConfigError("run.dir", str(run_dir), why=f"{parent} cannot be written", remedy="choose another directory")

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.base.directory import read_manifest
+from headrace.base.directory import free_bytes, read_manifest
 from headrace.base.errors import DataError
 from pipeline.data.dataset import TokenDataset
 from pipeline.data.staging import check_space, copy_path, in_use, remove_copy, stage
@@ -116,6 +116,30 @@ def test_a_copy_that_is_read_is_not_removed(tokens: Path, tmp_path: Path) -> Non
     assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
+def test_what_the_copy_removes_first_counts_as_free(tokens: Path, tmp_path: Path) -> None:
+    original = tmp_path / "tokens"
+    shutil.copytree(tokens, original)
+    manifest, to = read_manifest(original, kind="tokens"), tmp_path / "small"
+    needed = sum(entry["bytes"] for entry in manifest.files.values())
+    with small_disk(to, kilobytes=needed * 5 // 4 // 1024 + 64):
+        killed = staging(original, to, pause_s=0.05)
+        while sum(each.stat().st_size for each in to.glob(".*.partial/**/*") if each.is_file()) < needed // 2:
+            assert killed.poll() is None
+            time.sleep(0.01)
+        killed.send_signal(signal.SIGKILL)
+        killed.communicate()
+        assert free_bytes(to) < needed
+        check_space(to, original, manifest)
+        assert int(staging(original, to).communicate(timeout=60)[0]) == needed
+        copy = copy_path(to, original, manifest)
+        with (copy / "train/shard-00000.bin").open("ab") as shard:
+            shard.write(b"\0")  # damaged, so that it is made again
+        check_space(to, original, manifest)
+        copy.rename(to / "of-other-tokens")
+        with pytest.raises(DataError, match=r"remove copies that no run needs \(of-other-tokens\)"):
+            check_space(to, original, manifest)
+
+
 @pytest.mark.integration
 def test_a_run_on_staged_data_has_the_same_losses_and_removes_the_copy_at_its_end(tokens: Path, tmp_path: Path) -> None:
     config = tiny_config(tokens, tmp_path / "plain", engine="torch")
@@ -134,10 +158,10 @@ def test_a_run_on_staged_data_has_the_same_losses_and_removes_the_copy_at_its_en
 
 
 @contextlib.contextmanager
-def small_disk(path: Path) -> Iterator[None]:
-    """A file system of 16 kB."""
+def small_disk(path: Path, *, kilobytes: int = 16) -> Iterator[None]:
+    """A file system of its own."""
     path.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(path)], check=False)
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(path)], check=False)
     if made.returncode:
         pytest.skip("mounting a small file system needs root")
     try:

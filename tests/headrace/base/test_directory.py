@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.directory import check_sizes, code_version, commit, final_name, read_manifest, staging_path, verify
+from headrace.base.directory import (
+    check_sizes,
+    code_version,
+    commit,
+    existing_parent,
+    final_name,
+    free_bytes,
+    read_manifest,
+    staging_path,
+    verify,
+)
 from headrace.base.errors import DataError
 from tests.conftest import ROOT
 
@@ -39,6 +50,19 @@ for n in range(300):
             json.loads((tmp_path / "shared.json").read_text())
     assert [writer.returncode for writer in writers] == [0, 0, 0]
     assert [path.name for path in tmp_path.iterdir()] == ["shared.json"]
+
+
+def test_free_space_is_that_of_the_nearest_directory_that_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for missing in (tmp_path / "a" / "b", Path("a") / "b"):
+        assert existing_parent(missing) == tmp_path
+    (tmp_path / "a").mkdir()
+    assert existing_parent(Path("a")) == Path("a")
+    assert existing_parent(Path("a") / "b" / "c") == tmp_path / "a"
+    free = shutil.disk_usage(tmp_path).free
+    assert free_bytes(tmp_path / "x" / "y") == pytest.approx(free, rel=0.2)  # others write meanwhile
 
 
 def test_a_committed_directory_is_described_by_its_manifest(tmp_path: Path) -> None:
