@@ -50,7 +50,7 @@ headrace_train() {
     # A later start may have fewer nodes than the job was submitted for, and asks for the others.
     [ -f "$records/$HEADRACE_JOB.nodes" ] || echo "$SLURM_JOB_NUM_NODES" > "$records/$HEADRACE_JOB.nodes"
     read -r wanted < "$records/$HEADRACE_JOB.nodes"
-    output=$(scontrol show job --oneliner "$HEADRACE_JOB" | sed -n 's/.* StdOut=\([^ ]*\).*/\1/p')
+    output=$(scontrol show job --oneliner "$HEADRACE_JOB" | sed -n '/.* StdOut=/{ s///; s/ [A-Z][A-Za-z]*=.*//; p; }')
     nodes=$(headrace_addresses "$SLURM_JOB_NODELIST" | paste -sd,)
 
     local options=(--nodes "$nodes" --directory "$directory" --tasks "$tasks" --least "$HEADRACE_MIN_NODES"

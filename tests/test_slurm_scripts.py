@@ -83,6 +83,26 @@ def test_data_prep_needs_no_clone_either(share: Path) -> None:
     assert calls == ["-m data_prep --workers 1 --config c.json"]
 
 
+def test_an_element_that_fails_goes_to_another_node_of_a_partition_of_thousands(share: Path) -> None:
+    """sinfo prints more than the buffer of a pipe holds."""
+    stand_ins = {
+        "python": '[ "$1" != -m ] || exit 3',
+        "sinfo": "seq -f node%g.a-cluster-with-long-names.example 20000",
+        "scontrol": 'echo "scontrol $*" >> "$CALLS"',
+    }
+    for name, body in stand_ins.items():
+        (share.parent / "bin" / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (share.parent / "bin" / name).chmod(0o755)
+    variables = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2", "SLURM_JOB_PARTITION": "cpu"}
+    done, calls = run_script(share, "data_prep.sbatch", "phase", "map", **variables)
+    assert done.returncode == 3, done.stderr
+    assert "failed on n1: once more, on another node" in done.stderr
+    assert calls == ["scontrol requeue 7_2", "scontrol update JobId=7_2 ExcNodeList=n1"]
+    (share.parent / "bin" / "sinfo").write_text("#!/usr/bin/env bash\necho n1\n")
+    done, calls = run_script(share, "data_prep.sbatch", "phase", "map", **variables)
+    assert (done.returncode, len(calls)) == (3, 2)  # there is no other
+
+
 def test_a_python_without_headrace_is_refused_with_the_variable_to_set(share: Path) -> None:
     done, calls = run_script(share, "train.sbatch", "c.json", REAL_PYTHON="/bin/false")
     assert done.returncode == 2

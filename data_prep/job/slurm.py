@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -149,7 +150,7 @@ def submit_chain(chain: Chain) -> list[tuple[str, str]]:
         why, remedy = "there is no sbatch on PATH", "submit where Slurm is installed"
         raise ConfigError("--executor", "slurm", why=why, remedy=remedy)
     _check_no_other_chain(chain.root, chain.phases)
-    chain.logs.mkdir(parents=True)
+    _make_logs(chain.logs)
     (chain.root / FAILURE).unlink(missing_ok=True)
     numbers: list[tuple[str, str]] = []
     try:
@@ -158,9 +159,22 @@ def submit_chain(chain: Chain) -> list[tuple[str, str]]:
         report = chain.report_job(numbers)
         numbers.append((report.name, _submit_job(chain, report, numbers)))
     except BaseException:
-        subprocess.run(["scancel", *(number for _, number in numbers)], check=False, capture_output=True)
+        if numbers:
+            subprocess.run(["scancel", *(number for _, number in numbers)], check=False, capture_output=True)
+        with suppress(OSError):  # a job has written there
+            chain.logs.rmdir()
+            chain.logs.parent.rmdir()
         raise
     return numbers
+
+
+def _make_logs(logs: Path) -> None:
+    logs.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        logs.mkdir()
+    except FileExistsError:
+        why = f"another chain is being submitted at this moment: it has made {logs}"
+        raise DataError(f"{why}\n  try: squeue shows its jobs; submit again when they have ended") from None
 
 
 def _submit_job(chain: Chain, job: ChainJob, numbers: Sequence[tuple[str, str]]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.base import configfile
@@ -17,7 +18,7 @@ _TEXT = "Show how far a run or a data-prep job is, live: progress, goodput, rest
 def show(arguments: argparse.Namespace) -> int:
     """Shows a data-prep job; all else is `python -m pipeline status`."""
     given = arguments.run or arguments.config
-    lines = None if given is None else data_prep_lines(Path(given))
+    lines = None if given is None else data_prep_lines(Path(given), arguments.overrides)
     if lines is None:
         return command.run(arguments)
     print(json.dumps({"data_prep": lines}) if arguments.json else "\n".join(lines))
@@ -27,25 +28,25 @@ def show(arguments: argparse.Namespace) -> int:
 app = app_of(command.add_arguments, show, text=_TEXT)
 
 
-def data_prep_lines(path: Path) -> list[str] | None:
+def data_prep_lines(path: Path, overrides: Sequence[str] = ()) -> list[str] | None:
     """The phases of a data-prep job, given by its config, its directory or its output; None of anything else.
 
     Raises:
         DataError: it has not begun, or its files are damaged.
         ConfigError: the config cannot be read.
     """
-    if _is_job(path) or _is_job(path.absolute().with_name(f".{path.name}.job")) or _kind(path) == "tokens":
+    if _is_job(path) or _is_job(path.absolute().parent / f".{path.name}.job") or _kind(path) == "tokens":
         from data_prep.job.status import report_of  # noqa: PLC0415
 
         return report_of(path.absolute())
     if path.is_dir():
         return None
-    if path.suffix not in configfile.SUFFIXES or not configfile.load(path).keys() >= {"output", "sources"}:
+    if path.suffix not in configfile.SUFFIXES or not configfile.load(path, overrides).keys() >= {"output", "sources"}:
         return None
     from data_prep.config.corpus import load  # noqa: PLC0415
     from data_prep.job.status import report  # noqa: PLC0415
 
-    return report(load(str(path)))
+    return report(load(str(path), list(overrides)))
 
 
 def _is_job(path: Path) -> bool:

@@ -80,6 +80,6 @@ def submit(
 
 def _numbers(text: str) -> list[int]:
     words = text.split(",")
-    if not all(word.isdigit() and int(word) for word in words):
+    if not all(word.isdecimal() and int(word) for word in words):
         raise ConfigError("--nodes", text, why="it is not a number of nodes", remedy="e.g. --nodes 2, or --nodes 2,4")
     return [int(word) for word in words]

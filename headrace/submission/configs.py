@@ -56,7 +56,8 @@ def read_configs(files: Sequence[str], overrides: Sequence[str]) -> list[Given]:
         overrides: `--set` texts; they apply to the training configs, or to the one config that is given.
 
     Raises:
-        ConfigError: a file cannot be read, or is of no kind that can be submitted.
+        ConfigError: a file cannot be read, or is of no kind that can be submitted; two write to one directory; a
+            pruning or quantization is of a training, which it cannot read.
     """
     found: list[Given] = []
     kinds = [(file, kind_of(file, configfile.load(file))) for file in files]
@@ -67,6 +68,9 @@ def read_configs(files: Sequence[str], overrides: Sequence[str]) -> list[Given]:
         raw = configfile.load(file, overrides if kind == "run" or len(files) == 1 else ())
         _require_output(file, kind, raw)
         found.append(Given(file, kind, raw, 1 + sum(other.kind == kind for other in found)))
+    for number, given in enumerate(found):
+        _check_own_output(given, found[:number])
+        _check_model_is_exported(given, found)
     return found
 
 
@@ -116,7 +120,7 @@ def elements(run_dir: Path, sweeps: Sequence[str]) -> list[Element]:
         sweeps: texts such as `optimizer.params.lr=1e-3,3e-4`; several make a grid.
 
     Raises:
-        ConfigError: a text without a key or a value.
+        ConfigError: a text without a key or a value; a value twice; elements that would share a directory.
     """
     lists = []
     for text in sweeps:
@@ -124,10 +128,17 @@ def elements(run_dir: Path, sweeps: Sequence[str]) -> list[Element]:
         if not key or not all(values.split(",")):
             raise ConfigError("--sweep", text, why="it is not KEY=VALUE,VALUE", remedy="e.g. --sweep run.seed=1,2,3")
         lists.append([f"{key}={value}" for value in values.split(",")])
+        if key == "run.dir":
+            why = "each element has a directory of its own, below run.dir"
+            raise ConfigError("--sweep", text, why=why, remedy="--set run.dir=... moves all of them")
     grid = list(itertools.product(*lists))
     if len(set(grid)) < len(grid):
         raise ConfigError("--sweep", sweeps[0], why="a value is there twice", remedy="name each value once")
-    return [Element(values, run_dir / _label(values)) for values in grid]
+    found = [Element(values, run_dir / _label(values)) for values in grid]
+    if len({each.run_dir for each in found}) < len(found):
+        why = "two elements would have one run directory: their values differ in characters that its name cannot have"
+        raise ConfigError("--sweep", sweeps[0], why=why, remedy="submit one of them by itself")
+    return found
 
 
 def _label(values: Sequence[str]) -> str:
@@ -141,6 +152,29 @@ def _require_output(file: str, kind: str, raw: Mapping[str, Any]) -> None:
     key, field = ("dir", "run.dir") if kind == "run" else ("output", "output")
     if not isinstance(place, Mapping) or not isinstance(place.get(key), str) or not place[key]:
         raise ConfigError(f"{file}: {field}", why="a job has to know where to write", remedy=f'"{field}": "out/..."')
+
+
+def _check_own_output(given: Given, others: Sequence[Given]) -> None:
+    same = next((other for other in others if other.makes.absolute() == given.makes.absolute()), None)
+    if same is not None:
+        field = "run.dir" if given.kind == "run" else "output"
+        why = f"{same.file} of the same submission writes there, too"
+        remedy = "a directory of its own for each config"
+        raise ConfigError(f"{given.file}: {field}", str(given.makes), why=why, remedy=remedy)
+
+
+def _check_model_is_exported(given: Given, others: Sequence[Given]) -> None:
+    """Only a compression exports its run before it begins."""
+    model = given.raw.get("model")
+    if given.kind not in ("prune", "quantize") or not isinstance(model, str) or (Path(model) / "config.json").is_file():
+        return
+    runs = [each for each in before(given, others) if each.kind == "run"]
+    inside = [each for each in runs if Path(model).absolute().is_relative_to(each.makes.absolute())]
+    if inside:
+        why = f"it is the run of {inside[0].file}, and a {given.kind} config reads an exported model"
+        section = '"prune": {...}' if given.kind == "prune" else '"quantize": {"NAME": {"scheme": ...}}'
+        remedy = f'write a compress config, which exports it first: {{"model": ..., "output": ..., {section}}}'
+        raise ConfigError(f"{given.file}: model", model, why=why, remedy=remedy)
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -34,7 +34,8 @@ def arguments_of(words: Sequence[str], *, number: int | None) -> list[str]:
     parser.add_argument("--set", dest="overrides", action="append", default=[])
     parser.add_argument("--sweep", action="append", default=[])
     given = parser.parse_args(words)
-    run_dir = load(given.config, given.overrides).get("run", {}).get("dir")
+    run = load(given.config, given.overrides).get("run")
+    run_dir = run.get("dir") if isinstance(run, dict) else None
     if not isinstance(run_dir, str):
         raise ConfigError("run.dir", run_dir, why="a job has to know where to write", remedy='"run": {"dir": "..."}')
     points = elements(Path(run_dir), given.sweep) if given.sweep else []

@@ -5,6 +5,7 @@ The keys at the top hold for every stage; a table `[data]`, `[train]`, `[export]
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from headrace.base.errors import ConfigError
+from headrace.base.memory_size import bytes_of
 from headrace.base.section import Count, Section, parse
 from headrace.base.shipped import find_shipped
 
@@ -27,7 +29,21 @@ def _an_option(text: str) -> str:
     return text
 
 
+def _a_size(text: str) -> str:
+    bytes_of(text)
+    return text
+
+
+def _variables(values: dict[str, str]) -> dict[str, str]:
+    wrong = [name for name in values if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)]
+    if wrong:
+        raise ValueError(f"'{wrong[0]}' cannot be the name of a variable: letters, digits and _")
+    return values
+
+
 Option = Annotated[str, AfterValidator(_an_option)]
+MemorySize = Annotated[str, AfterValidator(_a_size)]
+Variables = Annotated[dict[str, str], AfterValidator(_variables)]
 
 
 class StageSettings(Section):
@@ -44,7 +60,7 @@ class StageSettings(Section):
         default=None, description="GPUs of a node, each with one process of training, e.g. 8; null: CPU"
     )
     cpus: Count | None = Field(default=None, description="Cores of each process (--cpus-per-task), e.g. 12")
-    device_memory: str | None = Field(
+    device_memory: MemorySize | None = Field(
         default=None,
         description="Memory of one GPU, e.g. 80GB: a config that needs more is not submitted",
     )
@@ -85,7 +101,7 @@ class SiteConfig(StageSettings):
     mail_events: list[str] = Field(
         default=["END", "FAIL"], description='What a mail is sent for, e.g. ["END", "FAIL", "REQUEUE"]'
     )
-    environment: dict[str, str] = Field(
+    environment: Variables = Field(
         default={}, description='Variables that every job exports, e.g. {"NCCL_IB_HCA": "mlx5"}'
     )
     data: StageSettings = Field(default=StageSettings(), description="Jobs of data prep, each of which has one task")

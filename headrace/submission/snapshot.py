@@ -13,12 +13,13 @@ Later edits of the clone or of the configs do not reach a job that waits in the 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from headrace.base.directory import COPIED_FROM, code_version, write_json, write_text
+from headrace.base.errors import DataError
 from headrace.base.version import __version__
 from headrace.submission.configs import Given
 
@@ -47,7 +48,8 @@ def copy_code(directory: Path) -> Path | None:
     if not is_clone():
         return None
     code = directory / "code"
-    ignored = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
+    # a run in a folder of the clone, such as demo/: its submissions are not copied into themselves
+    ignored = shutil.ignore_patterns("__pycache__", "*.pyc", ".*", "submissions", "*.submissions")
     for name in PACKAGES:
         if (CLONE / name).is_dir():
             shutil.copytree(CLONE / name, code / name, symlinks=True, ignore=ignored)
@@ -55,12 +57,33 @@ def copy_code(directory: Path) -> Path | None:
     return code
 
 
-def remove(directory: Path) -> None:
-    """Removes a submission that came to nothing, and the directories above it that were made for it."""
+def make(directory: Path) -> list[Path]:
+    """Makes the directory of a submission; returns it and those above it that were made for it, for `remove`.
+
+    Raises:
+        DataError: another submission has taken its number meanwhile.
+    """
+    made = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir()
+    except FileExistsError:
+        why = f"{directory} has been made meanwhile, by another submission"
+        raise DataError(f"{why}\n  try: squeue shows its jobs; submit again when they have ended") from None
+    return made
+
+
+def remove(made: Sequence[Path]) -> None:
+    """Removes a submission that came to nothing, and the directories above it that were made for it.
+
+    Args:
+        made: by `make`.
+    """
+    directory, *above = made
     shutil.rmtree(directory, ignore_errors=True)
-    with suppress(OSError):  # not empty: others are there
-        directory.parent.rmdir()
-        directory.parent.parent.rmdir()
+    with suppress(OSError):  # not empty: something else was written there meanwhile
+        for path in above:
+            path.rmdir()
 
 
 def save_config(directory: Path, name: str, raw: Mapping[str, Any]) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,7 +105,8 @@ def _training(given: Given, after: Sequence[Given], plan: Plan) -> Stage:
         words = quoted([str(_config(plan, given.name))])
         return Stage(given.name, names, _fill(plan, "run", options, words), given.makes, {given.name: given.raw})
     # one config per element, with a run directory of its own
-    options |= {"--array": f"0-{len(plan.sweep) - 1}", "--output": f"{plan.directory}/logs/{given.name}-%A-%a.out"}
+    log = shlex.quote(f"{plan.directory}/logs/{given.name}-%A-%a.out")
+    options |= {"--array": f"0-{len(plan.sweep) - 1}", "--output": log}
     configs = {f"{given.name}-{i}": _with_values(given, element) for i, element in enumerate(plan.sweep)}
     words = f'{quoted([str(plan.directory / "configs")])}/{given.name}-"$SLURM_ARRAY_TASK_ID".json'
     listed = [f"# element {i}: {' '.join(each.values)}, in {each.run_dir}" for i, each in enumerate(plan.sweep)]
@@ -167,7 +169,8 @@ def _options(kind: str, name: str, makes: Path, plan: Plan) -> dict[str, str | N
     if site.container is not None and site.container.runtime == "pyxis":
         given["--container-image"] = site.container.image
         given["--container-mounts"] = ",".join(f"{each}:{each}" for each in [str(Path.cwd()), *site.mounts])
-    chosen = {key: value for key, value in given.items() if value is not None}
+    # sbatch reads quotes in a header as a shell does: paths may have spaces. Those of `extra` are the user's own
+    chosen = {key: shlex.quote(value) for key, value in given.items() if value is not None}
     return {**chosen, **dict(option_of(text) for text in settings.extra)}
 
 

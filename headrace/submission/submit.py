@@ -91,6 +91,7 @@ def _validate(
 
 def _submit(stages: Sequence[Stage], plan: Plan, request: Request, *, site_file: Path, say: Say) -> None:
     jobs: dict[str, list[str]] = {}  # of a chain the last one is what others wait for
+    made = snapshot.make(plan.directory)
     try:
         _write(stages, plan)
         for stage in stages:
@@ -103,14 +104,14 @@ def _submit(stages: Sequence[Stage], plan: Plan, request: Request, *, site_file:
         if jobs:
             numbers = [number for several in jobs.values() for number in several]
             subprocess.run(["scancel", *numbers], check=False, capture_output=True)
-        snapshot.remove(plan.directory)
+        snapshot.remove(made)
         raise
     say(f"{plan.directory}: the code, configs and scripts of these jobs, and logs/")
 
 
 def _write(stages: Sequence[Stage], plan: Plan) -> None:
     """Writes the directory of a submission."""
-    (plan.directory / "logs").mkdir(parents=True)
+    (plan.directory / "logs").mkdir()
     snapshot.copy_code(plan.directory)
     for stage in stages:
         for name, raw in stage.configs.items():

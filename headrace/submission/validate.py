@@ -10,15 +10,13 @@ import argparse
 import json
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.base.errors import ConfigError, DataError, refuse_all
 from headrace.base.section import parse, suggest
 from headrace.submission.configs import Element, Given
 from headrace.submission.site import StageSettings
-
-Say = Callable[[str], None]
 
 
 def check_training(
@@ -144,10 +142,15 @@ def check_not_queued(makes: dict[str, Path]) -> None:
         makes: stage -> what it writes.
 
     Raises:
+        ConfigError: Slurm does not answer.
         DataError: there is one.
     """
     command = ["squeue", "--noheader", "--format=%F|%T|%k"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        told = done.stderr.strip().splitlines()[-1:] or [f"squeue ended with {done.returncode}"]
+        why = f"Slurm does not answer: {told[0]}"
+        raise ConfigError("submit", why=why, remedy="try again when its controller runs; --dry-run needs none")
     rows = [line.split("|", 2) for line in done.stdout.splitlines()]
     for name, path in makes.items():
         found = sorted({f"{number} ({state.lower()})" for number, state, comment in rows if comment == str(path)})

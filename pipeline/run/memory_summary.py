@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +9,11 @@ from typing import Any
 from torch import nn
 
 from headrace.base.errors import ConfigError
+from headrace.base.memory_size import bytes_of
 from pipeline.config.rules import ResolvedRun
 from pipeline.parallel.footprint import footprint_of
 from pipeline.parallel.memory import KINDS, Bytes, largest_micro_batch, peak_memory
 from pipeline.run.summary import Entry
-
-_UNITS = {"MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
 
 
 def memory_bytes(text: str) -> int:
@@ -24,11 +22,10 @@ def memory_bytes(text: str) -> int:
     Raises:
         ConfigError: it is no such size.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
-    if found is None or found[2].upper() not in _UNITS or not float(found[1]):
-        why = "it is not a positive number with a unit: MB, GB, MiB or GiB"
-        raise ConfigError("--memory", text, why=why, remedy="e.g. --memory 80GB")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    try:
+        return bytes_of(text)
+    except ValueError as error:
+        raise ConfigError("--memory", text, why=str(error), remedy="e.g. --memory 80GB") from None
 
 
 @dataclass(frozen=True)

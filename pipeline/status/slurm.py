@@ -20,6 +20,8 @@ from pipeline.status.slurm_reasons import in_words
 _TIMEOUT_S = 5.0
 _FORMAT = "%i|%j|%T|%r|%M|%L|%D|%N|%S|%Z"
 _SET = re.compile(r"run\.dir=(.*)")
+_FIELD_END = r"(?= +[A-Z][A-Za-z/:]*=| *\n| *$)"
+"""Of a field of `scontrol show --oneliner`: the next one begins; values may have spaces."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +77,13 @@ def run_dir_of_job(job: SlurmJob) -> Path | None:
     `headrace submit` leaves it in the job's comment; a plain submission has it in its command line.
     """
     text = _output("scontrol", "show", "job", "--oneliner", job.id) or ""
-    commented = re.search(r" Comment=(/\S+)", text)
+    commented = re.search(rf" Comment=(/.*?){_FIELD_END}", text)
     if commented is not None:
         return Path(commented[1])
-    found = re.search(r" Command=(.*?) WorkDir=(\S*)", text)
+    found = re.search(rf" Command=(.*?) WorkDir=(.*?){_FIELD_END}", text)
     if found is None:
         return None
-    words, workdir = shlex.split(found[1])[1:], Path(found[2])
+    words, workdir = _words(found[1])[1:], Path(found[2])
     sets = [match[1] for word in words if (match := _SET.fullmatch(word.removeprefix("--set=")))]
     if sets:
         return workdir / sets[-1].strip('"')
@@ -94,8 +96,16 @@ def run_dir_of_job(job: SlurmJob) -> Path | None:
 def output_files(ids: Sequence[str]) -> list[Path]:
     """The files that jobs write their output to, of those that the controller still knows."""
     found = [_output("scontrol", "show", "job", "--oneliner", each) for each in ids if shutil.which("scontrol")]
-    names = [re.search(r" StdOut=(\S+)", text or "") for text in found]
+    names = [re.search(rf" StdOut=(/.*?){_FIELD_END}", text or "") for text in found]
     return [Path(name[1]) for name in names if name is not None]
+
+
+def _words(command: str) -> list[str]:
+    """The words of a job's command line, which Slurm prints without the quotes that it had."""
+    try:
+        return shlex.split(command)
+    except ValueError:  # an apostrophe in one of them
+        return command.split()
 
 
 def _configured(config: Path, workdir: Path) -> Path | None:

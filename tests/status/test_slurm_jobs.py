@@ -48,3 +48,30 @@ def test_a_waiting_job_says_why_and_is_found_by_its_run_directory(cluster: Virtu
         assert {f"headrace-train {number} waits" in listed for number in (held, later)} == {True}
     finally:
         cluster.run("scancel", str(held), str(later))
+
+
+def test_a_job_of_another_program_and_spaces_in_paths_do_not_end_a_status(
+    cluster: VirtualCluster, tmp_path: Path
+) -> None:
+    """Slurm prints the command line of a job without its quotes."""
+    place = tmp_path / "a place"
+    place.mkdir()
+    (place / "sleep.sh").write_text("#!/bin/bash\nsleep 60\n")
+    other = cluster.sbatch(str(place / "sleep.sh"), "don't", options=["--hold"], cwd=place, env=JOB_ENV)
+    options = ["--hold", f"--comment={place}/run"]
+    ours = cluster.sbatch(str(place / "sleep.sh"), options=options, cwd=place, env=JOB_ENV)
+    try:
+        listed = cluster.run("python", "-m", "headrace", "status", cwd=place, env=JOB_ENV)
+        assert f"{other} waits" in listed
+        shown = cluster.run("python", "-m", "headrace", "status", f"{place}/run", cwd=place, env=JOB_ENV)
+        assert f"{ours} waits: held" in shown
+        assert str(other) not in shown.split()
+        [output] = output_of(cluster, ours, place)
+        assert output == f"{place}/slurm-{ours}.out"
+    finally:
+        cluster.run("scancel", str(other), str(ours))
+
+
+def output_of(cluster: VirtualCluster, number: int, cwd: Path) -> list[str]:
+    code = f"from pipeline.status.slurm import output_files; print(*output_files(['{number}']), sep='\\n')"
+    return cluster.run("python", "-c", code, cwd=cwd, env=JOB_ENV).splitlines()

@@ -97,6 +97,7 @@ def test_the_config_of_a_run_stands_for_its_directory(run_dir: Path, tmp_path: P
         ("checkpoint", "headrace status"),
         ("nowhere", "no such directory"),
         ("empty", "no run has begun there"),
+        ("/", "no run has begun there"),
         ("config without run.dir", "run.dir"),
     ],
 )
@@ -106,7 +107,7 @@ def test_what_is_no_run_is_refused_with_where_to_look(tmp_path: Path, made: str,
         path = write_config(tmp_path / "corpus.json", {"output": "tokens", "sources": []})
     elif made.startswith("config"):
         path = write_config(tmp_path / "c.json", {"model": {}})
-    elif made != "nowhere":
+    elif made not in ("nowhere", "/"):
         path.mkdir()
     if made == "checkpoint":
         write_manifest(path, kind=made, config={})
@@ -128,6 +129,8 @@ def test_a_data_prep_job_shows_its_phases_by_its_directory_its_output_and_its_co
     shown = run("status", config).output
     assert "map: 0 of 1 tasks finished" in shown
     assert run("status", tmp_path / ".tokens.job").output == run("status", tmp_path / "tokens").output == shown
+    other = run("status", config, "--set", f"output={tmp_path / 'other'}")
+    assert (other.exit_code, f"there is no job in {tmp_path}/.other.job" in other.output) == (2, True)
     assert json.loads(run("status", config, "--json").output) == {"data_prep": shown.splitlines()}
     assert run("prep", "--config", config, "--workers", "1").exit_code == 0
     assert run("status", tmp_path / "tokens").output == f"{tmp_path / 'tokens'} is finished\n"

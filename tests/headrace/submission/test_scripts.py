@@ -53,6 +53,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "data": {"path": "tokens"},
         "quantize": {"q": {"scheme": "W8A8"}},
     }
+    write(tmp_path, "quantize", {"model": "runs/small", "output": "q", "scheme": "W8A8", "data": {"path": "tokens"}})
     write(tmp_path, "compress", {**recipe, "distill": {"config": "student.json"}})
     return tmp_path
 
@@ -134,6 +135,11 @@ def test_the_body_of_a_script_stays_as_it_is_shipped(name: str) -> None:
         (["train.json", "--sweep", "run.seed"], "it is not KEY=VALUE,VALUE"),
         (["train.json"], "tokens"),  # no corpus config makes them
         (["absent.json"], "no such file"),
+        (["train.json", "--nodes", "²"], "it is not a number of nodes"),
+        (["corpus.json", "train.json", "train.json"], "train.json of the same submission writes there, too"),
+        (["corpus.json", "train.json", "quantize.json"], "a quantize config reads an exported model"),
+        (["train.json", "--sweep", "run.dir=a,b"], "--set run.dir=... moves all of them"),
+        (["train.json", "--sweep", "model.path=a/b,a_b"], "two elements would have one run directory"),
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_is_submitted(work: Path, words: list[str], told: str) -> None:
@@ -228,6 +234,8 @@ def test_a_sweep_without_a_fitting_array_is_refused_with_the_option(
         done = in_job(work, monkeypatch, ["train.json", "--sweep", "run.seed=1,2"], variables)
         assert done.returncode == 2
         assert "sbatch --array=0-1" in done.stderr
+    done = in_job(work, monkeypatch, ["train.json", "--set", "run=5"], {"SLURM_ARRAY_TASK_ID": "0"})
+    assert done.stderr.startswith("error: run.dir\n")
 
 
 def in_job(

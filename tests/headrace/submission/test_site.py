@@ -30,6 +30,8 @@ def written(tmp_path: Path, text: str) -> Path:
         ('mounts = ["scratch"]', "it is not an absolute path"),
         ('[container]\nruntime = "docker"\nimage = "x"\n', "site.toml.container.runtime = 'docker'"),
         ("partition = gpu", "Invalid value"),
+        ('[train]\ndevice_memory = "80XB"\n', "not a positive number with a unit"),
+        ('environment = { "A B" = "c" }\n', "'A B' cannot be the name of a variable"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_key_and_a_remedy(tmp_path: Path, text: str, told: str) -> None:
