@@ -136,14 +136,13 @@ class RestartFiles:
                     copies |= self._elsewhere(stack, found, folder)
             yield ShardFiles(path, copies, files=files, reads=self.reads, warn=self._warn)
 
-    def report(self) -> dict[str, Any]:
-        """Bytes that all ranks have read since the last call, by source, and their warnings if any. Collective."""
+    def report(self) -> tuple[dict[str, int], list[str]]:
+        """Bytes that all ranks have read since the last call, by source, and their warnings. Collective."""
         everyone = _gathered((self.reads.values(), self._warnings))
         self._warnings = []
         self.reads.clear()
-        total: dict[str, Any] = {name: sum(each[name] for each, _ in everyone) for name in everyone[0][0]}
-        warnings = [line for _, lines in everyone for line in lines]
-        return {**total, "warnings": warnings} if warnings else total
+        total = {name: sum(each[name] for each, _ in everyone) for name in everyone[0][0]}
+        return total, [line for _, lines in everyone for line in lines]
 
     def _warn(self, line: str) -> None:
         self._warnings.append(line)

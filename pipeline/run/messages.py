@@ -6,7 +6,6 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.engines.base import Engine
@@ -39,7 +38,7 @@ def opening_lines(
         yield f"resuming after step {checkpoint.step} from {checkpoint.path}"
 
 
-def loaded_line(read: Mapping[str, Any]) -> str:
+def loaded_line(read: Mapping[str, int]) -> str:
     """How many bytes of the checkpoint came from where; see `checkpoint.shard_files.ReadBytes`."""
     memory, others, files = (read[name] / 1e6 for name in ("memory", "other_nodes", "run_dir"))
     more = f", {others:,.1f} MB from that of other nodes" if others else ""

@@ -242,10 +242,12 @@ class Session:
             self.files.opened(checkpoint.path, checkpoint.manifest.files) as opened,
         ):
             engine.load(checkpoint.path, fresh_optimizer=fresh is not None, files=opened)
-        report = self.files.report()
-        self.attempt.record("loaded", step=checkpoint.step, **report, seconds=time.monotonic() - began)
+        read, warnings = self.files.report()
+        self.attempt.record(
+            "loaded", step=checkpoint.step, seconds=time.monotonic() - began, read=read, warnings=warnings
+        )
         if self.copies.memory is not None:
-            self.say(loaded_line(report))
+            self.say(loaded_line(read))
 
     def train(
         self, engine: Engine, services: Sequence[Sink], checkpoint: Checkpoint | None, rollback: Rollback | None
