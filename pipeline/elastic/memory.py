@@ -1,4 +1,4 @@
-"""The checkpoint copies in this node's memory (`run.in_memory_checkpoints`), which outlive ranks and go with the agent."""
+"""The checkpoint copies in a node's memory (`run.in_memory_checkpoints`) outlive its ranks, and go with its agent."""
 
 from __future__ import annotations
 

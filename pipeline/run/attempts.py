@@ -8,7 +8,7 @@ while it holds the lock of the run's directory; `headrace status` reads them.
 | submitted | by what submits a job for the run | `job`; no attempt |
 | start | once the directory is locked | see below |
 | nodes | once all ranks are connected | `nodes`: host -> ranks, e.g. {"n1": "0-3"} |
-| loaded | once a checkpoint is loaded | `step`, `seconds` of the load, `read` (bytes, see below), `warnings` about copies |
+| loaded | once a checkpoint is loaded | `step`, `seconds` of the load, `read` (bytes, see below), `warnings` |
 | training | before the first step | `step` after which it trains on |
 | end | when it ends by itself | `code`, `reason` |
 

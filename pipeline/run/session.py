@@ -243,9 +243,8 @@ class Session:
         ):
             engine.load(checkpoint.path, fresh_optimizer=fresh is not None, files=opened)
         read, warnings = self.files.report()
-        self.attempt.record(
-            "loaded", step=checkpoint.step, seconds=time.monotonic() - began, read=read, warnings=warnings
-        )
+        seconds = time.monotonic() - began
+        self.attempt.record("loaded", step=checkpoint.step, seconds=seconds, read=read, warnings=warnings)
         if self.copies.memory is not None:
             self.say(loaded_line(read))
 
