@@ -1,7 +1,7 @@
 """Serves parts of checkpoint files in this node's memory to the ranks of other nodes, while a run is restarted.
 
-A request is one line of JSON: the server's token, file name, first byte, number of bytes. The answer is one byte, 1 or
-0, and after 1 the bytes. A connection is used again and again.
+A request is one line of JSON: the server's token, file name, first byte, number of bytes. The answer is the byte 1 and
+the bytes; the connection is closed where they cannot be had. It is used again and again.
 """
 
 from __future__ import annotations
@@ -64,18 +64,10 @@ def served(files: Mapping[str, Path], *, master: str) -> Iterator[ServerAddress]
                     given, name, begin, length = json.loads(line)
                     if not hmac.compare_digest(str(given), token):
                         return
-                    self._send(files[name], int(begin), int(length))
-
-        def _send(self, path: Path, begin: int, length: int) -> None:
-            try:
-                file = path.open("rb")
-            except OSError:
-                self.connection.sendall(b"\0")
-                return
-            with file:
-                self.connection.sendall(b"\1")
-                if length:
-                    self.connection.sendfile(file, begin, length)
+                    with files[name].open("rb") as file:
+                        self.connection.sendall(b"\1")
+                        if length and self.connection.sendfile(file, int(begin), int(length)) < length:
+                            return  # the file has become shorter
 
     with _Server(("", 0), Handler, bind_and_activate=False) as server:
         server.socket.close()
