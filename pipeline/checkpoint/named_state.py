@@ -20,6 +20,7 @@ from pipeline.checkpoint.locations import MetadataWriter
 from pipeline.checkpoint.metadata import read_metadata
 from pipeline.checkpoint.plan import WritePlan, make_write_plan
 from pipeline.checkpoint.read_shards import ShardReader
+from pipeline.checkpoint.shard_files import ShardFiles
 from pipeline.checkpoint.shard_table import CheckpointMetadata, State
 from pipeline.checkpoint.shards import NamedShard
 from pipeline.checkpoint.store import on_rank_zero, raise_on_all_ranks
@@ -90,7 +91,7 @@ def _write_metadata(plan: WritePlan, locations: list[Any], directory: Path) -> N
     write_metadata(metadata.encoded(), directory)
 
 
-def read(state: State, directory: Path, *, fresh_optimizer: bool = False) -> None:
+def read(state: State, directory: Path, *, fresh_optimizer: bool = False, files: ShardFiles | None = None) -> None:
     """Fills the shards in place from a directory written in any layout (reshard on load). Collective.
 
     Persistent buffers and an experts' load that the directory lacks stay as they are.
@@ -99,6 +100,7 @@ def read(state: State, directory: Path, *, fresh_optimizer: bool = False) -> Non
         state: the shards.
         directory: of the checkpoint.
         fresh_optimizer: set the optimizer's states and step counter to zero instead of reading them.
+        files: where its files are read; in the directory when None.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape, or a file is damaged.
@@ -108,7 +110,7 @@ def read(state: State, directory: Path, *, fresh_optimizer: bool = False) -> Non
         try:
             metadata = read_metadata(directory)
             wanted = {key: value for key, value in state.items() if not (fresh_optimizer and _of_optimizer(key))}
-            ShardReader(directory, metadata).read(_without_absent(wanted, metadata))
+            ShardReader(directory, metadata, files).read(_without_absent(wanted, metadata))
         except (CheckpointError, RuntimeError, OSError) as error:
             failure = (str(error) or repr(error)).splitlines()[0]
         failures: list[str | None] = [failure]

@@ -6,15 +6,15 @@ import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, cast
+from typing import IO
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from headrace.base.errors import CheckpointError
+from pipeline.checkpoint.shard_files import ShardFiles
 from pipeline.checkpoint.shard_table import CheckpointMetadata, Ints, State, parts_of
 from pipeline.checkpoint.shards import NamedShard
 
@@ -54,10 +54,11 @@ class ShardReader:
     Args:
         directory: of the checkpoint.
         metadata: its metadata.
+        files: where its files are read; in the directory when None.
     """
 
-    def __init__(self, directory: Path, metadata: CheckpointMetadata) -> None:
-        self._directory, self._metadata = directory, metadata
+    def __init__(self, directory: Path, metadata: CheckpointMetadata, files: ShardFiles | None = None) -> None:
+        self._files, self._metadata = files or ShardFiles(directory), metadata
 
     def read(self, state: State) -> None:
         """Fills the shards of a state in place.
@@ -105,14 +106,18 @@ class ShardReader:
         metadata = self._metadata
         if metadata.file[row] < 0:
             raise CheckpointError("the metadata does not say where a shard lies")
-        with (self._directory / metadata.files[metadata.file[row]]).open("rb") as file:
-            view = _create_file_view(file, int(metadata.position[row]), int(metadata.length[row]))
-            try:
-                values: Tensor = torch.load(cast("IO[bytes]", view), map_location="cpu", weights_only=True)
-            except _LOADING_ERRORS as error:
-                raise CheckpointError(f"{Path(file.name).name} is damaged: {error}") from None
+        name, begin, length = metadata.files[metadata.file[row]], metadata.position[row], metadata.length[row]
+        values = self._files.read(name, int(begin), int(length), _loaded)
         if values.shape != metadata.table.rectangle(row).sizes:
             raise CheckpointError(
                 f"a shard has shape {tuple(values.shape)}, and the metadata says {metadata.table.rectangle(row).sizes}"
             )
         return values
+
+
+def _loaded(view: IO[bytes], name: str) -> Tensor:
+    try:
+        values: Tensor = torch.load(view, map_location="cpu", weights_only=True)
+    except _LOADING_ERRORS as error:
+        raise CheckpointError(f"{name} is damaged: {error}") from None
+    return values

@@ -2,7 +2,8 @@
 
     begin     all ranks   staging directory, write plan (the one of the save before unless a layout has changed), and a
                           copy of this rank's shards into host memory: the step waits for this only
-              a thread    writes and flushes this rank's file, computing its checksum
+              a thread    writes and flushes this rank's file, computing its checksum; another thread may copy it then
+                          into memory that outlives the process (`memory_copies`), which no save waits for
     advance   all ranks   once no rank is writing: gather checksums, and locations that have changed, on rank 0
               a thread    of rank 0 writes metadata and manifest, flushes, renames, moves `latest`, deletes old ones
     advance   all ranks   once that is done: the result
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -32,6 +33,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from headrace.base.directory import staging_path
 from headrace.base.errors import CheckpointError, HeadraceError
 from pipeline.checkpoint.locations import MetadataWriter
+from pipeline.checkpoint.memory_copies import MemoryCopies
 from pipeline.checkpoint.metadata import METADATA
 from pipeline.checkpoint.plan import Planner, WritePlan
 from pipeline.checkpoint.shard_table import State
@@ -51,6 +53,7 @@ class SaveResult:
         failure: why not.
         waited_s: seconds for which `begin` blocked the training loop, on rank 0.
         seconds: from the beginning to the commit, on rank 0.
+        not_copied: rank -> why its file is not in its node's memory, of this save or of the one before.
     """
 
     step: int
@@ -58,6 +61,7 @@ class SaveResult:
     failure: str | None
     waited_s: float
     seconds: float
+    not_copied: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -70,6 +74,7 @@ class _PendingSave:
     job: Future[Any]
     waited_s: float = 0.0
     gathered: bool = field(default=False)
+    not_copied: dict[int, str] = field(default_factory=dict)
 
 
 class CheckpointWriter:
@@ -79,12 +84,18 @@ class CheckpointWriter:
         store: names and deletes them.
         background: write in the background; else `begin` returns when the files are written.
         on_progress: called about once per second of waiting in which something was written.
+        copies: copies this rank's files into its node's memory.
     """
 
     def __init__(
-        self, store: CheckpointStore, *, background: bool = True, on_progress: Callable[[], None] = lambda: None
+        self,
+        store: CheckpointStore,
+        *,
+        background: bool = True,
+        on_progress: Callable[[], None] = lambda: None,
+        copies: MemoryCopies | None = None,
     ) -> None:
-        self._store, self._background = store, background
+        self._store, self._background, self._copies = store, background, copies
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._planner = Planner()
         self._plan: WritePlan | None = None
@@ -118,6 +129,8 @@ class CheckpointWriter:
         """
         assert self._pending is None, "one save at a time: advance or wait first"
         start = time.perf_counter()
+        if self._copies is not None:
+            self._copies.stop()  # the buffers are needed
         shards = state()
         on_rank_zero(lambda: self._store.create_staging(info.step))
         plan = self._planner.plan(shards)
@@ -127,9 +140,12 @@ class CheckpointWriter:
             self._metadata = MetadataWriter(plan.division) if plan.division else None
         staging = staging_path(self._store.path_of(info.step))
         lookup = self._copy_to_host(plan, shards) if self._background else plan.value_lookup(shards)
-        job = self._threads.submit(write_shards, plan, lookup, staging)
+        if self._copies is not None:
+            self._copies.prepare(info.step, sum(lookup(item).nbytes for item in plan.items))
+        job = self._threads.submit(self._write, info.step, plan, lookup, staging)
         if not self._background:
             self._wait_for(job, staging)  # a failure is reported by `advance`
+            self.wait_for_copy()
         self._pending = _PendingSave(info, plan, start, job, waited_s=time.perf_counter() - start)
 
     def advance(self) -> SaveResult | None:
@@ -146,8 +162,11 @@ class CheckpointWriter:
         self._pending = None
         failure, checkpoint = _outcome(pending.job)
         seconds = time.perf_counter() - pending.start
-        result = SaveResult(pending.info.step, checkpoint, failure, pending.waited_s, seconds)
-        return on_rank_zero(lambda: result)
+        own = SaveResult(pending.info.step, checkpoint, failure, pending.waited_s, seconds, pending.not_copied)
+        result = on_rank_zero(lambda: own)
+        if self._copies is not None:
+            (self._copies.discard if result.checkpoint is None else self._copies.committed)(result.step)
+        return result
 
     def wait(self) -> SaveResult | None:
         """Waits until no save is pending any more; None when none was. Collective."""
@@ -156,6 +175,25 @@ class CheckpointWriter:
             self._wait_for(self._pending.job, staging_path(self._store.path_of(self._pending.info.step)))
             result = self.advance()
         return result
+
+    def wait_for_copy(self) -> None:
+        """Waits until no file is being copied into memory."""
+        if self._copies is not None:
+            while not self._copies.wait(_POLL_S):
+                self._on_progress()
+
+    def stop_copy(self) -> None:
+        """Gives up what is being copied into memory."""
+        if self._copies is not None:
+            self._copies.stop()
+
+    def _write(self, step: int, plan: WritePlan, lookup: Callable[[WriteItem], Tensor], staging: Path) -> WrittenShards:
+        """Writes this rank's file, and has it copied into memory then."""
+        written = write_shards(plan, lookup, staging)
+        if self._copies is not None:
+            self._copies.start(step, plan, lookup, written.sha256)
+            written = dataclasses.replace(written, not_copied=self._copies.failure())
+        return written
 
     def _wait_for(self, job: Future[Any], staging: Path) -> None:
         while not futures.wait([job], timeout=_POLL_S).done:
@@ -199,6 +237,7 @@ class CheckpointWriter:
         pending.gathered = True
         if self._metadata is not None:
             shards = {rank: each for rank, each in enumerate(written) if isinstance(each, WrittenShards)}
+            pending.not_copied = {rank: each.not_copied for rank, each in shards.items() if each.not_copied}
             self._metadata.update({rank: each.locations for rank, each in shards.items() if each.locations})
             pending.job = self._threads.submit(self._commit, pending, written)
 

@@ -8,10 +8,11 @@ is always complete. `latest` is a link to the newest, for people and other tools
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,7 +28,9 @@ from headrace.base.directory import (
     staging_path,
 )
 from headrace.base.errors import CheckpointError, HeadraceError
+from pipeline.checkpoint.metadata import METADATA, TORCH_METADATA
 from pipeline.checkpoint.naming import FOLDER, LATEST, PREFIX, finished_checkpoints
+from pipeline.checkpoint.restart_files import RestartFiles
 
 T = TypeVar("T")
 _HASH_THREADS = 4
@@ -111,7 +114,11 @@ class CheckpointStore:
         return Checkpoint(final, info.step)
 
     def newest_intact(
-        self, log: Callable[[str], None], *, on_progress: Callable[[], None] = lambda: None
+        self,
+        log: Callable[[str], None],
+        *,
+        on_progress: Callable[[], None] = lambda: None,
+        files: RestartFiles | None = None,
     ) -> Checkpoint | None:
         """The newest checkpoint whose checksums match, or None when the run has none at all. Collective.
 
@@ -120,15 +127,17 @@ class CheckpointStore:
         Args:
             log: called with each warning.
             on_progress: called while files are read, which may take minutes.
+            files: finds copies in memory, which are verified in place of the files; counts what is read.
 
         Raises:
             CheckpointError: the run has checkpoints, and none is intact.
         """
         on_rank_zero(self._clean_up)
-        candidates = on_rank_zero(self.checkpoints)
+        candidates, files = on_rank_zero(self.checkpoints), files or RestartFiles()
         for candidate in candidates:
-            damage = find_damage_collective(candidate, on_progress)
+            damage = find_damage_collective(candidate, on_progress, files)
             if damage is None:
+                files.chosen(candidate.step)
                 return candidate
             self._damaged.add(candidate.path)
             log(f"warning: {candidate.path} is damaged ({damage}); going back to the one before")
@@ -137,6 +146,7 @@ class CheckpointStore:
                 f"all {len(candidates)} checkpoints in {self._root} are damaged\n"
                 f"  try: restore one, or remove the directory to start over"
             )
+        files.chosen(None)
         return None
 
     def _link_latest(self, final: Path) -> None:
@@ -222,27 +232,47 @@ def raise_on_all_ranks(failure: str | None, what: str) -> None:
 
 def find_damage(checkpoint: Checkpoint) -> str | None:
     """Verifies a checkpoint's files by their checksums; returns what is damaged, or None."""
-    return _damage(checkpoint, 0, 1, lambda: None)
+    listed, damage = _listed(checkpoint)
+    return damage or _damage(checkpoint, list(listed.items()), lambda _name, _bytes: None)
 
 
-def find_damage_collective(checkpoint: Checkpoint, on_progress: Callable[[], None]) -> str | None:
-    """The same, each rank verifying a share of the files. Collective."""
+def find_damage_collective(
+    checkpoint: Checkpoint, on_progress: Callable[[], None], restart: RestartFiles
+) -> str | None:
+    """The same, each rank verifying a share of the files, and copies in memory in place of theirs. Collective."""
+    listed, damage = _listed(checkpoint)
+    copied = restart.find(checkpoint.path, checkpoint.step, listed)
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+    def read(name: str, nbytes: int) -> None:
+        if name not in (METADATA, TORCH_METADATA):
+            restart.reads.add("run_dir", nbytes)
+        on_progress()
+
+    share = [row for row in listed.items() if row[0] not in copied][rank::ranks]
+    damage = damage or _damage(checkpoint, share, read)
     if not dist.is_initialized():
-        return _damage(checkpoint, 0, 1, on_progress)
-    found: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, _damage(checkpoint, dist.get_rank(), dist.get_world_size(), on_progress))
+        return damage
+    found: list[str | None] = [None] * ranks
+    dist.all_gather_object(found, damage)
     return next((damage for damage in found if damage is not None), None)
 
 
-def _damage(checkpoint: Checkpoint, rank: int, ranks: int, on_progress: Callable[[], None]) -> str | None:
-    """Damage of the files whose index is `rank` modulo `ranks`."""
+def _listed(checkpoint: Checkpoint) -> tuple[Mapping[str, Mapping[str, Any]], str | None]:
+    """The files in a checkpoint's manifest, or what is damaged of that."""
     try:
-        files = list(checkpoint.manifest.files.items())[rank::ranks]
+        return checkpoint.manifest.files, None
     except HeadraceError as error:
-        return str(error).splitlines()[0]
+        return {}, str(error).splitlines()[0]
+
+
+def _damage(
+    checkpoint: Checkpoint, files: Sequence[tuple[str, Mapping[str, Any]]], progress: Callable[[str, int], None]
+) -> str | None:
+    """Damage of some of the files: name and entry in the manifest."""
 
     def sha256_of(path: Path) -> str:
-        return sha256_of_file(path, lambda _bytes: on_progress())
+        return sha256_of_file(path, partial(progress, path.name))
 
     def is_intact(name: str, entry: Mapping[str, Any]) -> bool:
         path = checkpoint.path / name

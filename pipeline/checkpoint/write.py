@@ -37,10 +37,12 @@ class WrittenShards:
     Attributes:
         locations: of each shard; None in a message to rank 0 that knows them from the save before.
         sha256: file name -> checksum.
+        not_copied: why this file, or that of the save before, has no copy in memory; None where it has, or needs none.
     """
 
     locations: Locations | None
     sha256: dict[str, str]
+    not_copied: str | None = None
 
 
 def write_shards(plan: WritePlan, lookup: Callable[[WriteItem], Tensor], directory: Path) -> WrittenShards:

@@ -210,6 +210,12 @@ class RunSection(Section):
         description="true: asynchronous checkpoints, written in the background from a copy in host memory; false:"
         " training waits for the write",
     )
+    in_memory_checkpoints: str | None = Field(
+        None,
+        description="Directory of a tmpfs on each node, e.g. /dev/shm, that has a copy of the newest checkpoint's files"
+        " of the node's ranks: a restart reads only what was lost from run.dir. Takes host memory of their size, twice"
+        " while a checkpoint is written; absent: no copies",
+    )
     gc_every: Index = Field(
         50,
         description="Steps between collections of cyclic Python objects, on all ranks at the same steps; 0: whenever"

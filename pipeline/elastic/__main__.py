@@ -22,6 +22,7 @@ from pipeline.elastic.commands import Commands
 from pipeline.elastic.files import DEAD_S, StateFiles
 from pipeline.elastic.leader import Terms
 from pipeline.elastic.local_ranks import Command
+from pipeline.elastic.memory import kept_while_here
 from pipeline.elastic.questions import Questions
 from pipeline.elastic.slurm_job import SlurmJob
 from pipeline.elastic.warm_ranks import WarmRanks
@@ -74,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.tick = agent.tick
     if args.stopped:
         agent.stop()
-    outcome = agent.run().outcome
+    with kept_while_here(args.arguments):
+        outcome = agent.run().outcome
     assert outcome is not None
     return outcome
 

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.checkpoint.shard_files import ShardFiles
 from pipeline.checkpoint.shard_table import State
 from pipeline.data.loader import MicroBatch, StepBatch
 from pipeline.engines.objective import Objective
@@ -230,13 +231,14 @@ class Engine(Protocol):
         """
         ...
 
-    def load(self, directory: Path, *, fresh_optimizer: bool = False) -> None:
+    def load(self, directory: Path, *, fresh_optimizer: bool = False, files: ShardFiles | None = None) -> None:
         """Loads named shards that any engine wrote under any layout.
 
         Args:
             directory: of the checkpoint.
             fresh_optimizer: the optimizer's states are set to zero instead, as before the first step: the checkpoint is
                 of an optimizer of another kind.
+            files: where its files are read; in the directory when None.
         """
         ...
 

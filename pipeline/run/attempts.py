@@ -8,11 +8,15 @@ while it holds the lock of the run's directory; `headrace status` reads them.
 | submitted | by what submits a job for the run | `job`; no attempt |
 | start | once the directory is locked | see below |
 | nodes | once all ranks are connected | `nodes`: host -> ranks, e.g. {"n1": "0-3"} |
+| loaded | once a checkpoint is loaded | `step`, `seconds` of the load, `read` (bytes, see below), `warnings` |
 | training | before the first step | `step` after which it trains on |
 | end | when it ends by itself | `code`, `reason` |
 
 The fields of a start: `launcher`, `world_size`, `host`, `pid`; under Slurm `job`, `requeue`, `nodelist`; `again`, the
 launcher's own count of starts; `before`, the last step in metrics.jsonl and the time of its last row.
+
+`read` has the bytes that all ranks have read to verify and to load the checkpoint: `memory` of copies in their node's
+memory, `other_nodes` of those in other nodes', `run_dir` of the files in the run's directory, but for its metadata.
 
 An attempt without an end was killed, or was ended by the watchdog: then `faults.jsonl` has the cause.
 A failure to append never ends a run.

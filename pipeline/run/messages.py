@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.engines.base import Engine
@@ -36,6 +36,13 @@ def opening_lines(
     yield from (f"warning: {text}" for text in advice(prepared))
     if checkpoint is not None:
         yield f"resuming after step {checkpoint.step} from {checkpoint.path}"
+
+
+def loaded_line(read: Mapping[str, int]) -> str:
+    """How many bytes of the checkpoint came from where; see `checkpoint.shard_files.ReadBytes`."""
+    memory, others, files = (read[name] / 1e6 for name in ("memory", "other_nodes", "run_dir"))
+    more = f", {others:,.1f} MB from that of other nodes" if others else ""
+    return f"read {memory:,.1f} MB of the checkpoint from memory{more}, {files:,.1f} MB from the run's directory"
 
 
 def closing_line(prepared: PreparedRun, stop: Stop, *, step: int) -> str:

@@ -5,15 +5,18 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
 
 from pipeline.anomalies.guarded_step import GuardedStepper, Rollback
+from pipeline.checkpoint.restart_files import RestartFiles
 from pipeline.checkpoint.save import CheckpointWriter
 from pipeline.checkpoint.store import Checkpoint, on_rank_zero
 from pipeline.config.rules import ResolvedRun
@@ -51,7 +54,8 @@ from pipeline.run.checkpoint_timer import CheckpointTimer
 from pipeline.run.distillation import make_samples
 from pipeline.run.garbage import GarbageCollector
 from pipeline.run.manifest import RunManifest
-from pipeline.run.messages import closing_line, opening_lines, quiet_libraries
+from pipeline.run.memory_checkpoints import KeptCopies, kept_copies, memory_folder
+from pipeline.run.messages import closing_line, loaded_line, opening_lines, quiet_libraries
 from pipeline.run.out_of_memory import explained_out_of_memory
 from pipeline.run.preflight import preflight
 from pipeline.run.prepare import PreparedRun, prepare
@@ -106,10 +110,17 @@ def train(run: ResolvedRun, make_objective: MakeObjective, *, signals: StopSigna
         watchdog = stack.enter_context(
             run_watchdog(launch, rendezvous, config=run.config.watchdog, run_dir=prepared.run_dir)
         )
-        session = Session(prepared, launch, signals, Agreement(device), watchdog, attempt)
+        session = Session(
+            prepared,
+            launch,
+            signals,
+            Agreement(device),
+            watchdog,
+            attempt,
+            stack.enter_context(kept_copies(run.config.run, say=notes.append)),
+        )
         with watchdog, explained_out_of_memory(prepared, device):
-            for line in (preflight_summary, *notes):
-                session.say(line)
+            session.say_all(preflight_summary, *notes)
             stop = session.agreement.requested_stop(signals)
             if stop:  # building the engine and loading a checkpoint may take longer than the grace period
                 session.say(f"stopped by {stop} before it had begun: start it again to go on")
@@ -153,6 +164,7 @@ class Session:
         agreement: all-reduces small numbers over all ranks.
         watchdog: is told the phase and step this rank is in.
         attempt: is told when training begins.
+        copies: checkpoint copies in this node's memory.
     """
 
     prepared: PreparedRun
@@ -161,11 +173,27 @@ class Session:
     agreement: Agreement
     watchdog: Watchdog
     attempt: Attempt
+    copies: KeptCopies
 
     def say(self, line: str | None) -> None:
         """Prints a line on rank 0; nothing for None."""
         if line is not None:
             TrainingDisplay(first=0, total=self.prepared.run.steps, shown=self._first).say(line)
+
+    def say_all(self, *lines: str | None) -> None:
+        """Prints lines; see `say`."""
+        for line in lines:
+            self.say(line)
+
+    @cached_property
+    def files(self) -> RestartFiles:
+        """Finds and opens the files of checkpoints: copies in memory, or the run's directory. Collective at first."""
+        return RestartFiles(
+            self.copies.memory,
+            master=self.launch.master.rpartition(":")[0],
+            warn=lambda line: print(line, file=sys.stderr, flush=True),
+            on_progress=self.watchdog.report_progress,
+        )
 
     def newest_checkpoint(self) -> Checkpoint | None:
         """The newest checkpoint whose checksums hold; None where the run has none. Collective.
@@ -173,7 +201,8 @@ class Session:
         Raises:
             CheckpointError: there are checkpoints and all are damaged, or the newest whole one is of another run.
         """
-        checkpoint = self.prepared.store.newest_intact(self.say, on_progress=self.watchdog.report_progress)
+        store, progress = self.prepared.store, self.watchdog.report_progress
+        checkpoint = store.newest_intact(self.say, on_progress=progress, files=self.files)
         if checkpoint is not None:
             refuse_other_curve(checkpoint, self.prepared.curve, allowed=self.prepared.run.config.run.allow_change)
         return checkpoint
@@ -204,11 +233,20 @@ class Session:
 
         The optimizer starts afresh where the checkpoint is of another kind, which `run.allow_change` allows.
         """
-        if checkpoint is not None:
-            fresh = fresh_optimizer_line(checkpoint, self.prepared.curve)
-            self.say(fresh)
-            with progress_from_io(self.watchdog.report_progress):
-                engine.load(checkpoint.path, fresh_optimizer=fresh is not None)
+        if checkpoint is None:
+            return
+        fresh, began = fresh_optimizer_line(checkpoint, self.prepared.curve), time.monotonic()
+        self.say(fresh)
+        with (
+            progress_from_io(self.watchdog.report_progress),
+            self.files.opened(checkpoint.path, checkpoint.manifest.files) as opened,
+        ):
+            engine.load(checkpoint.path, fresh_optimizer=fresh is not None, files=opened)
+        read, warnings = self.files.report()
+        seconds = time.monotonic() - began
+        self.attempt.record("loaded", step=checkpoint.step, seconds=seconds, read=read, warnings=warnings)
+        if self.copies.memory is not None:
+            self.say(loaded_line(read))
 
     def train(
         self, engine: Engine, services: Sequence[Sink], checkpoint: Checkpoint | None, rollback: Rollback | None
@@ -356,7 +394,9 @@ class Session:
         on_nvme = "nvme" in (zero.offload_optimizer.device, zero.offload_param.device)
         # state on a disk is brought into host memory to be written: a second copy of it would be too much
         background = config.run.async_checkpoints and not on_nvme
-        return CheckpointWriter(self.prepared.store, background=background, on_progress=self.watchdog.report_progress)
+        copies = self.copies.copier(rank=self.launch.rank, ranks_here=self.files.ranks_here)
+        progress = self.watchdog.report_progress
+        return CheckpointWriter(self.prepared.store, background=background, on_progress=progress, copies=copies)
 
     def _profiler(self, say: Callable[[str], None]) -> StepProfiler:
         section, gpu = self.prepared.run.config.profile, self.agreement.device.type == "cuda"
@@ -375,6 +415,7 @@ def _check_node(prepared: PreparedRun) -> None:
     if prepared.run.config.engine == "deepspeed":
         check_machine(prepared.run.config)
     check_stage_space(prepared)
+    memory_folder(prepared.run.config.run)
 
 
 def _check_device(run: ResolvedRun, device: torch.device) -> None:

@@ -169,6 +169,7 @@ class Trainer:
     def wait_for_checkpoint(self) -> None:
         """Waits for a checkpoint that is being written. Collective."""
         self._report_saved(self.writer.wait())
+        self.writer.wait_for_copy()
 
     def evaluation_due(self, step: int) -> bool:
         """Whether there is an evaluation after a step."""
@@ -342,7 +343,17 @@ class Trainer:
             self._report_saved(SaveResult(step, None, str(error).splitlines()[0], 0.0, 0.0))
 
     def _save_last(self, step: int) -> None:
-        """Writes the checkpoint after which the run ends, unless it is written already."""
+        """Writes the checkpoint after which the run ends, unless it is written already.
+
+        A run that is to go on finds a copy of it in memory.
+        """
+        self._write_last(step)
+        if step == self.run.steps:
+            self.writer.stop_copy()
+        else:
+            self.writer.wait_for_copy()
+
+    def _write_last(self, step: int) -> None:
         self.watchdog.enter_phase("saving", step)
         previous = self.writer.wait()
         self._report_saved(previous)
@@ -362,6 +373,7 @@ class Trainer:
         if saved.checkpoint is not None:
             self.manifest.write_if_possible(saved.step, self.display.say)
             self.sinks.event(saved.step, event="checkpoint", path=str(saved.checkpoint.path), **times)
+            self._report_not_copied(saved)
             self.sinks.flush()
             return
         self.sinks.event(saved.step, event="checkpoint_failed", why=saved.failure, **times)
@@ -370,6 +382,14 @@ class Trainer:
                 f"WARNING: the checkpoint of step {saved.step} could not be written: {saved.failure}\n"
                 f"  training goes on; nothing since the checkpoint before is safe: free space there"
             )
+
+    def _report_not_copied(self, saved: SaveResult) -> None:
+        if saved.not_copied:
+            ranks = sorted(saved.not_copied)
+            why = saved.not_copied[ranks[0]]
+            self.sinks.event(saved.step, event="checkpoint_not_copied", ranks=ranks, why=why)
+            files = f"warning: {len(ranks)} checkpoint files were not copied into memory (rank {ranks[0]}: {why})"
+            self.display.say(f"{files}; a restart reads them from the run's directory")
 
     def _report_stragglers(self, step: int) -> None:
         report = self.stragglers.report(step)

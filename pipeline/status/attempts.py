@@ -39,6 +39,7 @@ class Attempt:
         nodes: host -> ranks.
         job: number of its Slurm job.
         requeue: how often Slurm had restarted that job by then.
+        read: bytes of the checkpoint that it has read at its start, by source (`pipeline.run.attempts`).
     """
 
     number: int
@@ -53,6 +54,7 @@ class Attempt:
     nodes: Mapping[str, str] = field(default_factory=dict)
     job: str | None = None
     requeue: str | None = None
+    read: Mapping[str, int] = field(default_factory=dict)
 
 
 def read_attempts(
@@ -120,6 +122,7 @@ def _attempt(
         nodes=of.get("nodes", {}).get("nodes", {}),
         job=start.get("job"),
         requeue=start.get("requeue"),
+        read=of.get("loaded", {}).get("read", {}),
     )
 
 

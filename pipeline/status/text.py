@@ -26,6 +26,7 @@ def lines_of(status: RunStatus) -> Iterator[str]:
     yield line("checkpoint", _checkpoint(status))
     yield line("process", _process(status))
     yield from _place(status)
+    yield from _read(status.attempts)
     yield from _attempts(status.attempts)
     for fault in status.faults[-_SHOWN:]:
         yield line("fault", _fault(fault))
@@ -141,6 +142,15 @@ def _place(status: RunStatus) -> Iterator[str]:
     yield line("agents", f"start {agents.start} on {', '.join(agents.members)} ({first}){silent}")
     for node, why in agents.excluded.items():
         yield line("left out", f"{node}: {(why.splitlines() or [''])[0]}")
+
+
+def _read(attempts: Sequence[Attempt]) -> Iterator[str]:
+    """Where the newest start has read its checkpoint, if any of it came from memory."""
+    read = attempts[-1].read if attempts else {}
+    memory, others, files = (read.get(name, 0) / 1e9 for name in ("memory", "other_nodes", "run_dir"))
+    if memory or others:
+        rest = f"{others:.3g} GB from other nodes' memory, {files:.3g} GB from the run's directory"
+        yield line("restart", f"read {memory:.3g} GB of the checkpoint from memory, {rest}")
 
 
 def _attempts(attempts: Sequence[Attempt]) -> Iterator[str]:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,21 +33,14 @@ class Hosts:
     config: Path
     agents: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
-    def start(self, name: str, *options: str, config: Path | None = None) -> None:
+    def start(self, name: str, *options: str, config: Path | None = None, before: Sequence[str] = ()) -> None:
+        """Starts an agent, by a command before it that becomes the agent."""
         given = ["--nodes", "a=127.0.0.1,b=127.0.0.1", "--node", name, "--directory", str(self.work / "agents")]
-        given += [
-            "--output",
-            str(self.log),
-            "--dead",
-            "5",
-            *options,
-            "pipeline.train",
-            "--config",
-            str(config or self.config),
-        ]
+        given += ["--output", str(self.log), "--dead", "5", *options]
+        given += ["pipeline.train", "--config", str(config or self.config)]
         with (self.work / f"{name}.log").open("ab") as log:
             self.agents[name] = subprocess.Popen(
-                [sys.executable, "-m", "pipeline.elastic", *given],
+                [*before, sys.executable, "-m", "pipeline.elastic", *given],
                 stdout=log,
                 stderr=log,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.checkpoint import named_state
+from pipeline.checkpoint.shard_files import ShardFiles
 from pipeline.checkpoint.shard_table import State
 from pipeline.checkpoint.shards import NamedShard
 from pipeline.checkpoint.store import raise_on_all_ranks
@@ -88,10 +89,10 @@ class DeepSpeedBase(TrainsStepByStep):
                     del state[key]
         return state
 
-    def load(self, directory: Path, *, fresh_optimizer: bool = False) -> None:
+    def load(self, directory: Path, *, fresh_optimizer: bool = False, files: ShardFiles | None = None) -> None:
         """See `Engine.load`."""
         local_state = self._local_state()
-        named_state.read(local_state.named, directory, fresh_optimizer=fresh_optimizer)
+        named_state.read(local_state.named, directory, fresh_optimizer=fresh_optimizer, files=files)
         self._scaler.load_state_dict(local_state.named)
         if self._balancer is not None:
             self._balancer.load_state_dict(local_state.named)

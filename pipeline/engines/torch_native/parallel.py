@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.checkpoint import named_state
+from pipeline.checkpoint.shard_files import ShardFiles
 from pipeline.checkpoint.shard_table import State
 from pipeline.checkpoint.shards import NamedShard
 from pipeline.config.rules import ResolvedRun
@@ -195,10 +196,10 @@ class TorchParallel(TrainsStepByStep):
         """See `Engine.state`."""
         return self._named_state()
 
-    def load(self, directory: Path, *, fresh_optimizer: bool = False) -> None:
+    def load(self, directory: Path, *, fresh_optimizer: bool = False, files: ShardFiles | None = None) -> None:
         """See `Engine.load`."""
         state = self._named_state()
-        named_state.read(state, directory, fresh_optimizer=fresh_optimizer)
+        named_state.read(state, directory, fresh_optimizer=fresh_optimizer, files=files)
         set_step(self._shards, self._optimizer, self._kind, state.get(named_state.OPTIMIZER_STEP))
         self._scaler.load_state_dict(state)
         if self._balancer is not None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.checkpoint import named_state
+from pipeline.checkpoint.shard_files import ShardFiles
 from pipeline.checkpoint.shard_table import State
 from pipeline.checkpoint.shards import NamedShard
 from pipeline.config.rules import ResolvedRun
@@ -211,11 +212,11 @@ class TorchSingle(TrainsStepByStep):
         """See `Engine.state`."""
         return self._named_state(self._master_values())
 
-    def load(self, directory: Path, *, fresh_optimizer: bool = False) -> None:
+    def load(self, directory: Path, *, fresh_optimizer: bool = False, files: ShardFiles | None = None) -> None:
         """See `Engine.load`."""
         masters = self._master_values()
         state = self._named_state(masters)
-        named_state.read(state, directory, fresh_optimizer=fresh_optimizer)
+        named_state.read(state, directory, fresh_optimizer=fresh_optimizer, files=files)
         self._scaler.load_state_dict(state)
         if self._balancer is not None:
             self._balancer.load_state_dict(state)
