@@ -30,6 +30,8 @@ from headrace.base.shipped import SHARE
 DEFAULT_SHARES = 8
 FAILURE = "failure.txt"
 """What the last chain failed of, in the job directory, until the next one is submitted."""
+CHAIN_LOG = "chain.out"
+"""The log of prepare, finish and report."""
 _PREFIX = "headrace-"
 
 
@@ -94,7 +96,7 @@ class Chain:
 
     @property
     def _chain_log(self) -> tuple[str, ...]:
-        return f"--output={self.logs}/chain.out", "--open-mode=append"
+        return f"--output={self.logs}/{CHAIN_LOG}", "--open-mode=append"
 
 
 def plan_chain(
@@ -133,7 +135,7 @@ def submit(config: CorpusConfig, *, file: str, overrides: Sequence[str], shares:
     chain = plan_chain(config, words=words, shares=shares)
     numbers = submit_chain(chain)
     submitted = ", ".join(f"{name} {number}" for name, number in numbers[:-1])
-    logs = f"logs: {chain.logs}/chain.out, {chain.logs}/PHASE-*.out"
+    logs = f"logs: {chain.logs}/{CHAIN_LOG}, {chain.logs}/PHASE-*.out"
     return f"submitted: {submitted}; {chain.shares} jobs for each phase\n{logs}"
 
 
@@ -196,10 +198,20 @@ def _environment(root: Path) -> dict[str, str]:
     return found
 
 
+def last_logs(output: Path) -> Path | None:
+    """The logs of the last chain of an output; None where there was none."""
+    parent = _logs_of(output)
+    taken = [int(path.name) for path in parent.glob("*") if path.name.isdecimal()]
+    return parent / str(max(taken)) if taken else None
+
+
+def _logs_of(output: Path) -> Path:
+    return output.absolute().parent / f"{output.name}.logs"
+
+
 def _next_logs(output: Path) -> Path:
-    parent = output.absolute().parent / f"{output.name}.logs"
-    taken = [int(path.name) for path in parent.glob("*") if path.name.isdigit()]
-    return parent / str(max(taken, default=0) + 1)
+    last = last_logs(output)
+    return _logs_of(output) / str(1 if last is None else int(last.name) + 1)
 
 
 def _check_no_other_chain(root: Path, phases: Sequence[str]) -> None:

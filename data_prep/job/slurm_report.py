@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_prep.job.slurm import FAILURE, run_command
+from data_prep.job.slurm import CHAIN_LOG, FAILURE, run_command
 from headrace.base.directory import write_text
 from headrace.base.errors import ConfigError
 
@@ -55,7 +55,7 @@ def report(logs: Path, root: Path, shares: int, jobs: Sequence[str]) -> list[str
     lines = [f"error: the job was not finished: {len(failed)} of its Slurm jobs failed. The first of them:"]
     lines += [line for each in failed[:_SHOWN] for line in each.lines()]
     if not failed:
-        lines = ["error: the job was not finished, and Slurm no longer knows why: see the lines above"]
+        lines = [f"error: the job was not finished, and Slurm no longer knows why: see {logs / CHAIN_LOG}"]
     lines.append("  try: fix the cause, then submit again: finished tasks are skipped")
     with suppress(OSError):  # the full disk may be the cause
         write_text(root / FAILURE, "\n".join(lines) + "\n")
@@ -66,8 +66,8 @@ def _failures(
     name: str, number: str, logs: Path, shares: int, reasons: dict[tuple[str, int], str]
 ) -> Iterator[Failure]:
     known = {element: reason for (job, element), reason in reasons.items() if job == number}
-    if -1 in known:  # prepare and finish, whose log is the one that the report is printed to; or a whole array
-        yield Failure(name, number, -1, known[-1], None)
+    if -1 in known:  # prepare and finish; or a whole array
+        yield Failure(name, number, -1, known[-1], logs / CHAIN_LOG if name in ("prepare", "finish") else None)
         return
     for element in range(shares):
         log = logs / f"{name}-{element}.out"

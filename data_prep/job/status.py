@@ -12,11 +12,12 @@ from typing import Any
 from data_prep.config.corpus import CorpusConfig
 from data_prep.job.directory import Job
 from data_prep.job.phases import phases_of
-from data_prep.job.slurm import FAILURE
+from data_prep.job.slurm import CHAIN_LOG, FAILURE, last_logs
 from headrace.base.directory import read_manifest
 from headrace.base.errors import DataError
 from headrace.base.section import parse
 
+_LOG_LINES = 8
 _SILENT_S = 30.0
 """A process whose status note is older than this is reported as silent: it may be suspended or lost."""
 
@@ -39,7 +40,7 @@ def report(config: CorpusConfig) -> list[str]:
     job = Job(config)
     if not job.root.is_dir():
         if not job.output.exists():
-            raise DataError(f"there is no job in {job.root}, and no {job.output}\n  try: start it")
+            raise DataError(f"there is no job in {job.root}, and no {job.output}{_last_chain(job.output)}")
         read_manifest(job.output, kind="tokens")
         return [f"{job.output} is finished"]
     if job.saved_identity() is None:
@@ -89,6 +90,18 @@ def _failure(root: Path) -> list[str]:
     with suppress(OSError):
         return ["of the last chain of Slurm jobs:", *(root / FAILURE).read_text().splitlines()]
     return []
+
+
+def _last_chain(output: Path) -> str:
+    """What there is to tell of a chain of Slurm jobs that has not begun the job, and what to do."""
+    logs = last_logs(output)
+    if logs is None:
+        return "\n  try: start it"
+    with suppress(OSError):
+        end = (logs / CHAIN_LOG).read_text(errors="replace").splitlines()[-_LOG_LINES:]
+        lines = [f"; the end of {logs / CHAIN_LOG}:", *(f"    {line}" for line in end)]
+        return "\n".join([*lines, "  try: fix the cause, then submit again"])
+    return f": its chain of Slurm jobs has not written to {logs} yet\n  try: squeue shows whether it waits"
 
 
 def _line(phase: PhaseStatus) -> str:

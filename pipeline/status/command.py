@@ -16,7 +16,7 @@ from rich.text import Text
 
 from headrace.base.errors import ConfigError, DataError
 from pipeline.metrics.units import clock
-from pipeline.status.find import found_runs, jobs_with_runs, run_dir_of, waiting_jobs
+from pipeline.status.find import found_runs, jobs_with_runs, not_begun, run_dir_of, submitted_logs, waiting_jobs
 from pipeline.status.log import log_lines, merged_log
 from pipeline.status.reason import job_reason, reason_of
 from pipeline.status.run import RunReader, RunStatus, has_begun, plain
@@ -87,14 +87,17 @@ def show_log(run_dir: Path) -> None:
     """Prints the merged log of a run.
 
     Raises:
-        DataError: no run has begun there.
+        DataError: no run has begun there, and no job of `headrace submit` has written anything.
     """
-    if not has_begun(run_dir):
-        raise DataError(f"{run_dir}: no run has begun there\n  try: the directory that run.dir names in its config")
-    _, status = _opened(run_dir)
-    for text in log_lines(merged_log(run_dir, outputs=output_files([job.id for job in status.jobs]))):
+    begun, logs = has_begun(run_dir), submitted_logs(run_dir)
+    if not begun and not logs:
+        raise not_begun(run_dir)
+    status = _opened(run_dir)[1] if begun else None
+    outputs = output_files([job.id for job in status.jobs]) if status is not None else []
+    for text in log_lines(merged_log(run_dir, outputs=[*logs, *outputs])):
         print(text)
-    print(f"reason: {reason_of(status)}")
+    if status is not None:
+        print(f"reason: {reason_of(status)}")
 
 
 def show_runs(root: Path, *, as_json: bool) -> None:
@@ -108,7 +111,8 @@ def show_runs(root: Path, *, as_json: bool) -> None:
     folders = found_runs(root)
     folders += [path for path in known if path not in {each.resolve() for each in folders} and has_begun(path)]
     statuses = [status for path in folders if (status := _read(path)) is not None]
-    others = [job for job, where in jobs if where is None or not has_begun(where)]
+    shown = {status.dir.resolve() for status in statuses}
+    others = [job for job, where in jobs if where is None or where.resolve() not in shown]
     if as_json:
         print(json.dumps({"runs": [each.plain() for each in statuses], "jobs": plain([job for job, _ in jobs])}))
         return

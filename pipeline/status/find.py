@@ -13,6 +13,8 @@ from pipeline.metrics.journal import NAME as JOURNAL
 from pipeline.run.attempts import NAME as ATTEMPTS
 from pipeline.status.slurm import SlurmJob, own_jobs, run_dir_of_job
 
+SUBMISSIONS = "submissions"
+"""Of `headrace submit`, in a run's directory."""
 _USUAL = ("*", "runs/*", "out/*", "out/runs/*", "out/*/runs/*")
 """Where runs are looked for, from the working directory."""
 
@@ -57,6 +59,21 @@ def waiting_jobs(run_dir: Path) -> list[SlurmJob]:
 def jobs_with_runs() -> list[tuple[SlurmJob, Path | None]]:
     """This user's Slurm jobs that wait or run, with the run directory where their command line tells it."""
     return [(job, run_dir_of_job(job)) for job in own_jobs()]
+
+
+def submitted_logs(run_dir: Path) -> list[Path]:
+    """What the jobs of `headrace submit` have written, the oldest submission first; some may never have trained."""
+    folders = [path for path in (run_dir / SUBMISSIONS).glob("*") if path.name.isdecimal()]
+    return [log for path in sorted(folders, key=lambda path: int(path.name)) for log in sorted(path.glob("logs/*.out"))]
+
+
+def not_begun(run_dir: Path) -> DataError:
+    """The error that says so, and where the output of its jobs is: they may have been refused at their start."""
+    logs = submitted_logs(run_dir)
+    if not logs:
+        return DataError(f"{run_dir}: no run has begun there\n  try: the directory that run.dir names in its config")
+    why = f"no run has begun there: its last job wrote {logs[-1]}"
+    return DataError(f"{run_dir}: {why}\n  try: headrace status {run_dir} --log")
 
 
 def _written(run_dir: Path) -> float:

@@ -18,7 +18,7 @@ from typing import Any
 from pipeline.faults.report import read_faults
 from pipeline.metrics.journal import NAME as METRICS
 from pipeline.run.attempts import read_events
-from pipeline.status.agents import FOLDER as AGENTS
+from pipeline.status.agents import folders_of
 from pipeline.status.attempts import fault_line
 from pipeline.status.metrics import seconds_of
 
@@ -46,10 +46,11 @@ def merged_log(run_dir: Path, *, outputs: Sequence[Path] = ()) -> list[Entry]:
         run_dir: the run's directory.
         outputs: text logs elsewhere, such as the output of Slurm jobs.
     """
-    folders = [run_dir, run_dir / AGENTS]
+    agents = folders_of(run_dir)
+    folders = [run_dir, *agents, *(folder / "logs" for folder in agents)]
     files = [path for folder in folders for glob in ("*.log", "*.out") for path in sorted(folder.glob(glob))]
     entries = [*_attempts(run_dir), *_faults(run_dir), *_metrics(run_dir)]
-    for path in dict.fromkeys([*files, *outputs]):
+    for path in {path.resolve(): path for path in [*files, *outputs]}.values():
         entries.extend(_text(path))
     return sorted(entries, key=lambda entry: entry.time)
 

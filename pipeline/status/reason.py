@@ -25,7 +25,8 @@ _BY_SLURM = {
 
 def reason_of(status: RunStatus) -> str:
     """Why the last attempt ended: the cause, with its time, code and what was kept."""
-    if status.agents is not None and status.agents.outcome not in (None, 0, 75, 130):
+    if agents_ended(status):
+        assert status.agents is not None
         return f"the agents ended the run with code {status.agents.outcome}: {_first(status.agents.reason)}"
     if not status.attempts:
         return "finished" if status.finished else "no attempt is recorded in this directory"
@@ -39,6 +40,14 @@ def reason_of(status: RunStatus) -> str:
     why = f"{slurm} (Slurm); {last.reason}" if slurm else last.reason
     code = "" if killed else f" (exit code {last.code})"
     return f"{why}{code}; {_kept(status)}"
+
+
+def agents_ended(status: RunStatus) -> bool:
+    """Whether the run's agents have given it up, and it was not started by anything else since."""
+    agents = status.agents
+    if agents is None or agents.outcome in (None, 0, 75, 130):
+        return False
+    return not status.attempts or agents.written >= status.attempts[-1].started
 
 
 def job_reason(run_dir: Path, *, code: int | None, environ: Mapping[str, str] = os.environ) -> str:
@@ -57,6 +66,8 @@ def job_reason(run_dir: Path, *, code: int | None, environ: Mapping[str, str] = 
         return "finished"
     job, last = environ.get("SLURM_JOB_ID"), status.attempts[-1] if status.attempts else None
     requeue = environ.get("SLURM_RESTART_COUNT")
+    if last is None and job is None and code is None:  # asked from outside of the job
+        return reason_of(status)
     if last is None or (job, requeue) not in ((None, requeue), (last.job, last.requeue)):
         return _unbegun(code, "no attempt of this job has begun")
     if code == _OUT_OF_MEMORY:

@@ -22,6 +22,7 @@ from pipeline.run.lock import is_training
 from pipeline.status.agents import FOLDER as AGENTS
 from pipeline.status.agents import Agents, read_agents
 from pipeline.status.attempts import Attempt, read_attempts
+from pipeline.status.find import not_begun
 from pipeline.status.goodput import Goodput, goodput_of, seconds_left
 from pipeline.status.metrics import Metrics, MetricsReader
 from pipeline.status.slurm import SlurmJob, find_jobs
@@ -134,7 +135,7 @@ class RunReader:
         """
         run_dir, now = self._dir, time.time()
         if not has_begun(run_dir) and not self._jobs:
-            raise DataError(f"{run_dir}: no run has begun there\n  try: the directory that run.dir names in its config")
+            raise not_begun(run_dir)
         steps, metrics, training = _steps(run_dir), self._metrics.read(), is_training(run_dir)
         last = {"last_step": metrics.step["step"], "last_time": metrics.last_time}
         attempts, damaged = read_attempts(run_dir, training=training, **last)

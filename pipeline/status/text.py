@@ -8,7 +8,7 @@ from typing import Any
 from pipeline.metrics.units import clock
 from pipeline.status.attempts import Attempt, fault_line
 from pipeline.status.goodput import Goodput
-from pipeline.status.reason import reason_of
+from pipeline.status.reason import agents_ended, reason_of
 from pipeline.status.run import RunStatus
 from pipeline.status.slurm import SlurmJob
 
@@ -34,7 +34,7 @@ def lines_of(status: RunStatus) -> Iterator[str]:
         yield line("", f"and {len(status.faults) - _SHOWN} earlier ones; --json lists all")
     if status.damaged_lines:
         yield line("journals", f"{status.damaged_lines} damaged lines were skipped")
-    if status.attempts and status.attempts[-1].ended is not None:
+    if agents_ended(status) or (status.attempts and status.attempts[-1].ended is not None):
         yield line("reason", reason_of(status))
 
 
@@ -139,7 +139,8 @@ def _place(status: RunStatus) -> Iterator[str]:
         return
     silent = f"; silent: {', '.join(agents.silent)}" if agents.silent and agents.outcome is None else ""
     first = (agents.reason.splitlines() or [""])[0]
-    yield line("agents", f"start {agents.start} on {', '.join(agents.members)} ({first}){silent}")
+    where = f"start {agents.start} on {', '.join(agents.members)}" if agents.members else "no start"
+    yield line("agents", f"{where} ({first}){silent}")
     for node, why in agents.excluded.items():
         yield line("left out", f"{node}: {(why.splitlines() or [''])[0]}")
 

@@ -36,4 +36,17 @@ def test_an_element_whose_log_does_not_end_well_has_failed_though_slurm_has_forg
 @pytest.mark.usefixtures("forgetful_slurm")
 def test_a_chain_of_which_nothing_is_known_refers_to_its_log(tmp_path: Path) -> None:
     lines = report(tmp_path / "absent", tmp_path, 3, ["prepare=7", "map=8"])
-    assert "see the lines above" in lines[0]
+    assert f"see {tmp_path}/absent/chain.out" in lines[0]
+
+
+@pytest.mark.usefixtures("forgetful_slurm")
+def test_the_cause_of_a_failed_prepare_is_kept_with_the_report(tmp_path: Path) -> None:
+    """`headrace prep status` shows the report without the log in which it was printed."""
+    (tmp_path / "bin/squeue").write_text('#!/bin/sh\n[ "$3" != --jobs=7 ] || echo "7|N/A|FAILED|NonZeroExitCode"\n')
+    logs, root = tmp_path / "tokens.logs" / "1", tmp_path / ".tokens.job"
+    logs.mkdir(parents=True)
+    root.mkdir()
+    (logs / "chain.out").write_text("error: no such file\n")
+    report(logs, root, 3, ["prepare=7", "map=8"])
+    kept = (root / "failure.txt").read_text()
+    assert f"prepare (job 7): FAILED (NonZeroExitCode)\nthe end of {logs}/chain.out:\n    error: no such file\n" in kept

@@ -21,12 +21,14 @@ from pipeline.faults.report import append_fault_once
 from pipeline.launch.environment import SINGLE_PROCESS
 from pipeline.metrics.journal import Journal
 from pipeline.run.attempts import NAME, append_event, locked_attempt, read_events
+from pipeline.status.command import show_log
 from pipeline.status.goodput import seconds_left
 from pipeline.status.log import log_lines, merged_log
 from pipeline.status.metrics import MetricsReader
 from pipeline.status.reason import job_reason, reason_of
 from pipeline.status.run import RunReader, RunStatus, read_status
 from pipeline.status.slurm_reasons import in_words
+from pipeline.status.text import lines_of
 
 T0 = 1_700_000_000.0
 
@@ -200,6 +202,48 @@ def test_the_agents_newest_plan_is_shown_with_who_is_silent_and_left_out(twice_s
     later = read_status(twice_started).agents
     assert later is not None
     assert later.silent == ("n2",)
+
+
+def test_under_slurm_the_agents_of_the_newest_start_of_a_job_are_shown(tmp_path: Path) -> None:
+    """slurm/ranks.sh gives each start a directory `.agents/JOB.N`."""
+    refused = Plan(1, 0, (), reason="start; error: tokens: no such directory\n  try: ...", outcome=2)
+    for name, plan, written in (("7.0", Plan(9, 9, ("n1",)), T0), ("14.0", refused, T0 + 100)):
+        folder = tmp_path / ".agents" / name
+        (folder / "logs").mkdir(parents=True)
+        (folder / "n1.json").write_text(json.dumps(asdict(NodeState("n1", plan=plan))))
+        os.utime(folder / "n1.json", (written, written))
+        (folder / "n1.log").write_text(f"agent of {name}\n")
+        (folder / "logs" / "rank-0.log").write_text(f"rank of {name}\n")
+    status = read_status(tmp_path)
+    assert status.agents is not None
+    assert (status.agents.outcome, status.agents.members) == (2, ())
+    cause = "the agents ended the run with code 2: start; error: tokens: no such directory"
+    assert f"        reason  {cause}" in list(lines_of(status))
+    assert job_reason(tmp_path, code=None, environ={}) == cause
+    texts = {entry.text for entry in merged_log(tmp_path)}
+    assert texts == {f"{what} of {name}" for what in ("agent", "rank") for name in ("7.0", "14.0")}
+
+
+def test_the_agents_of_an_earlier_start_do_not_explain_the_end_of_a_later_one(twice_started: Path) -> None:
+    folder = twice_started / ".agents/7.0"
+    folder.mkdir(parents=True)
+    before = reason_of(read_status(twice_started))
+    ended = NodeState("n1", plan=Plan(1, 1, ("n1",), reason="too few nodes", outcome=2))
+    (folder / "n1.json").write_text(json.dumps(asdict(ended)))
+    os.utime(folder / "n1.json", (T0 - 1000, T0 - 1000))
+    assert reason_of(read_status(twice_started)) == before
+
+
+def test_a_job_that_never_trained_has_its_output_in_its_submission(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs = tmp_path / "submissions/2/logs"
+    logs.mkdir(parents=True)
+    (logs / "train-5.out").write_text("error: no such directory\n")
+    with pytest.raises(DataError, match=r"its last job wrote \S+/submissions/2/logs/train-5.out\n  try: .* --log"):
+        read_status(tmp_path)
+    show_log(tmp_path)
+    assert "train-5.out  error: no such directory" in capsys.readouterr().out
 
 
 def test_json_of_a_status_is_json(twice_started: Path) -> None:

@@ -136,6 +136,21 @@ def test_a_data_prep_job_shows_its_phases_by_its_directory_its_output_and_its_co
     assert run("status", tmp_path / "tokens").output == f"{tmp_path / 'tokens'} is finished\n"
 
 
+def test_a_chain_of_slurm_jobs_that_ended_before_the_job_began_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    config = write_config(
+        tmp_path / "corpus.json",
+        {"output": str(tmp_path / "tokens"), "sources": [{"path": "/text"}], "tokenizer": {"train": "bpe"}},
+    )
+    logs = tmp_path / "tokens.logs"
+    for number in ("1", "2"):
+        (logs / number).mkdir(parents=True)
+    assert f"has not written to {logs}/2 yet" in run("status", config).output
+    (logs / "2/chain.out").write_text("error: /text: no such directory\n")
+    done = run("status", config)
+    assert done.exit_code == 2
+    assert f"the end of {logs}/2/chain.out:\n    error: /text: no such directory" in done.output
+
+
 @pytest.mark.usefixtures("run_dir")
 def test_without_a_run_those_below_the_working_directory_are_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
