@@ -19,6 +19,7 @@ from pipeline.checkpoint.memory_folder import MemoryFolder, remove, remove_left_
 from pipeline.checkpoint.memory_room import room
 from pipeline.checkpoint.save import CheckpointWriter, SaveResult
 from pipeline.checkpoint.store import CheckpointStore
+from pipeline.checkpoint.write import write_shards
 from tests.checkpoint.test_save import finish, info, state_of
 
 STATE = state_of(torch.randn(256, 256))
@@ -95,7 +96,7 @@ def test_a_save_that_fails_leaves_no_copy_and_keeps_the_one_before(
 
 
 def test_the_next_save_does_not_wait_for_a_copy(memory: MemoryFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = memory_copies.write_shards
+    real = write_shards
 
     def slow(plan: Any, lookup: Any, directory: Path) -> Any:
         def value(item: Any) -> Any:
