@@ -111,8 +111,10 @@ def test_the_next_save_does_not_wait_for_a_copy(memory: MemoryFolder, monkeypatc
     writer = writer_of(memory)
     assert save(writer, 1).checkpoint is not None  # a checkpoint is complete without its copy
     began = time.monotonic()
-    assert save(writer, 2).checkpoint is not None
+    second = save(writer, 2)
+    assert second.checkpoint is not None
     assert time.monotonic() - began < 10  # the copy takes 20 s
+    assert second.not_copied == {0: "it was not done when the next checkpoint began"}
     writer.stop_copy()
     assert copied(memory) == {}
 
