@@ -99,6 +99,7 @@ class MemoryCopies:
     def discard(self, step: int) -> None:
         """Removes the copy of a checkpoint that was not committed."""
         self.stop()
+        self._failure = None  # that of the save is told
         self._remove_own(step)
 
     def failure(self) -> str | None:
@@ -128,7 +129,7 @@ class MemoryCopies:
             for name in written.sha256:
                 (partial / name).replace(folder / name)
         except _StoppedError:
-            pass
+            self._failure = "it was not done when the next checkpoint began"
         except (OSError, RuntimeError, CheckpointError) as error:
             self._failure = (str(error) or repr(error)).splitlines()[0]
         finally:

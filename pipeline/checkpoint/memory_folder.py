@@ -113,7 +113,8 @@ def used(memory: MemoryFolder) -> Iterator[None]:
     handle = _lock(memory, fcntl.LOCK_SH)
     try:
         memory.path.mkdir(mode=0o700, exist_ok=True)
-        (memory.path / "run").write_text(f"{memory.run_dir}\n")
+        with suppress(OSError):  # full: the run trains without copies
+            (memory.path / "run").write_text(f"{memory.run_dir}\n")
         yield
     finally:
         os.close(handle)
@@ -147,7 +148,8 @@ def remove_left_behind(memory: MemoryFolder) -> list[str]:
             changed = max(lock.stat().st_mtime, other.path.stat().st_mtime)  # of the latter at every copy
             if other.name == memory.name or time.time() - changed < _LEFT_S:
                 continue
-            run_dir = (other.path / "run").read_text().strip()
+            named = other.path / "run"
+            run_dir = named.read_text().strip() if named.exists() else other.name
             if remove(other):
                 removed.append(run_dir)
     return removed

@@ -7,8 +7,9 @@ from pathlib import Path
 
 HOST_MEMORY = (
     "the kernel's out-of-memory killer, host memory is short\n"
-    "  try: run.async_checkpoints false, no offload, fewer ranks per host or more memory for the job; without a GPU"
-    " train_micro_batch_size_per_gpu 1 and memory.activation_checkpointing full (docs/how-to/out-of-memory.md)"
+    "  try: run.async_checkpoints false, no run.in_memory_checkpoints, no offload, fewer ranks per host or more memory"
+    " for the job; without a GPU train_micro_batch_size_per_gpu 1 and memory.activation_checkpointing full"
+    " (docs/how-to/out-of-memory.md)"
 )
 """How a message goes on after a rank that it has killed."""
 

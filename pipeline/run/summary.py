@@ -118,7 +118,8 @@ def _checkpoint_entry(run: ResolvedRun) -> Entry:
     kept = f"the newest {section.keep_checkpoints} are kept"
     kept += f", and those at multiples of {section.keep_every:,} steps" if section.keep_every else ""
     how = "asynchronous" if section.async_checkpoints else "training waits for them"
-    names = ("checkpoint_every", "keep_checkpoints", "keep_every", "async_checkpoints")
+    how += f", copies in {section.in_memory_checkpoints}" if section.in_memory_checkpoints else ""
+    names = ("checkpoint_every", "keep_checkpoints", "keep_every", "async_checkpoints", "in_memory_checkpoints")
     return Entry("checkpoints", f"{when}; {kept}; {how}", {name: getattr(section, name) for name in names})
 
 
