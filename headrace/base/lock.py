@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from headrace.base.errors import DataError
+
+_POLL_S = 0.1
 
 
 class LockedError(DataError):
@@ -16,23 +19,43 @@ class LockedError(DataError):
 
 
 @contextmanager
-def lock_file(path: Path, *, doing: str, shared: bool = False) -> Iterator[int]:
+def lock_file(
+    path: Path,
+    *,
+    doing: str,
+    shared: bool = False,
+    timeout_s: float = 0.0,
+    wait: Callable[[], object] = lambda: None,
+) -> Iterator[int]:
     """Holds a lock file, which is made if need be; gives its descriptor.
 
     Args:
         doing: what whoever holds it does, for the message to others.
         shared: beside others who hold it so.
+        timeout_s: seconds to wait while somebody else holds it; infinity: as long as that takes.
+        wait: is called meanwhile, every 0.1 s.
 
     Raises:
         LockedError: somebody else holds it.
+        OSError: the file cannot be made, or is on a file system without locks.
     """
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    deadline = time.monotonic() + timeout_s
     try:
-        try:
-            fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BlockingIOError:
-            remedy = "wait until it has finished, or end it, then run again"
-            raise LockedError(f"another process is {doing}\n  try: {remedy}") from None
+        while not _taken(handle, fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
+            if time.monotonic() >= deadline:
+                remedy = "wait until it has finished, or end it, then run again"
+                raise LockedError(f"another process is {doing}\n  try: {remedy}")
+            wait()
+            time.sleep(_POLL_S)
         yield handle
     finally:
         os.close(handle)
+
+
+def _taken(handle: int, operation: int) -> bool:
+    try:
+        fcntl.flock(handle, operation | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -7,8 +7,8 @@ start and other runs on the same tokens use it. A process that is killed leaves 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
+import math
 import os
 import shutil
 import socket
@@ -20,9 +20,9 @@ from pathlib import Path
 
 from headrace.base.directory import MANIFEST, Manifest, check_sizes, free_bytes, read_manifest, sync
 from headrace.base.errors import DataError
+from headrace.base.lock import LockedError, lock_file
 
 _CHUNK = 8 << 20
-_POLL_S = 0.1
 _MARGIN = 1.02
 """Space that is wanted, relative to the files' sizes: directories, and blocks that are not full."""
 
@@ -93,7 +93,8 @@ def stage(to: Path, path: Path, manifest: Manifest, *, progress: Callable[[], No
     """
     began, final = time.monotonic(), copy_path(to, path, manifest)
     to.mkdir(parents=True, exist_ok=True)
-    with _exclusive(to / f".{final.name}.lock", progress):
+    lock = to / f".{final.name}.lock"
+    with lock_file(lock, doing=f"copying {path} to {to}", timeout_s=math.inf, wait=progress):
         if _is_whole(final, manifest):
             return StagedCopy(path, final, 0, time.monotonic() - began)
         for left in _left_behind(final):
@@ -107,27 +108,25 @@ def stage(to: Path, path: Path, manifest: Manifest, *, progress: Callable[[], No
 def in_use(copy: Path) -> Iterator[None]:
     """Keeps other runs from removing a copy while this process reads it; to be entered before `stage`."""
     copy.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(copy.parent / f".{copy.name}.used", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH)
+    with lock_file(_used(copy), doing=f"removing {copy}", shared=True, timeout_s=math.inf):
         yield
-    finally:
-        os.close(handle)
 
 
 def remove_copy(copy: Path) -> bool:
     """Removes a copy that no process uses; returns whether it was removed."""
-    handle = os.open(copy.parent / f".{copy.name}.used", os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        going = copy.parent / f".{copy.name}.removed.partial"
-        copy.rename(going)  # what is half removed must not look whole
-        shutil.rmtree(going)
-    except OSError:  # in use, or another process has removed it
+        with lock_file(_used(copy), doing=f"reading {copy}"):
+            going = copy.parent / f".{copy.name}.removed.partial"
+            copy.rename(going)  # what is half removed must not look whole
+            shutil.rmtree(going)
+    except (LockedError, OSError):  # in use, or another process has removed it
         return False
-    finally:
-        os.close(handle)
     return True
+
+
+def _used(copy: Path) -> Path:
+    """The lock file that those who read a copy hold, shared."""
+    return copy.parent / f".{copy.name}.used"
 
 
 def _copy(path: Path, final: Path, manifest: Manifest, progress: Callable[[], None]) -> None:
@@ -193,20 +192,3 @@ def _bytes_on_disk(directory: Path) -> int:
 
 def _size(manifest: Manifest) -> int:
     return sum(int(entry["bytes"]) for entry in manifest.files.values())
-
-
-@contextmanager
-def _exclusive(path: Path, progress: Callable[[], None]) -> Iterator[None]:
-    """Holds a lock file, which the kernel lets go of however a process ends; waits for it."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                progress()
-                time.sleep(_POLL_S)
-        yield
-    finally:
-        os.close(handle)

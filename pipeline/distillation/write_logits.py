@@ -7,8 +7,8 @@ commits the directory.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from headrace.base.directory import MANIFEST, commit, fingerprint_of, read_manifest
 from headrace.base.errors import DataError
+from headrace.base.lock import lock_file
 from pipeline.data.dataset import TokenDataset
 from pipeline.data.loader import MicroBatch, make_batch
 from pipeline.data.order import SampleOrder
@@ -203,8 +204,7 @@ def _is_done(staging: Path, name: str) -> bool:
 
 
 def _commit_if_whole(plan: LogitsPlan, staging: Path, final: Path, parents: dict[str, Any]) -> bool:
-    with (final.parent / f".{final.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with lock_file(final.parent / f".{final.name}.lock", doing=f"finishing {final}", timeout_s=math.inf):
         if (final / MANIFEST).is_file():  # by another process, a moment ago
             return True
         names = [file_name(*task) for task in plan.tasks]

@@ -8,9 +8,8 @@ one. The list is for people too: a node whose entry is removed takes part again
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
-import os
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ from pathlib import Path
 from headrace.base.cli import guarded
 from headrace.base.directory import write_json
 from headrace.base.errors import ConfigError, DataError
+from headrace.base.lock import lock_file
 
 NAME = "bad-nodes.json"
 
@@ -95,14 +95,11 @@ def forgive(run_dir: Path, node: str) -> bool:
 def _changing(run_dir: Path) -> Iterator[dict[str, BadNode]]:
     """The entries, to be changed in place; one process at a time."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    handle = os.open(run_dir / f".{NAME}.lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)  # held for milliseconds, and let go of by the kernel however a process ends
+    path = run_dir / NAME
+    with lock_file(run_dir / f".{NAME}.lock", doing=f"changing {path}", timeout_s=math.inf):  # it takes milliseconds
         nodes = read_bad_nodes(run_dir)
         yield nodes
-        write_json(run_dir / NAME, {"nodes": {node: asdict(entry) for node, entry in nodes.items()}})
-    finally:
-        os.close(handle)
+        write_json(path, {"nodes": {node: asdict(entry) for node, entry in nodes.items()}})
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import fcntl
 import os
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
 
 from headrace.base.errors import ConfigError
+from headrace.base.lock import LockedError, lock_file
 from pipeline.launch.environment import AGENT_STARTS
 
 LOCK = ".lock"
@@ -21,10 +20,11 @@ LOCK = ".lock"
 @contextmanager
 def exclusive_run(run_dir: Path) -> Iterator[None]:
     """Holds the run's directory against a second run. The lock goes with the process, however it ends."""
-    with _open_lock(run_dir) as file:
+    _make_lock(run_dir)
+    with ExitStack() as stack:
         try:
-            _lock(file)
-        except BlockingIOError:
+            stack.enter_context(lock_file(run_dir / LOCK, doing=f"training in {run_dir}", timeout_s=_patience_s()))
+        except LockedError:
             why = "another process is training there"
             raise ConfigError(
                 "run.dir", str(run_dir), why=why, remedy="wait for it, or choose another run.dir"
@@ -51,11 +51,11 @@ def is_training(run_dir: Path) -> bool | None:
     return False
 
 
-def _open_lock(run_dir: Path) -> TextIO:
-    """The lock file, made with its directory: on some file systems (procfs, a full disk) only the attempt shows."""
+def _make_lock(run_dir: Path) -> None:
+    """Makes the file and its directory: on some file systems (procfs, a full disk) only the attempt shows."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        return (run_dir / LOCK).open("w")
+        (run_dir / LOCK).open("a").close()
     except OSError as error:
         why = f"it cannot be written: {error.strerror}"
         raise ConfigError(
@@ -63,18 +63,11 @@ def _open_lock(run_dir: Path) -> TextIO:
         ) from None
 
 
-def _lock(file: TextIO) -> None:
-    """Takes the lock, or waits: the rank that held it before a restart may live for a moment longer.
+def _patience_s() -> float:
+    """Seconds to wait for the lock: the rank that held it before a restart may live for a moment longer.
 
     Of a node that has failed, NFS knows no better for as long as its lease lasts (90 s on Linux).
     """
     again = {"SLURM_RESTART_COUNT": "0", "TORCHELASTIC_RESTART_COUNT": "0", AGENT_STARTS: "1"}
     restarted = any(os.environ.get(name, first) != first for name, first in again.items())
-    deadline = time.monotonic() + (120.0 if restarted else 10.0)
-    while True:
-        try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.2)
+    return 120.0 if restarted else 10.0

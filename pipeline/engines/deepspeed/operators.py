@@ -6,16 +6,18 @@ without a message (torch/utils/file_baton.py). A live process keeps its lock fil
 
 from __future__ import annotations
 
-import fcntl
 import logging
+import math
 import os
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import deepspeed
 from torch.utils.cpp_extension import get_default_build_root
+
+from headrace.base.lock import lock_file
 
 OLD_S = 600.0
 """Seconds for which a lock is kept whose process may run on another host, where it cannot be checked."""
@@ -37,9 +39,10 @@ def remove_stale_locks(root: Path | None = None, *, old_s: float = OLD_S) -> Non
     root = root or Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     if not any(_locks(root)):
         return
-    with (root / ".headrace.lock").open("w") as one_at_a_time:
+    with ExitStack() as one_at_a_time:
         with suppress(OSError):  # a file system without locks
-            fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
+            held = lock_file(root / ".headrace.lock", doing=f"removing stale locks in {root}", timeout_s=math.inf)
+            one_at_a_time.enter_context(held)
         for lock in _locks(root):
             _remove_if_stale(lock, old_s)
 
