@@ -61,6 +61,21 @@ def parameter_groups(
     ]
 
 
+def without_empty_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As many groups, none of them empty: an empty one takes a parameter, and the options, of the largest.
+
+    DeepSpeed's ZeRO reduces a norm for each group over the ranks that share the model, so that pipeline stages have to
+    have equally many, and it takes no empty ones. Which group a parameter is in does not change its update.
+    """
+    filled = [{**group, "params": list(group["params"])} for group in groups]
+    for number, group in enumerate(filled):
+        if not group["params"]:
+            largest = max(filled, key=lambda each: len(each["params"]))
+            assert len(largest["params"]) > 1, "fewer parameters than groups"
+            filled[number] = {**largest, "params": [largest["params"].pop()]}
+    return filled
+
+
 def _order(scale: UpdateScale) -> tuple[bool, UpdateScale]:
     return scale.weight_decay == 0.0, scale
 

@@ -35,6 +35,9 @@ def build_base(section: ModelSection, config: PretrainedConfig) -> nn.Module:
 def _base_config(sizes: BaseModelSection, config: PretrainedConfig) -> PretrainedConfig:
     base = copy.deepcopy(config)
     for key, value in sizes.model_dump(exclude_none=True).items():
+        if key == "intermediate_size" and hasattr(base, "n_inner"):  # GPT-2's name, which is no alias
+            base.n_inner = value
+            continue
         if not hasattr(base, key):
             why = f"{config.model_type} has no such size"
             raise ConfigError(f"model.base.{key}", value, why=why, remedy="remove it")

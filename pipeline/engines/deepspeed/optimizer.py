@@ -13,7 +13,7 @@ from torch import Tensor
 from pipeline.config.rules import ResolvedRun
 from pipeline.engines.deepspeed.replicated import NormScope, ReplicatedOptimizer
 from pipeline.optim.build import build_optimizer
-from pipeline.optim.groups import UpdateScale, parameter_groups
+from pipeline.optim.groups import UpdateScale, parameter_groups, without_empty_groups
 from pipeline.parallel.assemble import LocalModel
 
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
@@ -41,7 +41,7 @@ def make_optimizer(
     section, named = run.config.optimizer, local_model.decoder.parameters_by_name()
     if run.config.zero_optimization.stage > 0:
         hook_partial_gradients(local_model)
-        groups = parameter_groups(named, scales, section.params)
+        groups = without_empty_groups(parameter_groups(named, scales, section.params))
         return with_update_gate(build_optimizer(groups, section), update_allowed)
     tp_sharded = local_model.tensor.boxes.keys() if local_model.tensor else set()
     tied_copies = local_model.tied if not local_model.decoder.layout.first else frozenset()
