@@ -16,7 +16,7 @@ def curve_fields(run: ResolvedRun) -> dict[str, Any]:
     """
     config = run.config.model_dump(mode="json")
     return {
-        "model": {key: config["model"][key] for key in ("config", "fresh", "keep_layers")},
+        "model": {key: config["model"][key] for key in ("config", "fresh", "keep_layers")} | _parametrization(run),
         "data": {
             **_mixture(run),
             "packing": None if config["data"]["packing"] == "contiguous" else config["data"]["packing"],
@@ -44,6 +44,12 @@ def curve_fields(run: ResolvedRun) -> dict[str, Any]:
         # among these: a run that stopped at one may be resumed with another response
         "anomalies": _spikes(run),
     }
+
+
+def _parametrization(run: ResolvedRun) -> dict[str, Any]:
+    model = run.config.model
+    base = model.base.model_dump(exclude_none=True) if model.base is not None else None
+    return {"parametrization": None if model.parametrization == "standard" else model.parametrization, "base": base}
 
 
 def _distillation(run: ResolvedRun) -> dict[str, Any] | None:

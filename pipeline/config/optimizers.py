@@ -97,7 +97,8 @@ def kind_of(optimizer: Mapping[str, Any]) -> OptimizerKind:
 
 _TENSORS = "its update of an element depends on the whole tensor ({}), and layouts hand an optimizer pieces of tensors"
 _OWN_WIRE = "it compresses and reduces gradients between ranks itself, so that the layout would enter the loss curve"
-_WIDTHS = "muP derives a learning rate per layer from the shapes of a base model, which a config here does not have"
+_WIDTHS = "muP's learning rates are those of a parametrization here, not of an optimizer"
+_COMPLETEP = "use AdamW with model.parametrization completep and model.base, which scale it as muP does"
 _LIBRARY = "it is element-wise, but not one of the optimizers of headrace train"
 _OURS = "use AdamW, Lion or SGD"
 _OWN_LOOP = f"{_OURS}, or your own loop (docs/how-to/own-loop.md), which takes any element-wise torch optimizer"
@@ -113,9 +114,9 @@ REFUSED_TYPES: dict[str, tuple[str, str]] = {
     "onebitadam": (_OWN_WIRE, _OURS),
     "zerooneadam": (_OWN_WIRE, _OURS),
     "onebitlamb": (_OWN_WIRE, _OURS),
-    "muadam": (_WIDTHS, _OURS),
-    "muadamw": (_WIDTHS, _OURS),
-    "musgd": (_WIDTHS, _OURS),
+    "muadam": (_WIDTHS, _COMPLETEP),
+    "muadamw": (_WIDTHS, _COMPLETEP),
+    "musgd": (_WIDTHS, _COMPLETEP),
     **dict.fromkeys(("adagrad", "adadelta", "adamax", "nadam", "radam", "rmsprop"), (_LIBRARY, _OWN_LOOP)),
 }
 """Lower-case names of known optimizers that are not supported -> (why, what to do instead)."""

@@ -25,6 +25,7 @@ from pipeline.config.layout_rules import (
     topology_of,
 )
 from pipeline.config.model_rules import check_model, check_moe, check_optimizer, check_precision
+from pipeline.config.parametrization_rules import check_parametrization
 from pipeline.config.quantization_aware_rules import check_quantization_aware
 from pipeline.config.schedule import Schedule, make_schedule
 from pipeline.config.schema import Config
@@ -263,6 +264,7 @@ def _resolve(config: Config, world_size: int, *, elastic: bool) -> ResolvedRun:
     checks: list[Callable[[], object]] = [
         lambda: check_data(config.data),
         lambda: check_model(config),
+        lambda: check_parametrization(config),
         lambda: check_moe(config),
         lambda: check_optimizer(config.optimizer),
         lambda: check_precision(config),

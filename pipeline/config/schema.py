@@ -30,6 +30,7 @@ from pipeline.config.deepspeed_schema import (
 )
 from pipeline.config.layout_schema import FallbackLayout, ParallelSection
 from pipeline.config.node_checks_schema import NodeChecksSection
+from pipeline.config.parametrization_schema import BaseModelSection
 
 AttentionImplementation = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4"]
 
@@ -62,6 +63,17 @@ class ModelSection(Section):
         description="Attention kernel: sdpa (torch's scaled dot product attention, the default), eager, or"
         " flash_attention_2, _3, _4 in 16 bits on a GPU, from the packages flash-attn, flash-attn-3, flash-attn-4, or"
         " by way of the package kernels. Tensor and context parallelism and document masks need sdpa",
+    )
+    parametrization: Literal["standard", "completep"] = Field(
+        "standard",
+        description="How initialization and learning rates depend on width and depth: standard (not at all, the"
+        " default), or completep (muP in the width, CompleteP in the depth): the learning rate and weight decay that"
+        " are best for model.base are best for this model",
+    )
+    base: BaseModelSection | None = Field(
+        None,
+        description="Sizes of the model at which learning rate and weight decay were tuned, for parametrization"
+        ' completep, e.g. {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}',
     )
 
 

@@ -1,19 +1,19 @@
-"""Parameter groups of weight decay, master weights and the non-finite check, shared by all engines."""
+"""Update scales of parameters, master weights and the non-finite check, shared by all engines."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from headrace.base.errors import TrainingError
-from pipeline.config.schema import Config
+from pipeline.config.schema import Config, ModelSection
 from pipeline.engines.base import StepOutcome, StepResult
+from pipeline.optim.groups import DECAYED, NOT_DECAYED, UpdateScale
 from pipeline.parallel.expert_balance import ExpertBalancer
+from pipeline.parametrization.scales import find_parametrization
 
 
 def model_dtype(config: Config) -> torch.dtype:
@@ -28,22 +28,20 @@ def samples_text(config: Config) -> bool:
     return config.distill is not None and config.distill.on_policy is not None
 
 
-def decayed_names(model: nn.Module) -> set[str]:
-    """Names of the parameters that weight decay applies to: matrices, not vectors (norms and biases).
+def update_scales(model: nn.Module, section: ModelSection | None = None) -> dict[str, UpdateScale]:
+    """How the optimizer updates every parameter: weight decay applies to matrices, not to vectors (norms and biases).
 
-    Call it while the model is on meta: a sharded parameter no longer has its full shape.
+    Call it while the model is whole and on meta: a sharded parameter no longer has its full shape.
+
+    Args:
+        model: built by `build_meta`, or a user's own.
+        section: the config's `model`, whose parametrization may scale the learning rate; None for a user's own model.
     """
-    return {name for name, parameter in model.named_parameters() if parameter.ndim >= 2}
-
-
-def weight_decay_groups(
-    parameters: Mapping[str, Tensor], decayed: set[str], *, weight_decay: float
-) -> list[dict[str, Any]]:
-    """The two parameter groups, with and without weight decay, in the model's order, from parameters by name."""
-    return [
-        {"params": [p for name, p in parameters.items() if name in decayed], "weight_decay": weight_decay},
-        {"params": [p for name, p in parameters.items() if name not in decayed], "weight_decay": 0.0},
-    ]
+    found = None if section is None else find_parametrization(section, model)
+    decayed = {name: parameter.ndim >= 2 for name, parameter in model.named_parameters()}
+    if found is None:
+        return {name: DECAYED if each else NOT_DECAYED for name, each in decayed.items()}
+    return {name: found.update_scale(name, decayed=each) for name, each in decayed.items()}
 
 
 def raise_if_non_finite(step: int, name: str, value: float) -> None:

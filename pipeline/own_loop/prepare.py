@@ -17,10 +17,11 @@ from torch import nn
 from headrace.base.errors import ConfigError
 from pipeline.config.schedule import schedule_from_section
 from pipeline.engines.build import pick_device
-from pipeline.engines.common import decayed_names, weight_decay_groups
+from pipeline.engines.common import update_scales
 from pipeline.launch import Launch, Rendezvous, detect, process_group
 from pipeline.launch.device import bind_to_gpu, set_up_allocator
 from pipeline.optim.build import build_optimizer
+from pipeline.optim.groups import parameter_groups
 from pipeline.own_loop.batchnorm import synchronize_batchnorm
 from pipeline.own_loop.config import LoopConfig, load_loop_config, share
 from pipeline.own_loop.elementwise import check_elementwise
@@ -94,7 +95,7 @@ def _optimizer(config: LoopConfig, model: nn.Module, given: torch.optim.Optimize
         why = "there is neither this section nor a torch optimizer"
         raise ConfigError("optimizer", why=why, remedy='add "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}')
     params = config.optimizer.params
-    groups = weight_decay_groups(dict(model.named_parameters()), decayed_names(model), weight_decay=params.weight_decay)
+    groups = parameter_groups(dict(model.named_parameters()), update_scales(model), params)
     # torch's fused SGD needs momentum of all parameters at once, and a model of one's own may leave some out of a step
     return build_optimizer(groups, config.optimizer, lr=params.lr, fused=config.optimizer.type != "SGD")
 

@@ -39,6 +39,8 @@ from pipeline.models.routers import has_experts
 from pipeline.models.stored_values import FromSafetensors
 from pipeline.models.values import InitByName, ParameterValues
 from pipeline.parallel.checks import check_layout
+from pipeline.parametrization.scaled_init import ScaledInit
+from pipeline.parametrization.scales import find_parametrization
 from pipeline.run.resume import check_run_dir
 
 
@@ -150,7 +152,8 @@ def first_values(config: Config, model: nn.Module) -> ParameterValues:
     """Initialized by name, or read from the folder that `model.path` names."""
     section = config.model
     if section.path is None or section.fresh:
-        initial = InitByName(model, seed=config.run.seed)
+        found, seed = find_parametrization(section, model), config.run.seed
+        initial = InitByName(model, seed=seed) if found is None else ScaledInit(model, found, seed=seed)
         initial.check()
         return initial
     rename, partial = original_name(section.keep_layers), section.keep_layers is not None

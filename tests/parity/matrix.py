@@ -63,6 +63,19 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
 """Factors that are legal in nearly every layout. 12 divides no sequence here, so the last chunk is shorter. Compiled
 layers are traced and differentiated as for inductor (aot_eager), without its kernels; the reference has none."""
 
+COMPLETEP: dict[str, Any] = {
+    "parametrization": "completep",
+    "base": {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    },
+}
+"""Of a cell with `completep`, which is no factor of the matrix: see `test_completep.py`. Width and depth are twice the
+base model's and the MLP three times, so that every kind of parameter has a learning rate of its own."""
+
 PRECISIONS = ("fp32", "bf16", "fp16")
 CURVE = ("tied", "mask", "z_loss", "clip", "precision")
 """Factors that change the training curve; a reference is run for each combination that occurs."""
@@ -85,7 +98,7 @@ def config_of(values: Values, tokens: str, *, steps: int = LONG.steps) -> tuple[
     loss = {"z_loss": values["z_loss"]} | ({"chunk": values["chunk"]} if values["chunk"] else {})
     config = {
         "engine": engine,
-        "model": {"config": model_of(values)},
+        "model": {"config": model_of(values), **(COMPLETEP if values.get("completep") else {})},
         "data": {
             "sources": [{"path": tokens}],
             "sequence_length": SEQUENCE,
@@ -157,7 +170,8 @@ def name_of(values: Values) -> str:
     """A cell's name: the values that are not the defaults."""
     defaults = {**_defaults(), "pipeline": "none", "tp": 1, "cp": "none", "extra": "none"}
     named = [name for name in [*LAYOUT, *NUMBERS, "precision"] if values[name] != defaults.get(name)]
-    return ",".join(name if values[name] is True else f"{_SHORT.get(name, name)}{values[name]}" for name in named)
+    shown = [name if values[name] is True else f"{_SHORT.get(name, name)}{values[name]}" for name in named]
+    return ",".join([*shown, *(["completep"] if values.get("completep") else [])])
 
 
 _SHORT = {
@@ -173,7 +187,7 @@ _SHORT = {
 
 def curve_of(values: Values) -> tuple[Any, ...]:
     """The values that a cell shares with its reference."""
-    return tuple(values[name] for name in CURVE)
+    return (*(["completep"] if values.get("completep") else []), *(values[name] for name in CURVE))
 
 
 def case_of(values: Values, tokens: str, *, length: RunLength, resume_from: tuple[str, int] | None = None) -> Case:

@@ -36,6 +36,7 @@ from pipeline.engines.deepspeed.replicated import ReplicatedOptimizer
 from pipeline.engines.deepspeed.state import LocalState, collect_local_state, replicas, restore_local_state
 from pipeline.engines.loss_scale import LossScaler
 from pipeline.launch.host_copy import to_device
+from pipeline.optim.groups import set_learning_rate
 from pipeline.parallel.assemble import LocalModel
 from pipeline.parallel.decoder import Decoder
 from pipeline.parallel.expert_balance import make_balancer
@@ -138,8 +139,7 @@ class DeepSpeedBase(TrainsStepByStep):
         """
         optimizer, ranks = self._engine.optimizer, self._mesh.size("data") if self._mesh else 1
         self._loss, self._limits, self._outcome = math.nan, limits, None
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        set_learning_rate(optimizer, lr)
         if self._balancer is not None:  # the factor on a summed loss, and the scale that DeepSpeed applies on top of it
             self._balancer.begin_step((self._scaler.value if self._scaler.enabled else ranks) / step.targets)
         if not self._scaler.enabled:

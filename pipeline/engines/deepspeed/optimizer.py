@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.config.rules import ResolvedRun
-from pipeline.engines.common import weight_decay_groups
 from pipeline.engines.deepspeed.replicated import NormScope, ReplicatedOptimizer
 from pipeline.optim.build import build_optimizer
+from pipeline.optim.groups import UpdateScale, parameter_groups, without_empty_groups
 from pipeline.parallel.assemble import LocalModel
 
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
@@ -22,7 +22,7 @@ Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 def make_optimizer(
     run: ResolvedRun,
     local_model: LocalModel,
-    decayed: set[str],
+    scales: Mapping[str, UpdateScale],
     *,
     model_group: dist.ProcessGroup | None,
     counts_unsharded: bool,
@@ -33,7 +33,7 @@ def make_optimizer(
     Args:
         run: the resolved config.
         local_model: this rank's part of the model, materialized.
-        decayed: names of the parameters that weight decay applies to.
+        scales: how every parameter is updated, by name.
         model_group: the ranks that together hold the whole model; None when this rank does.
         counts_unsharded: this rank counts the gradients of parameters that all tp ranks hold in full in the norm.
         update_allowed: called before every update, when the gradient norm is known.
@@ -41,15 +41,13 @@ def make_optimizer(
     section, named = run.config.optimizer, local_model.decoder.parameters_by_name()
     if run.config.zero_optimization.stage > 0:
         hook_partial_gradients(local_model)
-        groups = weight_decay_groups(named, decayed, weight_decay=section.params.weight_decay)
+        groups = without_empty_groups(parameter_groups(named, scales, section.params))
         return with_update_gate(build_optimizer(groups, section), update_allowed)
     tp_sharded = local_model.tensor.boxes.keys() if local_model.tensor else set()
     tied_copies = local_model.tied if not local_model.decoder.layout.first else frozenset()
     counted = frozenset(n for n in named if (counts_unsharded or n in tp_sharded) and n not in tied_copies)
     clip, scope = run.config.gradient_clipping, NormScope(counted, model_group)
-    return ReplicatedOptimizer(
-        local_model, decayed, section, clip=clip, norm_scope=scope, update_allowed=update_allowed
-    )
+    return ReplicatedOptimizer(local_model, scales, section, clip=clip, norm_scope=scope, update_allowed=update_allowed)
 
 
 def with_update_gate(optimizer: Opt, update_allowed: Callable[[], bool]) -> Opt:

@@ -34,7 +34,7 @@ from pipeline.engines.base import (
     UpdateLimits,
     no_host_values,
 )
-from pipeline.engines.common import decayed_names
+from pipeline.engines.common import update_scales
 from pipeline.engines.deepspeed.base import DeepSpeedBase
 from pipeline.engines.deepspeed.config import deepspeed_config
 from pipeline.engines.deepspeed.local_model import build_local_model
@@ -76,6 +76,7 @@ class DeepSpeedPipeline(DeepSpeedBase):
         mesh: Mesh,
     ) -> None:
         super().__init__(run, model, objective, device=device, mesh=mesh)
+        scales = update_scales(model, run.config.model)
         coordinates = mesh.coordinates
         stage = pipeline_stages(run, model)[coordinates["pp"]]
         self._local_model = build_local_model(
@@ -93,7 +94,7 @@ class DeepSpeedPipeline(DeepSpeedBase):
         optimizer = make_optimizer(
             run,
             self._local_model,
-            decayed_names(model),
+            scales,
             model_group=module.mpu().get_model_parallel_group(),
             counts_unsharded=coordinates["tp"] == 0,
             update_allowed=self._update_allowed,

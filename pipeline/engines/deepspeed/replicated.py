@@ -11,7 +11,7 @@ Verified with deepspeed 0.19.8 (`runtime/engine.py`: `_do_optimizer_sanity_check
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.config.deepspeed_schema import OptimizerSection
-from pipeline.engines.common import master_weight, weight_decay_groups
+from pipeline.engines.common import master_weight
 from pipeline.engines.loss_scale import update_factor
 from pipeline.optim.build import build_optimizer
+from pipeline.optim.groups import UpdateScale, parameter_groups
 from pipeline.optim.state import ensure_all_states
 from pipeline.parallel.assemble import LocalModel
 from pipeline.parallel.tensor import all_reduce_gradients
@@ -46,7 +47,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
 
     Args:
         local_model: this rank's part of the model, materialized.
-        decayed: names of the parameters that weight decay applies to.
+        scales: how every parameter is updated, by name.
         section: the config's `optimizer`.
         clip: largest norm of the gradient; 0 is off.
         norm_scope: see `NormScope`.
@@ -61,7 +62,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         local_model: LocalModel,
-        decayed: set[str],
+        scales: Mapping[str, UpdateScale],
         section: OptimizerSection,
         *,
         clip: float,
@@ -72,7 +73,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
         self._update_allowed = update_allowed
         self._weights = local_model.decoder.parameters_by_name()
         self.masters = {name: master_weight(weight) for name, weight in self._weights.items()}
-        groups = weight_decay_groups(self.masters, decayed, weight_decay=section.params.weight_decay)
+        groups = parameter_groups(self.masters, scales, section.params)
         self._updating = build_optimizer(groups, section)
         ensure_all_states(self._updating, section.kind)
         super().__init__(self._updating.param_groups, self._updating.defaults)

@@ -22,7 +22,7 @@ from pipeline.engines.base import (
     UpdateLimits,
     no_host_values,
 )
-from pipeline.engines.common import decayed_names
+from pipeline.engines.common import update_scales
 from pipeline.engines.deepspeed.base import DeepSpeedBase
 from pipeline.engines.deepspeed.config import deepspeed_config
 from pipeline.engines.deepspeed.groups import ModelParallelUnit
@@ -59,6 +59,7 @@ class DeepSpeedZero(DeepSpeedBase):
         mesh: Mesh | None,
     ) -> None:
         super().__init__(run, model, objective, device=device, mesh=mesh)
+        scales = update_scales(model, run.config.model)
         config = deepspeed_config(run)
         unit = ModelParallelUnit(mesh) if mesh and mesh.size("tp") > 1 else None
         zero3 = Zero3(config, unit) if run.config.zero_optimization.stage == 3 else None
@@ -68,7 +69,7 @@ class DeepSpeedZero(DeepSpeedBase):
         optimizer = make_optimizer(
             run,
             self._local_model,
-            decayed_names(model),
+            scales,
             model_group=mesh.group("tp") if mesh else None,
             counts_unsharded=mesh is None or mesh.coordinates["tp"] == 0,
             update_allowed=self._update_allowed,

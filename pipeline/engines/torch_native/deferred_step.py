@@ -16,6 +16,7 @@ from torch import Tensor
 from pipeline.engines.base import PendingStep, StepOutcome, StepResult, UpdateLimits
 from pipeline.engines.loss_scale import LossScaler
 from pipeline.launch.host_copy import HostCopy
+from pipeline.optim.groups import set_learning_rate
 from pipeline.parallel.expert_balance import ExpertBalancer
 
 
@@ -33,8 +34,7 @@ class UpdateDecision:
 
     def step(self, optimizer: torch.optim.Optimizer, *, lr: float) -> None:
         """Makes the optimizer's step, or none. It is one that takes `grad_scale` and `found_inf`."""
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        set_learning_rate(optimizer, lr)
         taking: Any = optimizer
         taking.grad_scale, taking.found_inf = self.grad_scale, self.vetoed.float()
         optimizer.step()

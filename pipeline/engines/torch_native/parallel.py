@@ -26,7 +26,7 @@ from pipeline.engines.base import (
     UpdateLimits,
     no_host_values,
 )
-from pipeline.engines.common import decayed_names, model_dtype, samples_text, weight_decay_groups
+from pipeline.engines.common import model_dtype, samples_text, update_scales
 from pipeline.engines.loss_scale import LossScaler
 from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.torch_native import gradients
@@ -39,6 +39,7 @@ from pipeline.engines.torch_native.state import named_shards, replicas, set_step
 from pipeline.launch.host_copy import to_device
 from pipeline.models.values import ParameterValues
 from pipeline.optim.build import build_optimizer
+from pipeline.optim.groups import parameter_groups
 from pipeline.optim.state import ensure_all_states
 from pipeline.parallel.assemble import assemble, pipeline_stages
 from pipeline.parallel.decoder import Decoder
@@ -81,6 +82,7 @@ class TorchParallel(TrainsStepByStep):
         self.deferred = device.type == "cuda" and not self._scaler.enabled and not samples_text(run.config)
         self._mesh = mesh
         self._balancer = make_balancer(run.config.moe, model, device=device)
+        scales = update_scales(model, run.config.model)
         built = [self._build_stage(run, model, values, stage) for stage in _own_stages(run, model, self._mesh)]
         self._roots = [root for root, _ in built]
         self._shards = [shard for _, shards in built for shard in shards]
@@ -89,7 +91,7 @@ class TorchParallel(TrainsStepByStep):
         self._forward_backward = self._build_forward_backward(run, model)
         self._set_training(True)
         masters = {shard.name: shard.master for shard in self._shards}
-        groups = weight_decay_groups(masters, decayed_names(model), weight_decay=section.params.weight_decay)
+        groups = parameter_groups(masters, scales, section.params)
         self._optimizer = build_optimizer(groups, section)
         ensure_all_states(self._optimizer, self._kind)
 

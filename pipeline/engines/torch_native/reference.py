@@ -28,9 +28,8 @@ from pipeline.engines.base import (
     no_host_values,
 )
 from pipeline.engines.common import (
-    decayed_names,
     master_weight,
-    weight_decay_groups,
+    update_scales,
     with_expert_load,
 )
 from pipeline.engines.loss_scale import LossScaler
@@ -38,6 +37,7 @@ from pipeline.engines.objective import CrossEntropy
 from pipeline.models.materialize import materialize
 from pipeline.models.values import ParameterValues
 from pipeline.optim.build import build_optimizer
+from pipeline.optim.groups import parameter_groups, set_learning_rate
 from pipeline.optim.state import ensure_all_states, ensure_state, set_step_counter, step_counter
 from pipeline.parallel.assemble import assemble
 from pipeline.parallel.decoder import Decoder
@@ -68,12 +68,13 @@ class TorchReference(TrainsStepByStep):
         self._objective, self._device = objective, device
         self._clip, self._scaler = run.config.gradient_clipping, LossScaler(run.config.fp16)
         self._balancer = make_balancer(run.config.moe, model, device=device)
+        scales = update_scales(model, run.config.model)
         self._decoder = assemble(run, model, None, balancer=self._balancer).decoder
         materialize(self._decoder.causal, values, device=device)
         self._decoder.train()
         self._weights = self._decoder.parameters_by_name()
         self._masters = {name: master_weight(weight) for name, weight in self._weights.items()}
-        groups = weight_decay_groups(self._masters, decayed_names(model), weight_decay=section.params.weight_decay)
+        groups = parameter_groups(self._masters, scales, section.params)
         self._optimizer = build_optimizer(groups, section)
         ensure_all_states(self._optimizer, self._kind)
 
@@ -189,8 +190,7 @@ class TorchReference(TrainsStepByStep):
         for master in self._masters.values():
             if master.grad is not None and factor != 1.0:
                 master.grad.mul_(factor)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
+        set_learning_rate(self._optimizer, lr)
         self._optimizer.step()
         for name, weight in self._weights.items():
             if self._masters[name] is not weight:

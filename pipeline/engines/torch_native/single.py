@@ -32,7 +32,7 @@ from pipeline.engines.base import (
     UpdateLimits,
     no_host_values,
 )
-from pipeline.engines.common import decayed_names, samples_text, weight_decay_groups
+from pipeline.engines.common import samples_text, update_scales
 from pipeline.engines.loss_scale import LossScaler
 from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.torch_native.deferred_step import DeferredStep, UpdateDecision, decide
@@ -42,6 +42,7 @@ from pipeline.models.materialize import materialize
 from pipeline.models.rectangle import Rectangle
 from pipeline.models.values import ParameterValues
 from pipeline.optim.build import build_optimizer
+from pipeline.optim.groups import parameter_groups
 from pipeline.optim.small_moments import AdamWSmallMoments
 from pipeline.optim.split_master import joined, split
 from pipeline.optim.state import ensure_all_states, set_step_counter, step_counter
@@ -122,6 +123,7 @@ class TorchSingle(TrainsStepByStep):
         self._clip, self._scaler = run.config.gradient_clipping, LossScaler(run.config.fp16)
         self.deferred = device.type == "cuda" and not self._scaler.enabled and not samples_text(run.config)
         self._balancer = make_balancer(run.config.moe, model, device=device)
+        scales = update_scales(model, run.config.model)
         self._decoder = assemble(run, model, None, balancer=self._balancer).decoder
         recorded = _Residuals(values)
         materialize(self._decoder.causal, recorded, device=device, names=None)
@@ -132,14 +134,11 @@ class TorchSingle(TrainsStepByStep):
             for master in self._masters.values():
                 if master.weight.dtype != torch.float32:
                     master.weight.register_post_accumulate_grad_hook(master.add_gradient)
-        decayed, decay = decayed_names(model), section.params.weight_decay
         self._updates = [
             _Update(
                 {name: self._masters[name] for name in names},
                 build_optimizer(
-                    weight_decay_groups(
-                        {name: self._masters[name].parameter for name in names}, decayed, weight_decay=decay
-                    ),
+                    parameter_groups({name: self._masters[name].parameter for name in names}, scales, section.params),
                     section,
                 ),
             )

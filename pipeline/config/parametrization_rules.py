@@ -1,0 +1,34 @@
+"""Rules of `model.parametrization` that need neither torch nor the model: sections that go together."""
+
+from __future__ import annotations
+
+from headrace.base.errors import ConfigError
+from pipeline.config.schema import Config
+
+SIGN_LIKE = ("AdamW", "Adam", "Lion")
+"""Optimizers whose update of an element does not grow with its gradient: those the rules of CompleteP hold for."""
+
+
+def check_parametrization(config: Config) -> None:
+    """Checks `model.parametrization` and `model.base`.
+
+    Raises:
+        ConfigError: one without the other, an optimizer with other scaling rules, or layers that were removed.
+    """
+    model, optimizer = config.model, config.optimizer.type
+    if model.parametrization == "standard":
+        if model.base is not None:
+            why = "model.parametrization is standard, which has no base model"
+            raise ConfigError("model.base", why=why, remedy='remove it, or set model.parametrization to "completep"')
+        return
+    if model.base is None or not model.base.model_dump(exclude_none=True):
+        why = "completep scales from a base model, whose sizes are not given"
+        remedy = 'give those at which the learning rate was tuned, e.g. {"hidden_size": 256, "num_hidden_layers": 4}'
+        raise ConfigError("model.base", why=why, remedy=remedy)
+    if optimizer not in SIGN_LIKE:
+        why = f"CompleteP's rules are those of Adam: {optimizer}'s update grows with the gradient"
+        raise ConfigError("optimizer.type", optimizer, why=why, remedy="use AdamW, or the standard parametrization")
+    if model.keep_layers is not None:
+        why = "weights that are loaded were trained at the depth before layers were removed"
+        remedy = "remove it, or use the standard parametrization"
+        raise ConfigError("model.keep_layers", list(model.keep_layers), why=why, remedy=remedy)

@@ -1,0 +1,109 @@
+"""`python -m pipeline.coordinate_check COMMAND --config FILE`: does a parametrization transfer between sizes?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from headrace.base.cli import add_config_arguments, guarded, leave
+from headrace.base.directory import write_text
+from headrace.base.errors import ConfigError
+from pipeline.config.load import load_config
+from pipeline.coordinate_check.check import FLAT, Line, coordinate_check
+from pipeline.coordinate_check.picture import save_coordinates, save_rates
+from pipeline.coordinate_check.rates import Sweep, sweep
+from pipeline.coordinate_check.sizes import Grid
+
+
+def run_check(arguments: argparse.Namespace) -> int:
+    """Runs the coordinate check; 1 where a line of CompleteP is not flat."""
+    config = load_config(arguments.config, arguments.overrides)
+    grid = Grid(tuple(arguments.widths), tuple(arguments.depths))
+    lines = coordinate_check(config, grid, steps=arguments.steps, seeds=arguments.seeds, report=_progress)
+    for line in _table(lines):
+        print(line)
+    _write(arguments.output, {"lines": [{**asdict(line), "slope": line.slope} for line in lines]})
+    if arguments.picture:
+        save_coordinates(lines, arguments.picture)
+    uneven = [line for line in lines if line.parametrization == "completep" and not line.flat]
+    print(f"CompleteP is {'not ' if uneven else ''}flat: slopes within {FLAT} are")
+    return 1 if uneven else 0
+
+
+def run_rates(arguments: argparse.Namespace) -> int:
+    """Runs the sweep of the learning rate."""
+    config = load_config(arguments.config, arguments.overrides)
+    if any(rate <= 0 for rate in arguments.rates):
+        raise ConfigError("--rates", arguments.rates, why="a rate is not above 0", remedy="use e.g. 1e-3 2e-3 4e-3")
+    sweeps = sweep(
+        config,
+        widths=arguments.widths,
+        rates=arguments.rates,
+        steps=arguments.steps,
+        seeds=arguments.seeds,
+        report=_progress,
+    )
+    for each in sweeps:
+        print(f"{each.parametrization}, {each.size}: best learning rate {each.best:.3g}, loss {min(each.losses):.4f}")
+    _write(arguments.output, {"sweeps": [_plain(each) for each in sweeps]})
+    if arguments.picture:
+        save_rates(sweeps, arguments.picture)
+    return 0
+
+
+def main() -> int:
+    """Parses the command line and runs the command."""
+    parser = argparse.ArgumentParser(prog="python -m pipeline.coordinate_check", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    check = commands.add_parser("check", help="how far training moves activations, over width and depth")
+    rates = commands.add_parser("rates", help="the best learning rate of several widths")
+    for each in (check, rates):
+        add_config_arguments(each)
+        each.add_argument("--seeds", type=_count, default=1, metavar="N", help="runs of each size (default: 1)")
+        each.add_argument("--output", type=Path, metavar="OUT.json", help="write the figures as JSON, too")
+        each.add_argument("--picture", type=Path, metavar="OUT.svg", help="draw them")
+    check.add_argument("--widths", type=_count, nargs="+", default=[64, 128, 256, 512], metavar="N")
+    check.add_argument("--depths", type=_count, nargs="+", default=[2, 4, 8], metavar="N")
+    check.add_argument("--steps", type=_count, default=10, metavar="N", help="of each run (default: 10)")
+    rates.add_argument("--widths", type=_count, nargs="+", default=[64, 256], metavar="N")
+    rates.add_argument("--rates", type=float, nargs="+", required=True, metavar="LR", help="peak learning rates")
+    rates.add_argument("--steps", type=_count, required=True, metavar="N", help="of each run")
+    arguments = parser.parse_args()
+    return run_check(arguments) if arguments.command == "check" else run_rates(arguments)
+
+
+def _table(lines: Sequence[Line]) -> list[str]:
+    rows = [f"{'parametrization':16}{'place':18}{'over':7}{'slope':>7}  change at each size"]
+    for line in lines:
+        values = ", ".join(f"{size}: {value:.3g}" for size, value in zip(line.sizes, line.values, strict=True))
+        rows.append(f"{line.parametrization:16}{line.place:18}{line.dimension:7}{line.slope:7.2f}  {values}")
+    return rows
+
+
+def _plain(each: Sweep) -> dict[str, object]:
+    size = {"width": each.size.width, "depth": each.size.depth}
+    losses = [loss if loss < float("inf") else None for loss in each.losses]
+    return {"parametrization": each.parametrization, **size, "rates": each.rates, "losses": losses, "best": each.best}
+
+
+def _write(path: Path | None, figures: dict[str, object]) -> None:
+    if path is not None:
+        write_text(path, json.dumps(figures, indent=1) + "\n")
+
+
+def _progress(text: str) -> None:
+    print(text, flush=True)
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value
+
+
+if __name__ == "__main__":
+    leave(guarded(main))

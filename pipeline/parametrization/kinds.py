@@ -1,0 +1,77 @@
+"""Kinds of parameters by Hugging Face name: what an architecture's parameters are to a parametrization.
+
+Only architectures whose residual stream is `x + branch(norm(x))` are here: a norm after the branch, a multiplier in the
+config or experts would change the rules.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+
+from headrace.base.errors import ConfigError
+
+
+class Kind(StrEnum):
+    """What a parameter is to the rules of muP and CompleteP."""
+
+    EMBEDDING = "embedding"
+    """Of tokens or positions: its input has a fixed size."""
+    HIDDEN = "hidden weight"
+    """Matrices within a residual branch but its last."""
+    BRANCH_OUTPUT = "last weight of a branch"
+    """The matrix that writes into the residual stream: it carries the multiplier of the branch."""
+    BLOCK_VECTOR = "norm or bias in a layer"
+    BRANCH_BIAS = "bias of the last weight of a branch"
+    FINAL_NORM = "final norm"
+    HEAD = "output head"
+    """Of a model whose head is not tied to its embedding."""
+
+
+Patterns = tuple[tuple[str, Kind], ...]
+
+_LLAMA: Patterns = (
+    (r"embed_tokens\.weight", Kind.EMBEDDING),
+    (r"layers\.\d+\.(self_attn\.[qkv]_proj|mlp\.(gate|up)_proj)\.weight", Kind.HIDDEN),
+    (r"layers\.\d+\.(self_attn\.o_proj|mlp\.down_proj)\.weight", Kind.BRANCH_OUTPUT),
+    (r"layers\.\d+\.(self_attn\.o_proj|mlp\.down_proj)\.bias", Kind.BRANCH_BIAS),
+    (r"layers\.\d+\.(input_layernorm|post_attention_layernorm|self_attn\.[qk]_norm)\.weight", Kind.BLOCK_VECTOR),
+    (r"layers\.\d+\.(self_attn\.[qkv]_proj|mlp\.(gate|up)_proj)\.bias", Kind.BLOCK_VECTOR),
+    (r"norm\.weight", Kind.FINAL_NORM),
+    (r"lm_head\.weight", Kind.HEAD),
+)
+_GPT2: Patterns = (
+    (r"w[tp]e\.weight", Kind.EMBEDDING),
+    (r"h\.\d+\.(attn\.c_attn|mlp\.c_fc)\.weight", Kind.HIDDEN),
+    (r"h\.\d+\.(attn|mlp)\.c_proj\.weight", Kind.BRANCH_OUTPUT),
+    (r"h\.\d+\.(attn|mlp)\.c_proj\.bias", Kind.BRANCH_BIAS),
+    (r"h\.\d+\.(ln_[12]\.(weight|bias)|attn\.c_attn\.bias|mlp\.c_fc\.bias)", Kind.BLOCK_VECTOR),
+    (r"ln_f\.(weight|bias)", Kind.FINAL_NORM),
+    (r"lm_head\.weight", Kind.HEAD),
+)
+FAMILIES: dict[str, Patterns] = {"llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "qwen3": _LLAMA, "gpt2": _GPT2}
+"""`model_type` -> patterns of parameter names, after `model.` or `transformer.`."""
+
+_PREFIX = re.compile(r"^(model|transformer)\.")
+
+
+def kind_of(model_type: str, name: str) -> Kind:
+    """The kind of a parameter.
+
+    Args:
+        model_type: of the Hugging Face config.
+        name: Hugging Face name.
+
+    Raises:
+        ConfigError: the architecture, or a parameter of it, has no known rules.
+    """
+    if model_type not in FAMILIES:
+        why = f"{model_type} has no CompleteP rules: they are known for {', '.join(FAMILIES)}"
+        remedy = "use one of them, or the standard parametrization"
+        raise ConfigError("model.parametrization", "completep", why=why, remedy=remedy)
+    short = _PREFIX.sub("", name)
+    for pattern, kind in FAMILIES[model_type]:
+        if re.fullmatch(pattern, short):
+            return kind
+    why = f"there is no CompleteP rule for {name}"
+    raise ConfigError("model.parametrization", "completep", why=why, remedy="use the standard parametrization")
