@@ -39,6 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tolerance", type=float, default=0.02, metavar="SHARE", help=text)
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (default: 1)")
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="processes of each run (default: 1)")
+    text = "submit the runs to Slurm as job arrays, and the fit after them (slurm/pipeline.sbatch)"
+    parser.add_argument("--slurm", action="store_true", help=text)
+    # what a job of --slurm does
+    parser.add_argument("--phase", choices=("sweep", "extend", "runs", "fit"), help=argparse.SUPPRESS)
     parser.add_argument("--laws", action="store_true", help="print what published laws suggest for the config, and end")
     parser.add_argument("--plan", action="store_true", help="print the runs and what they cost, and end")
     parser.add_argument("--json", action="store_true", help="print the results as one JSON object")
@@ -55,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from pipeline.ladder.large_run import read_large_run  # noqa: PLC0415  (brings in torch)
     from pipeline.ladder.plan import plan_ladder  # noqa: PLC0415
+    from pipeline.ladder.slurm import element, submit  # noqa: PLC0415
     from pipeline.ladder.text import laws_lines, plan_lines  # noqa: PLC0415
 
     _check(arguments)
@@ -69,7 +74,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plan:
         return 0
     output.mkdir(parents=True, exist_ok=True)
-    with lock_file(output / _LOCK, doing=f"training a ladder in {output}"):
+    if arguments.slurm:
+        submit(ladder, _words(arguments), say=print)
+        return 0
+    number = element()
+    with lock_file(output / _LOCK, doing=f"training a ladder in {output}", shared=number is not None):
+        if arguments.phase in ("sweep", "runs") and number is not None:
+            return _train_element(ladder, arguments, number)
         return _train_and_fit(ladder, arguments)
 
 
@@ -82,7 +93,7 @@ def _train_and_fit(ladder: Ladder, arguments: argparse.Namespace) -> int:
     say = (lambda _line: None) if arguments.json else partial(print, flush=True)
     train = partial(train_all, ladder, jobs=arguments.jobs, nproc=arguments.nproc, say=say)
     chosen, code = sweep(ladder, train)
-    if chosen is None:
+    if chosen is None or arguments.phase == "extend":
         return code
     runs = ladder.runs(chosen.factor)
     code = train(runs)
@@ -92,6 +103,27 @@ def _train_and_fit(ladder: Ladder, arguments: argparse.Namespace) -> int:
     write_results(outcome)
     print(json.dumps(as_json(outcome)) if arguments.json else "\n".join(outcome_lines(outcome)))
     return 0 if outcome.verdict.prediction is not None else EXIT_USAGE
+
+
+def _train_element(ladder: Ladder, arguments: argparse.Namespace, number: int) -> int:
+    """Trains one run of a job array."""
+    from pipeline.ladder.learning_rate import chosen_before  # noqa: PLC0415
+    from pipeline.ladder.runs import train_all  # noqa: PLC0415
+
+    runs = ladder.sweep() if arguments.phase == "sweep" else ladder.runs(chosen_before(ladder).factor)
+    if number >= len(runs):
+        remedy = f"--array=0-{len(runs) - 1}"
+        raise ConfigError("--array", number, why=f"there are {len(runs)} runs in this phase", remedy=remedy)
+    return train_all(ladder, [runs[number]], jobs=1, nproc=arguments.nproc, say=partial(print, flush=True))
+
+
+def _words(arguments: argparse.Namespace) -> list[str]:
+    """The arguments of this command for its jobs."""
+    sets = [word for text in arguments.overrides for word in ("--set", text)]
+    output = ["--output", arguments.output] if arguments.output else []
+    names = ("rungs", "smallest", "largest", "budgets", "learning_rates", "seeds", "tolerance", "nproc")
+    own = [word for name in names for word in (f"--{name.replace('_', '-')}", str(getattr(arguments, name)))]
+    return ["--config", arguments.config, *sets, *output, *own]
 
 
 def _options(arguments: argparse.Namespace) -> Options:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headrace.base.errors import DataError
 from pipeline.ladder.plan import Ladder, LadderRun
 from pipeline.ladder.runs import Done, done_of
 
@@ -55,6 +56,21 @@ def sweep(ladder: Ladder, train: Callable[[Sequence[LadderRun]], int]) -> tuple[
             break
         low, high = (low - 1, high) if best == 0 else (low, high + 1)
     return choose(done_of(ladder, runs), range(low, high + 1)), 0
+
+
+def chosen_before(ladder: Ladder) -> Chosen:
+    """The outcome of a sweep that is finished, with its extensions.
+
+    Raises:
+        DataError: it is not finished.
+    """
+    reach = ladder.options.learning_rates // 2
+    for low, high in [(-reach - e, reach) for e in (2, 1)] + [(-reach, reach + e) for e in (2, 1, 0)]:
+        runs = ladder.sweep(range(low, high + 1))
+        done = done_of(ladder, runs)
+        if len(done) == len(runs):
+            return choose(done, range(low, high + 1))
+    raise DataError(f"the sweep in {ladder.output} is not finished\n  try: the same command without --phase")
 
 
 def choose(done: Sequence[Done], exponents: Sequence[int]) -> Chosen:
