@@ -24,6 +24,10 @@ COMMANDS = {
     "checkpoint": ("pipeline.checkpoint.command_checkpoint", "list, verify or export the checkpoints of a run"),
     "export": ("pipeline.checkpoint.command_export", "write a run's model as a Hugging Face folder"),
     "eval": ("pipeline.comparison.command", "held-out loss of a model, or several side by side; tasks of lm_eval"),
+    "ladder": (
+        "pipeline.ladder.command",
+        "predict the held-out loss of a large run from a ladder of small ones on the same data",
+    ),
     "status": (
         "pipeline.status.command",
         "show how far a run is, live; why its job waits; why it ended; its log",

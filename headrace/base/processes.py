@@ -6,10 +6,13 @@ import ctypes
 import os
 import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from types import FrameType
 
 STOPPED = "T"
 """State of a process that SIGSTOP, SIGTSTP or a batch system has stopped."""
@@ -57,6 +60,37 @@ def die_with_parent() -> None:
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+@contextmanager
+def signals_passed_on(processes: Collection[subprocess.Popen[bytes]]) -> Iterator[Callable[[], bool]]:
+    """Hands SIGTERM on to child processes, and waits for them after Ctrl-C, which the terminal sends to all.
+
+    Args:
+        processes: may change meanwhile.
+
+    Yields:
+        Whether there was such a signal.
+    """
+    stopped = False
+
+    def hand_on(number: int, _frame: FrameType | None) -> None:
+        nonlocal stopped
+        stopped = True
+        for process in list(processes):
+            process.send_signal(number)
+
+    def wait(_number: int, _frame: FrameType | None) -> None:
+        """The children end by themselves, with a checkpoint if they train."""
+        nonlocal stopped
+        stopped = True
+
+    before = {number: signal.signal(number, on) for number, on in ((signal.SIGTERM, hand_on), (signal.SIGINT, wait))}
+    try:
+        yield lambda: stopped
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _stat(pid: int) -> list[str]:

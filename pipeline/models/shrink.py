@@ -46,7 +46,7 @@ _SMALL = {
     **dict.fromkeys(("num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts"), 2),
 }
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-_WIDTHS = (
+WIDTHS = (
     *("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp"),
     *("ffn_dim", "ffn_hidden_size", "n_inner", "expert_ffn_hidden_size", "encoder_ffn_dim", "decoder_ffn_dim"),
 )
@@ -57,7 +57,7 @@ _LISTS = ("intermediate_size", "activation_sparsity_pattern")
 """Lists with one entry per layer whose names do not say so (Gemma 3n)."""
 _REMEDY = "use another architecture, or ZeRO or FSDP2 alone (no parallel.tp, pp or cp, no loss.chunk)"
 _OTHER_HEADS = ("encoder_attention_heads", "decoder_attention_heads", "num_decoder_attention_heads")
-_DERIVED = ("qk_head_dim", "mamba_headdim", "transformers_version", "model_type", "architectures", "dtype")
+DERIVED = ("qk_head_dim", "mamba_headdim", "transformers_version", "model_type", "architectures", "dtype")
 
 
 def shrink(config: PretrainedConfig, *, divide: int, layers: int, vocab_size: int) -> PretrainedConfig:
@@ -77,16 +77,16 @@ def shrink(config: PretrainedConfig, *, divide: int, layers: int, vocab_size: in
         why = "it has no attention heads"
         raise ConfigError("model.config.model_type", config.model_type, why=why, remedy=_REMEDY)
     alias = config.attribute_map
-    given = {k: v for k, v in config.to_dict().items() if k not in _DERIVED}
+    given = {k: v for k, v in config.to_dict().items() if k not in DERIVED}
     total = config.num_hidden_layers
-    depth = _depth(given, total, layers)
+    depth = minimum_depth(given, total, layers)
     if given.get(_SHARED):  # the last layers attend to the keys of the layers before them, of every type
         depth *= 2
     small: dict[str, Any] = {**given, "vocab_size": vocab_size}
     small |= {key: depth for key in (alias.get(_LAYERS, _LAYERS),) if key in given}
     small |= {key: depth // 2 for key in (_SHARED,) if given.get(key)}
     small |= {key: min(value, _SMALL[key]) for key, value in given.items() if key in _SMALL and value is not None}
-    small |= {key: _repeated(value, depth) for key, value in given.items() if _per_layer(key, value, total)}
+    small |= {key: repeated(value, depth) for key, value in given.items() if per_layer(key, value, total)}
     small |= {
         key: min(value, vocab_size - 1)
         for key, value in given.items()
@@ -110,22 +110,24 @@ def shrink(config: PretrainedConfig, *, divide: int, layers: int, vocab_size: in
     return shrunk
 
 
-def _depth(given: dict[str, Any], total: int, layers: int) -> int:
+def minimum_depth(given: dict[str, Any], total: int, layers: int) -> int:
     """At least two layers, and enough for every layer type to appear (e.g. one global after five local ones).
 
     Zamba's "hybrid" layers share an attention block, for which transformers wants two of them.
     """
-    lists = [value for key, value in given.items() if _per_layer(key, value, total)]
+    lists = [value for key, value in given.items() if per_layer(key, value, total)]
     needed = [values.index(kind) + 1 for values in lists if len(set(values)) <= _KINDS for kind in set(values)]
     sharing = [[n for n, kind in enumerate(values, 1) if kind == "hybrid"][:2] for values in lists]
     return int(max(layers, 2, *needed, *(n for numbers in sharing for n in numbers)))
 
 
-def _per_layer(key: str, value: Any, total: int) -> bool:
+def per_layer(key: str, value: Any, total: int) -> bool:
+    """Whether a value is a list with one entry for each of `total` layers."""
     return isinstance(value, list) and len(value) == total and ("layer" in key or key in _LISTS)
 
 
-def _repeated(values: list[Any], count: int) -> list[Any]:
+def repeated(values: list[Any], count: int) -> list[Any]:
+    """The first `count` values of a list that is repeated."""
     return [values[i % len(values)] for i in range(count)]
 
 
@@ -203,9 +205,9 @@ def _widths(given: dict[str, Any], hidden: int, small_hidden: int, divide: int, 
     def shrunk(width: int) -> int:
         return max(1, round(width / hidden * small_hidden / unit)) * unit
 
-    widths = {key: shrunk(given[key]) for key in _WIDTHS if isinstance(given.get(key), int)}
-    lists = {key: [shrunk(each) for each in given[key]] for key in _WIDTHS if isinstance(given.get(key), list)}
-    return widths | {key: _repeated(each, layers) for key, each in lists.items()}
+    widths = {key: shrunk(given[key]) for key in WIDTHS if isinstance(given.get(key), int)}
+    lists = {key: [shrunk(each) for each in given[key]] for key in WIDTHS if isinstance(given.get(key), list)}
+    return widths | {key: repeated(each, layers) for key, each in lists.items()}
 
 
 def _experts(given: dict[str, Any]) -> dict[str, int]:

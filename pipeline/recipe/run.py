@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
 
 from rich.console import Console
 
 from headrace.base.directory import write_json
 from headrace.base.errors import EXIT_USAGE
 from headrace.base.lock import lock_file
-from headrace.base.processes import die_with_parent
+from headrace.base.processes import die_with_parent, signals_passed_on
 from pipeline.recipe.check import check_recipe, check_steps
 from pipeline.recipe.config import RecipeConfig
 from pipeline.recipe.results import write_results
@@ -75,28 +71,10 @@ def _run(recipe: Recipe, step: Step) -> int:
     _say(f"\n== {step.title}\n$ headrace {' '.join(words)}")
     command = [sys.executable, "-P", "-m", "pipeline", *words]
     # a step that outlived a killed recipe would write beside the same step of the next start
-    with subprocess.Popen(command, preexec_fn=die_with_parent) as process, _passed_on(process):  # noqa: PLW1509
+    with subprocess.Popen(command, preexec_fn=die_with_parent) as process, signals_passed_on([process]):  # noqa: PLW1509
         code = process.wait()
     return 128 - code if code < 0 else code
 
 
 def _say(line: str) -> None:
     Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-@contextmanager
-def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Hands SIGTERM on to a step, and waits for it after Ctrl-C, which the terminal sends to both."""
-
-    def hand_on(number: int, _frame: FrameType | None) -> None:
-        process.send_signal(number)
-
-    def wait(_number: int, _frame: FrameType | None) -> None:
-        """The step ends by itself, with a checkpoint if it trains."""
-
-    before = {number: signal.signal(number, on) for number, on in ((signal.SIGTERM, hand_on), (signal.SIGINT, wait))}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

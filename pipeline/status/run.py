@@ -162,12 +162,11 @@ class RunReader:
         )
 
     def _job_ids(self, attempts: Sequence[Attempt]) -> list[str]:
-        """The newest job that has started, the newest that was submitted, and those that are to train here."""
+        """The newest job that has started, the newest that Slurm has started, and those that are to train here."""
         started = [attempt.job for attempt in attempts if attempt.job][-1:]
         starts = self._dir / SLURM_STARTS
         noted = [line.split()[0] for line in starts.read_text().splitlines() if line.strip()] if starts.exists() else []
-        submitted = [str(event["job"]) for event in read_events(self._dir)[0] if event["event"] == "submitted"]
-        return list(dict.fromkeys([*started, *noted[-1:], *submitted[-1:], *self._jobs]))
+        return list(dict.fromkeys([*started, *noted[-1:], *self._jobs]))
 
 
 def read_status(run_dir: Path) -> RunStatus:
