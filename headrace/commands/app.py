@@ -67,7 +67,10 @@ def _verbs() -> list[Verb]:
 
     return [
         Verb("prep", "Turn text into tokens: clean, deduplicate, tokenize, shard.", _prep, DATA_PREP),
-        *(of_pipeline(name, TRAINING) for name in ("train", "prove", "check", "ladder", "samples", "report")),
+        *(
+            of_pipeline(name, TRAINING)
+            for name in ("train", "prove", "check", "goodput", "ladder", "samples", "report")
+        ),
         own("status", "Show how far a run is, live: step, loss, goodput, restarts, Slurm job; why it ended.", TRAINING),
         of_pipeline("checkpoint", TRAINING),
         own(

@@ -51,7 +51,7 @@ class SaveResult:
         step: the last step that is in it.
         checkpoint: None when it could not be written.
         failure: why not.
-        waited_s: seconds for which `begin` blocked the training loop, on rank 0.
+        waited_s: seconds for which `begin` blocked the training loop, on the rank where it took longest.
         seconds: from the beginning to the commit, on rank 0.
         not_copied: rank -> why its file is not in its node's memory, of this save or of the one before.
     """
@@ -229,12 +229,17 @@ class CheckpointWriter:
     def _gather(self, pending: _PendingSave) -> None:
         """Gathers what all ranks have written on rank 0, whose thread then commits. Collective."""
         error = pending.job.exception()
-        own: WrittenShards | str = self._message(pending.job.result()) if error is None else _first_line(error)
+        shards_or_error = self._message(pending.job.result()) if error is None else _first_line(error)
+        own: tuple[WrittenShards | str, float] = shards_or_error, pending.waited_s
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        written: list[Any] = [own] * ranks
+        gathered: list[Any] = [own] * ranks
         if ranks > 1:
-            dist.gather_object(own, written if pending.plan.rank == 0 else None)
+            dist.gather_object(own, gathered if pending.plan.rank == 0 else None)
         pending.gathered = True
+        if pending.plan.rank != 0:
+            return
+        written = [each for each, _ in gathered]
+        pending.waited_s = max(waited for _, waited in gathered)
         if self._metadata is not None:
             shards = {rank: each for rank, each in enumerate(written) if isinstance(each, WrittenShards)}
             pending.not_copied = {rank: each.not_copied for rank, each in shards.items() if each.not_copied}

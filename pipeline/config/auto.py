@@ -32,7 +32,10 @@ OWNED = (
     "steps_per_print",
     "wall_clock_breakdown",
 )
-"""Top-level keys in which "auto" is the Trainer's. In headrace's own sections it means the same as no key."""
+"""Top-level keys in which "auto" is the Trainer's. In headrace's own sections it means the same as no key, but for:"""
+
+_OWN_AUTO = frozenset({"run.checkpoint_every"})
+"""Keys of our own for which "auto" is a value with a meaning, and not the default."""
 
 _TRAINER: dict[str, Any] = {
     "gradient_clipping": 1.0,
@@ -75,7 +78,7 @@ def resolve_auto(
             found.update({f"{key}.{path}": _AUTO for path in _auto_paths(raw[key])})
     named = [path for path in found if path not in _NEEDED]
     values = {**_trainer(raw), **_sizes(raw), **_precision(raw, named), **_batch(raw, named, micro_batch)}
-    ours = {key: _left_out(value) for key, value in raw.items() if key not in OWNED and value != "auto"}
+    ours = {key: _left_out(value, at=key) for key, value in raw.items() if key not in OWNED and value != "auto"}
     resolved = {**ours, **_without({key: value for key, value in raw.items() if key in OWNED}, named)}
     resolved = {key: resolved[key] for key in raw if key in resolved}
     listed = []
@@ -116,11 +119,15 @@ def _auto_paths(section: Mapping[str, Any]) -> list[str]:
     return paths
 
 
-def _left_out(section: Any) -> Any:
-    """A section of ours without keys that are "auto"; a Hugging Face config in it is not ours."""
+def _left_out(section: Any, *, at: str) -> Any:
+    """A section of ours without keys for which "auto" means no key; a Hugging Face config in it is not ours."""
     if not isinstance(section, dict):
         return section
-    return {key: value if key == "config" else _left_out(value) for key, value in section.items() if value != "auto"}
+    return {
+        key: value if key == "config" else _left_out(value, at=f"{at}.{key}")
+        for key, value in section.items()
+        if value != "auto" or f"{at}.{key}" in _OWN_AUTO
+    }
 
 
 def _without(raw: Mapping[str, Any], paths: list[str]) -> dict[str, Any]:

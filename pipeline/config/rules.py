@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from headrace.base.errors import ConfigError, found_by, refuse_all
 from pipeline.config.batch import BatchSizes, resolve_batch
+from pipeline.config.checkpoint_rules import check_checkpoints
 from pipeline.config.communication_rules import check_gradient_dtype, check_secondary_shards
 from pipeline.config.data_rules import check_data
 from pipeline.config.deepspeed_keys import refuse_on_torch
@@ -271,6 +272,7 @@ def _resolve(config: Config, world_size: int, *, elastic: bool) -> ResolvedRun:
         lambda: check_fp8_precision(config),
         lambda: refuse_on_torch(config) if config.engine != "deepspeed" else None,
         lambda: check_length(config),
+        lambda: check_checkpoints(config.run),
         lambda: mesh.append(_mesh(config, world_size=world_size, elastic=elastic)),
     ]
     refuse_all(found_by(checks))

@@ -202,15 +202,21 @@ class RunSection(Section):
         " run.steps and run.tokens",
     )
     seed: Index = Field(0, description="Random seed of weight initialization and data order, e.g. 42")
-    checkpoint_every: Count | None = Field(
+    checkpoint_every: Count | Literal["auto"] | None = Field(
         None,
-        description="Steps between checkpoints, e.g. 1000; when absent, run.checkpoint_minutes decides. The last"
-        " step is always saved",
+        description="Steps between checkpoints, e.g. 1000; auto: the time between them that wastes the least, by Daly,"
+        " from the measured time of a save and run.node_mtbf_hours; when absent, run.checkpoint_minutes decides. The"
+        " last step is always saved",
+    )
+    node_mtbf_hours: PositiveFloat | None = Field(
+        None,
+        description="Mean time between failures of one node, e.g. 2000, for run.checkpoint_every auto; 6335 when"
+        " absent, as published for Llama 3 405B",
     )
     checkpoint_minutes: NonNegativeFloat | None = Field(
         None,
         description="Minutes between checkpoints, e.g. 15; when absent, 30 without run.checkpoint_every and"
-        " none with it; 0: none by time",
+        " none with it; 0: none by minutes; with run.checkpoint_every auto an upper bound",
     )
     keep_checkpoints: Count = Field(2, description="Number of newest checkpoints kept on disk; older ones are deleted")
     keep_every: Count | None = Field(

@@ -1,1 +1,1 @@
-"""What a run will cost before it starts: `python -m pipeline.planner goodput` simulates failures over weeks."""
+"""What a run will cost before it starts."""

@@ -49,9 +49,14 @@ _TAIL_BYTES = 1 << 16
 
 
 class Attempt:
-    """Appends the events of one attempt; silent where `run_dir` is None, on all ranks but rank 0."""
+    """Appends the events of one attempt; silent where `run_dir` is None, on all ranks but rank 0.
+
+    Attributes:
+        nodes: of the run, once all ranks are connected; known to rank 0 only.
+    """
 
     def __init__(self, run_dir: Path | None) -> None:
+        self.nodes = 1
         self._run_dir, self._id = run_dir, secrets.token_hex(4)
         self._outcome: tuple[int, str] = 0, "finished"
 
@@ -63,7 +68,9 @@ class Attempt:
     def connected(self, launch: Launch, rendezvous: Rendezvous | None) -> None:
         """Records which hosts have which ranks."""
         if self._run_dir is not None:
-            self.record("nodes", nodes=nodes_of(launch, rendezvous))
+            nodes = nodes_of(launch, rendezvous)
+            self.nodes = len(nodes)
+            self.record("nodes", nodes=nodes)
 
     def will_end(self, code: int, reason: str) -> int:
         """How the attempt ends, unless an error ends it before; returns the exit code."""

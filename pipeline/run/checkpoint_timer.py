@@ -2,35 +2,69 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
 from pipeline.config.schema import RunSection
+from pipeline.run.checkpoint_interval import AutoInterval, IntervalDecision
 
 DEFAULT_MINUTES = 30.0
 """Of a run that says nothing about checkpoints: what it loses at most. Saving costs a copy to host memory each time."""
 
 
+def minutes_of(section: RunSection) -> float:
+    """Minutes between two checkpoints at most; 0: none by minutes."""
+    default = DEFAULT_MINUTES if section.checkpoint_every is None else 0.0
+    return default if section.checkpoint_minutes is None else section.checkpoint_minutes
+
+
 class CheckpointTimer:
-    """Tells when the minutes since the last checkpoint, or since the start, are over.
+    """Tells when the time since the last checkpoint, or since the start, is over.
 
     Args:
         section: the config's `run`.
         decides: whether this rank's clock counts, which is so on one rank only.
+        interval: decides the time where the config leaves it open (`run.checkpoint_every` "auto");
+            `run.checkpoint_minutes` is an upper bound then.
         clock: seconds.
     """
 
-    def __init__(self, section: RunSection, *, decides: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        default = DEFAULT_MINUTES if section.checkpoint_every is None else 0.0
-        minutes = default if section.checkpoint_minutes is None else section.checkpoint_minutes
-        self._seconds, self._clock = minutes * 60 if decides else 0.0, clock
+    def __init__(
+        self,
+        section: RunSection,
+        *,
+        decides: bool,
+        interval: AutoInterval | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._minutes, self._decides, self._interval, self._clock = minutes_of(section), decides, interval, clock
         self._last = clock()
 
     @property
     def due(self) -> bool:
         """Whether a checkpoint is due; False on all ranks but the one that decides."""
-        return bool(self._seconds) and self._clock() - self._last >= self._seconds
+        return self._decides and self._clock() - self._last >= self._seconds
+
+    @property
+    def _seconds(self) -> float:
+        at_most = self._minutes * 60 or math.inf
+        return at_most if self._interval is None else min(at_most, self._interval.period_s)
 
     def restart(self) -> None:
         """Counts from now on: a checkpoint has begun."""
         self._last = self._clock()
+
+    def saved(self, *, waited_s: float, seconds: float) -> IntervalDecision | None:
+        """Takes the times of a checkpoint that is written.
+
+        Args:
+            waited_s: seconds that training waited for it.
+            seconds: from its beginning to its commit.
+
+        Returns:
+            A new interval, on the rank that decides; None where it stays.
+        """
+        if self._interval is None or not self._decides:
+            return None
+        return self._interval.measured(blocking_s=waited_s, save_s=seconds - waited_s)

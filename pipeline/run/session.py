@@ -50,6 +50,7 @@ from pipeline.parallel.mesh import Mesh, build_mesh
 from pipeline.run.agreed_peak import AgreedPeak
 from pipeline.run.attempts import Attempt, locked_attempt
 from pipeline.run.batches import RankBatches
+from pipeline.run.checkpoint_interval import make_interval, saves_before
 from pipeline.run.checkpoint_timer import CheckpointTimer
 from pipeline.run.distillation import make_samples
 from pipeline.run.garbage import GarbageCollector
@@ -304,7 +305,7 @@ class Session:
                 flops_per_token=prepared.size.flops_per_token,
                 peak_flops=peak_flops(engine.device_name, bf16=run.config.bf16.enabled),
                 progress=Progress(done),
-                timer=CheckpointTimer(run.config.run, decides=self._first),
+                timer=self._checkpoint_timer(),
                 garbage=stack.enter_context(GarbageCollector(run.config.run.gc_every)),
                 compilations=compilation_clock(run.config.compile),
                 student=make_samples(
@@ -330,6 +331,15 @@ class Session:
             self.watchdog.enter_phase("finishing")
             display.say(closing_line(prepared, stop, step=trainer.progress.step))
             return stop
+
+    def _checkpoint_timer(self) -> CheckpointTimer:
+        """Decides when to save, on rank 0; "auto" goes on from what saves have cost before."""
+        section = self.prepared.run.config.run
+        interval = make_interval(section, nodes=self.attempt.nodes)
+        timer = CheckpointTimer(section, decides=self._first, interval=interval)
+        for waited, background in saves_before(self.prepared.run_dir) if interval and self._first else ():
+            timer.saved(waited_s=waited, seconds=waited + background)
+        return timer
 
     @property
     def _first(self) -> bool:

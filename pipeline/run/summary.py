@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.rules import ResolvedRun
+from pipeline.config.schema import RunSection
 from pipeline.models.split_names import conversion
+from pipeline.run.checkpoint_timer import minutes_of
 
 if TYPE_CHECKING:
     from pipeline.data.dataset import TokenDataset
@@ -114,13 +116,27 @@ def _evaluation_entry(run: ResolvedRun) -> Entry:
 
 def _checkpoint_entry(run: ResolvedRun) -> Entry:
     section = run.config.run
-    when = f"every {section.checkpoint_every:,} steps and at the end" if section.checkpoint_every else "at the end"
+    when = ", ".join([*_checkpoint_times(section), "at the end"])
     kept = f"the newest {section.keep_checkpoints} are kept"
     kept += f", and those at multiples of {section.keep_every:,} steps" if section.keep_every else ""
     how = "asynchronous" if section.async_checkpoints else "training waits for them"
     how += f", copies in {section.in_memory_checkpoints}" if section.in_memory_checkpoints else ""
-    names = ("checkpoint_every", "keep_checkpoints", "keep_every", "async_checkpoints", "in_memory_checkpoints")
+    names = (
+        "checkpoint_every", "checkpoint_minutes", "node_mtbf_hours", "keep_checkpoints", "keep_every",
+        "async_checkpoints", "in_memory_checkpoints",
+    )  # fmt: skip
     return Entry("checkpoints", f"{when}; {kept}; {how}", {name: getattr(section, name) for name in names})
+
+
+def _checkpoint_times(section: RunSection) -> Iterator[str]:
+    minutes = minutes_of(section)
+    if section.checkpoint_every == "auto":
+        bound = f", {minutes:g} minutes at most" if minutes else ""
+        yield f"at intervals by Daly from the measured time of a save{bound}"
+    elif section.checkpoint_every is not None:
+        yield f"every {section.checkpoint_every:,} steps"
+    if minutes and section.checkpoint_every != "auto":
+        yield f"every {minutes:g} minutes"
 
 
 def _rounding(run: ResolvedRun) -> Iterator[Entry]:

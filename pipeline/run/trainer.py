@@ -178,7 +178,7 @@ class Trainer:
 
     def _checkpoint_due(self, step: int) -> bool:
         every = self.run.config.run.checkpoint_every
-        return bool(every and step % every == 0)
+        return every != "auto" and bool(every and step % every == 0)
 
     def evaluate(self, step: int) -> Stop:
         """Held-out loss, perplexity and bits per byte over all sources, each token counting once.
@@ -374,6 +374,10 @@ class Trainer:
             self.manifest.write_if_possible(saved.step, self.display.say)
             self.sinks.event(saved.step, event="checkpoint", path=str(saved.checkpoint.path), **times)
             self._report_not_copied(saved)
+            decision = self.timer.saved(waited_s=saved.waited_s, seconds=saved.seconds)
+            if decision is not None:
+                self.sinks.event(saved.step, event="checkpoint_interval", **decision.row())
+                self.display.say(f"step {saved.step}: {decision}")
             self.sinks.flush()
             return
         self.sinks.event(saved.step, event="checkpoint_failed", why=saved.failure, **times)

@@ -17,7 +17,6 @@ from pipeline.checkpoint.naming import finished_checkpoints
 from pipeline.faults.report import read_faults
 from pipeline.metrics.journal import NAME as JOURNAL
 from pipeline.run.attempts import NAME as ATTEMPTS
-from pipeline.run.attempts import read_events
 from pipeline.run.lock import is_training
 from pipeline.status.agents import FOLDER as AGENTS
 from pipeline.status.agents import Agents, read_agents

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.run.attempts import append_event
 from tests.cluster.cluster import VirtualCluster, missing_requirements
 from tests.cluster.slurm_run import JOB_ENV
 from tests.conftest import ROOT, write_config

@@ -39,12 +39,13 @@ from pipeline.parallel.decoder import Decoder
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.stages import StageLayers
 
-_SCHEDULES: dict[str, Any] = {
+SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
     "interleaved_1f1b": ScheduleInterleaved1F1B,
     "zero_bubble": ScheduleInterleavedZeroBubble,
 }
+"""parallel.schedule -> the class that runs it."""
 
 
 class StageModule(nn.Module):
@@ -106,7 +107,7 @@ class PipelineSchedule:
             run.batch.micro, run.batch.sequence_length // run.topology.cp, dtype=torch.int64, device="meta"
         )
         stages = [self._pipeline_stage(module, ids) for module in stage_modules]
-        kind = _SCHEDULES[run.config.parallel.schedule]
+        kind = SCHEDULES[run.config.parallel.schedule]
         assert kind is not ScheduleInterleavedZeroBubble or run.config.zero_optimization.stage < 3, "see above"
         single = issubclass(kind, PipelineScheduleSingle)
         # the loss is a sum over targets: gradients of micro-batches add up without division

@@ -12,17 +12,17 @@ import heapq
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import mean, stdev
 
-from pipeline.planner.failures import DAY, FailureModel
+from pipeline.failures.model import DAY, FailureModel
 
 _Z = 1.96
 """Of a two-sided 95 % interval of a mean of many runs."""
 
 
 @dataclass
-class Outcome:
+class TimeSpent:
     """Where the time of one simulated run went, in seconds with all nodes in use.
 
     Attributes:
@@ -31,7 +31,6 @@ class Outcome:
         saving: in which training waited for checkpoints.
         restarting: from failures, and for nodes that came back, to the next step.
         missing: of nodes that were not there.
-        failures: how many.
     """
 
     useful: float = 0.0
@@ -39,30 +38,49 @@ class Outcome:
     saving: float = 0.0
     restarting: float = 0.0
     missing: float = 0.0
-    failures: int = 0
 
-    @property
-    def goodput(self) -> float:
-        """Share of the time that was useful."""
-        return self.useful / (self.useful + self.repeated + self.saving + self.restarting + self.missing)
+    def shares(self) -> dict[str, float]:
+        """Each part as a share of their sum."""
+        parts = asdict(self)
+        total = sum(parts.values())
+        return {name: seconds / total for name, seconds in parts.items()}
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """The goodput over many seeds.
+    """Runs of the same model under other failures.
 
     Attributes:
-        mean: of the runs.
-        half_width: of the 95 % confidence interval of that mean.
-        low, high: 5th and 95th percentile of a run.
-        outcomes: of the runs.
+        times: where the time of each run went.
+        failures: how many each had.
     """
 
-    mean: float
-    half_width: float
-    low: float
-    high: float
-    outcomes: tuple[Outcome, ...]
+    times: tuple[TimeSpent, ...]
+    failures: tuple[int, ...]
+
+    @property
+    def goodputs(self) -> list[float]:
+        """Useful share of each run's time, sorted."""
+        return sorted(time.shares()["useful"] for time in self.times)
+
+    @property
+    def mean(self) -> float:
+        """Mean goodput."""
+        return mean(self.goodputs)
+
+    @property
+    def half_width(self) -> float:
+        """Of the 95 % confidence interval of the mean."""
+        return _Z * stdev(self.goodputs) / math.sqrt(len(self.times))
+
+    def percentile(self, share: float) -> float:
+        """The goodput that a share of the runs stays below."""
+        return self.goodputs[min(len(self.times) - 1, int(share * len(self.times)))]
+
+    def time_shares(self) -> dict[str, float]:
+        """Where the time of all runs together went."""
+        rows = [asdict(time) for time in self.times]
+        return TimeSpent(**{name: sum(row[name] for row in rows) for name in rows[0]}).shares()
 
 
 def simulate(model: FailureModel, *, seeds: Sequence[int]) -> Simulated:
@@ -72,11 +90,8 @@ def simulate(model: FailureModel, *, seeds: Sequence[int]) -> Simulated:
         model: the inputs.
         seeds: two or more.
     """
-    outcomes = tuple(_Run(model, random.Random(seed)).run() for seed in seeds)
-    found = sorted(outcome.goodput for outcome in outcomes)
-    half = _Z * stdev(found) / math.sqrt(len(found))
-    at = [found[min(len(found) - 1, int(share * len(found)))] for share in (0.05, 0.95)]
-    return Simulated(mean(found), half, at[0], at[1], outcomes)
+    runs = [_Run(model, random.Random(seed)) for seed in seeds]
+    return Simulated(tuple(run.run() for run in runs), tuple(run.failures for run in runs))
 
 
 @dataclass
@@ -89,12 +104,13 @@ class _Run:
     nodes: int = field(init=False)
     spares: int = field(init=False)
     repairs: list[float] = field(default_factory=list)
-    outcome: Outcome = field(default_factory=Outcome)
+    spent: TimeSpent = field(default_factory=TimeSpent)
+    failures: int = 0
 
     def __post_init__(self) -> None:
         self.nodes, self.spares = self.model.nodes, self.model.spares
 
-    def run(self) -> Outcome:
+    def run(self) -> TimeSpent:
         """Trains, fails and restarts until the days are over."""
         horizon = self.model.days * DAY
         while self.now < horizon:
@@ -102,7 +118,7 @@ class _Run:
                 self._restart(horizon, self.model.restart_s)
             elif self.now < horizon:  # nodes are back
                 self._restart(horizon, self.model.restart_s - self.model.detect_s)
-        return self.outcome
+        return self.spent
 
     def _train(self, horizon: float) -> bool:
         """Trains until a failure (True), until nodes have come back and a checkpoint is written, or to the end."""
@@ -118,9 +134,9 @@ class _Run:
         kept = trained
         if failed:  # what the newest checkpoint has that counts
             kept = max(0.0, math.floor((span - model.save_s) / cycle)) * model.interval_s
-        self.outcome.useful += kept * speed
-        self.outcome.repeated += (trained - kept) * speed
-        self.outcome.saving += (span - trained) * speed
+        self.spent.useful += kept * speed
+        self.spent.repeated += (trained - kept) * speed
+        self.spent.saving += (span - trained) * speed
         self._pass(span, missing=1 - speed)
         if failed:
             self._fail()
@@ -132,7 +148,7 @@ class _Run:
             self._return_nodes()
             failure = self._until_failure()
             span = min(seconds, failure, horizon - self.now)
-            self.outcome.restarting += span * self.nodes / self.model.nodes
+            self.spent.restarting += span * self.nodes / self.model.nodes
             self._pass(span, missing=1 - self.nodes / self.model.nodes)
             if failure >= seconds:
                 return
@@ -147,7 +163,7 @@ class _Run:
 
     def _fail(self) -> None:
         """A node fails: it is out and replaced by a spare, or the run goes on without it; or it is only restarted."""
-        self.outcome.failures += 1
+        self.failures += 1
         if self.random.random() >= self.model.node_loss_share:
             return
         heapq.heappush(self.repairs, self.now + self.model.repair_s)
@@ -168,4 +184,4 @@ class _Run:
 
     def _pass(self, seconds: float, *, missing: float) -> None:
         self.now += seconds
-        self.outcome.missing += seconds * missing
+        self.spent.missing += seconds * missing

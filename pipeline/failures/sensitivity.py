@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from pipeline.planner.failures import FailureModel, expected_goodput
-from pipeline.planner.simulation import simulate
+from pipeline.failures.model import FailureModel, expected_goodput
+from pipeline.failures.simulation import simulate
 
 _TIMES = ("detect_s", "requeue_s", "start_s", "load_s", "first_step_s", "save_blocking_s", "save_s")
 

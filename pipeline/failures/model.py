@@ -6,7 +6,8 @@ Failures are a Poisson process: each node in use fails with rate 1 / `node_mtbf_
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from headrace.base.errors import ConfigError
 
@@ -18,52 +19,45 @@ LLAMA_HARDWARE_SHARE = 0.78
 """Of these, hardware that failed or was suspected (same section)."""
 
 
+def _input(default: float, meaning: str, *, positive: bool = False) -> Any:
+    """A field of the model: its default and meaning, and whether 0 has none."""
+    return field(default=default, metadata={"meaning": meaning, "positive": positive})
+
+
 @dataclass(frozen=True)
 class FailureModel:
-    """A run under failures.
+    """A run under failures; the meaning of a field is in its metadata, from which the command's options are made.
 
-    Attributes:
-        nodes: that train.
-        gpus_per_node: for the totals only.
-        node_mtbf_s: mean time between failures of one node.
-        detect_s: from a failure until the others know.
-        requeue_s: until nodes are there.
-        start_s: until the ranks are connected: launch, check, imports, rendezvous.
-        load_s: of the newest checkpoint.
-        first_step_s: what the first step takes longer: compilation, allocation.
-        save_blocking_s: that training waits for a checkpoint.
-        save_s: from then until the checkpoint counts, in the background.
-        interval_s: of training between two checkpoints.
-        spares: nodes that take the place of lost ones.
-        node_loss_share: of the failures, those that take a node out until it is repaired.
-        repair_s: until such a node is back.
-        days: of the run.
+    Raises:
+        ConfigError: a field out of its range, or a save that takes longer than the interval.
     """
 
-    nodes: int = 1250
-    gpus_per_node: int = 8
-    node_mtbf_s: float = LLAMA_NODE_MTBF_S
-    detect_s: float = 20.0
-    requeue_s: float = 0.0
-    start_s: float = 34.0
-    load_s: float = 30.0
-    first_step_s: float = 30.0
-    save_blocking_s: float = 1.0
-    save_s: float = 60.0
-    interval_s: float = 600.0
-    spares: int = 25
-    node_loss_share: float = LLAMA_HARDWARE_SHARE
-    repair_s: float = DAY
-    days: float = 30.0
+    nodes: int = _input(1250, "nodes that train", positive=True)
+    gpus_per_node: int = _input(8, "for the totals", positive=True)
+    node_mtbf_s: float = _input(
+        LLAMA_NODE_MTBF_S, "mean time between failures of a node (default: Llama 3's, 264 days)", positive=True
+    )
+    detect_s: float = _input(20.0, "from a failure until the others know")
+    requeue_s: float = _input(0.0, "until nodes are there")
+    start_s: float = _input(34.0, "until the ranks are connected: launch, check, imports, rendezvous")
+    load_s: float = _input(30.0, "of the newest checkpoint")
+    first_step_s: float = _input(30.0, "what the first step takes longer: compilation, allocation")
+    save_blocking_s: float = _input(1.0, "that training waits for a checkpoint")
+    save_s: float = _input(60.0, "from then until the checkpoint counts, in the background")
+    interval_s: float = _input(
+        600.0, "of training between two checkpoints (default: the best by Daly, at least --save-s)", positive=True
+    )
+    spares: int = _input(25, "nodes in reserve, which take the place of lost ones")
+    node_loss_share: float = _input(
+        LLAMA_HARDWARE_SHARE,
+        "of the failures, those that take a node out until it is repaired (default: Llama 3's hardware, 0.78)",
+    )
+    repair_s: float = _input(DAY, "until such a node is back")
+    days: float = _input(30.0, "of the run", positive=True)
 
     def __post_init__(self) -> None:
-        """Refuses what has no meaning.
-
-        Raises:
-            ConfigError: a field out of its range, or a save that takes longer than the interval.
-        """
-        for field in fields(self):
-            _check(field.name, getattr(self, field.name))
+        for each in fields(self):
+            _check(each.name, getattr(self, each.name), positive=each.metadata["positive"])
         if self.save_s > self.interval_s:
             why = f"a checkpoint takes {self.save_s:g} s in the background, and the next one waits for it"
             raise ConfigError("interval_s", self.interval_s, why=why, remedy=f"use {self.save_s:g} or more")
@@ -79,13 +73,10 @@ class FailureModel:
         return self.detect_s + self.requeue_s + self.start_s + self.load_s + self.first_step_s
 
 
-_POSITIVE = frozenset({"nodes", "gpus_per_node", "node_mtbf_s", "interval_s", "days"})
-
-
-def _check(name: str, value: float) -> None:
-    if math.isnan(value) or value < 0 or (name in _POSITIVE and value == 0):
-        least = "above 0" if name in _POSITIVE else "0 or more"
-        raise ConfigError(name, value, why=f"it has to be {least}", remedy="see python -m pipeline.planner goodput -h")
+def _check(name: str, value: float, *, positive: bool) -> None:
+    if math.isnan(value) or value < 0 or (positive and value == 0):
+        least = "above 0" if positive else "0 or more"
+        raise ConfigError(name, value, why=f"it has to be {least}", remedy="see headrace goodput --help")
     if name == "node_loss_share" and value > 1:
         raise ConfigError(name, value, why="it is a share of the failures", remedy="use 0 to 1")
 
@@ -121,9 +112,14 @@ def daly_interval_s(*, mtbf_s: float, blocking_s: float) -> float:
     return math.sqrt(2 * blocking_s * mtbf_s) * (1 + math.sqrt(x) / 3 + x / 9) - blocking_s
 
 
+def best_interval_s(*, mtbf_s: float, blocking_s: float, save_s: float) -> float:
+    """Daly's interval, or the time of a save where that is longer: saves do not overtake each other. At least 1 s."""
+    return max(daly_interval_s(mtbf_s=mtbf_s, blocking_s=blocking_s), save_s, 1.0)
+
+
 def with_best_interval(model: FailureModel) -> FailureModel:
-    """The model with Daly's interval, or the time of a save where that is longer: saves do not overtake each other."""
+    """The model with the best interval; as it is where nothing ever fails."""
     if math.isinf(model.node_mtbf_s):
         return model
-    best = daly_interval_s(mtbf_s=model.mtbf_s, blocking_s=model.save_blocking_s)
-    return replace(model, interval_s=max(best, model.save_s, 1.0))
+    best = best_interval_s(mtbf_s=model.mtbf_s, blocking_s=model.save_blocking_s, save_s=model.save_s)
+    return replace(model, interval_s=best)

@@ -7,14 +7,14 @@ import math
 import random
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from headrace.base.errors import ConfigError
-from pipeline.planner.failures import DAY, HOUR, FailureModel, daly_interval_s, expected_goodput, with_best_interval
-from pipeline.planner.sensitivity import sensitivity
-from pipeline.planner.simulation import _Run, simulate
+from pipeline.failures.model import DAY, HOUR, FailureModel, daly_interval_s, expected_goodput, with_best_interval
+from pipeline.failures.sensitivity import sensitivity
+from pipeline.failures.simulation import _Run, simulate
 
 NO_NODE_LOST = FailureModel(node_loss_share=0.0)
 SEEDS = range(200)
@@ -25,7 +25,7 @@ def test_without_failures_only_the_saves_cost_anything() -> None:
     assert expected_goodput(model) == pytest.approx(0.99)
     found = simulate(model, seeds=(1, 2))
     assert found.mean == pytest.approx(0.99, abs=1e-5)  # of the last cycle a part
-    assert found.outcomes[0].failures == 0
+    assert found.failures[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_the_simulation_agrees_with_the_closed_formula(changes: dict[str, float]
 
 def test_failures_come_as_often_as_in_llama_3s_54_days() -> None:
     model = FailureModel(nodes=2048, days=54.0, spares=1000)
-    counts = [outcome.failures for outcome in simulate(model, seeds=range(100)).outcomes]
+    counts = simulate(model, seeds=range(100)).failures
     assert sum(counts) / 100 == pytest.approx(419, abs=3 * math.sqrt(419 / 100))
 
 
@@ -66,14 +66,14 @@ def test_what_a_failure_leaves_is_that_of_a_second_by_second_count() -> None:
         run = _Run(model, random.Random(0))
         run._until_failure = lambda until=seconds: float(until)  # type: ignore[method-assign,misc]
         assert run._train(10 * DAY)
-        assert (run.outcome.useful, run.outcome.useful + run.outcome.repeated) == (kept, trained)
-        assert run.outcome.saving == seconds - trained
+        assert (run.spent.useful, run.spent.useful + run.spent.repeated) == (kept, trained)
+        assert run.spent.saving == seconds - trained
 
 
 def test_all_time_is_accounted_for() -> None:
     for model in (FailureModel(), FailureModel(spares=0, repair_s=10 * DAY), FailureModel(node_mtbf_s=DAY)):
-        for outcome in simulate(model, seeds=(1, 2)).outcomes:
-            parts = (outcome.useful, outcome.repeated, outcome.saving, outcome.restarting, outcome.missing)
+        for spent in simulate(model, seeds=(1, 2)).times:
+            parts = tuple(asdict(spent).values())
             assert sum(parts) == pytest.approx(30 * DAY)
             assert min(parts) >= 0
 
@@ -113,12 +113,12 @@ def test_without_spares_lost_nodes_are_missed_until_they_are_repaired() -> None:
     few, many = FailureModel(spares=0), FailureModel(spares=100)
     missed = [simulate(model, seeds=SEEDS) for model in (few, many)]
     assert missed[0].mean < missed[1].mean
-    share = sum(outcome.missing for outcome in missed[0].outcomes) / (len(SEEDS) * 30 * DAY)
+    share = sum(spent.missing for spent in missed[0].times) / (len(SEEDS) * 30 * DAY)
     # Little's law: failures per second x share that takes a node x seconds of repair, of all nodes; a node waits a
     # little longer, for the checkpoint after its repair
     expected = few.node_loss_share * few.repair_s / few.node_mtbf_s
     assert expected * 0.9 < share < expected * 1.1
-    assert all(outcome.missing == 0 for outcome in missed[1].outcomes)
+    assert all(spent.missing == 0 for spent in missed[1].times)
 
 
 def test_the_sensitivity_is_sorted_and_names_the_interval_when_it_is_much_too_long() -> None:
@@ -144,7 +144,7 @@ def test_inputs_without_a_meaning_are_refused(fields: dict[str, float], words: s
 
 def test_the_command_prints_the_goodput_with_its_interval_and_needs_no_torch() -> None:
     def run(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "pipeline.planner", "goodput", *words]
+        command = [sys.executable, "-m", "pipeline", "goodput", *words]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
     found = json.loads(run("--seeds", "20", "--json").stdout)
@@ -156,6 +156,6 @@ def test_the_command_prints_the_goodput_with_its_interval_and_needs_no_torch() -
     assert "what matters" in shown
     refused = run("--seeds", "1")
     assert (refused.returncode, "--seeds = 1" in refused.stderr) == (2, True)
-    code = "import sys, pipeline.planner.command_goodput; print({'torch', 'numpy'} & set(sys.modules))"
+    code = "import sys, pipeline.failures.command; print({'torch', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

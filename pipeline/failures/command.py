@@ -1,4 +1,4 @@
-"""`python -m pipeline.planner goodput`: expected goodput of a run under failures, and the best checkpoint interval."""
+"""`headrace goodput`: expected goodput of a run under failures, and the best checkpoint interval."""
 
 from __future__ import annotations
 
@@ -9,28 +9,9 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from headrace.base.errors import ConfigError
-from pipeline.planner.failures import DAY, HOUR, FailureModel, daly_interval_s, expected_goodput, with_best_interval
-from pipeline.planner.sensitivity import Gain, sensitivity
-from pipeline.planner.simulation import Outcome, Simulated, simulate
-
-_HELP = {
-    "nodes": "nodes that train",
-    "gpus_per_node": "for the totals",
-    "node_mtbf_s": "mean time between failures of a node (default: Llama 3's, 264 days)",
-    "detect_s": "from a failure until the others know",
-    "requeue_s": "until nodes are there",
-    "start_s": "launch, check, imports, rendezvous",
-    "load_s": "of the newest checkpoint",
-    "first_step_s": "what the first step takes longer",
-    "save_blocking_s": "that training waits for a checkpoint",
-    "save_s": "of a checkpoint in the background",
-    "interval_s": "of training between two checkpoints (default: the best by Daly, at least --save-s)",
-    "spares": "nodes in reserve",
-    "node_loss_share": "of the failures, those that take a node out (default: Llama 3's hardware, 0.78)",
-    "repair_s": "until such a node is back",
-    "days": "of the run",
-}
-_PARTS = ("useful", "repeated", "saving", "restarting", "missing")
+from pipeline.failures.model import DAY, HOUR, FailureModel, daly_interval_s, expected_goodput, with_best_interval
+from pipeline.failures.sensitivity import Gain, sensitivity
+from pipeline.failures.simulation import Simulated, simulate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         kind = int if isinstance(field.default, int) else float
         option = f"--{field.name.replace('_', '-')}"
         default = None if field.name == "interval_s" else field.default
-        parser.add_argument(option, type=kind, default=default, metavar="N", help=_HELP[field.name])
+        parser.add_argument(option, type=kind, default=default, metavar="N", help=field.metadata["meaning"])
     parser.add_argument("--seeds", type=int, default=200, metavar="N", help="simulated runs (default: 200)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -68,7 +49,7 @@ def _lines(model: FailureModel, found: Simulated, gains: Sequence[Gain], *, auto
     best = daly_interval_s(mtbf_s=model.mtbf_s, blocking_s=model.save_blocking_s)
     which = "chosen" if auto else "given"
     yield _line("cluster", f"{model.nodes:,} nodes, {model.nodes * model.gpus_per_node:,} GPUs, {model.spares} spares")
-    failures = sum(outcome.failures for outcome in found.outcomes) / len(found.outcomes)
+    failures = sum(found.failures) / len(found.failures)
     often = f"one in {model.mtbf_s / HOUR:.2f} h ({model.node_mtbf_s / DAY:.0f} days per node)"
     yield _line("failures", f"{often}; {failures:.0f} in {model.days:g} days")
     yield _line("restart", f"{model.restart_s:g} s from a failure to the next step")
@@ -77,29 +58,30 @@ def _lines(model: FailureModel, found: Simulated, gains: Sequence[Gain], *, auto
         f"{model.interval_s:.0f} s ({which}); the best by Daly is {best:.0f} s, a save takes {model.save_s:g} s",
     )
     runs = (
-        f"95 % interval of the mean, {len(found.outcomes)} runs; 90 % of the runs {found.low:.2%} to {found.high:.2%}"
+        f"95 % interval of the mean, {len(found.times)} runs;"
+        f" 90 % of the runs {found.percentile(0.05):.2%} to {found.percentile(0.95):.2%}"
     )
     yield _line("goodput", f"{found.mean:.2%} +- {found.half_width:.2%} ({runs})")
     yield _line("formula", f"{expected_goodput(model):.2%} with all nodes at all times (Daly 2006)")
-    shares = _shares(found.outcomes)
+    shares = found.time_shares()
     yield _line("time", ", ".join(f"{name} {share:.2%}" for name, share in shares.items()))
     yield _line("what matters", "points of goodput, simulated (formula)")
     for gain in gains:
         yield f"{gain.change:>24} {gain.value:>12,.0f}   {100 * gain.simulated:+.3f} ({100 * gain.formula:+.3f})"
 
 
-def _shares(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    sums = {name: sum(getattr(outcome, name) for outcome in outcomes) for name in _PARTS}
-    return {name: value / sum(sums.values()) for name, value in sums.items()}
-
-
 def _plain(model: FailureModel, found: Simulated, gains: Sequence[Gain]) -> dict[str, Any]:
     return {
         "inputs": asdict(model),
-        "goodput": {"mean": found.mean, "half_width": found.half_width, "low": found.low, "high": found.high},
+        "goodput": {
+            "mean": found.mean,
+            "half_width": found.half_width,
+            "low": found.percentile(0.05),
+            "high": found.percentile(0.95),
+        },
         "formula": expected_goodput(model),
         "daly_interval_s": daly_interval_s(mtbf_s=model.mtbf_s, blocking_s=model.save_blocking_s),
-        "time": _shares(found.outcomes),
+        "time": found.time_shares(),
         "sensitivity": [asdict(gain) for gain in gains],
     }
 

@@ -1,0 +1,64 @@
+"""What each rank of a pipeline does in a step, in order: passes over micro-batches, and messages between stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """Kinds of instructions; the letters of passes are those of the zero-bubble paper (arXiv:2401.10241)."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUT_BACKWARD = "I"
+    WEIGHT_BACKWARD = "W"
+    SEND_FORWARD = "send F"
+    RECEIVE_FORWARD = "receive F"
+    SEND_BACKWARD = "send B"
+    RECEIVE_BACKWARD = "receive B"
+
+
+SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
+RECEIVES = frozenset({Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD})
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One instruction of a rank.
+
+    Attributes:
+        kind: what is done.
+        stage: virtual stage, from 0, that computes, sends or receives.
+        micro_batch: from 0.
+    """
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.micro_batch} of stage {self.stage}"
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The instructions of all ranks of a pipeline in a step. Virtual stage i is on rank i % ranks.
+
+    Attributes:
+        ranks: instructions of every rank, in order.
+        stages: number of virtual stages.
+        waits_for_sends: a rank begins its next pass when what it has sent has been received; else it computes on.
+    """
+
+    ranks: tuple[tuple[Instruction, ...], ...]
+    stages: int
+    waits_for_sends: bool
+
+    def passes(self, rank: int) -> list[Instruction]:
+        """A rank's passes in order, without messages."""
+        return [each for each in self.ranks[rank] if each.kind not in SENDS | RECEIVES]
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that has a virtual stage."""
+        return stage % len(self.ranks)

@@ -1,0 +1,105 @@
+"""`run.checkpoint_every` "auto": the checkpoint interval that wastes the least time, from what saves have cost so far.
+
+Daly's interval (`pipeline.failures.model`) for the mean time between failures of all nodes, at least the time of a save
+in the background. Until a save has been measured, the first is due after a minute: it costs little and measures.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+from pipeline.config.schema import RunSection
+from pipeline.failures.model import HOUR, LLAMA_NODE_MTBF_S, best_interval_s
+from pipeline.metrics.journal import read_rows
+
+FIRST_S = 60.0
+"""Seconds of training before the first save, which is the first measurement."""
+_SAVES = 5
+"""The median of so many newest saves counts: the first one allocates its buffers and takes longer."""
+_CHANGE = 0.1
+"""By this fraction the interval has to change to be decided anew: so that a row of the journal means something."""
+
+
+@dataclass(frozen=True)
+class IntervalDecision:
+    """A decision and what it was made from; all in seconds but the nodes.
+
+    Attributes:
+        seconds: of training between two checkpoints.
+        blocking_seconds: that training waits for a save, on the slowest rank; median of the newest saves.
+        save_seconds: of a save in the background; median of the newest saves.
+        mtbf_seconds: mean time between failures of all nodes.
+        nodes: of the run.
+    """
+
+    seconds: float
+    blocking_seconds: float
+    save_seconds: float
+    mtbf_seconds: float
+    nodes: int
+
+    def row(self) -> dict[str, float]:
+        """For the journal."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return (
+            f"a checkpoint every {self.seconds:.0f} s: training waits {self.blocking_seconds:.3g} s for one, which"
+            f" takes {self.save_seconds:.3g} s more; a failure is expected in {self.mtbf_seconds / HOUR:,.1f} h"
+            f" on {self.nodes} node{'' if self.nodes == 1 else 's'}"
+        )
+
+
+class AutoInterval:
+    """Decides the interval, and decides anew as saves are measured.
+
+    Args:
+        node_mtbf_s: mean time between failures of one node.
+        nodes: of the run.
+    """
+
+    def __init__(self, *, node_mtbf_s: float, nodes: int) -> None:
+        self._mtbf_s, self._nodes = node_mtbf_s / nodes, nodes
+        self._saves: deque[tuple[float, float]] = deque(maxlen=_SAVES)
+        self.decision: IntervalDecision | None = None
+
+    @property
+    def period_s(self) -> float:
+        """Seconds from the beginning of a checkpoint to that of the next: the interval, and the wait for the save."""
+        if self.decision is None:
+            return FIRST_S
+        return self.decision.seconds + self.decision.blocking_seconds
+
+    def measured(self, *, blocking_s: float, save_s: float) -> IntervalDecision | None:
+        """Takes the times of a save; returns a decision where it differs by a tenth from the one before."""
+        self._saves.append((blocking_s, save_s))
+        blocking, save = (median(times) for times in zip(*self._saves, strict=True))
+        best = best_interval_s(mtbf_s=self._mtbf_s, blocking_s=blocking, save_s=save)
+        if self.decision is not None and abs(best - self.decision.seconds) <= _CHANGE * self.decision.seconds:
+            return None
+        self.decision = IntervalDecision(best, blocking, save, self._mtbf_s, self._nodes)
+        return self.decision
+
+
+def make_interval(section: RunSection, *, nodes: int) -> AutoInterval | None:
+    """The interval of a run with checkpoints by "auto"; None for others.
+
+    Args:
+        section: the config's `run`.
+        nodes: of the run.
+    """
+    if section.checkpoint_every != "auto":
+        return None
+    hours = section.node_mtbf_hours
+    return AutoInterval(node_mtbf_s=LLAMA_NODE_MTBF_S if hours is None else hours * HOUR, nodes=nodes)
+
+
+def saves_before(run_dir: Path) -> Iterable[tuple[float, float]]:
+    """What saves have cost in the run's attempts before: (seconds waited, seconds in the background), oldest first."""
+    for row in read_rows(run_dir, kind="event"):
+        if row["event"] == "checkpoint":
+            yield row["waited_seconds"], row["seconds"] - row["waited_seconds"]
