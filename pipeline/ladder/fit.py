@@ -175,4 +175,5 @@ def _minimize(values: Array, weights: Array, data: tuple[Array, Array, Array], *
 
 def _huber(residuals: Array) -> Array:
     size = np.abs(residuals)
-    return np.where(size <= DELTA, 0.5 * size**2, DELTA * (size - 0.5 * DELTA))
+    found: Array = np.where(size <= DELTA, 0.5 * size**2, DELTA * (size - 0.5 * DELTA))
+    return found
