@@ -25,7 +25,8 @@ DELTA = 1e-3
 FIXED = (0.3478, 0.3658)
 """alpha and beta by Besiroglu et al. 2024, table 1."""
 _UNKNOWNS: dict[Form, int] = {"free exponents": 5, "fixed exponents": 3}
-_ITERATIONS = 200
+_ITERATIONS, _CONVERGED, _RESTS = 200, 1e-6, 8
+"""Steps at most; and after how many that lower no objective by such a share the search ends."""
 _LOWEST = np.array([-8.0, -8.0, -8.0, 0.02, 0.02])
 _HIGHEST = np.array([4.0, 4.0, 4.0, 2.5, 2.5])
 """Limits of log E, of the logs of both terms at the runs' mean N and D (nats per token), and of both exponents."""
@@ -146,6 +147,7 @@ def _minimize(values: Array, weights: Array, data: tuple[Array, Array, Array], *
     damping = np.full(len(values), 1e-2)
     at = residuals(values)
     costs = (weights * _huber(at)).sum(axis=1)
+    rest = 0
     for _ in range(_ITERATIONS):
         terms = _terms(values, n, d)
         shares = terms / terms.sum(axis=0)
@@ -162,11 +164,16 @@ def _minimize(values: Array, weights: Array, data: tuple[Array, Array, Array], *
         new = residuals(moved)
         new_costs = (weights * _huber(new)).sum(axis=1)
         better = new_costs < costs
+        gained = float(np.max((costs - new_costs) / np.maximum(costs, 1e-300)))
         values[better], at[better], costs[better] = moved[better], new[better], new_costs[better]
         damping = np.clip(np.where(better, damping / 3, damping * 4), 1e-9, 1e9)
+        rest = rest + 1 if gained < _CONVERGED else 0
+        if rest == _RESTS:
+            break
     return values, costs
 
 
 def _huber(residuals: Array) -> Array:
     size = np.abs(residuals)
-    return np.where(size <= DELTA, 0.5 * size**2, DELTA * (size - 0.5 * DELTA))
+    found: Array = np.where(size <= DELTA, 0.5 * size**2, DELTA * (size - 0.5 * DELTA))
+    return found

@@ -25,6 +25,8 @@ from pipeline.models.scale import scale, section_of
 from pipeline.planner.laws import step_law_batch, step_law_learning_rate
 
 _FEWEST_RUNGS = 3
+_ABOVE_LARGEST = 1.25
+"""The largest rung may have so many times the parameters that were asked for, where no size is nearer."""
 _TRIALS = 40
 _FEWEST_STEPS = 20
 _CHECKPOINTS = 4
@@ -225,13 +227,13 @@ def plan_ladder(large: LargeRun, options: Options, output: Path) -> Ladder:
         for i in range(options.rungs)
     ]
     sizes = list(_sizes(large))
-    rungs = {rung.name: rung for share in spread for rung in [_nearest(sizes, share * large.counts.multiplied)]}
+    rungs = _chosen(sizes, [share * large.counts.multiplied for share in spread])
     if len(rungs) < options.rungs:
         found = ", ".join(f"{rung.name} ({rung.counts.multiplied / large.counts.multiplied:.1%})" for rung in sizes)
-        why = f"only {len(rungs)} sizes of this architecture are between them; there are {found}"
+        why = f"only {len(rungs)} sizes of this architecture are near them; there are {found}"
         remedy = "other shares, fewer --rungs, or a large model with more key/value heads"
         raise ConfigError("--smallest / --largest", (options.smallest, options.largest), why=why, remedy=remedy)
-    ladder = Ladder(large, options, tuple(rungs.values()), output)
+    ladder = Ladder(large, options, tuple(rungs), output)
     ladder.runs()  # each has steps enough
     return ladder
 
@@ -247,8 +249,16 @@ def _sizes(large: LargeRun) -> Iterator[Rung]:
     yield from sorted(found.values(), key=lambda rung: rung.counts.multiplied)
 
 
-def _nearest(sizes: list[Rung], parameters: float) -> Rung:
-    return min(sizes, key=lambda rung: abs(math.log(rung.counts.multiplied / parameters)))
+def _chosen(sizes: list[Rung], wanted: list[float]) -> list[Rung]:
+    """For each wanted number of parameters the nearest size above the one before; fewer where there are no more."""
+    found: list[Rung] = []
+    for parameters in wanted:
+        last, most = found[-1].counts.multiplied if found else 0, _ABOVE_LARGEST * wanted[-1]
+        left = [rung for rung in sizes if last < rung.counts.multiplied <= most]
+        if not left:
+            break
+        found.append(min(left, key=lambda rung: abs(math.log(rung.counts.multiplied / parameters))))
+    return found
 
 
 def _kept(section: Mapping[str, Any]) -> dict[str, Any]:

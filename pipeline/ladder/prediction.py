@@ -19,7 +19,7 @@ from pipeline.ladder.fit import Array, Form, Laws, Points, can_fit, fit
 FORMS: tuple[Form, ...] = ("free exponents", "fixed exponents")
 LEVEL = 0.9
 """Of the interval."""
-SAMPLES = 400
+SAMPLES = 300
 """Bootstrap samples of each form."""
 _TOO_WIDE = 0.1
 """Half of an interval, as a share of the prediction, above which it decides nothing."""
