@@ -23,8 +23,7 @@ def run_check(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     grid = Grid(tuple(arguments.widths), tuple(arguments.depths))
     lines = coordinate_check(config, grid, steps=arguments.steps, seeds=arguments.seeds, report=_progress)
-    for line in _table(lines):
-        print(line)
+    print("\n".join(_table(lines)))
     _write(arguments.output, {"lines": [{**asdict(line), "slope": line.slope} for line in lines]})
     if arguments.picture:
         save_coordinates(lines, arguments.picture)
