@@ -23,13 +23,15 @@ def run_check(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     grid = Grid(tuple(arguments.widths), tuple(arguments.depths))
     lines = coordinate_check(config, grid, steps=arguments.steps, seeds=arguments.seeds, report=_progress)
-    for line in _table(lines):
-        print(line)
+    print("\n".join(_table(lines)))
     _write(arguments.output, {"lines": [{**asdict(line), "slope": line.slope} for line in lines]})
     if arguments.picture:
         save_coordinates(lines, arguments.picture)
     uneven = [line for line in lines if line.parametrization == "completep" and not line.flat]
-    print(f"CompleteP is {'not ' if uneven else ''}flat: slopes within {FLAT} are")
+    for line in uneven:
+        print(f"not flat: {line.place} over {line.dimension}, slope {line.slope:.2f} (at most {FLAT})")
+    if not uneven:
+        print("CompleteP is flat")
     return 1 if uneven else 0
 
 
@@ -40,7 +42,7 @@ def run_rates(arguments: argparse.Namespace) -> int:
         raise ConfigError("--rates", arguments.rates, why="a rate is not above 0", remedy="use e.g. 1e-3 2e-3 4e-3")
     sweeps = sweep(
         config,
-        widths=arguments.widths,
+        grid=Grid(tuple(arguments.widths), tuple(arguments.depths)),
         rates=arguments.rates,
         steps=arguments.steps,
         seeds=arguments.seeds,
@@ -59,7 +61,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m pipeline.coordinate_check", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     check = commands.add_parser("check", help="how far training moves activations, over width and depth")
-    rates = commands.add_parser("rates", help="the best learning rate of several widths")
+    rates = commands.add_parser("rates", help="the best learning rate of several widths and depths")
     for each in (check, rates):
         add_config_arguments(each)
         each.add_argument("--seeds", type=_count, default=1, metavar="N", help="runs of each size (default: 1)")
@@ -69,6 +71,7 @@ def main() -> int:
     check.add_argument("--depths", type=_count, nargs="+", default=[2, 4, 8], metavar="N")
     check.add_argument("--steps", type=_count, default=10, metavar="N", help="of each run (default: 10)")
     rates.add_argument("--widths", type=_count, nargs="+", default=[64, 256], metavar="N")
+    rates.add_argument("--depths", type=_count, nargs="*", default=[], metavar="N")
     rates.add_argument("--rates", type=float, nargs="+", required=True, metavar="LR", help="peak learning rates")
     rates.add_argument("--steps", type=_count, required=True, metavar="N", help="of each run")
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""A sweep of the learning rate at several widths: does the best one stay where it is?"""
+"""A sweep of the learning rate at several widths and depths: does the best one stay where it is?"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from statistics import mean
 from headrace.base.errors import TrainingError
 from pipeline.config.schema import Config
 from pipeline.coordinate_check.coordinates import begin, losses
-from pipeline.coordinate_check.sizes import Name, Size, check_config, resized
+from pipeline.coordinate_check.sizes import Grid, Name, Size, check_config, resized
 
 LAST = 0.1
 """Share of the steps, at the end, whose mean training loss is compared: every step has samples not seen before."""
@@ -41,26 +41,25 @@ class Sweep:
 def sweep(
     config: Config,
     *,
-    widths: Sequence[int],
+    grid: Grid,
     rates: Sequence[float],
     steps: int,
     seeds: int,
     report: Callable[[str], None] = lambda _: None,
 ) -> list[Sweep]:
-    """Trains every width at every rate, at the base model's depth, with the config's schedule.
+    """Trains every size at every rate, with the config's schedule.
 
-    At the base model's width both parametrizations are the same run, and it is trained once.
+    At the base model's size both parametrizations are the same run, and it is trained once.
 
     Raises:
         ConfigError: see `check_config` and `resized`.
     """
     base = check_config(config)
     rates = tuple(sorted(rates))
-    for width in widths:
-        resized(config, Size(width, base.depth), parametrization="completep", lr=None, seed=0, steps=steps)
+    for size in grid.sizes(base):
+        resized(config, size, parametrization="completep", lr=None, seed=0, steps=steps)
     found: list[Sweep] = []
-    for width in sorted(widths):
-        size = Size(width, base.depth)
+    for size in grid.sizes(base):
         names: tuple[Name, ...] = ("standard", "completep")
         for name in names:
             same = [each for each in found if each.size == size] if size == base else []

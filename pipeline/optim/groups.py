@@ -48,7 +48,7 @@ def parameter_groups(
         params: the config's `optimizer.params`.
 
     Returns:
-        First those with weight decay. The same order on every rank, groups without a parameter of this rank included.
+        First those with weight decay. The same number and order on every rank: one may have no parameter here.
     """
     return [
         {
@@ -57,7 +57,7 @@ def parameter_groups(
             **({LR_SCALE: scale.lr} if scale.lr != 1.0 else {}),
             **({"eps": params.eps * scale.eps} if scale.eps != 1.0 and params.eps is not None else {}),
         }
-        for scale in sorted({DECAYED, NOT_DECAYED, *scales.values()}, key=_order)
+        for scale in sorted(set(scales.values()), key=_order)
     ]
 
 

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from pipeline.config.deepspeed_schema import OptimizerSection
 from pipeline.config.layout_rules import check_heads
 from pipeline.config.rules import ResolvedRun
-from pipeline.config.schema import CompileSection
+from pipeline.config.schema import CompileSection, ModelSection
 from pipeline.models.hf_config import known_keys, optional_keys, resolve_hf_config
 from pipeline.models.shrink import shrink
 from pipeline.proof.case import Case
@@ -155,7 +156,11 @@ def shrink_run(run: ResolvedRun, *, steps: int, work: Path) -> ShrunkRun:
         notes.append("small moments are no layout, and round: proven with fp32 moments")
     shrunk = {
         "engine": config.engine,
-        "model": {"config": {**fields, "model_type": model.model_type}, "attn_implementation": attention},
+        "model": {
+            "config": {**fields, "model_type": model.model_type},
+            "attn_implementation": attention,
+            **_shrink_parametrization(config.model, model),
+        },
         "data": {"sequence_length": SEQUENCE, "mask_documents": config.data.mask_documents},
         "loss": _shrink_loss(run, topology),
         "memory": {**raw["memory"], "every_n_layers": min(config.memory.every_n_layers, 2)},
@@ -180,6 +185,17 @@ def shrink_run(run: ResolvedRun, *, steps: int, work: Path) -> ShrunkRun:
         precision = "fp32"
         notes.append("DeepSpeed does not support fp16 on this CPU: proven in fp32 only")
     return ShrunkRun(topology, tuple(notes), shrunk, precision)
+
+
+def _shrink_parametrization(section: ModelSection, model: PretrainedConfig) -> dict[str, Any]:
+    """CompleteP from a base model of two layers, with half of the heads and of the width where they can be halved."""
+    if section.parametrization == "standard":
+        return {}
+    keys = ("hidden_size", "num_attention_heads", "num_key_value_heads")
+    sizes = {key: getattr(model, key) for key in keys if getattr(model, key, None)}
+    even = all(value % 2 == 0 for value in sizes.values())
+    base = {key: value // 2 for key, value in sizes.items()} if even else {}
+    return {"parametrization": section.parametrization, "base": {**base, "num_hidden_layers": 2}}
 
 
 def _compile_notes(section: CompileSection) -> Iterator[str]:

@@ -146,6 +146,21 @@ def _rounding(run: ResolvedRun) -> Iterator[Entry]:
         yield Entry("quantization-aware", shown, section.model_dump())
 
 
+def _parametrization(prepared: PreparedRun) -> Iterator[Entry]:
+    """The learning rate of every kind of parameter relative to the run's."""
+    from pipeline.parametrization.kinds import Kind  # noqa: PLC0415
+    from pipeline.parametrization.scales import find_parametrization  # noqa: PLC0415  imports torch
+
+    found = find_parametrization(prepared.run.config.model, prepared.model)
+    if found is None:
+        return
+    rates = {f"{kind}": sorted({found.scales[n].lr for n, k in found.kinds.items() if k is kind}) for kind in Kind}
+    shown = ", ".join(f"{kind} x {' and '.join(f'{x:.4g}' for x in each)}" for kind, each in rates.items() if each)
+    sizes = f"{found.width:g} x the base model's width, {found.depth:g} x its depth"
+    values = {"kind": "completep", "width": found.width, "depth": found.depth, "learning_rates": rates}
+    yield Entry("parametrization", f"completep, {sizes}; learning rates: {shown}", values)
+
+
 def prepared_entries(prepared: PreparedRun) -> Iterator[Entry]:
     """What follows from the data, the model and the run's directory."""
     from pipeline.parallel.assemble import stage_lines  # noqa: PLC0415  imports torch
@@ -174,7 +189,7 @@ def prepared_entries(prepared: PreparedRun) -> Iterator[Entry]:
         layers = fp8_layers(run, prepared.model)
         counts = {"converted": len(layers.converted), "excluded": list(layers.excluded)}
         yield Entry("fp8", f"{run.config.fp8.recipe}: {layers.text}", {**run.config.fp8.model_dump(), **counts})
-    yield from _rounding(run)
+    yield from (*_rounding(run), *_parametrization(prepared))
     for line in stage_lines(run, prepared.model):
         label, text = line.split(": ", 1)
         yield Entry(label, text, text)

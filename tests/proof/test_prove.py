@@ -12,7 +12,8 @@ import torch
 
 from headrace.base.section import parse
 from pipeline.config.rules import resolve
-from pipeline.config.schema import Config
+from pipeline.config.schema import Config, ModelSection
+from pipeline.parametrization.scales import find_parametrization
 from pipeline.proof.case import Case, CaseResult
 from pipeline.proof.compare import first_gradient, relative_differences
 from pipeline.proof.equivalence import check_equivalence, with_noise
@@ -20,6 +21,7 @@ from pipeline.proof.shrunk_run import shrink_run
 from pipeline.proof.tokens import write_tokens
 from tests import warm
 from tests.conftest import tiny_config, write_config
+from tests.parametrization.models import meta_of
 from tests.parity.choice import read_pairs
 from tests.parity.matrix import LONG, SEQUENCE, VOCABULARY, reference_of
 from tests.parity.run import launch
@@ -89,6 +91,24 @@ def test_what_a_shrunk_run_keeps_and_what_its_reference_does_without(tmp_path: P
     reference = small.reference("a", precision="bf16", tokens=tmp_path).config
     assert reference["moe"] == layout["moe"]
     assert reference.keys().isdisjoint({"compile", "communication_data_type"})
+
+
+def test_a_completep_parametrization_is_proven_from_a_smaller_base_model(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 8}
+    base = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+    config = {
+        "model": {"config": {"model_type": "llama", **sizes}, "parametrization": "completep", "base": base},
+        "data": {"sources": [{"path": "tokens"}], "sequence_length": 64},
+        "train_batch_size": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "run": {"dir": "run", "steps": 4},
+    }
+    small = shrink_run(resolve(parse(Config, config), world_size=2), steps=4, work=tmp_path)
+    section = parse(ModelSection, small.config["model"])
+    found = find_parametrization(section, meta_of(section))
+    assert found is not None
+    assert found.width == 2.0
+    assert found.depth == small.config["model"]["config"]["num_hidden_layers"] / 2
 
 
 def test_compilation_that_is_left_out_is_said(tmp_path: Path) -> None:
