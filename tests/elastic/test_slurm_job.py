@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,20 +10,10 @@ import pytest
 from pipeline.elastic.commands import Commands
 from pipeline.elastic.files import Plan
 from pipeline.elastic.slurm_job import SlurmJob
+from tests.conftest import room_for
 
 ENDED = Plan(reason="rank 3 on n2 has died: out of memory", outcome=1)
 TEXT = "1\nrank 3 on n2 has died: out of memory\n"
-
-
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """The disk is full after so many bytes of a file."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def note(job: SlurmJob) -> None:
@@ -44,7 +32,7 @@ def test_an_outcome_is_there_as_a_whole_or_not_at_all(
     monkeypatch.setattr("pipeline.elastic.slurm_job._UPDATE_S", 0.0)
     outcome = tmp_path / "outcome"
     job = SlurmJob("7", "n1", tmp_path, outcome, tasks=2, wanted=2, commands=Commands())
-    with pytest.raises(OSError, match="File too large"), files_of_at_most(10):
+    with pytest.raises(OSError, match="File too large"), room_for(10):
         act(job)
     assert list(tmp_path.iterdir()) == []
     act(job)
