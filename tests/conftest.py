@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,17 @@ settings.register_profile("busy machine", deadline=None)  # an example may take 
 settings.load_profile("busy machine")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under a script's "&": Ctrl-C would reach no child
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def room_for(size: int) -> Iterator[None]:
+    """Limits the size of every file this process writes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.fixture(scope="session")

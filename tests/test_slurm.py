@@ -7,13 +7,14 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cluster.cluster import VirtualCluster, missing_requirements
+from tests.cluster.cluster import VirtualCluster
+from tests.cluster.fixtures import NEEDS_SLURM, module_cluster
 from tests.cluster.settings import Patience
 from tests.cluster.slurm_run import JOB_ENV, SlurmRun
 
@@ -24,16 +25,8 @@ STEPS = 6
 LONG = 150
 """Steps of a run that is long enough to be interrupted."""
 
-pytestmark = [
-    pytest.mark.slurm,
-    pytest.mark.skipif(missing_requirements() is not None, reason=str(missing_requirements())),
-]
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VirtualCluster]:
-    with VirtualCluster(tmp_path_factory.mktemp("cluster"), nodes=2, cpus=2) as running:
-        yield running
+pytestmark = NEEDS_SLURM
+cluster = module_cluster(nodes=2, cpus=2)
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,10 @@ that holds the job alone makes its own plans, and removes the saved ones.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +22,9 @@ from data_prep.job.directory import FORMAT, Job
 from data_prep.job.planning import Facts
 from data_prep.task import with_checksum, without_checksum
 from headrace.base.directory import fingerprint_of, write_json
+from headrace.base.lock import LockedError, lock_file
 from headrace.base.version import __version__
 
-_POLL_S = 0.1
 _WAIT_S = 600.0
 """Longest wait for the share that plans: then it may be frozen, and two plans are equal."""
 
@@ -91,22 +88,7 @@ def _times(inputs: Sequence[Path]) -> dict[str, Any]:
 @contextmanager
 def _planning(directory: Path) -> Iterator[None]:
     """Holds the lock of the plans, which ends with the process. Without it after `_WAIT_S`, or where there is none."""
-    handle = -1
-    try:
-        with suppress(OSError):
-            handle = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-        until = time.monotonic() + _WAIT_S
-        while handle >= 0 and not _locked(handle) and time.monotonic() < until:
-            time.sleep(_POLL_S)
+    with ExitStack() as stack:
+        with suppress(OSError, LockedError):
+            stack.enter_context(lock_file(directory / "lock", doing="planning", timeout_s=_WAIT_S))
         yield
-    finally:
-        if handle >= 0:
-            os.close(handle)
-
-
-def _locked(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

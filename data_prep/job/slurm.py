@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -26,6 +25,7 @@ from data_prep.job.directory import Job
 from data_prep.job.phases import phases_of
 from headrace.base.errors import ConfigError, DataError
 from headrace.base.shipped import SHARE
+from headrace.base.slurm import cancel_jobs, run_slurm, submit_job
 
 DEFAULT_SHARES = 8
 FAILURE = "failure.txt"
@@ -161,8 +161,7 @@ def submit_chain(chain: Chain) -> list[tuple[str, str]]:
         report = chain.report_job(numbers)
         numbers.append((report.name, _submit_job(chain, report, numbers)))
     except BaseException:
-        if numbers:
-            subprocess.run(["scancel", *(number for _, number in numbers)], check=False, capture_output=True)
+        cancel_jobs([number for _, number in numbers])
         with suppress(OSError):  # a job has written there
             chain.logs.rmdir()
             chain.logs.parent.rmdir()
@@ -181,13 +180,13 @@ def _make_logs(logs: Path) -> None:
 
 def _submit_job(chain: Chain, job: ChainJob, numbers: Sequence[tuple[str, str]]) -> str:
     command = chain.command(job, dependency=numbers[-1][1] if numbers else None)
-    environment = os.environ | chain.environment
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
-        why = f"sbatch failed for the {job.name} job: {done.stderr.strip() or done.returncode}"
+
+    def refused(said: str) -> ConfigError:
         remedy = "edit the header of slurm/data_prep.sbatch, or --workers N (Slurm's MaxArraySize is the limit)"
-        raise ConfigError("--executor", "slurm", why=why, remedy=remedy)
-    return done.stdout.strip().split(";")[0]  # ID, or ID;CLUSTER
+        why = f"sbatch failed for the {job.name} job: {said}"
+        return ConfigError("--executor", "slurm", why=why, remedy=remedy)
+
+    return submit_job(command, refused=refused, environ=os.environ | chain.environment)
 
 
 def _environment(root: Path) -> dict[str, str]:
@@ -232,7 +231,7 @@ def run_command(*command: str) -> list[str]:
     Raises:
         ConfigError: it fails.
     """
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_slurm(*command)
     if done.returncode:
         why, remedy = f"{command[0]}: {done.stderr.strip()}", "try again when Slurm is available"
         raise ConfigError("--executor", "slurm", why=why, remedy=remedy)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from headrace.base.directory import write_text
 from headrace.base.errors import ConfigError
 from headrace.base.section import parse
 from headrace.base.shipped import SHARE
+from headrace.base.slurm import cancel_jobs, submit_job
 from headrace.submission import snapshot, validate
 from headrace.submission.configs import Element, Given, before, read_configs
 from headrace.submission.request import Request, nodes_of, sweep_of, tasks_of
@@ -101,9 +101,7 @@ def _submit(stages: Sequence[Stage], plan: Plan, request: Request, *, site_file:
         command = ["headrace", *sys.argv[1:]]
         snapshot.record(plan.directory, command=command, jobs=jobs, site=str(site_file), chdir=str(Path.cwd()))
     except BaseException:
-        if jobs:
-            numbers = [number for several in jobs.values() for number in several]
-            subprocess.run(["scancel", *numbers], check=False, capture_output=True)
+        cancel_jobs([number for several in jobs.values() for number in several])
         snapshot.remove(made)
         raise
     say(f"{plan.directory}: the code, configs and scripts of these jobs, and logs/")
@@ -127,11 +125,12 @@ def _submit_stage(stage: Stage, plan: Plan, request: Request, jobs: dict[str, li
         say(f"{stage.name}: jobs {', '.join(numbers.values())}, makes {stage.makes}, logs in {chain.logs}")
         return [*(number for name, number in numbers.items() if name != "finish"), numbers["finish"]]
     command = ["sbatch", "--parsable", *_dependency(stage, jobs), str(_script(plan, stage))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        why, remedy = f"sbatch failed: {done.stderr.strip()}", "change slurm/site.toml, or the options of submit"
-        raise ConfigError(stage.name, why=why, remedy=remedy)
-    number = done.stdout.strip().split(";")[0]
+
+    def refused(said: str) -> ConfigError:
+        remedy = "change slurm/site.toml, or the options of submit"
+        return ConfigError(stage.name, why=f"sbatch failed: {said}", remedy=remedy)
+
+    number = submit_job(command, refused=refused)
     waits = f", after {', '.join(stage.after)}" if stage.after else ""
     say(f"{stage.name}: job {number}, makes {stage.makes}{waits}")
     return [number]

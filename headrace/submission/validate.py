@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.base.errors import ConfigError, DataError, refuse_all
 from headrace.base.section import parse, suggest
+from headrace.base.slurm import run_slurm
 from headrace.submission.configs import Element, Given
 from headrace.submission.site import StageSettings
 
@@ -119,9 +118,7 @@ def check_partitions(stages: dict[str, StageSettings]) -> None:
     Raises:
         ConfigError: one does not.
     """
-    if shutil.which("sinfo") is None:
-        return
-    done = subprocess.run(["sinfo", "--noheader", "--format=%R"], capture_output=True, text=True, check=False)
+    done = run_slurm("sinfo", "--noheader", "--format=%R")
     known = sorted(set(done.stdout.split()))
     if done.returncode or not known:
         return
@@ -145,8 +142,7 @@ def check_not_queued(makes: dict[str, Path]) -> None:
         ConfigError: Slurm does not answer.
         DataError: there is one.
     """
-    command = ["squeue", "--noheader", "--format=%F|%T|%k"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_slurm("squeue", "--noheader", "--format=%F|%T|%k")
     if done.returncode:
         told = done.stderr.strip().splitlines()[-1:] or [f"squeue ended with {done.returncode}"]
         why = f"Slurm does not answer: {told[0]}"
@@ -166,8 +162,7 @@ def check_with_slurm(script: Path, *, stage: str) -> None:
     Raises:
         ConfigError: it would be refused.
     """
-    command = ["sbatch", "--test-only", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_slurm("sbatch", "--test-only", str(script))
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if line.strip()]
         why = f"Slurm refuses the job: {said[-1].removeprefix('allocation failure: ') if said else done.returncode}"

@@ -85,11 +85,8 @@ def resolve_batch(
         _require_fixed_sizes(config)
     if not elastic or total is None:
         return BatchSizes(*split_batch(total, micro, accumulation, dp=dp), dp, length)
-    if micro is None:  # in as many micro-batches as are asked for, as where the batch divides
-        micro = -(-total // (dp * (accumulation or 1)))
-        split = split_padded_batch(total, micro, dp=dp, min_micro_batches=min_micro_batches, multiple_of=multiple_of)
-        return BatchSizes(total, *split, dp, length)
-    split = split_padded_batch(total, micro, dp=dp, min_micro_batches=min_micro_batches, multiple_of=multiple_of)
+    largest = micro or -(-total // (dp * (accumulation or 1)))  # in as many micro-batches as where the batch divides
+    split = split_padded_batch(total, largest, dp=dp, min_micro_batches=min_micro_batches, multiple_of=multiple_of)
     given = {
         "train_micro_batch_size_per_gpu": (micro, split[0]),
         "gradient_accumulation_steps": (accumulation, split[1]),

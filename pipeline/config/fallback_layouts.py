@@ -6,11 +6,12 @@ same. The configured layout is tried first at every start, so that a run grows b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, problems_in, refuse_all
 from pipeline.config.layout_rules import fewest_processes, topology_of
 from pipeline.config.layout_schema import FallbackLayout, ParallelSection
 from pipeline.config.schema import Config
@@ -61,16 +62,17 @@ def choose_layout(config: Config, *, world_size: int, check: Callable[[str, Conf
     Raises:
         ConfigError: a layout is wrong at any number of processes, or none fits.
     """
-    layouts = config.launch.fallback_layouts
+    layouts = fallback_fields(config)
     if not layouts:
         return ChosenLayout(config)
     own = config.model_copy(update={"parallel": config.parallel.model_copy(update={"elastic": True})})
-    needed = [fewest_processes(own)]
-    check("parallel", own, needed[0])
-    fallbacks = [apply_fallback(config, layout) for layout in layouts]
-    for number, (layout, fallback) in enumerate(zip(layouts, fallbacks, strict=True)):
-        needed.append(_check_fallback(number, layout, fallback, check))
-    for number, candidate in enumerate([own, *fallbacks]):
+    candidates = {"parallel": own} | {field: apply_fallback(config, layout) for field, layout in layouts.items()}
+    needed: list[int] = []
+    for field, candidate in candidates.items():
+        with naming_fallback(field, config):
+            needed.append(fewest_processes(candidate))
+            check(field, candidate, needed[-1])
+    for number, candidate in enumerate(candidates.values()):
         if _fits(candidate, world_size):
             return ChosenLayout(candidate, _text(number, needed[0], world_size, count=len(layouts)) if number else None)
     why = f"{world_size} processes are there; the configured layout takes {needed[0]}, the fallbacks " + ", ".join(
@@ -80,18 +82,39 @@ def choose_layout(config: Config, *, world_size: int, check: Callable[[str, Conf
     raise ConfigError("parallel", why=why, remedy=remedy)
 
 
-def _check_fallback(
-    number: int, layout: FallbackLayout, fallback: Config, check: Callable[[str, Config, int], object]
-) -> int:
-    field = f"launch.fallback_layouts.{number}"
+def fallback_fields(config: Config) -> dict[str, FallbackLayout]:
+    """Dotted path -> fallback layout, in order."""
+    return {f"launch.fallback_layouts.{number}": each for number, each in enumerate(config.launch.fallback_layouts)}
+
+
+@contextmanager
+def naming_fallback(field: str, config: Config) -> Iterator[None]:
+    """Has errors in a fallback layout name it, rather than the keys that it replaces.
+
+    Args:
+        field: of the layout that is checked; errors of one that is no fallback stay as they are.
+        config: with the list of fallbacks.
+
+    Raises:
+        ConfigError: what was wrong in the block, in these words.
+    """
+    layout = fallback_fields(config).get(field)
+    if layout is None:
+        yield
+        return
+    problems: tuple[ConfigError, ...] = ()
     try:
-        fewest = fewest_processes(fallback)
-        check(field, fallback, fewest)
+        yield
     except ConfigError as error:
-        given = layout.model_dump(mode="json", exclude_unset=True)
-        why = f"in this layout {error.field} cannot be {error.value}: {error.why}"
-        raise ConfigError(field, given, why=why, remedy=f"{error.remedy}; or remove it from the list") from None
-    return fewest
+        problems = problems_in(error)
+    given = layout.model_dump(mode="json", exclude_unset=True)
+    refuse_all([_in_fallback(field, given, each) for each in problems])
+
+
+def _in_fallback(field: str, given: dict[str, Any], error: ConfigError) -> ConfigError:
+    cannot = error.field if error.value is None else f"{error.field} cannot be {error.value}"
+    why, remedy = f"in this layout {cannot}: {error.why}", f"{error.remedy}; or remove it from the list"
+    return ConfigError(field, given, why=why, remedy=remedy)
 
 
 def _fits(config: Config, world_size: int) -> bool:

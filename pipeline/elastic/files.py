@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from headrace.base.directory import write_text
+
 DEAD_S = 20.0
 """Seconds without a new count after which a node is dead."""
 
@@ -118,9 +120,7 @@ class StateFiles:
         Args:
             address: that the others reach it at.
         """
-        temporary = self._guests / f".{self._node}.new"
-        temporary.write_text(address)
-        temporary.replace(self._guests / self._node)
+        write_text(self._guests / self._node, address)
 
     def announced(self) -> dict[str, str]:
         """Node -> address of all guests so far. A look at a directory, which NFS may show as it was a minute ago."""

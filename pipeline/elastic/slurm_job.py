@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from headrace.base.directory import write_text
 from headrace.base.errors import EXIT_REQUEUE
 from pipeline.elastic.commands import Commands
 from pipeline.elastic.files import Plan
@@ -86,7 +87,7 @@ class SlurmJob:
 
     def note(self, plan: Plan) -> None:
         """Tells the batch script the outcome, before any agent ends: it would start one that ends without again."""
-        self.outcome.write_text(f"{plan.outcome}\n{_in_a_line(plan.reason)}\n")
+        write_text(self.outcome, _end_of(plan))
 
     def end(self, plan: Plan, *, step: int, nodes: int, script_lives: bool, say: Say) -> None:
         """Ends the job or queues it again, by the outcome of the run.
@@ -102,7 +103,7 @@ class SlurmJob:
         if plan.outcome == EXIT_REQUEUE:
             self._queue_again(plan, step=step, nodes=nodes, say=say)
         elif not script_lives:
-            (self.records / f"{self.number}.ended").write_text(f"{plan.outcome}\n{_in_a_line(plan.reason)}\n")
+            write_text(self.records / f"{self.number}.ended", _end_of(plan))
             say("the batch script is gone with its node: the job is queued once more, to end with that code")
             if self._control("requeue", say=say):
                 self._update(self._size(1), say=say)
@@ -195,6 +196,11 @@ class SlurmJob:
             "output": str(self.records / f"{self._join_name}-%j.log"),
         }
         return ["--parsable", *(f"--{name}={value}" for name, value in options.items() if value)]
+
+
+def _end_of(plan: Plan) -> str:
+    """The exit code and the reason, a line each, as slurm/ranks.sh reads them."""
+    return f"{plan.outcome}\n{_in_a_line(plan.reason)}\n"
 
 
 def _in_a_line(reason: str) -> str:

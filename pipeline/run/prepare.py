@@ -15,6 +15,7 @@ from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
 from headrace.base.errors import ConfigError
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.curve import curve_fields
+from pipeline.config.fallback_layouts import naming_fallback
 from pipeline.config.rules import ResolvedRun
 from pipeline.config.schema import Config
 from pipeline.data.dataset import TokenDataset, tokenizer_details
@@ -129,17 +130,14 @@ def prepare(run: ResolvedRun) -> PreparedRun:
 
 
 def check_fallbacks(run: ResolvedRun, model: nn.Module) -> None:
-    """Refuses a fallback layout that the model's architecture does not have, before it is needed.
+    """Refuses a layout that the model's architecture does not have, before it is needed: a fallback, or the configured.
 
     Raises:
         ConfigError: names the fallback.
     """
-    for name, other in run.layouts.items():
-        try:
+    for field, other in run.layouts.items():
+        with naming_fallback(field, run.config):
             check_layout(other, model)
-        except ConfigError as error:
-            why = f"in this layout {error.field} cannot be {error.value}: {error.why}"
-            raise ConfigError(name, why=why, remedy=f"{error.remedy}; or remove this layout") from None
 
 
 def attention_of(run: ResolvedRun) -> str:

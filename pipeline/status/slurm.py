@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from headrace.base import configfile
 from headrace.base.errors import HeadraceError
+from headrace.base.slurm import run_slurm
 from pipeline.status.slurm_reasons import in_words
 
 _TIMEOUT_S = 5.0
@@ -143,8 +143,5 @@ def _accounted(number: str) -> SlurmJob | None:
 
 def _output(*command: str) -> str | None:
     """What a command prints; None where it fails, or does not answer."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_TIMEOUT_S)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout
+    done = run_slurm(*command, timeout_s=_TIMEOUT_S)
+    return None if done.returncode else done.stdout

@@ -10,14 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.cluster import VirtualCluster, missing_requirements
+from tests.cluster.cluster import VirtualCluster
+from tests.cluster.fixtures import NEEDS_SLURM
 from tests.cluster.settings import Patience
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [
-    pytest.mark.slurm,
-    pytest.mark.skipif(missing_requirements() is not None, reason=str(missing_requirements())),
-]
+pytestmark = NEEDS_SLURM
 
 
 def test_every_node_has_its_own_name_and_address(tmp_path: Path) -> None:

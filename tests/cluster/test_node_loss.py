@@ -7,15 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.cluster import VirtualCluster, missing_requirements
+from tests.cluster.cluster import VirtualCluster
+from tests.cluster.fixtures import NEEDS_SLURM
 from tests.cluster.settings import SITE
 from tests.cluster.slurm_run import SlurmRun
 from tests.conftest import launch, losses, tiny_config, write_config
 
-pytestmark = [
-    pytest.mark.slurm,
-    pytest.mark.skipif(missing_requirements() is not None, reason=str(missing_requirements())),
-]
+pytestmark = NEEDS_SLURM
 FAR = 100_000
 """Steps of a run that is not to end within the test."""
 

@@ -8,28 +8,20 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headrace.submission.snapshot import PACKAGES
-from tests.cluster.cluster import VirtualCluster, missing_requirements
+from tests.cluster.cluster import VirtualCluster
+from tests.cluster.fixtures import NEEDS_SLURM, module_cluster
 from tests.conftest import ROOT, losses, write_config
 
 BIN = Path(sys.executable).parent
 STEPS = 4
-pytestmark = [
-    pytest.mark.slurm,
-    pytest.mark.skipif(missing_requirements() is not None, reason=str(missing_requirements())),
-]
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VirtualCluster]:
-    with VirtualCluster(tmp_path_factory.mktemp("cluster"), nodes=4, cpus=1, gpus=1) as running:
-        yield running
+pytestmark = NEEDS_SLURM
+cluster = module_cluster(nodes=4, cpus=1, gpus=1)
 
 
 @pytest.fixture

@@ -109,6 +109,13 @@ def test_an_accumulation_for_another_number_of_ranks_is_adjusted_and_named() -> 
     assert "adjusted: gradient_accumulation_steps 2" in str(batch)
 
 
+def test_without_a_micro_batch_size_too_an_adjusted_accumulation_is_named() -> None:
+    batch = resolve_batch(
+        parse(Config, {**MINIMAL, "train_batch_size": 8, "gradient_accumulation_steps": 3}), dp=1, elastic=True
+    )
+    assert batch == BatchSizes(8, 2, 4, 1, 16, ("gradient_accumulation_steps 3",))  # 3 x 3 rows cost more than 4 x 2
+
+
 @pytest.mark.parametrize("missing", ["train_batch_size", "train_micro_batch_size_per_gpu"])
 def test_an_elastic_run_requires_the_sizes_that_would_depend_on_the_number_of_processes(missing: str) -> None:
     keys = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}

@@ -20,7 +20,7 @@ SMALL = ("zero", "fsdp", "offload", "pp", "tp", "3d")
 
 
 def run_of(tmp_path: Path, processes: int, fallbacks: list[dict[str, Any]] | None = None, **keys: Any) -> ResolvedRun:
-    config = tiny_config(tmp_path / "tokens", tmp_path / "run", engine="torch", **keys)
+    config = tiny_config(tmp_path / "tokens", tmp_path / "run", **{"engine": "torch", **keys})
     config["launch"] = {"fallback_layouts": fallbacks or []}
     return resolve(load_config(write_config(tmp_path / "c.json", config)), world_size=processes)
 
@@ -81,6 +81,16 @@ def test_a_fallback_that_could_never_run_is_refused_before_it_is_needed(
     with pytest.raises(ConfigError) as caught:
         pp_tp(tmp_path, 8, [{}, fallback])
     assert words in str(caught.value)
+
+
+def test_all_that_is_wrong_with_a_fallback_is_told_at_once(tmp_path: Path) -> None:
+    zero = {"stage": 2, "contiguous_gradients": True}
+    with pytest.raises(ConfigError) as caught:
+        run_of(tmp_path, 8, [{"tp": 8, "engine": "torch"}], engine="deepspeed", zero_optimization=zero)
+    said = str(caught.value)
+    assert "2 things are wrong" in said
+    assert "in this layout parallel.tp cannot be 8: " in said
+    assert "in this layout zero_optimization.contiguous_gradients cannot be True: " in said
 
 
 def test_a_configured_layout_that_could_never_run_is_refused_although_a_fallback_fits(tmp_path: Path) -> None:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-import resource
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -19,7 +16,7 @@ from pipeline.metrics.journal import Journal, read_rows
 from pipeline.metrics.peak import peak_flops
 from pipeline.metrics.units import bits_per_byte, perplexity
 from tests import warm
-from tests.conftest import command_line, losses, tiny_config, write_config
+from tests.conftest import command_line, losses, room_for, tiny_config, write_config
 from tests.metrics.offline import logged
 
 
@@ -69,17 +66,6 @@ def test_rows_are_kept_in_memory_while_the_disk_is_full(tmp_path: Path, capsys: 
     journal.write("step", 4, loss=4.0)
     journal.close()
     assert [row["step"] for row in read_rows(tmp_path)] == [1, 2, 3, 4]
-
-
-@contextmanager
-def room_for(size: int) -> Iterator[None]:
-    """Limits the size of every file this process writes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_bits_per_byte_does_not_depend_on_the_tokenizer() -> None:

@@ -61,6 +61,20 @@ def test_a_fallback_layout_that_the_model_does_not_have_is_refused_before_it_is_
     said = refusal(tmp_path, config)
     assert "launch.fallback_layouts.1" in said
     assert "in this layout parallel.pp cannot be 4" in said
+    assert "{'pp': 4}" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_configured_layout_that_the_model_does_not_have_is_refused_although_a_fallback_is_taken(
+    tokens: Path, tmp_path: Path
+) -> None:
+    keys = {"train_micro_batch_size_per_gpu": 1, "parallel": {"pp": 4}}  # the model has 2 layers
+    config = tiny_config(tokens, tmp_path / "run", engine="torch", **keys)
+    config["launch"] = {"fallback_layouts": [{}]}
+    said = refusal(tmp_path, config)
+    assert "error: parallel.pp = 4" in said
+    assert "or remove" not in said
+    assert "in this layout" not in said
     assert not (tmp_path / "run").exists()
 
 

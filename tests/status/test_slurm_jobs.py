@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-from tests.cluster.cluster import VirtualCluster, missing_requirements
+from tests.cluster.cluster import VirtualCluster
+from tests.cluster.fixtures import NEEDS_SLURM, module_cluster
 from tests.cluster.slurm_run import JOB_ENV
 from tests.conftest import ROOT, write_config
 
-pytestmark = [
-    pytest.mark.slurm,
-    pytest.mark.skipif(missing_requirements() is not None, reason=str(missing_requirements())),
-]
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VirtualCluster]:
-    with VirtualCluster(tmp_path_factory.mktemp("cluster"), nodes=1, cpus=1) as running:
-        yield running
+pytestmark = NEEDS_SLURM
+cluster = module_cluster(nodes=1, cpus=1)
 
 
 def test_a_waiting_job_says_why_and_is_found_by_its_run_directory(cluster: VirtualCluster, tmp_path: Path) -> None:

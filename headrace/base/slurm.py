@@ -1,0 +1,59 @@
+"""Slurm's commands: run to their end, and what they print; jobs are submitted and canceled."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+
+_MISSING, _TIMED_OUT = 127, 124
+"""Exit codes of a shell for a command that is not there, and of timeout(1)."""
+
+
+def run_slurm(
+    *command: str, environ: Mapping[str, str] | None = None, timeout_s: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command; one that is not there, or takes longer, has failed, and `stderr` says so.
+
+    Args:
+        environ: its environment; None for that of this process.
+        timeout_s: seconds after which it is killed; None: a busy controller may take its time.
+    """
+    try:
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            env=environ,
+            timeout=timeout_s,
+            stdin=subprocess.DEVNULL,
+        )
+    except OSError as error:
+        return subprocess.CompletedProcess(command, _MISSING, "", str(error))
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, _TIMED_OUT, "", f"{command[0]} did not answer in {timeout_s:g} s")
+
+
+def submit_job(
+    command: Sequence[str], *, refused: Callable[[str], Exception], environ: Mapping[str, str] | None = None
+) -> str:
+    """Submits a job; returns its number.
+
+    Args:
+        command: sbatch with --parsable.
+        refused: makes the error from what sbatch says.
+        environ: as of `run_slurm`.
+
+    Raises:
+        what `refused` makes: sbatch has failed.
+    """
+    done = run_slurm(*command, environ=environ)
+    if done.returncode:
+        raise refused(done.stderr.strip() or f"exit code {done.returncode}")
+    return done.stdout.strip().split(";")[0]  # ID, or ID;CLUSTER
+
+
+def cancel_jobs(numbers: Sequence[str]) -> None:
+    """Cancels jobs, as far as Slurm still knows them."""
+    if numbers:
+        run_slurm("scancel", *numbers)
