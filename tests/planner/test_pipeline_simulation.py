@@ -96,7 +96,7 @@ def test_the_program_is_the_order_of_passes_of_a_real_run(
     path, folder = write_config(tmp_path / "c.json", config), tmp_path / "passes"
     folder.mkdir()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [*torchrun, str(ROOT / "benchmarks" / "recorded_passes.py"), str(folder), "--config", str(path)]
+    command = [*torchrun, "-m", "benchmarks.recorded_passes", str(folder), "--config", str(path)]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
