@@ -23,7 +23,8 @@ class Recorder:
     """Collects the passes of the current step."""
 
     def __init__(self, folder: Path) -> None:
-        self._path, self._passes = folder / f"{os.environ['RANK']}.jsonl", None
+        self._path = folder / f"{os.environ['RANK']}.jsonl"
+        self._passes: list[Any] | None = None
 
     def timed(self, function: Callable[..., Any], name: Callable[..., list[Any]]) -> Callable[..., Any]:
         """The function, whose calls within a step are passes; `name` gives kind, virtual stage and micro-batch."""
