@@ -1,6 +1,6 @@
 """`pipeline/train.py` with a record of every pass of its pipeline: which, when, on which rank.
 
-    torchrun --nproc-per-node 2 benchmarks/recorded_passes.py FOLDER --config FILE [--set ...]
+    torchrun --nproc-per-node 2 -m benchmarks.recorded_passes FOLDER --config FILE [--set ...]
 
 Each rank appends one JSON line per training step to FOLDER/RANK.jsonl: `start` and `end` in seconds of a clock that all
 processes of a host share, and `passes`: [kind, virtual stage, micro-batch, start, end]. Evaluations are left out.
@@ -23,7 +23,8 @@ class Recorder:
     """Collects the passes of the current step."""
 
     def __init__(self, folder: Path) -> None:
-        self._path, self._passes = folder / f"{os.environ['RANK']}.jsonl", None
+        self._path = folder / f"{os.environ['RANK']}.jsonl"
+        self._passes: list[Any] | None = None
 
     def timed(self, function: Callable[..., Any], name: Callable[..., list[Any]]) -> Callable[..., Any]:
         """The function, whose calls within a step are passes; `name` gives kind, virtual stage and micro-batch."""

@@ -9,13 +9,14 @@ g of them on each of m nodes, and n bytes:
 | all-reduce | twice that | 2 ((g - 1) a_in + ceil(log2 m) a_out + n / B) | 2 H |
 | all-to-all | every message by itself | - | within nodes, then between peers |
 
-H = (g - 1) (a_in + n / (g b_in)) + (m - 1) (a_out + n / (p b_out)). L = (p - m) a_in + (m - 1) a_out: what a chunk meets on its way around the ring. B = min(b_in, g b_out): a ring per
+H = (g - 1) (a_in + n / (g b_in)) + (m - 1) (a_out + n / (p b_out)).
+L = (p - m) a_in + (m - 1) a_out: what a chunk meets on its way around the ring. B = min(b_in, g b_out): a ring per
 network card, each with its share of the bytes, as NCCL makes them, so that a node's whole network carries a ring.
 
 Sources: ring, pairwise exchange and the alpha-beta model: R. Thakur, R. Rabenseifner, W. Gropp, Optimization of
 Collective Communication Operations in MPICH, IJHPCA 19 (2005) 49-66. Tree: the double binary tree of P. Sanders,
 J. Speck, J. L. Träff, Two-tree algorithms for full bandwidth broadcast, reduction and scan, Parallel Computing 35
-(2009) 581-594; its latency and the two passes at full bandwidth are those by which NCCL chooses (`src/graph/tuning.cc`).
+(2009) 581-594; its latency and two passes at full bandwidth are those by which NCCL chooses (`src/graph/tuning.cc`).
 NCCL takes the algorithm that its model says is the fastest, and so does `fastest`.
 
 Not in the model: NCCL's protocols (LL, LL128) and their lower bandwidth, in-network reduction (SHARP), congestion.

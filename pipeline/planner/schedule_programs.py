@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from pipeline.config.rules import ResolvedRun
 from pipeline.planner.passes import Instruction, Kind, Program
 
 _TORCH_KINDS = {
@@ -32,6 +33,17 @@ _DEEPSPEED_KINDS = {
     "SendGrad": Kind.SEND_BACKWARD,
     "RecvGrad": Kind.RECEIVE_BACKWARD,
 }
+
+
+def program_of(run: ResolvedRun) -> Program:
+    """The program of a resolved run with pp of 2 or more."""
+    return make_program(
+        run.config.engine,
+        run.config.parallel.schedule,
+        ranks=run.topology.pp,
+        micro_batches=run.batch.accumulation,
+        virtual_stages=run.virtual_stages,
+    )
 
 
 def make_program(engine: str, schedule: str, *, ranks: int, micro_batches: int, virtual_stages: int = 1) -> Program:

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config.load import load_config
+from pipeline.config.rules import resolve
 from pipeline.planner.passes import Kind
 from pipeline.planner.pipeline_simulation import StageTimes, Timeline, simulate_pipeline
-from pipeline.planner.schedule_programs import make_program
+from pipeline.planner.schedule_programs import make_program, program_of
 from tests.conftest import ROOT, tiny_config, write_config
 
 SIZES = [(2, 2), (2, 4), (4, 4), (4, 8), (8, 32)]
@@ -96,11 +98,12 @@ def test_the_program_is_the_order_of_passes_of_a_real_run(
     path, folder = write_config(tmp_path / "c.json", config), tmp_path / "passes"
     folder.mkdir()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [*torchrun, str(ROOT / "benchmarks" / "recorded_passes.py"), str(folder), "--config", str(path)]
+    command = [*torchrun, "-m", "benchmarks.recorded_passes", str(folder), "--config", str(path)]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    program = make_program(engine, schedule, ranks=ranks, micro_batches=4, virtual_stages=virtual)
+    program = program_of(resolve(load_config(path), world_size=ranks))
+    assert program == make_program(engine, schedule, ranks=ranks, micro_batches=4, virtual_stages=virtual)
     for rank in range(ranks):
         steps = [json.loads(line)["passes"] for line in (folder / f"{rank}.jsonl").read_text().splitlines()]
         planned = [(each.kind, each.stage, each.micro_batch) for each in program.passes(rank)]

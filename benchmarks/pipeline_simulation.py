@@ -1,0 +1,172 @@
+"""Simulated seconds of a pipeline's step against those of real runs on the CPU, for every schedule.
+
+    python -m benchmarks.pipeline_simulation [--work FOLDER] [--ranks 2] [--steps 12] [--html FILE]
+
+A llama in fp32 is trained over gloo with each schedule, every pass recorded (`recorded_passes.py`). The measured step
+is from the first pass to the last over all ranks. It is simulated twice: with the median times of a stage's passes, and
+step by step with each pass's own time, which shows what the model of the schedule leaves out on a machine whose speed
+varies. Messages take the shortest time between two stages' forward passes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median, quantiles
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.loop import make_tokens
+from pipeline.planner.passes import Instruction, Program
+from pipeline.planner.pipeline_simulation import StageTimes, Timeline, simulate_pipeline
+from pipeline.planner.schedule_programs import make_program
+from pipeline.planner.timeline import html_page
+
+HERE = Path(__file__).parent
+SEQUENCE, MICRO_BATCHES = 64, 8
+CASES = [
+    ("torch", "gpipe", 1),
+    ("torch", "1f1b", 1),
+    ("torch", "interleaved_1f1b", 2),
+    ("torch", "zero_bubble", 2),
+    ("deepspeed", "1f1b", 1),
+]
+
+
+def main() -> None:
+    """Runs and simulates every schedule, and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--html", type=Path, help="write the simulated timelines there")
+    asked = parser.parse_args()
+    timelines: dict[str, Timeline] = {}
+    head = ("schedule", "measured step, ms (quartiles)", "by medians, ms", "by medians / measured")
+    print("| " + " | ".join([*head, "each pass's own time / measured (quartiles)", "bubble, simulated"]) + " |")
+    print("|---|---|---|---|---|---|")
+    with TemporaryDirectory() as temporary:
+        work = asked.work or Path(temporary)
+        tokens = make_tokens(work)
+        for engine, schedule, virtual in CASES:
+            folder = work / f"{engine}-{schedule}"
+            run(folder, tokens, engine, schedule, ranks=asked.ranks, steps=asked.steps)
+            steps = recorded(folder, asked.ranks)[2:]  # the first ones allocate
+            program = make_program(
+                engine, schedule, ranks=asked.ranks, micro_batches=MICRO_BATCHES, virtual_stages=virtual
+            )
+            links = transfers(steps, program)
+            timeline = simulate_pipeline(program, stage_times(steps, program), transfers=links)
+            replayed = [
+                simulate_pipeline(program, [Recorded(step)] * program.stages, transfers=links).seconds / span(step)
+                for step in steps
+            ]
+            least, same, most = quantiles(replayed, n=4)
+            timelines[f"{schedule}, engine {engine}"] = timeline
+            measured = [span(step) for step in steps]
+            low, middle, high = quantiles(measured, n=4)
+            print(
+                f"| {engine} {schedule}"
+                f" | {middle * 1e3:.1f} ({low * 1e3:.1f} - {high * 1e3:.1f})"
+                f" | {timeline.seconds * 1e3:.1f} | {timeline.seconds / middle:.3f}"
+                f" | {same:.3f} ({least:.3f} - {most:.3f}) | {timeline.bubble:.1%} |",
+                flush=True,
+            )
+    if asked.html:
+        asked.html.write_text(html_page(timelines))
+
+
+class Recorded:
+    """The times that the passes of one step took."""
+
+    def __init__(self, step: Sequence[Any]) -> None:
+        passes = (each for rank in step for each in rank)
+        self._seconds = {(kind, stage, index): end - start for kind, stage, index, start, end in passes}
+
+    def seconds(self, instruction: Instruction) -> float:
+        """Of a pass, as `StageTimes.seconds`."""
+        return self._seconds[instruction.kind.value, instruction.stage, instruction.micro_batch]
+
+
+def run(folder: Path, tokens: Path, engine: str, schedule: str, *, ranks: int, steps: int) -> None:
+    """Trains with every pass recorded."""
+    folder.mkdir(parents=True)
+    config = {
+        "engine": engine,
+        "model": {
+            "config": {
+                "model_type": "llama",
+                "hidden_size": 128,
+                "intermediate_size": 384,
+                "num_hidden_layers": 8,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 4,
+            }
+        },
+        "data": {"sources": [{"path": str(tokens)}], "sequence_length": SEQUENCE},
+        "parallel": {"pp": ranks, "schedule": schedule},
+        "train_batch_size": 4 * MICRO_BATCHES,
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": 0},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "run": {"dir": str(folder / "run"), "steps": steps, "checkpoint_every": steps},
+        "evaluation": {"samples": 4},
+        "stragglers": {"every": None},
+    }
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [*torchrun, "-m", "benchmarks.recorded_passes", str(folder), "--config", str(path)]
+    environ = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stdout + done.stderr)
+
+
+def recorded(folder: Path, ranks: int) -> list[list[list[Any]]]:
+    """Of every step, the passes of every rank."""
+    rows = [[json.loads(line)["passes"] for line in (folder / f"{r}.jsonl").open()] for r in range(ranks)]
+    return [list(step) for step in zip(*rows, strict=True)]
+
+
+def span(step: Sequence[Sequence[Any]]) -> float:
+    """Seconds from the first pass of any rank to the last."""
+    return max(each[-1] for rank in step for each in rank) - min(each[-2] for rank in step for each in rank)
+
+
+def stage_times(steps: Sequence[Sequence[Any]], program: Program) -> list[StageTimes]:
+    """Median time of a stage's passes."""
+    seconds: Mapping[tuple[str, int], list[float]] = defaultdict(list)
+    for step in steps:
+        for kind, stage, _, start, end in (each for rank in step for each in rank):
+            seconds[kind, stage].append(end - start)
+    middle = {key: median(values) for key, values in seconds.items()}
+    return [
+        StageTimes(
+            middle["F", stage],
+            middle["B", stage] if ("B", stage) in middle else middle["I", stage],
+            middle.get(("W", stage), 0.0),
+        )
+        for stage in range(program.stages)
+    ]
+
+
+def transfers(steps: Sequence[Sequence[Any]], program: Program) -> list[float]:
+    """Shortest time between two stages' forward passes of a micro-batch: what its message takes at least."""
+    shortest = [float("inf")] * (program.stages - 1)
+    for step in steps:
+        passes = {(kind, stage, index): (start, end) for rank in step for kind, stage, index, start, end in rank}
+        for (kind, stage, index), (_, end) in passes.items():
+            if kind == "F" and stage < program.stages - 1:
+                shortest[stage] = min(shortest[stage], passes["F", stage + 1, index][0] - end)
+    return shortest
+
+
+if __name__ == "__main__":
+    main()
