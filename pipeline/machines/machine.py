@@ -105,6 +105,9 @@ class Machine(Section):
     links: LinksSection
     efficiency: EfficiencySection
     overhead: OverheadSection
+    storage_bytes_per_s: Range = Field(
+        (0.5e9, 2e9, 5e9), description="Bytes per second that a node writes to the file system of checkpoints; assumed"
+    )
     sources: dict[str, str] = Field({}, description="Where the numbers come from")
     measured: MeasuredSection | None = None
 
