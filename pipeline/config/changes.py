@@ -15,9 +15,15 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
         config: the config; it is not changed.
         changes: dotted keys with their values, which are of the right types: they are not validated.
     """
+    tree = _Tree()
     for key, value in changes.items():
-        config = _with(config, key.split("."), value)
-    return config
+        *parents, last = key.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, _Tree())
+        node[last] = value
+    changed_config: Config = _copy(config, tree)
+    return changed_config
 
 
 def as_sets(changes: Mapping[str, Any]) -> str:
@@ -25,9 +31,16 @@ def as_sets(changes: Mapping[str, Any]) -> str:
     return " ".join(f"--set {key}={_text(value)}" for key, value in changes.items())
 
 
-def _with(section: Any, keys: list[str], value: Any) -> Any:
-    first, *rest = keys
-    return section.model_copy(update={first: _with(getattr(section, first), rest, value) if rest else value})
+class _Tree(dict[str, Any]):
+    """Changes of a section, in which those of a section below are a tree again."""
+
+
+def _copy(section: Any, tree: _Tree) -> Any:
+    """One copy of each section that changes: a copy costs more than a change."""
+    update = {
+        key: _copy(getattr(section, key), value) if isinstance(value, _Tree) else value for key, value in tree.items()
+    }
+    return section.model_copy(update=update)
 
 
 def _text(value: Any) -> str:

@@ -6,14 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from headrace.base.errors import ConfigError
+from pipeline.config.rules import ResolvedRun
 from pipeline.machines.machine import Machine
 from pipeline.planner.layouts import layouts
-from pipeline.planner.memory_plan import typical_peak
 from pipeline.planner.model_costs import ModelCosts
-from pipeline.planner.plan import typical_time
 from pipeline.planner.planned_run import PlannedRun
-from pipeline.planner.search import Candidate, allowed, different, in_layout
+from pipeline.planner.search import Candidate, allowed, evaluate
 
 MOST_NODES = 4096
 
@@ -50,17 +48,10 @@ def _on(planned: PlannedRun, nodes: int) -> dict[str, Any] | None:
     return dict(best[0].sets) if best else None
 
 
-def _fitting(run: Any, costs: ModelCosts, machine: Machine) -> Iterator[Candidate]:
+def _fitting(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> Iterator[Candidate]:
     """Layouts that fit, of the smallest micro-batch with all activations recomputed: nothing needs less memory."""
-    for sets in layouts(run, machine):
-        if sets["memory.activation_checkpointing"] != "full" or sets["train_micro_batch_size_per_gpu"] != 1:
-            continue
-        if "fp8.enabled" in sets:
-            continue
-        try:
-            other = in_layout(run, sets)
-            peak = typical_peak(other, costs, machine)
-            if peak <= machine.memory.bytes and not other.spare:
-                yield Candidate(other, different(run, sets), peak, typical_time(other, costs, machine).total, True)
-        except ConfigError:
-            continue
+    for sets in layouts(run, machine, fp8=False):
+        if sets["memory.activation_checkpointing"] == "full" and sets["train_micro_batch_size_per_gpu"] == 1:
+            candidate = evaluate(run, costs, machine, sets)
+            if candidate is not None and candidate.fits:
+                yield candidate

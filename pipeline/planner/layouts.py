@@ -27,6 +27,8 @@ SCHEDULES = ("1f1b", "interleaved_1f1b", "zero_bubble")
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 MOST_CP, MOST_PP = 16, 16
+_CHUNK = 2048
+"""Positions that a rank of context parallelism has at least: below it its products are small."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +40,15 @@ class Axes:
     cp: int
 
 
-def layouts(run: ResolvedRun, machine: Machine) -> Iterator[dict[str, Any]]:
+def layouts(run: ResolvedRun, machine: Machine, *, fp8: bool = True) -> Iterator[dict[str, Any]]:
     """Settings of layouts for the processes of a run, as dotted keys with values.
 
     Args:
         run: whose model, batch and precision stay.
         machine: tensor parallelism stays within a node of it.
+        fp8: look at matrix products in fp8 too, where the run is bf16 and the machine has them.
     """
+    fp8 = fp8 and run.config.bf16.enabled and not run.config.fp8.enabled and "fp8" in machine.peak_flops
     axes = list(_axes(run, machine))
     for (engine, stage), mesh in itertools.product(_stages(), axes):
         features = [row.features for row in LAYOUTS if (row.engine, row.stage) == (engine, stage)]
@@ -64,7 +68,10 @@ def layouts(run: ResolvedRun, machine: Machine) -> Iterator[dict[str, Any]]:
                     "gradient_accumulation_steps": None,
                     "memory.activation_checkpointing": mode,
                 }
-                yield from _precisions(run, machine, sets | (_DEEPSPEED_ONLY if engine == "torch" else {}))
+                sets |= _DEEPSPEED_ONLY if engine == "torch" else {}
+                yield sets
+                if fp8:
+                    yield {**sets, "fp8.enabled": True}
 
 
 def _stages() -> Sequence[tuple[str, int]]:
@@ -75,9 +82,9 @@ def _axes(run: ResolvedRun, machine: Machine) -> Iterator[Axes]:
     world = run.topology.world_size
     powers = [1 << power for power in range(world.bit_length())]
     tensor = [each for each in powers if each <= machine.devices_per_node]
-    context = [each for each in powers if each <= MOST_CP and run.batch.sequence_length // each >= 1024]
+    context = [each for each in powers if each == 1 or (each <= MOST_CP and run.batch.sequence_length >= each * _CHUNK)]
     pipelines = [each for each in powers if each <= MOST_PP]
-    for pp, tp, cp in itertools.product(pipelines, tensor, context or [1]):
+    for pp, tp, cp in itertools.product(pipelines, tensor, context):
         if world % (pp * tp * cp) == 0 and run.batch.samples >= world // (pp * tp * cp):
             yield Axes(pp, tp, cp)
 
@@ -98,9 +105,3 @@ def _options(
 def _micro_batches(run: ResolvedRun, mesh: Axes) -> list[int]:
     each = run.batch.samples * mesh.pp * mesh.tp * mesh.cp // run.topology.world_size
     return [size for size in MICRO_BATCHES if each % size == 0]
-
-
-def _precisions(run: ResolvedRun, machine: Machine, sets: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield sets
-    if run.config.bf16.enabled and not run.config.fp8.enabled and "fp8" in machine.peak_flops:
-        yield {**sets, "fp8.enabled": True}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,15 +27,18 @@ class Candidate:
         run: the run in it.
         sets: settings by which it differs from the config of the search.
         peak: typical peak of a rank, in bytes.
-        step_s: typical seconds of a step.
-        fits: whether the peak is within a device's memory.
+        step_s: typical seconds of a step; infinite where the peak is above a device's memory.
     """
 
     run: ResolvedRun
     sets: Mapping[str, Any]
     peak: float
     step_s: float
-    fits: bool
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within a device's memory."""
+        return self.step_s < math.inf
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ def search(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> Search:
             refused += 1
         else:
             found.append(candidate)
-    found.sort(key=lambda each: (each.step_s, each.peak))
+    found.sort(key=lambda each: (each.step_s, len(each.sets), each.peak))
     return Search(len(found), refused, time.monotonic() - started, found)
 
 
@@ -88,9 +91,8 @@ def evaluate(run: ResolvedRun, costs: ModelCosts, machine: Machine, sets: Mappin
         if other.spare or other.batch.padding_rows:
             return None
         peak = typical_peak(other, costs, machine)
-        return Candidate(
-            other, different(run, sets), peak, typical_time(other, costs, machine).total, peak <= machine.memory.bytes
-        )
+        seconds = typical_time(other, costs, machine).total if peak <= machine.memory.bytes else math.inf
+        return Candidate(other, different(run, sets), peak, seconds)
     except ConfigError:
         return None
 
@@ -110,13 +112,33 @@ def in_layout(run: ResolvedRun, sets: Mapping[str, Any], *, world_size: int | No
 def allowed(candidates: Iterable[Candidate], costs: ModelCosts, *, count: int) -> list[Candidate]:
     """The first candidates that the architecture has: the part of the rules that takes longest is asked last."""
     found: list[Candidate] = []
+    answers: dict[tuple[object, ...], bool] = {}
     for each in candidates:
         if len(found) == count:
             break
-        with suppress(ConfigError):
-            check_layout(each.run, costs.model)
+        config = each.run.config
+        key = (
+            config.engine,
+            config.zero_optimization.stage,
+            each.run.topology,
+            config.parallel,
+            config.memory,
+            config.fp8,
+        )
+        asked = tuple(map(repr, key))
+        if asked not in answers:
+            answers[asked] = _has(each, costs)
+        if answers[asked]:
             found.append(each)
     return found
+
+
+def _has(candidate: Candidate, costs: ModelCosts) -> bool:
+    try:
+        check_layout(candidate.run, costs.model)
+    except ConfigError:
+        return False
+    return True
 
 
 def different(run: ResolvedRun, sets: Mapping[str, Any]) -> dict[str, Any]:
