@@ -11,6 +11,10 @@ from headrace.base.section import Count, Section
 Dtype = Literal["bf16", "fp16", "fp8", "tf32", "fp32"]
 
 
+CPU = "cpu"
+"""Torch's name of a processor, among the devices of a machine without GPUs."""
+
+
 def _ascending(values: tuple[float, float, float]) -> tuple[float, float, float]:
     if list(values) != sorted(values):
         raise ValueError("the three numbers are low, typical and high, in this order")
@@ -91,6 +95,16 @@ class MeasuredSection(Section):
     collectives: tuple[MeasuredCollective, ...] = Field((), strict=False)
 
 
+class ScoredSection(Section):
+    """The runs that `headrace plan --score --save-calibration` fitted the efficiencies and overheads to."""
+
+    date: str
+    device: str = Field(description="As torch names it")
+    torch: str
+    runs: tuple[str, ...] = Field(strict=False, description="Their directories")
+    step_error: Range = Field(description="Least, median and most of measured over fitted step time")
+
+
 class Machine(Section):
     """A kind of machine.
 
@@ -110,6 +124,12 @@ class Machine(Section):
     )
     sources: dict[str, str] = Field({}, description="Where the numbers come from")
     measured: MeasuredSection | None = None
+    scored: ScoredSection | None = None
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether its rates were measured, by themselves or in runs."""
+        return self.measured is not None or self.scored is not None
 
     def rate(self, dtype: str) -> tuple[float, float, float]:
         """FLOP/s of matrix products in a dtype: low, typical and high.

@@ -45,6 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibrate", action="store_true", help="measure this machine in about a minute, and write its file"
     )
+    parser.add_argument(
+        "--score",
+        action="store_true",
+        help="compare trained runs with their predictions: plan --score RUN...",
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="*", default=[], help="with --score: directories of runs")
+    parser.add_argument(
+        "--save-calibration", metavar="FILE", help="with --score: write the machine that fits the runs, for --machine"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -55,6 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
         from pipeline.planner.calibrate import calibrate_command  # noqa: PLC0415  imports torch
 
         return calibrate_command(arguments.machine)
+    if arguments.score:
+        return _score(arguments)
     overrides = list(arguments.overrides)
     if arguments.tokens is not None:
         overrides += ["run.steps=null", f"run.tokens={int(arguments.tokens)}"]
@@ -81,10 +92,19 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _score(arguments: argparse.Namespace) -> int:
+    from pipeline.machines.known import load_machine  # noqa: PLC0415
+    from pipeline.planner.command_score import score_command  # noqa: PLC0415  imports torch
+
+    machine = load_machine(arguments.machine) if arguments.machine else None
+    return score_command(arguments.runs, machine, save=arguments.save_calibration, as_json=arguments.json)
+
+
 def _check(arguments: argparse.Namespace) -> None:
     """Refuses options that do not go together, or have impossible values."""
-    if arguments.config is None and not arguments.calibrate:
-        raise ConfigError("--config", why="there is no run to plan", remedy="--config FILE, or --calibrate")
+    _check_score(arguments)
+    if arguments.config is None and not arguments.calibrate and not arguments.score:
+        raise ConfigError("--config", why="there is no run to plan", remedy="--config FILE, or --calibrate, or --score")
     for name in ("nodes", "processes", "tokens", "price"):
         value = getattr(arguments, name)
         if value is not None and value <= 0:
@@ -95,3 +115,13 @@ def _check(arguments: argparse.Namespace) -> None:
         )
     if arguments.verify < 0:
         raise ConfigError("--verify", arguments.verify, why="it is a number of layouts", remedy="0 or more")
+
+
+def _check_score(arguments: argparse.Namespace) -> None:
+    if arguments.score and not arguments.runs:
+        raise ConfigError("--score", why="it names no run", remedy="headrace plan --score runs/a runs/b")
+    if not arguments.score and arguments.runs:
+        raise ConfigError("RUN", arguments.runs[0], why="only --score takes runs", remedy="--score, or --config FILE")
+    if not arguments.score and arguments.save_calibration is not None:
+        why = "it is made from scored runs"
+        raise ConfigError("--save-calibration", arguments.save_calibration, why=why, remedy="--score RUN...")

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from headrace.base.directory import read_manifest
 from headrace.base.errors import ConfigError, DataError
+from pipeline.config.changes import changed
 from pipeline.config.load import read_config
 from pipeline.config.rules import ResolvedRun, resolve
 from pipeline.config.schema import Config
 from pipeline.data.dataset import tokenizer_details
 from pipeline.engines.common import model_dtype
-from pipeline.machines.machine import Machine
+from pipeline.machines.machine import CPU, Machine
 from pipeline.models.hf_config import resolve_hf_config
 from pipeline.models.meta import build_meta
 from pipeline.parallel.checks import check_layout
@@ -67,13 +68,30 @@ def open_run(
     config = read_config(path, overrides).config
     notes: list[str] = []
     run = resolve(config, world_size=processes) if processes else _on_nodes(config, machine, nodes, notes)
-    vocabulary = _vocabulary(config, notes)
+    return planned_run(run, machine, vocabulary=_vocabulary(config, notes), notes=notes)
+
+
+def planned_run(run: ResolvedRun, machine: Machine, *, vocabulary: int, notes: Sequence[str] = ()) -> PlannedRun:
+    """Builds the model of a resolved run on meta and counts it.
+
+    Args:
+        run: resolved for its processes.
+        machine: the nodes.
+        vocabulary: ids of the tokenizer.
+        notes: what was assumed so far.
+
+    Raises:
+        ConfigError, DataError: see `open_run`.
+    """
+    config = run.config
     tokenizer = {"vocab_size": vocabulary, "bos_id": 0, "eos_id": 1, "pad_id": None}
     hf_config = resolve_hf_config(config.model, tokenizer=tokenizer, sequence_length=config.data.sequence_length)
     model = build_meta(hf_config, dtype=model_dtype(config), attn_implementation=attention_of(run))
     check_layout(run, model)
     if config.distill is not None:
-        notes.append("A teacher's forward pass and its memory are not counted.")
+        notes = [*notes, "A teacher's forward pass and its memory are not counted."]
+    if CPU in machine.devices and config.compile.enabled is None:
+        run = replace(run, config=changed(config, {"compile.enabled": False}))  # that is for GPUs
     costs = ModelCosts.of(model, sequence_length=config.data.sequence_length)
     return PlannedRun(run, costs, machine, vocabulary, tuple(notes))
 

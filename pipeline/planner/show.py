@@ -80,7 +80,7 @@ def as_json(report: Report) -> dict[str, Any]:
     change = report.change
     return {
         "machine": planned.machine.name,
-        "calibrated": planned.machine.measured is not None,
+        "calibrated": planned.machine.calibrated,
         "nodes": planned.nodes,
         "layout": {"text": planned.run.layout, **{axis: getattr(topology, axis) for axis in ("pp", "dp", "cp", "tp")}},
         "memory": {
@@ -110,7 +110,10 @@ def as_json(report: Report) -> dict[str, Any]:
 
 def intervals_from(machine: Machine) -> str:
     """Where the intervals come from, in one sentence."""
-    if machine.measured is not None:
+    if machine.scored is not None:
+        runs = len(machine.scored.runs)
+        rates = f"the spread of {runs} run{'s' if runs > 1 else ''} on {machine.scored.device}, {machine.scored.date}"
+    elif machine.measured is not None:
         rates = f"the spread of repeated measurements on {machine.measured.device}, {machine.measured.date}"
     else:
         rates = "published figures and assumptions (sources in the machine's file; --calibrate measures)"
@@ -121,7 +124,7 @@ def intervals_from(machine: Machine) -> str:
 
 def _machine(planned: PlannedRun) -> str:
     machine, nodes, ranks = planned.machine, planned.nodes, planned.run.topology.world_size
-    kind = "calibrated" if machine.measured is not None else "not calibrated"
+    kind = "calibrated" if machine.calibrated else "not calibrated"
     where = f"{nodes} node{'s' if nodes > 1 else ''} of {machine.devices_per_node}"
     return f"{machine.name}, {kind}: {ranks} rank{'s' if ranks > 1 else ''} on {where}"
 
