@@ -76,11 +76,11 @@ def _measured(device: torch.device) -> MeasuredSection:
 
 def _machine(device: torch.device, measured: MeasuredSection) -> Machine:
     known = machine_of_device(measured.device) if device.type == "cuda" else None
-    peaks = {each.dtype: 0.0 for each in measured.products}
+    peaks: dict[str, float] = {}
     for each in measured.products:
-        peaks[each.dtype] = max(peaks[each.dtype], each.flops_per_s[2])
+        peaks[each.dtype] = max(peaks.get(each.dtype, 0.0), each.flops_per_s[2])
     if known is not None:
-        peaks = {**{key: float(value) for key, value in known.peak_flops.items()}}
+        peaks.update(known.peak_flops)
     bandwidth = known.memory.bytes_per_s if known is not None else measured.copy_bytes_per_s[2]
     within, shares = _links(measured.collectives)
     raw: dict[str, Any] = {

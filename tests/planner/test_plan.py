@@ -103,8 +103,8 @@ def test_a_model_that_fits_nowhere_is_told_the_fewest_nodes_that_hold_it() -> No
     assert found.change is None
     assert found.nodes is not None
     nodes, sets = found.nodes
-    # 70 billion parameters take 12 bytes of fp32 weights and moments each: 18 devices of 48 GB at the least
-    assert 3 <= nodes <= 8
+    # with the optimizer on the host 70.6 billion parameters take 6 bytes each, weights and fp32 gradients: 8.8 devices
+    assert nodes == 2
     overrides = [f"{key}={json.dumps(value)}" for key, value in sets.items()]
     there = report("llama_70b_zero3.json", *overrides, machine="l40s", processes=8 * nodes)
     assert there.plan.memory.fits
