@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,7 +29,7 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
 
 def as_sets(changes: Mapping[str, Any]) -> str:
     """Changes as words of a command line: `--set parallel.tp=2 --set compile.enabled=true`."""
-    return " ".join(f"--set {key}={_text(value)}" for key, value in changes.items())
+    return " ".join(f"--set {each}" for each in as_overrides(changes))
 
 
 class _Tree(dict[str, Any]):
@@ -43,5 +44,6 @@ def _copy(section: Any, tree: _Tree) -> Any:
     return section.model_copy(update=update)
 
 
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+def as_overrides(changes: Mapping[str, Any]) -> list[str]:
+    """Changes as texts `key=value`, as `--set` takes them."""
+    return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changes.items()]

@@ -92,12 +92,12 @@ def _within_layers(layout: Layout) -> Iterator[Transfer]:
             yield Transfer("tensor", kind, size + repeated * inside, round(layers * (4 + 2 * repeated)), ranks)
     if run.topology.cp > 1:
         ranks = group_of(run.topology, ("cp",))
-        size = traffic.attention_exchanges(layout) * (1 + repeated / 2)
+        exchanged = traffic.attention_exchanges(layout) * (1 + repeated / 2)
         if run.zigzag:
             gradients = traffic.attention_gradients(layout) * _GRADIENT_BYTES / layout.size
-            yield Transfer("context", "send", size + gradients, 3 * layers * run.topology.cp, ranks)
+            yield Transfer("context", "send", exchanged + gradients, 3 * layers * run.topology.cp, ranks)
         else:
-            yield Transfer("context", "all_to_all", size, round(layers * 8 * (1 + repeated / 2)), ranks)
+            yield Transfer("context", "all_to_all", exchanged, round(layers * 8 * (1 + repeated / 2)), ranks)
 
 
 def _pipeline(layout: Layout) -> Iterator[Transfer]:

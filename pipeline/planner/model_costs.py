@@ -14,7 +14,7 @@ from pipeline.models.count import ModelSize, measure
 from pipeline.models.routers import find_routers
 from pipeline.parallel.assemble import pipeline_stages
 from pipeline.parallel.costs import forward_flops
-from pipeline.parallel.footprint import Footprint, footprint_of
+from pipeline.parallel.footprint import Footprint, footprint_of, widths_of
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,10 @@ class ModelCosts:
         """
         config: Any = model.config
         assert isinstance(config, PretrainedConfig)
+        if widths_of(config) is None or not getattr(config, "base_model_pp_plan", None):
+            why = "the formulas hold for decoders that are built like Llama's, of which transformers lists the layers"
+            remedy = "headrace check --exact, which executes a step on fake tensors"
+            raise ConfigError("model", config.model_type, why=why, remedy=remedy)
         linear, head = forward_flops(model, sequence_length=0)
         # a token attends to half of the positions on average
         causal, _ = forward_flops(model, sequence_length=sequence_length // 2)
@@ -92,10 +96,7 @@ class ModelCosts:
 
     def _counted(self, run: ResolvedRun) -> Shares:
         footprint = footprint_of(run, self.model)
-        if footprint is None:
-            kind = getattr(self.model.config, "model_type", "this architecture")
-            why = f"its layers are not built like Llama's, for which the formulas of {kind} would be needed"
-            raise ConfigError("model", kind, why=why, remedy="headrace check --exact executes a step on fake tensors")
+        assert footprint is not None  # `of` has refused the others
         linear, attention, head = self._layers
         flops = [[0.0, 0.0] for _ in footprint.ranks]
         for stage in pipeline_stages(run, self.model):
@@ -103,4 +104,5 @@ class ModelCosts:
             of_rank[0] += sum(linear[slice(*stage.layers)])
             of_rank[1] += sum(attention[slice(*stage.layers)])
         ranks = zip(flops, footprint.ranks, strict=True)
-        return Shares(footprint, tuple(RankFlops(*each, head if rank.last else 0.0) for each, rank in ranks))
+        parts = tuple(RankFlops(each[0], each[1], head if rank.last else 0.0) for each, rank in ranks)
+        return Shares(footprint, parts)

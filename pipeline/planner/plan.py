@@ -116,4 +116,4 @@ def run_rates(run: ResolvedRun, costs: ModelCosts, machine: Machine, end: int) -
 
 def _peak_flops(run: ResolvedRun, machine: Machine) -> float:
     dtype = "bf16" if run.config.bf16.enabled else "fp16" if run.config.fp16.enabled else "fp32"
-    return next(machine.peak_flops[each] for each in (dtype, "bf16", "fp32") if each in machine.peak_flops)  # type: ignore[index]
+    return next(machine.peak_flops[each] for each in (dtype, "bf16", "fp32") if each in machine.peak_flops)
