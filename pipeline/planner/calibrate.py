@@ -15,7 +15,7 @@ import torch
 
 from headrace.base.errors import ConfigError
 from pipeline.machines.known import known_machines, machine_of_device
-from pipeline.machines.machine import Machine, MeasuredCollective, MeasuredProduct, MeasuredSection
+from pipeline.machines.machine import CPU, Dtype, Machine, MeasuredCollective, MeasuredProduct, MeasuredSection
 from pipeline.metrics.memory import resident_peak
 from pipeline.planner import measure
 from pipeline.planner.measure_links import collectives
@@ -76,7 +76,7 @@ def _measured(device: torch.device) -> MeasuredSection:
 
 def _machine(device: torch.device, measured: MeasuredSection) -> Machine:
     known = machine_of_device(measured.device) if device.type == "cuda" else None
-    peaks: dict[str, float] = {}
+    peaks: dict[Dtype, float] = {}
     for each in measured.products:
         peaks[each.dtype] = max(peaks.get(each.dtype, 0.0), each.flops_per_s[2])
     if known is not None:
@@ -85,7 +85,7 @@ def _machine(device: torch.device, measured: MeasuredSection) -> Machine:
     within, shares = _links(measured.collectives)
     raw: dict[str, Any] = {
         "name": f"{measured.device}, calibrated",
-        "devices": [],
+        "devices": [CPU] if device.type == CPU else [],
         "devices_per_node": _devices(),
         "memory": {"bytes": _memory(device), "bytes_per_s": bandwidth},
         "peak_flops": peaks,
@@ -110,7 +110,7 @@ def _machine(device: torch.device, measured: MeasuredSection) -> Machine:
     return Machine.model_validate(raw)
 
 
-def _dtypes(measured: MeasuredSection) -> list[str]:
+def _dtypes(measured: MeasuredSection) -> list[Dtype]:
     return sorted({each.dtype for each in measured.products})
 
 
