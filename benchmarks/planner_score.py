@@ -3,8 +3,8 @@
     python -m benchmarks.planner_score [--steps 12] [--rounds 2] [--work DIR]
 
 1. `headrace plan --calibrate` measures this machine.
-2. Every run is a real one (`headrace train`, engine torch, fp32, one thread per process), and its median step is compared
-   with the prediction of that calibration, as `headrace plan --score` does.
+2. Every run is a real one (`headrace train`, engine torch, fp32, one thread per process), and its median step is
+   compared with the prediction of that calibration, as `headrace plan --score` does.
 3. The machine is fitted, as by `--save-calibration`, to the runs of the smallest and the largest model on 1 and 2
    processes, and predicts the model in between and 4 processes, which it has not seen.
 4. The same with the CPU time of a step in the place of the clock's, fitted to one process: other work on a busy machine

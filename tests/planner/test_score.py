@@ -1,4 +1,4 @@
-"""`headrace plan --score`: runs record what they measured; errors are signed, and a fitted machine predicts the runs."""
+"""`headrace plan --score`: runs record what they measured; errors are signed, and a fitted machine predicts runs."""
 
 from __future__ import annotations
 
