@@ -64,6 +64,7 @@ from pipeline.run.checkpoint_timer import CheckpointTimer
 from pipeline.run.garbage import GarbageCollector
 from pipeline.run.manifest import RunManifest
 from pipeline.run.prepare import PreparedRun, prepare
+from pipeline.run.step_times import StepTimes
 from pipeline.run.trainer import Progress, Trainer
 
 RUN = {
@@ -305,6 +306,7 @@ def ours(prepared: PreparedRun, rounds: Rounds) -> None:
         display=TrainingDisplay(first=0, total=run.steps, shown=False),
         stragglers=Stragglers(threshold=0.1, every=None, peers=[0], rank=0, gpu=device.type == "cuda"),
         clock=StepClock(),
+        times=StepTimes(),
         memory=AgreedPeak(PeakMemory(device)),
         profiler=StepProfiler(None, run_dir=prepared.run_dir, rank=0, gpu=device.type == "cuda", say=print),
         flops_per_token=prepared.size.flops_per_token,

@@ -20,6 +20,10 @@ COMMANDS = {
         "prune, distil, quantize and evaluate from one config; verify a result",
     ),
     "check": ("pipeline.check", "print the resolved run of a config, or the one thing that is wrong with it"),
+    "plan": (
+        "pipeline.planner.command_plan",
+        "memory, time and money of a run before it starts; the best layouts; --calibrate measures this machine",
+    ),
     "prove": ("pipeline.proof.command", "show that a config's layout, made small, learns what one process does"),
     "checkpoint": ("pipeline.checkpoint.command_checkpoint", "list, verify or export the checkpoints of a run"),
     "export": ("pipeline.checkpoint.command_export", "write a run's model as a Hugging Face folder"),

@@ -17,10 +17,6 @@ from headrace.commands.lazy import Verb, lazy_app, sentence
 
 DATA_PREP, TRAINING, CLUSTER, MODELS = "Data prep", "Training", "Cluster", "Models"
 COMPRESSION, CONFIG = "Compression", "Config"
-_PLANNER = (
-    "There is no verb 'plan' yet: it is reserved for a planner of training runs. 'headrace prep plan --config F' plans"
-    " data prep, and 'headrace check --config F' prints what would be trained."
-)
 
 
 def main() -> None:
@@ -69,7 +65,7 @@ def _verbs() -> list[Verb]:
         Verb("prep", "Turn text into tokens: clean, deduplicate, tokenize, shard.", _prep, DATA_PREP),
         *(
             of_pipeline(name, TRAINING)
-            for name in ("train", "prove", "check", "goodput", "ladder", "samples", "report")
+            for name in ("plan", "train", "prove", "check", "goodput", "ladder", "samples", "report")
         ),
         own("status", "Show how far a run is, live: step, loss, goodput, restarts, Slurm job; why it ended.", TRAINING),
         of_pipeline("checkpoint", TRAINING),
@@ -91,7 +87,7 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-app = lazy_app(_verbs(), reserved={"plan": _PLANNER}, add_completion=True)
+app = lazy_app(_verbs(), add_completion=True)
 
 
 @app.callback(invoke_without_command=True)

@@ -157,7 +157,7 @@ def _parameter(action: argparse.Action, complete: Complete | None, *, optional: 
 def _type(action: argparse.Action) -> Any:
     if isinstance(action, argparse._StoreTrueAction):
         return bool
-    if isinstance(action, argparse._AppendAction):
+    if isinstance(action, argparse._AppendAction) or action.nargs == argparse.ZERO_OR_MORE:
         return list[str]
     return action.type if action.type in _AS_TYPED else str
 

@@ -1,22 +1,12 @@
 """Peak FLOP/s of devices, for model FLOPs utilization (MFU).
 
-Dense bf16 tensor-core rates from NVIDIA's data sheets (A100 2020, H100 and H200 2023, B200 2024, L40S 2023, L4 2023).
-For a device that is not in the table, and for a CPU, no MFU is reported.
+Dense bf16 tensor-core rates of the machines of `pipeline.machines`, from the makers' data sheets. For a device that is
+not among them, and for a CPU, no MFU is reported.
 """
 
 from __future__ import annotations
 
-import re
-
-_BF16_DENSE_TFLOPS = {
-    "B200": 2250.0,
-    "H200": 989.4,
-    "H100 PCIe": 756.0,
-    "H100": 989.4,
-    "A100": 312.0,
-    "L40S": 362.1,
-    "L4": 121.0,
-}
+from pipeline.machines.known import machine_of_device
 
 
 def peak_flops(device_name: str, *, bf16: bool) -> float | None:
@@ -26,9 +16,5 @@ def peak_flops(device_name: str, *, bf16: bool) -> float | None:
     """
     if not bf16:
         return None
-    words = set(re.split(r"[ -]", device_name))
-    if words & {"MIG", "NVL"}:  # a slice of a device, and a variant of another rate
-        return None
-    known = (tflops for name, tflops in _BF16_DENSE_TFLOPS.items() if set(name.split()) <= words)
-    found = next(known, None)
-    return None if found is None else found * 1e12
+    machine = machine_of_device(device_name)
+    return None if machine is None else machine.peak_flops.get("bf16")

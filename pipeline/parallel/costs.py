@@ -1,4 +1,4 @@
-"""Cost model of decoder layers and pipeline stages: forward FLOPs per token, and parameters."""
+"""Cost model of decoder layers and pipeline stages: forward FLOPs per token, parameters, bytes of the update."""
 
 from __future__ import annotations
 
@@ -7,9 +7,37 @@ from typing import Any
 
 from torch import nn
 
+from pipeline.config.rules import ResolvedRun
 from pipeline.models.attention import window_of
 from pipeline.models.layers import attention_widths
 from pipeline.parallel.stages import StageLayers, layer_list, modules_before_layers
+
+UPDATE_BYTES = {True: 54, False: 32}
+"""Bytes that an AdamW update reads and writes per parameter that a rank holds, on one device and on several. fp32
+states: weight, gradient and two moments are read and written. One device in bf16 also joins and splits the master
+weights (8), widens the gradient (6) and writes the result (8)."""
+SMALL_MOMENTS_BYTES = 8
+"""How many fewer with moments in bf16."""
+ACCUMULATION_BYTES = 10
+"""Bytes per parameter and micro-batch where gradients of several are added up unsharded: one in bf16 to a sum in fp32.
+FSDP2 and ZeRO do so in a pipeline; elsewhere they reduce every micro-batch's."""
+
+
+def update_bytes(run: ResolvedRun, parameters: int) -> float:
+    """Bytes that a rank reads and writes in a step for the optimizer's update, and to add up gradients.
+
+    Args:
+        run: the resolved config.
+        parameters: elements of the rank's part of the model, before it is sharded over data ranks.
+    """
+    topology, count = run.topology, run.batch.accumulation
+    each = UPDATE_BYTES[run.alone]
+    if run.config.optimizer.params.moments_dtype == "bf16":
+        each -= SMALL_MOMENTS_BYTES
+    sharded = not run.alone and run.config.zero_optimization.stage > 0
+    shards = (run.config.parallel.hybrid_shard_size or topology.dp * topology.cp) if sharded else 1
+    added = ACCUMULATION_BYTES * count if count > 1 and (run.alone or topology.pp > 1) else 0
+    return parameters * (each / shards + added)
 
 
 def forward_flops(model: nn.Module, *, sequence_length: int) -> tuple[list[float], float]:

@@ -121,8 +121,17 @@ def peak_memory(run: ResolvedRun, footprint: Footprint, *, pp_rank: int = 0, mic
         pp_rank: which rank of the pipeline.
         micro: samples per micro-batch, of the same global batch; the run's own when None.
     """
-    step = _Step(run, footprint.ranks[pp_rank], footprint.widths, micro or run.batch.micro, pp_rank)
-    return max(_moments(step), key=lambda moment: moment.total)
+    return max(phases(run, footprint, pp_rank=pp_rank, micro=micro).values(), key=lambda moment: moment.total)
+
+
+def phases(run: ResolvedRun, footprint: Footprint, *, pp_rank: int = 0, micro: int | None = None) -> dict[str, Bytes]:
+    """Phase -> what lives at its largest moment; the arguments are those of `peak_memory`."""
+    return _moments(_Step(run, footprint.ranks[pp_rank], footprint.widths, micro or run.batch.micro, pp_rank))
+
+
+def layer_activations(run: ResolvedRun, footprint: Footprint, *, pp_rank: int = 0) -> float:
+    """Bytes that the backward pass of one decoder layer needs of a micro-batch, without activation checkpointing."""
+    return _whole_layer(_Step(run, footprint.ranks[pp_rank], footprint.widths, run.batch.micro, pp_rank))
 
 
 def largest_micro_batch(run: ResolvedRun, footprint: Footprint, *, memory: float, pp_rank: int = 0) -> int:
@@ -140,7 +149,7 @@ def largest_micro_batch(run: ResolvedRun, footprint: Footprint, *, memory: float
     return next((micro for micro in range(samples, 0, -1) if legal(micro) and fits(micro)), 0)
 
 
-def _moments(step: _Step) -> list[Bytes]:
+def _moments(step: _Step) -> dict[str, Bytes]:
     if step.run.config.engine == "deepspeed":
         return _deepspeed(step)
     if step.run.plain:
@@ -148,7 +157,7 @@ def _moments(step: _Step) -> list[Bytes]:
     return _single(step) if step.run.alone else _sharded(step)
 
 
-def _single(step: _Step) -> list[Bytes]:
+def _single(step: _Step) -> dict[str, Bytes]:
     """One device (`engines.torch_native.single`): bf16 weights and the 16 bits that they lack of their fp32 masters."""
     rank, s, several = step.rank, step.size, step.accumulation > 1
     masters = {2: 2, 4: 0}[s] if not step.run.config.fp16.enabled else _MASTER
@@ -159,14 +168,14 @@ def _single(step: _Step) -> list[Bytes]:
     copies = at_once * (0 if s == _MASTER else _MASTER)
     update = replace(base, weights=base.weights + (copies if masters == 2 else 0))
     ahead = 0 if several else s * rank.head  # of several micro-batches it is in the sum by then
-    return [
-        replace(base, gradients=before + _sum_of_head(step), **_loss(step)),
-        replace(base, gradients=before + ahead + s * max(rank.layers), **_first_backward(step)),
-        replace(update, gradients=whole + (0 if several else copies)),
-    ]
+    return {
+        "loss": replace(base, gradients=before + _sum_of_head(step), **_loss(step)),
+        "backward": replace(base, gradients=before + ahead + s * max(rank.layers), **_first_backward(step)),
+        "update": replace(update, gradients=whole + (0 if several else copies)),
+    }
 
 
-def _plain(step: _Step) -> list[Bytes]:
+def _plain(step: _Step) -> dict[str, Bytes]:
     """One process: weights in s bytes with fp32 masters, all gradients in s bytes before they are added up in fp32."""
     rank, s, mixed = step.rank, step.size, step.size < _MASTER
     weights = rank.parameters * (s + _MASTER if mixed else _MASTER)
@@ -179,14 +188,14 @@ def _plain(step: _Step) -> list[Bytes]:
     else:
         accumulate = s * rank.parameters
     before = s * rank.parameters if not mixed and several else added
-    return [
-        replace(base, gradients=accumulate),
-        replace(base, gradients=before + s * rank.head, **_loss(step)),
-        replace(base, gradients=before + s * (rank.head + max(rank.layers)), **_first_backward(step)),
-    ]
+    return {
+        "update": replace(base, gradients=accumulate),
+        "loss": replace(base, gradients=before + s * rank.head, **_loss(step)),
+        "backward": replace(base, gradients=before + s * (rank.head + max(rank.layers)), **_first_backward(step)),
+    }
 
 
-def _sharded(step: _Step) -> list[Bytes]:
+def _sharded(step: _Step) -> dict[str, Bytes]:
     """FSDP2 (`engines.torch_native.units`): fp32 shards; one unit is gathered ahead of the one that is computed."""
     rank, s, n = step.rank, step.size, step.shards
     unit, per_layer = max(rank.layers), step.stage == 3
@@ -211,13 +220,15 @@ def _sharded(step: _Step) -> list[Bytes]:
     # gathered weights are freed before their gradients are reduced
     reduced_last = rank.rest - rank.head if rank.separate else rank.rest
     reduced = _MASTER * rank.parameters / (1 if once else n) + (s + _MASTER) * reduced_last
-    return [
-        replace(at_loss, gradients=held + _sum_of_head(step), **_loss(step)),
-        replace(at_loss, gradients=held + _sum_of_head(step) + s * rank.head, **_head_backward(step)),
-        replace(backward, gradients=held + of_head + _mlp_gradients(step), **_first_backward(step)),
-        replace(backward, gradients=held + of_layer + _mlp_gradients(step), **second),
-        replace(base, gradients=reduced),
-    ]
+    return {
+        "loss": replace(at_loss, gradients=held + _sum_of_head(step), **_loss(step)),
+        "backward, head": replace(at_loss, gradients=held + _sum_of_head(step) + s * rank.head, **_head_backward(step)),
+        "backward, last layer": replace(
+            backward, gradients=held + of_head + _mlp_gradients(step), **_first_backward(step)
+        ),
+        "backward, next layer": replace(backward, gradients=held + of_layer + _mlp_gradients(step), **second),
+        "reduction": replace(base, gradients=reduced),
+    }
 
 
 def _accumulated(step: _Step) -> int:
@@ -238,7 +249,7 @@ def _mlp_gradients(step: _Step) -> float:
     return step.size * 2 / 3 * max(step.rank.layers) if not w.experts else step.size * max(step.rank.layers)
 
 
-def _deepspeed(step: _Step) -> list[Bytes]:
+def _deepspeed(step: _Step) -> dict[str, Bytes]:
     """ZeRO: weights in s bytes, fp32 masters and moments over the shards, gradients through buckets."""
     rank, s, n, section = step.rank, step.size, step.shards, step.run.config.zero_optimization
     if step.stage == 0:
@@ -252,9 +263,9 @@ def _deepspeed(step: _Step) -> list[Bytes]:
     weights = s * rank.parameters / (n if step.stage == 3 else 1) + (0.0 if offloaded else masters)
     live = s * max(2 * max(rank.layers), rank.rest) if step.stage == 3 else 0.0
     live += s * rank.parameters / section.zero_hpz_partition_size if section.zero_hpz_partition_size else 0.0
-    gradients = added * rank.parameters / (1 if step.stage == 1 else n) + bucket
-    base = Bytes(weights=weights + live, optimizer=states, gradients=gradients)
-    return [replace(base, **_loss(step)), replace(base, **_first_backward(step))]
+    gradients = added * rank.parameters / (1 if step.stage == 1 else n)
+    base = Bytes(weights=weights + live, optimizer=states, gradients=gradients, buffers=bucket)
+    return {"loss": replace(base, **_loss(step)), "backward": replace(base, **_first_backward(step))}
 
 
 def _loss(step: _Step) -> dict[str, float]:

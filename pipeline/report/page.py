@@ -36,7 +36,7 @@ def page(inputs: Inputs, rows: Sequence[Row]) -> str:
         runs=_runs(inputs),
         data=data_script([chart for group in _groups(inputs) for chart in (loss_chart(group), *side_charts(group))]),
         script=(_HERE / "page.js").read_text(encoding="utf-8"),
-        code=escape(_code()),
+        code=escape(code_text()),
     )
 
 
@@ -104,6 +104,7 @@ def _run(place: int, run: RunRecord, inputs: Inputs) -> str:
     return f"<article>\n<h3>{_swatch(place)}{escape(run.name)}</h3>\n{definitions(pairs)}\n</article>"
 
 
-def _code() -> str:
+def code_text() -> str:
+    """The version of the code that writes a page."""
     code = code_version()
     return f"headrace {code['headrace']}" + (f", commit {code['commit'][:SHORT]}" if code["commit"] else "")

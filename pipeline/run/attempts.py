@@ -10,6 +10,7 @@ while it holds the lock of the run's directory; `headrace status` reads them.
 | nodes | once all ranks are connected | `nodes`: host -> ranks, e.g. {"n1": "0-3"} |
 | loaded | once a checkpoint is loaded | `step`, `seconds` of the load, `read` (bytes, see below), `warnings` |
 | training | before the first step | `step` after which it trains on |
+| measured | before an end that is no failure | see `pipeline.run.measured` |
 | end | when it ends by itself | `code`, `reason` |
 
 The fields of a start: `launcher`, `world_size`, `host`, `pid`; under Slurm `job`, `requeue`, `nodelist`; `again`, the

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from headrace.base.errors import ConfigError, TrainingError
+from pipeline.config.changes import changed
 from pipeline.config.rules import ResolvedRun, resolve
 from pipeline.config.schema import Config
 from pipeline.parallel.footprint import footprint_of
@@ -124,15 +125,8 @@ def _changed(run: ResolvedRun, changes: Sequence[Change]) -> ResolvedRun:
     """The same run with other settings; the micro-batch and what it is accumulated to are found anew."""
     if not changes:
         return run
-    config = run.config
-    for key, value in changes:
-        config = _with(config, key.split("."), value)
+    config = changed(run.config, dict(changes))
     return resolve(config, world_size=run.topology.world_size, begun=True)
-
-
-def _with(section: Any, keys: Sequence[str], value: Any) -> Any:
-    first, *rest = keys
-    return section.model_copy(update={first: _with(getattr(section, first), rest, value) if rest else value})
 
 
 def _fitting(

@@ -55,6 +55,7 @@ from pipeline.run.checkpoint_timer import CheckpointTimer
 from pipeline.run.distillation import make_samples
 from pipeline.run.garbage import GarbageCollector
 from pipeline.run.manifest import RunManifest
+from pipeline.run.measured import measured
 from pipeline.run.memory_checkpoints import KeptCopies, kept_copies, memory_folder
 from pipeline.run.messages import closing_line, loaded_line, opening_lines, quiet_libraries
 from pipeline.run.out_of_memory import explained_out_of_memory
@@ -69,6 +70,7 @@ from pipeline.run.resume import (
     refuse_other_curve,
 )
 from pipeline.run.staged_data import check_stage_space, staged_data
+from pipeline.run.step_times import StepTimes
 from pipeline.run.trainer import Progress, Trainer
 
 MakeObjective = Callable[[PreparedRun, torch.device, Mesh | None], Objective]
@@ -300,6 +302,7 @@ class Session:
                 display=display,
                 stragglers=self._stragglers(),
                 clock=StepClock(),
+                times=StepTimes(),
                 memory=AgreedPeak(PeakMemory(self.agreement.device)),
                 profiler=stack.enter_context(self._profiler(display.say)),
                 flops_per_token=prepared.size.flops_per_token,
@@ -329,6 +332,10 @@ class Session:
                 self.watchdog.report_error(error)  # before the sinks are closed, which may take long
                 raise
             self.watchdog.enter_phase("finishing")
+            found = measured(
+                prepared, trainer.times, self.agreement, rank=self.launch.rank, device_name=engine.device_name
+            )
+            self.attempt.record("measured", step=trainer.progress.step, **found)
             display.say(closing_line(prepared, stop, step=trainer.progress.step))
             return stop
 

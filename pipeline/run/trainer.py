@@ -30,6 +30,7 @@ from pipeline.run.agreed_peak import AgreedPeak
 from pipeline.run.checkpoint_timer import CheckpointTimer
 from pipeline.run.garbage import GarbageCollector
 from pipeline.run.manifest import RunManifest
+from pipeline.run.step_times import StepTimes
 
 SLOW_STEP_S = 5.0
 """Seconds of a step above which it is finished before the next is begun: a stop signal should not wait for two more."""
@@ -98,6 +99,7 @@ class Trainer:
         display: progress bar and messages.
         stragglers: measures how long every rank works, and names slow ones.
         clock: measures steps from report to report.
+        times: of the steps, for the record of what was measured.
         memory: peak memory.
         profiler: records the steps that the config names.
         flops_per_token: of the model, forward and backward.
@@ -123,6 +125,7 @@ class Trainer:
     display: TrainingDisplay
     stragglers: Stragglers
     clock: StepClock
+    times: StepTimes
     memory: AgreedPeak
     profiler: StepProfiler
     flops_per_token: float | None
@@ -322,6 +325,7 @@ class Trainer:
             **cost.row(),
         )
         graphs, compile_s = self.compilations()
+        self.times.add(cost.seconds, compiled=bool(graphs))
         if graphs:
             self.sinks.event(step, event="compiled", graphs=graphs, seconds=compile_s)
             self.display.say(f"step {step}: {graphs} graphs compiled in {compile_s:.1f} s")

@@ -23,6 +23,7 @@ from typing import Any
 
 from pipeline.fake_gpu.case import Case
 from pipeline.models.count import measure as size_of
+from pipeline.parallel.costs import update_bytes
 from pipeline.parallel.traffic import PURPOSES
 from tests.conftest import ROOT
 from tests.fake_gpu.cells import measured
@@ -34,16 +35,6 @@ KEPT = Path(__file__).with_name("lowered.json")
 
 GPUS = {"H100 SXM": (989.4e12, 3.35e12), "H200": (989.4e12, 4.8e12), "B200": (2250e12, 8.0e12)}
 """Dense bf16 FLOP/s and bytes/s, from NVIDIA's data sheets (B200: HGX B200, per GPU)."""
-
-OPTIMIZER_BYTES = {True: 54, False: 32}
-"""Bytes that an AdamW update reads and writes per parameter that a rank holds. fp32 states: weight, gradient and two
-moments are read and written. One device in bf16 also joins and splits the master weights (8), widens the gradient (6)
-and writes the result (8)."""
-SMALL_MOMENTS_BYTES = 8
-"""How many fewer with moments in bf16."""
-ACCUMULATION_BYTES = 10
-"""Bytes per parameter and micro-batch where gradients of several are added up unsharded: one in bf16 to a sum in fp32.
-FSDP2 and ZeRO do so in a pipeline; elsewhere they reduce every micro-batch's."""
 
 _LEAST = {
     "weights": ("all_gather", "dp x cp"),
@@ -159,13 +150,8 @@ def work_of(case: Case, graphs: list[dict[str, Any]], *, cell: str | None) -> Wo
     if rank.last:
         head = 3 * 2 * layout.tokens * layout.widths.vocabulary * layout.widths.hidden // topology.tp
         products.append((head, 0, count))
-    update = OPTIMIZER_BYTES[run.alone]
-    if run.config.optimizer.params.moments_dtype == "bf16":
-        update -= SMALL_MOMENTS_BYTES
-    shards = 1 if run.alone else topology.dp * topology.cp
-    added = ACCUMULATION_BYTES * count if count > 1 and (run.alone or topology.pp > 1) else 0
     bubble = (topology.pp - 1) / (count * run.virtual_stages)
-    held_bytes = rank.parameters * (update / shards + added)
+    held_bytes = update_bytes(run, rank.parameters)
     return Work(tuple(products), kernel_bytes, held_bytes, bubble, tuple(_sent(case, cell)))
 
 

@@ -134,10 +134,10 @@ def test_a_wrong_command_line_is_refused_with_what_is_right(words: tuple[str, ..
     assert "Traceback" not in done.output
 
 
-def test_plan_is_reserved_and_says_what_there_is() -> None:
-    done = run("plan", "--config", "x")
+def test_plan_is_the_planner_of_training_runs() -> None:
+    done = run("plan", "--machine", "h100")
     assert done.exit_code == 2
-    assert "headrace prep plan" in " ".join(done.output.replace("│", " ").split())
+    assert "there is no run to plan" in " ".join(done.output.split())
 
 
 def test_an_error_of_the_user_has_no_traceback_and_its_own_exit_code(tmp_path: Path) -> None:

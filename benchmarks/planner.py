@@ -1,0 +1,94 @@
+"""The planner: a plan of every shipped config on its natural machine, and a thousand layouts by closed formulas.
+
+    python -m benchmarks.planner [--layouts 1000]
+
+Prints, as JSON, the seconds of every plan (config, model on meta, formulas, what would help; without the imports, which
+are given apart), and how many layouts a search computes per second: wall time, and time of the process, which a busy
+machine does not lengthen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from itertools import islice
+from typing import Any
+
+from headrace.base.version import __version__
+
+NATURAL = {
+    "llama_8b_h200.json": ("h200", 1),
+    "llama_8b_8gpu.json": ("h100", 8),
+    "llama_8b_64k_cp.json": ("h100", 16),
+    "llama_1b_zero3.json": ("h100", 8),
+    "llama_70b_zero3.json": ("h100", 512),
+    "llama_70b_3d.json": ("h100", 512),
+    "llama_70b_fsdp_3d.json": ("h200", 512),
+    "qwen3_moe_30b.json": ("h100", 64),
+    **{f"{name}.json": ("rtx4090", 2) for name in ("zero1", "zero2", "zero3", "fsdp", "offload")},
+    **{f"{name}.json": ("rtx4090", 4) for name in ("tp", "pp")},
+    **{f"{name}.json": ("rtx4090", 8) for name in ("3d", "fsdp_3d")},
+}
+"""Shipped config -> machine and ranks that it is written for; the toys are for whatever is at hand."""
+
+SEARCHED = ("llama_8b_8gpu.json", "llama_70b_fsdp_3d.json")
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", type=int, default=1000, metavar="N", help="layouts to compute (default: 1000)")
+    arguments = parser.parse_args()
+    started = time.perf_counter()
+    import pipeline.planner.show  # noqa: F401, PLC0415  imports torch
+
+    result: dict[str, Any] = {"headrace": __version__, "imports_s": time.perf_counter() - started}
+    result["plans"] = {name: _plan(name, *of) for name, of in NATURAL.items()}
+    result["slowest_plan_s"] = max(each["seconds"] for each in result["plans"].values())
+    result["searches"] = {name: _search(name, *NATURAL[name], count=arguments.layouts) for name in SEARCHED}
+    print(json.dumps(result, indent=2))
+
+
+def _plan(name: str, machine: str, processes: int) -> dict[str, Any]:
+    from pipeline.machines.known import load_machine  # noqa: PLC0415
+    from pipeline.planner.planned_run import open_run  # noqa: PLC0415
+    from pipeline.planner.show import report_of  # noqa: PLC0415
+
+    wall, own = time.perf_counter(), time.process_time()
+    planned = open_run(f"ds_configs/{name}", (), load_machine(machine), nodes=None, processes=processes)
+    plan = report_of(planned).plan
+    return {
+        "machine": machine,
+        "ranks": processes,
+        "seconds": time.perf_counter() - wall,
+        "process_seconds": time.process_time() - own,
+        "fits": plan.memory.fits,
+        "step_s": plan.step_s.plain(),
+        "mfu": None if plan.mfu is None else plan.mfu.plain(),
+    }
+
+
+def _search(name: str, machine: str, processes: int, *, count: int) -> dict[str, Any]:
+    """The first layouts that the rules allow, as the search computes them; a whole search has more."""
+    from pipeline.machines.known import load_machine  # noqa: PLC0415
+    from pipeline.planner.layouts import layouts  # noqa: PLC0415
+    from pipeline.planner.planned_run import open_run  # noqa: PLC0415
+    from pipeline.planner.search import evaluate  # noqa: PLC0415
+
+    planned = open_run(f"ds_configs/{name}", (), load_machine(machine), nodes=None, processes=processes)
+    run, costs = planned.run, planned.costs
+    wall, own = time.perf_counter(), time.process_time()
+    allowed = (
+        sets for sets in layouts(run, planned.machine) if evaluate(run, costs, planned.machine, sets) is not None
+    )
+    done = sum(1 for _ in islice(allowed, count))
+    return {
+        "layouts": done,
+        "seconds": time.perf_counter() - wall,
+        "process_seconds": time.process_time() - own,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""Bytes of tensors of a step executed on the CPU, against the planner's formulas: a table of docs/reference/planner.md.
+
+    python -m benchmarks.planner_memory [--precision bf16] [--only torch]
+
+The layouts, model and batch of benchmarks/parity.py. Every rank runs two steps of real training with gloo, under a mode
+that notes each storage from the operator that returns it until it is freed; the peak of the second step counts, of the
+rank that needs most. Beside it the closed formulas, which `headrace plan` and its search use, and the same step on fake
+tensors, by which `plan --search` verifies its best layouts. Sizes are rounded up to 512 bytes each, as CUDA's allocator
+does. Takes some minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.parity import LAYOUTS, base
+from headrace.base.configfile import merge
+from headrace.base.section import parse
+from pipeline.config.rules import ResolvedRun, resolve
+from pipeline.config.schema import Config
+from pipeline.fake_gpu import case as fake
+from pipeline.fake_gpu.memory import Memory
+from pipeline.machines.known import load_machine
+from pipeline.parallel.memory import peak_memory
+from pipeline.planner.planned_run import planned_run
+from pipeline.proof.case import Case, CaseResult
+from pipeline.proof.shrunk_run import with_precision
+from pipeline.proof.tokens import write_tokens
+from pipeline.proof.worker import run_cases
+
+VOCABULARY = 1024
+STEPS = 2
+"""The first step makes optimizer states; the second is one of many."""
+
+
+class TensorBytes(TorchDispatchMode):
+    """Follows the storages of the CPU that operators return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = Memory({}, head=(0, 0))
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # its local operators come one by one
+        result = op(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, Tensor) and each.device.type == "cpu" and not isinstance(each, DTensor):
+                self.memory.see(each)
+        return result
+
+
+@contextmanager
+def counted() -> Iterator[None]:
+    """Ranks that are forked within count: the peak of each step is written beside the result of their case."""
+    rank: Any = import_module("pipeline.proof.rank")  # a rank's libraries
+    build = rank.build_engine
+
+    def build_counted(run: ResolvedRun, *args: Any, **kwargs: Any) -> Any:
+        counter, peaks = TensorBytes(), []
+        with counter, counter.memory.following_resizes():
+            engine = build(run, *args, **kwargs)
+        step = engine.train_step
+        number = dist.get_rank() if dist.is_initialized() else 0
+        path = Path(run.config.run.dir).parent / f"peaks-{number}.json"
+
+        def train_step(*args: Any, **kwargs: Any) -> Any:
+            counter.memory.begin()
+            with counter, counter.memory.following_resizes():
+                result = step(*args, **kwargs)
+            peaks.append(counter.memory.peak().bytes)
+            path.write_text(json.dumps(peaks))
+            return result
+
+        engine.train_step = train_step
+        return engine
+
+    rank.build_engine = build_counted
+    try:
+        yield
+    finally:
+        rank.build_engine = build
+
+
+def layouts(tokens: Path, precision: str, only: str) -> dict[str, tuple[str, Case]]:
+    """Name -> (engine, case), one process of either engine first."""
+    shared = merge(base(tokens, STEPS), {"parallel": {"elastic": False}})
+    alone = [("one process", 1, "torch", {}), ("one process", 1, "deepspeed", {"zero_optimization": {"stage": 1}})]
+    found = {}
+    for name, ranks, engine, fields in [*alone, *LAYOUTS]:
+        if only in f"{engine}, {name}":
+            config = with_precision(merge(shared, {"engine": engine, **fields}), precision)
+            label = f"{engine}, {name}"
+            found[label] = engine, Case(label.replace("/", " "), config, ranks, save=())
+    return found
+
+
+def measured_peaks(case: Case, result: CaseResult) -> list[int]:
+    """Bytes of the second step by rank."""
+    files = [result.directory / f"peaks-{rank}.json" for rank in range(case.processes)]
+    return [json.loads(file.read_text())[-1] for file in files]
+
+
+def executed_peaks(cases: list[Case], work: Path) -> list[dict[int, int]]:
+    """Pipeline rank -> bytes of a step on fake tensors; without those that cannot be executed."""
+    asked: list[tuple[int, int, fake.Case]] = []
+    for number, case in enumerate(cases):
+        path = work / f"{number}.json"
+        path.write_text(json.dumps(case.config))
+        run = resolved(case)
+        stages = range(run.topology.pp if run.config.engine == "torch" else 1)
+        asked += [(number, at, fake.Case(str(path), case.processes, at, VOCABULARY, (), STEPS)) for at in stages]
+    results = fake.run_cases([each for _, _, each in asked])
+    found: list[dict[int, int]] = [{} for _ in cases]
+    for (number, pp_rank, _), result in zip(asked, results, strict=True):
+        if "report" in result:
+            found[number][pp_rank] = result["report"]["peak"]
+        else:
+            print(f"{cases[number].name}: {result['error']}", flush=True)
+    return found
+
+
+def resolved(case: Case) -> ResolvedRun:
+    """The run of a case."""
+    return resolve(parse(Config, case.config), world_size=case.processes)
+
+
+def main() -> None:
+    """Prints the table in Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--precision", default="bf16", choices=("fp32", "bf16"))
+    parser.add_argument("--only", default="", metavar="TEXT", help="layouts whose engine or name has this text")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as work:
+        tokens = write_tokens(Path(work, "tokens"), vocab_size=VOCABULARY, tokens=60_000, longest=200)
+        found = layouts(tokens, arguments.precision, arguments.only)
+        cases = [case for _, case in found.values()]
+        with counted():
+            results = run_cases(cases, Path(work, "runs"))
+        table(found, results, executed_peaks(cases, Path(work)))
+
+
+def table(found: dict[str, tuple[str, Case]], results: dict[str, CaseResult], executed: list[dict[int, int]]) -> None:
+    """One row per layout."""
+    print("| engine | layout | ranks | measured, MB | closed formulas | step on fake tensors |")
+    print("|---|---|---|---|---|---|")
+    machine = load_machine("cpu")
+    errors: dict[str, list[float]] = {"closed": [], "executed": []}
+    for (label, (engine, case)), fakes in zip(found.items(), executed, strict=True):
+        result = results[case.name]
+        name = label.removeprefix(f"{engine}, ")
+        if result.error is not None:
+            print(f"| {engine} | {name} | {case.processes} | failed: {result.error.splitlines()[-1]} | | |")
+            continue
+        run, peaks = resolved(case), measured_peaks(case, result)
+        rank = max(range(case.processes), key=peaks.__getitem__)
+        stage = run.topology.coordinates(rank)["pp"]
+        planned = planned_run(run, machine, vocabulary=VOCABULARY)
+        closed = peak_memory(planned.run, planned.costs.shares(planned.run).footprint, pp_rank=stage).total
+        errors["closed"].append(closed / peaks[rank] - 1)
+        cell = "not executed"
+        if stage in fakes:
+            errors["executed"].append(fakes[stage] / peaks[rank] - 1)
+            cell = f"{errors['executed'][-1]:+.2%}"
+        figures = f"{peaks[rank] / 1e6:.2f} | {errors['closed'][-1]:+.1%}"
+        print(f"| {engine} | {name} | {case.processes} | {figures} | {cell} |", flush=True)
+    for name, values in errors.items():
+        if values:
+            sizes = sorted(map(abs, values))
+            within = sum(each <= 0.01 for each in sizes)
+            middle = statistics.median(sizes)
+            print(f"\n{name}: median error {middle:.2%}, worst {sizes[-1]:.1%}, {within} of {len(sizes)} within 1 %")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Predicted against measured step time on this CPU: three models on 1, 2 and 4 processes (docs/reference/planner.md).
+
+    python -m benchmarks.planner_score [--steps 12] [--rounds 2] [--work DIR]
+
+1. `headrace plan --calibrate` measures this machine.
+2. Every run is a real one (`headrace train`, engine torch, fp32, one thread per process), and its median step is
+   compared with the prediction of that calibration, as `headrace plan --score` does.
+3. The machine is fitted, as by `--save-calibration`, to the runs of the smallest and the largest model on 1 and 2
+   processes, and predicts the model in between and 4 processes, which it has not seen.
+4. The same with the CPU time of a step in the place of the clock's, fitted to one process: other work on a busy machine
+   does not lengthen it. Predicted is what a device computes, without links.
+
+Rounds are taken in turn, so that all runs see the same load; medians over the rounds count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from pipeline.machines.known import load_machine
+from pipeline.machines.machine import Machine
+from pipeline.planner.fit import fitted
+from pipeline.planner.score import Score, read_measured, rescored, score
+from pipeline.proof.tokens import write_tokens
+
+MODELS = {"2M": (160, 4), "5M": (256, 4), "10M": (384, 4)}
+"""Parameters -> hidden size and layers; products take most of the time of their steps."""
+
+PROCESSES = (1, 2, 4)
+SEQUENCE, SAMPLES, VOCABULARY = 128, 4, 1024
+
+
+def config_of(hidden: int, layers: int, tokens: Path, run_dir: Path, *, steps: int) -> dict[str, Any]:
+    """A run of some steps without evaluation and checkpoints in between."""
+    model = {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 32,
+        "num_key_value_heads": hidden // 32,
+    }
+    return {
+        "engine": "torch",
+        "model": {"config": model},
+        "data": {"sources": [{"path": str(tokens)}], "sequence_length": SEQUENCE},
+        "train_batch_size": SAMPLES,
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "run": {"dir": str(run_dir), "steps": steps, "checkpoint_minutes": 0},
+        "evaluation": {"samples": 2},
+    }
+
+
+def headrace(*arguments: str) -> None:
+    """Runs a command with one thread per process."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "headrace", *arguments]
+    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+
+
+def main() -> None:
+    """Prints the tables in Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--work", type=Path, help="keep runs and machine files there")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        work = arguments.work or Path(temporary)
+        work.mkdir(parents=True, exist_ok=True)
+        tokens = work / "tokens"
+        if not tokens.exists():
+            write_tokens(tokens, vocab_size=VOCABULARY, tokens=200_000, longest=512)
+        machine = work / "machine.json"
+        headrace("plan", "--calibrate", "--machine", str(machine))
+        runs = trained(tokens, work, steps=arguments.steps, rounds=arguments.rounds)
+        report(runs, machine)
+
+
+def trained(tokens: Path, work: Path, *, steps: int, rounds: int) -> dict[tuple[str, int], list[Path]]:
+    """(model, processes) -> directories of its runs."""
+    found: dict[tuple[str, int], list[Path]] = {}
+    for number in range(rounds):
+        for processes in PROCESSES:
+            for name, (hidden, layers) in MODELS.items():
+                run_dir = work / f"{name}-{processes}-{number}"
+                config = work / f"{run_dir.name}.json"
+                config.write_text(json.dumps(config_of(hidden, layers, tokens, run_dir, steps=steps)))
+                headrace("train", "--config", str(config), "--nproc", str(processes))
+                found.setdefault((name, processes), []).append(run_dir)
+                print(f"{run_dir.name}: load {os.getloadavg()[0]:.0f}", file=sys.stderr, flush=True)
+    return found
+
+
+def report(runs: dict[tuple[str, int], list[Path]], machine: Path) -> None:
+    """The table, and the medians."""
+    calibrated = load_machine(str(machine))
+    scores = {key: [score(read_measured(path), calibrated) for path in paths] for key, paths in runs.items()}
+    first, *_, last = MODELS
+    seen = {key for key in scores if key[0] in (first, last) and key[1] < 4}
+    after = refitted(scores, seen, calibrated)
+    on_cpu = {key: [with_cpu_time(each) for each in found] for key, found in scores.items()}
+    computing = refitted(on_cpu, {key for key in seen if key[1] == 1}, calibrated)
+    print("| model | processes | step, s | error, calibrated | error, fitted | CPU time of a step, s | error, fitted |")
+    print("|---|---|---|---|---|---|---|")
+    errors: dict[tuple[str, int], tuple[float, float, float]] = {}
+    for key, found in scores.items():
+        of_cpu = median(device_seconds(each) for each in computing[key]) / cpu_seconds(found) - 1
+        errors[key] = error(found), error(after[key]), of_cpu
+        step = median(each.step.measured for each in found)
+        fit = f"{errors[key][1]:+.0%}{' (seen)' if key in seen else ''}"
+        cpu = f"{cpu_seconds(found):.3f} | {of_cpu:+.0%}{' (seen)' if key in seen and key[1] == 1 else ''}"
+        print(f"| {key[0]} | {key[1]} | {step:.3f} | {errors[key][0]:+.0%} | {fit} | {cpu} |")
+    for label, chosen in (
+        ("1 and 2 processes", [key for key in scores if key[1] < 4]),
+        ("of these not seen by the fit", [key for key in scores if key[1] < 4 and key not in seen]),
+        ("4 processes", [key for key in scores if key[1] == 4]),
+    ):
+        if chosen:
+            middles = (median(abs(errors[key][column]) for key in chosen) for column in range(3))
+            shown = [f"{each:.0%}" for each in middles]
+            print(f"\n{label}: median error calibrated {shown[0]}, fitted {shown[1]}, of CPU time {shown[2]}")
+
+
+def refitted(
+    scores: dict[tuple[str, int], list[Score]], seen: set[tuple[str, int]], machine: Machine
+) -> dict[tuple[str, int], list[Score]]:
+    """The scores by the machine that is fitted to some of the runs."""
+    own = fitted([each for key, found in scores.items() if key in seen for each in found], machine)
+    return {key: [rescored(each.measured, each.planned, own) for each in found] for key, found in scores.items()}
+
+
+def with_cpu_time(each: Score) -> Score:
+    """As if a step took its CPU time."""
+    run = each.measured
+    record = {**run.record, "step_s": [run.record["cpu_s"]] * 3}
+    return rescored(replace(run, record=record), each.planned, each.planned.machine)
+
+
+def cpu_seconds(found: list[Score]) -> float:
+    """CPU time of a step of the first rank."""
+    return median(each.measured.record["cpu_s"] for each in found)
+
+
+def device_seconds(each: Score) -> float:
+    """Predicted seconds of a step without links and without waiting for a pipeline."""
+    parts = each.parts
+    return parts.products + parts.kernels + parts.optimizer
+
+
+def error(found: list[Score]) -> float:
+    """Of the medians of several runs of the same layout."""
+    return median(each.step.predicted for each in found) / median(each.step.measured for each in found) - 1
+
+
+if __name__ == "__main__":
+    main()

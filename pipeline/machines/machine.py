@@ -1,0 +1,153 @@
+"""A machine: nodes of equal devices, as the planner sees them. One small JSON file each."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, PositiveFloat
+
+from headrace.base.section import Count, Section
+
+Dtype = Literal["bf16", "fp16", "fp8", "tf32", "fp32"]
+
+
+CPU = "cpu"
+"""Torch's name of a processor, among the devices of a machine without GPUs."""
+
+
+def _ascending(values: tuple[float, float, float]) -> tuple[float, float, float]:
+    if list(values) != sorted(values):
+        raise ValueError("the three numbers are low, typical and high, in this order")
+    return values
+
+
+_NotNegative = Annotated[float, Field(ge=0)]
+Range = Annotated[tuple[_NotNegative, _NotNegative, _NotNegative], AfterValidator(_ascending), Field(strict=False)]
+"""Low, typical and high value."""
+
+
+class MemorySection(Section):
+    """Memory of a device."""
+
+    bytes: PositiveFloat = Field(description="Memory of a device, e.g. 80e9")
+    bytes_per_s: PositiveFloat = Field(description="Its bandwidth, read and written bytes together, e.g. 3.35e12")
+
+
+class LinkSection(Section):
+    """A connection of a device, one direction."""
+
+    bytes_per_s: PositiveFloat = Field(description="Bytes per second in one direction, e.g. 450e9")
+    latency_s: PositiveFloat = Field(description="Seconds of one operation of no bytes, e.g. 3e-6")
+
+
+class LinksSection(Section):
+    """Connections of a device."""
+
+    within: LinkSection = Field(description="Between devices of a node")
+    between: LinkSection = Field(description="A device's share of its node's network")
+    host: LinkSection = Field(description="Between a device and the host's memory")
+
+
+class EfficiencySection(Section):
+    """Shares of the peaks that training reaches: low, typical, high."""
+
+    products: dict[Dtype, Range] = Field(description="Of peak_flops, by matrix products and attention, per dtype")
+    memory: Range = Field(description="Of the memory's bandwidth, by all other kernels")
+    links: Range = Field(description="Of the links' bandwidth, by collectives and messages")
+
+
+class OverheadSection(Section):
+    """Memory that the formulas of tensors do not count: low, typical, high."""
+
+    bytes: Range = Field(description="Of the context, of NCCL and of libraries")
+    fragmentation: Range = Field(description="Share of activations and logits that the allocator loses")
+
+
+class MeasuredProduct(Section):
+    """A matrix product, measured: (M x K) by (K x N)."""
+
+    dtype: Dtype
+    m: Count
+    k: Count
+    n: Count
+    flops_per_s: Range = Field(description="Least, median and most of the repeated measurements")
+
+
+class MeasuredCollective(Section):
+    """An all-reduce, measured."""
+
+    axis: Literal["within", "between"]
+    ranks: Count
+    bytes: Count
+    seconds: Range = Field(description="Least, median and most of the repeated measurements")
+
+
+class MeasuredSection(Section):
+    """What `headrace plan --calibrate` measured."""
+
+    date: str
+    device: str = Field(description="As torch names it")
+    torch: str
+    products: tuple[MeasuredProduct, ...] = Field(strict=False)
+    attention_flops_per_s: Range
+    copy_bytes_per_s: Range = Field(description="Read and written bytes together")
+    host_bytes_per_s: Range
+    collectives: tuple[MeasuredCollective, ...] = Field((), strict=False)
+
+
+class ScoredSection(Section):
+    """The runs that `headrace plan --score --save-calibration` fitted the efficiencies and overheads to."""
+
+    date: str
+    device: str = Field(description="As torch names it")
+    torch: str
+    runs: tuple[str, ...] = Field(strict=False, description="Their directories")
+    step_error: Range = Field(description="Least, median and most of measured over fitted step time")
+
+
+class Machine(Section):
+    """A kind of machine.
+
+    Every number is of one device. Rates are peaks; `efficiency` says what share of them training reaches.
+    """
+
+    name: str = Field(description="For messages, e.g. H100 SXM")
+    devices: tuple[str, ...] = Field((), strict=False, description="Words in torch's name of the device, e.g. H100")
+    devices_per_node: Count
+    memory: MemorySection
+    peak_flops: dict[Dtype, PositiveFloat] = Field(description="Dense FLOP/s by dtype")
+    links: LinksSection
+    efficiency: EfficiencySection
+    overhead: OverheadSection
+    storage_bytes_per_s: Range = Field(
+        (0.5e9, 2e9, 5e9), description="Bytes per second that a node writes to the file system of checkpoints; assumed"
+    )
+    sources: dict[str, str] = Field({}, description="Where the numbers come from")
+    measured: MeasuredSection | None = None
+    scored: ScoredSection | None = None
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether its rates were measured, by themselves or in runs."""
+        return self.measured is not None or self.scored is not None
+
+    def rate(self, dtype: str) -> tuple[float, float, float]:
+        """FLOP/s of matrix products in a dtype: low, typical and high.
+
+        What the machine lacks is computed in the next wider dtype: fp8 in bf16, bf16 in fp32. A dtype without an
+        efficiency of its own has that of bf16, else that of fp32.
+        """
+        found = next(each for each in _WIDER.get(dtype, ("fp32",)) if each in self.peak_flops)
+        shares = self.efficiency.products
+        share = next(shares[each] for each in (found, "bf16", "fp32") if each in shares)
+        peak = self.peak_flops[found]
+        return peak * share[0], peak * share[1], peak * share[2]
+
+
+_WIDER: dict[str, tuple[Dtype, ...]] = {
+    "fp8": ("fp8", "bf16", "fp32"),
+    "bf16": ("bf16", "fp32"),
+    "fp16": ("fp16", "bf16", "fp32"),
+    "tf32": ("tf32", "fp32"),
+}
+"""Dtype -> where its products are computed, the first that the machine has."""

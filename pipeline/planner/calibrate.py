@@ -1,0 +1,184 @@
+"""`headrace plan --calibrate`: measures the present machine in about a minute, and writes its file."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.base.errors import ConfigError
+from pipeline.machines.known import known_machines, machine_of_device
+from pipeline.machines.machine import CPU, Dtype, Machine, MeasuredCollective, MeasuredProduct, MeasuredSection
+from pipeline.metrics.memory import resident_peak
+from pipeline.planner import measure
+from pipeline.planner.measure_links import collectives
+from pipeline.run.memory_summary import shown_bytes
+from pipeline.run.out_of_memory import memory_of
+
+DEFAULT_FILE = "machine.json"
+_ONE_LINK = {"bytes_per_s": 1e9, "latency_s": 1e-4}
+"""Stands for links that were not measured: a single device has none."""
+
+
+def calibrate_command(file: str | None) -> int:
+    """Measures and writes; prints what was found.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    path = Path(file or DEFAULT_FILE)
+    if str(path).lower() in known_machines() or not path.parent.is_dir() or path.is_dir():
+        why = "with --calibrate it is the file to write, in a directory that exists"
+        raise ConfigError("--machine", str(path), why=why, remedy=f"--machine {DEFAULT_FILE}")
+    machine = calibrated()
+    path.write_text(json.dumps(machine.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
+    for line in _lines(machine):
+        print(line)
+    print(f"written to {path}: headrace plan --config F --machine {path}")
+    return 0
+
+
+def calibrated() -> Machine:
+    """The present machine, measured."""
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", 0) if gpu else torch.device("cpu")
+    threads = torch.get_num_threads()
+    try:
+        if not gpu:  # a rank has a core
+            torch.set_num_threads(1)
+        measured = _measured(device)
+    finally:
+        torch.set_num_threads(threads)
+    return _machine(device, measured)
+
+
+def _measured(device: torch.device) -> MeasuredSection:
+    gpu = device.type == "cuda"
+    devices = _devices()
+    return MeasuredSection(
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        device=torch.cuda.get_device_name(device) if gpu else platform.processor() or platform.machine() or "CPU",
+        torch=torch.__version__,
+        products=tuple(measure.products(device, measure.GPU_SHAPES if gpu else measure.CPU_SHAPES)),
+        attention_flops_per_s=measure.attention(device),
+        copy_bytes_per_s=measure.copies(device),
+        host_bytes_per_s=measure.host_copies(device),
+        collectives=tuple(collectives(ranks=devices if gpu else min(devices, 2))),
+    )
+
+
+def _machine(device: torch.device, measured: MeasuredSection) -> Machine:
+    known = machine_of_device(measured.device) if device.type == "cuda" else None
+    peaks: dict[Dtype, float] = {}
+    for each in measured.products:
+        peaks[each.dtype] = max(peaks.get(each.dtype, 0.0), each.flops_per_s[2])
+    if known is not None:
+        peaks.update(known.peak_flops)
+    bandwidth = known.memory.bytes_per_s if known is not None else measured.copy_bytes_per_s[2]
+    within, shares = _links(measured.collectives)
+    raw: dict[str, Any] = {
+        "name": f"{measured.device}, calibrated",
+        "devices": [CPU] if device.type == CPU else [],
+        "devices_per_node": _devices(),
+        "memory": {"bytes": _memory(device), "bytes_per_s": bandwidth},
+        "peak_flops": peaks,
+        "links": {
+            "within": within,
+            "between": known.links.between.model_dump() if known is not None else within,
+            "host": {"bytes_per_s": measured.host_bytes_per_s[2], "latency_s": 1e-5},
+        },
+        "efficiency": {
+            "products": {dtype: _shares(measured.products, dtype, peaks[dtype]) for dtype in _dtypes(measured)},
+            "memory": [each / bandwidth for each in measured.copy_bytes_per_s],
+            "links": shares,
+        },
+        "overhead": known.overhead.model_dump() if known is not None else _overhead(),
+        "sources": {
+            "peak_flops": "the maker's data sheet" if known is not None else "the best rate that was measured",
+            "efficiency": "measured: least, median and most of repeated measurements, over all shapes",
+            "links": "all-reduces measured between devices of this node; other nodes: not measured",
+        },
+        "measured": measured,
+    }
+    return Machine.model_validate(raw)
+
+
+def _dtypes(measured: MeasuredSection) -> list[Dtype]:
+    return sorted({each.dtype for each in measured.products})
+
+
+def _shares(products: Sequence[MeasuredProduct], dtype: str, peak: float) -> list[float]:
+    """Least, median and most of the products of a dtype, over the peak."""
+    own = [each.flops_per_s for each in products if each.dtype == dtype]
+    low, high = min(each[0] for each in own), max(each[2] for each in own)
+    return [low / peak, statistics.median(each[1] for each in own) / peak, high / peak]
+
+
+def _links(rows: Sequence[MeasuredCollective]) -> tuple[dict[str, float], list[float]]:
+    """Latency and bandwidth that explain the smallest and the largest all-reduce, and the spread of the largest.
+
+    The inverse of `step_time.collective_seconds`: latency x ceil(log2 n) + 2 (n - 1) / n x bytes / bandwidth.
+    """
+    if not rows:
+        return dict(_ONE_LINK), [1.0, 1.0, 1.0]
+    smallest, largest = min(rows, key=lambda row: row.bytes), max(rows, key=lambda row: row.bytes)
+    steps = (largest.ranks - 1).bit_length()
+    latency = smallest.seconds[1]
+    size = 2 * (largest.ranks - 1) / largest.ranks * largest.bytes
+    # from most to fewest seconds: from the least to the most bandwidth
+    found = sorted(size / max(seconds - latency, 1e-9) for seconds in largest.seconds)
+    shares = [each / found[-1] for each in found]
+    return {"bytes_per_s": found[-1], "latency_s": latency / steps}, shares
+
+
+def _devices() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else len(os.sched_getaffinity(0))
+
+
+def _memory(device: torch.device) -> float:
+    return memory_of(device) / (1 if device.type == "cuda" else _devices())
+
+
+def _overhead() -> dict[str, list[float]]:
+    """Of a process on a CPU: what this one, with torch imported, has used at most."""
+    resident = float(resident_peak())
+    return {"bytes": [0.5 * resident, resident, 1.5 * resident], "fragmentation": [0.0, 0.05, 0.2]}
+
+
+def _lines(machine: Machine) -> Iterator[str]:
+    measured = machine.measured
+    assert measured is not None
+    yield _line("machine", f"{measured.device}, {machine.devices_per_node} devices, torch {measured.torch}")
+    yield _line("memory", f"{shown_bytes(machine.memory.bytes)} per device")
+    for each in measured.products:
+        yield _line("product", f"{each.dtype} {each.m} x {each.k} x {each.n}: {_flops(each.flops_per_s)}")
+    yield _line("attention", _flops(measured.attention_flops_per_s))
+    yield _line("copies", f"{_bytes(measured.copy_bytes_per_s)} read and written")
+    yield _line("host", _bytes(measured.host_bytes_per_s))
+    for row in measured.collectives:
+        least, median, most = (1e6 * seconds for seconds in row.seconds)
+        yield _line(
+            "all-reduce",
+            f"{row.ranks} ranks, {row.bytes:,} bytes: {median:,.0f} us ({least:,.0f} to {most:,.0f})",
+        )
+
+
+def _flops(rates: measure.Ends) -> str:
+    low, typical, high = (each / 1e9 for each in rates)
+    return f"{typical:,.1f} GFLOP/s ({low:,.1f} to {high:,.1f})"
+
+
+def _bytes(rates: measure.Ends) -> str:
+    low, typical, high = (each / 1e9 for each in rates)
+    return f"{typical:,.1f} GB/s ({low:,.1f} to {high:,.1f})"
+
+
+def _line(label: str, text: str) -> str:
+    return f"{label:>14}  {text}"

@@ -1,0 +1,38 @@
+"""A number with its interval."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Low, typical and high value of a quantity."""
+
+    low: float
+    typical: float
+    high: float
+
+    @classmethod
+    def of(cls, *values: float) -> Interval:
+        """From three values at the three ends of what is assumed, in any order; the second is the typical one."""
+        return cls(min(values), values[1], max(values))
+
+    @classmethod
+    def exact(cls, value: float) -> Interval:
+        """Of a number that is known."""
+        return cls(value, value, value)
+
+    def map(self, function: Callable[[float], float]) -> Interval:
+        """The interval of a monotone function."""
+        return Interval.of(function(self.low), function(self.typical), function(self.high))
+
+    def shown(self, text: Callable[[float], str]) -> str:
+        """E.g. "1.2 s (1.0 to 1.5)"; the number alone where it has no width."""
+        typical, low, high = text(self.typical), text(self.low), text(self.high)
+        return typical if low == high else f"{typical} ({low} to {high})"
+
+    def plain(self) -> dict[str, float]:
+        """For JSON."""
+        return asdict(self)

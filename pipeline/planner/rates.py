@@ -1,0 +1,103 @@
+"""What a machine reaches, at one end of the range that is known of it: rates of products, memory and links.
+
+An estimate is made three times, with all rates at their low, typical and high values. The three results are an interval
+that holds wherever the rates are within their ranges, since every time falls as any rate grows. The ranges of a shipped
+machine come from published figures (`sources` in its file), those of a calibrated one from repeated measurements.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pipeline.config.schema import Config
+from pipeline.machines.machine import LinkSection, Machine, MeasuredProduct
+from pipeline.planner.links import Link, Topology
+
+LOW, TYPICAL, HIGH = 0, 1, 2
+"""Ends of a range."""
+
+OVERLAP = (0.6, 0.85, 1.0)
+"""Share of the communication of data parallelism that can run beside kernels. Assumed: kernels and collectives share
+multiprocessors and memory bandwidth, and the first gather and the last reduction have no kernel beside them."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A typical matrix product of a run: (m x k) by (k x n)."""
+
+    m: int
+    k: int
+    n: int
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates of one device.
+
+    Attributes:
+        products: FLOP/s of matrix products in the run's dtype.
+        attention: FLOP/s of attention.
+        memory: bytes/s that other kernels read and write.
+        topology: links between devices.
+        host: link to the host's memory.
+        storage: bytes/s that a node writes.
+        overlap: see `OVERLAP`.
+    """
+
+    products: float
+    attention: float
+    memory: float
+    topology: Topology
+    host: Link
+    storage: float
+    overlap: float
+
+
+def dtype_of(config: Config) -> str:
+    """The dtype of a run's matrix products: fp8, bf16, fp16 or fp32."""
+    if config.fp8.enabled and not config.fp8.emulate:
+        return "fp8"
+    return "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else "fp32"
+
+
+def rates_of(machine: Machine, dtype: str, end: int, *, product: Product | None = None) -> Rates:
+    """The rates at one end of their ranges.
+
+    Args:
+        machine: a shipped or a calibrated one.
+        dtype: see `dtype_of`.
+        end: LOW, TYPICAL or HIGH.
+        product: a typical one; of a calibrated machine the measured product nearest to it counts.
+    """
+    efficiency, links, measured = machine.efficiency, machine.links, machine.measured
+    products = attention = machine.rate(dtype)[end]
+    if measured is not None:
+        nearest = _nearest(measured.products, dtype, product) if product is not None else None
+        products = nearest.flops_per_s[end] if nearest is not None else products
+        attention = measured.attention_flops_per_s[end]
+    share = efficiency.links[end]
+    return Rates(
+        products=products,
+        attention=attention,
+        memory=machine.memory.bytes_per_s * efficiency.memory[end],
+        topology=Topology(machine.devices_per_node, _link(links.within, share), _link(links.between, share)),
+        host=_link(links.host, share),
+        storage=machine.storage_bytes_per_s[end],
+        overlap=OVERLAP[end],
+    )
+
+
+def _link(section: LinkSection, share: float) -> Link:
+    return Link(section.bytes_per_s * share, section.latency_s)
+
+
+def _nearest(products: tuple[MeasuredProduct, ...], dtype: str, wanted: Product) -> MeasuredProduct | None:
+    """The measured product with the nearest sizes, by the sum of the logarithms of their ratios."""
+    sizes = (wanted.m, wanted.k, wanted.n)
+
+    def distance(each: MeasuredProduct) -> float:
+        pairs = zip((each.m, each.k, each.n), sizes, strict=True)
+        return sum(abs(math.log(have / want)) for have, want in pairs)
+
+    return min((each for each in products if each.dtype == dtype), key=distance, default=None)

@@ -1,0 +1,155 @@
+"""`headrace plan`: what a run needs and takes, what binds it, and what would help."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from headrace.base.errors import ConfigError
+from pipeline.config.load import load_config
+from pipeline.config.rules import resolve
+from pipeline.machines.known import load_machine
+from pipeline.parallel.footprint import footprint_of
+from pipeline.parallel.memory import peak_memory
+from pipeline.planner.planned_run import PlannedRun, open_run
+from pipeline.planner.show import Report, as_json, lines, report_of
+from tests import warm
+from tests.config.test_layouts import shipped
+from tests.conftest import ROOT, tiny_config, write_config
+
+
+@cache
+def planned(
+    name: str, *overrides: str, machine: str = "h200", nodes: int | None = None, processes: int | None = None
+) -> PlannedRun:
+    path = str(ROOT / "ds_configs" / name)
+    return open_run(path, overrides, load_machine(machine), nodes=nodes, processes=processes)
+
+
+@cache
+def report(name: str, *overrides: str, machine: str = "h200", processes: int | None = None) -> Report:
+    return report_of(planned(name, *overrides, machine=machine, processes=processes), price=2.0)
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_every_shipped_config_is_planned_without_its_data(name: str) -> None:
+    found = report(name, processes=shipped()[name])
+    plan = found.plan
+    assert plan.memory.fits
+    assert 0 < plan.step_s.low < plan.step_s.typical < plan.step_s.high
+    assert plan.mfu is not None
+    assert 0 < plan.mfu.low < plan.mfu.high < 1
+    split = sum(each.typical for each in plan.split.values())
+    assert split == pytest.approx(plan.step_s.typical)
+    assert plan.gpu_hours.typical == pytest.approx(plan.days.typical * 24 * found.planned.run.topology.world_size)
+    text = "\n".join(lines(found))
+    assert "bound by" in text
+    assert json.loads(json.dumps(as_json(found)))["money"]["typical"] == pytest.approx(2 * plan.gpu_hours.typical)
+
+
+def test_the_phases_of_memory_are_the_formulas_and_what_they_do_not_count() -> None:
+    found = planned("llama_70b_fsdp_3d.json", processes=512)
+    memory = report("llama_70b_fsdp_3d.json", processes=512).plan.memory
+    footprint = footprint_of(found.run, found.costs.model)
+    assert footprint is not None
+    peaks = [peak_memory(found.run, footprint, pp_rank=rank).total for rank in range(4)]
+    kinds = memory.phases[memory.phase]
+    assert memory.pp_rank == peaks.index(max(peaks))
+    assert sum(kinds.values()) - kinds["fragmentation"] - kinds["context and NCCL"] == pytest.approx(max(peaks))
+    assert memory.peak.typical == pytest.approx(sum(kinds.values()))
+    assert memory.peak.low < max(peaks) < memory.peak.high
+
+
+PUBLISHED = {
+    "torchtitan, compiled": (("data.sequence_length=8192",), 6_667),
+    "torchao, bf16": (("data.sequence_length=8192",), 6_150),
+}
+"""Tokens/s per GPU of an 8B on 8 x H100 in bf16 with FSDP2, as REFERENCES and docs/performance.md list them."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_speeds_of_an_8b_on_eight_h100_are_within_the_interval(name: str) -> None:
+    overrides, speed = PUBLISHED[name]
+    per_s = report("llama_8b_8gpu.json", *overrides, machine="h100", processes=8).plan.tokens_per_s
+    assert per_s.low < 8 * speed < per_s.high
+
+
+def test_the_change_that_is_named_is_allowed_fits_and_is_faster() -> None:
+    found = report("llama_70b_3d.json", processes=512)
+    change = found.change
+    assert change is not None
+    assert change.step_s < found.plan.step_s.typical
+    sets = [word for word in str(change).split() if word != "--set"]
+    config = load_config(ROOT / "ds_configs" / "llama_70b_3d.json", [*sets, "launch.fallback_layouts=[]"])
+    after = report("llama_70b_3d.json", *sets, "launch.fallback_layouts=[]", processes=512)
+    assert resolve(config, world_size=512).topology == after.planned.run.topology
+    assert after.plan.memory.fits
+    assert after.plan.step_s.typical == pytest.approx(change.step_s)
+
+
+def test_a_run_that_does_not_fit_is_bound_by_memory_and_told_a_change_that_fits() -> None:
+    found = report("llama_8b_8gpu.json", "memory.activation_checkpointing=none", machine="l40s", processes=8)
+    assert not found.plan.memory.fits
+    assert found.plan.constraint == "memory"
+    assert found.change is not None
+    assert found.change.peak <= found.planned.machine.memory.bytes
+
+
+def test_a_model_that_fits_nowhere_is_told_the_fewest_nodes_that_hold_it() -> None:
+    found = report("llama_70b_zero3.json", machine="l40s", processes=8)
+    assert found.change is None
+    assert found.nodes is not None
+    nodes, sets = found.nodes
+    # with the optimizer on the host 70.6 billion parameters take 6 bytes each, weights and fp32 gradients: 8.8 devices
+    assert nodes == 2
+    overrides = [f"{key}={json.dumps(value)}" for key, value in sets.items()]
+    there = report("llama_70b_zero3.json", *overrides, machine="l40s", processes=8 * nodes)
+    assert there.plan.memory.fits
+
+
+def test_a_calibrated_step_takes_longer_on_a_slower_machine() -> None:
+    speeds = [
+        report("llama_8b_8gpu.json", machine=name, processes=8).plan.tokens_per_s.typical
+        for name in ("b200", "h200", "a100", "l40s")
+    ]
+    assert speeds == sorted(speeds, reverse=True)
+
+
+def test_without_a_number_the_fewest_nodes_that_the_layout_takes_are_planned() -> None:
+    assert planned("llama_8b_8gpu.json").run.topology.world_size == 8
+    assert planned("llama_70b_fsdp_3d.json").run.topology.world_size == 32
+    assert planned("llama_8b_8gpu.json", nodes=2).run.topology.world_size == 16
+
+
+def test_the_command_prints_a_plan_and_refuses_what_it_cannot_do(tmp_path: Path) -> None:
+    raw = tiny_config(tmp_path / "no-tokens", tmp_path / "run", engine="torch", bf16={"enabled": True})
+    del raw["model"]["config"]["vocab_size"]
+    config = write_config(tmp_path / "c.json", raw)
+    options = ("--config", config, "--machine", "h100", "--processes", "2", "--tokens", "1e6", "--price", "3", "--json")
+    done = warm.run("-m", "pipeline", "plan", *options)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["tokens"] >= 1_000_000
+    assert found["money"]["low"] < found["money"]["high"]
+    assert any("ids are assumed" in note for note in found["notes"])
+    for wrong, said in (
+        (("--config", config, "--machine", "h10"), "did you mean 'h100'"),
+        (("--machine", "h100"), "--config"),
+        (("--config", config, "--machine", "h100", "--nodes", "0"), "--nodes"),
+        (("--config", config, "--machine", "h100", "--nodes", "1", "--processes", "2"), "--processes"),
+    ):
+        refused = warm.run("-m", "pipeline", "plan", *wrong, merged=True)
+        assert refused.returncode == 2, wrong
+        assert said in refused.stdout
+
+
+def test_an_architecture_without_formulas_is_refused_with_what_knows_it(tmp_path: Path) -> None:
+    raw = tiny_config(tmp_path / "no-tokens", tmp_path / "run", engine="torch")
+    raw["model"] = {"config": {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2}}
+    config = str(write_config(tmp_path / "c.json", raw))
+    with pytest.raises(ConfigError) as caught:
+        open_run(config, (), load_machine("h100"), nodes=None, processes=1)
+    assert "--exact" in caught.value.remedy

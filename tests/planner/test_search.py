@@ -1,0 +1,122 @@
+"""`headrace plan --search`: only what the rules allow, the fastest that fits, and a config that trains in it."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from headrace.base.errors import ConfigError
+from pipeline.config.load import load_config
+from pipeline.config.rules import resolve
+from pipeline.machines.known import load_machine
+from pipeline.planner.command_search import search_command
+from pipeline.planner.planned_run import PlannedRun, open_run
+from pipeline.planner.search import Search, allowed, search
+from pipeline.planner.search_page import Table, page
+from pipeline.planner.verify import Verified
+from pipeline.planner.winner import winner_of, write_config
+from tests import warm
+from tests.conftest import ROOT, tiny_config
+from tests.conftest import write_config as write
+
+CONFIG = str(ROOT / "ds_configs" / "fsdp_3d.json")
+
+
+@cache
+def searched() -> tuple[PlannedRun, Search]:
+    planned = open_run(CONFIG, (), load_machine("h100"), nodes=None, processes=8)
+    return planned, search(planned.run, planned.costs, planned.machine)
+
+
+def test_every_layout_is_one_that_the_rules_allow_with_the_same_batch() -> None:
+    planned, found = searched()
+    assert found.looked_at == len(found.candidates) > 500
+    assert found.refused
+    for each in found.candidates[::25]:
+        again = resolve(each.run.config, world_size=8)
+        assert again.topology == each.run.topology
+        assert again.batch.samples == planned.run.batch.samples
+        assert not again.batch.padding_rows
+
+
+def test_engines_stages_axes_schedules_and_offload_are_all_looked_at() -> None:
+    _, found = searched()
+    configs = [each.run.config for each in found.candidates]
+    assert {(c.engine, c.zero_optimization.stage) for c in configs} == {
+        *(("torch", stage) for stage in (0, 2, 3)),
+        *(("deepspeed", stage) for stage in range(4)),
+    }
+    assert {each.run.topology.tp for each in found.candidates} > {1}
+    assert {each.run.topology.pp for each in found.candidates} > {1, 2}
+    assert {c.parallel.schedule for c in configs} == {"1f1b", "interleaved_1f1b", "zero_bubble"}
+    assert {c.zero_optimization.offload_optimizer.device for c in configs} == {"none", "cpu"}
+    assert {c.memory.activation_checkpointing for c in configs} == {"none", "selective", "full"}
+
+
+def test_no_layout_that_fits_is_faster_and_smaller_than_one_of_the_front() -> None:
+    _, found = searched()
+    front = found.pareto()
+    assert all(a.step_s <= b.step_s and a.peak > b.peak for a, b in pairwise(front))
+    for each in found.fitting():
+        assert any(point.step_s <= each.step_s and point.peak <= each.peak for point in front)
+
+
+def test_the_winner_is_written_as_a_config_that_resolves_to_its_layout(tmp_path: Path) -> None:
+    planned, found = searched()
+    best = allowed(found.fitting(), planned.costs, count=12)
+    winner = winner_of([Verified(each, None) for each in best], memory=planned.machine.memory.bytes)
+    assert winner is not None
+    assert winner.candidate.step_s <= 1.01 * found.fitting()[0].step_s
+    path = tmp_path / "best.json"
+    write_config(winner.candidate, path, config=CONFIG, overrides=["run.steps=120"])
+    config = load_config(path)
+    run = resolve(config, world_size=8)
+    assert run.layout == winner.candidate.run.layout
+    assert run.batch == winner.candidate.run.batch
+    assert run.steps == 120
+
+
+def test_a_layout_whose_executed_step_does_not_fit_is_no_winner() -> None:
+    planned, found = searched()
+    first, second = allowed(found.fitting(), planned.costs, count=2)
+    memory = planned.machine.memory.bytes
+    winner = winner_of([Verified(first, memory + 1.0), Verified(second, memory - 1.0)], memory=memory)
+    assert winner is not None
+    assert winner.candidate is second
+    assert winner_of([Verified(first, memory + 1.0)], memory=memory) is None
+
+
+def test_the_page_has_the_table_and_the_points() -> None:
+    _, found = searched()
+    text = page(found, Table(("layout", "peak"), [("<dp 8>", "1 GB")]), title="Layouts", facts=[("machine", "H100")])
+    assert "&lt;dp 8&gt;" in text
+    assert "Pareto front" in text
+    assert "<svg" in text
+
+
+@pytest.mark.integration
+def test_the_command_executes_the_best_steps_and_prove_accepts_the_winner(tmp_path: Path) -> None:
+    raw = tiny_config(tmp_path / "no-tokens", tmp_path / "run", engine="torch", train_batch_size=8)
+    config = write(tmp_path / "c.json", raw)
+    options = ("--config", config, "--machine", "h100", "--processes", "2", "--search", "--verify", "2", "--json")
+    done = warm.run("-m", "pipeline", "plan", *options, "--out", tmp_path / "plan")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["best"][0]["executed_peak"] == pytest.approx(found["best"][0]["peak"], rel=0.1)
+    assert (tmp_path / "plan" / "search.html").exists()
+    proven = warm.run("-m", "pipeline", "prove", "--config", found["config"], "--steps", "4", merged=True)
+    assert proven.returncode == 0, proven.stdout
+
+
+def test_a_model_for_which_nothing_fits_is_refused_with_the_number_of_nodes() -> None:
+    planned = open_run(
+        str(ROOT / "ds_configs/llama_70b_zero3.json"), (), load_machine("rtx4090"), nodes=None, processes=8
+    )
+    arguments = __import__("argparse").Namespace(verify=0, out=None, config=CONFIG, json=False)
+    with pytest.raises(ConfigError) as caught:
+        search_command(planned, arguments, ())
+    assert "--nodes" in caught.value.remedy

@@ -1,0 +1,64 @@
+"""Closed forms of collectives and of a pipeline's bubble, and the rates that they are given."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.machines.known import load_machine
+from pipeline.machines.machine import Machine, MeasuredProduct, MeasuredSection
+from pipeline.planner.links import Link, Topology
+from pipeline.planner.rates import Product, rates_of
+from pipeline.planner.step_time import collective_seconds, pipeline_step
+
+NODES = Topology(8, Link(450e9, 0.0), Link(50e9, 0.0))
+
+
+def test_a_ring_sends_what_a_rank_lacks_and_an_all_reduce_twice_that() -> None:
+    ranks = range(8)
+    assert collective_seconds("all_gather", 8e9, ranks, NODES) == pytest.approx(7e9 / 450e9)
+    assert collective_seconds("all_reduce", 8e9, ranks, NODES) == pytest.approx(14e9 / 450e9)
+    assert collective_seconds("send", 8e9, ranks[:2], NODES) == pytest.approx(8e9 / 450e9)
+    assert collective_seconds("all_gather", 8e9, ranks[:1], NODES) == 0
+
+
+def test_a_group_that_spans_nodes_has_the_adapters_of_its_ranks_in_a_node() -> None:
+    one_each = collective_seconds("all_gather", 8e9, range(0, 64, 8), NODES)
+    assert one_each == pytest.approx(7e9 / 50e9)
+    whole_nodes = collective_seconds("all_gather", 16e9, range(16), NODES)
+    assert whole_nodes == pytest.approx(15e9 / 400e9)
+
+
+def test_each_collective_has_the_latency_of_a_tree() -> None:
+    slow = Topology(8, Link(450e9, 1e-3), Link(50e9, 1e-3))
+    assert collective_seconds("all_reduce", 0.0, range(8), slow, count=10) == pytest.approx(10 * 3 * 1e-3)
+
+
+def test_virtual_stages_and_zero_bubble_shorten_the_bubble() -> None:
+    plain = pipeline_step("1f1b", 4, 8, 1.0, 2.0, 0.0)
+    assert (plain.seconds, plain.bubble) == (8 * 3 + 9, 9)
+    assert pipeline_step("gpipe", 4, 8, 1.0, 2.0, 0.0) == plain
+    assert pipeline_step("interleaved_1f1b", 4, 8, 1.0, 2.0, 0.0, virtual_stages=2).bubble == 4.5
+    assert pipeline_step("zero_bubble", 4, 8, 1.0, 2.0, 0.0, virtual_stages=2).bubble == pytest.approx(1.5)
+    assert pipeline_step("1f1b", 1, 8, 1.0, 2.0, 5.0).bubble == 0
+
+
+def test_a_calibrated_machine_has_the_rate_of_the_measured_product_nearest_to_the_run_s() -> None:
+    products = tuple(
+        MeasuredProduct(dtype="bf16", m=m, k=m, n=m, flops_per_s=(speed, 2 * speed, 3 * speed))
+        for m, speed in ((256, 1e12), (4096, 1e14))
+    )
+    measured = MeasuredSection(
+        date="2026-01-01",
+        device="d",
+        torch="2",
+        products=products,
+        attention_flops_per_s=(1.0, 2.0, 3.0),
+        copy_bytes_per_s=(1.0, 2.0, 3.0),
+        host_bytes_per_s=(1.0, 2.0, 3.0),
+    )
+    machine: Machine = load_machine("h100").model_copy(update={"measured": measured})
+    assert rates_of(machine, "bf16", 1, product=Product(300, 300, 200)).products == 2e12
+    assert rates_of(machine, "bf16", 0, product=Product(8192, 8192, 8192)).products == 1e14
+    assert rates_of(machine, "bf16", 2, product=Product(8192, 8192, 8192)).attention == 3.0
+    # no product was measured in fp8: the share of the peak counts
+    assert rates_of(machine, "fp8", 1, product=Product(300, 300, 200)).products == machine.rate("fp8")[1]
