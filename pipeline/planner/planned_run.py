@@ -120,8 +120,6 @@ def _vocabulary(config: Config, notes: list[str]) -> int:
     if isinstance(given, int):
         return given
     if config.model.path is None:
-        notes.append(
-            f"The dataset is not there: a vocabulary of {VOCABULARY:,} ids is assumed (model.config.vocab_size)."
-        )
+        notes.append(f"The dataset is not there: {VOCABULARY:,} ids are assumed (model.config.vocab_size).")
         return VOCABULARY
     return 1  # the folder of the model says how many

@@ -126,7 +126,6 @@ def test_without_a_number_the_fewest_nodes_that_the_layout_takes_are_planned() -
 
 def test_the_command_prints_a_plan_and_refuses_what_it_cannot_do(tmp_path: Path) -> None:
     raw = tiny_config(tmp_path / "no-tokens", tmp_path / "run", engine="torch", bf16={"enabled": True})
-    del raw["model"]["config"]["vocab_size"]
     config = write_config(tmp_path / "c.json", raw)
     options = ("--config", config, "--machine", "h100", "--processes", "2", "--tokens", "1e6", "--price", "3", "--json")
     done = warm.run("-m", "pipeline", "plan", *options)
