@@ -1,1 +1,1 @@
-"""What a run will cost before it starts: `python -m pipeline.planner goodput` simulates failures over weeks."""
+"""What a run needs and takes before it starts: `headrace plan`; goodput under failures over weeks."""

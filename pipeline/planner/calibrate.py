@@ -87,6 +87,7 @@ def _machine(device: torch.device, measured: MeasuredSection) -> Machine:
         "name": f"{measured.device}, calibrated",
         "devices": [],
         "devices_per_node": _devices(),
+        "gpu": device.type == "cuda",
         "memory": {"bytes": _memory(device), "bytes_per_s": bandwidth},
         "peak_flops": peaks,
         "links": {

@@ -9,6 +9,7 @@ from typing import Any
 
 from headrace.base.directory import read_manifest
 from headrace.base.errors import ConfigError, DataError
+from pipeline.config.changes import changed
 from pipeline.config.load import read_config
 from pipeline.config.rules import ResolvedRun, resolve
 from pipeline.config.schema import Config
@@ -65,6 +66,8 @@ def open_run(
         ConfigError, DataError: the config cannot run, or the formulas do not hold for its model.
     """
     config = read_config(path, overrides).config
+    if not machine.gpu and config.compile.enabled is None:  # as a run does
+        config = changed(config, {"compile.enabled": False})
     notes: list[str] = []
     run = resolve(config, world_size=processes) if processes else _on_nodes(config, machine, nodes, notes)
     vocabulary = _vocabulary(config, notes)

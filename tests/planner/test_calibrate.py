@@ -37,7 +37,9 @@ def test_this_machine_is_measured_and_plans_with_its_file(
         assert 0 < each.flops_per_s[0] <= each.flops_per_s[1] <= each.flops_per_s[2] <= machine.peak_flops[each.dtype]
     assert "all-reduce" in capsys.readouterr().out
     config = write_config(tmp_path / "c.json", tiny_config(tmp_path / "no-tokens", tmp_path / "run", engine="torch"))
+    assert not machine.gpu
     planned = open_run(str(config), (), machine, nodes=None, processes=2)
+    assert planned.run.config.compile.enabled is False
     plan = make_plan(planned.run, planned.costs, machine)
     assert 0 < plan.step_s.low <= plan.step_s.typical <= plan.step_s.high
 
