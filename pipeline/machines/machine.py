@@ -114,6 +114,7 @@ class Machine(Section):
     name: str = Field(description="For messages, e.g. H100 SXM")
     devices: tuple[str, ...] = Field((), strict=False, description="Words in torch's name of the device, e.g. H100")
     devices_per_node: Count
+    gpu: bool = Field(True, description="false: devices are cores of a CPU, on which nothing is compiled by default")
     memory: MemorySection
     peak_flops: dict[Dtype, PositiveFloat] = Field(description="Dense FLOP/s by dtype")
     links: LinksSection

@@ -1,1 +1,1 @@
-"""What a run will cost before it starts."""
+"""What a run needs and takes before it starts: `headrace plan`."""

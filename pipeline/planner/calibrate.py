@@ -80,13 +80,14 @@ def _machine(device: torch.device, measured: MeasuredSection) -> Machine:
     for each in measured.products:
         peaks[each.dtype] = max(peaks.get(each.dtype, 0.0), each.flops_per_s[2])
     if known is not None:
-        peaks.update(known.peak_flops)
+        peaks |= {str(dtype): peak for dtype, peak in known.peak_flops.items()}
     bandwidth = known.memory.bytes_per_s if known is not None else measured.copy_bytes_per_s[2]
     within, shares = _links(measured.collectives)
     raw: dict[str, Any] = {
         "name": f"{measured.device}, calibrated",
         "devices": [CPU] if device.type == CPU else [],
         "devices_per_node": _devices(),
+        "gpu": device.type == "cuda",
         "memory": {"bytes": _memory(device), "bytes_per_s": bandwidth},
         "peak_flops": peaks,
         "links": {

@@ -47,7 +47,7 @@ def nearest_change(run: ResolvedRun, costs: ModelCosts, machine: Machine, plan: 
     Returns:
         None where nothing fits, or nothing makes a fitting run faster.
     """
-    single = list(_neighbours(run))
+    single = [each for each in _neighbours(run) if machine.gpu or "compile.enabled" not in each]
     found = [each for sets in single if (each := evaluated(run, costs, machine, sets)) is not None]
     if plan.memory.fits:
         found = [each for each in found if each.step_s * _WORTH_IT < plan.step_s.typical]

@@ -20,10 +20,14 @@ import torch.distributed as dist
 from pipeline.machines.machine import MeasuredCollective
 from pipeline.planner.measure import Ends, seconds_of
 
-SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 26)
+SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)
 """Bytes of the tensor of an all-reduce."""
 
-_TIMEOUT_S = 120.0
+LARGEST_ON_GPUS = 1 << 28
+"""Bytes of another one, which a CPU would take seconds for."""
+
+_TIMEOUT_S = 600.0
+"""Of all processes, imports included: only a hang takes so long."""
 
 
 def collectives(*, ranks: int) -> list[MeasuredCollective]:
@@ -58,7 +62,7 @@ def collectives(*, ranks: int) -> list[MeasuredCollective]:
 
 def _measured(device: torch.device) -> list[tuple[int, Ends]]:
     found = []
-    for size in SIZES:
+    for size in (*SIZES, LARGEST_ON_GPUS) if device.type == "cuda" else SIZES:
         values: Any = torch.ones(size // 4, dtype=torch.float32, device=device)
         # the same number of calls on every rank
         found.append((size, seconds_of(lambda values=values: dist.all_reduce(values), device, least_s=0.0)))  # type: ignore[misc]

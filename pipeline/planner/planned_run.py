@@ -66,6 +66,8 @@ def open_run(
         ConfigError, DataError: the config cannot run, or the formulas do not hold for its model.
     """
     config = read_config(path, overrides).config
+    if not machine.gpu and config.compile.enabled is None:  # as a run does
+        config = changed(config, {"compile.enabled": False})
     notes: list[str] = []
     run = resolve(config, world_size=processes) if processes else _on_nodes(config, machine, nodes, notes)
     return planned_run(run, machine, vocabulary=_vocabulary(config, notes), notes=notes)
@@ -138,8 +140,6 @@ def _vocabulary(config: Config, notes: list[str]) -> int:
     if isinstance(given, int):
         return given
     if config.model.path is None:
-        notes.append(
-            f"The dataset is not there: a vocabulary of {VOCABULARY:,} ids is assumed (model.config.vocab_size)."
-        )
+        notes.append(f"The dataset is not there: {VOCABULARY:,} ids are assumed (model.config.vocab_size).")
         return VOCABULARY
     return 1  # the folder of the model says how many

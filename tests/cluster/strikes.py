@@ -52,17 +52,17 @@ def cable_of_the_first_node_is_cut(run: SlurmRun, _draw: random.Random) -> None:
 
 def rank_is_killed(run: SlurmRun, draw: random.Random) -> None:
     """SIGKILL, as by the out-of-memory killer."""
-    _signal(run, draw, "KILL", "[-]m pipeline.train --config", "--newest")
+    _signal_rank(run, draw, "KILL")
 
 
 def rank_is_frozen(run: SlurmRun, draw: random.Random) -> None:
     """SIGSTOP: it answers to nobody."""
-    _signal(run, draw, "STOP", "[-]m pipeline.train --config", "--newest")
+    _signal_rank(run, draw, "STOP")
 
 
 def agent_is_killed(run: SlurmRun, draw: random.Random) -> None:
     """SIGKILL of the agent, whose ranks end with it."""
-    _signal(run, draw, "KILL", "[-]m pipeline.elastic --nodes", "--oldest")
+    run.cluster.node(_node(draw)).machine.run("pkill", "-KILL", "--oldest", "-f", "[-]m pipeline.elastic --nodes")
 
 
 def stop_is_requested(run: SlurmRun, _draw: random.Random) -> None:
@@ -172,6 +172,13 @@ def _config(run_dir: Path, steps: int) -> dict[str, object]:
     return tiny_config(_tokens(), run_dir, run=section, parallel={"elastic": True})
 
 
-def _signal(run: SlurmRun, draw: random.Random, name: str, command: str, which: str) -> None:
-    node = draw.choice(["n1", "n2", "n3", "n4"])
-    run.cluster.node(node).machine.run("pkill", f"-{name}", which, "-f", command)
+def _node(draw: random.Random) -> str:
+    return draw.choice(["n1", "n2", "n3", "n4"])
+
+
+def _signal_rank(run: SlurmRun, draw: random.Random, name: str) -> None:
+    """A process that was started as a rank, or waited to be one, whose input is a pipe until then."""
+    pids = "$(pgrep -f '[-]m pipeline[.](train --config|elastic[.]warm_rank)')"
+    ranks = f'for p in {pids}; do [ "$(readlink /proc/$p/fd/0)" != /dev/null ] || { kill -{name} $p; echo $p; }; done'
+    found = run.cluster.node(_node(draw)).machine.run("sh", "-c", ranks)
+    assert found, "no rank runs there"

@@ -11,14 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from pipeline.machines.known import load_machine
 from pipeline.topology import AXES, Topology
 
 NODE = 8
 """GPUs of a node: HGX H100, H200 and B200."""
 
-LINKS = {"H100 SXM": (450e9, 50e9), "H200": (450e9, 50e9), "B200": (900e9, 50e9)}
-"""Bytes/s that a GPU sends by NVLink, and by its network adapter. NVIDIA's data sheets: NVLink 4 and 5, 900 and 1,800
-GB/s in both directions together; DGX H100, H200 and B200, one ConnectX-7 of 400 Gb/s for every GPU."""
+MACHINES = {"H100 SXM": load_machine("h100"), "H200": load_machine("h200"), "B200": load_machine("b200")}
+
+LINKS = {name: (each.links.within.bytes_per_s, each.links.between.bytes_per_s) for name, each in MACHINES.items()}
+"""Bytes/s that a GPU sends by NVLink, and by its network adapter; the machines' files have the sources."""
 
 Rows = Iterable[tuple[str, str, int]]
 """(kind, axes, bytes of the whole tensors) of the collectives of a step."""

@@ -28,13 +28,13 @@ from pipeline.parallel.traffic import PURPOSES
 from tests.conftest import ROOT
 from tests.fake_gpu.cells import measured
 from tests.fake_gpu.document import built, facts
-from tests.fake_gpu.links import Sent, sent
+from tests.fake_gpu.links import MACHINES, Sent, sent
 from tests.fake_gpu.rows import ROWS, SMALL_LAYERS, Row
 
 KEPT = Path(__file__).with_name("lowered.json")
 
-GPUS = {"H100 SXM": (989.4e12, 3.35e12), "H200": (989.4e12, 4.8e12), "B200": (2250e12, 8.0e12)}
-"""Dense bf16 FLOP/s and bytes/s, from NVIDIA's data sheets (B200: HGX B200, per GPU)."""
+GPUS = {name: (each.peak_flops["bf16"], each.memory.bytes_per_s) for name, each in MACHINES.items()}
+"""Dense bf16 FLOP/s and bytes/s; the machines' files have the sources."""
 
 _LEAST = {
     "weights": ("all_gather", "dp x cp"),

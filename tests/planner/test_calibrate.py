@@ -14,6 +14,7 @@ from pipeline.machines.machine import MeasuredCollective
 from pipeline.planner import calibrate, measure
 from pipeline.planner.calibrate import calibrate_command
 from pipeline.planner.links import Link, Topology
+from pipeline.planner.measure_links import SIZES
 from pipeline.planner.plan import make_plan
 from pipeline.planner.planned_run import open_run
 from pipeline.planner.step_time import collective_seconds
@@ -31,12 +32,14 @@ def test_this_machine_is_measured_and_plans_with_its_file(
     measured = machine.measured
     assert measured is not None
     assert {each.dtype for each in measured.products} == {"bf16", "fp32"}
-    assert {row.bytes for row in measured.collectives} >= {1 << 10, 1 << 26}
+    assert {row.bytes for row in measured.collectives} == set(SIZES)
     for each in measured.products:
         assert 0 < each.flops_per_s[0] <= each.flops_per_s[1] <= each.flops_per_s[2] <= machine.peak_flops[each.dtype]
     assert "all-reduce" in capsys.readouterr().out
     config = write_config(tmp_path / "c.json", tiny_config(tmp_path / "no-tokens", tmp_path / "run", engine="torch"))
+    assert not machine.gpu
     planned = open_run(str(config), (), machine, nodes=None, processes=2)
+    assert planned.run.config.compile.enabled is False
     plan = make_plan(planned.run, planned.costs, machine)
     assert 0 < plan.step_s.low <= plan.step_s.typical <= plan.step_s.high
 

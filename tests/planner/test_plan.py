@@ -63,17 +63,29 @@ def test_the_phases_of_memory_are_the_formulas_and_what_they_do_not_count() -> N
     assert memory.peak.low < max(peaks) < memory.peak.high
 
 
+_OLMO = (
+    "data.sequence_length=4096",
+    "model.config.intermediate_size=11008",
+    "model.config.num_key_value_heads=32",
+    "model.config.vocab_size=100352",
+    "train_batch_size=128",
+    "train_micro_batch_size_per_gpu=2",
+)
 PUBLISHED = {
-    "torchtitan, compiled": (("data.sequence_length=8192",), 6_667),
-    "torchao, bf16": (("data.sequence_length=8192",), 6_150),
+    "torchtitan, 8B, compiled": ("llama_8b_8gpu.json", (), 6_667),
+    "torchtitan, 8B, eager": ("llama_8b_8gpu.json", ("compile.enabled=false",), 5_762),
+    "torchao, 8B": ("llama_8b_8gpu.json", (), 6_150),
+    "OLMo-core, 7B": ("llama_8b_8gpu.json", _OLMO, 9_700),
+    "NeMo Automodel, Qwen3-30B-A3B": ("qwen3_moe_30b.json", (), 12_040),
 }
-"""Tokens/s per GPU of an 8B on 8 x H100 in bf16 with FSDP2, as REFERENCES and docs/performance.md list them."""
+"""Tokens/s per GPU on 8 x H100 in bf16, as docs/performance.md lists them. The ranges of the H100 come from the first
+four; the mixture of experts is a check."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_speeds_of_an_8b_on_eight_h100_are_within_the_interval(name: str) -> None:
-    overrides, speed = PUBLISHED[name]
-    per_s = report("llama_8b_8gpu.json", *overrides, machine="h100", processes=8).plan.tokens_per_s
+def test_published_speeds_on_eight_h100_are_within_the_interval(name: str) -> None:
+    config, overrides, speed = PUBLISHED[name]
+    per_s = report(config, *overrides, machine="h100", processes=8).plan.tokens_per_s
     assert per_s.low < 8 * speed < per_s.high
 
 
@@ -126,7 +138,6 @@ def test_without_a_number_the_fewest_nodes_that_the_layout_takes_are_planned() -
 
 def test_the_command_prints_a_plan_and_refuses_what_it_cannot_do(tmp_path: Path) -> None:
     raw = tiny_config(tmp_path / "no-tokens", tmp_path / "run", engine="torch", bf16={"enabled": True})
-    del raw["model"]["config"]["vocab_size"]
     config = write_config(tmp_path / "c.json", raw)
     options = ("--config", config, "--machine", "h100", "--processes", "2", "--tokens", "1e6", "--price", "3", "--json")
     done = warm.run("-m", "pipeline", "plan", *options)

@@ -34,7 +34,7 @@ def searched() -> tuple[PlannedRun, Search]:
 
 def test_every_layout_is_one_that_the_rules_allow_with_the_same_batch() -> None:
     planned, found = searched()
-    assert found.looked_at == len(found.candidates) > 500
+    assert found.looked_at == len(found.candidates) > 400
     assert found.refused
     for each in found.candidates[::25]:
         again = resolve(each.run.config, world_size=8)
