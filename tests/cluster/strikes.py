@@ -179,6 +179,6 @@ def _node(draw: random.Random) -> str:
 def _signal_rank(run: SlurmRun, draw: random.Random, name: str) -> None:
     """A process that was started as a rank, or waited to be one, whose input is a pipe until then."""
     pids = "$(pgrep -f '[-]m pipeline[.](train --config|elastic[.]warm_rank)')"
-    ranks = f'for p in {pids}; do [ "$(readlink /proc/$p/fd/0)" != /dev/null ] || { kill -{name} $p; echo $p; }; done'
-    found = run.cluster.node(_node(draw)).machine.run("sh", "-c", ranks)
+    one = f'[ "$(readlink /proc/$p/fd/0)" != /dev/null ] || {{ kill -{name} $p; echo $p; }}'
+    found = run.cluster.node(_node(draw)).machine.run("sh", "-c", f"for p in {pids}; do {one}; done")
     assert found, "no rank runs there"
