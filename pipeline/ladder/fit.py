@@ -142,7 +142,8 @@ def _minimize(values: Array, weights: Array, data: tuple[Array, Array, Array], *
     n, d, logs = data
 
     def residuals(values: Array) -> Array:
-        return np.log(_terms(values, n, d).sum(axis=0)) - logs
+        found: Array = np.log(_terms(values, n, d).sum(axis=0)) - logs
+        return found
 
     damping = np.full(len(values), 1e-2)
     at = residuals(values)
