@@ -60,9 +60,9 @@ def scale(config: PretrainedConfig, width: float) -> PretrainedConfig:
     small_heads = small_groups * heads // groups
     ratio = small_heads * small_size / (heads * head_size)
     hidden = round(config.hidden_size * ratio)
-    depth = minimum_depth(given, config.num_hidden_layers, _depth(config.num_hidden_layers, ratio))
-    small: dict[str, Any] = {**given}
     total = int(config.num_hidden_layers)
+    depth = min(total, minimum_depth(given, total, _depth(total, ratio)))
+    small: dict[str, Any] = {**given}
     small |= {key: repeated(value, depth) for key, value in given.items() if per_layer(key, value, total)}
     small |= {key: _wide(value, ratio) for key, value in small.items() if key in WIDTHS and value}
     small |= {alias.get("num_hidden_layers", "num_hidden_layers"): depth}

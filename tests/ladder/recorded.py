@@ -21,3 +21,11 @@ def made(*, noise: float, seed: int = 0) -> tuple[Points, list[str]]:
     losses = [loss(n, d) * float(np.exp(noise * random.standard_normal())) for n, d in pairs]
     parameters, tokens = np.array(pairs).T
     return Points(parameters, tokens, np.array(losses)), [f"run-{i}" for i in range(len(pairs))]
+
+
+def real() -> tuple[Points, list[str]]:
+    """The ladder of the demo's teacher, as docs/how-to/scaling-ladder.md has it."""
+    parameters = np.repeat([115_452.0, 172_368.0, 238_500.0, 398_412.0], 2)
+    tokens = np.array([70_656, 141_312, 105_472, 210_688, 145_920, 291_840, 243_712, 487_424], dtype=np.float64)
+    losses = np.array([6.0135, 5.4219, 5.6624, 5.2371, 5.3172, 4.9230, 5.0274, 4.5472])
+    return Points(parameters, tokens, losses), [f"run-{i}" for i in range(len(losses))]

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.ladder.fit import Points
 from pipeline.ladder.prediction import Verdict, judge
-from tests.ladder.recorded import loss, made
+from tests.ladder.recorded import loss, made, real
 
 LARGE = {"parameters": 1.9e6, "tokens": 2.3e6}
 
@@ -68,3 +68,22 @@ def test_two_sizes_are_too_few() -> None:
 def test_the_same_ladder_gives_the_same_interval() -> None:
     first, second = (_judge(*made(noise=0.003)).prediction for _ in range(2))
     assert first == second
+
+
+TEACHER = {"parameters": 1_574_208.0, "tokens": 1_925_120.0}
+
+
+def test_the_real_ladder_of_the_demo_gives_the_published_figures() -> None:
+    """Those of docs/how-to/scaling-ladder.md; losses there are rounded to four decimals."""
+    verdict = judge(*real(), **TEACHER, tolerance=0.02)
+    assert [each.form for each in verdict.left_out] == ["fixed exponents", "free exponents"]
+    assert [each.rms for each in verdict.left_out] == pytest.approx([0.0182, 0.0334], abs=5e-4)
+    assert verdict.prediction is not None
+    assert verdict.prediction.loss == pytest.approx(4.103, abs=2e-3)
+    assert (verdict.prediction.low, verdict.prediction.high) == pytest.approx((3.751, 4.234), abs=0.02)
+
+
+def test_the_real_ladder_is_refused_by_a_stricter_test() -> None:
+    verdict = judge(*real(), **TEACHER, tolerance=0.01)
+    assert verdict.prediction is None
+    assert any("error of 1.8%" in reason for reason in verdict.reasons)

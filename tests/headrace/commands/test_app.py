@@ -67,7 +67,7 @@ def test_the_options_are_those_of_the_module(verb: str) -> None:
     if verb == "checkpoint":  # it has subcommands of its own
         return
     text = run(verb, "--help").output
-    hidden = {"local_rank"}
+    hidden = {"local_rank", "phase"}
     for parameter in parameters_of(parser):
         flags = next(action.option_strings for action in parser._actions if action.dest == parameter.name)
         assert parameter.name in hidden or all(flag in text for flag in flags)
