@@ -9,8 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from pipeline.planner.passes import RECEIVES, SENDS, Instruction, Kind, Program
+
+
+class PassTimes(Protocol):
+    """The times of a virtual stage's passes."""
+
+    def seconds(self, instruction: Instruction) -> float:
+        """Of a pass."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +104,7 @@ class Timeline:
         return peak
 
 
-def simulate_pipeline(program: Program, times: Sequence[StageTimes], *, transfers: Sequence[float]) -> Timeline:
+def simulate_pipeline(program: Program, times: Sequence[PassTimes], *, transfers: Sequence[float]) -> Timeline:
     """Simulates one step.
 
     Args:
@@ -140,7 +149,7 @@ class _Rank:
 
     rank: int
     program: Program
-    times: Sequence[StageTimes]
+    times: Sequence[PassTimes]
     mail: _Mail
     now: float = 0.0
     position: int = 0

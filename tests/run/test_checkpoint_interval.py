@@ -137,7 +137,7 @@ def test_two_ranks_save_by_it_and_a_resumed_run_goes_on_with_what_was_measured(t
     assert first["blocking_seconds"] == pytest.approx(saves[0]["waited_seconds"])
     assert first["seconds"] >= max(1.0, first["save_seconds"])
     # without the bound on the first save, and in less than its minute: saved by what was measured before
-    output = launch("train.py", path, "run.checkpoint_minutes=0", processes=2)
+    output = launch("train.py", path, "run.checkpoint_minutes=0", processes=2, timeout=900)
     assert "resuming after step" in output
     later = [row["step"] for row in _events(tmp_path / "run", "checkpoint") if 250 < row["step"] < 500]
     assert later
