@@ -7,8 +7,9 @@
    compared with the prediction of that calibration, as `headrace plan --score` does.
 3. The machine is fitted, as by `--save-calibration`, to the runs of the smallest and the largest model on 1 and 2
    processes, and predicts the model in between and 4 processes, which it has not seen.
-4. The same with the CPU time of a step in the place of the clock's, fitted to one process: other work on a busy machine
-   does not lengthen it. Predicted is what a device computes, without links.
+4. The same with the CPU time of a step in the place of the clock's, which other work on a busy machine does not
+   lengthen: it is what a step takes where every process has a core of its own, but for waiting. What gloo copies and
+   adds up is in it.
 
 Rounds are taken in turn, so that all runs see the same load; medians over the rounds count.
 """
@@ -111,17 +112,16 @@ def report(runs: dict[tuple[str, int], list[Path]], machine: Path) -> None:
     seen = {key for key in scores if key[0] in (first, last) and key[1] < 4}
     after = refitted(scores, seen, calibrated)
     on_cpu = {key: [with_cpu_time(each) for each in found] for key, found in scores.items()}
-    computing = refitted(on_cpu, {key for key in seen if key[1] == 1}, calibrated)
+    computing = refitted(on_cpu, seen, calibrated)
     print("| model | processes | step, s | error, calibrated | error, fitted | CPU time of a step, s | error, fitted |")
     print("|---|---|---|---|---|---|---|")
     errors: dict[tuple[str, int], tuple[float, float, float]] = {}
     for key, found in scores.items():
-        of_cpu = median(device_seconds(each) for each in computing[key]) / cpu_seconds(found) - 1
-        errors[key] = error(found), error(after[key]), of_cpu
-        step = median(each.step.measured for each in found)
-        fit = f"{errors[key][1]:+.0%}{' (seen)' if key in seen else ''}"
-        cpu = f"{cpu_seconds(found):.3f} | {of_cpu:+.0%}{' (seen)' if key in seen and key[1] == 1 else ''}"
-        print(f"| {key[0]} | {key[1]} | {step:.3f} | {errors[key][0]:+.0%} | {fit} | {cpu} |")
+        errors[key] = error(found), error(after[key]), error(computing[key])
+        calibrated_error, *fits = (f"{each:+.0%}" for each in errors[key])
+        step, cpu = (median(each.step.measured for each in of[key]) for of in (scores, on_cpu))
+        clock, of_cpu = (f"{each}{' (seen)' if key in seen else ''}" for each in fits)
+        print(f"| {key[0]} | {key[1]} | {step:.3f} | {calibrated_error} | {clock} | {cpu:.3f} | {of_cpu} |")
     for label, chosen in (
         ("1 and 2 processes", [key for key in scores if key[1] < 4]),
         ("of these not seen by the fit", [key for key in scores if key[1] < 4 and key not in seen]),
@@ -146,17 +146,6 @@ def with_cpu_time(each: Score) -> Score:
     run = each.measured
     record = {**run.record, "step_s": [run.record["cpu_s"]] * 3}
     return rescored(replace(run, record=record), each.planned, each.planned.machine)
-
-
-def cpu_seconds(found: list[Score]) -> float:
-    """CPU time of a step of the first rank."""
-    return median(each.measured.record["cpu_s"] for each in found)
-
-
-def device_seconds(each: Score) -> float:
-    """Predicted seconds of a step without links and without waiting for a pipeline."""
-    parts = each.parts
-    return parts.products + parts.kernels + parts.optimizer
 
 
 def error(found: list[Score]) -> float:
