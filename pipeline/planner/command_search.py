@@ -95,7 +95,7 @@ def _facts(planned: PlannedRun, found: Search, winner: Verified, path: str) -> l
     run = planned.run
     speed = found.looked_at / max(found.seconds, 1e-9)
     facts = [
-        ("machine", f"{planned.machine.name}, {run.topology.world_size} ranks on {planned.nodes} nodes"),
+        ("machine", f"{planned.machine.name}, {run.topology.world_size} ranks on {planned.nodes} node(s)"),
         ("batch", f"{run.batch.samples} samples per step, {run.batch.tokens:,} tokens"),
         (
             "search",
