@@ -80,7 +80,7 @@ def _machine(device: torch.device, measured: MeasuredSection) -> Machine:
     for each in measured.products:
         peaks[each.dtype] = max(peaks.get(each.dtype, 0.0), each.flops_per_s[2])
     if known is not None:
-        peaks |= {str(dtype): peak for dtype, peak in known.peak_flops.items()}
+        peaks |= known.peak_flops
     bandwidth = known.memory.bytes_per_s if known is not None else measured.copy_bytes_per_s[2]
     within, shares = _links(measured.collectives)
     raw: dict[str, Any] = {
