@@ -1,6 +1,6 @@
 """Bytes of tensors of a step executed on the CPU, against the planner's formulas: a table of docs/reference/planner.md.
 
-    python -m benchmarks.planner_memory [--precision bf16] [--only torch]
+    python -m benchmarks.planner_memory [--precision bf16] [--only torch] [--bucket 200000]
 
 The layouts, model and batch of benchmarks/parity.py. Every rank runs two steps of real training with gloo, under a mode
 that notes each storage from the operator that returns it until it is freed; the peak of the second step counts, of the
@@ -97,7 +97,7 @@ def counted() -> Iterator[None]:
         rank.build_engine = build
 
 
-def layouts(tokens: Path, precision: str, only: str) -> dict[str, tuple[str, Case]]:
+def layouts(tokens: Path, precision: str, only: str, *, bucket: int | None) -> dict[str, tuple[str, Case]]:
     """Name -> (engine, case), one process of either engine first."""
     shared = merge(base(tokens, STEPS), {"parallel": {"elastic": False}})
     alone = [("one process", 1, "torch", {}), ("one process", 1, "deepspeed", {"zero_optimization": {"stage": 1}})]
@@ -105,6 +105,8 @@ def layouts(tokens: Path, precision: str, only: str) -> dict[str, tuple[str, Cas
     for name, ranks, engine, fields in [*alone, *LAYOUTS]:
         if only in f"{engine}, {name}":
             config = with_precision(merge(shared, {"engine": engine, **fields}), precision)
+            if bucket is not None and config.get("zero_optimization", {}).get("stage") and engine == "deepspeed":
+                config["zero_optimization"] = {**config["zero_optimization"], "reduce_bucket_size": bucket}
             label = f"{engine}, {name}"
             found[label] = engine, Case(label.replace("/", " "), config, ranks, save=())
     return found
@@ -145,11 +147,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precision", default="bf16", choices=("fp32", "bf16"))
     parser.add_argument("--only", default="", metavar="TEXT", help="layouts whose engine or name has this text")
+    text = "DeepSpeed's reduce_bucket_size in elements; without it its default, 5e8, which is larger than the model"
+    parser.add_argument("--bucket", type=int, metavar="N", help=text)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as work:
         tokens = write_tokens(Path(work, "tokens"), vocab_size=VOCABULARY, tokens=60_000, longest=200)
-        found = layouts(tokens, arguments.precision, arguments.only)
+        found = layouts(tokens, arguments.precision, arguments.only, bucket=arguments.bucket)
         cases = [case for _, case in found.values()]
         with counted():
             results = run_cases(cases, Path(work, "runs"))
