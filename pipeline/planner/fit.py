@@ -10,7 +10,6 @@ import numpy as np
 
 from headrace.base.errors import ConfigError
 from pipeline.machines.machine import (
-    CPU,
     LinkSection,
     LinksSection,
     Machine,
@@ -148,7 +147,7 @@ def _slower_measured(own: MeasuredSection, factor: float) -> MeasuredSection:
 def _overhead(scores: Sequence[Score], machine: Machine) -> OverheadSection:
     """On a CPU what is resident beside tensors; on a GPU the share of activations that the allocator loses."""
     overhead = machine.overhead
-    if CPU in machine.devices:
+    if not machine.gpu:
         # the typical peak counts the allocator's share of activations too
         typical = overhead.fragmentation[1]
         beside = [each.overhead - typical * (each.tensors.activations + each.tensors.logits) for each in scores]

@@ -15,7 +15,7 @@ from pipeline.config.rules import ResolvedRun, resolve
 from pipeline.config.schema import Config
 from pipeline.data.dataset import tokenizer_details
 from pipeline.engines.common import model_dtype
-from pipeline.machines.machine import CPU, Machine
+from pipeline.machines.machine import Machine
 from pipeline.models.hf_config import resolve_hf_config
 from pipeline.models.meta import build_meta
 from pipeline.parallel.checks import check_layout
@@ -66,8 +66,6 @@ def open_run(
         ConfigError, DataError: the config cannot run, or the formulas do not hold for its model.
     """
     config = read_config(path, overrides).config
-    if not machine.gpu and config.compile.enabled is None:  # as a run does
-        config = changed(config, {"compile.enabled": False})
     notes: list[str] = []
     run = resolve(config, world_size=processes) if processes else _on_nodes(config, machine, nodes, notes)
     return planned_run(run, machine, vocabulary=_vocabulary(config, notes), notes=notes)
@@ -92,8 +90,8 @@ def planned_run(run: ResolvedRun, machine: Machine, *, vocabulary: int, notes: S
     check_layout(run, model)
     if config.distill is not None:
         notes = [*notes, "A teacher's forward pass and its memory are not counted."]
-    if CPU in machine.devices and config.compile.enabled is None:
-        run = replace(run, config=changed(config, {"compile.enabled": False}))  # that is for GPUs
+    if not machine.gpu and config.compile.enabled is None:  # as a run does
+        run = replace(run, config=changed(config, {"compile.enabled": False}))
     costs = ModelCosts.of(model, sequence_length=config.data.sequence_length)
     return PlannedRun(run, costs, machine, vocabulary, tuple(notes))
 
