@@ -104,7 +104,11 @@ def parameters_of(
         optional: nothing is required, as for options of a group whose subcommands have their own.
     """
     known = completions or {}
-    return [_parameter(action, known.get(action.dest), optional=optional) for action in _options(parser)]
+    panels = {action.dest: group.title for group in _groups(parser) for action in group._group_actions}
+    return [
+        _parameter(action, known.get(action.dest), optional=optional, panel=panels.get(action.dest))
+        for action in _options(parser)
+    ]
 
 
 def to_namespace(parser: argparse.ArgumentParser, values: Mapping[str, Any]) -> argparse.Namespace:
@@ -129,9 +133,18 @@ def _options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     return [a for a in parser._actions if not isinstance(a, argparse._SubParsersAction | argparse._HelpAction)]
 
 
-def _parameter(action: argparse.Action, complete: Complete | None, *, optional: bool) -> inspect.Parameter:
+def _groups(parser: argparse.ArgumentParser) -> list[argparse._ArgumentGroup]:
+    """The groups that `add_arguments` has made: panels of the help."""
+    return [each for each in parser._action_groups if each not in (parser._positionals, parser._optionals)]
+
+
+def _parameter(
+    action: argparse.Action, complete: Complete | None, *, optional: bool, panel: str | None
+) -> inspect.Parameter:
     required = action.required and not optional  # an argument is, unless its nargs is "?"
     options: dict[str, Any] = {"help": _help(action), "metavar": action.metavar, "show_default": False}
+    if panel is not None:
+        options["rich_help_panel"] = panel
     if complete is not None:
         options["autocompletion"] = complete
     if action.choices:

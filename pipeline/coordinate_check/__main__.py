@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from headrace.base.cli import add_config_arguments, guarded, leave
 from headrace.base.directory import write_text
 from headrace.base.errors import ConfigError
 from pipeline.config.load import load_config
-from pipeline.coordinate_check.check import FLAT, Line, coordinate_check
+from pipeline.coordinate_check.check import coordinate_check
 from pipeline.coordinate_check.picture import save_coordinates, save_rates
 from pipeline.coordinate_check.rates import Sweep, sweep
 from pipeline.coordinate_check.sizes import Grid
+from pipeline.coordinate_check.text import as_json, text_lines, uneven
 
 
 def run_check(arguments: argparse.Namespace) -> int:
@@ -23,16 +22,11 @@ def run_check(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     grid = Grid(tuple(arguments.widths), tuple(arguments.depths))
     lines = coordinate_check(config, grid, steps=arguments.steps, seeds=arguments.seeds, report=_progress)
-    print("\n".join(_table(lines)))
-    _write(arguments.output, {"lines": [{**asdict(line), "slope": line.slope} for line in lines]})
+    print("\n".join(text_lines(lines)))
+    _write(arguments.output, as_json(lines))
     if arguments.picture:
         save_coordinates(lines, arguments.picture)
-    uneven = [line for line in lines if line.parametrization == "completep" and not line.flat]
-    for line in uneven:
-        print(f"not flat: {line.place} over {line.dimension}, slope {line.slope:.2f} (at most {FLAT})")
-    if not uneven:
-        print("CompleteP is flat")
-    return 1 if uneven else 0
+    return 1 if uneven(lines) else 0
 
 
 def run_rates(arguments: argparse.Namespace) -> int:
@@ -76,14 +70,6 @@ def main() -> int:
     rates.add_argument("--steps", type=_count, required=True, metavar="N", help="of each run")
     arguments = parser.parse_args()
     return run_check(arguments) if arguments.command == "check" else run_rates(arguments)
-
-
-def _table(lines: Sequence[Line]) -> list[str]:
-    rows = [f"{'parametrization':16}{'place':18}{'over':7}{'slope':>7}  change at each size"]
-    for line in lines:
-        values = ", ".join(f"{size}: {value:.3g}" for size, value in zip(line.sizes, line.values, strict=True))
-        rows.append(f"{line.parametrization:16}{line.place:18}{line.dimension:7}{line.slope:7.2f}  {values}")
-    return rows
 
 
 def _plain(each: Sweep) -> dict[str, object]:

@@ -9,6 +9,7 @@ from transformers import CONFIG_MAPPING
 
 from headrace.base.errors import ConfigError
 from headrace.base.section import parse
+from pipeline.config.parametrization_schema import BaseModelSection
 from pipeline.config.rules import ResolvedRun, resolve
 from pipeline.config.schema import Config
 from pipeline.parametrization.kinds import FAMILIES
@@ -90,7 +91,7 @@ def resized(
     """
     raw = config.model_dump(mode="json", exclude_none=True)
     kept = {key: value for key, value in raw.items() if key not in _DROPPED}
-    model = {**raw["model"], "config": _model(config, size), "parametrization": parametrization}
+    model = {**raw["model"], "config": _model(config, size), "parametrization": parametrization, "base": _base(config)}
     if parametrization == "standard":
         del model["base"]
     optimizer = {**raw["optimizer"], "params": {**raw["optimizer"]["params"], **({"lr": lr} if lr else {})}}
@@ -101,6 +102,11 @@ def resized(
     if isinstance(batch, int):
         made |= {"train_micro_batch_size_per_gpu": batch}
     return resolve(parse(Config, made), world_size=1)
+
+
+def _base(config: Config) -> dict[str, int]:
+    """All sizes of the base model: what is not given there is the config's own, and not that of the resized model."""
+    return {key: value for key in BaseModelSection.model_fields if (value := _value(config, key)) is not None}
 
 
 def _model(config: Config, size: Size) -> dict[str, Any]:

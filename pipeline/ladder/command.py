@@ -1,4 +1,7 @@
-"""`headrace ladder --config F`: predicts the held-out loss of a large run from a ladder of small ones."""
+"""`headrace ladder --config F`: predicts the held-out loss of a large run from a ladder of small ones.
+
+`--coordinate-check` looks at whether the parametrization transfers between sizes.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from headrace.base.cli import add_config_arguments
 from headrace.base.configfile import load
 from headrace.base.errors import EXIT_USAGE, ConfigError
 from headrace.base.lock import lock_file
+from pipeline.ladder.coordinates import add_coordinate_arguments, check_coordinate_arguments, run_coordinate_check
 
 if TYPE_CHECKING:
     from pipeline.ladder.plan import Ladder, Options
@@ -46,23 +50,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--laws", action="store_true", help="print what published laws suggest for the config, and end")
     parser.add_argument("--plan", action="store_true", help="print the runs and what they cost, and end")
     parser.add_argument("--json", action="store_true", help="print the results as one JSON object")
+    add_coordinate_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Plans, trains what is not done, fits, predicts.
 
     Returns:
-        0; 2 where the fit is too poor to be used; the exit code of a run that failed or was stopped.
+        0; 2 where the fit is too poor to be used; 1 where a coordinate check is not flat; the exit code of a run that
+        failed or was stopped.
 
     Raises:
         ConfigError, DataError: before any work.
     """
+    _check(arguments)
+    if arguments.coordinate_check:
+        return run_coordinate_check(arguments)
     from pipeline.ladder.large_run import read_large_run  # noqa: PLC0415  (brings in torch)
     from pipeline.ladder.plan import plan_ladder  # noqa: PLC0415
     from pipeline.ladder.slurm import element, submit  # noqa: PLC0415
     from pipeline.ladder.text import laws_lines, plan_lines  # noqa: PLC0415
 
-    _check(arguments)
     large = read_large_run(load(arguments.config, arguments.overrides))
     if arguments.laws:
         print("\n".join(laws_lines(large.training)))
@@ -147,6 +155,7 @@ def _budgets(text: str) -> tuple[float, ...]:
 
 
 def _check(arguments: argparse.Namespace) -> None:
+    check_coordinate_arguments(arguments)
     for name in ("jobs", "nproc"):
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name}", getattr(arguments, name), why="it is a number of processes", remedy="1")

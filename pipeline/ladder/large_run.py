@@ -15,7 +15,7 @@ from pipeline.config.renamed_keys import refuse_renamed
 from pipeline.config.rules import ResolvedRun, resolve
 from pipeline.config.schema import Config
 from pipeline.engines.common import model_dtype
-from pipeline.models.count import measure
+from pipeline.models.count import ModelSize, measure
 from pipeline.models.meta import build_meta
 from pipeline.planner.law_warnings import Training, training_of
 from pipeline.run.prepare import PreparedRun, prepare
@@ -116,19 +116,16 @@ def count(config: PretrainedConfig, run: ResolvedRun) -> Counts:
     """Counts of another model in the place of the run's."""
     model = build_meta(config, dtype=model_dtype(run.config), attn_implementation=run.config.model.attn_implementation)
     size = measure(model, config, sequence_length=run.batch.sequence_length)
-    tied = bool(config.tie_word_embeddings)
-    return _counts(size.active, size.embedding, size.flops_per_token or 0.0, tied=tied)
+    return _counts(size, tied=bool(config.tie_word_embeddings))
 
 
 def _counts_of(prepared: PreparedRun) -> Counts:
-    size = prepared.size
-    tied = bool(prepared.hf_config.get("tie_word_embeddings"))
-    return _counts(size.active, size.embedding, size.flops_per_token or 0.0, tied=tied)
+    return _counts(prepared.size, tied=bool(prepared.hf_config.get("tie_word_embeddings")))
 
 
-def _counts(active: int, embedding: int, flops: float, *, tied: bool) -> Counts:
-    body = active - embedding if tied else active - 2 * embedding
-    return Counts(body, body + embedding, flops)
+def _counts(size: ModelSize, *, tied: bool) -> Counts:
+    body = size.non_embedding(tied=tied)
+    return Counts(body, body + size.embedding, size.flops_per_token or 0.0)
 
 
 def _parsed(raw: Mapping[str, Any]) -> Config:

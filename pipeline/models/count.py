@@ -31,6 +31,14 @@ class ModelSize:
     active: int
     flops_per_token: float | None
 
+    def non_embedding(self, *, tied: bool) -> int:
+        """Active parameters without input embedding and output head.
+
+        Args:
+            tied: the head is the input embedding.
+        """
+        return self.active - (self.embedding if tied else 2 * self.embedding)
+
 
 def measure(model: nn.Module, config: PretrainedConfig, *, sequence_length: int) -> ModelSize:
     """Counts parameters and FLOPs of a model on any device, including meta.

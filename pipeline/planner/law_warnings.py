@@ -99,8 +99,8 @@ def _far(quantity: Quantity, given: float, laws: Sequence[Suggestion], factor: f
         return  # between two laws that disagree
     if quantity is Quantity.WARMUP and not laws[0].in_range:
         return  # N tokens are more than half of a run of less than two tokens per parameter
-    texts = ", ".join(f"{_shown(law.value)} by {law.law}{'' if law.in_range else ' (extrapolated)'}" for law in laws)
-    yield f"{quantity}: {_shown(given)}, over {factor:g} times away from {texts}"
+    texts = ", ".join(f"{shown(law.value)} by {law.law}{'' if law.in_range else ' (extrapolated)'}" for law in laws)
+    yield f"{quantity}: {shown(given)}, over {factor:g} times away from {texts}"
 
 
 def _tokens(training: Training) -> Iterator[str]:
@@ -120,5 +120,6 @@ def _tokens(training: Training) -> Iterator[str]:
         )
 
 
-def _shown(value: float) -> str:
+def shown(value: float) -> str:
+    """A value of any size."""
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"

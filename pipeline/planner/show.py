@@ -11,8 +11,10 @@ from pipeline.machines.machine import Machine
 from pipeline.planner.changes import Change, nearest_change
 from pipeline.planner.fewest_nodes import fewest_nodes
 from pipeline.planner.interval import Interval
+from pipeline.planner.law_warnings import Training
 from pipeline.planner.plan import Plan, make_plan
 from pipeline.planner.planned_run import PlannedRun
+from pipeline.planner.show_laws import law_lines, laws_json, training_of_plan
 from pipeline.run.memory_summary import shown_bytes
 
 
@@ -27,6 +29,7 @@ class Report:
         price: of a GPU-hour, in any currency; None where it was not given.
         nodes: of a run that does not fit: the fewest nodes that would hold the model, and in which layout; None if none
             would, or where it fits.
+        training: hyperparameters for the published laws; None where they do not apply.
     """
 
     planned: PlannedRun
@@ -34,6 +37,7 @@ class Report:
     change: Change | None
     price: float | None
     nodes: tuple[int, dict[str, Any]] | None
+    training: Training | None
 
 
 def report_of(planned: PlannedRun, *, price: float | None = None) -> Report:
@@ -45,7 +49,7 @@ def report_of(planned: PlannedRun, *, price: float | None = None) -> Report:
     plan = make_plan(planned.run, planned.costs, planned.machine)
     change = nearest_change(planned.run, planned.costs, planned.machine, plan)
     nodes = fewest_nodes(planned) if not plan.memory.fits and change is None else None
-    return Report(planned, plan, change, price, nodes)
+    return Report(planned, plan, change, price, nodes, training_of_plan(planned))
 
 
 def lines(report: Report) -> Iterator[str]:
@@ -71,6 +75,8 @@ def lines(report: Report) -> Iterator[str]:
     yield from _helps(report)
     yield from (_line("note", note) for note in planned.notes)
     yield _line("intervals", intervals_from(planned.machine))
+    if report.training is not None:
+        yield from (_line(label, text) for label, text in law_lines(report.training))
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -105,6 +111,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "fewest_nodes": None if report.nodes is None else {"nodes": report.nodes[0], "sets": report.nodes[1]},
         "notes": list(planned.notes),
         "intervals": intervals_from(planned.machine),
+        "laws": None if report.training is None else laws_json(report.training),
     }
 
 

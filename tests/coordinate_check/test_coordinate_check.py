@@ -94,7 +94,11 @@ def test_the_proportions_of_the_base_model_are_kept() -> None:
     }
     assert (model["num_attention_heads"], model["num_key_value_heads"]) == (6, 3)
     assert (run.config.optimizer.params.lr, run.config.run.seed, run.steps) == (1e-2, 5, 7)
-    assert run.config.model.base == config().model.base
+    base = config().model.base
+    assert base is not None
+    assert base.num_hidden_layers is None
+    # the config's own two layers: with those of the resized model nothing would be scaled over the depth
+    assert run.config.model.base == base.model_copy(update={"num_hidden_layers": 2})
 
 
 @pytest.mark.parametrize("width", [40, 48])

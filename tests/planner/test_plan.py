@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -134,6 +135,67 @@ def test_without_a_number_the_fewest_nodes_that_the_layout_takes_are_planned() -
     assert planned("llama_8b_8gpu.json").run.topology.world_size == 8
     assert planned("llama_70b_fsdp_3d.json").run.topology.world_size == 32
     assert planned("llama_8b_8gpu.json", nodes=2).run.topology.world_size == 16
+
+
+def test_a_plan_names_what_each_law_suggests_with_its_source() -> None:
+    found = report("llama_8b_8gpu.json", processes=8)
+    text = [line.strip() for line in lines(found)]
+    after = text[next(place for place, line in enumerate(text) if line.startswith("intervals")) + 1 :]
+    assert [line.split("  ")[0] for line in after] == [
+        "batch size",
+        "learning rate",
+        "weight decay",
+        "warm-up",
+        "tokens",
+    ]
+    laws = as_json(found)["laws"]
+    # 32 layers of 218,112,000 parameters and the final norm; embedding and head, of 525,336,576 each, do not count
+    assert laws["parameters_non_embedding"] == 32 * 218_112_000 + 4096
+    rates = {each["law"]: each["suggested"] for each in laws["suggestions"] if each["quantity"] == "learning_rate"}
+    step_law = 1.79 * laws["parameters_non_embedding"] ** -0.713 * found.plan.tokens**0.307
+    assert rates["Step Law"] == pytest.approx(step_law)
+    assert all(each["source"] in "\n".join(after) for each in laws["suggestions"])
+    assert "extrapolated" in after[1]  # Step Law was fitted up to 1B parameters
+    assert laws["warnings"] == []
+
+
+def test_a_plan_warns_of_a_learning_rate_far_from_all_laws() -> None:
+    found = report("llama_8b_8gpu.json", "optimizer.params.lr=0.01", processes=8)
+    warned = [line.strip() for line in lines(found) if line.strip().startswith("warning")]
+    assert any("peak learning rate: 0.01" in line and "Step Law" in line for line in warned)
+    assert as_json(found)["laws"]["warnings"] == [line.removeprefix("warning").strip() for line in warned]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}},
+        {"parametrization": "completep", "base": {"num_hidden_layers": 1}},
+        {"path": True},
+    ],
+    ids=["another optimizer", "CompleteP", "a model that continues"],
+)
+def test_no_law_is_told_where_none_applies(change: dict[str, Any], tmp_path: Path) -> None:
+    raw = tiny_config(tmp_path / "no-tokens", tmp_path / "run", engine="torch")
+    assert as_json(_report_of(raw, tmp_path))["laws"] is not None
+    if "optimizer" in change:
+        raw |= change
+    elif "path" in change:
+        (tmp_path / "model").mkdir()
+        model = {**raw["model"]["config"], "vocab_size": 128}
+        (tmp_path / "model" / "config.json").write_text(json.dumps(model))
+        raw["model"] = {"path": str(tmp_path / "model")}
+        assert as_json(_report_of({**raw, "model": {**raw["model"], "fresh": True}}, tmp_path))["laws"] is not None
+    else:
+        raw["model"] |= change
+    found = _report_of(raw, tmp_path)
+    assert as_json(found)["laws"] is None
+    assert [*lines(found)][-1].strip().startswith("intervals")
+
+
+def _report_of(raw: dict[str, Any], directory: Path) -> Report:
+    config = str(write_config(directory / "c.json", raw))
+    return report_of(open_run(config, (), load_machine("h100"), nodes=None, processes=1))
 
 
 def test_the_command_prints_a_plan_and_refuses_what_it_cannot_do(tmp_path: Path) -> None:

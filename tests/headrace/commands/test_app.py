@@ -73,6 +73,15 @@ def test_the_options_are_those_of_the_module(verb: str) -> None:
         assert parameter.name in hidden or all(flag in text for flag in flags)
 
 
+def test_options_that_a_module_groups_have_a_panel_of_their_own() -> None:
+    text = run("ladder", "--help").output
+    _, options, check = text.split("╭─ ")
+    assert check.startswith("Coordinate check ─")
+    flags = ("--coordinate-check", "--widths", "--depths", "--steps")
+    assert all(flag in check and flag not in options for flag in flags)
+    assert "--rungs" in options
+
+
 def test_help_imports_no_torch_and_takes_well_below_half_a_second() -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-m", "headrace", "--help"], capture_output=True, text=True, check=True)

@@ -1,0 +1,32 @@
+"""What a coordinate check found, as lines of text and as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from pipeline.coordinate_check.check import FLAT, Line
+
+
+def uneven(lines: Sequence[Line]) -> list[Line]:
+    """The lines of CompleteP that are not flat."""
+    return [line for line in lines if line.parametrization == "completep" and not line.flat]
+
+
+def text_lines(lines: Sequence[Line]) -> Iterator[str]:
+    """A table of all slopes, and whether CompleteP is flat."""
+    yield f"{'parametrization':16}{'place':18}{'over':7}{'slope':>7}  change at each size"
+    for line in lines:
+        values = ", ".join(f"{size}: {value:.3g}" for size, value in zip(line.sizes, line.values, strict=True))
+        yield f"{line.parametrization:16}{line.place:18}{line.dimension:7}{line.slope:7.2f}  {values}"
+    for line in (found := uneven(lines)):
+        yield f"not flat: {line.place} over {line.dimension}, slope {line.slope:.2f} (at most {FLAT})"
+    if not found:
+        yield "CompleteP is flat"
+
+
+def as_json(lines: Sequence[Line]) -> dict[str, Any]:
+    """All lines with their slopes; null where one has none."""
+    return {"lines": [{**asdict(line), "slope": None if math.isnan(line.slope) else line.slope} for line in lines]}
