@@ -32,8 +32,8 @@ STRIKES: dict[str, tuple[strikes.Strike, int]] = {
     "n1 crashes": (strikes.first_node_crashes, 1),  # when it boots again, Slurm queues the whole job again
     "stop is requested": (strikes.stop_is_requested, 2),
 }
-LAST = "cable is cut"
-"""The last strike: a node that was cut off is used no more in the same job."""
+LAST = "cable of n3 is cut"
+"""The last strike: a node that was cut off is used no more in the same job, but in the next one of the chain."""
 
 
 def run_chain() -> tuple[bool, str]:
@@ -65,7 +65,7 @@ def _struck(run: SlurmRun, order: list[str], draw: random.Random) -> list[str]:
     for name in order:
         run.wait_for(lambda: _members(run) == NODES, timeout_s=600)
         run.wait_for_step(max(run.step(), strikes.EVERY) + 5 + draw.randrange(2 * strikes.EVERY), timeout_s=600)
-        strike = strikes.cable_is_cut if name == LAST else STRIKES[name][0]
+        strike = cable_is_cut if name == LAST else STRIKES[name][0]
         before, note = strikes.timed(run, strike, draw)
         if strikes.resumed_after(run) < before - 2 * strikes.EVERY:
             raise RuntimeError(f"{name}, {note}: resumed after step {strikes.resumed_after(run)}")
@@ -73,7 +73,13 @@ def _struck(run: SlurmRun, order: list[str], draw: random.Random) -> list[str]:
         print(notes[-1], flush=True)
         if name.endswith(" crashes"):
             run.cluster.node(name.split()[0]).up()
+    run.cluster.controller.ip("link set n3 up")
     return notes
+
+
+def cable_is_cut(run: SlurmRun, _draw: random.Random) -> None:
+    """The network of n3 is gone, until the strikes have ended."""
+    run.cluster.controller.ip("link set n3 down")
 
 
 def _members(run: SlurmRun) -> set[str]:
