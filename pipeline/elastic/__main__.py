@@ -17,6 +17,7 @@ from zlib import crc32
 
 from headrace.base.cli import guarded
 from headrace.base.errors import ConfigError
+from pipeline.config.node_checks_schema import NodeChecksSection
 from pipeline.elastic.agent import Agent
 from pipeline.elastic.commands import Commands
 from pipeline.elastic.files import DEAD_S, StateFiles
@@ -24,6 +25,7 @@ from pipeline.elastic.leader import Terms
 from pipeline.elastic.local_ranks import Command
 from pipeline.elastic.memory import kept_while_here
 from pipeline.elastic.questions import Questions
+from pipeline.elastic.ranks_config import ranks_config
 from pipeline.elastic.slurm_job import SlurmJob
 from pipeline.elastic.warm_ranks import WarmRanks
 from pipeline.node_checks.before_start import addresses_of
@@ -51,7 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = (sys.executable, "-m", args.module, *args.arguments)
     command = Command(arguments, args.tasks, directory / "logs", output)
     commands = Commands()
-    asks = Questions(args.arguments, args.tasks, partial(_write, output), commands)
+    config = ranks_config(args.arguments)
+    node_checks = NodeChecksSection() if config is None else config.launch.node_checks
+    asks = Questions(args.arguments, args.tasks, partial(_write, output), commands, node_checks)
     wanted, checks = args.wanted or len(addresses), directory / "checks"
     terms = Terms(
         addresses,
@@ -63,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         wanted=wanted,
         left_out=asks.left_out,
         note_fault=asks.note_fault,
-        faults=asks.node_checks.faults,
+        faults=node_checks.faults,
         checks=args.node_checks,
         bad=partial(asks.bad_nodes, checks),
     )
@@ -75,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.tick = agent.tick
     if args.stopped:
         agent.stop()
-    with kept_while_here(args.arguments):
+    with kept_while_here(config):
         outcome = agent.run().outcome
     assert outcome is not None
     return outcome

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -10,9 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.base.cli import add_config_arguments
-from headrace.base.errors import ConfigError, DataError
-from pipeline.config.load import load_config
+from headrace.base.errors import DataError
 from pipeline.config.node_checks_schema import NodeChecksSection
 from pipeline.elastic.commands import Commands
 from pipeline.node_checks.bad_nodes import add_fault, nodes_left_out
@@ -31,17 +28,16 @@ class Questions:
         tasks: ranks of a host.
         write: prints for people.
         commands: runs them.
+        node_checks: thresholds of the checks of nodes.
     """
 
     arguments: Sequence[str]
     tasks: int
     write: Callable[[str], None]
     commands: Commands
+    node_checks: NodeChecksSection
     _told: bool = False
     _run_dir: Path | None = None
-
-    def __post_init__(self) -> None:
-        self.node_checks = self._node_checks()
 
     def refusal(self, nodes: int) -> str | None:
         """Why there is no layout for a number of hosts."""
@@ -92,15 +88,6 @@ class Questions:
         """
         found = read_verdict(directory, attempt=_attempt(directory, number))
         return {} if found is None else {name: "; ".join(why) for name, why in found.bad.items()}
-
-    def _node_checks(self) -> NodeChecksSection:
-        """The config's; the defaults where it is refused, which `refusal` says."""
-        parser = argparse.ArgumentParser(add_help=False)
-        add_config_arguments(parser)
-        asked, _ = parser.parse_known_args(list(self.arguments))
-        with suppress(ConfigError, DataError, OSError):
-            return load_config(asked.config, asked.overrides).launch.node_checks
-        return NodeChecksSection()
 
     def _check(self, *options: str) -> subprocess.CompletedProcess[str]:
         return self.commands.run([sys.executable, "-m", "pipeline", "check", *options, *self.arguments])

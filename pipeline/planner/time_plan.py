@@ -12,7 +12,7 @@ from pipeline.planner.rates import Rates
 from pipeline.planner.step_time import PipelineTime, collective_seconds, pipeline_step
 from pipeline.planner.work import Pass, Work, work_of
 from pipeline.run.checkpoint_interval import make_interval
-from pipeline.run.checkpoint_timer import DEFAULT_MINUTES
+from pipeline.run.checkpoint_timer import minutes_of
 
 LOADER_TOKENS_PER_S = 169_000 * 2048
 """Tokens that the loader makes per second on one core (benchmarks/README.md, the loader's own work)."""
@@ -218,5 +218,5 @@ def _checkpoint(run: ResolvedRun, works: list[Work], rates: Rates, *, step_s: fl
         return seconds * step_s / interval.period_s
     if section.checkpoint_every:
         return seconds / section.checkpoint_every
-    minutes = DEFAULT_MINUTES if section.checkpoint_minutes is None else section.checkpoint_minutes
+    minutes = minutes_of(section)
     return seconds * (step_s / (60 * minutes) if minutes else 1 / run.steps)
