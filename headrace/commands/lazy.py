@@ -43,15 +43,14 @@ def new_app(**options: Any) -> typer.Typer:
     return typer.Typer(pretty_exceptions_enable=False, context_settings=names, **options)
 
 
-def lazy_app(verbs: Sequence[Verb], *, reserved: Mapping[str, str] | None = None, **options: Any) -> typer.Typer:
+def lazy_app(verbs: Sequence[Verb], **options: Any) -> typer.Typer:
     """An application of verbs that are loaded when they are needed.
 
     Args:
         verbs: in the order of the help.
-        reserved: names that are no verbs, and what to say to a user who types one.
         options: of `new_app`.
     """
-    members = {"verbs": {verb.name: verb for verb in verbs}, "reserved": reserved or {}}
+    members = {"verbs": {verb.name: verb for verb in verbs}}
     app = new_app(cls=type("_Verbs", (_LazyGroup,), members), **options)
     for verb in verbs:
         app.command(verb.name, help=verb.text, rich_help_panel=verb.panel)(_not_loaded)
@@ -66,13 +65,10 @@ class _LazyGroup(TyperGroup):
     """Replaces the verb that is typed by its loaded command, before its options are parsed or completed."""
 
     verbs: ClassVar[Mapping[str, Verb]] = {}
-    reserved: ClassVar[Mapping[str, str]] = {}
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that `args` name; called for parsing and for completion alike."""
         word = args[0] if args else ""
-        if word in self.reserved and not ctx.resilient_parsing:
-            ctx.fail(self.reserved[word])
         if word in self.verbs:
             command = typer.main.get_command(self.verbs[word].load())
             command.name = word

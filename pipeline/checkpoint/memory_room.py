@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.node_checks.host import available_memory
+from headrace.base.meminfo import available_memory
 
 MARGIN = 0.1
 """Part of the tmpfs, of the host's memory and of the cgroup's limit that stays free: NCCL and gloo use them, too."""

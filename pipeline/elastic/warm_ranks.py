@@ -9,9 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from headrace.base.cli import ERROR_FILE
+from headrace.base.meminfo import available_memory
 from pipeline.elastic.local_ranks import Command
 from pipeline.launch.rank_process import RankProcess, start_process
-from pipeline.node_checks.host import available_memory
 
 _ROOM_BYTES = 2 << 30
 """Host memory that has to be available for each process; it takes about 0.4 GB, of which half is shared."""

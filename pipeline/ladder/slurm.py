@@ -11,12 +11,12 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from headrace.base.errors import ConfigError
 from headrace.base.shipped import SHARE
+from headrace.base.slurm import cancel_jobs, submit_job
 from pipeline.ladder.plan import Ladder
 from pipeline.ladder.runs import LOGS
 
@@ -54,8 +54,7 @@ def submit(ladder: Ladder, words: Sequence[str], *, say: Callable[[str], None]) 
             of = f", an array of {sizes[phase]}" if phase in sizes else ""
             say(f"{phase:>14}  job {jobs[-1]}{of}")
     except ConfigError:
-        if jobs:
-            subprocess.run(["scancel", *jobs], check=False, capture_output=True)
+        cancel_jobs(jobs)
         raise
     say(f"{'logs':>14}  {ladder.output / LOGS}/slurm-*.out; the prediction is at the end of slurm-fit-{jobs[-1]}.out")
 
@@ -70,11 +69,12 @@ def _submit(ladder: Ladder, phase: str, words: Sequence[str], *, size: int | Non
     options += [f"--dependency=afterok:{after[0]}", "--kill-on-invalid-dep=yes"] if after else []
     command = ["sbatch", "--parsable", *options, str(root / _SCRIPT), "ladder", *words, "--phase", phase]
     environment = {**os.environ, "HEADRACE_ROOT": os.environ.get("HEADRACE_ROOT", str(root))}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
-        why = f"sbatch failed: {done.stderr.strip()}"
-        raise ConfigError("--slurm", why=why, remedy=f"correct what it names; the command was {shlex.join(command)}")
-    return done.stdout.strip().split(";")[0]
+
+    def refused(said: str) -> ConfigError:
+        remedy = f"correct what it names; the command was {shlex.join(command)}"
+        return ConfigError("--slurm", why=f"sbatch failed: {said}", remedy=remedy)
+
+    return submit_job(command, refused=refused, environ=environment)
 
 
 def _root() -> Path:

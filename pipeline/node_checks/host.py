@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import tempfile
 import threading
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.directory import existing_parent, free_bytes
+from headrace.base.meminfo import available_memory
 from pipeline.config.node_checks_schema import NodeChecksSection
 from pipeline.node_checks.nvidia import (
     GPU_QUERY,
@@ -91,13 +91,6 @@ def _bounded(name: str, check: Callable[[Findings], None], found: Findings, *, t
     found.skipped.update(own.skipped)
     found.facts.update(own.facts)
     found.devices = own.devices if own.devices is not None else found.devices
-
-
-def available_memory(meminfo: str) -> int:
-    """Bytes that /proc/meminfo says are available."""
-    match = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo, flags=re.MULTILINE)
-    assert match is not None, meminfo
-    return int(match[1]) * 1024
 
 
 def _memory(found: Findings, least_gb: float) -> None:

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.cluster import VirtualCluster, missing_requirements
+from tests.cluster.cluster import VirtualCluster
+from tests.cluster.fixtures import NEEDS_SLURM, module_cluster
 from tests.cluster.slurm_run import JOB_ENV
 from tests.conftest import ROOT, tiny_config, write_config
 
-pytestmark = [
-    pytest.mark.slurm,
-    pytest.mark.integration,
-    pytest.mark.skipif(missing_requirements() is not None, reason=str(missing_requirements())),
-]
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VirtualCluster]:
-    with VirtualCluster(tmp_path_factory.mktemp("cluster"), nodes=2, cpus=1) as running:
-        yield running
+pytestmark = [pytest.mark.integration, *NEEDS_SLURM]
+cluster = module_cluster(nodes=2, cpus=1)
 
 
 def test_the_arrays_of_a_ladder_end_with_its_prediction(cluster: VirtualCluster, tokens: Path, tmp_path: Path) -> None:

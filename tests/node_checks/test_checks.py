@@ -16,10 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from headrace.base.meminfo import available_memory
 from pipeline.config.node_checks_schema import NodeChecksSection
 from pipeline.node_checks.__main__ import BAD_NODES
 from pipeline.node_checks.before_start import check_command, read_verdict
-from pipeline.node_checks.host import available_memory, check_host
+from pipeline.node_checks.host import check_host
 from pipeline.node_checks.links import BusyError, LinkServer, measure_link
 from tests.cluster.cluster import missing_requirements
 from tests.cluster.machine import Machine
