@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from headrace.base.configfile import load
+from pipeline.ladder.runs import finished_loss
 from tests.conftest import tiny_config, write_config
 
 pytestmark = pytest.mark.integration
@@ -32,12 +33,12 @@ def _wait_for(path: Path) -> None:
 
 
 def _finished(runs: Path) -> dict[str, int]:
-    """Finished runs -> when their metrics were last written."""
-    manifests = {path.parent: json.loads(path.read_text()) for path in runs.glob("*/manifest.json")}
+    """Finished runs, with their held-out loss -> when their metrics were last written."""
+    steps = {path.parent: json.loads(path.read_text())["details"]["steps"] for path in runs.glob("*/manifest.json")}
     return {
         run.name: (run / "metrics.jsonl").stat().st_mtime_ns
-        for run, manifest in manifests.items()
-        if manifest["details"]["finished"]
+        for run, last in steps.items()
+        if finished_loss(run, steps=last) is not None
     }
 
 
