@@ -8,6 +8,7 @@ instructions per tick.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -46,6 +47,7 @@ def program_of(run: ResolvedRun) -> Program:
     )
 
 
+@functools.cache
 def make_program(engine: str, schedule: str, *, ranks: int, micro_batches: int, virtual_stages: int = 1) -> Program:
     """The program that an engine executes in a step. Needs no process group.
 
