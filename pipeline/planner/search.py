@@ -137,9 +137,7 @@ def allowed(candidates: Iterable[Candidate], costs: ModelCosts, *, count: int) -
 
 def simulated(candidates: Iterable[Candidate], costs: ModelCosts, machine: Machine) -> list[Candidate]:
     """The candidates with simulated times, the fastest first."""
-    found = [
-        replace(each, step_s=typical_time(each.run, costs, machine, model=SIMULATED).total) for each in candidates
-    ]
+    found = [replace(each, step_s=typical_time(each.run, costs, machine, model=SIMULATED).total) for each in candidates]
     return sorted(found, key=lambda each: each.step_s)
 
 

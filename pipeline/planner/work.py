@@ -48,7 +48,6 @@ class Pass:
     attention: float
     kernel_bytes: float
 
-
     def __add__(self, other: Pass) -> Pass:
         return Pass(
             self.products + other.products, self.attention + other.attention, self.kernel_bytes + other.kernel_bytes
