@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from headrace.base.log_filters import quiet_deepspeed
 from pipeline.config.rules import ResolvedRun
 from pipeline.planner.passes import Instruction, Kind, Program
 
@@ -137,6 +138,7 @@ class _Stage:
 
 def _deepspeed(rank: int, ranks: int, micro_batches: int) -> Iterator[Instruction]:
     """The commands of DeepSpeed's TrainSchedule; each kind takes the micro-batches in order."""
+    quiet_deepspeed()  # a plan prints JSON there
     from deepspeed.runtime.pipe.schedule import TrainSchedule  # noqa: PLC0415  imports torch
 
     done: Counter[Kind] = Counter()
