@@ -14,6 +14,15 @@ def quiet_torchao() -> None:
     logging.getLogger("torch.utils._pytree").addFilter(_is_news)
 
 
+def quiet_deepspeed() -> None:
+    """Drops DeepSpeed 0.19's line on standard output that there is no GPU, where a plan imports its schedule."""
+    logging.getLogger("DeepSpeed").addFilter(_names_the_cpu)
+
+
+def _names_the_cpu(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Setting accelerator to CPU")
+
+
 def _needs_gpu(record: logging.LogRecord) -> bool:
     return _DRIVER.exists() or not record.getMessage().startswith("Failed to load")
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.base.errors import ConfigError
@@ -12,12 +12,17 @@ from pipeline.config.changes import as_sets, changed
 from pipeline.config.rules import ResolvedRun, resolve
 from pipeline.machines.machine import Machine
 from pipeline.parallel.checks import check_layout
+from pipeline.planner.closed_forms import CLOSED
 from pipeline.planner.memory_plan import typical_peak
 from pipeline.planner.model_costs import ModelCosts
 from pipeline.planner.plan import Plan, typical_time
+from pipeline.planner.simulated_step import SIMULATED
 
 _WORTH_IT = 1.01
 """Speed-up from which a change is named."""
+
+_SIMULATED = 4
+"""Changes that are simulated: the fastest by closed forms."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,7 @@ class Change:
     Attributes:
         sets: dotted keys with their values.
         peak: typical peak per rank, in bytes.
-        step_s: typical seconds of a step.
+        step_s: typical seconds of a step; of the change that is named, simulated.
     """
 
     sets: Mapping[str, Any]
@@ -50,16 +55,29 @@ def nearest_change(run: ResolvedRun, costs: ModelCosts, machine: Machine, plan: 
     single = [each for each in _neighbours(run) if machine.gpu or "compile.enabled" not in each]
     found = [each for sets in single if (each := evaluated(run, costs, machine, sets)) is not None]
     if plan.memory.fits:
-        found = [each for each in found if each.step_s * _WORTH_IT < plan.step_s.typical]
+        own = typical_time(run, costs, machine, model=CLOSED).total
+        found = [each for each in found if each.step_s * _WORTH_IT < own]
     elif not found:
         pairs = ({**a, **b} for number, a in enumerate(single) for b in single[:number] if not a.keys() & b.keys())
         found = [each for sets in pairs if (each := evaluated(run, costs, machine, sets)) is not None]
-    # the architecture is asked last: it takes longest
-    for each in sorted(found, key=lambda change: change.step_s):
+    best = _simulated(run, costs, machine, sorted(found, key=lambda change: change.step_s))
+    if best is None or (plan.memory.fits and best.step_s * _WORTH_IT >= plan.step_s.typical):
+        return None
+    return best
+
+
+def _simulated(run: ResolvedRun, costs: ModelCosts, machine: Machine, changes: Sequence[Change]) -> Change | None:
+    """The fastest by simulation of the first changes by closed forms that the architecture has: that takes longest."""
+    found: list[Change] = []
+    for each in changes:
+        if len(found) == _SIMULATED:
+            break
         with suppress(ConfigError):
-            check_layout(_changed(run, each.sets), costs.model)
-            return each
-    return None
+            other = _changed(run, each.sets)
+            check_layout(other, costs.model)
+            seconds = typical_time(other, costs, machine, model=SIMULATED).total
+            found.append(replace(each, step_s=seconds))
+    return min(found, key=lambda change: change.step_s, default=None)
 
 
 def evaluated(run: ResolvedRun, costs: ModelCosts, machine: Machine, sets: Mapping[str, Any]) -> Change | None:
@@ -76,7 +94,7 @@ def evaluated(run: ResolvedRun, costs: ModelCosts, machine: Machine, sets: Mappi
         peak = typical_peak(other, costs, machine)
         if peak > machine.memory.bytes:
             return None
-        return Change(sets, peak, typical_time(other, costs, machine).total)
+        return Change(sets, peak, typical_time(other, costs, machine, model=CLOSED).total)
     except ConfigError:
         return None
 

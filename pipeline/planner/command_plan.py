@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 
 from headrace.base.errors import ConfigError
 
@@ -29,6 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, metavar="N", help="ranks, in the place of all devices of the nodes")
     parser.add_argument("--tokens", type=float, metavar="T", help="length of the run in tokens, e.g. 1e11")
     parser.add_argument("--price", type=float, metavar="P", help="price of a GPU-hour: prints what the run costs")
+    parser.add_argument(
+        "--timeline",
+        metavar="FILE",
+        help="draw the simulated step: FILE.html, FILE.svg, or FILE.json for chrome://tracing and Perfetto:"
+        " the passes of a pipeline, else the streams of computation and communication of a micro-batch",
+    )
     parser.add_argument(
         "--search", action="store_true", help="compare the layouts that the rules allow, and write the best as a config"
     )
@@ -83,11 +90,18 @@ def run(arguments: argparse.Namespace) -> int:
     from pipeline.planner.show import as_json, lines, report_of  # noqa: PLC0415
 
     report = report_of(planned, price=arguments.price)
+    drawn = None
+    if arguments.timeline is not None:
+        from pipeline.planner.write_timeline import write_timeline  # noqa: PLC0415
+
+        drawn = write_timeline(planned, Path(arguments.timeline))
     if arguments.json:
         print(json.dumps(as_json(report), indent=2))
     else:
         for line in lines(report):
             print(line)
+        if drawn is not None:
+            print(f"{'timeline':>14}  {drawn}")
     sys.stdout.flush()
     return 0
 
@@ -113,8 +127,25 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             "--nodes", arguments.nodes, why="--processes says how many ranks", remedy="give one of the two"
         )
+    if arguments.timeline is not None:
+        _check_timeline(arguments)
     if arguments.verify < 0:
         raise ConfigError("--verify", arguments.verify, why="it is a number of layouts", remedy="0 or more")
+
+
+def _check_timeline(arguments: argparse.Namespace) -> None:
+    file = arguments.timeline
+    for other in ("search", "calibrate", "score"):
+        if getattr(arguments, other):
+            why = f"it draws the step of one plan, and --{other} makes none"
+            raise ConfigError("--timeline", file, why=why, remedy=f"leave out --{other}")
+    path = Path(file)
+    if path.suffix not in (".html", ".svg", ".json"):
+        why = "the extension says what is written: .html, .svg (drawing) or .json (Chrome trace)"
+        raise ConfigError("--timeline", file, why=why, remedy="e.g. --timeline step.html")
+    if path.is_dir() or not path.parent.is_dir():
+        why = "it is a directory" if path.is_dir() else f"there is no directory {path.parent}"
+        raise ConfigError("--timeline", file, why=why, remedy="a file in a directory that exists")
 
 
 def _check_score(arguments: argparse.Namespace) -> None:

@@ -6,15 +6,18 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from headrace.base.errors import ConfigError
 from pipeline.planner.fewest_nodes import fewest_nodes
+from pipeline.planner.law_warnings import warnings
 from pipeline.planner.plan import make_plan
 from pipeline.planner.planned_run import PlannedRun
-from pipeline.planner.search import Candidate, Search, allowed, search
+from pipeline.planner.search import Candidate, Search, allowed, search, simulated
 from pipeline.planner.search_page import Table, page
+from pipeline.planner.show_laws import training_of_plan
 from pipeline.planner.verify import Verified, verify
 from pipeline.planner.winner import winner_of, write_config
 from pipeline.run.memory_summary import shown_bytes
@@ -36,6 +39,7 @@ def search_command(planned: PlannedRun, arguments: argparse.Namespace, overrides
         own = allowed((each for each in found.fitting() if "fp8.enabled" not in each.sets), planned.costs, count=_SHOWN)
     if not own:
         raise _nothing_fits(planned, found)
+    own = simulated(own, planned.costs, planned.machine)
     verified = _verified(own, planned, arguments, overrides)
     winner = winner_of(verified, memory=planned.machine.memory.bytes)
     if winner is None:
@@ -46,12 +50,15 @@ def search_command(planned: PlannedRun, arguments: argparse.Namespace, overrides
     path = out / f"{Path(arguments.config).stem}-best.json"
     write_config(winner.candidate, path, config=arguments.config, overrides=overrides)
     table = Table(_HEAD, [_row(each, planned) for each in verified[:_SHOWN]])
-    facts = _facts(planned, found, winner, str(path))
+    chosen = replace(planned, run=winner.candidate.run)
+    training = training_of_plan(chosen)
+    warned = [] if training is None else list(warnings(training))
+    facts = [*_facts(planned, found, winner, str(path)), *(("warning", text) for text in warned)]
     (out / "search.html").write_text(
         page(found, table, title=f"Layouts of {Path(arguments.config).name}", facts=facts), encoding="utf-8"
     )
     if arguments.json:
-        print(json.dumps(_plain(found, verified, winner, str(path)), indent=2))
+        print(json.dumps({**_plain(found, verified, winner, str(path)), "warnings": warned}, indent=2))
     else:
         _print(table, [*facts, ("page", str(out / "search.html"))])
     sys.stdout.flush()
@@ -107,6 +114,7 @@ def _facts(planned: PlannedRun, found: Search, winner: Verified, path: str) -> l
     ]
     fp8 = next((each for each in found.fitting() if "fp8.enabled" in each.sets), None)
     if fp8 is not None:
+        (fp8,) = simulated([fp8], planned.costs, planned.machine)
         gain = winner.candidate.step_s / fp8.step_s - 1
         facts.append(("in fp8", f"{gain:+.0%} tokens/s at best; another loss curve, so it is not proposed"))
     return facts

@@ -18,15 +18,17 @@ from pipeline.parallel.footprint import Footprint, footprint_of, widths_of
 
 
 @dataclass(frozen=True)
-class RankFlops:
-    """Forward FLOPs per token of one pipeline rank, before tensor parallelism.
+class StageFlops:
+    """Forward FLOPs per token of one (virtual) stage, before tensor parallelism.
 
     Attributes:
+        layers: number of its decoder layers.
         linear: of the matrix products of its layers.
         attention: of scores and values: the causal half, which kernels compute.
-        head: of the head; 0 on ranks without it.
+        head: of the head; 0 on stages without it.
     """
 
+    layers: int
     linear: float
     attention: float
     head: float
@@ -34,10 +36,15 @@ class RankFlops:
 
 @dataclass(frozen=True)
 class Shares:
-    """What the ranks of a pipeline hold and compute."""
+    """What the ranks of a pipeline hold and compute.
+
+    Attributes:
+        footprint: of all ranks.
+        flops: of every rank, those of its (virtual) stages in order.
+    """
 
     footprint: Footprint
-    flops: tuple[RankFlops, ...]
+    flops: tuple[tuple[StageFlops, ...], ...]
 
 
 @dataclass
@@ -98,11 +105,11 @@ class ModelCosts:
         footprint = footprint_of(run, self.model)
         assert footprint is not None  # `of` has refused the others
         linear, attention, head = self._layers
-        flops = [[0.0, 0.0] for _ in footprint.ranks]
-        for stage in pipeline_stages(run, self.model):
-            of_rank = flops[stage.index % run.topology.pp]
-            of_rank[0] += sum(linear[slice(*stage.layers)])
-            of_rank[1] += sum(attention[slice(*stage.layers)])
-        ranks = zip(flops, footprint.ranks, strict=True)
-        parts = tuple(RankFlops(each[0], each[1], head if rank.last else 0.0) for each, rank in ranks)
-        return Shares(footprint, parts)
+        ranks: list[list[StageFlops]] = [[] for _ in footprint.ranks]
+        stages = pipeline_stages(run, self.model)
+        for stage in stages:
+            part = slice(*stage.layers)
+            last = stage.index == len(stages) - 1
+            flops = StageFlops(len(linear[part]), sum(linear[part]), sum(attention[part]), head if last else 0.0)
+            ranks[stage.index % run.topology.pp].append(flops)
+        return Shares(footprint, tuple(map(tuple, ranks)))

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,35 +34,71 @@ class LayerCosts:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamEvent:
+    """A layer's computation or communication.
+
+    Attributes:
+        kind: gather, forward, backward or reduce.
+        layer: index of the layer in the order of the forward pass.
+        start_s, end_s: seconds since the first event.
+    """
+
+    kind: str
+    layer: int
+    start_s: float
+    end_s: float
+
+    @property
+    def computes(self) -> bool:
+        """Whether it is of the stream that computes."""
+        return self.kind in ("forward", "backward")
+
+
+@dataclass(frozen=True, slots=True)
 class Overlap:
     """A forward and a backward pass.
 
     Attributes:
-        seconds: from the first gather to the last reduction.
-        compute_s: of them, computation.
-        communication_s: of all gathers and reductions, hidden or not.
+        events: of both streams, each stream's in order.
     """
 
-    seconds: float
-    compute_s: float
-    communication_s: float
+    events: tuple[StreamEvent, ...]
+
+    @property
+    def seconds(self) -> float:
+        """From the first gather to the last reduction."""
+        return max(each.end_s for each in self.events)
+
+    @property
+    def compute_s(self) -> float:
+        """Of them, computation."""
+        return sum(each.end_s - each.start_s for each in self.events if each.computes)
+
+    @property
+    def communication_s(self) -> float:
+        """Of all gathers and reductions, hidden or not."""
+        return sum(each.end_s - each.start_s for each in self.events if not each.computes)
 
     @property
     def exposed_s(self) -> float:
         """Seconds in which nothing computes: communication that computation does not hide."""
-        return self.seconds - self.compute_s
+        return max(0.0, self.seconds - self.compute_s)
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
-    """A layer's visit: gather, compute, reduce."""
+class _Visit:
+    """A layer's gather, computation and reduction."""
 
+    layer: int
+    kind: str
     gather_s: float
     compute_s: float
     reduce_s: float
 
 
-def overlapped(layers: Sequence[LayerCosts], *, prefetch: int = 1, regather: bool = True) -> Overlap:
+def overlapped(
+    layers: Sequence[LayerCosts], *, prefetch: int = 1, regather: bool = True, beside: bool = True
+) -> Overlap:
     """Simulates the passes of one micro-batch.
 
     Args:
@@ -70,42 +106,65 @@ def overlapped(layers: Sequence[LayerCosts], *, prefetch: int = 1, regather: boo
         prefetch: layers whose weights are gathered ahead of the one that computes; 0: none, every gather is exposed.
         regather: weights are freed after the forward pass and gathered again for the backward pass (ZeRO-3, FSDP2's
             reshard_after_forward); else only once. The last layer's stay, as FSDP2 keeps them.
+        beside: whether communication may run beside computation; else each waits for the other.
     """
     assert layers
     assert prefetch >= 0
-    forward = [_Work(layer.gather_s, layer.forward_s, 0.0) for layer in layers]
+    forward = [_Visit(i, "forward", layer.gather_s, layer.forward_s, 0.0) for i, layer in enumerate(layers)]
     kept = len(layers) - 1
     backward = [
-        _Work(layer.gather_s if regather and i != kept else 0.0, layer.backward_s, layer.reduce_s)
+        _Visit(i, "backward", layer.gather_s if regather and i != kept else 0.0, layer.backward_s, layer.reduce_s)
         for i, layer in reversed(list(enumerate(layers)))
     ]
-    work = forward + backward
-    seconds = _simulate(work, prefetch)
-    communication = sum(each.gather_s + each.reduce_s for each in work)
-    return Overlap(seconds, sum(each.compute_s for each in work), communication)
+    visits = forward + backward
+    return Overlap(tuple(_simulate(visits, prefetch) if beside else _serial(visits)))
 
 
-def _simulate(work: Sequence[_Work], prefetch: int) -> float:
-    """When the last computation and reduction of a row of visits are over."""
-    compute_end = network_end = 0.0
+def _serial(visits: Sequence[_Visit]) -> Iterator[StreamEvent]:
+    """One after the other."""
+    now = 0.0
+    for each in visits:
+        for kind, seconds in (("gather", each.gather_s), (each.kind, each.compute_s), ("reduce", each.reduce_s)):
+            if seconds or kind == each.kind:
+                yield StreamEvent(kind, each.layer, now, now + seconds)
+                now += seconds
+
+
+def _simulate(visits: Sequence[_Visit], prefetch: int) -> Iterator[StreamEvent]:
+    """Both streams at once."""
+    network = _Network()
+    compute_end = 0.0
     starts: list[float] = []
-    pending: deque[tuple[float, float]] = deque()
-    for i, each in enumerate(work):
+    for i, each in enumerate(visits):
         allowed = compute_end if prefetch == 0 else starts[i - prefetch] if i >= prefetch else 0.0
         gathered = 0.0
         if each.gather_s:
-            network_end = _reduce(pending, network_end, before=allowed)
-            gathered = network_end = max(network_end, allowed) + each.gather_s
+            yield from network.reduce(before=allowed)
+            gather = network.run("gather", each.layer, ready=allowed, seconds=each.gather_s)
+            yield gather
+            gathered = gather.end_s
         starts.append(max(compute_end, gathered))
         compute_end = starts[i] + each.compute_s
+        yield StreamEvent(each.kind, each.layer, starts[i], compute_end)
         if each.reduce_s:
-            pending.append((compute_end, each.reduce_s))
-    return max(compute_end, _reduce(pending, network_end, before=math.inf))
+            network.pending.append((compute_end, each.layer, each.reduce_s))
+    yield from network.reduce(before=math.inf)
 
 
-def _reduce(pending: deque[tuple[float, float]], network_end: float, *, before: float) -> float:
-    """Runs the reductions (when they are ready, seconds) that begin before a gather may; when the network is free."""
-    while pending and max(pending[0][0], network_end) < before:
-        ready, seconds = pending.popleft()
-        network_end = max(network_end, ready) + seconds
-    return network_end
+@dataclass
+class _Network:
+    """The stream that communicates: when it is free, and reductions that wait (ready, layer, seconds)."""
+
+    end: float = 0.0
+    pending: deque[tuple[float, int, float]] = field(default_factory=deque)
+
+    def run(self, kind: str, layer: int, *, ready: float, seconds: float) -> StreamEvent:
+        start = max(self.end, ready)
+        self.end = start + seconds
+        return StreamEvent(kind, layer, start, self.end)
+
+    def reduce(self, *, before: float) -> Iterator[StreamEvent]:
+        """Runs the reductions that begin before a gather may."""
+        while self.pending and max(self.pending[0][0], self.end) < before:
+            ready, layer, seconds = self.pending.popleft()
+            yield self.run("reduce", layer, ready=ready, seconds=seconds)

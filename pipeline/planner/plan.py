@@ -10,6 +10,8 @@ from pipeline.planner.interval import Interval
 from pipeline.planner.memory_plan import MemoryPlan, memory_plan
 from pipeline.planner.model_costs import ModelCosts
 from pipeline.planner.rates import HIGH, LOW, TYPICAL, Product, Rates, dtype_of, rates_of
+from pipeline.planner.simulated_step import SIMULATED
+from pipeline.planner.step_model import StepModel
 from pipeline.planner.time_plan import StepTime, step_time, works_of
 
 DAY = 86_400.0
@@ -67,13 +69,14 @@ class Plan:
 
 
 def make_plan(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> Plan:
-    """The plan of a run.
+    """The plan of a run, simulated.
 
     Raises:
         ConfigError: the architecture does not have the layout.
     """
     works, memory = works_of(run, costs), memory_plan(run, costs, machine)
-    times = [step_time(run, works, run_rates(run, costs, machine, end)) for end in (LOW, TYPICAL, HIGH)]
+    ends = [run_rates(run, costs, machine, end) for end in (LOW, TYPICAL, HIGH)]
+    times = [step_time(run, works, rates, model=SIMULATED) for rates in ends]
     names = [part.name for part in fields(StepTime)]
     parts = {name: Interval.of(*(getattr(time, name) for time in times)) for name in names}
     splits = [time.split() for time in times]
@@ -97,13 +100,13 @@ def make_plan(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> Plan:
     )
 
 
-def typical_time(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> StepTime:
-    """The typical time of a step alone: for the search.
+def typical_time(run: ResolvedRun, costs: ModelCosts, machine: Machine, *, model: StepModel) -> StepTime:
+    """The typical time of a step alone: by closed forms for a search, simulated for what is shown.
 
     Raises:
         ConfigError: the architecture does not have the layout.
     """
-    return step_time(run, works_of(run, costs), run_rates(run, costs, machine, TYPICAL))
+    return step_time(run, works_of(run, costs), run_rates(run, costs, machine, TYPICAL), model=model)
 
 
 def run_rates(run: ResolvedRun, costs: ModelCosts, machine: Machine, end: int) -> Rates:

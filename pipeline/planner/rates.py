@@ -43,6 +43,7 @@ class Rates:
         host: link to the host's memory.
         storage: bytes/s that a node writes.
         overlap: see `OVERLAP`.
+        gpu: whether devices are GPUs, whose collectives are NCCL's; else gloo's.
     """
 
     products: float
@@ -52,6 +53,7 @@ class Rates:
     host: Link
     storage: float
     overlap: float
+    gpu: bool = True
 
 
 def dtype_of(config: Config) -> str:
@@ -85,6 +87,7 @@ def rates_of(machine: Machine, dtype: str, end: int, *, product: Product | None 
         host=_link(links.host, share),
         storage=machine.storage_bytes_per_s[end],
         overlap=OVERLAP[end],
+        gpu=machine.gpu,
     )
 
 

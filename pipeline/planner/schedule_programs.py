@@ -8,10 +8,12 @@ instructions per tick.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from headrace.base.log_filters import quiet_deepspeed
 from pipeline.config.rules import ResolvedRun
 from pipeline.planner.passes import Instruction, Kind, Program
 
@@ -46,6 +48,7 @@ def program_of(run: ResolvedRun) -> Program:
     )
 
 
+@functools.cache
 def make_program(engine: str, schedule: str, *, ranks: int, micro_batches: int, virtual_stages: int = 1) -> Program:
     """The program that an engine executes in a step. Needs no process group.
 
@@ -135,6 +138,7 @@ class _Stage:
 
 def _deepspeed(rank: int, ranks: int, micro_batches: int) -> Iterator[Instruction]:
     """The commands of DeepSpeed's TrainSchedule; each kind takes the micro-batches in order."""
+    quiet_deepspeed()  # a plan prints JSON there
     from deepspeed.runtime.pipe.schedule import TrainSchedule  # noqa: PLC0415  imports torch
 
     done: Counter[Kind] = Counter()

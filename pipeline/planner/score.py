@@ -20,6 +20,7 @@ from pipeline.planner.memory_plan import typical_peak
 from pipeline.planner.plan import run_rates
 from pipeline.planner.planned_run import PlannedRun, planned_run
 from pipeline.planner.rates import TYPICAL
+from pipeline.planner.simulated_step import SIMULATED
 from pipeline.planner.time_plan import StepTime, step_time, works_of
 from pipeline.run.attempts import read_events
 
@@ -156,7 +157,7 @@ def score(run: MeasuredRun, machine: Machine) -> Score:
 def rescored(run: MeasuredRun, planned: PlannedRun, machine: Machine) -> Score:
     """As `score`, of a run that is planned already, with another machine."""
     of, costs = planned.run, planned.costs
-    parts = step_time(of, works_of(of, costs), run_rates(of, costs, machine, TYPICAL))
+    parts = step_time(of, works_of(of, costs), run_rates(of, costs, machine, TYPICAL), model=SIMULATED)
     footprint = costs.shares(of).footprint
     ranks = [peak_memory(of, footprint, pp_rank=rank) for rank in range(of.topology.pp)]
     tensors = max(ranks, key=lambda each: each.total)

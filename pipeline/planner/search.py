@@ -1,11 +1,11 @@
-"""Search: the fastest layouts that fit, by closed formulas."""
+"""Search: the fastest layouts that fit. Closed forms for the search, simulated for what is shown (`simulated`)."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.base.errors import ConfigError
@@ -13,10 +13,12 @@ from pipeline.config.changes import changed
 from pipeline.config.rules import ResolvedRun, resolve
 from pipeline.machines.machine import Machine
 from pipeline.parallel.checks import check_layout
+from pipeline.planner.closed_forms import CLOSED
 from pipeline.planner.layouts import layouts
 from pipeline.planner.memory_plan import typical_peak
 from pipeline.planner.model_costs import ModelCosts
 from pipeline.planner.plan import typical_time
+from pipeline.planner.simulated_step import SIMULATED
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def evaluate(run: ResolvedRun, costs: ModelCosts, machine: Machine, sets: Mappin
         if other.spare or other.batch.padding_rows:
             return None
         peak = typical_peak(other, costs, machine)
-        seconds = typical_time(other, costs, machine).total if peak <= machine.memory.bytes else math.inf
+        seconds = typical_time(other, costs, machine, model=CLOSED).total if peak <= machine.memory.bytes else math.inf
         return Candidate(other, different(run, sets), peak, seconds)
     except ConfigError:
         return None
@@ -131,6 +133,12 @@ def allowed(candidates: Iterable[Candidate], costs: ModelCosts, *, count: int) -
         if answers[asked]:
             found.append(each)
     return found
+
+
+def simulated(candidates: Iterable[Candidate], costs: ModelCosts, machine: Machine) -> list[Candidate]:
+    """The candidates with simulated times, the fastest first."""
+    found = [replace(each, step_s=typical_time(each.run, costs, machine, model=SIMULATED).total) for each in candidates]
+    return sorted(found, key=lambda each: each.step_s)
 
 
 def _has(candidate: Candidate, costs: ModelCosts) -> bool:

@@ -1,7 +1,7 @@
 """Seconds of collectives and of a pipeline's step, by the simplest closed forms.
 
-Ring collectives over the slowest link (Thakur et al. 2005, section 4), and the bubble of a schedule. Two functions, so
-that a simulation can replace either.
+Ring collectives over the slowest link (Thakur et al. 2005, section 4), and the bubble of a schedule. Closed forms for
+the search (`closed_forms`), simulated for what is shown (`simulated_step`).
 """
 
 from __future__ import annotations

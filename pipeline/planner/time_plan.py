@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass, fields, replace
 
 from pipeline.config.rules import ResolvedRun
-from pipeline.planner.communication import transfers
 from pipeline.planner.model_costs import ModelCosts
+from pipeline.planner.rank_time import rank_time
 from pipeline.planner.rates import Rates
-from pipeline.planner.step_time import PipelineTime, collective_seconds, pipeline_step
-from pipeline.planner.work import Pass, Work, work_of
+from pipeline.planner.step_model import StepModel
+from pipeline.planner.work import Work, work_of
 from pipeline.run.checkpoint_interval import make_interval
 from pipeline.run.checkpoint_timer import minutes_of
 
@@ -70,22 +70,6 @@ class StepTime:
         }
 
 
-@dataclass(frozen=True)
-class _RankTime:
-    """Seconds of one rank: of a micro-batch, and of a step's communication."""
-
-    products: float
-    kernels: float
-    forward: float
-    backward: float
-    tensor: float
-    context: float
-    weights: float
-    gradients: float
-    message: float
-    work: Work
-
-
 def works_of(run: ResolvedRun, costs: ModelCosts) -> list[Work]:
     """The work of every rank of the pipeline.
 
@@ -95,92 +79,31 @@ def works_of(run: ResolvedRun, costs: ModelCosts) -> list[Work]:
     return [work_of(run, costs, rank) for rank in range(run.topology.pp)]
 
 
-def step_time(run: ResolvedRun, works: list[Work], rates: Rates) -> StepTime:
+def step_time(run: ResolvedRun, works: list[Work], rates: Rates, *, model: StepModel) -> StepTime:
     """The time of a step.
 
     Args:
         run: the resolved config.
         works: of every rank of its pipeline.
         rates: of the machine.
+        model: of collectives, pipeline and overlap: SIMULATED for what is shown, CLOSED for a search.
     """
-    ranks = [_rank_time(work, rates) for work in works]
-    slowest = max(ranks, key=lambda rank: rank.forward + rank.backward)
+    ranks = [rank_time(work, rates, model.collective) for work in works]
+    slowest = max(ranks, key=lambda rank: rank.busy)
     count = run.batch.accumulation
-    inside = (slowest.tensor + slowest.context) / count
-    passes = pipeline_step(
-        run.config.parallel.schedule,
-        run.topology.pp,
-        count,
-        slowest.forward + inside / 3,
-        slowest.backward + inside * 2 / 3,
-        slowest.message,
-        virtual_stages=run.virtual_stages,
-    )
     computing = count * (slowest.forward + slowest.backward)
     step = StepTime(
         products=count * slowest.products,
         kernels=count * slowest.kernels,
         tensor_parallel=slowest.tensor,
         context_parallel=slowest.context,
-        data_parallel=max(_exposed(run, rank, rates, passes) for rank in ranks),
-        bubble=passes.bubble,
+        data_parallel=max(model.exposed(run, rank, rates) for rank in ranks),
+        bubble=model.pipeline(run, ranks, rates).bubble,
         optimizer=max(rank.work.update_bytes for rank in ranks) / rates.memory,
         offload=_offload(run, slowest.work, rates),
         data=max(0.0, run.batch.micro * count * run.batch.sequence_length / LOADER_TOKENS_PER_S - computing),
     )
     return replace(step, checkpoint=_checkpoint(run, works, rates, step_s=step.total))
-
-
-def _rank_time(work: Work, rates: Rates) -> _RankTime:
-    sums = dict.fromkeys(("tensor", "context", "weights", "gradients", "pipeline"), 0.0)
-    message = 0.0
-    for each in transfers(work.layout):
-        seconds = collective_seconds(each.kind, each.bytes, each.ranks, rates.topology, each.count)
-        sums[each.purpose] += seconds
-        if each.purpose == "pipeline":
-            message = seconds / each.count
-    forward, backward = _products(work.forward, rates), _products(work.backward, rates)
-    kernels = [each.kernel_bytes / rates.memory for each in (work.forward, work.backward)]
-    return _RankTime(
-        products=forward + backward,
-        kernels=sum(kernels),
-        forward=forward + kernels[0],
-        backward=backward + kernels[1],
-        tensor=sums["tensor"],
-        context=sums["context"],
-        weights=sums["weights"],
-        gradients=sums["gradients"],
-        message=message,
-        work=work,
-    )
-
-
-def _products(each: Pass, rates: Rates) -> float:
-    return each.products / rates.products + each.attention / rates.attention
-
-
-def _exposed(run: ResolvedRun, rank: _RankTime, rates: Rates, passes: PipelineTime) -> float:
-    """Communication of data parallelism that runs beside no kernel.
-
-    Stage 3 gathers and reduces in all passes; the others gather weights beside the first forward pass (FSDP2) or
-    after the update (DeepSpeed), and reduce gradients beside the last backward pass.
-    """
-    stage, deepspeed = run.config.zero_optimization.stage, run.config.engine == "deepspeed"
-    count = run.batch.accumulation
-    given = run.config.zero_optimization.overlap_comm
-    overlaps = not deepspeed or (stage == 3 if given is None else given)
-    share = rates.overlap if overlaps else 0.0
-    if stage == 3:
-        return _unhidden(rank.weights + rank.gradients, beside=passes.seconds - passes.bubble, share=share)
-    reductions = count if stage == 2 and run.topology.pp == 1 else 1
-    return _unhidden(rank.gradients, beside=reductions * rank.backward, share=share) + _unhidden(
-        rank.weights, beside=rank.forward, share=0.0 if deepspeed else share
-    )
-
-
-def _unhidden(seconds: float, *, beside: float, share: float) -> float:
-    """What is left of some communication when the share that can is hidden behind so many seconds of kernels."""
-    return seconds - min(seconds * share, beside)
 
 
 def _offload(run: ResolvedRun, work: Work, rates: Rates) -> float:

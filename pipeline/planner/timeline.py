@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from html import escape
+from collections.abc import Mapping
 from typing import Any
 
+from pipeline.planner.drawing import Bar, Drawing, page_of, svg_of
 from pipeline.planner.passes import Kind
 from pipeline.planner.pipeline_simulation import TimedPass, Timeline
 
@@ -21,9 +21,6 @@ _NAMES = {
     Kind.INPUT_BACKWARD: "backward of the inputs",
     Kind.WEIGHT_BACKWARD: "backward of the weights",
 }
-_WIDTH, _LEFT, _ROW, _BAR, _TOP = 1200.0, 64.0, 30.0, 24.0, 26.0
-_LETTER = 7.0
-"""Width of a digit in pixels: a number that does not fit into its bar is left out."""
 
 
 def svg(timeline: Timeline) -> str:
@@ -31,49 +28,25 @@ def svg(timeline: Timeline) -> str:
 
     Colors of text follow the page's (`currentColor`), so that it can be put into any HTML.
     """
-    scale = (_WIDTH - _LEFT - 8) / timeline.seconds
-    height = _TOP + _ROW * timeline.ranks + 24
-    label = f"Timeline of a step: {timeline.ranks} ranks, {timeline.seconds:.4g} s, bubble {timeline.bubble:.1%}"
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH:g} {height:g}" role="img"'
-        f' aria-label="{escape(label)}" font-family="sans-serif" font-size="12" fill="currentColor">',
-        *_legend(timeline),
-    ]
-    for rank in range(timeline.ranks):
-        y = _TOP + rank * _ROW
-        lines.append(f'<text x="0" y="{y + 17:g}">rank {rank}</text>')
-        lines.append(f'<rect x="{_LEFT:g}" y="{y:g}" width="{timeline.seconds * scale:.2f}" height="{_BAR:g}"')
-        lines.append('  fill="currentColor" fill-opacity="0.08"/>')
-    lines.extend(_bar(each, scale, timeline.ranks) for each in timeline.passes)
-    bottom = _TOP + timeline.ranks * _ROW + 14
-    lines.append(f'<text x="{_LEFT:g}" y="{bottom:g}">0</text>')
-    lines.append(f'<text x="{_WIDTH - 8:g}" y="{bottom:g}" text-anchor="end">{timeline.seconds:.4g} s</text>')
-    return "\n".join([*lines, "</svg>"])
-
-
-def _legend(timeline: Timeline) -> Iterator[str]:
     kinds = sorted({each.instruction.kind for each in timeline.passes}, key=list(_NAMES).index)
-    x = _LEFT
-    for kind in kinds:
-        yield f'<rect x="{x:g}" y="4" width="12" height="12" fill="{_COLORS[kind]}"/>'
-        yield f'<text x="{x + 17:g}" y="14">{_NAMES[kind]}</text>'
-        x += 34 + _LETTER * len(_NAMES[kind])
-    yield f'<text x="{_WIDTH - 8:g}" y="14" text-anchor="end">bubble {timeline.bubble:.1%}</text>'
-
-
-def _bar(each: TimedPass, scale: float, ranks: int) -> str:
-    x, width = _LEFT + each.start_s * scale, (each.end_s - each.start_s) * scale
-    y, of = _TOP + each.rank * _ROW, each.instruction
-    opacity = 1 / (1 + 0.45 * (of.stage // ranks))
-    number = str(of.micro_batch)
-    title = f"{_NAMES[of.kind]}, micro-batch {number}, stage {of.stage}: {each.start_s:.4g} to {each.end_s:.4g} s"
-    bar = (
-        f'<g><title>{escape(title)}</title><rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{_BAR:g}"'
-        f' fill="{_COLORS[of.kind]}" fill-opacity="{opacity:.2f}" stroke="currentColor" stroke-width="0.4"/>'
+    bubble = f"bubble {timeline.bubble:.1%}"
+    return svg_of(
+        Drawing(
+            label=f"Timeline of a step: {timeline.ranks} ranks, {timeline.seconds:.4g} s, {bubble}",
+            rows=[f"rank {rank}" for rank in range(timeline.ranks)],
+            bars=[_bar(each, timeline.ranks) for each in timeline.passes],
+            legend={_NAMES[kind]: _COLORS[kind] for kind in kinds},
+            note=bubble,
+            seconds=timeline.seconds,
+        )
     )
-    if width > _LETTER * len(number) + 2:
-        bar += f'<text x="{x + width / 2:.2f}" y="{y + 16:g}" text-anchor="middle">{number}</text>'
-    return bar + "</g>"
+
+
+def _bar(each: TimedPass, ranks: int) -> Bar:
+    of = each.instruction
+    kind, number = _NAMES[of.kind], str(of.micro_batch)
+    title = f"{kind}, micro-batch {number}, stage {of.stage}: {each.start_s:.4g} to {each.end_s:.4g} s"
+    return Bar(each.rank, each.start_s, each.end_s, kind, number, title, opacity=1 / (1 + 0.45 * (of.stage // ranks)))
 
 
 def html_page(timelines: Mapping[str, Timeline]) -> str:
@@ -89,16 +62,9 @@ def html_page(timelines: Mapping[str, Timeline]) -> str:
             for rank in range(timeline.ranks)
         )
         head = "<tr><th>rank</th><th>idle, s</th><th>micro-batches in flight, most</th></tr>"
-        parts.append(
-            f"<h2>{escape(title)}: {timeline.seconds:.4g} s, bubble {timeline.bubble:.1%}</h2>\n"
-            f"{svg(timeline)}\n<table>{head}{rows}</table>"
-        )
-    style = (
-        ":root{color-scheme:light dark}body{font-family:sans-serif;max-width:1240px;margin:2em auto;padding:0 1em}"
-        "svg{width:100%}td,th{padding:.2em 1em;text-align:right}"
-    )
-    head = f'<meta charset="utf-8"><title>Pipeline schedules</title><style>{style}</style>'
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(parts) + "\n</body></html>\n"
+        heading = f"{title}: {timeline.seconds:.4g} s, bubble {timeline.bubble:.1%}"
+        parts.append((heading, svg(timeline), f"<table>{head}{rows}</table>"))
+    return page_of("Pipeline schedules", parts)
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pipeline.config.rules import ResolvedRun
 from pipeline.parallel.costs import update_bytes
 from pipeline.parallel.memory import layer_activations
 from pipeline.parallel.traffic import Layout
-from pipeline.planner.model_costs import ModelCosts
+from pipeline.planner.model_costs import ModelCosts, StageFlops
 
 ATTENTION_BACKWARD = 2.5
 """FLOPs of attention's backward pass over its forward pass: the scores are computed again (Dao 2023, arXiv:2307.08691,
@@ -48,6 +48,39 @@ class Pass:
     attention: float
     kernel_bytes: float
 
+    def __add__(self, other: Pass) -> Pass:
+        return Pass(
+            self.products + other.products, self.attention + other.attention, self.kernel_bytes + other.kernel_bytes
+        )
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Of one micro-batch.
+
+    Attributes:
+        forward: the forward pass.
+        backward: the backward pass, with what is recomputed.
+    """
+
+    forward: Pass
+    backward: Pass
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """What a (virtual) stage computes.
+
+    Attributes:
+        layers: number of its decoder layers.
+        decoder: of these layers, all together.
+        head: of the head and the loss; zeros on stages without them.
+    """
+
+    layers: int
+    decoder: Passes
+    head: Passes
+
 
 @dataclass(frozen=True)
 class Work:
@@ -55,15 +88,26 @@ class Work:
 
     Attributes:
         layout: inputs of the formulas of traffic.
-        forward: of a micro-batch.
-        backward: of a micro-batch, with what is recomputed.
+        stages: its (virtual) stages in order.
         update_bytes: read and written in a step by the optimizer, and to add up gradients.
     """
 
     layout: Layout
-    forward: Pass
-    backward: Pass
+    stages: tuple[StageWork, ...]
     update_bytes: float
+
+    @property
+    def forward(self) -> Pass:
+        """Of a micro-batch, all stages together."""
+        return sum((part.forward for stage in self.stages for part in (stage.decoder, stage.head)), _NOTHING)
+
+    @property
+    def backward(self) -> Pass:
+        """Of a micro-batch, all stages together, with what is recomputed."""
+        return sum((part.backward for stage in self.stages for part in (stage.decoder, stage.head)), _NOTHING)
+
+
+_NOTHING = Pass(0.0, 0.0, 0.0)
 
 
 def work_of(run: ResolvedRun, costs: ModelCosts, pp_rank: int) -> Work:
@@ -73,27 +117,40 @@ def work_of(run: ResolvedRun, costs: ModelCosts, pp_rank: int) -> Work:
         ConfigError: see `ModelCosts.shares`.
     """
     shares = costs.shares(run)
-    rank, flops = shares.footprint.ranks[pp_rank], shares.flops[pp_rank]
+    rank = shares.footprint.ranks[pp_rank]
     layout = Layout(run, rank, shares.footprint.widths, costs.routed)
-    tokens = layout.tokens / run.topology.tp
-    memory = run.config.memory
+    activations = layer_activations(run, shares.footprint, pp_rank=pp_rank) * (1.0 if compiled(run) else EAGER_PASSES)
+    stages = tuple(
+        StageWork(flops.layers, _decoder(layout, flops, activations * flops.layers), _head(layout, flops))
+        for flops in shares.flops[pp_rank]
+    )
+    return Work(layout, stages, update_bytes(run, rank.parameters))
+
+
+def _decoder(layout: Layout, flops: StageFlops, activations: float) -> Passes:
+    """The layers of a stage, whose activations are so many bytes."""
+    memory, layers = layout.run.config.memory, len(layout.rank.layers)
+    tokens = layout.tokens / layout.run.topology.tp
     mode = memory.activation_checkpointing
-    layers = len(rank.layers)
     repeated = -(-layers // memory.every_n_layers) / max(1, layers)
     again = repeated if mode == "full" else 0.0
-    kept = 0.0 if run.config.engine == "deepspeed" else _last_product(layout)
-    activations = layer_activations(run, shares.footprint, pp_rank=pp_rank) * layers
-    activations *= 1.0 if compiled(run) else EAGER_PASSES
-    loss = LOSS_PASSES * layout.size * tokens * layout.widths.vocabulary if rank.last else 0.0
-    forward = Pass(
-        tokens * (flops.linear + flops.head), tokens * flops.attention, FORWARD_PASSES * activations + loss / 2
-    )
+    kept = 0.0 if layout.run.config.engine == "deepspeed" else _last_product(layout)
+    forward = Pass(tokens * flops.linear, tokens * flops.attention, FORWARD_PASSES * activations)
     backward = Pass(
-        tokens * (2 * (flops.linear + flops.head) + again * (flops.linear - layers * kept)),
+        tokens * (2 * flops.linear + again * (flops.linear - flops.layers * kept)),
         tokens * flops.attention * (ATTENTION_BACKWARD + again),
-        (BACKWARD_PASSES + repeated * RECOMPUTED_PASSES[mode]) * activations + loss / 2,
+        (BACKWARD_PASSES + repeated * RECOMPUTED_PASSES[mode]) * activations,
     )
-    return Work(layout, forward, backward, update_bytes(run, rank.parameters))
+    return Passes(forward, backward)
+
+
+def _head(layout: Layout, flops: StageFlops) -> Passes:
+    """Head and loss of the last stage."""
+    if not flops.head:
+        return Passes(_NOTHING, _NOTHING)
+    tokens = layout.tokens / layout.run.topology.tp
+    loss = LOSS_PASSES * layout.size * tokens * layout.widths.vocabulary
+    return Passes(Pass(tokens * flops.head, 0.0, loss / 2), Pass(2 * tokens * flops.head, 0.0, loss / 2))
 
 
 def compiled(run: ResolvedRun) -> bool:

@@ -14,9 +14,11 @@ from pipeline.config.load import load_config
 from pipeline.config.rules import resolve
 from pipeline.machines.known import load_machine
 from pipeline.planner.command_search import search_command
+from pipeline.planner.plan import typical_time
 from pipeline.planner.planned_run import PlannedRun, open_run
 from pipeline.planner.search import Search, allowed, search
 from pipeline.planner.search_page import Table, page
+from pipeline.planner.simulated_step import SIMULATED
 from pipeline.planner.verify import Verified
 from pipeline.planner.winner import winner_of, write_config
 from tests import warm
@@ -110,6 +112,24 @@ def test_the_command_executes_the_best_steps_and_prove_accepts_the_winner(tmp_pa
     assert (tmp_path / "plan" / "search.html").exists()
     proven = warm.run("-m", "pipeline", "prove", "--config", found["config"], "--steps", "4", merged=True)
     assert proven.returncode == 0, proven.stdout
+
+
+def test_the_best_layouts_are_simulated_and_the_laws_warn_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned, _ = searched()
+    out = str(tmp_path / "plan")
+    arguments = __import__("argparse").Namespace(verify=0, out=out, config=CONFIG, json=True)
+    assert search_command(planned, arguments, ()) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len([text for text in found["warnings"] if text.startswith("training tokens")]) == 1
+    times = [each["step_s"] for each in found["best"]]
+    assert times == sorted(times)
+    best = load_config(found["config"])
+    costs, machine = planned.costs, planned.machine
+    run = resolve(best, world_size=8)
+    shown = typical_time(run, costs, machine, model=SIMULATED).total
+    assert found["winner"]["step_s"] == pytest.approx(shown)
 
 
 def test_a_model_for_which_nothing_fits_is_refused_with_the_number_of_nodes() -> None:
