@@ -1,6 +1,6 @@
 """Predicted against measured step time on this CPU: three models on 1, 2 and 4 processes (docs/reference/planner.md).
 
-    python -m benchmarks.planner_score [--steps 12] [--rounds 2] [--work DIR]
+    python -m benchmarks.planner_score [--steps 12] [--rounds 2] [--work DIR] [--again]
 
 1. `headrace plan --calibrate` measures this machine.
 2. Every run is a real one (`headrace train`, engine torch, fp32, one thread per process), and its median step is
@@ -8,8 +8,10 @@
 3. The machine is fitted, as by `--save-calibration`, to the runs of the smallest and the largest model on 1 and 2
    processes, and predicts the model in between and 4 processes, which it has not seen.
 4. The same with the CPU time of a step in the place of the clock's, which other work on a busy machine does not
-   lengthen: it is what a step takes where every process has a core of its own, but for waiting. What gloo copies and
-   adds up is in it.
+   lengthen: it is what a step takes where every process has a core of its own, but for waiting, and is predicted so.
+   What gloo copies and adds up is in it.
+
+With --again no run is trained: those that are in --work are scored, with its machine.json.
 
 Rounds are taken in turn, so that all runs see the same load; medians over the rounds count.
 """
@@ -76,7 +78,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--work", type=Path, help="keep runs and machine files there")
+    parser.add_argument("--again", action="store_true", help="score the runs in --work, with its machine.json")
     arguments = parser.parse_args()
+    if arguments.again and not (arguments.work and known(arguments.work)):
+        parser.error("--again: there are no runs in --work")
     with tempfile.TemporaryDirectory() as temporary:
         work = arguments.work or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
@@ -84,8 +89,11 @@ def main() -> None:
         if not tokens.exists():
             write_tokens(tokens, vocab_size=VOCABULARY, tokens=200_000, longest=512)
         machine = work / "machine.json"
-        headrace("plan", "--calibrate", "--machine", str(machine))
-        runs = trained(tokens, work, steps=arguments.steps, rounds=arguments.rounds)
+        if arguments.again:
+            runs = known(work)
+        else:
+            headrace("plan", "--calibrate", "--machine", str(machine))
+            runs = trained(tokens, work, steps=arguments.steps, rounds=arguments.rounds)
         report(runs, machine)
 
 
@@ -102,6 +110,12 @@ def trained(tokens: Path, work: Path, *, steps: int, rounds: int) -> dict[tuple[
                 found.setdefault((name, processes), []).append(run_dir)
                 print(f"{run_dir.name}: load {os.getloadavg()[0]:.0f}", file=sys.stderr, flush=True)
     return found
+
+
+def known(work: Path) -> dict[tuple[str, int], list[Path]]:
+    """(model, processes) -> directories of its runs that are there."""
+    found = {(name, of): sorted(work.glob(f"{name}-{of}-[0-9]")) for of in PROCESSES for name in MODELS}
+    return {key: paths for key, paths in found.items() if paths}
 
 
 def report(runs: dict[tuple[str, int], list[Path]], machine: Path) -> None:
@@ -142,10 +156,11 @@ def refitted(
 
 
 def with_cpu_time(each: Score) -> Score:
-    """As if a step took its CPU time."""
-    run = each.measured
+    """As if a step took its CPU time, on as many hosts as have a core for every process."""
+    run, machine = each.measured, each.planned.machine
     record = {**run.record, "step_s": [run.record["cpu_s"]] * 3}
-    return rescored(replace(run, record=record), each.planned, each.planned.machine)
+    hosts = -(-run.record["world_size"] // machine.devices_per_node)
+    return rescored(replace(run, record=record, hosts=hosts), each.planned, machine)
 
 
 def error(found: list[Score]) -> float:

@@ -10,6 +10,9 @@ from headrace.base.section import Count, Section
 
 Dtype = Literal["bf16", "fp16", "fp8", "tf32", "fp32"]
 
+Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+"""Kinds of collectives."""
+
 
 CPU = "cpu"
 """Torch's name of a processor, among the devices of a machine without GPUs."""
@@ -20,6 +23,17 @@ def _ascending(values: tuple[float, float, float]) -> tuple[float, float, float]
         raise ValueError("the three numbers are low, typical and high, in this order")
     return values
 
+
+def _shares(values: tuple[float, float, float]) -> tuple[float, float, float]:
+    if values[-1] > 1:
+        raise ValueError("a share is between 0 and 1")
+    return values
+
+
+OVERLAP = (0.6, 0.85, 1.0)
+"""Share of the communication of data parallelism that can run beside kernels of a GPU, where it was not measured.
+Assumed: kernels and collectives share multiprocessors and memory bandwidth, and the first gather and the last reduction
+have no kernel beside them."""
 
 _NotNegative = Annotated[float, Field(ge=0)]
 Range = Annotated[tuple[_NotNegative, _NotNegative, _NotNegative], AfterValidator(_ascending), Field(strict=False)]
@@ -46,6 +60,16 @@ class LinksSection(Section):
     within: LinkSection = Field(description="Between devices of a node")
     between: LinkSection = Field(description="A device's share of its node's network")
     host: LinkSection = Field(description="Between a device and the host's memory")
+    operations: dict[Operation, LinkSection] = Field(
+        {}, description="As within, of one kind of collective; others have within"
+    )
+
+
+class BusySection(Section):
+    """Rates of a device while all devices of the node compute, over those of a device alone."""
+
+    products: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Of matrix products and attention")
+    memory: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Of memory")
 
 
 class EfficiencySection(Section):
@@ -54,6 +78,10 @@ class EfficiencySection(Section):
     products: dict[Dtype, Range] = Field(description="Of peak_flops, by matrix products and attention, per dtype")
     memory: Range = Field(description="Of the memory's bandwidth, by all other kernels")
     links: Range = Field(description="Of the links' bandwidth, by collectives and messages")
+    overlap: Annotated[Range, AfterValidator(_shares)] = Field(
+        OVERLAP, description="Share of communication that runs beside kernels without slowing them down"
+    )
+    all_busy: BusySection = Field(BusySection(), description="While all devices of a node compute")
 
 
 class OverheadSection(Section):
@@ -63,8 +91,18 @@ class OverheadSection(Section):
     fragmentation: Range = Field(description="Share of activations and logits that the allocator loses")
 
 
+class HostSection(Section):
+    """What the host takes for a decoder layer and a micro-batch beside the work in its kernels: dispatch and autograd.
+
+    Counted where the host is the device. A GPU computes while its host goes ahead.
+    """
+
+    forward_s: _NotNegative = Field(0.0, description="Seconds of a layer's forward pass")
+    backward_s: _NotNegative = Field(0.0, description="Seconds of its backward pass")
+
+
 class MeasuredProduct(Section):
-    """A matrix product, measured: (M x K) by (K x N)."""
+    """The matrix products of a linear layer, measured: (M x K) by (K x N), and the two of its backward pass."""
 
     dtype: Dtype
     m: Count
@@ -74,8 +112,9 @@ class MeasuredProduct(Section):
 
 
 class MeasuredCollective(Section):
-    """An all-reduce, measured."""
+    """A collective, measured; of a whole tensor of so many bytes."""
 
+    kind: Operation = "all_reduce"
     axis: Literal["within", "between"]
     ranks: Count
     bytes: Count
@@ -120,6 +159,7 @@ class Machine(Section):
     links: LinksSection
     efficiency: EfficiencySection
     overhead: OverheadSection
+    host: HostSection = HostSection()
     storage_bytes_per_s: Range = Field(
         (0.5e9, 2e9, 5e9), description="Bytes per second that a node writes to the file system of checkpoints; assumed"
     )

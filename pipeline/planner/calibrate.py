@@ -15,16 +15,16 @@ import torch
 
 from headrace.base.errors import ConfigError
 from pipeline.machines.known import known_machines, machine_of_device
-from pipeline.machines.machine import CPU, Dtype, Machine, MeasuredCollective, MeasuredProduct, MeasuredSection
+from pipeline.machines.machine import CPU, Dtype, Machine, MeasuredProduct, MeasuredSection
 from pipeline.metrics.memory import resident_peak
 from pipeline.planner import measure
-from pipeline.planner.measure_links import collectives
+from pipeline.planner.fit_links import links_of
+from pipeline.planner.measure_layer import host_seconds
+from pipeline.planner.measure_links import RanksMeasured, between_ranks
 from pipeline.run.memory_summary import shown_bytes
 from pipeline.run.out_of_memory import memory_of
 
 DEFAULT_FILE = "machine.json"
-_ONE_LINK = {"bytes_per_s": 1e9, "latency_s": 1e-4}
-"""Stands for links that were not measured: a single device has none."""
 
 
 def calibrate_command(file: str | None) -> int:
@@ -53,15 +53,16 @@ def calibrated() -> Machine:
     try:
         if not gpu:  # a rank has a core
             torch.set_num_threads(1)
-        measured = _measured(device)
+        ranks = between_ranks(ranks=_devices() if gpu else min(_devices(), 2))
+        measured = _measured(device, ranks)
+        host = None if gpu else host_seconds()
     finally:
         torch.set_num_threads(threads)
-    return _machine(device, measured)
+    return _machine(device, measured, ranks, host)
 
 
-def _measured(device: torch.device) -> MeasuredSection:
+def _measured(device: torch.device, ranks: RanksMeasured) -> MeasuredSection:
     gpu = device.type == "cuda"
-    devices = _devices()
     return MeasuredSection(
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         device=torch.cuda.get_device_name(device) if gpu else platform.processor() or platform.machine() or "CPU",
@@ -70,11 +71,13 @@ def _measured(device: torch.device) -> MeasuredSection:
         attention_flops_per_s=measure.attention(device),
         copy_bytes_per_s=measure.copies(device),
         host_bytes_per_s=measure.host_copies(device),
-        collectives=tuple(collectives(ranks=devices if gpu else min(devices, 2))),
+        collectives=ranks.collectives,
     )
 
 
-def _machine(device: torch.device, measured: MeasuredSection) -> Machine:
+def _machine(
+    device: torch.device, measured: MeasuredSection, ranks: RanksMeasured, host: tuple[float, float] | None
+) -> Machine:
     known = machine_of_device(measured.device) if device.type == "cuda" else None
     peaks: dict[Dtype, float] = {}
     for each in measured.products:
@@ -82,7 +85,7 @@ def _machine(device: torch.device, measured: MeasuredSection) -> Machine:
     if known is not None:
         peaks |= known.peak_flops
     bandwidth = known.memory.bytes_per_s if known is not None else measured.copy_bytes_per_s[2]
-    within, shares = _links(measured.collectives)
+    within, operations, shares = links_of(measured.collectives)
     raw: dict[str, Any] = {
         "name": f"{measured.device}, calibrated",
         "devices": [CPU] if device.type == CPU else [],
@@ -94,17 +97,23 @@ def _machine(device: torch.device, measured: MeasuredSection) -> Machine:
             "within": within,
             "between": known.links.between.model_dump() if known is not None else within,
             "host": {"bytes_per_s": measured.host_bytes_per_s[2], "latency_s": 1e-5},
+            "operations": operations,
         },
         "efficiency": {
             "products": {dtype: _shares(measured.products, dtype, peaks[dtype]) for dtype in _dtypes(measured)},
             "memory": [each / bandwidth for each in measured.copy_bytes_per_s],
             "links": shares,
+            "overlap": ranks.overlap,
+            "all_busy": ranks.all_busy,
         },
+        "host": {} if host is None else {"forward_s": host[0], "backward_s": host[1]},
         "overhead": known.overhead.model_dump() if known is not None else _overhead(),
         "sources": {
             "peak_flops": "the maker's data sheet" if known is not None else "the best rate that was measured",
             "efficiency": "measured: least, median and most of repeated measurements, over all shapes",
-            "links": "all-reduces measured between devices of this node; other nodes: not measured",
+            "links": "collectives measured between devices of this node; other nodes: not measured",
+            "overlap": "measured: an all-reduce beside products" if ranks.collectives else "assumed: a single device",
+            "all_busy": "measured: all devices of this node at the same time over one alone",
         },
         "measured": measured,
     }
@@ -120,23 +129,6 @@ def _shares(products: Sequence[MeasuredProduct], dtype: str, peak: float) -> lis
     own = [each.flops_per_s for each in products if each.dtype == dtype]
     low, high = min(each[0] for each in own), max(each[2] for each in own)
     return [low / peak, statistics.median(each[1] for each in own) / peak, high / peak]
-
-
-def _links(rows: Sequence[MeasuredCollective]) -> tuple[dict[str, float], list[float]]:
-    """Latency and bandwidth that explain the smallest and the largest all-reduce, and the spread of the largest.
-
-    The inverse of `step_time.collective_seconds`: latency x ceil(log2 n) + 2 (n - 1) / n x bytes / bandwidth.
-    """
-    if not rows:
-        return dict(_ONE_LINK), [1.0, 1.0, 1.0]
-    smallest, largest = min(rows, key=lambda row: row.bytes), max(rows, key=lambda row: row.bytes)
-    steps = (largest.ranks - 1).bit_length()
-    latency = smallest.seconds[1]
-    size = 2 * (largest.ranks - 1) / largest.ranks * largest.bytes
-    # from most to fewest seconds: from the least to the most bandwidth
-    found = sorted(size / max(seconds - latency, 1e-9) for seconds in largest.seconds)
-    shares = [each / found[-1] for each in found]
-    return {"bytes_per_s": found[-1], "latency_s": latency / steps}, shares
 
 
 def _devices() -> int:
@@ -166,9 +158,17 @@ def _lines(machine: Machine) -> Iterator[str]:
     for row in measured.collectives:
         least, median, most = (1e6 * seconds for seconds in row.seconds)
         yield _line(
-            "all-reduce",
+            row.kind.replace("_", "-"),
             f"{row.ranks} ranks, {row.bytes:,} bytes: {median:,.0f} us ({least:,.0f} to {most:,.0f})",
         )
+    if measured.collectives:
+        low, typical, high = machine.efficiency.overlap
+        yield _line("overlap", f"products hide {typical:.0%} of an all-reduce ({low:.0%} to {high:.0%})")
+        busy = machine.efficiency.all_busy
+        yield _line("all busy", f"products at {busy.products:.0%}, copies at {busy.memory:.0%} of a device alone")
+    if not machine.gpu:
+        forward, backward = (1e6 * seconds for seconds in (machine.host.forward_s, machine.host.backward_s))
+        yield _line("layer", f"{forward:,.0f} us forward and {backward:,.0f} us backward beside its kernels")
 
 
 def _flops(rates: measure.Ends) -> str:

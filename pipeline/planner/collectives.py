@@ -84,7 +84,7 @@ def collective_s(operation: Operation, algorithm: Algorithm, group: Group, topol
         raise ValueError(f"{operation} has no algorithm {algorithm}")
     if group.size == 1:
         return 0.0
-    return _ALGORITHMS[operation, algorithm](group, topology, size)
+    return _ALGORITHMS[operation, algorithm](group, topology.of(operation), size)
 
 
 def fastest(operation: Operation, group: Group, topology: Topology, *, size: float) -> tuple[Algorithm, float]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from headrace.base.errors import ConfigError
 from pipeline.machines.machine import (
+    HostSection,
     LinkSection,
     LinksSection,
     Machine,
@@ -102,8 +103,12 @@ def _slower(machine: Machine, *, device: float, links: float) -> Machine:
         update={
             "efficiency": efficiency.model_copy(update=update),
             "links": LinksSection(
-                within=_link(sections.within, links), between=_link(sections.between, links), host=sections.host
+                within=_link(sections.within, links),
+                between=_link(sections.between, links),
+                host=sections.host,
+                operations={kind: _link(each, links) for kind, each in sections.operations.items()},
             ),
+            "host": HostSection(forward_s=machine.host.forward_s * device, backward_s=machine.host.backward_s * device),
             "measured": own and _slower_measured(own, device),
         }
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +31,15 @@ class Topology:
         devices_per_node: devices that `within` connects
         within: between two devices of a node
         between: between two devices of different nodes, each with its share of the node's network
+        operations: kind of collective -> what stands for `within`, where it was measured
     """
 
     devices_per_node: int
     within: Link
     between: Link
+    operations: Mapping[str, Link] = field(default_factory=dict, hash=False)
+
+    def of(self, kind: str) -> Topology:
+        """The links as one kind of collective meets them: all_reduce, all_gather, reduce_scatter or all_to_all."""
+        own = self.operations.get(kind)
+        return self if own is None else replace(self, within=own, operations={})

@@ -114,7 +114,14 @@ def run_rates(run: ResolvedRun, costs: ModelCosts, machine: Machine, end: int) -
     widths = costs.shares(run).footprint.widths
     rows = run.batch.micro * run.batch.sequence_length // run.topology.cp
     inner = widths.intermediate if widths.experts else max(1, widths.intermediate // run.topology.tp)
-    return rates_of(machine, dtype_of(run.config), end, product=Product(rows, widths.hidden, inner))
+    return rates_of(
+        machine,
+        dtype_of(run.config),
+        end,
+        product=Product(rows, widths.hidden, inner),
+        # FSDP2 overlaps by CUDA streams: on a CPU its collectives are calls that return when they are done
+        hidden=machine.gpu or run.config.engine == "deepspeed",
+    )
 
 
 def _peak_flops(run: ResolvedRun, machine: Machine) -> float:

@@ -16,6 +16,7 @@ from pipeline.config.schema import Config
 from pipeline.data.dataset import tokenizer_details
 from pipeline.engines.common import model_dtype
 from pipeline.machines.machine import Machine
+from pipeline.machines.ranks import with_ranks
 from pipeline.models.hf_config import resolve_hf_config
 from pipeline.models.meta import build_meta
 from pipeline.parallel.checks import check_layout
@@ -33,7 +34,7 @@ class PlannedRun:
     Attributes:
         run: resolved for the processes.
         costs: of its model.
-        machine: that it runs on.
+        machine: that it runs on, with the rates that its ranks get.
         vocabulary: ids of the tokenizer.
         notes: what was assumed, one sentence each.
     """
@@ -60,7 +61,7 @@ def open_run(
         overrides: as of `--set`.
         machine: the nodes.
         nodes: how many; None for the fewest that the layout takes.
-        processes: ranks, in the place of all devices of the nodes.
+        processes: ranks, in the place of all devices of the nodes; on a CPU all on one host.
 
     Raises:
         ConfigError, DataError: the config cannot run, or the formulas do not hold for its model.
@@ -68,6 +69,12 @@ def open_run(
     config = read_config(path, overrides).config
     notes: list[str] = []
     run = resolve(config, world_size=processes) if processes else _on_nodes(config, machine, nodes, notes)
+    ranks, devices = run.topology.world_size, machine.devices_per_node
+    if processes and not machine.gpu and ranks > devices:
+        notes.append(f"{ranks} ranks share the {devices} cores of a host: each has {devices / ranks:.2g} of one.")
+        machine = with_ranks(machine, ranks)
+    else:
+        machine = with_ranks(machine, min(ranks, devices))
     return planned_run(run, machine, vocabulary=_vocabulary(config, notes), notes=notes)
 
 

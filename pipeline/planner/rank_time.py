@@ -63,7 +63,7 @@ class RankTime:
     """Seconds of one rank.
 
     Attributes:
-        products, kernels: of a micro-batch.
+        products, kernels: of a micro-batch; kernels with the host's time for layers on a CPU.
         stages: its (virtual) stages in order.
         tensor, context, weights, gradients: communication of a step, hidden or not.
         message: of hidden states to the next stage, by the collectives of the same model.
@@ -117,10 +117,14 @@ def rank_time(work: Work, rates: Rates, collective: Collective) -> RankTime:
         else:
             sums[each.purpose] += collective(each, rates)
     passes = work.forward, work.backward
-    stages = [StageSeconds(of.layers, _seconds(of.decoder, rates), _seconds(of.head, rates)) for of in work.stages]
+    stages = [
+        StageSeconds(of.layers, _seconds(of.decoder, rates, layers=of.layers), _seconds(of.head, rates))
+        for of in work.stages
+    ]
+    host_s = sum(stage.layers for stage in stages) * (rates.layer_forward_s + rates.layer_backward_s)
     return RankTime(
         products=sum(_products(each, rates) for each in passes),
-        kernels=sum(each.kernel_bytes for each in passes) / rates.memory,
+        kernels=sum(each.kernel_bytes for each in passes) / rates.memory + host_s,
         stages=tuple(stages),
         message=message,
         work=work,
@@ -128,9 +132,11 @@ def rank_time(work: Work, rates: Rates, collective: Collective) -> RankTime:
     )
 
 
-def _seconds(passes: Passes, rates: Rates) -> PassSeconds:
+def _seconds(passes: Passes, rates: Rates, *, layers: int = 0) -> PassSeconds:
+    """Computation, and on a CPU what the host takes for so many layers."""
     forward, backward = (
-        _products(each, rates) + each.kernel_bytes / rates.memory for each in (passes.forward, passes.backward)
+        _products(each, rates) + each.kernel_bytes / rates.memory + layers * host_s
+        for each, host_s in ((passes.forward, rates.layer_forward_s), (passes.backward, rates.layer_backward_s))
     )
     return PassSeconds(forward, backward, passes.forward.products / rates.products)
 

@@ -17,10 +17,6 @@ from pipeline.planner.links import Link, Topology
 LOW, TYPICAL, HIGH = 0, 1, 2
 """Ends of a range."""
 
-OVERLAP = (0.6, 0.85, 1.0)
-"""Share of the communication of data parallelism that can run beside kernels. Assumed: kernels and collectives share
-multiprocessors and memory bandwidth, and the first gather and the last reduction have no kernel beside them."""
-
 
 @dataclass(frozen=True)
 class Product:
@@ -42,8 +38,10 @@ class Rates:
         topology: links between devices.
         host: link to the host's memory.
         storage: bytes/s that a node writes.
-        overlap: see `OVERLAP`.
+        overlap: share of communication that can run beside kernels; see `machine.OVERLAP`.
         gpu: whether devices are GPUs, whose collectives are NCCL's; else gloo's.
+        layer_forward_s: of the host for a layer and micro-batch; 0 where a device computes while the host goes ahead.
+        layer_backward_s: the same, backward.
     """
 
     products: float
@@ -54,6 +52,8 @@ class Rates:
     storage: float
     overlap: float
     gpu: bool = True
+    layer_forward_s: float = 0.0
+    layer_backward_s: float = 0.0
 
 
 def dtype_of(config: Config) -> str:
@@ -63,7 +63,7 @@ def dtype_of(config: Config) -> str:
     return "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else "fp32"
 
 
-def rates_of(machine: Machine, dtype: str, end: int, *, product: Product | None = None) -> Rates:
+def rates_of(machine: Machine, dtype: str, end: int, *, product: Product | None = None, hidden: bool = True) -> Rates:
     """The rates at one end of their ranges.
 
     Args:
@@ -71,6 +71,7 @@ def rates_of(machine: Machine, dtype: str, end: int, *, product: Product | None 
         dtype: see `dtype_of`.
         end: LOW, TYPICAL or HIGH.
         product: a typical one; of a calibrated machine the measured product nearest to it counts.
+        hidden: whether the engine computes on while it communicates.
     """
     efficiency, links, measured = machine.efficiency, machine.links, machine.measured
     products = attention = machine.rate(dtype)[end]
@@ -83,11 +84,18 @@ def rates_of(machine: Machine, dtype: str, end: int, *, product: Product | None 
         products=products,
         attention=attention,
         memory=machine.memory.bytes_per_s * efficiency.memory[end],
-        topology=Topology(machine.devices_per_node, _link(links.within, share), _link(links.between, share)),
+        topology=Topology(
+            machine.devices_per_node,
+            _link(links.within, share),
+            _link(links.between, share),
+            {kind: _link(each, share) for kind, each in links.operations.items()},
+        ),
         host=_link(links.host, share),
         storage=machine.storage_bytes_per_s[end],
-        overlap=OVERLAP[end],
+        overlap=efficiency.overlap[end] if hidden else 0.0,
         gpu=machine.gpu,
+        layer_forward_s=0.0 if machine.gpu else machine.host.forward_s,
+        layer_backward_s=0.0 if machine.gpu else machine.host.backward_s,
     )
 
 

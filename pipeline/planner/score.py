@@ -15,6 +15,7 @@ from pipeline.config.rules import resolve
 from pipeline.config.schema import Config
 from pipeline.machines.known import known_machines, machine_of_device
 from pipeline.machines.machine import Machine
+from pipeline.machines.ranks import with_ranks
 from pipeline.parallel.memory import Bytes, peak_memory
 from pipeline.planner.memory_plan import typical_peak
 from pipeline.planner.plan import run_rates
@@ -54,11 +55,18 @@ class MeasuredRun:
         path: its directory.
         config: as it was resolved.
         record: the newest event `measured` of its attempts; see `pipeline.run.measured`.
+        hosts: that its ranks were on, by the event `nodes` of that attempt.
     """
 
     path: Path
     config: Config
     record: dict[str, Any]
+    hosts: int = 1
+
+    @property
+    def ranks_per_host(self) -> int:
+        """Of the host that had most, where all have equally many."""
+        return -(-int(self.record["world_size"]) // self.hosts)
 
     @property
     def step_s(self) -> tuple[float, float, float]:
@@ -117,7 +125,8 @@ def read_measured(path: str | Path) -> MeasuredRun:
         why = "there is no such directory" if not path.is_dir() else f"it has no {MANIFEST}"
         raise DataError(f"--score: {path} is no run: {why}\n  try: the directory that run.dir named in the config")
     manifest = read_manifest(path, kind="run")
-    records = [event for event in read_events(path)[0] if event["event"] == "measured"]
+    events = read_events(path)[0]
+    records = [event for event in events if event["event"] == "measured"]
     if not records:
         why = "it is training, was killed, or was trained by an earlier version"
         remedy = "an attempt records peak memory and step time when it ends or is stopped"
@@ -126,7 +135,11 @@ def read_measured(path: str | Path) -> MeasuredRun:
     if record.get("steps", 0) < LEAST_STEPS or "step_s" not in record:
         why = f"its last attempt timed {record.get('steps', 0)} steps after its warm-up, and {LEAST_STEPS} are needed"
         raise DataError(f"--score: {path} is too short: {why}\n  try: a run of {2 * LEAST_STEPS} steps or more")
-    return MeasuredRun(path, parse(Config, upgrade_keys(manifest.config)), record)
+    nodes = [
+        event["nodes"] for event in events if event["event"] == "nodes" and event["attempt"] == record.get("attempt")
+    ]
+    hosts = len(nodes[-1]) if nodes else 1
+    return MeasuredRun(path, parse(Config, upgrade_keys(manifest.config)), record, hosts)
 
 
 def machine_of(run: MeasuredRun) -> Machine:
@@ -155,8 +168,9 @@ def score(run: MeasuredRun, machine: Machine) -> Score:
 
 
 def rescored(run: MeasuredRun, planned: PlannedRun, machine: Machine) -> Score:
-    """As `score`, of a run that is planned already, with another machine."""
+    """As `score`, of a run that is planned already, with another machine, of which it has some ranks on each host."""
     of, costs = planned.run, planned.costs
+    machine = with_ranks(machine, run.ranks_per_host)
     parts = step_time(of, works_of(of, costs), run_rates(of, costs, machine, TYPICAL), model=SIMULATED)
     footprint = costs.shares(of).footprint
     ranks = [peak_memory(of, footprint, pp_rank=rank) for rank in range(of.topology.pp)]

@@ -34,6 +34,7 @@ def collective_seconds(kind: str, size_bytes: float, ranks: Sequence[int], topol
     n = len(ranks)
     if n < 2:
         return 0.0
+    topology = topology.of(kind)
     first = ranks[0] // topology.devices_per_node
     per_node = sum(rank // topology.devices_per_node == first for rank in ranks)
     within = per_node == n

@@ -31,7 +31,7 @@ class StepTime:
 
     Attributes:
         products: matrix products and attention.
-        kernels: other kernels, bound by memory bandwidth.
+        kernels: other kernels, bound by memory bandwidth; on a CPU what the host takes to dispatch them too.
         tensor_parallel: collectives of tensor parallelism, for which layers wait.
         context_parallel: the same, of context parallelism.
         data_parallel: gathers of weights and reductions of gradients that no kernel hides.

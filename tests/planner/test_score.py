@@ -15,6 +15,7 @@ from pipeline.machines.known import load_machine
 from pipeline.planner.command_score import score_command
 from pipeline.planner.fit import fitted
 from pipeline.planner.plan import make_plan
+from pipeline.planner.planned_run import open_run
 from pipeline.planner.score import Score, machine_of, read_measured, rescored, score
 from pipeline.run.attempts import NAME, read_events
 from tests import warm
@@ -89,6 +90,28 @@ def test_an_error_is_signed_and_of_the_median_step(runs: list[Path], tmp_path: P
     assert above.step.error > 0
     assert below.step.predicted == above.step.predicted
     assert below.drift == pytest.approx(0, abs=1e-6)
+
+
+def test_ranks_that_share_the_cores_of_their_host_are_predicted_slower_than_on_hosts_of_their_own(
+    runs: list[Path],
+) -> None:
+    core = load_machine(CPU_MACHINE).model_copy(update={"devices_per_node": 1})
+    run = read_measured(runs[1])
+    assert (run.hosts, run.ranks_per_host) == (1, 2)
+    apart = type(run)(run.path, run.config, run.record, hosts=2)
+    shared, alone = score(run, core), score(apart, core)
+    assert shared.parts.products == pytest.approx(2 * alone.parts.products)
+    assert shared.parts.kernels == pytest.approx(2 * alone.parts.kernels)
+
+
+def test_more_processes_than_cores_are_planned_on_one_host(runs: list[Path]) -> None:
+    machine = load_machine(CPU_MACHINE).model_copy(update={"devices_per_node": 2})
+    planned = open_run(str(runs[0].parent / "one.json"), (), machine, nodes=None, processes=4)
+    assert planned.nodes == 1
+    assert any("4 ranks share the 2 cores" in note for note in planned.notes)
+    two = open_run(str(runs[0].parent / "one.json"), (), machine, nodes=2)
+    assert (two.nodes, two.run.topology.world_size) == (2, 4)
+    assert planned.machine.rate("fp32")[1] == pytest.approx(two.machine.rate("fp32")[1] / 2)
 
 
 def test_a_prediction_that_has_changed_since_the_run_is_mentioned(

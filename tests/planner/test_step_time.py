@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pipeline.machines.known import load_machine
-from pipeline.machines.machine import Machine, MeasuredProduct, MeasuredSection
+from pipeline.machines.machine import HostSection, Machine, MeasuredProduct, MeasuredSection
+from pipeline.planner.collectives import Group, collective_s
 from pipeline.planner.links import Link, Topology
 from pipeline.planner.rates import Product, rates_of
 from pipeline.planner.step_time import collective_seconds, pipeline_step
@@ -62,3 +63,27 @@ def test_a_calibrated_machine_has_the_rate_of_the_measured_product_nearest_to_th
     assert rates_of(machine, "bf16", 2, product=Product(8192, 8192, 8192)).attention == 3.0
     # no product was measured in fp8: the share of the peak counts
     assert rates_of(machine, "fp8", 1, product=Product(300, 300, 200)).products == machine.rate("fp8")[1]
+
+
+def test_a_kind_of_collective_that_was_measured_has_its_own_link() -> None:
+    own = Topology(8, NODES.within, NODES.between, {"reduce_scatter": Link(1e9, 0.0)})
+    for kind in ("all_gather", "all_reduce", "send"):
+        assert collective_seconds(kind, 8e9, range(8), own) == collective_seconds(kind, 8e9, range(8), NODES)
+    assert collective_seconds("reduce_scatter", 8e9, range(8), own) == pytest.approx(7.0)
+    far = collective_seconds("all_gather", 8e9, range(0, 64, 8), own)
+    assert far == collective_seconds("all_gather", 8e9, range(0, 64, 8), NODES)
+    ring = collective_s("reduce_scatter", "ring", Group(8, 1), own, size=8e9)
+    assert ring == pytest.approx(7.0)
+
+
+def test_an_engine_that_waits_for_its_collectives_hides_nothing_of_them() -> None:
+    machine = load_machine("h100")
+    assert [rates_of(machine, "bf16", end).overlap for end in (0, 1, 2)] == [*machine.efficiency.overlap]
+    assert rates_of(machine, "bf16", 2, hidden=False).overlap == 0
+
+
+def test_the_host_s_time_for_a_layer_counts_on_a_cpu() -> None:
+    host = HostSection(forward_s=1e-3, backward_s=2e-3)
+    for name, expected in (("cpu", (1e-3, 2e-3)), ("h100", (0.0, 0.0))):
+        rates = rates_of(load_machine(name).model_copy(update={"host": host}), "fp32", 1)
+        assert (rates.layer_forward_s, rates.layer_backward_s) == expected
