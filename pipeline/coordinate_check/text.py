@@ -1,4 +1,4 @@
-"""What a coordinate check found, as lines of text and as JSON."""
+"""What a coordinate check and a sweep of the learning rate found, as lines of text and as JSON."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from pipeline.coordinate_check.check import FLAT, Line
+from pipeline.coordinate_check.rates import Sweep
 
 
 def uneven(lines: Sequence[Line]) -> list[Line]:
@@ -30,3 +31,20 @@ def text_lines(lines: Sequence[Line]) -> Iterator[str]:
 def as_json(lines: Sequence[Line]) -> dict[str, Any]:
     """All lines with their slopes; null where one has none."""
     return {"lines": [{**asdict(line), "slope": None if math.isnan(line.slope) else line.slope} for line in lines]}
+
+
+def sweep_lines(sweeps: Sequence[Sweep]) -> Iterator[str]:
+    """The best learning rate of every size."""
+    for each in sweeps:
+        yield f"{each.parametrization}, {each.size}: best learning rate {each.best:.3g}, loss {min(each.losses):.4f}"
+
+
+def sweeps_json(sweeps: Sequence[Sweep]) -> dict[str, Any]:
+    """All losses, nats per token; null where a run diverged."""
+    return {"sweeps": [_plain(each) for each in sweeps]}
+
+
+def _plain(each: Sweep) -> dict[str, Any]:
+    size = {"width": each.size.width, "depth": each.size.depth}
+    losses = [loss if math.isfinite(loss) else None for loss in each.losses]
+    return {"parametrization": each.parametrization, **size, "rates": each.rates, "losses": losses, "best": each.best}
