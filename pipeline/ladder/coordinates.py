@@ -22,8 +22,14 @@ _WIDTHS = {COORDINATES: "64,128,256,512", RATES: "64,256"}
 _DEPTHS = {COORDINATES: "2,4,8", RATES: ""}
 _STEPS = {COORDINATES: 10, RATES: 200}
 _STEP_TOKENS = 4096
-_OPTIONS = {"widths": (COORDINATES, RATES), "depths": (COORDINATES, RATES), "steps": (COORDINATES, RATES)}
-_OPTIONS |= {"step_tokens": (COORDINATES,), "rates": (RATES,)}
+_BOTH = (COORDINATES, RATES)
+_OPTIONS: dict[str, tuple[str, ...]] = {
+    "widths": _BOTH,
+    "depths": _BOTH,
+    "steps": _BOTH,
+    "step_tokens": (COORDINATES,),
+    "rates": (RATES,),
+}
 _OTHERS = ("laws", "plan", "slurm", "phase")
 
 
@@ -57,7 +63,7 @@ def check_coordinate_arguments(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigError: an option of a check without it, or a check with another mode of the command.
     """
-    chosen = [name for name in (COORDINATES, RATES) if getattr(arguments, name)]
+    chosen = [name for name in _BOTH if getattr(arguments, name)]
     others = [name for name in (*chosen[1:], *_OTHERS) if getattr(arguments, name)] if chosen else []
     for name in others:
         why = f"--{_flag(chosen[0])} runs alone, in this process"
