@@ -16,8 +16,11 @@ FLAT = 0.15
 1.2 (docs/how-to/parametrization.md)."""
 
 STEP_TOKENS = 4096
-"""Tokens of a step, at least: with fewer, layers follow the noise of their gradients, each its own, and the residual
-stream changes less the more layers there are (docs/how-to/parametrization.md)."""
+"""Tokens of a step, at least: the order of the paper's own check. With them and the architecture's default initial
+values CompleteP was flat over the depth as well (docs/how-to/parametrization.md)."""
+
+MAY_SHRINK = ("queries", "MLP activations", "residual stream")
+"""Places whose change may become less with depth: what layers do not learn alike averages out over them."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,13 @@ class Line:
 
     @property
     def flat(self) -> bool:
-        """Whether the slope is within `FLAT` of 0; a single size has no slope, and is flat."""
-        return len(self.sizes) < 2 or abs(self.slope) <= FLAT
+        """Whether the slope is within `FLAT` of 0, or the line `shrinks`; a single size has no slope, and is flat."""
+        return len(self.sizes) < 2 or abs(self.slope) <= FLAT or self.shrinks
+
+    @property
+    def shrinks(self) -> bool:
+        """Whether the change becomes less with depth, where it may."""
+        return self.dimension == "depth" and self.place in MAY_SHRINK and self.slope < -FLAT
 
 
 def slope(sizes: Sequence[int], values: Sequence[float]) -> float:

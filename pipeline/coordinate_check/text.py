@@ -24,8 +24,11 @@ def text_lines(lines: Sequence[Line]) -> Iterator[str]:
         yield f"{line.parametrization:16}{line.place:18}{line.dimension:7}{line.slope:7.2f}  {values}"
     for line in (found := uneven(lines)):
         yield f"not flat: {line.place} over {line.dimension}, slope {line.slope:.2f} (at most {FLAT})"
+    less = [line for line in lines if line.parametrization == "completep" and line.shrinks]
+    for line in less:
+        yield f"shrinks with depth: {line.place}, slope {line.slope:.2f}; layers do not learn alike, which is no error"
     if not found:
-        yield "CompleteP is flat"
+        yield "CompleteP does not grow" if less else "CompleteP is flat"
 
 
 def as_json(lines: Sequence[Line]) -> dict[str, Any]:

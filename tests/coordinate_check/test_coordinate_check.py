@@ -15,6 +15,7 @@ from pipeline.coordinate_check.check import Line, coordinate_check, slope
 from pipeline.coordinate_check.picture import save_coordinates, save_rates
 from pipeline.coordinate_check.rates import sweep
 from pipeline.coordinate_check.sizes import Grid, Size, resized
+from pipeline.coordinate_check.text import text_lines
 from pipeline.proof.tokens import write_tokens
 
 
@@ -76,10 +77,19 @@ def test_a_power_law_has_its_exponent_as_slope() -> None:
     assert math.isnan(slope((64, 128), (0.0, 1.0)))
 
 
-def test_a_line_that_grows_or_shrinks_is_not_flat() -> None:
-    assert Line("completep", "residual stream", "depth", (2, 8), (1.0, 1.1)).flat
-    assert not Line("completep", "residual stream", "depth", (2, 8), (1.0, 2.0)).flat
-    assert not Line("completep", "residual stream", "depth", (2, 8), (2.0, 1.0)).flat
+@pytest.mark.parametrize(("dimension", "flat"), [("width", False), ("depth", True)])
+def test_what_layers_do_not_learn_alike_may_shrink_with_depth_alone(dimension: str, flat: bool) -> None:
+    assert Line("completep", "residual stream", dimension, (2, 8), (2.0, 1.0)).flat is flat
+    assert not Line("completep", "logits", dimension, (2, 8), (2.0, 1.0)).flat
+    assert not Line("completep", "residual stream", dimension, (2, 8), (1.0, 2.0)).flat
+
+
+def test_what_shrinks_with_depth_is_printed_and_not_called_flat() -> None:
+    text = list(text_lines([Line("completep", "residual stream", "depth", (2, 8), (2.0, 1.0))]))
+    assert text[-2].startswith("shrinks with depth: residual stream, slope -0.50")
+    assert text[-1] == "CompleteP does not grow"
+    text = list(text_lines([Line("completep", "residual stream", "depth", (2, 8), (1.0, 1.1))]))
+    assert text[-1] == "CompleteP is flat"
 
 
 @pytest.mark.parametrize(("step_tokens", "accumulated"), [(1, 1), (256, 1), (257, 2), (4096, 16)])
