@@ -9,7 +9,7 @@ from benchmarks.ladder_coverage import judged, made_ladder
 from pipeline.ladder.fit import Points
 from pipeline.ladder.left_out import LeftOut
 from pipeline.ladder.prediction import Verdict, judge
-from tests.ladder.recorded import loss, made, real
+from tests.ladder.recorded import loss, made, real, real_without_sweep
 
 LARGE = {"parameters": 1.9e6, "tokens": 2.3e6}
 
@@ -75,13 +75,32 @@ def test_the_same_ladder_gives_the_same_interval() -> None:
 TEACHER = {"parameters": 1_574_208.0, "tokens": 1_925_120.0}
 
 
-def test_the_real_ladder_of_the_demo_gives_the_published_figures() -> None:
+def test_the_real_ladder_of_the_demo_is_refused_for_the_published_reasons() -> None:
     """Those of docs/how-to/scaling-ladder.md; losses there are rounded to four decimals."""
     verdict = judge(*real(), **TEACHER, tolerance=0.02)
-    assert [each.form for each in verdict.left_out] == ["fixed exponents", "free exponents"]
+    assert [each.form for each in verdict.left_out] == ["free exponents", "fixed exponents"]
+    assert [each.rms for each in verdict.left_out] == pytest.approx([0.0211, 0.0220], abs=5e-4)
+    assert verdict.prediction is None
+    assert any("the rungs disagree: run-7 has loss 4.887, and run-2" in reason for reason in verdict.reasons)
+    assert any("error of 2.1%" in reason for reason in verdict.reasons)
+
+
+def test_the_real_ladder_of_the_demo_gives_the_published_figures_with_more_tolerance() -> None:
+    found = judge(*real(), **TEACHER, tolerance=0.03).prediction
+    assert found is not None
+    assert found.loss == pytest.approx(3.747, abs=2e-3)
+    assert (found.low, found.high) == pytest.approx((3.502, 4.211), abs=0.02)
+    assert found.low < 3.5458 < found.high  # the teacher's own
+
+
+def test_the_real_ladder_without_a_sweep_has_too_wide_an_interval() -> None:
+    """It passes its test one rung ahead; its errors grow from 2.6 % one rung ahead to 5.7 % two rungs ahead."""
+    verdict = judge(*real_without_sweep(), **TEACHER, tolerance=0.02)
     assert [each.rms for each in verdict.left_out] == pytest.approx([0.0182, 0.0334], abs=5e-4)
-    assert verdict.prediction is None  # its errors grow from 2.6% one rung ahead to 5.7% two rungs ahead
-    assert any("3.66" in reason and "wider" in reason for reason in verdict.reasons)
+    assert verdict.prediction is None
+    [reason] = verdict.reasons
+    assert "3.66" in reason
+    assert "wider than +-10%" in reason
 
 
 def test_the_interval_widens_with_the_distance() -> None:
@@ -113,9 +132,3 @@ def test_the_interval_holds_the_loss_of_most_large_runs() -> None:
         held += [] if found is None else [found.low <= truth <= found.high]
     assert len(held) > 18
     assert np.mean(held) > 0.75  # 0.9, less 2.4 standard deviations of 24
-
-
-def test_the_real_ladder_is_refused_by_a_stricter_test() -> None:
-    verdict = judge(*real(), **TEACHER, tolerance=0.01)
-    assert verdict.prediction is None
-    assert any("error of 1.8%" in reason for reason in verdict.reasons)
