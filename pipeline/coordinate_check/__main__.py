@@ -8,20 +8,20 @@ from pathlib import Path
 
 from headrace.base.cli import add_config_arguments, guarded, leave
 from headrace.base.directory import write_text
-from headrace.base.errors import ConfigError
 from pipeline.config.load import load_config
-from pipeline.coordinate_check.check import coordinate_check
+from pipeline.coordinate_check.check import STEP_TOKENS, coordinate_check
 from pipeline.coordinate_check.picture import save_coordinates, save_rates
-from pipeline.coordinate_check.rates import Sweep, sweep
+from pipeline.coordinate_check.rates import sweep
 from pipeline.coordinate_check.sizes import Grid
-from pipeline.coordinate_check.text import as_json, text_lines, uneven
+from pipeline.coordinate_check.text import as_json, sweep_lines, sweeps_json, text_lines, uneven
 
 
 def run_check(arguments: argparse.Namespace) -> int:
     """Runs the coordinate check; 1 where a line of CompleteP is not flat."""
     config = load_config(arguments.config, arguments.overrides)
     grid = Grid(tuple(arguments.widths), tuple(arguments.depths))
-    lines = coordinate_check(config, grid, steps=arguments.steps, seeds=arguments.seeds, report=_progress)
+    length = {"steps": arguments.steps, "step_tokens": arguments.step_tokens}
+    lines = coordinate_check(config, grid, **length, seeds=arguments.seeds, report=_progress)
     print("\n".join(text_lines(lines)))
     _write(arguments.output, as_json(lines))
     if arguments.picture:
@@ -32,8 +32,6 @@ def run_check(arguments: argparse.Namespace) -> int:
 def run_rates(arguments: argparse.Namespace) -> int:
     """Runs the sweep of the learning rate."""
     config = load_config(arguments.config, arguments.overrides)
-    if any(rate <= 0 for rate in arguments.rates):
-        raise ConfigError("--rates", arguments.rates, why="a rate is not above 0", remedy="use e.g. 1e-3 2e-3 4e-3")
     sweeps = sweep(
         config,
         grid=Grid(tuple(arguments.widths), tuple(arguments.depths)),
@@ -42,9 +40,8 @@ def run_rates(arguments: argparse.Namespace) -> int:
         seeds=arguments.seeds,
         report=_progress,
     )
-    for each in sweeps:
-        print(f"{each.parametrization}, {each.size}: best learning rate {each.best:.3g}, loss {min(each.losses):.4f}")
-    _write(arguments.output, {"sweeps": [_plain(each) for each in sweeps]})
+    print("\n".join(sweep_lines(sweeps)))
+    _write(arguments.output, sweeps_json(sweeps))
     if arguments.picture:
         save_rates(sweeps, arguments.picture)
     return 0
@@ -64,18 +61,14 @@ def main() -> int:
     check.add_argument("--widths", type=_count, nargs="+", default=[64, 128, 256, 512], metavar="N")
     check.add_argument("--depths", type=_count, nargs="+", default=[2, 4, 8], metavar="N")
     check.add_argument("--steps", type=_count, default=10, metavar="N", help="of each run (default: 10)")
+    text = "of each step, at least (default: %(default)s)"
+    check.add_argument("--step-tokens", type=_count, default=STEP_TOKENS, metavar="N", help=text)
     rates.add_argument("--widths", type=_count, nargs="+", default=[64, 256], metavar="N")
     rates.add_argument("--depths", type=_count, nargs="*", default=[], metavar="N")
     rates.add_argument("--rates", type=float, nargs="+", required=True, metavar="LR", help="peak learning rates")
     rates.add_argument("--steps", type=_count, required=True, metavar="N", help="of each run")
     arguments = parser.parse_args()
     return run_check(arguments) if arguments.command == "check" else run_rates(arguments)
-
-
-def _plain(each: Sweep) -> dict[str, object]:
-    size = {"width": each.size.width, "depth": each.size.depth}
-    losses = [loss if loss < float("inf") else None for loss in each.losses]
-    return {"parametrization": each.parametrization, **size, "rates": each.rates, "losses": losses, "best": each.best}
 
 
 def _write(path: Path | None, figures: dict[str, object]) -> None:

@@ -15,6 +15,10 @@ FLAT = 0.15
 """The largest slope of a flat line: a factor of 1.37 over eight times the size. The standard parametrization has 0.3 to
 1.2 (docs/how-to/parametrization.md)."""
 
+STEP_TOKENS = 4096
+"""Tokens of a step, at least: the order of the paper's own check. With them and the architecture's default initial
+values CompleteP was flat over the depth as well (docs/how-to/parametrization.md)."""
+
 MAY_SHRINK = ("queries", "MLP activations", "residual stream")
 """Places whose change may become less with depth: what layers do not learn alike averages out over them."""
 
@@ -44,15 +48,13 @@ class Line:
 
     @property
     def flat(self) -> bool:
-        """Whether the slope is within `FLAT` of 0, or below it where the change may shrink with depth.
+        """Whether the slope is within `FLAT` of 0, or the line `shrinks`; a single size has no slope, and is flat."""
+        return len(self.sizes) < 2 or abs(self.slope) <= FLAT or self.shrinks
 
-        A single size has no slope, and is flat.
-        """
-        if len(self.sizes) < 2:
-            return True
-        if self.dimension == "depth" and self.place in MAY_SHRINK:
-            return self.slope <= FLAT
-        return abs(self.slope) <= FLAT
+    @property
+    def shrinks(self) -> bool:
+        """Whether the change becomes less with depth, where it may."""
+        return self.dimension == "depth" and self.place in MAY_SHRINK and self.slope < -FLAT
 
 
 def slope(sizes: Sequence[int], values: Sequence[float]) -> float:
@@ -70,6 +72,7 @@ def coordinate_check(
     *,
     steps: int,
     seeds: int,
+    step_tokens: int = STEP_TOKENS,
     parametrizations: Sequence[Name] = ("standard", "completep"),
     report: Callable[[str], None] = lambda _: None,
 ) -> list[Line]:
@@ -80,6 +83,7 @@ def coordinate_check(
         grid: widths and depths.
         steps: of each run.
         seeds: runs of each size; root mean squares are averaged over them.
+        step_tokens: of each step, at least.
         parametrizations: to compare.
         report: called with a line for each run.
 
@@ -96,7 +100,9 @@ def coordinate_check(
         found: dict[Size, list[Mapping[str, float]]] = {}
         for size in grid.sizes(base):
             for seed in range(config.run.seed, config.run.seed + seeds):
-                run = resized(config, size, parametrization=name, lr=None, seed=seed, steps=steps)
+                run = resized(
+                    config, size, parametrization=name, lr=None, seed=seed, steps=steps, step_tokens=step_tokens
+                )
                 found.setdefault(size, []).append(measure(run))
             means = {place: _root_mean_square([each[place] for each in found[size]]) for place in PLACES}
             report(f"{name}, {size}: " + ", ".join(f"{place} {value:.3g}" for place, value in means.items()))

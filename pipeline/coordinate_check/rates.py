@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from headrace.base.errors import TrainingError
+from headrace.base.errors import ConfigError, TrainingError
 from pipeline.config.schema import Config
 from pipeline.coordinate_check.coordinates import begin, losses
 from pipeline.coordinate_check.sizes import Grid, Name, Size, check_config, resized
@@ -52,9 +52,11 @@ def sweep(
     At the base model's size both parametrizations are the same run, and it is trained once.
 
     Raises:
-        ConfigError: see `check_config` and `resized`.
+        ConfigError: a rate that is not above 0; see `check_config` and `resized`.
     """
     base = check_config(config)
+    if not rates or not all(0 < rate < math.inf for rate in rates):
+        raise ConfigError("--rates", list(rates), why="a rate is not above 0", remedy="use e.g. 1e-3, 2e-3 and 4e-3")
     rates = tuple(sorted(rates))
     for size in grid.sizes(base):
         resized(config, size, parametrization="completep", lr=None, seed=0, steps=steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -72,7 +73,14 @@ def check_config(config: Config) -> Size:
 
 
 def resized(
-    config: Config, size: Size, *, parametrization: Name, lr: float | None, seed: int, steps: int
+    config: Config,
+    size: Size,
+    *,
+    parametrization: Name,
+    lr: float | None,
+    seed: int,
+    steps: int,
+    step_tokens: int = 1,
 ) -> ResolvedRun:
     """The run of one size on one process.
 
@@ -85,6 +93,7 @@ def resized(
         lr: peak learning rate; the config's when None.
         seed: of initialization and data order.
         steps: length of the run.
+        step_tokens: of each step at least, by gradient accumulation over as many of the config's batches.
 
     Raises:
         ConfigError: the width is no multiple of a head, or what `resolve` refuses.
@@ -100,7 +109,8 @@ def resized(
     made = {**kept, "engine": "torch", "model": model, "optimizer": optimizer, "run": run}
     batch = config.train_batch_size
     if isinstance(batch, int):
-        made |= {"train_micro_batch_size_per_gpu": batch}
+        accumulated = math.ceil(step_tokens / (batch * config.data.sequence_length))
+        made |= {"train_batch_size": batch * accumulated, "train_micro_batch_size_per_gpu": batch}
     return resolve(parse(Config, made), world_size=1)
 
 

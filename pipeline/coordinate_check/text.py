@@ -1,4 +1,4 @@
-"""What a coordinate check found, as lines of text and as JSON."""
+"""What a coordinate check and a sweep of the learning rate found, as lines of text and as JSON."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from pipeline.coordinate_check.check import FLAT, Line
+from pipeline.coordinate_check.rates import Sweep
 
 
 def uneven(lines: Sequence[Line]) -> list[Line]:
@@ -23,10 +24,30 @@ def text_lines(lines: Sequence[Line]) -> Iterator[str]:
         yield f"{line.parametrization:16}{line.place:18}{line.dimension:7}{line.slope:7.2f}  {values}"
     for line in (found := uneven(lines)):
         yield f"not flat: {line.place} over {line.dimension}, slope {line.slope:.2f} (at most {FLAT})"
+    less = [line for line in lines if line.parametrization == "completep" and line.shrinks]
+    for line in less:
+        yield f"shrinks with depth: {line.place}, slope {line.slope:.2f}; layers do not learn alike, which is no error"
     if not found:
-        yield "CompleteP is flat"
+        yield "CompleteP does not grow" if less else "CompleteP is flat"
 
 
 def as_json(lines: Sequence[Line]) -> dict[str, Any]:
     """All lines with their slopes; null where one has none."""
     return {"lines": [{**asdict(line), "slope": None if math.isnan(line.slope) else line.slope} for line in lines]}
+
+
+def sweep_lines(sweeps: Sequence[Sweep]) -> Iterator[str]:
+    """The best learning rate of every size."""
+    for each in sweeps:
+        yield f"{each.parametrization}, {each.size}: best learning rate {each.best:.3g}, loss {min(each.losses):.4f}"
+
+
+def sweeps_json(sweeps: Sequence[Sweep]) -> dict[str, Any]:
+    """All losses, nats per token; null where a run diverged."""
+    return {"sweeps": [_plain(each) for each in sweeps]}
+
+
+def _plain(each: Sweep) -> dict[str, Any]:
+    size = {"width": each.size.width, "depth": each.size.depth}
+    losses = [loss if math.isfinite(loss) else None for loss in each.losses]
+    return {"parametrization": each.parametrization, **size, "rates": each.rates, "losses": losses, "best": each.best}

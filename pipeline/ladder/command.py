@@ -1,6 +1,6 @@
 """`headrace ladder --config F`: predicts the held-out loss of a large run from a ladder of small ones.
 
-`--coordinate-check` looks at whether the parametrization transfers between sizes.
+`--coordinate-check` and `--rate-check` look at whether the parametrization transfers between sizes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from headrace.base.cli import add_config_arguments
 from headrace.base.configfile import load
 from headrace.base.errors import EXIT_USAGE, ConfigError
 from headrace.base.lock import lock_file
-from pipeline.ladder.coordinates import add_coordinate_arguments, check_coordinate_arguments, run_coordinate_check
+from pipeline.ladder.coordinates import add_coordinate_arguments, check_coordinate_arguments, run_check
 
 if TYPE_CHECKING:
     from pipeline.ladder.plan import Ladder, Options
@@ -64,8 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError, DataError: before any work.
     """
     _check(arguments)
-    if arguments.coordinate_check:
-        return run_coordinate_check(arguments)
+    if arguments.coordinate_check or arguments.rate_check:
+        return run_check(arguments)
     from pipeline.ladder.large_run import read_large_run  # noqa: PLC0415  (brings in torch)
     from pipeline.ladder.plan import plan_ladder  # noqa: PLC0415
     from pipeline.ladder.slurm import element, submit  # noqa: PLC0415

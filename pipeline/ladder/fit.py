@@ -24,7 +24,8 @@ DELTA = 1e-3
 """Of the Huber loss: Hoffmann et al., section 3.3."""
 FIXED = (0.3478, 0.3658)
 """alpha and beta by Besiroglu et al. 2024, table 1."""
-_UNKNOWNS: dict[Form, int] = {"free exponents": 5, "fixed exponents": 3}
+UNKNOWNS: dict[Form, int] = {"free exponents": 5, "fixed exponents": 3}
+"""Of each form."""
 _ITERATIONS, _CONVERGED, _RESTS = 200, 1e-6, 8
 """Steps at most; and after how many that lower no objective by such a share the search ends."""
 _LOWEST = np.array([-8.0, -8.0, -8.0, 0.02, 0.02])
@@ -85,7 +86,7 @@ def can_fit(points: Points, form: Form) -> bool:
     """Whether there are more runs than unknowns, and N and D each have three values or, of fixed exponents, two."""
     values = 3 if form == "free exponents" else 2
     sizes, budgets = np.unique(points.parameters).size, np.unique(points.tokens).size
-    return len(points) > _UNKNOWNS[form] and min(sizes, budgets) >= values
+    return len(points) > UNKNOWNS[form] and min(sizes, budgets) >= values
 
 
 def fit(points: Points, form: Form, *, weights: Array | None = None, start: Laws | None = None) -> Laws:
@@ -106,7 +107,7 @@ def fit(points: Points, form: Form, *, weights: Array | None = None, start: Laws
         np.tile(starts, (laws, 1)),
         np.repeat(weights, count, axis=0),
         (n - center[0], d - center[1], np.log(points.losses)),
-        unknowns=_UNKNOWNS[form],
+        unknowns=UNKNOWNS[form],
     )
     best = costs.reshape(laws, count).argmin(axis=1)
     return Laws(form, center, values.reshape(laws, count, 5)[np.arange(laws), best])

@@ -13,6 +13,7 @@ from headrace.base.configfile import merge
 from headrace.base.directory import MANIFEST, read_manifest, write_json
 from pipeline.ladder.fit import Points
 from pipeline.ladder.learning_rate import Chosen
+from pipeline.ladder.left_out import LeftOut
 from pipeline.ladder.picture import save_picture
 from pipeline.ladder.plan import Ladder
 from pipeline.ladder.prediction import LEVEL, Verdict, judge
@@ -113,10 +114,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
             "points": [{"factor": factor, "loss": loss} for factor, loss in outcome.chosen.points],
         },
         "law": None if verdict.law is None else {"form": verdict.law.form, **verdict.law.described()},
-        "left_out": [
-            {"form": each.form, "rms": each.rms, "largest_rung": each.largest, "errors": each.errors.tolist()}
-            for each in verdict.left_out
-        ],
+        "left_out": [_tested(each) for each in verdict.left_out],
         "usable": found is not None,
         "reasons": list(verdict.reasons),
         "prediction": None
@@ -124,6 +122,21 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         else {"loss": found.loss, "low": found.low, "high": found.high, "level": LEVEL},
         "measured": outcome.measured,
         "hit": outcome.hit,
+    }
+
+
+def _tested(each: LeftOut) -> Mapping[str, Any]:
+    return {
+        "form": each.form,
+        "rms": each.rms,
+        "largest_rung": each.largest,
+        "errors": each.errors.tolist(),
+        "extrapolations": [
+            {"distance": distance, "error": error}
+            for distance, error in zip(each.distances.tolist(), each.extrapolated.tolist(), strict=True)
+        ],
+        "noise": each.noise,
+        "growth": each.growth,
     }
 
 

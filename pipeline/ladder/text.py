@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from pipeline.ladder.plan import Ladder
@@ -63,7 +64,11 @@ def outcome_lines(outcome: Outcome) -> Iterator[str]:
     for each in outcome.done:
         yield line("run", f"{each.run.name}: {each.loss:.4f}")
     for out in verdict.left_out:
-        yield line("left out", f"{out.form}: error {out.rms:.2%} of rungs left out, {out.largest:.2%} of the largest")
+        yield line(
+            "left out",
+            f"{out.form}: error {out.rms:.2%} of rungs left out, {out.largest:.2%} of the largest;"
+            f" noise {out.noise:.2%}, growing by {out.growth * math.log(2):.2%} per doubling of N",
+        )
     if verdict.law is not None:
         law = verdict.law.described()
         yield line(

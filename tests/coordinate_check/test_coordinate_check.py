@@ -15,6 +15,7 @@ from pipeline.coordinate_check.check import Line, coordinate_check, slope
 from pipeline.coordinate_check.picture import save_coordinates, save_rates
 from pipeline.coordinate_check.rates import sweep
 from pipeline.coordinate_check.sizes import Grid, Size, resized
+from pipeline.coordinate_check.text import text_lines
 from pipeline.proof.tokens import write_tokens
 
 
@@ -44,7 +45,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_over_the_width_completep_is_flat_and_the_standard_parametrization_grows(tokens: str, tmp_path: Path) -> None:
     grid = Grid(widths=(32, 64, 128), depths=(2,))
-    lines = coordinate_check(config(tokens), grid, steps=5, seeds=1)
+    lines = coordinate_check(config(tokens), grid, steps=5, seeds=1, step_tokens=256)
     found = {(line.parametrization, line.place): line.slope for line in lines if line.dimension == "width"}
     assert abs(found["completep", "residual stream"]) < 0.25  # 0.04 was seen with larger widths and three seeds
     assert found["standard", "residual stream"] > 0.6
@@ -81,6 +82,25 @@ def test_what_layers_do_not_learn_alike_may_shrink_with_depth_alone(dimension: s
     assert Line("completep", "residual stream", dimension, (2, 8), (2.0, 1.0)).flat is flat
     assert not Line("completep", "logits", dimension, (2, 8), (2.0, 1.0)).flat
     assert not Line("completep", "residual stream", dimension, (2, 8), (1.0, 2.0)).flat
+
+
+def test_what_shrinks_with_depth_is_printed_and_not_called_flat() -> None:
+    text = list(text_lines([Line("completep", "residual stream", "depth", (2, 8), (2.0, 1.0))]))
+    assert text[-2].startswith("shrinks with depth: residual stream, slope -0.50")
+    assert text[-1] == "CompleteP does not grow"
+    text = list(text_lines([Line("completep", "residual stream", "depth", (2, 8), (1.0, 1.1))]))
+    assert text[-1] == "CompleteP is flat"
+
+
+@pytest.mark.parametrize(("step_tokens", "accumulated"), [(1, 1), (256, 1), (257, 2), (4096, 16)])
+def test_steps_have_as_many_of_the_config_s_batches_as_their_tokens_need(step_tokens: int, accumulated: int) -> None:
+    run = resized(config(), Size(64, 2), parametrization="completep", lr=None, seed=0, steps=1, step_tokens=step_tokens)
+    assert (run.batch.micro, run.batch.accumulation) == (8, accumulated)
+
+
+def test_rates_that_are_not_above_zero_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--rates"):
+        sweep(config(), grid=Grid((32,), ()), rates=(1e-3, 0.0), steps=1, seeds=1)
 
 
 def test_the_proportions_of_the_base_model_are_kept() -> None:

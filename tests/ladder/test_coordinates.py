@@ -1,4 +1,4 @@
-"""`headrace ladder --coordinate-check` runs the coordinate check, and refuses what does not go with it."""
+"""`headrace ladder --coordinate-check` and `--rate-check` run the checks, and refuse what does not go with them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def config_file(tmp_path: Path) -> Path:
 def test_the_ladder_s_check_writes_figures_and_a_picture_and_is_the_module_s_own(
     config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("--config", config_file, "--steps", 5)
+    words = ("--config", config_file, "--steps", 5, "--step-tokens", 256)
     code = run(parsed(*words, "--coordinate-check", "--widths", "32,64", "--depths", "2", "--json"))
     # logits of so narrow models on so few tokens are not flat: -0.46 was seen, and 0.15 is allowed
     assert code == 1
@@ -53,8 +53,27 @@ def test_the_ladder_s_check_writes_figures_and_a_picture_and_is_the_module_s_own
     assert json.loads((tmp_path / "own.json").read_text()) == found
 
 
+def test_the_ladder_s_rate_check_writes_figures_and_a_picture_and_is_the_module_s_own(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--config", config_file, "--steps", 5)
+    assert run(parsed(*words, "--rate-check", "--widths", "32,64", "--rates", "4e-3,1e-4", "--json")) == 0
+    written = tmp_path / "run-ladder"
+    found = json.loads((written / "rate_check.json").read_text())
+    assert json.loads(capsys.readouterr().out) == found
+    sizes = [(each["parametrization"], each["width"], each["best"]) for each in found["sweeps"]]
+    assert sizes == [(name, width, 4e-3) for width in (32, 64) for name in ("standard", "completep")]
+    assert "peak learning rate" in (written / "rate_check.svg").read_text()
+
+    own = ("-m", "pipeline.coordinate_check", "rates", *words, "--widths", 32, 64, "--rates", 4e-3, 1e-4)
+    done = warm.run(*(str(word) for word in own), "--output", str(tmp_path / "own.json"))
+    assert done.returncode == 0, done.stderr
+    assert "completep, width 64, depth 2: best learning rate 0.004" in done.stdout
+    assert json.loads((tmp_path / "own.json").read_text()) == found
+
+
 def test_one_size_has_no_slope_and_passes(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--coordinate-check", "--widths", "32", "--depths", "2", "--steps", 1)
+    words = ("--coordinate-check", "--widths", "32", "--depths", "2", "--steps", 1, "--step-tokens", 1)
     assert run(parsed("--config", config_file, *words)) == 0
     assert capsys.readouterr().out.endswith("CompleteP is flat\n")
 
@@ -64,6 +83,14 @@ def test_one_size_has_no_slope_and_passes(config_file: Path, capsys: pytest.Capt
     [
         (("--widths", "32,64"), "--widths"),
         (("--steps", "5"), "--steps"),
+        (("--rates", "1e-3"), "--rates"),
+        (("--step-tokens", "512"), "--step-tokens"),
+        (("--rate-check", "--rates", "1e-3", "--step-tokens", "512"), "--step-tokens"),
+        (("--rate-check",), "--rates"),
+        (("--rate-check", "--rates", "1e-3,-1"), "--rates"),
+        (("--rate-check", "--rates", "1e-3", "--plan"), "--plan"),
+        (("--coordinate-check", "--rate-check", "--rates", "1e-3"), "--rate-check"),
+        (("--coordinate-check", "--rates", "1e-3"), "--rates"),
         (("--coordinate-check", "--plan"), "--plan"),
         (("--coordinate-check", "--slurm"), "--slurm"),
         (("--coordinate-check", "--laws"), "--laws"),

@@ -77,7 +77,7 @@ def test_options_that_a_module_groups_have_a_panel_of_their_own() -> None:
     text = run("ladder", "--help").output
     _, options, check = text.split("╭─ ")
     assert check.startswith("Coordinate check ─")
-    flags = ("--coordinate-check", "--widths", "--depths", "--steps")
+    flags = ("--coordinate-check", "--rate-check", "--widths", "--depths", "--steps", "--step-tokens", "--rates")
     assert all(flag in check and flag not in options for flag in flags)
     assert "--rungs" in options
 

@@ -1,0 +1,96 @@
+"""How often the interval of `headrace ladder` holds the loss of the large run: ladders made of known laws with noise.
+
+    python benchmarks/ladder_coverage.py --ladders 200 --noise 0.005
+
+Each ladder has a law of its own: exponents, E and both terms are drawn evenly from `--exponents` and the ranges below,
+so that the fixed exponents are as wrong as they may be on real data. Rungs are spaced evenly in log N from 1/4 of the
+largest to it, the large run has `--times` the largest rung's parameters and as many tokens per parameter, and every
+loss has lognormal noise, the large run's included. What `judge` refuses to predict is counted, and has no interval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from statistics import median
+
+import numpy as np
+
+from pipeline.ladder.fit import Points
+from pipeline.ladder.prediction import Verdict, judge
+
+LARGEST_N, TOKENS_PER_PARAMETER = 4e5, 2.0
+E_RANGE, TERM_RANGE = (1.5, 2.5), (0.3, 1.5)
+"""Nats per token; the terms at the largest rung."""
+
+
+def made_ladder(
+    random: np.random.Generator,
+    *,
+    noise: float,
+    rungs: int,
+    budgets: tuple[float, ...],
+    times: float,
+    exponents: tuple[float, float],
+) -> tuple[Points, float]:
+    """The runs of a ladder, and the loss of its large run."""
+    alpha, beta = random.uniform(*exponents, 2)
+    lowest = random.uniform(*E_RANGE)
+    by_size, by_tokens = random.uniform(*TERM_RANGE, 2)
+    n = np.append(np.repeat(np.geomspace(1 / 4, 1, rungs), len(budgets)), times)
+    d = n * np.append(np.tile(budgets, rungs), 1.0)
+    losses = (lowest + by_size * n**-alpha + by_tokens * d**-beta) * np.exp(noise * random.standard_normal(n.size))
+    points = Points(n[:-1] * LARGEST_N, d[:-1] * LARGEST_N * TOKENS_PER_PARAMETER, losses[:-1])
+    return points, float(losses[-1])
+
+
+def judged(points: Points, *, times: float) -> Verdict:
+    """What the ladder says of a run with `times` the largest rung's parameters."""
+    names = [f"run-{number}" for number in range(len(points))]
+    n = times * LARGEST_N
+    return judge(points, names, parameters=n, tokens=n * TOKENS_PER_PARAMETER, tolerance=0.02)
+
+
+def main() -> None:
+    """Prints the share of intervals that hold the loss, their width, and the share of ladders without one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ladders", type=int, default=200)
+    parser.add_argument("--noise", type=float, nargs="+", default=[0.005], help="standard deviation of a log loss")
+    parser.add_argument("--rungs", type=int, default=4)
+    parser.add_argument("--budgets", type=float, nargs="+", default=[0.5, 1, 2])
+    parser.add_argument("--times", type=float, nargs="+", default=[4.0], help="N of it by the largest rung's")
+    parser.add_argument("--exponents", type=float, nargs=2, default=[0.25, 0.5], help="range of alpha and beta")
+    arguments = parser.parse_args()
+    for noise in arguments.noise:
+        for times in arguments.times:
+            _report(arguments, noise=noise, times=times)
+
+
+def _report(arguments: argparse.Namespace, *, noise: float, times: float) -> None:
+    hits, widths, errors = [], [], []
+    for seed in range(arguments.ladders):
+        points, truth = made_ladder(
+            np.random.default_rng(seed),
+            noise=noise,
+            rungs=arguments.rungs,
+            budgets=tuple(arguments.budgets),
+            times=times,
+            exponents=tuple(arguments.exponents),
+        )
+        found = judged(points, times=times).prediction
+        if found is not None:
+            hits.append(found.low <= truth <= found.high)
+            widths.append((found.high - found.low) / 2 / found.loss)
+            errors.append(math.log(found.loss / truth))
+    count = len(hits)
+    share = sum(hits) / count
+    print(
+        f"noise {noise:.1%}, {times:g} x N: {count} of {arguments.ladders} predicted, the interval holds {share:.1%}"
+        f" (+-{math.sqrt(share * (1 - share) / count):.1%}), half-width {median(widths):.1%} (median), error"
+        f" {math.sqrt(sum(each * each for each in errors) / count):.1%} (root mean square)",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
