@@ -34,11 +34,12 @@ def goodput_text(goodput: Goodput) -> str:
     spent = asdict(goodput.spent)
     productive, wall = spent.pop("productive"), goodput.spent.wall
     ordered = sorted(spent.items(), key=lambda each: -each[1])
-    rest = [f"{NAMES[name]} {_percent(seconds / wall)}" for name, seconds in ordered if seconds > _SHOWN * wall]
+    rest = [f"{NAMES[name]} {percent(seconds / wall)}" for name, seconds in ordered if seconds > _SHOWN * wall]
     count = len(goodput.attempts)
     where = f"of {clock(wall)}" + (f" in {count} attempts" if count > 1 else "")
-    return f"{_percent(productive / wall)} {where}" + (f": {', '.join(rest)}" if rest else "")
+    return f"{percent(productive / wall)} {where}" + (f": {', '.join(rest)}" if rest else "")
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
+    """A fraction as "93.1 %"."""
     return f"{100 * share:.1f} %"

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from html import escape
 
 from pipeline.goodput.account import AttemptTime, Goodput, TimeSpent, read_goodput
-from pipeline.goodput.text import NAMES, goodput_text
-from pipeline.metrics.units import clock
+from pipeline.goodput.text import NAMES, percent
+from pipeline.report.facts import duration
 from pipeline.report.runs import RunRecord
 from pipeline.run.lock import is_training
 
@@ -30,7 +30,7 @@ def goodput_section(runs: Sequence[RunRecord]) -> str:
 
 def _figure(name: str, goodput: Goodput) -> str:
     return (
-        f"<figure>\n<h3>{escape(name)}: {escape(goodput_text(goodput).partition(':')[0])}</h3>\n"
+        f"<figure>\n<h3>{escape(name)}: {percent(goodput.share)} of {duration(goodput.wall)}</h3>\n"
         f'<div class="scroll" tabindex="0" role="region" aria-label="Goodput of {escape(name)}">\n'
         f"{_bars(goodput)}\n{_table(goodput)}\n</div>\n</figure>"
     )
@@ -52,13 +52,13 @@ def _bars(goodput: Goodput) -> str:
 def _bar(attempt: AttemptTime, longest: float) -> str:
     parts = "".join(
         f'<span class="spent-{name}" style="width:{100 * seconds / longest:.2f}%"'
-        f' title="{NAMES[name]}: {clock(seconds)}"></span>'
+        f' title="{NAMES[name]}: {duration(seconds)}"></span>'
         for name, seconds in asdict(attempt.spent).items()
         if seconds > 0
     )
     return (
-        f'<tr><th scope="row">{attempt.number}</th><td class="bar stacked">{parts}</td>'
-        f"<td>{clock(attempt.spent.wall)}</td><td>{_percent(attempt.spent.goodput)}</td></tr>"
+        f'<tr><th scope="row">{attempt.number}</th><td class="bar"><div class="stacked">{parts}</div></td>'
+        f"<td>{duration(attempt.spent.wall)}</td><td>{percent(attempt.spent.goodput)}</td></tr>"
     )
 
 
@@ -76,9 +76,5 @@ def _rows(spent: TimeSpent) -> Iterator[str]:
         if seconds[name] > 0:
             yield (
                 f'<tr><th scope="row"><span class="key spent-{name}"></span>{NAMES[name]}</th>'
-                f"<td>{clock(seconds[name])}</td><td>{_percent(seconds[name] / spent.wall)}</td></tr>"
+                f"<td>{duration(seconds[name])}</td><td>{percent(seconds[name] / spent.wall)}</td></tr>"
             )
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"

@@ -106,7 +106,7 @@ def test_a_run_killed_twice_accounts_for_the_steps_it_lost_and_the_time_it_was_d
     assert spent.checkpoint > 0
     assert spent.other < 0.1 * goodput.wall
 
-    check_that_all_say_the_same(run_dir, goodput, done.stdout)
+    check_that_all_say_the_same(run_dir, goodput, done.stderr)
 
 
 def check_that_all_say_the_same(run_dir: Path, goodput: Goodput, output: str) -> None:
