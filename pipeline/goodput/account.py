@@ -9,8 +9,10 @@ their sum is the wall clock: what is not measured is in `other`. Where each is r
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,6 @@ from typing import Any
 from headrace.base.errors import EXIT_INTERRUPTED, EXIT_REQUEUE
 from pipeline.goodput.attempts import Attempt, read_attempts
 from pipeline.goodput.metrics import Metrics, MetricsReader
-from pipeline.metrics.attempts_journal import read_events
 from pipeline.metrics.time_sums import TimeSums
 from pipeline.metrics.times import seconds_of
 
@@ -135,9 +136,16 @@ def read_goodput(run_dir: Path, *, training: bool | None) -> Goodput | None:
 
 
 def submission_time(run_dir: Path) -> float | None:
-    """When the run's first job was submitted; None where that is not recorded."""
-    times = (seconds_of(event["time"]) for event in read_events(run_dir)[0] if event["event"] == "submitted")
+    """When `headrace submit` first submitted the run; None where it did not, or with jobs that the run waits for."""
+    times = (_submitted(path) for path in run_dir.glob("submissions/*/submission.json"))
     return min((time for time in times if time is not None), default=None)
+
+
+def _submitted(path: Path) -> float | None:
+    with suppress(OSError, ValueError, AttributeError):
+        found = json.loads(path.read_bytes())
+        return seconds_of(found.get("submitted")) if len(found.get("jobs", {})) == 1 else None
+    return None
 
 
 def goodput_of(

@@ -5,7 +5,6 @@ while it holds the lock of the run's directory; `headrace status` reads them.
 
 | event | written | fields besides `time`, `attempt` |
 |---|---|---|
-| submitted | by what submits a job for the run | `job`; no attempt |
 | start | once the directory is locked | see below |
 | nodes | once all ranks are connected | `nodes`: host -> ranks, e.g. {"n1": "0-3"} |
 | loaded | once a checkpoint is loaded | `step`, `seconds` of the load, `read` (bytes, see below), `warnings` |

@@ -67,7 +67,6 @@ def nonzero(goodput: Goodput) -> dict[str, float]:
 def killed_once(tmp_path: Path) -> Path:
     """Submitted; 20 s later a process; steps 1-8 of 1 s and 3 s of compiling; killed; 30 s later again, from step 5."""
     attempts = [
-        {"event": "submitted", "time": at(-100), "job": "7"},
         attempt("a", "start", 10, process_start=at(0)),
         attempt("a", "training", 20, step=0),
         attempt("b", "start", 70, process_start=at(64), before={"step": 8, "time": at(34)}),
@@ -83,6 +82,11 @@ def killed_once(tmp_path: Path) -> Path:
     rows += [event("resumed", 5, 80), *(step(number, 75 + number) for number in range(6, 11))]
     rows += [{"kind": "eval", "step": 10, "time": at(89), "seconds": 3.0, "loss": 4.0}]
     rows += [event("exchange", 10, 90, seconds=1.5)]
+    for number, jobs in ((1, {"prep": ["5"], "train": ["6"]}), (2, {"train": ["7"]})):
+        submission = tmp_path / "submissions" / str(number)
+        submission.mkdir(parents=True)
+        found = {"submitted": at(-300 + 100 * number), "jobs": jobs}  # the first waits for its data to be prepared
+        (submission / "submission.json").write_text(json.dumps(found))
     return write(tmp_path, attempts, rows)
 
 
