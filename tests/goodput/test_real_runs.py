@@ -71,6 +71,7 @@ def kill_at_step(config: Path, run_dir: Path, step: int) -> tuple[float, float]:
     return began, killed
 
 
+@pytest.mark.integration
 def test_a_run_killed_twice_accounts_for_the_steps_it_lost_and_the_time_it_was_down(
     tokens: Path, tmp_path: Path
 ) -> None:
