@@ -263,6 +263,8 @@ class StragglerDetector:
 
         Each rank's own time is its median over the newest reports, since a single step may be slow on any rank.
         """
+        if not self._reports:
+            return 0.0
         newest = list(self._reports)[-_USUAL:]
         usual = [statistics.median(own) for own in zip(*newest, strict=True)]
         pairs = zip(usual, self._ratios(usual), strict=True)
