@@ -36,7 +36,7 @@ COMMANDS = {
         "pipeline.status.command",
         "show how far a run is, live; why its job waits; why it ended; its log",
     ),
-    "goodput": ("pipeline.failures.command", "goodput under failures, simulated, and the best checkpoint interval"),
+    "goodput": ("pipeline.goodput.command", "goodput under failures, simulated, and the best checkpoint interval"),
     "samples": ("pipeline.anomalies.suspect_samples", "print the text that a step of a run was trained on"),
     "complete": ("pipeline.evaluation.complete", "let a model go on from a prompt"),
     "report": ("pipeline.report.command", "a self-contained HTML page of runs and models"),

@@ -26,6 +26,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.pop("WANDB_API_KEY", None)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of commands are started: each would compile all modules anew
+sys.dont_write_bytecode = False  # nor are the assertions of all tests rewritten anew in every session, by every worker
 settings.register_profile("busy machine", deadline=None)  # an example may take a second there, and 200 ms is the limit
 settings.load_profile("busy machine")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under a script's "&": Ctrl-C would reach no child

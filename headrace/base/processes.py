@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -34,6 +35,12 @@ def state_of(pid: int) -> tuple[str, int]:
     """A process's state (R, S, D, T, Z, ...) and when it began, in the kernel's ticks; ("", 0) where there is none."""
     fields = _stat(pid)
     return (fields[0], int(fields[19])) if fields else ("", 0)
+
+
+def seconds_since_start() -> float:
+    """Seconds since this process began, by the kernel's ticks (10 ms); 0 where that is not known."""
+    _, ticks = state_of(os.getpid())
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")) if ticks else 0.0
 
 
 def siblings() -> Iterator[int]:

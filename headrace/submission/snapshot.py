@@ -1,7 +1,7 @@
 """The directory of a submission: what its jobs run, as it was when they were submitted.
 
     RUN/submissions/1/
-        submission.json     the command, the site, the version of the code, the jobs
+        submission.json     the command, the site, the version of the code, when it was submitted, the jobs
         code/               the packages and job scripts of a clone; of an installed package the version is in the JSON
         configs/NAME.json   the config of each stage, with all it extends and all overrides
         NAME.sbatch         the script of each stage; `sbatch NAME.sbatch` submits it again
@@ -13,6 +13,7 @@ Later edits of the clone or of the configs do not reach a job that waits in the 
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ from headrace.base.directory import COPIED_FROM, code_version, write_json, write
 from headrace.base.errors import DataError
 from headrace.base.version import __version__
 from headrace.submission.configs import Given
+from pipeline.metrics.times import iso_time
 
 PACKAGES = ("headrace", "data_prep", "pipeline", "slurm", "ds_configs", "demo")
 """Of a clone; the last two are what headrace/share links to."""
@@ -96,4 +98,5 @@ def save_config(directory: Path, name: str, raw: Mapping[str, Any]) -> Path:
 
 def record(directory: Path, **entries: Any) -> None:
     """Writes submission.json."""
-    write_json(directory / "submission.json", {"headrace": __version__, "code": code_version(), **entries})
+    made = {"headrace": __version__, "code": code_version(), "submitted": iso_time(time.time())}
+    write_json(directory / "submission.json", {**made, **entries})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 from headrace.base.cli import ERROR_FILE
 from headrace.base.meminfo import available_memory
 from pipeline.elastic.local_ranks import Command
+from pipeline.launch.environment import RANK_STARTED
 from pipeline.launch.rank_process import RankProcess, start_process
 
 _ROOM_BYTES = 2 << 30
@@ -51,7 +53,8 @@ class WarmRanks:
         if process is None or process.poll() is not None:
             return None
         assert process.stdin is not None
-        order = {"environ": {**environ, ERROR_FILE: str(error)}, "output": None if output is None else str(output)}
+        own = {ERROR_FILE: str(error), RANK_STARTED: str(time.time())}
+        order = {"environ": {**environ, **own}, "output": None if output is None else str(output)}
         try:
             process.stdin.write(json.dumps(order).encode() + b"\n")
             process.stdin.close()

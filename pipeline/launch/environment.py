@@ -27,6 +27,9 @@ from headrace.base.errors import ConfigError
 AGENT_STARTS = "HEADRACE_AGENT_STARTS"
 """Variable by which an agent tells its ranks that it has started them, and for which time."""
 
+RANK_STARTED = "HEADRACE_RANK_STARTED"
+"""Variable by which a process that has waited to become a rank knows when it became one, in seconds since the epoch."""
+
 POD = "HEADRACE_POD"
 """Variable by which the first process of a pod tells its ranks that it has started them."""
 

@@ -11,13 +11,15 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from headrace.base.errors import TrainingError
+from pipeline.metrics.time_sums import SumsByAttempt, TimeSums
+from pipeline.metrics.times import iso_time
 
 NAME = "metrics.jsonl"
 _SHOWN = 8
@@ -30,15 +32,18 @@ class Journal:
     Args:
         run_dir: the run's directory.
         from_step: rows of later steps are removed first; 0 for a new run.
+        on_removed: called before rows of steps are removed, with their sums, one for each attempt that wrote them.
 
     Raises:
         TrainingError: the file cannot be written.
     """
 
-    def __init__(self, run_dir: Path, *, from_step: int) -> None:
+    def __init__(
+        self, run_dir: Path, *, from_step: int, on_removed: Callable[[Sequence[TimeSums]], None] = lambda _removed: None
+    ) -> None:
         self._path, self._unwritten, self._warned = run_dir / NAME, b"", False
         try:
-            _truncate(self._path, from_step)
+            _truncate(self._path, from_step, on_removed)
             self._file = self._path.open("ab", buffering=0)
         except OSError as error:
             raise TrainingError(
@@ -47,7 +52,7 @@ class Journal:
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Appends a row and writes it to the operating system at once, so that it survives a crash of the process."""
-        row = {"kind": kind, "step": step, "time": _now(), **values}
+        row = {"kind": kind, "step": step, "time": iso_time(time.time()), **values}
         self._unwritten += json.dumps(row).encode() + b"\n"
         self._write_out()
 
@@ -88,26 +93,24 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
         yield from (line for line in file if line.endswith(b"\n"))
 
 
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-def _truncate(path: Path, from_step: int) -> None:
+def _truncate(path: Path, from_step: int, on_removed: Callable[[Sequence[TimeSums]], None]) -> None:
+    """Removes the rows of later steps. A damaged line is kept: it must not keep a run from resuming."""
     if not path.exists():
         return
-    kept = [line for line in _whole_lines(path) if _is_kept(line, from_step)]
+    kept, removed = list[bytes](), SumsByAttempt()
+    for line in _whole_lines(path):
+        row = _row(line)
+        if row is None or row["step"] <= from_step:
+            kept.append(line)
+        else:
+            removed.add(row)
+    on_removed([part for part in removed.parts if part.steps])
     partial = path.with_name(f".{NAME}.partial")
     with partial.open("wb") as file:
         file.writelines(kept)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
-
-
-def _is_kept(line: bytes, from_step: int) -> bool:
-    """Whether a row is of a step up to `from_step`. A damaged line is kept: it must not keep a run from resuming."""
-    row = _row(line)
-    return row is None or row["step"] <= from_step
 
 
 def _row(line: bytes) -> dict[str, Any] | None:

@@ -80,3 +80,30 @@ class StepClock:
         seconds, waited = now - self._mark - self._excluded, self._waited
         self._mark, self._excluded, self._waited, self.last_lap = now, 0.0, 0.0, seconds
         return seconds, waited
+
+
+class Stopwatch:
+    """Adds up the time of blocks, which may be nested."""
+
+    def __init__(self) -> None:
+        self._depth, self._since, self._seconds = 0, 0.0, 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The time of the block counts."""
+        self._since = self._since if self._depth else time.perf_counter()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._seconds += time.perf_counter() - self._since
+
+    def take(self) -> float:
+        """Seconds since the last call, with those of a block that has not ended."""
+        if self._depth:
+            now = time.perf_counter()
+            self._seconds, self._since = self._seconds + now - self._since, now
+        taken, self._seconds = self._seconds, 0.0
+        return taken

@@ -28,6 +28,8 @@ _HISTORY = 10
 """Reports from which the variation of own times is estimated."""
 _MIN_REPORTS = 3
 """Reports before any rank is named: with fewer the variation is unknown."""
+_USUAL = 5
+"""Newest reports whose median is a rank's usual own time."""
 _LISTED_RANKS = 3
 """Ranks that a row of the journal lists, slowest first."""
 _MAX_REPORT_S, _MAX_SHARE = 5.0, 0.005
@@ -72,6 +74,7 @@ class StragglerReport:
         ratios: own time / median of the peers' own times, by rank.
         named: new stragglers: ranks found slow that were not in the report before.
         hosts: host names by rank.
+        wait: seconds per step in which ranks wait for the slowest one, see `StragglerDetector.wait_seconds`.
         seconds: time that profiling took on the rank where it took longest.
         every: new number of steps between reports, if it has just changed.
     """
@@ -80,6 +83,7 @@ class StragglerReport:
     ratios: Sequence[float]
     named: Sequence[int]
     hosts: Sequence[str]
+    wait: float = 0.0
     seconds: float = 0.0
     every: int | None = None
 
@@ -90,6 +94,7 @@ class StragglerReport:
         return {
             "seconds": {"min": min(seconds), "median": statistics.median(seconds), "max": max(seconds)},
             "slowest": [self._entry(rank) for rank in slowest],
+            "wait_seconds": self.wait,
         }
 
     def lines(self) -> list[str]:
@@ -210,7 +215,8 @@ class Stragglers:
             return None
         times = [OwnTime(*each[2:].tolist()) for each in found]
         ratios, named = self._detector.update([each.seconds for each in times])
-        return StragglerReport(times, ratios, named, self._hosts, cost, self._every if rarer else None)
+        wait, every = self._detector.wait_seconds(), self._every if rarer else None
+        return StragglerReport(times, ratios, named, self._hosts, wait, cost, every)
 
 
 class StragglerDetector:
@@ -251,6 +257,18 @@ class StragglerDetector:
         new = sorted(found - self._named)
         self._slow, self._named = slow, found
         return ratios, new
+
+    def wait_seconds(self) -> float:
+        """Seconds per step in which ranks wait for the slowest one, estimated: its own time less its peers' median.
+
+        Each rank's own time is its median over the newest reports, since a single step may be slow on any rank.
+        """
+        if not self._reports:
+            return 0.0
+        newest = list(self._reports)[-_USUAL:]
+        usual = [statistics.median(own) for own in zip(*newest, strict=True)]
+        pairs = zip(usual, self._ratios(usual), strict=True)
+        return float(max((own * (1 - 1 / ratio) for own, ratio in pairs if ratio > 0), default=0.0))
 
     def _ratios(self, seconds: Sequence[float]) -> list[float]:
         groups: dict[Hashable, list[float]] = defaultdict(list)

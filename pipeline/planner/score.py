@@ -16,6 +16,7 @@ from pipeline.config.schema import Config
 from pipeline.machines.known import known_machines, machine_of_device
 from pipeline.machines.machine import Machine
 from pipeline.machines.ranks import with_ranks
+from pipeline.metrics.attempts_journal import read_events
 from pipeline.parallel.memory import Bytes, peak_memory
 from pipeline.planner.memory_plan import typical_peak
 from pipeline.planner.plan import run_rates
@@ -23,7 +24,6 @@ from pipeline.planner.planned_run import PlannedRun, planned_run
 from pipeline.planner.rates import TYPICAL
 from pipeline.planner.simulated_step import SIMULATED
 from pipeline.planner.time_plan import StepTime, step_time, works_of
-from pipeline.run.attempts import read_events
 
 LEAST_STEPS = 5
 """Timed steps of which a median is taken for the time of a step."""

@@ -27,7 +27,7 @@ def facts(run: RunRecord, folders: Sequence[ModelFolder]) -> list[tuple[str, str
         ("steps", _steps(run)),
         ("tokens", f"{run.tokens:,}, {run.tokens_per_step:,.0f} per step"),
         *_parameters(run, folders),
-        ("time in steps", _duration(float(run.series("seconds").sum()))),
+        ("time in steps", duration(float(run.series("seconds").sum()))),
         *_last_evaluation(run),
         ("engine", _engine(run.manifest.config)),
         ("layout", _layout(run, checkpoint)),
@@ -119,7 +119,7 @@ def _code(manifest: Manifest) -> str:
     return f"headrace {manifest.code.get('headrace')}" + (f", commit {commit[:SHORT]}" if commit else "")
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Two units at most: 4.9 s, 3 min 20 s, 5 h 12 min."""
     if seconds < 60:
         return f"{seconds:.1f} s"

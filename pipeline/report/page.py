@@ -13,6 +13,7 @@ from pipeline.report import svg
 from pipeline.report.charts import Chart, Label, draw, name_label, value_label
 from pipeline.report.curves import Group, cut_remark, groups, loss_chart, remarks, side_charts
 from pipeline.report.facts import SHORT, facts
+from pipeline.report.goodput_section import goodput_section
 from pipeline.report.inputs import Inputs
 from pipeline.report.interactive import data_script, plot
 from pipeline.report.model_section import definitions, model_sections
@@ -51,13 +52,14 @@ def _heading(inputs: Inputs) -> str:
 
 
 def _runs(inputs: Inputs) -> str:
-    """The sections of the runs: their curves, and a summary of each. Empty for a report of models alone."""
+    """The sections of the runs: their curves, goodput, and a summary of each. Empty for a report of models alone."""
     if not inputs.runs:
         return ""
     curves = "\n".join(_group(group, alone=len(inputs.runs) == 1) for group in _groups(inputs))
     runs = "\n".join(_run(place, run, inputs) for place, run in enumerate(inputs.runs))
     return (
         f"<section>\n<h2>Training</h2>\n{_HINT}\n{curves}\n</section>\n"
+        f"{goodput_section(inputs.runs)}\n"
         f'<section>\n<h2>Runs</h2>\n<div class="runs">\n{runs}\n</div>\n</section>'
     )
 

@@ -5,16 +5,22 @@ while it holds the lock of the run's directory; `headrace status` reads them.
 
 | event | written | fields besides `time`, `attempt` |
 |---|---|---|
-| submitted | by what submits a job for the run | `job`; no attempt |
 | start | once the directory is locked | see below |
 | nodes | once all ranks are connected | `nodes`: host -> ranks, e.g. {"n1": "0-3"} |
 | loaded | once a checkpoint is loaded | `step`, `seconds` of the load, `read` (bytes, see below), `warnings` |
+| lost | before a resume or a rollback removes rows | `step` after which they are removed, `steps`, `seconds`, ... |
 | training | before the first step | `step` after which it trains on |
+| goodput | once training has ended | seconds of the run so far, by what they were spent on |
 | measured | before an end that is no failure | see `pipeline.run.measured` |
 | end | when it ends by itself | `code`, `reason` |
 
-The fields of a start: `launcher`, `world_size`, `host`, `pid`; under Slurm `job`, `requeue`, `nodelist`; `again`, the
-launcher's own count of starts; `before`, the last step in metrics.jsonl and the time of its last row.
+The fields of a start: `launcher`, `world_size`, `host`, `pid`; `process_start`, when the process began; under Slurm
+`job`, `requeue`, `nodelist`; `again`, the launcher's own count of starts; `before`, the last step in metrics.jsonl and
+the time of its last row.
+
+There is an event `lost` for each attempt whose rows are removed, with the times of the first and the last of them
+(`since`, `until`), `seconds` of its steps and of these `compile_seconds`; `evaluation_seconds`, `checkpoint_seconds`,
+`exchange_seconds`. The categories of `goodput`: `pipeline.goodput.account.TimeSpent`.
 
 `read` has the bytes that all ranks have read to verify and to load the checkpoint: `memory` of copies in their node's
 memory, `other_nodes` of those in other nodes', `run_dir` of the files in the run's directory, but for its metadata.
@@ -25,24 +31,28 @@ A failure to append never ends a run.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import socket
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from headrace.base.errors import EXIT_INTERRUPTED, EXIT_LOST, HeadraceError
 from headrace.base.link_errors import is_link_error
+from headrace.base.processes import seconds_since_start
+from pipeline.goodput.account import read_goodput
+from pipeline.goodput.text import goodput_line
 from pipeline.launch import Launch, Rendezvous
-from pipeline.launch.environment import AGENT_STARTS
+from pipeline.launch.environment import AGENT_STARTS, RANK_STARTED
+from pipeline.metrics.attempts_journal import append_event, parse_row
 from pipeline.metrics.journal import NAME as METRICS
+from pipeline.metrics.time_sums import TimeSums
+from pipeline.metrics.times import iso_time
 from pipeline.run.lock import exclusive_run
 
-NAME = "attempts.jsonl"
 _SLURM = {"job": "SLURM_JOB_ID", "requeue": "SLURM_RESTART_COUNT", "nodelist": "SLURM_JOB_NODELIST"}
 _AGAIN = (AGENT_STARTS, "TORCHELASTIC_RESTART_COUNT")
 _TAIL_BYTES = 1 << 16
@@ -58,7 +68,7 @@ class Attempt:
 
     def __init__(self, run_dir: Path | None) -> None:
         self.nodes = 1
-        self._run_dir, self._id = run_dir, secrets.token_hex(4)
+        self._run_dir, self._id, self._accounted = run_dir, secrets.token_hex(4), True
         self._outcome: tuple[int, str] = 0, "finished"
 
     def record(self, event: str, **fields: Any) -> None:
@@ -73,6 +83,29 @@ class Attempt:
             self.nodes = len(nodes)
             self.record("nodes", nodes=nodes)
 
+    def lost(self, step: int, removed: Sequence[TimeSums]) -> None:
+        """Records the rows of steps that are about to be removed from the metrics."""
+        for part in removed:
+            since, until = (iso_time(each) for each in (part.since or 0.0, part.until or 0.0))
+            self.record("lost", step=step, since=since, until=until, **part.lost())
+
+    def training(self, step: int) -> None:
+        """Records that the first step is about to begin."""
+        self._accounted = False
+        self.record("training", step=step)
+
+    def account(self) -> str | None:
+        """Records what the run's time was spent on until now; the line for people, None where it is not known."""
+        self._accounted = True
+        if self._run_dir is None:
+            return None
+        with suppress(OSError, ValueError, TypeError, KeyError):  # a damaged file keeps no run from ending
+            goodput = read_goodput(self._run_dir, training=True)
+            if goodput is not None:
+                self.record("goodput", **goodput.row())
+                return goodput_line(goodput)
+        return None
+
     def will_end(self, code: int, reason: str) -> int:
         """How the attempt ends, unless an error ends it before; returns the exit code."""
         self._outcome = code, reason
@@ -81,6 +114,8 @@ class Attempt:
     def end(self, error: BaseException | None) -> None:
         """Appends how it has ended."""
         code, reason = self._outcome if error is None else outcome_of(error)
+        if not self._accounted:
+            self.account()
         self.record("end", code=code, reason=reason)
 
 
@@ -100,35 +135,6 @@ def locked_attempt(run_dir: Path, launch: Launch) -> Iterator[Attempt]:
             attempt.end(error)
             raise
         attempt.end(None)
-
-
-def append_event(run_dir: Path, event: str, **fields: Any) -> bool:
-    """Appends one line by one write and flushes it to disk; begins a new line where a damaged one has no end.
-
-    Returns:
-        Whether it was written: False on a full disk, or in a directory that cannot be written.
-    """
-    time = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-    line = json.dumps({"event": event, "time": time, **fields}).encode() + b"\n"
-    try:
-        with (run_dir / NAME).open("ab+", buffering=0) as file:
-            size = file.seek(0, os.SEEK_END)
-            whole = not size or os.pread(file.fileno(), 1, size - 1) == b"\n"
-            file.write(line if whole else b"\n" + line)
-            os.fsync(file.fileno())
-    except OSError:
-        return False
-    return True
-
-
-def read_events(run_dir: Path) -> tuple[list[dict[str, Any]], int]:
-    """The events in order, and the number of damaged lines, which are skipped; none where there is no journal."""
-    try:
-        lines = (run_dir / NAME).read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return [], 0
-    parsed = [_event(line) for line in lines if line.strip()]
-    return [event for event in parsed if event is not None], sum(event is None for event in parsed)
 
 
 def outcome_of(error: BaseException) -> tuple[int, str]:
@@ -164,6 +170,7 @@ def _start(run_dir: Path, launch: Launch) -> dict[str, Any]:
         "world_size": launch.world_size,
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        "process_start": iso_time(float(os.environ.get(RANK_STARTED, time.time() - seconds_since_start()))),
         **{key: os.environ[name] for key, name in _SLURM.items() if name in os.environ},
         **({} if again is None else {"again": again}),
         **({} if (before := _last_row(run_dir)) is None else {"before": before}),
@@ -177,15 +184,7 @@ def _last_row(run_dir: Path) -> dict[str, Any] | None:
     """
     with suppress(OSError), (run_dir / METRICS).open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-        rows = [row for line in file if (row := _event(line, key="time")) is not None and "step" in row]
+        rows = [row for line in file if (row := parse_row(line, key="time")) is not None and "step" in row]
         if rows:
             return {"step": max(row["step"] for row in rows), "time": rows[-1]["time"]}
     return None
-
-
-def _event(line: bytes, *, key: str = "event") -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, Mapping) and isinstance(row.get(key), str) and "time" in row else None  # type: ignore[return-value]

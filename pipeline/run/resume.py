@@ -23,8 +23,8 @@ from pipeline.config.schedule import Schedule
 from pipeline.config.written_keys import is_allowed, written_keys
 from pipeline.launch import Rendezvous
 from pipeline.launch.missing_ranks import deadline
+from pipeline.metrics.attempts_journal import NAME as ATTEMPTS
 from pipeline.metrics.journal import NAME as JOURNAL
-from pipeline.run.attempts import NAME as ATTEMPTS
 
 _PATIENCE_S = 10.0
 _OF_A_RUN = (".lock", ".agents", "submissions", ATTEMPTS, JOURNAL, "checkpoints")

@@ -319,7 +319,7 @@ class Session:
                     on_progress=self.watchdog.report_progress,
                 ),
             )
-            self.attempt.record("training", step=done)
+            self.attempt.training(done)
             try:
                 with explained_out_of_memory(prepared, self.agreement.device):
                     stop = self.agreement.requested_stop(self.signals)
@@ -337,6 +337,8 @@ class Session:
             )
             self.attempt.record("measured", step=trainer.progress.step, **found)
             display.say(closing_line(prepared, stop, step=trainer.progress.step))
+            if (goodput := self.attempt.account()) is not None:
+                display.say(goodput)
             return stop
 
     def _checkpoint_timer(self) -> CheckpointTimer:
@@ -401,7 +403,8 @@ class Session:
         return bool(on_rank_zero(self.prepared.store.checkpoints))
 
     def _open_journal(self, stack: ExitStack, *, from_step: int) -> Journal:
-        journal = Journal(self.prepared.run_dir, from_step=from_step)
+        lost = partial(self.attempt.lost, from_step)
+        journal = Journal(self.prepared.run_dir, from_step=from_step, on_removed=lost)
         stack.callback(journal.close)
         return journal
 

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from headrace.base.errors import CheckpointError, TrainingError
@@ -23,7 +23,7 @@ from pipeline.launch.host_copy import HostCopy
 from pipeline.metrics.console import TrainingDisplay
 from pipeline.metrics.profiling import StepProfiler
 from pipeline.metrics.sinks import Sinks
-from pipeline.metrics.step_clock import StepClock, StepCost
+from pipeline.metrics.step_clock import StepClock, StepCost, Stopwatch
 from pipeline.metrics.stragglers import Stragglers
 from pipeline.metrics.units import bits_per_byte, perplexity, show_bits_per_byte
 from pipeline.run.agreed_peak import AgreedPeak
@@ -109,6 +109,7 @@ class Trainer:
         garbage: collects cycles of Python objects at chosen steps.
         compilations: how many graphs were compiled since the last call, and in how many seconds.
         student: completes a step's batch before it is begun; None where it has all of it from the data.
+        blocked: the time in which the loop waited for checkpoints.
     """
 
     run: ResolvedRun
@@ -135,6 +136,7 @@ class Trainer:
     garbage: GarbageCollector
     compilations: Callable[[], tuple[int, float]]
     student: StudentSamples | None = None
+    blocked: Stopwatch = field(default_factory=Stopwatch)
 
     def train(self) -> Stop:
         """Trains to the last step or to a stop signal: per step an update, then a checkpoint and an evaluation if due.
@@ -171,7 +173,8 @@ class Trainer:
 
     def wait_for_checkpoint(self) -> None:
         """Waits for a checkpoint that is being written. Collective."""
-        self._report_saved(self.writer.wait())
+        with self.blocked.running():
+            self._report_saved(self.writer.wait())
         self.writer.wait_for_copy()
 
     def evaluation_due(self, step: int) -> bool:
@@ -333,7 +336,7 @@ class Trainer:
 
     def _save(self, step: int) -> None:
         """Starts writing a checkpoint once the previous one is written. A failure is reported, and training goes on."""
-        with self.clock.excluded():
+        with self.clock.excluded(), self.blocked.running():
             self._begin_checkpoint(step)
 
     def _begin_checkpoint(self, step: int) -> None:
@@ -351,7 +354,8 @@ class Trainer:
 
         A run that is to go on finds a copy of it in memory.
         """
-        self._write_last(step)
+        with self.blocked.running():
+            self._write_last(step)
         if step == self.run.steps:
             self.writer.stop_copy()
         else:
@@ -373,7 +377,7 @@ class Trainer:
     def _report_saved(self, saved: SaveResult | None, *, last: bool = False) -> None:
         if saved is None:
             return
-        times = {"seconds": saved.seconds, "waited_seconds": saved.waited_s}
+        times = {"seconds": saved.seconds, "waited_seconds": saved.waited_s, "blocked_seconds": self.blocked.take()}
         if saved.checkpoint is not None:
             self.manifest.write_if_possible(saved.step, self.display.say)
             self.sinks.event(saved.step, event="checkpoint", path=str(saved.checkpoint.path), **times)

@@ -9,8 +9,8 @@ from pathlib import Path
 from headrace.base import configfile
 from headrace.base.directory import MANIFEST
 from headrace.base.errors import ConfigError, DataError
+from pipeline.metrics.attempts_journal import NAME as ATTEMPTS
 from pipeline.metrics.journal import NAME as JOURNAL
-from pipeline.run.attempts import NAME as ATTEMPTS
 from pipeline.status.slurm import SlurmJob, own_jobs, run_dir_of_job
 
 SUBMISSIONS = "submissions"

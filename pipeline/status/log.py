@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.faults.report import read_faults
+from pipeline.goodput.attempts import fault_line
+from pipeline.metrics.attempts_journal import read_events
 from pipeline.metrics.journal import NAME as METRICS
-from pipeline.run.attempts import read_events
+from pipeline.metrics.times import seconds_of
 from pipeline.status.agents import folders_of
-from pipeline.status.attempts import fault_line
-from pipeline.status.metrics import seconds_of
 
 _STEP_INTERVAL_S = 10.0
 """Between two steps that are shown, as on the console of a run."""

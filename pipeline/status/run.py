@@ -15,16 +15,17 @@ from headrace.base.directory import MANIFEST, check_sizes, read_manifest
 from headrace.base.errors import DataError
 from pipeline.checkpoint.naming import finished_checkpoints
 from pipeline.faults.report import read_faults
+from pipeline.goodput.account import Goodput, goodput_of, submission_time
+from pipeline.goodput.attempts import Attempt, read_attempts
+from pipeline.goodput.metrics import Metrics, MetricsReader
+from pipeline.metrics.attempts_journal import NAME as ATTEMPTS
 from pipeline.metrics.journal import NAME as JOURNAL
-from pipeline.run.attempts import NAME as ATTEMPTS
 from pipeline.run.lock import is_training
 from pipeline.status.agents import FOLDER as AGENTS
 from pipeline.status.agents import Agents, read_agents
-from pipeline.status.attempts import Attempt, read_attempts
 from pipeline.status.find import not_begun
-from pipeline.status.goodput import Goodput, goodput_of, seconds_left
-from pipeline.status.metrics import Metrics, MetricsReader
 from pipeline.status.slurm import SlurmJob, find_jobs
+from pipeline.status.time_left import seconds_left
 
 SLURM_STARTS = ".agents/starts"
 
@@ -62,7 +63,7 @@ class RunStatus:
         training: whether a process trains there now; None where the file system has no locks.
         idle_seconds: since the metrics were last written.
         seconds_left: estimated; None while it does not train, or is not known yet.
-        goodput: see `goodput.py`; None before the first step.
+        goodput: see `pipeline.goodput.account`; None before the first step.
         attempts: oldest first.
         agents: what the agents have decided last; None without agents.
         jobs: its Slurm jobs, as far as Slurm knows them.
@@ -108,7 +109,7 @@ class RunStatus:
         found: dict[str, Any] = plain(self)
         derived = {name: getattr(self, name) for name in ("finished", "checkpoint_step")}
         if self.goodput is not None:
-            found["goodput"] |= {"repeated": self.goodput.repeated, "share": self.goodput.share}
+            found["goodput"] = {**self.goodput.row(), "attempts": found["goodput"]["attempts"]}
         path = None if self.checkpoint is None else str(self.checkpoint)
         return {**found, **derived, "checkpoint": path}
 
@@ -152,7 +153,7 @@ class RunReader:
             training=training,
             idle_seconds=_idle(run_dir, now),
             seconds_left=seconds_left(metrics, steps=steps) if training is not False else None,
-            goodput=goodput_of(metrics, attempts, now=now),
+            goodput=goodput_of(metrics, attempts, now=now, submitted=submission_time(run_dir)),
             attempts=tuple(attempts),
             agents=read_agents(run_dir),
             jobs=tuple(jobs),

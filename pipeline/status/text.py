@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from pipeline.goodput.attempts import Attempt, fault_line
+from pipeline.goodput.text import goodput_text
 from pipeline.metrics.units import clock
-from pipeline.status.attempts import Attempt, fault_line
-from pipeline.status.goodput import Goodput
 from pipeline.status.reason import agents_ended, reason_of
 from pipeline.status.run import RunStatus
 from pipeline.status.slurm import SlurmJob
@@ -92,21 +92,9 @@ def _progress(status: RunStatus) -> Iterator[str]:
         mfu = "" if status.mfu is None else f", MFU {status.mfu:.1%}"
         yield line("speed", f"{status.tokens_per_second:,.0f} tokens/s{mfu}")
     if status.goodput is not None:
-        yield line("goodput", _goodput(status.goodput))
+        yield line("goodput", goodput_text(status.goodput))
     if status.seconds_left is not None and not status.finished:
         yield line("time left", clock(status.seconds_left))
-
-
-def _goodput(goodput: Goodput) -> str:
-    parts = {
-        "evaluation": goodput.evaluation,
-        "waiting for checkpoints": goodput.saving,
-        "starting": goodput.starting,
-        "down": goodput.down,
-        "repeated or idle": goodput.repeated,
-    }
-    rest = ", ".join(f"{name} {seconds / goodput.wall:.1%}" for name, seconds in parts.items() if seconds > 0)
-    return f"{goodput.share:.1%} of {clock(goodput.wall)} since the first start; {rest}"
 
 
 def _checkpoint(status: RunStatus) -> str:

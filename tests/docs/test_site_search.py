@@ -28,7 +28,7 @@ ANSWERS = {
         *("pipeline schedule", "virtual stages", "bubble"),
     ),
     "how-to/metrics": ("MFU", "tokens/s"),
-    "how-to/status": ("goodput",),
+    "how-to/goodput": ("goodput",),
     "how-to/stragglers-and-hangs": ("heartbeat", "liveness", "watchdog", "straggler"),
     "how-to/loss-spikes": ("non-finite step", "loss spike", "rollback", "skip"),
     "reference/launching": ("rendezvous", "pre-flight check", "process group"),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.run.attempts import read_events
+from pipeline.metrics.attempts_journal import read_events
 from tests.conftest import tiny_config, write_config
 from tests.elastic.test_agents import Hosts, children
 

@@ -156,6 +156,6 @@ def test_the_command_prints_the_goodput_with_its_interval_and_needs_no_torch() -
     assert "what matters" in shown
     refused = run("--seeds", "1")
     assert (refused.returncode, "--seeds = 1" in refused.stderr) == (2, True)
-    code = "import sys, pipeline.failures.command; print({'torch', 'numpy'} & set(sys.modules))"
+    code = "import sys, pipeline.goodput.command; print({'torch', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

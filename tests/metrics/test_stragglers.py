@@ -37,6 +37,20 @@ def test_a_rank_is_named_once_after_two_slow_reports_in_a_row() -> None:
     ]
 
 
+def test_the_wait_for_the_slowest_rank_leaves_out_what_is_slow_in_a_single_report() -> None:
+    detector = StragglerDetector([0, 0, 0, 1], threshold=0.1)
+    assert detector.wait_seconds() == 0  # no report yet
+    for reports, wait in (
+        ([[1.0, 1.0, 3.0, 9.0]], 2.0),  # one report: nothing else is known; rank 3 has no peer
+        ([[1.0, 3.0, 1.0, 9.0], [1.0, 1.0, 1.0, 9.0]], 0.0),  # each was slow once
+        ([[1.0, 1.0, 2.5, 9.0]] * 3, 1.5),  # rank 2 in three of the newest five
+        ([[0.0, 0.0, 0.0, 0.0]] * 5, 0.0),  # without a measurement
+    ):
+        for seconds in reports:
+            detector.update(seconds)
+        assert detector.wait_seconds() == pytest.approx(wait)
+
+
 def test_ranks_are_compared_with_those_of_their_own_pipeline_stage() -> None:
     peers = peers_of(Topology(pp=2, dp=3))
     detector = StragglerDetector(peers, threshold=0.1)

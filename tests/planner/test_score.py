@@ -12,12 +12,12 @@ import pytest
 
 from headrace.base.errors import ConfigError, DataError
 from pipeline.machines.known import load_machine
+from pipeline.metrics.attempts_journal import NAME, read_events
 from pipeline.planner.command_score import score_command
 from pipeline.planner.fit import fitted
 from pipeline.planner.plan import make_plan
 from pipeline.planner.planned_run import open_run
 from pipeline.planner.score import Score, machine_of, read_measured, rescored, score
-from pipeline.run.attempts import NAME, read_events
 from tests import warm
 from tests.conftest import launch, tiny_config, write_config
 

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import subprocess
+import time
 from html import unescape
 from pathlib import Path
 
@@ -16,6 +17,8 @@ import pytest
 from headrace.base.directory import write_manifest, write_text
 from pipeline.evaluation.complete import complete
 from pipeline.evaluation.model_folder import ModelFolder
+from pipeline.metrics.attempts_journal import append_event
+from pipeline.metrics.times import iso_time
 from pipeline.report import svg
 from pipeline.report.facts import facts
 from pipeline.report.runs import read_run
@@ -94,6 +97,25 @@ def test_a_run_that_is_training_is_reported_alone(tmp_path: Path) -> None:
     assert "12 of 100, not finished" in text
     assert "<h2>Models</h2>" not in text
     assert "<title>Headrace: only</title>" in text
+
+
+def test_the_goodput_of_a_run_is_a_bar_for_each_attempt_and_a_table(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=12)
+    began = time.time() - 100
+    for attempt, start, ended, code in (("a", 0, 20, 75), ("b", 30, 101, 0)):
+        for event, at in (("start", start), ("training", start + 5), ("end", ended)):
+            append_event(run, event, attempt=attempt, code=code, reason="", time=iso_time(began + at))
+    done = warm.run("-m", "pipeline", "report", tmp_path / "r.html", "--run", f"a & b={run}")
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "r.html").read_text()
+    section = text[text.index("<h2>Goodput</h2>") : text.index("<h2>Runs</h2>")]
+    assert "<h3>a &amp; b: 5.9 % of 1 min 41 s</h3>" in section  # 12 steps of 0.5 s
+    bars = re.findall(r'<span class="spent-(\w+)" style="width:([\d.]+)%" title="([^"]+)">', section)
+    assert ("startup", "6.17", "start-up: 5.0 s") in bars  # of the longer attempt's 81 s
+    assert ("down", "12.35", "down: 10.0 s") in bars
+    widths = [float(width) for _, width, _ in bars]
+    assert sum(widths) == pytest.approx(100 + 100 * 20 / 81, abs=0.05)
+    assert '<span class="key spent-productive"></span>productive steps</th><td>6.0 s</td><td>5.9 %</td>' in section
 
 
 def test_no_temporary_files_are_left_beside_the_page(made: tuple[Path, str]) -> None:

@@ -16,8 +16,8 @@ import pytest
 
 from pipeline.checkpoint.memory_folder import MemoryFolder
 from pipeline.checkpoint.naming import finished_checkpoints
+from pipeline.metrics.attempts_journal import read_events
 from pipeline.metrics.journal import read_rows
-from pipeline.run.attempts import read_events
 from pipeline.status.run import read_status
 from pipeline.status.text import lines_of
 from tests.conftest import command_line, launch, losses, start, tiny_config, write_config

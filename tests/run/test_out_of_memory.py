@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pipeline.faults.report import read_faults
-from pipeline.run.attempts import read_events
+from pipeline.metrics.attempts_journal import read_events
 from pipeline.run.memory_summary import memory_entries
 from pipeline.run.out_of_memory import fitting_change, memory_of, own_peak
 from tests import warm

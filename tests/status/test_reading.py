@@ -18,17 +18,18 @@ from headrace.base.cli import guarded
 from headrace.base.errors import ConfigError, DataError
 from pipeline.elastic.files import NodeState, Plan
 from pipeline.faults.report import append_fault_once
+from pipeline.goodput.metrics import MetricsReader
 from pipeline.launch.environment import SINGLE_PROCESS
+from pipeline.metrics.attempts_journal import NAME, append_event, read_events
 from pipeline.metrics.journal import Journal
-from pipeline.run.attempts import NAME, append_event, locked_attempt, read_events
+from pipeline.run.attempts import locked_attempt
 from pipeline.status.command import show_log
-from pipeline.status.goodput import seconds_left
 from pipeline.status.log import log_lines, merged_log
-from pipeline.status.metrics import MetricsReader
 from pipeline.status.reason import job_reason, reason_of
 from pipeline.status.run import RunReader, RunStatus, read_status
 from pipeline.status.slurm_reasons import in_words
 from pipeline.status.text import lines_of
+from pipeline.status.time_left import seconds_left
 
 T0 = 1_700_000_000.0
 
@@ -62,7 +63,8 @@ def twice_started(tmp_path: Path) -> Path:
         {"event": "end", "attempt": "b", "time": at(125), "code": 75, "reason": "stopped by SIGTERM, saved"},
     ]
     write_lines(tmp_path / NAME, attempts)
-    rows = [*steps(1, 10, begin=30), *steps(11, 30, begin=100)]
+    resumed = {"kind": "event", "event": "resumed", "step": 10, "time": at(99)}
+    rows = [*steps(1, 10, begin=30), resumed, *steps(11, 30, begin=100)]
     rows.append({"kind": "eval", "step": 30, "time": at(124), "loss": 4.0, "seconds": 3.0})
     write_lines(tmp_path / "metrics.jsonl", rows)
     return tmp_path
@@ -71,10 +73,12 @@ def twice_started(tmp_path: Path) -> Path:
 def test_goodput_counts_each_step_once_and_splits_the_rest(twice_started: Path) -> None:
     goodput = read_status(twice_started).goodput
     assert goodput is not None
-    assert (goodput.wall, goodput.steps, goodput.evaluation) == (125, 30, 3)
-    assert goodput.starting == 30 + 10
-    assert goodput.down == 40  # from the last sign of life of attempt 1, at 50 s
-    assert goodput.repeated == 125 - 30 - 3 - 40 - 40  # ten steps were done twice, and two seconds of the end
+    spent = goodput.spent
+    assert (goodput.wall, spent.productive, spent.evaluation) == (125, 30, 3)
+    assert spent.startup == 30 + 10
+    assert spent.down == 40  # from the last sign of life of attempt 1, at 50 s
+    assert spent.lost == 10  # from the last row that is kept to the last one that there was
+    assert spent.other == 125 - 30 - 3 - 40 - 40 - 10
     assert goodput.share == 30 / 125
 
 
@@ -162,13 +166,13 @@ def test_only_what_was_appended_is_read_and_a_resume_begins_anew(tmp_path: Path)
     reader = MetricsReader(tmp_path)
     for step in (1, 2, 3):
         journal.write("step", step, loss=float(step), seconds=0.5)
-        assert (reader.read().step["step"], reader.read().steps_s) == (step, step * 0.5)
+        assert (reader.read().step["step"], reader.read().sums.parts[0].step_s) == (step, step * 0.5)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "step", ')
     assert reader.read().damaged == 0
     journal.close()
     Journal(tmp_path, from_step=1).close()
-    assert (reader.read().step["step"], reader.read().steps_s) == (1, 0.5)
+    assert (reader.read().step["step"], reader.read().sums.parts[0].step_s) == (1, 0.5)
 
 
 def test_time_left_leaves_the_gap_of_a_restart_out(tmp_path: Path) -> None:
@@ -290,7 +294,7 @@ def test_a_status_imports_neither_torch_nor_numpy(twice_started: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, str(twice_started)], capture_output=True, text=True, check=False)
     assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
-    assert "goodput  24.0%" in done.stdout
+    assert "goodput  24.0 % of 0:02:05 in 2 attempts: start-up 32.0 %" in done.stdout
 
 
 def test_without_slurm_there_are_no_jobs(twice_started: Path, monkeypatch: pytest.MonkeyPatch) -> None:

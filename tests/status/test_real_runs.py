@@ -10,8 +10,8 @@ import threading
 import time
 from pathlib import Path
 
+from pipeline.metrics.attempts_journal import append_event, read_events
 from pipeline.metrics.journal import Journal
-from pipeline.run.attempts import append_event, read_events
 from pipeline.run.lock import exclusive_run
 from pipeline.status.run import read_status
 from tests.conftest import ROOT, losses, start, tiny_config, write_config

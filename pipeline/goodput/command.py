@@ -1,4 +1,4 @@
-"""`headrace goodput`: expected goodput of a run under failures, and the best checkpoint interval."""
+"""`headrace goodput`: goodput expected under failures, the best checkpoint interval, and what runs measured."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 from headrace.base.errors import ConfigError
 from pipeline.failures.model import DAY, HOUR, FailureModel, daly_interval_s, expected_goodput, with_best_interval
 from pipeline.failures.sensitivity import Gain, sensitivity
 from pipeline.failures.simulation import Simulated, simulate
+from pipeline.goodput.measured import MeasuredRun, inputs_of, kept_share, read_measured
+from pipeline.goodput.text import goodput_text
+from pipeline.metrics.units import clock
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,8 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for field in fields(FailureModel):
         kind = int if isinstance(field.default, int) else float
         option = f"--{field.name.replace('_', '-')}"
-        default = None if field.name == "interval_s" else field.default
-        parser.add_argument(option, type=kind, default=default, metavar="N", help=field.metadata["meaning"])
+        parser.add_argument(option, type=kind, metavar="N", help=field.metadata["meaning"])
+    text = "compare with what this run measured, and take from it what is not given (repeatable)"
+    parser.add_argument("--run", action="append", default=[], metavar="DIR", help=text)
     parser.add_argument("--seeds", type=int, default=200, metavar="N", help="simulated runs (default: 200)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -30,16 +35,21 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.seeds < 2:
         remedy = "use 2 or more, 200 for a narrow interval"
         raise ConfigError("--seeds", arguments.seeds, why="an interval needs two runs", remedy=remedy)
-    given = {field.name: getattr(arguments, field.name) for field in fields(FailureModel)}
-    auto = given["interval_s"] is None
+    runs = [read_measured(Path(path)) for path in arguments.run]
+    options = {field.name: getattr(arguments, field.name) for field in fields(FailureModel)}
+    given = (inputs_of(runs) if runs else {}) | {name: value for name, value in options.items() if value is not None}
+    auto = "interval_s" not in given
     # a first interval that any save fits
-    model = FailureModel(**{**given, "interval_s": max(given["save_s"], 1.0) if auto else given["interval_s"]})
+    first = {"interval_s": max(given.get("save_s", FailureModel.save_s), 1.0)} if auto else {}
+    model = FailureModel(**given, **first)
     model = with_best_interval(model) if auto else model
     seeds = range(arguments.seeds)
     found, gains = simulate(model, seeds=seeds), sensitivity(model, seeds=seeds)
     if arguments.json:
-        print(json.dumps(_plain(model, found, gains)))
+        print(json.dumps({**_plain(model, found, gains), **({"measured": _measured(runs)} if runs else {})}))
         return 0
+    for line in _measured_lines(runs, found):
+        print(line)
     for line in _lines(model, found, gains, auto=auto):
         print(line)
     return 0
@@ -68,6 +78,26 @@ def _lines(model: FailureModel, found: Simulated, gains: Sequence[Gain], *, auto
     yield _line("what matters", "points of goodput, simulated (formula)")
     for gain in gains:
         yield f"{gain.change:>24} {gain.value:>12,.0f}   {100 * gain.simulated:+.3f} ({100 * gain.formula:+.3f})"
+
+
+def _measured_lines(runs: Sequence[MeasuredRun], found: Simulated) -> Iterator[str]:
+    """What each run measured, and all of them together beside the prediction for their failures and times."""
+    if not runs:
+        return
+    for run in runs:
+        yield _line("run", f"{run.path}: goodput {goodput_text(run.goodput)}")
+    wall, crashes = sum(run.seconds for run in runs), sum(run.crashes for run in runs)
+    often = f"one in {clock(wall / crashes)}" if crashes else "none: the published rate is taken"
+    yield _line("crashes", f"{crashes} in {clock(wall)}, {often}")
+    what = "steps kept, of these and what restarts and checkpoints took"
+    yield _line("measured", f"{kept_share(runs):.2%} ({what})")
+    low, high = found.percentile(0.05), found.percentile(0.95)
+    yield _line("predicted", f"{found.mean:.2%} (90 % of simulated runs {low:.2%} to {high:.2%})")
+
+
+def _measured(runs: Sequence[MeasuredRun]) -> dict[str, Any]:
+    rows = [{"run": str(run.path), "crashes": run.crashes, **run.goodput.row()} for run in runs]
+    return {"runs": rows, "kept_share": kept_share(runs)}
 
 
 def _plain(model: FailureModel, found: Simulated, gains: Sequence[Gain]) -> dict[str, Any]:

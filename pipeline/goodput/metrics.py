@@ -1,15 +1,16 @@
-"""Reads a run's `metrics.jsonl` for `headrace status`: only what was appended since the last look."""
+"""Reads a run's `metrics.jsonl` for its status and goodput: only what was appended since the last look."""
 
 from __future__ import annotations
 
 import json
 from collections import deque
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from pipeline.metrics.journal import NAME
+from pipeline.metrics.time_sums import SumsByAttempt
+from pipeline.metrics.times import seconds_of
 
 _NOTABLE = frozenset({"rollback", "fault", "checkpoint_failed", "replicas", "non_finite", "spike"})
 """Events that somebody should look at."""
@@ -25,9 +26,7 @@ class Metrics:
         step: the newest row of a step; {"step": 0} before the first.
         evaluation: the newest row of an evaluation; empty before the first.
         recent: (step, time) of the newest steps, seconds since the epoch.
-        steps_s: seconds of all steps.
-        evaluation_s: seconds of all evaluations.
-        saving_s: seconds in which training waited for checkpoints.
+        sums: seconds by what they were spent on, one sum for each attempt that has rows.
         checkpoints: step of a checkpoint -> when it was written.
         events: notable ones, oldest first.
         first_time, last_time: of the first and the last row; None without rows.
@@ -37,9 +36,7 @@ class Metrics:
     step: dict[str, Any] = field(default_factory=lambda: {"step": 0})
     evaluation: dict[str, Any] = field(default_factory=dict)
     recent: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    steps_s: float = 0.0
-    evaluation_s: float = 0.0
-    saving_s: float = 0.0
+    sums: SumsByAttempt = field(default_factory=SumsByAttempt)
     checkpoints: dict[int, float] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)
     first_time: float | None = None
@@ -76,16 +73,6 @@ class MetricsReader:
         return self.metrics
 
 
-def seconds_of(text: object) -> float | None:
-    """Seconds since the epoch of a time in ISO 8601, or of a number; None of anything else."""
-    if isinstance(text, int | float):
-        return float(text)
-    try:
-        return datetime.fromisoformat(str(text)).timestamp()
-    except ValueError:
-        return None
-
-
 def _add(metrics: Metrics, line: bytes) -> None:
     try:
         row = json.loads(line)
@@ -93,26 +80,23 @@ def _add(metrics: Metrics, line: bytes) -> None:
     except (ValueError, TypeError, KeyError):
         metrics.damaged += 1
         return
+    metrics.sums.add(row)
     time = seconds_of(row.get("time"))
     if time is not None:
         metrics.first_time = time if metrics.first_time is None else metrics.first_time
         metrics.last_time = time
     if kind == "step":
         metrics.step = row
-        metrics.steps_s += row.get("seconds", 0.0)
         if time is not None:
             metrics.recent.append((step, time))
     elif kind == "eval":
         metrics.evaluation = row
-        metrics.evaluation_s += row.get("seconds", 0.0)
     elif kind == "event":
         _add_event(metrics, row, step, time)
 
 
 def _add_event(metrics: Metrics, row: dict[str, Any], step: int, time: float | None) -> None:
     event = row.get("event")
-    if event in ("checkpoint", "checkpoint_failed"):
-        metrics.saving_s += row.get("waited_seconds", 0.0)
     if event == "checkpoint" and time is not None:
         metrics.checkpoints[step] = time
     if event in _NOTABLE:
