@@ -36,6 +36,10 @@ COMMANDS = {
         "pipeline.status.command",
         "show how far a run is, live; why its job waits; why it ended; its log",
     ),
+    "islands": (
+        "pipeline.islands.command",
+        "train with low communication (DiLoCo): a lighthouse and islands on this machine, or the lighthouse alone",
+    ),
     "goodput": ("pipeline.failures.command", "goodput under failures, simulated, and the best checkpoint interval"),
     "samples": ("pipeline.anomalies.suspect_samples", "print the text that a step of a run was trained on"),
     "complete": ("pipeline.evaluation.complete", "let a model go on from a prompt"),
