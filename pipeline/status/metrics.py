@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.metrics.journal import NAME
 
-_NOTABLE = frozenset({"rollback", "fault", "checkpoint_failed", "replicas", "non_finite", "spike"})
+_NOTABLE = frozenset({"rollback", "fault", "checkpoint_failed", "replicas", "non_finite", "spike", "exchange_failed"})
 """Events that somebody should look at."""
 _RECENT = 200
 """Steps that the speed of a run is measured over."""
@@ -30,6 +30,7 @@ class Metrics:
         saving_s: seconds in which training waited for checkpoints.
         checkpoints: step of a checkpoint -> when it was written.
         events: notable ones, oldest first.
+        exchange: the newest exchange with other islands; None in an ordinary run.
         first_time, last_time: of the first and the last row; None without rows.
         damaged: lines that were skipped.
     """
@@ -42,6 +43,7 @@ class Metrics:
     saving_s: float = 0.0
     checkpoints: dict[int, float] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)
+    exchange: dict[str, Any] | None = None
     first_time: float | None = None
     last_time: float | None = None
     damaged: int = 0
@@ -115,5 +117,7 @@ def _add_event(metrics: Metrics, row: dict[str, Any], step: int, time: float | N
         metrics.saving_s += row.get("waited_seconds", 0.0)
     if event == "checkpoint" and time is not None:
         metrics.checkpoints[step] = time
-    if event in _NOTABLE:
+    if event == "exchange":
+        metrics.exchange = row
+    if event in _NOTABLE or row.get("lost"):
         metrics.events.append(row)
