@@ -102,9 +102,9 @@ class Member:
 
     @property
     def trained(self) -> bool:
-        """Whether it has a pseudo-gradient of a whole round to contribute."""
+        """Whether it has a pseudo-gradient of a whole round to contribute; a round of no steps ends the run."""
         deal = self.ledger.deal
-        return deal is not None and self.name in deal.names and self.step == deal.last_step
+        return deal is not None and deal.steps > 0 and self.name in deal.names and self.step == deal.last_step
 
     @property
     def midway(self) -> bool:

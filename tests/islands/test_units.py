@@ -100,6 +100,17 @@ def test_no_sample_is_trained_twice_and_none_is_lost_without_a_name(alive: list[
         assert sorted(trained + lost) == list(range(deal.end))
 
 
+def test_a_finished_run_that_is_made_longer_goes_on_without_an_exchange() -> None:
+    """The round after the last exchange has no steps: an outer step with momentum alone would move the weights."""
+    first = begin("a")
+    ended = decide([member("a", first.ledger, STEPS)], steps=STEPS, total=STEPS, quorum=2)
+    assert ended.ledger.deal is not None
+    assert ended.ledger.deal.steps == 0
+    longer = decide([member("a", ended.ledger, STEPS, living=False)], steps=STEPS, total=2 * STEPS, quorum=3)
+    assert longer.ledger.deal is not None
+    assert (longer.contributors, longer.ledger.round, longer.ledger.deal.slots("a")) == ((), 1, range(4, 8))
+
+
 def test_every_island_decides_the_same_in_whatever_order_the_members_come() -> None:
     first = begin("a", "b", "c")
     members = [member("a", first.ledger, 4), member("c", first.ledger, 4), member("d", Ledger(), 0, living=False)]
