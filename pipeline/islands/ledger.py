@@ -167,6 +167,10 @@ def decide(members: Sequence[Member], *, steps: int, total: int, quorum: int) ->
         same = [n for n in same if members[n].midway or members[n].step == best.step]
     healed = tuple(n for n in range(len(members)) if n not in same)
     contributors = tuple(n for n in same if members[n].trained and members[n].living == best.living)
+    midway = any(members[n].midway for n in same)
+    if midway and not best.living:  # started again together: those that have finished the round wait for the others
+        contributors = ()
+    midway = midway and not contributors
     source, ledger, step, lost = names.index(best.name), best.ledger, best.step, dict[str, range]()
     if contributors:
         deal = best.ledger.deal
@@ -175,7 +179,6 @@ def decide(members: Sequence[Member], *, steps: int, total: int, quorum: int) ->
         lost = {name: deal.slots(name) for name in deal.names if name not in given}
         source = contributors[0]
         ledger = replace(ledger, round=ledger.round + 1)
-    midway = not contributors and any(members[n].midway for n in same)
     if not midway:
         # a round that nobody has trained is dealt anew: to those that are here
         untrained = ledger.deal is not None and not contributors

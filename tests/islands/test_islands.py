@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.base.errors import EXIT_REQUEUE
 from pipeline.checkpoint.metadata import read_metadata
 from pipeline.checkpoint.read_shards import ShardReader
 from pipeline.launch.group import free_port
@@ -71,6 +72,7 @@ def assert_each_sample_once(rows: list[dict[str, Any]]) -> None:
     assert all(before[1] + 1 == after[0] for before, after in pairwise(ranges)), ranges
 
 
+@pytest.mark.integration
 def test_an_island_is_killed_and_comes_back_and_both_end_with_the_same_weights(tokens: Path, tmp_path: Path) -> None:
     config = make_config(tokens, tmp_path, steps=1500)
     first, second = (tmp_path / "run" / f"island-{number}" for number in range(2))
@@ -109,6 +111,7 @@ def test_one_island_that_exchanges_every_step_is_an_ordinary_run(tokens: Path, t
     assert ours == pytest.approx(plain, rel=2e-5)  # fp32's tolerance in docs/reference/parity.md
 
 
+@pytest.mark.integration
 def test_any_number_of_islands_resumes_a_checkpoint(tokens: Path, tmp_path: Path) -> None:
     config = make_config(tokens, tmp_path, steps=30, start_s=100, compress="int8")
     first, second = (tmp_path / "run" / f"island-{number}" for number in range(2))
@@ -127,6 +130,24 @@ def test_any_number_of_islands_resumes_a_checkpoint(tokens: Path, tmp_path: Path
     assert_equal_weights(first, second)
 
 
+@pytest.mark.integration
+def test_islands_that_are_stopped_in_the_middle_of_a_round_go_on_with_it(tokens: Path, tmp_path: Path) -> None:
+    config = make_config(tokens, tmp_path, steps=800, start_s=100)
+    first, second = (tmp_path / "run" / f"island-{number}" for number in range(2))
+    sets = ("islands.steps=100", "run.checkpoint_every=800", "evaluation.samples=4")
+    with subprocess.Popen(command(config, *sets), stdout=subprocess.DEVNULL) as process:
+        while not (second.exists() and len(events(second, "exchange")) >= 2):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.terminate()
+    assert process.returncode == EXIT_REQUEUE
+    run_islands(config, *sets)
+    rows = events(first, "exchange")
+    assert [list(row["trained"]) for row in rows] == [["island-0", "island-1"]] * 8
+    assert_each_sample_once(rows)
+    assert_equal_weights(first, second)
+
+
 @pytest.mark.parametrize(("engine", "stage"), [("deepspeed", 3), ("torch", 2)])
 def test_islands_of_two_processes_exchange_between_equal_ranks(
     engine: str, stage: int, tokens: Path, tmp_path: Path
@@ -140,6 +161,7 @@ def test_islands_of_two_processes_exchange_between_equal_ranks(
     assert events(first, "exchange")[0]["bytes_sent"] == pytest.approx(90_864 * (1 + 4 / 256), rel=0.02)
 
 
+@pytest.mark.integration
 def test_an_island_with_another_secret_is_refused_and_the_others_go_on(tokens: Path, tmp_path: Path) -> None:
     config = make_config(tokens, tmp_path, steps=1500, count=1)
     secrets = [tmp_path / "right", tmp_path / "wrong"]

@@ -69,6 +69,13 @@ def test_islands_that_are_started_again_in_the_middle_of_a_round_go_on_with_it()
     assert [after.names[n] for n in after.healed] == ["b"]
 
 
+def test_an_island_that_has_finished_its_round_waits_for_one_that_was_stopped_in_the_middle() -> None:
+    first = begin("a", "b")
+    again = [member("a", first.ledger, STEPS, living=False), member("b", first.ledger, 1, living=False)]
+    after = decide(again, steps=STEPS, total=TOTAL, quorum=2)
+    assert (after.contributors, after.healed, after.ledger) == ((), (), first.ledger)
+
+
 def test_a_round_that_nobody_has_trained_is_dealt_to_those_that_are_there() -> None:
     first = begin("a", "b")
     after = decide([member("b", first.ledger, 0, living=False)], steps=STEPS, total=TOTAL, quorum=2)
