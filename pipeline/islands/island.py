@@ -107,7 +107,11 @@ class Island:
     def state(self) -> State:
         """The engine's state with the outer state, for a checkpoint."""
         state = self._around.engine.state()
-        return {**state, **self._outer.named(state)}
+        with self._around.engine.edit_state() as whole:
+            outer = self._outer.named(whole)
+        # of tied weights, one of the ranks that have a copy writes it
+        written = {key for key in outer if named_state.weight_key(key.partition("/")[2]) in state}
+        return {**state, **{key: value for key, value in outer.items() if key in written}}
 
     def details(self) -> dict[str, Any]:
         """What the manifest of a checkpoint records."""
@@ -122,7 +126,9 @@ class Island:
         """
         if details is None:
             return
-        named_state.read(self._outer.named(self._around.engine.state()), directory)
+        with self._around.engine.edit_state() as state:
+            outer = self._outer.named(state)
+        named_state.read(outer, directory)
         # a folder that another island has written counts as its own: it goes on in that one's place
         ledger = Ledger.from_plain({key: details[key] for key in ("round", "commit", "deal")})
         if ledger.deal is not None and details["name"] != self.name:

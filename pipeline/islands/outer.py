@@ -11,13 +11,10 @@ import json
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.named_state import weight_key
+from pipeline.checkpoint.named_state import OUTER_STATES, weight_key
 from pipeline.checkpoint.shard_table import State, encode_table, parts_of, table_of
 from pipeline.checkpoint.shards import NamedShard
 from pipeline.config.islands_schema import OuterSection
-
-KEYS = ("outer_weight", "outer_momentum", "outer_error")
-"""Keys of the outer state in a checkpoint: `outer_weight/NAME` and so on, shards like those of `weight/NAME`."""
 
 
 def weight_shards(state: State) -> dict[str, NamedShard | Tensor]:
@@ -98,7 +95,7 @@ class OuterState:
         shards = weight_shards(state)
         sizes = [sum(part.numel() for part in parts_of(value).values()) for value in shards.values()]
         named: dict[str, NamedShard | Tensor] = {}
-        for key, flat in zip(KEYS, (self.weights, self.momentum, self.error), strict=True):
+        for key, flat in zip(OUTER_STATES, (self.weights, self.momentum, self.error), strict=True):
             for (name, like), values in zip(shards.items(), flat.split(sizes), strict=True):
                 made = NamedShard.like(like, values) if isinstance(like, NamedShard) else values.view(like.shape)
                 named[f"{key}/{name}"] = made

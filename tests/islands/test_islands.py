@@ -157,6 +157,8 @@ def test_islands_of_two_processes_exchange_between_equal_ranks(
     first, second = (tmp_path / "run" / f"island-{number}" for number in range(2))
     assert_each_sample_once(events(first, "exchange"))
     assert_equal_weights(first, second)
+    verify = [sys.executable, "-m", "headrace", "checkpoint", "verify", str(first)]
+    assert subprocess.run(verify, check=False, capture_output=True).returncode == 0
     # of 90,864 fp32 weights, a quarter and the scales: half to the other island and half of the mean back
     assert events(first, "exchange")[0]["bytes_sent"] == pytest.approx(90_864 * (1 + 4 / 256), rel=0.02)
 
