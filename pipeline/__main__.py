@@ -37,6 +37,10 @@ COMMANDS = {
         "show how far a run is, live; why its job waits; why it ended; its log",
     ),
     "goodput": ("pipeline.goodput.command", "goodput under failures, simulated, and the best checkpoint interval"),
+    "islands": (
+        "pipeline.islands.command",
+        "train with low communication (DiLoCo): a lighthouse and islands on this machine, or the lighthouse alone",
+    ),
     "samples": ("pipeline.anomalies.suspect_samples", "print the text that a step of a run was trained on"),
     "complete": ("pipeline.evaluation.complete", "let a model go on from a prompt"),
     "report": ("pipeline.report.command", "a self-contained HTML page of runs and models"),

@@ -34,6 +34,9 @@ LOSS_SCALE = "loss_scale"
 EXPERT_LOAD = "expert_load"
 """Key of the fraction of the tokens that every expert got in the last step: fp32 [layers with experts, experts]."""
 
+OUTER_STATES = ("outer_weight", "outer_momentum", "outer_error")
+"""Keys `outer_weight/NAME` and so on: the outer state of an island (low-communication training), like `weight/NAME`."""
+
 
 def weight_key(name: str) -> str:
     """Key of a parameter's fp32 value."""

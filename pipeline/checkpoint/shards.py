@@ -74,6 +74,20 @@ class NamedShard:
         parts = values.split([each.numel for each in rectangles]) if rectangles else ()
         self.parts = {each.offsets: part.view(each.sizes) for each, part in zip(rectangles, parts, strict=True)}
 
+    @classmethod
+    def like(cls, other: NamedShard, values: Tensor) -> NamedShard:
+        """Other values for the same part of a tensor.
+
+        Args:
+            other: the shard.
+            values: 1-D, in the order of its parts.
+        """
+        made = cls.__new__(cls)
+        made.shape, made.dtype = other.shape, values.dtype
+        parts = values.split([part.numel() for part in other.parts.values()]) if other.parts else ()
+        made.parts = {at: new.view(part.shape) for (at, part), new in zip(other.parts.items(), parts, strict=True)}
+        return made
+
     def size(self) -> torch.Size:
         """Full shape; `torch.distributed.checkpoint` compares it with what is stored."""
         return self.shape

@@ -20,7 +20,7 @@ from headrace.base.directory import Manifest, sha256_of_file
 from headrace.base.errors import CheckpointError, DataError, HeadraceError
 from pipeline.checkpoint.coverage import coverage_errors
 from pipeline.checkpoint.metadata import metadata_name, read_metadata, storage_errors
-from pipeline.checkpoint.named_state import parameter_keys
+from pipeline.checkpoint.named_state import OUTER_STATES, parameter_keys
 from pipeline.checkpoint.shard_table import StoredTensor
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.config.optimizers import kind_of
@@ -112,6 +112,8 @@ def _model_problems(stored: Sequence[StoredTensor], manifest: Manifest) -> Itera
         return
     kind = kind_of(manifest.config.get("optimizer", {}))
     needed = {key: tuple(shape) for name, shape in shapes.items() for key in parameter_keys(name, kind)}
+    if "island" in manifest.details:
+        needed |= {f"{key}/{name}": tuple(shape) for key in OUTER_STATES for name, shape in shapes.items()}
     if any(each.key.startswith("buffer/") for each in stored):  # older versions stored none
         needed |= {f"buffer/{name}": tuple(shape) for name, shape in buffers.items()}
     found = {each.key: each.shape for each in stored if "/" in each.key}

@@ -43,6 +43,8 @@ def curve_fields(run: ResolvedRun) -> dict[str, Any]:
         # which steps count as spikes, where spikes do not update the weights. The response to non-finite steps is not
         # among these: a run that stopped at one may be resumed with another response
         "anomalies": _spikes(run),
+        # not how many islands there are, nor how they find each other
+        "islands": _islands(run),
     }
 
 
@@ -96,6 +98,11 @@ def _balance(run: ResolvedRun) -> dict[str, Any] | None:
     if moe.balance == "none":
         return None
     return {"balance": moe.balance, "aux_loss_coef": moe.coefficient, "bias_update_rate": moe.bias_rate}
+
+
+def _islands(run: ResolvedRun) -> dict[str, Any] | None:
+    section = run.config.islands
+    return section.model_dump(include={"steps", "outer", "compress"}) if section and section.name else None
 
 
 def _spikes(run: ResolvedRun) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ from pipeline.config.data_rules import check_data
 from pipeline.config.deepspeed_keys import refuse_on_torch
 from pipeline.config.fallback_layouts import choose_layout
 from pipeline.config.fp8_rules import check_fp8_precision, check_fp8_tokens
+from pipeline.config.islands_rules import check_islands
 from pipeline.config.layout_rules import (
     VIRTUAL_STAGE_SCHEDULES,
     check_layout,
@@ -273,6 +274,7 @@ def _resolve(config: Config, world_size: int, *, elastic: bool) -> ResolvedRun:
         lambda: refuse_on_torch(config) if config.engine != "deepspeed" else None,
         lambda: check_length(config),
         lambda: check_checkpoints(config.run),
+        lambda: check_islands(config),
         lambda: mesh.append(_mesh(config, world_size=world_size, elastic=elastic)),
     ]
     refuse_all(found_by(checks))

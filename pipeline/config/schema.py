@@ -28,6 +28,7 @@ from pipeline.config.deepspeed_schema import (
     WandbSection,
     ZeroSection,
 )
+from pipeline.config.islands_schema import IslandsSection
 from pipeline.config.layout_schema import FallbackLayout, ParallelSection
 from pipeline.config.node_checks_schema import NodeChecksSection
 from pipeline.config.parametrization_schema import BaseModelSection
@@ -413,6 +414,10 @@ class Config(Section):
         None, description="Train with the rounding of a quantization in every forward pass; absent: without"
     )
     parallel: ParallelSection = ParallelSection()
+    islands: IslandsSection | None = Field(
+        None,
+        description="Low-communication training (DiLoCo) across islands, which `headrace islands` starts; absent: none",
+    )
 
     train_batch_size: Count | None = Field(
         None,

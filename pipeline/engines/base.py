@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -239,6 +240,13 @@ class Engine(Protocol):
             fresh_optimizer: the optimizer's states are set to zero instead, as before the first step: the checkpoint is
                 of an optimizer of another kind.
             files: where its files are read; in the directory when None.
+        """
+        ...
+
+    def edit_state(self) -> AbstractContextManager[State]:
+        """This rank's named shards, to be changed in place; the engine has the changed values after the block.
+
+        Unlike those of `state`, they include every copy of tied weights that this rank has.
         """
         ...
 

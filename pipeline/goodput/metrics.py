@@ -12,7 +12,7 @@ from pipeline.metrics.journal import NAME
 from pipeline.metrics.time_sums import SumsByAttempt
 from pipeline.metrics.times import seconds_of
 
-_NOTABLE = frozenset({"rollback", "fault", "checkpoint_failed", "replicas", "non_finite", "spike"})
+_NOTABLE = frozenset({"rollback", "fault", "checkpoint_failed", "replicas", "non_finite", "spike", "exchange_failed"})
 """Events that somebody should look at."""
 _RECENT = 200
 """Steps that the speed of a run is measured over."""
@@ -29,6 +29,7 @@ class Metrics:
         sums: seconds by what they were spent on, one sum for each attempt that has rows.
         checkpoints: step of a checkpoint -> when it was written.
         events: notable ones, oldest first.
+        exchange: the newest exchange with other islands; None in an ordinary run.
         first_time, last_time: of the first and the last row; None without rows.
         damaged: lines that were skipped.
     """
@@ -39,6 +40,7 @@ class Metrics:
     sums: SumsByAttempt = field(default_factory=SumsByAttempt)
     checkpoints: dict[int, float] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)
+    exchange: dict[str, Any] | None = None
     first_time: float | None = None
     last_time: float | None = None
     damaged: int = 0
@@ -99,5 +101,7 @@ def _add_event(metrics: Metrics, row: dict[str, Any], step: int, time: float | N
     event = row.get("event")
     if event == "checkpoint" and time is not None:
         metrics.checkpoints[step] = time
-    if event in _NOTABLE:
+    if event == "exchange":
+        metrics.exchange = row
+    if event in _NOTABLE or row.get("lost"):
         metrics.events.append(row)

@@ -33,12 +33,16 @@ class RankBatches:
 
     def training(self, *, first_step: int, skips: Skips) -> StepLoader:
         """The batches from `first_step` to the last step of the run, without the data that `skips` leaves out."""
+        return self.slots(first_step, self.prepared.run.steps, skips=skips)
+
+    def slots(self, first: int, last: int, *, skips: Skips) -> StepLoader:
+        """The batches of the global batches `first` to `last` of the order of samples, counted from 1."""
         run = self.prepared.run
         return StepLoader(
             self.prepared.mixture,
             run.batch,
             **self._position(),
-            steps=(first_step, run.steps),
+            steps=(first, last),
             skips=skips,
             logits=self.prepared.logits,
             prefetch=run.config.data.prefetch,

@@ -28,6 +28,7 @@ from pipeline.faults.agreement import Agreement
 from pipeline.faults.progress import progress_from_io
 from pipeline.faults.stop import Stop, StopSignals, coordinate_exit
 from pipeline.faults.watchdog import Watchdog, run_watchdog
+from pipeline.islands.build import check_island, open_island
 from pipeline.launch import Launch, Rendezvous, detect, process_group, wait_as_spare
 from pipeline.launch.device import bind_to_gpu, set_up_allocator
 from pipeline.metrics.console import TrainingDisplay
@@ -287,11 +288,30 @@ class Session:
                 stepper.load_state_dict(checkpoint.manifest.details.get("anomalies", {}), after=rollback)
             self._announce(engine, checkpoint, rollback, sinks=sinks, display=display, skips=skips)
             batches = RankBatches(prepared, self.launch.rank)
+            island = open_island(
+                run,
+                rank=self.launch.rank,
+                engine=engine,
+                agreement=self.agreement,
+                signals=self.signals,
+                watchdog=self.watchdog,
+                record=sinks.event,
+                say=display.say,
+                loader=partial(batches.slots, skips=skips),
+                step=done,
+                stack=stack,
+            )
+            if island is not None:
+                if checkpoint is not None:
+                    island.load(checkpoint.path, checkpoint.manifest.details.get("island"))
+                if stop := island.start():
+                    return stop
+                done = island.step
             trainer = Trainer(
                 run=run,
                 engine=engine,
                 stepper=stepper,
-                steps=batches.training(first_step=done + 1, skips=skips),
+                steps=island.batches() if island else batches.training(first_step=done + 1, skips=skips),
                 heldout=batches,
                 writer=self._checkpoint_writer(),
                 manifest=manifest,
@@ -318,6 +338,7 @@ class Session:
                     device=self.agreement.device,
                     on_progress=self.watchdog.report_progress,
                 ),
+                island=island,
             )
             self.attempt.training(done)
             try:
@@ -435,6 +456,7 @@ def _check_node(prepared: PreparedRun) -> None:
     if prepared.run.config.engine == "deepspeed":
         check_machine(prepared.run.config)
     check_stage_space(prepared)
+    check_island(prepared.run.config.islands)
     memory_folder(prepared.run.config.run)
 
 

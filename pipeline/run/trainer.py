@@ -12,6 +12,8 @@ from typing import Any, Protocol
 from headrace.base.errors import CheckpointError, TrainingError
 from pipeline.anomalies.guarded_step import GuardedStepper
 from pipeline.checkpoint.save import CheckpointWriter, SaveResult, checkpoint_or_error
+from pipeline.checkpoint.shard_table import State
+from pipeline.checkpoint.store import CheckpointInfo
 from pipeline.config.rules import ResolvedRun
 from pipeline.data.dataset import TokenDataset
 from pipeline.data.loader import MicroBatch, StepBatch
@@ -58,6 +60,28 @@ class StudentSamples(Protocol):
 
     def figures(self, step: int, means: dict[str, float], *, seconds: float) -> dict[str, float]:
         """What a step's row of metrics has of them, and of the parts of its loss."""
+        ...
+
+
+class Islands(Protocol):
+    """The exchange with other islands (low-communication training)."""
+
+    step: int
+
+    def due(self, step: int) -> bool:
+        """Whether there is an exchange after a step."""
+        ...
+
+    def exchange(self, step: int) -> Stop:
+        """Exchanges. Returns a stop that was requested while it waited. Collective."""
+        ...
+
+    def state(self) -> State:
+        """The engine's state and the outer one. Collective."""
+        ...
+
+    def details(self) -> dict[str, Any]:
+        """What a checkpoint's manifest records."""
         ...
 
 
@@ -110,6 +134,7 @@ class Trainer:
         compilations: how many graphs were compiled since the last call, and in how many seconds.
         student: completes a step's batch before it is begun; None where it has all of it from the data.
         blocked: the time in which the loop waited for checkpoints.
+        island: exchanges with other islands; None in an ordinary run.
     """
 
     run: ResolvedRun
@@ -137,6 +162,7 @@ class Trainer:
     compilations: Callable[[], tuple[int, float]]
     student: StudentSamples | None = None
     blocked: Stopwatch = field(default_factory=Stopwatch)
+    island: Islands | None = None
 
     def train(self) -> Stop:
         """Trains to the last step or to a stop signal: per step an update, then a checkpoint and an evaluation if due.
@@ -157,6 +183,8 @@ class Trainer:
                 later, _ = self._finish_steps(drain=True)
                 stop = max(stop, later)
             self._report_stragglers(step)
+            if not stop:
+                stop = self._exchange(step)
             if stop or last:
                 self._save_last(step)
             elif self._checkpoint_due(step) or time_is_up:
@@ -169,7 +197,22 @@ class Trainer:
                 return stop
             self.garbage.collect(step)
             self.watchdog.enter_phase("reading data", step + 1)
-        return Stop.NO
+        return self._end_between_steps()
+
+    def _exchange(self, step: int) -> Stop:
+        if self.island is None or not self.island.due(step):
+            return Stop.NO
+        with self.clock.excluded():
+            return self.island.exchange(step)
+
+    def _end_between_steps(self) -> Stop:
+        """The end of an island that was waiting for others: they had finished, or it was asked to stop."""
+        stop = self.agreement.requested_stop(self.signals)
+        if self.island is not None and not (stop and self.progress.step == self.island.step):
+            self.progress.step = self.island.step
+            self._save_last(self.progress.step)
+            stop = stop or self.evaluate(self.progress.step)
+        return stop
 
     def wait_for_checkpoint(self) -> None:
         """Waits for a checkpoint that is being written. Collective."""
@@ -240,6 +283,7 @@ class Trainer:
         last = step == self.run.steps
         due = last or self._checkpoint_due(step) or self.evaluation_due(step) or self.stepper.needs_drain(step)
         # a profile has the kernels of its own steps only
+        due = due or (self.island is not None and self.island.due(step))
         profiled = self.profiler.begins_with(step + 1) or self.stragglers.profiles(step + 1)
         return due or profiled or self.profiler.ends_with(step)
 
@@ -345,9 +389,16 @@ class Trainer:
         self._report_saved(self.writer.wait())
         self.sinks.flush()  # a checkpoint has the rows of its steps, even if the process is killed next
         try:
-            self.writer.begin(self.manifest.checkpoint(step, self.stepper), self.engine.state)
+            self.writer.begin(self._described(step), self._state)
         except CheckpointError as error:
             self._report_saved(SaveResult(step, None, str(error).splitlines()[0], 0.0, 0.0))
+
+    def _described(self, step: int) -> CheckpointInfo:
+        return self.manifest.checkpoint(step, self.stepper, island=self.island.details() if self.island else None)
+
+    @property
+    def _state(self) -> Callable[[], State]:
+        return self.engine.state if self.island is None else self.island.state
 
     def _save_last(self, step: int) -> None:
         """Writes the checkpoint after which the run ends, unless it is written already.
@@ -368,7 +419,7 @@ class Trainer:
         if previous is not None and previous.step == step and previous.checkpoint is not None:
             return
         self.sinks.flush()
-        self.writer.begin(self.manifest.checkpoint(step, self.stepper), self.engine.state)
+        self.writer.begin(self._described(step), self._state)
         saved = self.writer.wait()
         assert saved is not None
         self._report_saved(saved, last=True)

@@ -69,6 +69,7 @@ class RunStatus:
         jobs: its Slurm jobs, as far as Slurm knows them.
         faults: lost and failed ranks, rollbacks and failed checkpoints, oldest first.
         damaged_lines: of the journals, that were skipped.
+        exchange: the newest exchange with other islands; None in an ordinary run.
     """
 
     dir: Path
@@ -88,6 +89,7 @@ class RunStatus:
     jobs: tuple[SlurmJob, ...]
     faults: tuple[dict[str, Any], ...]
     damaged_lines: int
+    exchange: dict[str, Any] | None = None
 
     @property
     def finished(self) -> bool:
@@ -159,6 +161,7 @@ class RunReader:
             jobs=tuple(jobs),
             faults=tuple(sorted(faults, key=lambda row: int(row.get("step", 0)))),
             damaged_lines=damaged + metrics.damaged,
+            exchange=metrics.exchange,
         )
 
     def _job_ids(self, attempts: Sequence[Attempt]) -> list[str]:

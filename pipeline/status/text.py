@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pipeline.goodput.attempts import Attempt, fault_line
@@ -23,6 +23,8 @@ def lines_of(status: RunStatus) -> Iterator[str]:
     for job in status.jobs:
         yield line("Slurm job", job_line(job))
     yield from _progress(status)
+    if status.exchange is not None:
+        yield line("islands", _exchange(status.exchange))
     yield line("checkpoint", _checkpoint(status))
     yield line("process", _process(status))
     yield from _place(status)
@@ -97,6 +99,12 @@ def _progress(status: RunStatus) -> Iterator[str]:
         yield line("time left", clock(status.seconds_left))
 
 
+def _exchange(row: Mapping[str, Any]) -> str:
+    names, sent = ", ".join(row["islands"]), row["bytes_sent"] / 1e6
+    cost = f"{sent:,.1f} MB sent, {row['seconds']:.2f} s, waited {row['wait_seconds']:.2f} s for others"
+    return f"exchange {row['round']} after step {row['step']} with {names}: {cost}"
+
+
 def _checkpoint(status: RunStatus) -> str:
     newest = status.newest
     if newest is None:
@@ -154,5 +162,8 @@ def _attempts(attempts: Sequence[Attempt]) -> Iterator[str]:
 def _fault(fault: dict[str, Any]) -> str:
     if fault.get("event") == "fault":
         return fault_line(fault)
+    if fault.get("lost"):
+        ranges = ", ".join(f"{first} to {last} of {name}" for name, (first, last) in fault["lost"].items())
+        return f"samples lost at step {fault.get('step')}: {ranges}"
     why = fault.get("why") or fault.get("cause")
     return f"{fault.get('event')} at step {fault.get('step')}{f': {why}' if why else ''}"

@@ -302,3 +302,16 @@ def test_without_slurm_there_are_no_jobs(twice_started: Path, monkeypatch: pytes
     assert shutil.which("squeue") is None
     append_event(twice_started, "start", attempt="c", job="7")
     assert RunReader(twice_started).read().jobs == ()
+
+
+def test_the_last_exchange_of_islands_is_shown_and_samples_that_were_lost(tmp_path: Path) -> None:
+    row = {"kind": "event", "event": "exchange", "time": at(1), "islands": ["a"], "bytes_sent": 2_500_000}
+    costs = {"seconds": 0.5, "wait_seconds": 4.0}
+    rows = [
+        {**row, **costs, "step": 5, "round": 1, "lost": {"b": [40, 79]}},
+        {**row, **costs, "step": 10, "round": 2, "lost": {}},
+    ]
+    write_lines(tmp_path / "metrics.jsonl", [*steps(1, 10, begin=0), *rows])
+    text = "\n".join(lines_of(read_status(tmp_path)))
+    assert "exchange 2 after step 10 with a: 2.5 MB sent, 0.50 s, waited 4.00 s for others" in text
+    assert "samples lost at step 5: 40 to 79 of b" in text

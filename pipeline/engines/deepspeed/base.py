@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +93,14 @@ class DeepSpeedBase(TrainsStepByStep):
 
     def load(self, directory: Path, *, fresh_optimizer: bool = False, files: ShardFiles | None = None) -> None:
         """See `Engine.load`."""
+        with self.edit_state() as state:
+            named_state.read(state, directory, fresh_optimizer=fresh_optimizer, files=files)
+
+    @contextmanager
+    def edit_state(self) -> Iterator[State]:
+        """See `Engine.edit_state`."""
         local_state = self._local_state()
-        named_state.read(local_state.named, directory, fresh_optimizer=fresh_optimizer, files=files)
+        yield local_state.named
         self._scaler.load_state_dict(local_state.named)
         if self._balancer is not None:
             self._balancer.load_state_dict(local_state.named)

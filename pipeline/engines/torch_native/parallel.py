@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -200,8 +201,14 @@ class TorchParallel(TrainsStepByStep):
 
     def load(self, directory: Path, *, fresh_optimizer: bool = False, files: ShardFiles | None = None) -> None:
         """See `Engine.load`."""
+        with self.edit_state() as state:
+            named_state.read(state, directory, fresh_optimizer=fresh_optimizer, files=files)
+
+    @contextmanager
+    def edit_state(self) -> Iterator[State]:
+        """See `Engine.edit_state`."""
         state = self._named_state()
-        named_state.read(state, directory, fresh_optimizer=fresh_optimizer, files=files)
+        yield state
         set_step(self._shards, self._optimizer, self._kind, state.get(named_state.OPTIMIZER_STEP))
         self._scaler.load_state_dict(state)
         if self._balancer is not None:

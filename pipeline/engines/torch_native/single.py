@@ -9,6 +9,7 @@ some of the parameters at a time, so that its fp32 copies stay small. Numbers re
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -213,9 +214,15 @@ class TorchSingle(TrainsStepByStep):
 
     def load(self, directory: Path, *, fresh_optimizer: bool = False, files: ShardFiles | None = None) -> None:
         """See `Engine.load`."""
+        with self.edit_state() as state:
+            named_state.read(state, directory, fresh_optimizer=fresh_optimizer, files=files)
+
+    @contextmanager
+    def edit_state(self) -> Iterator[State]:
+        """See `Engine.edit_state`."""
         masters = self._master_values()
         state = self._named_state(masters)
-        named_state.read(state, directory, fresh_optimizer=fresh_optimizer, files=files)
+        yield state
         self._scaler.load_state_dict(state)
         if self._balancer is not None:
             self._balancer.load_state_dict(state)

@@ -1,0 +1,53 @@
+"""Rules on `islands`: what may listen where, and what does not go together with it."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from headrace.base.errors import ConfigError
+from pipeline.config.islands_schema import IslandsSection
+from pipeline.config.schema import Config
+
+
+def check_islands(config: Config) -> None:
+    """Checks what belongs to `islands`.
+
+    Raises:
+        ConfigError: an address without a secret, or a feature that an island cannot have.
+    """
+    section = config.islands
+    if section is None:
+        return
+    if not is_loopback(section.bind) and section.secret_file is None:
+        why = "other hosts could connect there, and nothing would prove that they are islands of this run"
+        remedy = "give islands.secret_file, the same secret on every island, or bind to 127.0.0.1"
+        raise ConfigError("islands.bind", section.bind, why=why, remedy=remedy)
+    host, _, port = section.lighthouse.rpartition(":")
+    if not host or not port.isdigit():
+        remedy = "e.g. 127.0.0.1:29510"
+        raise ConfigError("islands.lighthouse", section.lighthouse, why="it is HOST:PORT", remedy=remedy)
+    _refuse_anomalies(config)
+    if config.distill is not None:
+        why = "a teacher's cached logits and on-policy samples are read in a run's own order"
+        raise ConfigError("islands", why=why, remedy="distill in an ordinary run, or remove the section distill")
+
+
+def _refuse_anomalies(config: Config) -> None:
+    for field in ("non_finite", "spikes"):
+        value = getattr(config.anomalies, field)
+        if value == "rollback":
+            why = "an island that loads an older checkpoint has left the round that it shares with the others"
+            raise ConfigError(f"anomalies.{field}", value, why=why, remedy="use skip with islands")
+
+
+def is_island(section: IslandsSection | None) -> bool:
+    """Whether this run is an island: the section is there, and the island has a name."""
+    return section is not None and section.name is not None
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this host can connect to an address."""
+    try:
+        return ipaddress.ip_address(address.strip("[]")).is_loopback
+    except ValueError:
+        return address == "localhost"

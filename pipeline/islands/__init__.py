@@ -1,0 +1,1 @@
+"""Low-communication training (DiLoCo): islands that exchange pseudo-gradients every H steps, on torchft."""

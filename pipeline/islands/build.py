@@ -1,0 +1,122 @@
+"""Makes the island that a rank belongs to."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Callable
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from headrace.base.errors import ConfigError
+from pipeline.config.islands_schema import IslandsSection
+from pipeline.config.rules import ResolvedRun
+from pipeline.engines.base import Engine
+from pipeline.faults.agreement import Agreement
+from pipeline.faults.stop import StopSignals
+from pipeline.faults.watchdog import Watchdog
+from pipeline.islands.island import Island, Loader, Record, Surroundings
+from pipeline.islands.lighthouse import LighthouseMember
+from pipeline.islands.outer import layout_digest
+from pipeline.islands.peers import Peers, PeerStore
+
+LEAST_SECRET_BYTES = 16
+
+
+def check_island(section: IslandsSection | None) -> None:
+    """Refuses what this host lacks for an island, before anything is touched.
+
+    Raises:
+        ConfigError: torchft is not installed, or the secret cannot be used.
+    """
+    if section is None or section.name is None:
+        return
+    read_secret(section)
+    if find_spec("torchft") is None:
+        raise ConfigError("islands", why="torchft is not installed", remedy='pip install "headrace[islands]"')
+
+
+def read_secret(section: IslandsSection) -> bytes:
+    """The secret of `islands.secret_file`, without white space around it; empty where there is none.
+
+    Raises:
+        ConfigError: it cannot be read, is too short, or other users can read it.
+    """
+    if section.secret_file is None:
+        return b""
+    path, remedy = Path(section.secret_file), "head -c 32 /dev/urandom | base64 > FILE; chmod 600 FILE"
+    try:
+        secret, mode = path.read_bytes().strip(), path.stat().st_mode
+    except OSError as error:
+        raise ConfigError("islands.secret_file", str(path), why=str(error), remedy=remedy) from None
+    if len(secret) < LEAST_SECRET_BYTES:
+        why = f"it has {len(secret)} bytes, and a secret needs {LEAST_SECRET_BYTES} or more"
+        raise ConfigError("islands.secret_file", str(path), why=why, remedy=remedy)
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        why = "other users of this host may read it"
+        raise ConfigError("islands.secret_file", str(path), why=why, remedy=f"chmod 600 {path}")
+    return secret
+
+
+def open_island(  # noqa: PLR0913  what a rank of a run has
+    run: ResolvedRun,
+    *,
+    rank: int,
+    engine: Engine,
+    agreement: Agreement,
+    signals: StopSignals,
+    watchdog: Watchdog,
+    record: Record,
+    say: Callable[[str], None],
+    loader: Loader,
+    step: int,
+    stack: ExitStack,
+) -> Island | None:
+    """The island of this rank; None for an ordinary run. Collective. `stack` closes it.
+
+    Args:
+        run: the resolved config.
+        rank: of this process in the island.
+        engine, agreement, signals, watchdog, record, say: see `Surroundings`.
+        loader, step: see `Island`.
+        stack: closes it.
+    """
+    section = run.config.islands
+    if section is None or section.name is None:
+        return None
+    # torchft's client reports every request on stderr unless it is told not to
+    os.environ.setdefault("RUST_LOG", "warn")
+    secret = read_secret(section)
+    lighthouse = None
+    if rank == 0:
+        store = PeerStore(section.bind)
+        stack.callback(lambda: store)  # lives as long as the island
+        lighthouse = LighthouseMember(section.lighthouse, section.name, store=store.address, secret=secret)
+    with engine.edit_state() as state:
+        own = layout_digest(state)
+    digests: list[Any] = [own]
+    if dist.is_initialized():
+        digests *= dist.get_world_size()
+        dist.all_gather_object(digests, own)
+    around = Surroundings(
+        section=section,
+        total=run.steps,
+        samples=run.batch.samples,
+        layout=hashlib.sha256(" ".join(digests).encode()).hexdigest()[:16],
+        rank=rank,
+        engine=engine,
+        agreement=agreement,
+        signals=signals,
+        watchdog=watchdog,
+        record=record,
+        say=say,
+    )
+    peers = Peers(bind=section.bind, timeout_s=section.timeout_s, secret=secret)
+    island = Island(around, peers=peers, lighthouse=lighthouse, loader=loader, step=step)
+    stack.callback(island.close)
+    return island

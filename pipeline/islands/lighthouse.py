@@ -1,0 +1,159 @@
+"""Quorums of islands, from torchft's lighthouse: who lives, and where it can be reached.
+
+The lighthouse forms a quorum when every island whose heartbeat it hears has asked for one, or when it has waited for
+the others for its join time-out. torchft has no authentication: what an island reports carries a message
+authentication code under the shared secret, and reports without a right one are left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, cast
+
+from headrace.base.errors import ConfigError
+from pipeline.islands.ledger import Member
+
+HEARTBEAT_S = 1.0
+_ASK_S = 3600.0
+_RETRY_S = 1.0
+
+
+@dataclass(frozen=True)
+class Quorum:
+    """The islands that have asked together.
+
+    Attributes:
+        number: of the quorum; a larger one after every change of its members.
+        formed: when, in ns by the lighthouse's clock: tells apart the quorums of the same members.
+        members: what they report.
+        stores: HOST:PORT of the store of each, in the order of `members`.
+        refused: those whose report does not carry a right authentication code.
+    """
+
+    number: int
+    formed: int
+    members: tuple[Member, ...]
+    stores: tuple[str, ...]
+    refused: tuple[str, ...]
+
+
+class LighthouseMember:
+    """This island at the lighthouse: sends heartbeats from a thread, and asks for quorums.
+
+    Args:
+        address: HOST:PORT of the lighthouse.
+        name: of this island.
+        store: HOST:PORT of this island's store.
+        secret: shared by all islands; empty without one.
+    """
+
+    def __init__(self, address: str, name: str, *, store: str, secret: bytes) -> None:
+        self._address, self._name, self._store, self._secret = address, name, store, secret
+        # a restarted island is another one for the lighthouse; of two with one name the later one counts
+        self._id = f"{name}:{time.time_ns():020d}"
+        self._closed = threading.Event()
+        self._asking = ThreadPoolExecutor(1, thread_name_prefix="quorum")
+        threading.Thread(target=self._send_heartbeats, name="lighthouse", daemon=True).start()
+
+    def ask(self, member: Member) -> Future[Quorum]:
+        """Asks for the next quorum; a lighthouse that does not answer is asked again until it does."""
+        return self._asking.submit(self._ask, member)
+
+    def close(self) -> None:
+        """Sends no more heartbeats: the others do not wait for this island any more."""
+        self._closed.set()
+        self._asking.shutdown(wait=False, cancel_futures=True)
+
+    def _ask(self, member: Member) -> Quorum:
+        from torchft.coordination import LighthouseClient  # noqa: PLC0415
+
+        data = json.dumps(member.plain(), sort_keys=True)
+        data_and_code = {"report": data, "code": _code(self._secret, self._id, self._store, data)}
+        while True:
+            try:
+                client = LighthouseClient(self._address_url, timedelta(seconds=10))
+                found = client.quorum(
+                    self._id,
+                    timedelta(seconds=_ASK_S),
+                    address=self._store,
+                    store_address=self._store,
+                    step=0,
+                    world_size=1,
+                    shrink_only=False,
+                    data=cast("dict[Any, object]", data_and_code),
+                )
+                created = found.created
+                formed = int(created.seconds) * 10**9 + int(created.nanos)
+                return authenticated(int(found.quorum_id), formed, found.participants, secret=self._secret)
+            except (RuntimeError, TimeoutError, ConnectionError):
+                if self._closed.wait(_RETRY_S):
+                    raise
+
+    @property
+    def _address_url(self) -> str:
+        return f"http://{self._address}"
+
+    def _send_heartbeats(self) -> None:
+        from torchft.coordination import LighthouseClient  # noqa: PLC0415
+
+        client = None
+        while not self._closed.wait(HEARTBEAT_S if client else 0):
+            try:
+                client = client or LighthouseClient(self._address_url, timedelta(seconds=10))
+                client.heartbeat(self._id, timedelta(seconds=5))
+            except (RuntimeError, TimeoutError, ConnectionError):
+                client = None
+                self._closed.wait(_RETRY_S)
+
+
+def authenticated(number: int, formed: int, participants: Sequence[Any], *, secret: bytes) -> Quorum:
+    """The members of a quorum whose reports carry the right code; of two with one name the one started last.
+
+    Args:
+        number: of the quorum.
+        formed: when it was formed.
+        participants: torchft's `QuorumMember`s.
+        secret: shared by all islands.
+    """
+    found: dict[str, tuple[str, Member, str]] = {}
+    refused: list[str] = []
+    for each in sorted(participants, key=lambda each: str(each.replica_id)):
+        member = None
+        with suppress(KeyError, TypeError, ValueError):
+            data, code = str(each.data["report"]), str(each.data["code"])
+            if hmac.compare_digest(code, _code(secret, each.replica_id, each.store_address, data)):
+                member = Member.from_plain(json.loads(data))
+        if member is None or member.name != str(each.replica_id).rpartition(":")[0]:
+            refused.append(str(each.replica_id))
+            continue
+        found[member.name] = (str(each.replica_id), member, str(each.store_address))
+    entries = [found[name] for name in sorted(found)]
+    return Quorum(
+        number, formed, tuple(each[1] for each in entries), tuple(each[2] for each in entries), tuple(sorted(refused))
+    )
+
+
+def refuse_other_secret(quorum: Quorum, *, name: str) -> None:
+    """Refuses to begin beside islands whose secret is another one: which of both is wrong cannot be known.
+
+    Raises:
+        ConfigError: names them.
+    """
+    if quorum.refused:
+        others = ", ".join(each.rpartition(":")[0] for each in quorum.refused)
+        why = f"what {others} reported at the lighthouse does not verify with the secret of {name}"
+        remedy = "give all islands the same islands.secret_file, and each run a lighthouse of its own"
+        raise ConfigError("islands.secret_file", why=why, remedy=remedy)
+
+
+def _code(secret: bytes, *parts: str) -> str:
+    return hmac.new(secret, "\0".join(parts).encode(), hashlib.sha256).hexdigest()

@@ -1,0 +1,102 @@
+"""The outer state of a rank: weights as of the last exchange, momentum and error feedback, flat on the CPU in fp32.
+
+Shapes: N, the elements of all shards of weights that the rank has, in the order of its state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import torch
+from torch import Tensor
+
+from pipeline.checkpoint.named_state import OUTER_STATES, weight_key
+from pipeline.checkpoint.shard_table import State, encode_table, parts_of, table_of
+from pipeline.checkpoint.shards import NamedShard
+from pipeline.config.islands_schema import OuterSection
+
+
+def weight_shards(state: State) -> dict[str, NamedShard | Tensor]:
+    """The weights of a state, by Hugging Face name."""
+    prefix = weight_key("")
+    return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+
+
+def gather(state: State) -> Tensor:
+    """The weights of a state: fp32 [N] on the CPU, a copy."""
+    parts = [part for value in weight_shards(state).values() for part in parts_of(value).values()]
+    flat = [part.detach().reshape(-1).to("cpu", torch.float32) for part in parts]
+    return torch.cat(flat) if flat else torch.empty(0)
+
+
+@torch.no_grad()
+def scatter(flat: Tensor, state: State) -> None:
+    """Writes weights, fp32 [N], into a state in place."""
+    parts = [part for value in weight_shards(state).values() for part in parts_of(value).values()]
+    for part, values in zip(parts, flat.split([each.numel() for each in parts]), strict=True):
+        part.detach().copy_(values.view(part.shape))
+
+
+def layout_digest(state: State) -> str:
+    """Names, shapes and offsets of a rank's shards, as a digest: islands exchange between ranks with equal shards."""
+    table = encode_table(table_of(weight_shards(state)))
+    return hashlib.sha256(json.dumps([each.hex() for each in table.digests]).encode()).hexdigest()[:16]
+
+
+class OuterState:
+    """Outer weights and the outer optimizer: SGD with Nesterov momentum on the mean pseudo-gradient.
+
+    Args:
+        state: of the engine; the outer weights begin as its weights.
+        section: the config's `islands.outer`.
+
+    Attributes:
+        weights: fp32 [N].
+        momentum: fp32 [N].
+        error: fp32 [N], what compression has left out of this rank's pseudo-gradients so far.
+    """
+
+    def __init__(self, state: State, section: OuterSection) -> None:
+        self._section = section
+        self.weights = gather(state)
+        self.momentum, self.error = torch.zeros_like(self.weights), torch.zeros_like(self.weights)
+
+    def pseudo_gradient(self, state: State) -> Tensor:
+        """Outer minus inner weights: fp32 [N] (Douillard et al. 2023, algorithm 1, line 11)."""
+        return self.weights - gather(state)
+
+    def step(self, gradient: Tensor) -> None:
+        """One update: momentum = mu * momentum + g; weights -= lr * (g + mu * momentum), as torch's SGD with nesterov.
+
+        Args:
+            gradient: fp32 [N], the mean pseudo-gradient; overwritten.
+        """
+        mu, lr = self._section.momentum, self._section.lr
+        if mu:
+            self.momentum.mul_(mu).add_(gradient)
+            gradient.add_(self.momentum, alpha=mu)
+        self.weights.sub_(gradient, alpha=lr)
+
+    def write(self, state: State) -> None:
+        """Writes the outer weights into a state of the engine."""
+        scatter(self.weights, state)
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """What a late comer takes over; error feedback belongs to the pseudo-gradients of its own island."""
+        return self.weights, self.momentum
+
+    def named(self, state: State) -> dict[str, NamedShard | Tensor]:
+        """As shards of a checkpoint, views.
+
+        Args:
+            state: of the engine, whose shards of weights they are like.
+        """
+        shards = weight_shards(state)
+        sizes = [sum(part.numel() for part in parts_of(value).values()) for value in shards.values()]
+        named: dict[str, NamedShard | Tensor] = {}
+        for key, flat in zip(OUTER_STATES, (self.weights, self.momentum, self.error), strict=True):
+            for (name, like), values in zip(shards.items(), flat.split(sizes), strict=True):
+                made = NamedShard.like(like, values) if isinstance(like, NamedShard) else values.view(like.shape)
+                named[f"{key}/{name}"] = made
+        return named

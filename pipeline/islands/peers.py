@@ -1,0 +1,198 @@
+"""The process group of one rank with the same rank of the other islands: formed anew when the islands change.
+
+torchft's `ProcessGroupGloo` on an interface of our choice: torch's own takes that of the host's name, and its TCP store
+listens on all. Where there is a secret, the members prove to each other that they have it before anything is sent.
+The bytes are not encrypted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore
+
+from headrace.base.errors import HeadraceError
+
+CHUNK_BYTES = 32 << 20
+"""Bytes of one message of a state: the time-out is for each."""
+
+
+class ExchangeError(HeadraceError):
+    """An exchange with other islands failed: one has died, or does not answer. It is tried again without it."""
+
+
+class PeerStore:
+    """The store in which the process groups of a quorum find each other; one per rank of an island.
+
+    Args:
+        bind: address to listen on.
+    """
+
+    def __init__(self, bind: str) -> None:
+        family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+        with socket.socket(family) as listener:
+            listener.bind((bind.strip("[]"), 0))
+            listener.listen(128)
+            port = listener.getsockname()[1]
+            descriptor = os.dup(listener.fileno())
+        timeout = timedelta(seconds=60)
+        # libuv takes the listener over; the old server would bind to all interfaces
+        self._store = TCPStore(
+            bind, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=descriptor
+        )
+        self.address = f"{bind}:{port}"
+
+
+class Peers:
+    """Sends between islands. Every call raises ExchangeError where a peer does not answer in time.
+
+    Args:
+        bind: address of this host on which peers connect.
+        timeout_s: of a message.
+        secret: shared by all islands; empty without one.
+
+    Attributes:
+        rank: of this island among those of the quorum.
+        size: number of islands.
+        bytes_sent: to other islands since the last `form`.
+    """
+
+    def __init__(self, *, bind: str, timeout_s: float, secret: bytes) -> None:
+        self._group = _make_group(bind, timeout_s)
+        self._secret = secret
+        self.rank, self.size, self.bytes_sent = 0, 1, 0
+
+    def form(self, store: str, *, quorum: int, attempt: str, rank: int, size: int) -> None:
+        """Forms the group of a quorum, anew for every exchange: whether a peer has lost its own cannot be known.
+
+        Args:
+            store: HOST:PORT of the store of one of its islands.
+            quorum: its number.
+            attempt: names this forming; the same on all islands.
+            rank: of this island.
+            size: number of islands.
+        """
+        self.rank, self.size, self.bytes_sent = rank, size, 0
+        if size > 1:
+            with _failures():
+                self._group.configure(f"{store}/{attempt}", str(rank), rank, size, quorum_id=quorum)
+                self._prove(attempt)
+
+    def all_to_all(self, values: Tensor) -> Tensor:
+        """Part i of `values` goes to island i; returns what all have sent here, in their order.
+
+        Args:
+            values: contiguous, dim 0 a multiple of the number of islands.
+        """
+        if self.size == 1:
+            return values.clone()
+        received = torch.empty_like(values)
+        with _failures():
+            options = _options("AllToAllOptions")
+            self._group.alltoall_base(received, values, [], [], options).wait()
+        self.bytes_sent += values.nbytes * (self.size - 1) // self.size
+        return received
+
+    def all_gather(self, values: Tensor) -> list[Tensor]:
+        """The values of all islands, which have one shape and dtype, in their order."""
+        if self.size == 1:
+            return [values.clone()]
+        gathered = [torch.empty_like(values) for _ in range(self.size)]
+        with _failures():
+            self._group.allgather([gathered], [values], _options("AllgatherOptions")).wait()
+        self.bytes_sent += values.nbytes * (self.size - 1)
+        return gathered
+
+    def send(self, values: Tensor, *, to: int) -> None:
+        """Sends bytes (uint8 [n]) to one island."""
+        with _failures():
+            for part in values.split(CHUNK_BYTES):
+                self._group.send([part], to, 0).wait()
+        self.bytes_sent += values.nbytes
+
+    def receive(self, values: Tensor, *, source: int) -> None:
+        """Receives bytes (uint8 [n]) from one island, in place."""
+        with _failures():
+            for part in values.split(CHUNK_BYTES):
+                self._group.recv([part], source, 0).wait()
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._group.shutdown()
+
+    def _prove(self, attempt: str) -> None:
+        """Every member answers the others' random challenges with the secret.
+
+        Raises:
+            ExchangeError: one has another secret.
+        """
+        if not self._secret:
+            return
+        own = torch.frombuffer(bytearray(os.urandom(32)), dtype=torch.uint8)
+        challenges = b"".join(bytes(each.tolist()) for each in self.all_gather(own))
+        answer = torch.frombuffer(bytearray(self._answer(challenges, attempt, self.rank)), dtype=torch.uint8)
+        for rank, given in enumerate(self.all_gather(answer)):
+            if not hmac.compare_digest(bytes(given.tolist()), self._answer(challenges, attempt, rank)):
+                raise ExchangeError(f"island {rank} of the exchange has another islands.secret_file")
+
+    def _answer(self, challenges: bytes, attempt: str, rank: int) -> bytes:
+        return hmac.new(self._secret, challenges + f"{attempt} {rank}".encode(), hashlib.sha256).digest()
+
+
+def pack(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors as bytes, uint8 [n], on the CPU."""
+    parts = [each.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for each in tensors]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+
+
+def unpack(values: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Writes bytes that `pack` has made of tensors of the same shapes and dtypes into `tensors`, in place."""
+    sizes = [each.nbytes for each in tensors]
+    for part, target in zip(values.split(sizes), tensors, strict=True):
+        # the bytes of a part need not lie where its dtype wants them
+        target.detach().copy_(part.clone().view(target.dtype).view(target.shape))
+
+
+class _failures:  # noqa: N801  used as a keyword of a `with`
+    """Turns what torch raises when a peer has died into an ExchangeError."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if isinstance(error, (RuntimeError, TimeoutError, ConnectionError)):
+            text = (str(error) or repr(error)).splitlines()[0]
+            raise ExchangeError(f"an island does not answer: {text}") from None
+
+
+def _options(name: str) -> Any:
+    return getattr(torch.distributed.distributed_c10d, name)()
+
+
+def _make_group(bind: str, timeout_s: float) -> Any:
+    """torchft's gloo group, listening on `bind` only."""
+    from torch.distributed import ProcessGroupGloo as Gloo  # noqa: PLC0415
+    from torchft.process_group import ProcessGroupGloo  # noqa: PLC0415
+
+    class BoundGloo(ProcessGroupGloo):  # type: ignore[misc]
+        def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
+            options: Any = getattr(Gloo, "_Options")()  # noqa: B009  torch has no type for it
+            options._devices = [Gloo.create_device(hostname=bind.strip("[]"))]
+            options._timeout = timedelta(seconds=timeout_s)
+            group = torch.distributed.ProcessGroup(store, rank, world_size)
+            group._set_default_backend(torch.distributed.ProcessGroup.BackendType.GLOO)
+            backend = Gloo(store, rank, world_size, options)
+            backend._set_sequence_number_for_group()
+            kind = torch.distributed.ProcessGroup.BackendType.GLOO
+            group._register_backend(torch.device("cpu"), kind, backend)
+            return group
+
+    return BoundGloo(timeout=timedelta(seconds=timeout_s))

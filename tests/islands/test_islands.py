@@ -1,0 +1,192 @@
+"""Islands as real processes with torchft's lighthouse: deaths, late comers, checkpoints, parity, secrets."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.base.errors import EXIT_REQUEUE
+from pipeline.checkpoint.metadata import read_metadata
+from pipeline.checkpoint.read_shards import ShardReader
+from pipeline.launch.group import free_port
+from pipeline.metrics.journal import read_rows
+from tests.conftest import launch, losses, tiny_config, write_config
+
+pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="torchft is not installed (the extra islands)")
+
+
+def make_config(tokens: Path, work: Path, *, steps: int, **islands: Any) -> Path:
+    section = {"count": 2, "steps": 5, "lighthouse": f"127.0.0.1:{free_port()}", "timeout_s": 10, **islands}
+    config = tiny_config(tokens, work / "run", engine="torch", islands=section)
+    config["zero_optimization"] = {"stage": 0}
+    config["run"] |= {"steps": steps, "checkpoint_every": 5}
+    return write_config(work / "c.json", config)
+
+
+def command(config: Path, *sets: str, options: tuple[str, ...] = ()) -> list[str]:
+    overrides = [word for text in sets for word in ("--set", text)]
+    return [sys.executable, "-m", "headrace", "islands", "--config", str(config), *overrides, *options]
+
+
+def run_islands(config: Path, *sets: str, options: tuple[str, ...] = ()) -> None:
+    done = subprocess.run(
+        command(config, *sets, options=options), capture_output=True, text=True, timeout=400, check=False
+    )
+    logs = "".join(each.read_text()[-2000:] for each in config.parent.glob("run/*.log"))
+    assert done.returncode == 0, done.stdout + done.stderr + logs
+
+
+def events(run_dir: Path, *names: str) -> list[dict[str, Any]]:
+    return [row for row in read_rows(run_dir, kind="event") if row["event"] in names]
+
+
+def weights(run_dir: Path, key: str = "weight") -> dict[str, torch.Tensor]:
+    """The tensors under a key in a run's newest checkpoint."""
+    directory = (run_dir / "checkpoints/latest").resolve()
+    metadata = read_metadata(directory)
+    wanted = {each.key: torch.empty(each.shape) for each in metadata.tensors if each.key.startswith(f"{key}/")}
+    ShardReader(directory, metadata).read(wanted)
+    return {name.partition("/")[2]: value for name, value in wanted.items()}
+
+
+def assert_equal_weights(first: Path, second: Path) -> None:
+    ours, theirs = weights(first), weights(second)
+    assert ours
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def assert_each_sample_once(rows: list[dict[str, Any]]) -> None:
+    """Over the exchanges of one island's journal: what was trained or lost is every sample once."""
+    ranges = sorted(tuple(each) for row in rows for each in (*row["trained"].values(), *row["lost"].values()))
+    assert all(before[1] + 1 == after[0] for before, after in pairwise(ranges)), ranges
+
+
+@pytest.mark.integration
+def test_an_island_is_killed_and_comes_back_and_both_end_with_the_same_weights(tokens: Path, tmp_path: Path) -> None:
+    config = make_config(tokens, tmp_path, steps=1500)
+    first, second = (tmp_path / "run" / f"island-{number}" for number in range(2))
+    sets = ("run.checkpoint_every=500", "evaluation.samples=4")
+    with subprocess.Popen(command(config, *sets), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        found: dict[str, int] = {}
+        while len(found) < 2:
+            match = re.match(r"(island-\d): process (\d+)", process.stdout.readline())
+            found |= {match[1]: int(match[2])} if match else {}
+        deadline = time.monotonic() + 200
+        while not (second.exists() and len(events(second, "exchange")) >= 3):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.killpg(found["island-1"], signal.SIGKILL)
+        process.stdout.read()
+    assert process.returncode == 0
+    rows = events(first, "exchange")
+    assert_each_sample_once(rows)
+    assert [row["round"] for row in rows] == list(range(1, 301))
+    assert [list(row["lost"]) for row in rows if row["lost"]] == [["island-1"]]
+    [joined] = [row for row in rows if row["healed"]]
+    assert joined["healed"] == ["island-1"]
+    after = rows[joined["round"]]
+    assert list(after["trained"]) == ["island-0", "island-1"]
+    assert_equal_weights(first, second)
+
+
+def test_one_island_that_exchanges_every_step_is_an_ordinary_run(tokens: Path, tmp_path: Path) -> None:
+    """H = 1, outer SGD with learning rate 1 and no momentum: outer - (outer - inner) rounds once per step."""
+    config = make_config(tokens, tmp_path, steps=20, count=1, outer={"lr": 1.0, "momentum": 0.0})
+    run_islands(config, "islands.steps=1")
+    launch("train.py", config, "islands=null", f"run.dir={tmp_path / 'plain'}")
+    ours, plain = losses(tmp_path / "run/island-0"), losses(tmp_path / "plain")
+    assert len(events(tmp_path / "run/island-0", "exchange")) == 20
+    assert ours == pytest.approx(plain, rel=2e-5)  # fp32's tolerance in docs/reference/parity.md
+
+
+@pytest.mark.integration
+def test_any_number_of_islands_resumes_a_checkpoint(tokens: Path, tmp_path: Path) -> None:
+    config = make_config(tokens, tmp_path, steps=30, start_s=100, compress="int8")
+    first, second = (tmp_path / "run" / f"island-{number}" for number in range(2))
+    run_islands(config, "run.steps=10", "scheduler=null")
+    assert_equal_weights(first, second)
+    assert any(value.any() for value in weights(first, "outer_momentum").values())
+    assert any(value.any() for value in weights(first, "outer_error").values())
+    run_islands(config, "run.steps=20", "scheduler=null", "islands.count=1")
+    rows = events(first, "exchange")
+    assert [list(row["trained"]) for row in rows] == [["island-0", "island-1"]] * 2 + [["island-0"]] * 2
+    run_islands(config, "run.steps=30", "scheduler=null")
+    rows = events(first, "exchange")
+    assert list(rows[-1]["trained"]) == ["island-0", "island-1"]
+    assert_each_sample_once(rows)
+    assert not any(row["lost"] for row in rows)
+    assert_equal_weights(first, second)
+
+
+@pytest.mark.integration
+def test_islands_that_are_stopped_in_the_middle_of_a_round_go_on_with_it(tokens: Path, tmp_path: Path) -> None:
+    config = make_config(tokens, tmp_path, steps=800, start_s=100)
+    first, second = (tmp_path / "run" / f"island-{number}" for number in range(2))
+    sets = ("islands.steps=100", "run.checkpoint_every=800", "evaluation.samples=4")
+    with subprocess.Popen(command(config, *sets), stdout=subprocess.DEVNULL) as process:
+        while not (second.exists() and len(events(second, "exchange")) >= 2):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.terminate()
+    assert process.returncode == EXIT_REQUEUE
+    run_islands(config, *sets)
+    rows = events(first, "exchange")
+    assert [list(row["trained"]) for row in rows] == [["island-0", "island-1"]] * 8
+    assert_each_sample_once(rows)
+    assert_equal_weights(first, second)
+
+
+@pytest.mark.parametrize(("engine", "stage"), [("deepspeed", 3), ("torch", 2)])
+def test_islands_of_two_processes_exchange_between_equal_ranks(
+    engine: str, stage: int, tokens: Path, tmp_path: Path
+) -> None:
+    config = make_config(tokens, tmp_path, steps=10, compress="int8")
+    run_islands(config, f"engine={engine}", f"zero_optimization.stage={stage}", options=("--nproc", "2"))
+    first, second = (tmp_path / "run" / f"island-{number}" for number in range(2))
+    assert_each_sample_once(events(first, "exchange"))
+    assert_equal_weights(first, second)
+    verify = [sys.executable, "-m", "headrace", "checkpoint", "verify", str(first)]
+    assert subprocess.run(verify, check=False, capture_output=True).returncode == 0
+    # of 90,864 fp32 weights, a quarter and the scales: half to the other island and half of the mean back
+    assert events(first, "exchange")[0]["bytes_sent"] == pytest.approx(90_864 * (1 + 4 / 256), rel=0.02)
+
+
+@pytest.mark.integration
+def test_an_island_with_another_secret_is_refused_and_the_others_go_on(tokens: Path, tmp_path: Path) -> None:
+    config = make_config(tokens, tmp_path, steps=1500, count=1)
+    secrets = [tmp_path / "right", tmp_path / "wrong"]
+    for number, path in enumerate(secrets):
+        path.write_text(str(number) * 32)
+        path.chmod(0o600)
+    sets = (f"islands.secret_file={secrets[0]}", "run.checkpoint_every=1500")
+    with subprocess.Popen(command(config, *sets), stdout=subprocess.DEVNULL) as process:
+        words = (f"islands.secret_file={secrets[1]}", "islands.name=other", f"run.dir={tmp_path / 'run/other'}")
+        other = [word for text in words for word in ("--set", text)]
+        other = [sys.executable, "-m", "headrace", "train", "--config", str(config), *other]
+        done = subprocess.run(other, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 2
+        assert "island-0 reported at the lighthouse does not verify with the secret of other" in done.stderr
+        process.wait(timeout=300)
+    assert process.returncode == 0
+    assert any(row["refused"] for row in events(tmp_path / "run/island-0", "exchange"))
+
+
+def test_islands_listen_on_the_loopback_interface_only_and_need_a_secret_for_another(
+    tokens: Path, tmp_path: Path
+) -> None:
+    config = make_config(tokens, tmp_path, steps=5)
+    done = subprocess.run(command(config, "islands.bind=0.0.0.0"), capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "give islands.secret_file" in done.stderr

@@ -1,0 +1,247 @@
+"""Islands without processes: who is dealt which samples, compression with error feedback, the outer optimizer."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from headrace.base.errors import ConfigError
+from pipeline.checkpoint.shards import NamedShard
+from pipeline.config.islands_schema import OuterSection
+from pipeline.islands.ledger import Decision, Ledger, Member, compatible, decide
+from pipeline.islands.lighthouse import _code, authenticated, refuse_other_secret
+from pipeline.islands.mean import Mean, mean_over_islands
+from pipeline.islands.outer import OuterState
+from pipeline.islands.quantize import BLOCK, dequantize, quantize
+
+STEPS, TOTAL = 4, 1000
+
+
+def member(name: str, ledger: Ledger, step: int, *, living: bool = True) -> Member:
+    return Member(name, ledger, step, living=living, waited=False, layout="x")
+
+
+def begin(*names: str) -> Decision:
+    fresh = [member(name, Ledger(), 0, living=False) for name in names]
+    return decide(fresh, steps=STEPS, total=TOTAL, quorum=1)
+
+
+def test_a_round_deals_consecutive_samples_to_its_islands() -> None:
+    deal = begin("a", "b", "c").ledger.deal
+    assert deal is not None
+    assert [deal.slots(name) for name in "abc"] == [range(4), range(4, 8), range(8, 12)]
+
+
+def test_what_a_dead_island_was_dealt_is_lost_and_named() -> None:
+    first = begin("a", "b")
+    after = decide([member("a", first.ledger, STEPS)], steps=STEPS, total=TOTAL, quorum=2)
+    assert after.lost == {"b": range(4, 8)}
+    assert after.ledger.deal is not None
+    assert after.ledger.deal.slots("a") == range(8, 12)
+
+
+def test_a_late_comer_takes_the_state_of_a_living_island_and_a_part_of_the_next_round() -> None:
+    first = begin("a")
+    old = replace(first.ledger, round=40, commit="of another sequence")  # its checkpoint is of a later round
+    both = [member("a", first.ledger, STEPS), member("b", old, 160, living=False)]
+    after = decide(both, steps=STEPS, total=TOTAL, quorum=2)
+    assert (after.names[after.source], [after.names[n] for n in after.healed]) == ("a", ["b"])
+    assert [after.names[n] for n in after.contributors] == ["a"]
+    assert (after.step, after.ledger.round, after.lost) == (STEPS, 1, {})
+    assert after.ledger.deal is not None
+    assert after.ledger.deal.slots("b") == range(8, 12)
+
+
+def test_islands_that_are_started_again_in_the_middle_of_a_round_go_on_with_it() -> None:
+    first = begin("a", "b")
+    again = [member("a", first.ledger, 2, living=False), member("b", Ledger(), 0, living=False)]
+    after = decide(again, steps=STEPS, total=TOTAL, quorum=2)
+    assert after.ledger == first.ledger
+    assert [after.names[n] for n in after.healed] == ["b"]
+
+
+def test_an_island_that_has_finished_its_round_waits_for_one_that_was_stopped_in_the_middle() -> None:
+    first = begin("a", "b")
+    again = [member("a", first.ledger, STEPS, living=False), member("b", first.ledger, 1, living=False)]
+    after = decide(again, steps=STEPS, total=TOTAL, quorum=2)
+    assert (after.contributors, after.healed, after.ledger) == ((), (), first.ledger)
+
+
+def test_a_round_that_nobody_has_trained_is_dealt_to_those_that_are_there() -> None:
+    first = begin("a", "b")
+    after = decide([member("b", first.ledger, 0, living=False)], steps=STEPS, total=TOTAL, quorum=2)
+    assert after.ledger.deal is not None
+    assert (after.ledger.deal.slots("b"), after.lost) == (range(4), {})
+
+
+@given(st.lists(st.sets(st.sampled_from("abcd"), min_size=1), min_size=1, max_size=12))
+def test_no_sample_is_trained_twice_and_none_is_lost_without_a_name(alive: list[set[str]]) -> None:
+    """Any sequence of deaths and returns: islands in `alive` are there for an exchange, the others are dead."""
+    decision = begin(*sorted(alive[0]))
+    trained: list[int] = []
+    lost: list[int] = []
+    taking_part = set(decision.names)
+    for number, present in enumerate(alive[1:], 2):
+        survivors = present & taking_part
+        ledger, step = decision.ledger, decision.step + STEPS
+        if not survivors:  # all have died: nobody knows of this round any more
+            return
+        members = [member(name, ledger, step) for name in sorted(survivors)]
+        members += [member(name, Ledger(), 0, living=False) for name in sorted(present - survivors)]
+        deal = ledger.deal
+        assert deal is not None
+        decision = decide(members, steps=STEPS, total=TOTAL, quorum=number)
+        assert {decision.names[n] for n in decision.contributors} == survivors
+        trained += [slot for name in survivors for slot in deal.slots(name)]
+        lost += [slot for slots in decision.lost.values() for slot in slots]
+        taking_part = set(decision.names)
+        assert sorted(trained + lost) == list(range(deal.end))
+
+
+def test_a_finished_run_that_is_made_longer_goes_on_without_an_exchange() -> None:
+    """The round after the last exchange has no steps: an outer step with momentum alone would move the weights."""
+    first = begin("a")
+    ended = decide([member("a", first.ledger, STEPS)], steps=STEPS, total=STEPS, quorum=2)
+    assert ended.ledger.deal is not None
+    assert ended.ledger.deal.steps == 0
+    longer = decide([member("a", ended.ledger, STEPS, living=False)], steps=STEPS, total=2 * STEPS, quorum=3)
+    assert longer.ledger.deal is not None
+    assert (longer.contributors, longer.ledger.round, longer.ledger.deal.slots("a")) == ((), 1, range(4, 8))
+
+
+def test_every_island_decides_the_same_in_whatever_order_the_members_come() -> None:
+    first = begin("a", "b", "c")
+    members = [member("a", first.ledger, 4), member("c", first.ledger, 4), member("d", Ledger(), 0, living=False)]
+    decisions = [decide(each, steps=STEPS, total=TOTAL, quorum=3) for each in (members, members[::-1])]
+    assert decisions[0] == decisions[1]
+
+
+def test_ledgers_and_members_survive_json() -> None:
+    given = member("a", begin("a", "b").ledger, 3)
+    assert Member.from_plain(json.loads(json.dumps(given.plain()))) == given
+
+
+def test_islands_whose_ranks_hold_other_shards_are_left_out() -> None:
+    members = [replace(member("a", Ledger(), 0, living=False), layout="y"), member("b", Ledger(), 0)]
+    assert [each.name for each in compatible(members)] == ["b"]
+
+
+def report(name: str, secret: bytes) -> SimpleNamespace:
+    data, identity = json.dumps(member(name, Ledger(), 0).plain(), sort_keys=True), f"{name}:1"
+    code = _code(secret, identity, "127.0.0.1:1", data)
+    return SimpleNamespace(replica_id=identity, store_address="127.0.0.1:1", data={"report": data, "code": code})
+
+
+def test_a_report_under_another_secret_or_with_another_store_is_left_out() -> None:
+    moved = report("c", b"right")
+    moved.store_address = "10.0.0.9:1"
+    found = authenticated(1, 1, [report("a", b"right"), report("b", b"wrong"), moved], secret=b"right")
+    assert [each.name for each in found.members] == ["a"]
+    assert found.refused == ("b:1", "c:1")
+    with pytest.raises(ConfigError, match="b, c"):
+        refuse_other_secret(found, name="a")
+
+
+class Group:
+    """Islands as threads of one process: exchanges tensors through lists."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.slots, self.barrier = size, [torch.empty(0)] * size, threading.Barrier(size)
+
+    def swap(self, rank: int, values: Tensor) -> list[Tensor]:
+        self.slots[rank] = values
+        self.barrier.wait()
+        found = list(self.slots)
+        self.barrier.wait()
+        return found
+
+
+class ThreadPeers:
+    def __init__(self, group: Group, rank: int) -> None:
+        self.group, self.rank, self.size = group, rank, group.size
+
+    def all_to_all(self, values: Tensor) -> Tensor:
+        sent = self.group.swap(self.rank, values)
+        return torch.cat([each.chunk(self.size)[self.rank] for each in sent])
+
+    def all_gather(self, values: Tensor) -> list[Tensor]:
+        return self.group.swap(self.rank, values)
+
+
+def on_islands(size: int, work: Callable[[ThreadPeers], Mean]) -> list[Mean]:
+    group, found = Group(size), dict[int, Mean]()
+    threads = [
+        threading.Thread(target=lambda n=n: found.__setitem__(n, work(ThreadPeers(group, n)))) for n in range(size)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[n] for n in range(size)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_mean_is_that_of_the_contributors_and_the_same_on_all_islands(size: int) -> None:
+    gradients = [torch.randn(1000) for _ in range(size)]
+    contributors = tuple(range(size))[: max(1, size - 1)]
+    means = on_islands(size, lambda p: mean_over_islands(gradients[p.rank], p, contributors=contributors, error=None))
+    torch.testing.assert_close(means[0].values, torch.stack(gradients[: len(contributors)]).mean(0))
+    assert all(torch.equal(each.values, means[0].values) for each in means)
+
+
+def test_quantization_is_within_half_a_level_of_a_block() -> None:
+    values = torch.randn(4 * BLOCK) * torch.logspace(-20, 3, 4).repeat_interleave(BLOCK)
+    error = (dequantize(quantize(values)) - values).abs().view(-1, BLOCK).amax(1)
+    assert (error <= values.abs().view(-1, BLOCK).amax(1) / 127 * 0.5001).all()
+    assert quantize(values).nbytes == values.numel() * (1 + 4 / BLOCK)
+    assert not dequantize(quantize(torch.zeros(BLOCK))).any()
+
+
+def compressed_means(gradients: list[Tensor], errors: list[Tensor]) -> list[Mean]:
+    contributors = tuple(range(len(gradients)))
+    return on_islands(
+        len(gradients),
+        lambda p: mean_over_islands(gradients[p.rank], p, contributors=contributors, error=errors[p.rank]),
+    )
+
+
+def test_error_feedback_sends_later_what_int8_has_left_out() -> None:
+    """The sum of many compressed means is that of the exact ones but for one rounding; without feedback it drifts."""
+    torch.manual_seed(0)
+    size, rounds, count = 3, 40, 700
+    gradients = [torch.randn(count) * 10 ** torch.linspace(-3, 0, count) for _ in range(size)]
+    errors = [torch.zeros(count) for _ in range(size)]
+    total, drifting = torch.zeros(count), torch.zeros(count)
+    for _ in range(rounds):
+        means = compressed_means(gradients, errors)
+        assert all(torch.equal(each.values, means[0].values) for each in means)
+        errors = [each.error for each in means]
+        total += means[0].values
+        drifting += compressed_means(gradients, [torch.zeros(count)] * size)[0].values
+    exact = torch.stack(gradients).mean(0) * rounds
+    level = max(each.abs().max() for each in gradients) / 127
+    assert (total - exact).abs().max() < 3 * level
+    assert (drifting - exact).abs().max() > 6 * level
+
+
+def test_the_outer_step_is_that_of_sgd_with_nesterov_momentum() -> None:
+    torch.manual_seed(0)
+    weights = torch.randn(12)
+    outer = OuterState({"weight/w": NamedShard((3, 4), start=0, values=weights)}, OuterSection())
+    reference = torch.nn.Parameter(weights.clone())
+    sgd = torch.optim.SGD([reference], lr=0.7, momentum=0.9, nesterov=True)
+    for _ in range(5):
+        gradient = torch.randn(12)
+        reference.grad = gradient.clone()
+        sgd.step()
+        outer.step(gradient)
+    torch.testing.assert_close(outer.weights, reference.data)
