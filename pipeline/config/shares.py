@@ -92,7 +92,8 @@ class ShareRule:
         Args:
             weights: positive, one per data-parallel rank.
         """
-        assert len(weights) == self.dp and min(weights) > 0, weights
+        assert len(weights) == self.dp, weights
+        assert min(weights) > 0, weights
         if self.unit:
             units = largest_remainder(weights, self.samples // (self.unit * self.micro), least=self.least)
             return Shares(tuple((self.micro,) * (self.unit * each) for each in units))

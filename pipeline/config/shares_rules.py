@@ -143,4 +143,3 @@ def _check_lockstep(rule: ShareRule, weights: list[float]) -> None:
 def changes_shapes(config: Config, topology: Topology, batch: BatchSizes) -> bool:
     """Whether the sizes of a run's micro-batches change when shares are measured anew."""
     return config.parallel.shares == "auto" and topology.dp > 1 and share_rule(config, topology, batch).shapes_change
-

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from pipeline.config.batch import BatchSizes
 from pipeline.data.dataset import TokenDataset
+from pipeline.data.divided import DividedSteps
 from pipeline.data.loader import MicroBatch, StepLoader, heldout_batches
 from pipeline.data.skips import Skips
 from pipeline.run.prepare import PreparedRun
@@ -31,19 +33,25 @@ class RankBatches:
         """The held-out split of every source."""
         return self.prepared.heldout
 
-    def training(self, *, first_step: int, skips: Skips) -> StepLoader:
+    def training(self, *, first_step: int, skips: Skips) -> StepLoader | DividedSteps:
         """The batches from `first_step` to the last step of the run, without the data that `skips` leaves out."""
         run = self.prepared.run
-        return StepLoader(
-            self.prepared.mixture,
-            run.batch,
-            **self._position(),
-            steps=(first_step, run.steps),
-            skips=skips,
-            logits=self.prepared.logits,
-            prefetch=run.config.data.prefetch,
-            pin=torch.cuda.is_available(),
-        )
+
+        def load(batch: BatchSizes, steps: tuple[int, int]) -> StepLoader:
+            return StepLoader(
+                self.prepared.mixture,
+                batch,
+                **self._position(),
+                steps=steps,
+                skips=skips,
+                logits=self.prepared.logits,
+                prefetch=run.config.data.prefetch,
+                pin=torch.cuda.is_available(),
+            )
+
+        measured = run.config.parallel.shares == "auto" and run.topology.dp > 1
+        steps = (first_step, run.steps)
+        return DividedSteps(load, run.batch, steps=steps) if measured else load(run.batch, steps)
 
     def evaluation(self, dataset: TokenDataset) -> Iterator[MicroBatch]:
         """The held-out batches of a split: `evaluation.samples` windows spread over it, or all of it."""

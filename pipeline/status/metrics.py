@@ -29,6 +29,7 @@ class Metrics:
         evaluation_s: seconds of all evaluations.
         saving_s: seconds in which training waited for checkpoints.
         checkpoints: step of a checkpoint -> when it was written.
+        shares: the newest event of measured shares; empty where they are fixed.
         events: notable ones, oldest first.
         first_time, last_time: of the first and the last row; None without rows.
         damaged: lines that were skipped.
@@ -41,6 +42,7 @@ class Metrics:
     evaluation_s: float = 0.0
     saving_s: float = 0.0
     checkpoints: dict[int, float] = field(default_factory=dict)
+    shares: dict[str, Any] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)
     first_time: float | None = None
     last_time: float | None = None
@@ -115,5 +117,7 @@ def _add_event(metrics: Metrics, row: dict[str, Any], step: int, time: float | N
         metrics.saving_s += row.get("waited_seconds", 0.0)
     if event == "checkpoint" and time is not None:
         metrics.checkpoints[step] = time
+    if event == "shares":
+        metrics.shares = row
     if event in _NOTABLE:
         metrics.events.append(row)
