@@ -28,8 +28,8 @@ from pipeline.topology import Topology
 
 EVERY = 5
 """Steps between measurements, each of which may change the shares."""
-_NEW = 0.5
-"""Weight of a measurement in the exponential mean of a rank's seconds per sample."""
+_NEW = 0.3
+"""Least weight of a measurement in the mean of a rank's seconds per sample: the first few count alike."""
 MIN_GAIN = 0.05
 """Expected gain below which the shares stay: to read and run other shapes takes time, and speeds are noisy."""
 
@@ -125,6 +125,7 @@ class ShareBalancer:
         self._rule = share_rule(run.config, run.topology, run.batch)
         self._topology, self._steps, self._clock = run.topology, steps, clock
         self._means: tuple[float, ...] = ()
+        self._measurements = 0
         self._warm = False
 
     def close(self) -> None:
@@ -158,8 +159,11 @@ class ShareBalancer:
         return self._decide(measured)
 
     def _decide(self, measured: Sequence[float]) -> ShareChange | None:
+        self._measurements += 1
+        weight = max(_NEW, 1 / self._measurements)
         before = self._means or measured
-        means = tuple(old + _NEW * (new - old) for old, new in zip(before, measured, strict=True))
+        # geometric: a step in which a rank was held up for long says less about its speed than several ordinary ones
+        means = tuple(old * (new / old) ** weight for old, new in zip(before, measured, strict=True))
         self._means = means
         shares = self._rule.divide([1 / each for each in means])
         gain = self._rule.seconds(self.shares, means) / self._rule.seconds(shares, means) - 1

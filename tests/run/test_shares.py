@@ -69,7 +69,8 @@ def test_a_throttled_rank_loses_its_share_and_the_curve_stays_the_same(
     assert done.returncode == 0, done.stdout[-3000:]
     shares = dealt(tmp_path / "auto")
     assert shares[0] == [8, 8]
-    assert shares[max(shares)][1] in range(3, 8), shares  # a third is 5.3, and two cores are shared with other tests
+    of_step = [shares[max(since for since in shares if since < step)][1] for step in range(6, STEPS + 1)]
+    assert 1 <= sum(of_step) / len(of_step) < 7, shares  # a third is 5.3, and two cores are shared with other tests
     assert f"samples per data rank {shares[max(shares)][0]}, {shares[max(shares)][1]}" in done.stdout
     status = read_status(tmp_path / "auto")
     assert list(status.shares) == shares[max(shares)]
@@ -82,13 +83,12 @@ def test_a_throttled_rank_loses_its_share_and_the_curve_stays_the_same(
 
 
 def test_a_run_goes_on_from_even_to_uneven_shares_and_back(tokens: Path, tmp_path: Path) -> None:
-    even = write_config(tmp_path / "even.json", tiny_config(tokens, tmp_path / "even", engine="torch"))
+    common = {"engine": "torch", "train_micro_batch_size_per_gpu": 4, "scheduler": {"type": "WarmupLR", "params": {}}}
+    even = write_config(tmp_path / "even.json", tiny_config(tokens, tmp_path / "even", **common))
     launch("train.py", even, processes=2)
-    config = write_config(tmp_path / "c.json", tiny_config(tokens, tmp_path / "run", engine="torch"))
-    for step, shares in ((6, "null"), (13, "[3, 1]"), (20, "null")):
-        until = [f"run.steps={step}"] if step < 20 else []
-        changed = ['run.allow_change=["run.steps"]'] if step < 20 else []
-        launch("train.py", config, f"parallel.shares={shares}", *until, *changed, "scheduler=auto", processes=2)
+    config = write_config(tmp_path / "c.json", tiny_config(tokens, tmp_path / "run", **common))
+    for steps, shares in ((6, "null"), (13, "[3, 1]"), (20, "null")):
+        launch("train.py", config, f"parallel.shares={shares}", f"run.steps={steps}", processes=2)
     found, expected = losses(tmp_path / "run"), losses(tmp_path / "even")
     assert max(abs(found[step] / expected[step] - 1) for step in expected) < 1e-5
 
