@@ -3,8 +3,8 @@
     python -m benchmarks.uneven_shares [--steps 60] [--slowdown 2] [--layout torch-0] [--unthrottled]
 
 Both runs train the same model on the same random tokens, one after the other, with a core for each rank, and rank 1 is
-suspended for as long as it works (tests/throttled.py). Figures are tokens per second over the steps
-after the warm-up, median of their times, and the largest relative difference of the two loss curves.
+suspended for as long as it works (tests/throttled.py). Figures are tokens per second over the steps after the warm-up,
+by the median of their times, and the largest relative difference of the two loss curves.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def test_shares_that_would_be_compiled_again_are_refused_on_a_machine_that_compi
 
     measured = run(parallel={"shares": "auto"})
     check_compiled_shares(measured, compiled=False)
-    with pytest.raises(ConfigError, match="set compile.enabled to true, which moves whole micro-batches"):
+    with pytest.raises(ConfigError, match=r"set compile\.enabled to true, which moves whole micro-batches"):
         check_compiled_shares(measured, compiled=True)
     check_compiled_shares(run(parallel={"shares": "auto"}, compile={"enabled": True}), compiled=True)
     check_compiled_shares(run(parallel={"shares": [3, 1]}), compiled=True)
