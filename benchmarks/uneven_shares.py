@@ -1,10 +1,11 @@
 """Benchmark of uneven shares: two ranks, one at half speed, with even shares and with `parallel.shares` "auto".
 
-    python -m benchmarks.uneven_shares [--steps 60] [--slowdown 2] [--layout torch-0] [--unthrottled]
+    python -m benchmarks.uneven_shares [--steps 60] [--rounds 3] [--slowdown 2] [--layout torch-0] [--unthrottled]
 
-Both runs train the same model on the same random tokens, one after the other, with a core for each rank, and rank 1 is
-suspended for as long as it works (tests/throttled.py). Figures are tokens per second over the steps after the warm-up,
-by the median of their times, and the largest relative difference of the two loss curves.
+Runs of both kinds, in turns, train the same model on the same random tokens, and rank 1 is suspended for as long as it
+works (tests/throttled.py); each rank should have a core. Figures are tokens per second over the steps after the
+warm-up, by the median of their times and by the best tenth (least disturbed by other work), and the largest relative
+difference of the loss curves.
 """
 
 from __future__ import annotations
@@ -47,19 +48,22 @@ def main() -> None:
         work = Path(folder)
         tokens = write_tokens(work / "tokens", vocab_size=VOCABULARY, tokens=400_000, longest=2 * SEQUENCE)
         for layout in arguments.layout:
-            runs = {
-                "even": train(work, tokens, layout, None, arguments.slowdown, arguments.steps),
-                "auto": train(work, tokens, layout, "auto", arguments.slowdown, arguments.steps),
-            }
+            runs: dict[str, list[Path]] = {}
+            for _ in range(arguments.rounds):
+                for name, shares in (("even", None), ("auto", "auto")):
+                    at = work / f"{layout}-{name}-{len(runs.get(name, []))}"
+                    made = train(at, tokens, layout, shares, arguments.slowdown, arguments.steps)
+                    runs.setdefault(name, []).append(made)
             if arguments.unthrottled:
-                runs["even, no rank throttled"] = train(work, tokens, layout, None, 1.0, arguments.steps)
+                runs["even, no rank throttled"] = [
+                    train(work / f"{layout}-full", tokens, layout, None, 1.0, arguments.steps)
+                ]
             report(layout, runs, slowdown=arguments.slowdown)
     print(f"load average at the end: {os.getloadavg()[0]:.2f}")
 
 
-def train(work: Path, tokens: Path, layout: str, shares: str | None, slowdown: float, steps: int) -> Path:
+def train(run_dir: Path, tokens: Path, layout: str, shares: str | None, slowdown: float, steps: int) -> Path:
     """Trains with rank 1 throttled; returns the run's directory."""
-    run_dir = work / f"{layout}-{shares}-{slowdown:g}"
     config = {
         "model": {"config": {**MODEL, "vocab_size": VOCABULARY}},
         "data": {"sources": [{"path": str(tokens)}], "sequence_length": SEQUENCE},
@@ -72,7 +76,7 @@ def train(work: Path, tokens: Path, layout: str, shares: str | None, slowdown: f
         "parallel": {"shares": shares},
         **LAYOUTS[layout],
     }
-    path = work / "config.json"
+    path = run_dir.with_suffix(".json")
     path.write_text(json.dumps(config))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     script = [str(ROOT / "tests/throttled.py"), "1", f"{slowdown:g}", str(ROOT / "pipeline/train.py")]
@@ -85,28 +89,33 @@ def train(work: Path, tokens: Path, layout: str, shares: str | None, slowdown: f
     return run_dir
 
 
-def report(layout: str, runs: dict[str, Path], *, slowdown: float) -> None:
-    """Prints the speeds of a layout's runs, the shares at the end, and how far their losses are apart."""
-    rows = {name: list(read_rows(run_dir, kind="step")) for name, run_dir in runs.items()}
-    tokens = SAMPLES * SEQUENCE
-    speeds = {
-        name: tokens / statistics.median(row["seconds"] for row in each if row["step"] > WARM_UP)
-        for name, each in rows.items()
-    }
-    curves = {name: [row["loss"] for row in each] for name, each in rows.items()}
-    apart = max(abs(a / b - 1) for a, b in zip(curves["auto"], curves["even"], strict=True))
-    dealt = [row for row in read_rows(runs["auto"], kind="event") if row["event"] == "shares"]
-    print(f"{layout}, 2 ranks, rank 1 at 1/{slowdown:g} of its speed:")
-    for name, speed in speeds.items():
-        print(f"{name:>26}  {speed:>9,.0f} tokens/s")
-    print(f"{'auto / even':>26}  {speeds['auto'] / speeds['even']:.2f}")
-    print(f"{'shares of auto':>26}  " + ", ".join(f"{row['samples']} from step {row['step']}" for row in dealt))
-    print(f"{'largest loss difference':>26}  {apart:.1e} (relative, {len(curves['even'])} steps, fp32)", flush=True)
+def report(layout: str, runs: dict[str, list[Path]], *, slowdown: float) -> None:
+    """Prints the speeds of a layout's runs, the shares, and how far their losses are apart."""
+    rows = {name: [list(read_rows(each, kind="step")) for each in found] for name, found in runs.items()}
+    print(
+        f"{layout}, 2 ranks, rank 1 at 1/{slowdown:g} of its speed: tokens/s by the median and the best tenth of steps"
+    )
+    speeds: dict[str, list[float]] = {}
+    for name, found in rows.items():
+        seconds = sorted(row["seconds"] for each in found for row in each if row["step"] > WARM_UP)
+        times = statistics.median(seconds), statistics.fmean(seconds[: max(1, len(seconds) // 10)])
+        speeds[name] = [SAMPLES * SEQUENCE / each for each in times]
+        print(f"{name:>26}  {speeds[name][0]:>9,.0f}  {speeds[name][1]:>9,.0f}")
+    ratios = [auto / even for auto, even in zip(speeds["auto"], speeds["even"], strict=True)]
+    print(f"{'auto / even':>26}  {ratios[0]:>9.2f}  {ratios[1]:>9.2f}")
+    for run_dir in runs["auto"]:
+        events = [row for row in read_rows(run_dir, kind="event") if row["event"] == "shares"]
+        print(f"{'shares of auto':>26}  " + ", ".join(f"{row['samples']} from step {row['step']}" for row in events))
+    expected = [row["loss"] for row in rows["even"][0]]
+    curves = [[row["loss"] for row in each] for name in ("even", "auto") for each in rows[name]]
+    apart = max(abs(a / b - 1) for curve in curves for a, b in zip(curve, expected, strict=True))
+    print(f"{'largest loss difference':>26}  {apart:.1e} (relative, {len(expected)} steps, fp32)", flush=True)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each kind, in turns")
     parser.add_argument("--slowdown", type=float, default=2.0)
     parser.add_argument("--layout", action="append", choices=LAYOUTS)
     parser.add_argument("--unthrottled", action="store_true", help="also with two ranks at full speed")
