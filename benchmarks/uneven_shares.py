@@ -4,8 +4,7 @@
 
 Runs of both kinds, in turns, train the same model on the same random tokens, and rank 1 is suspended for as long as it
 works (tests/throttled.py); each rank should have a core. Figures are tokens per second over the steps after the
-warm-up, by the median of their times and by the best tenth (least disturbed by other work), and the largest relative
-difference of the loss curves.
+warm-up, by the median and by the mean of their times, and the largest relative difference of the loss curves.
 """
 
 from __future__ import annotations
@@ -92,13 +91,11 @@ def train(run_dir: Path, tokens: Path, layout: str, shares: str | None, slowdown
 def report(layout: str, runs: dict[str, list[Path]], *, slowdown: float) -> None:
     """Prints the speeds of a layout's runs, the shares, and how far their losses are apart."""
     rows = {name: [list(read_rows(each, kind="step")) for each in found] for name, found in runs.items()}
-    print(
-        f"{layout}, 2 ranks, rank 1 at 1/{slowdown:g} of its speed: tokens/s by the median and the best tenth of steps"
-    )
+    print(f"{layout}, 2 ranks, rank 1 at 1/{slowdown:g} of its speed: tokens/s by the median and the mean of steps")
     speeds: dict[str, list[float]] = {}
     for name, found in rows.items():
-        seconds = sorted(row["seconds"] for each in found for row in each if row["step"] > WARM_UP)
-        times = statistics.median(seconds), statistics.fmean(seconds[: max(1, len(seconds) // 10)])
+        seconds = [row["seconds"] for each in found for row in each if row["step"] > WARM_UP]
+        times = statistics.median(seconds), statistics.fmean(seconds)
         speeds[name] = [SAMPLES * SEQUENCE / each for each in times]
         print(f"{name:>26}  {speeds[name][0]:>9,.0f}  {speeds[name][1]:>9,.0f}")
     ratios = [auto / even for auto, even in zip(speeds["auto"], speeds["even"], strict=True)]
