@@ -146,7 +146,8 @@ class RunSamples:
         source = self.mixture.sources[int(place.source[0])]
         step = "" if sample.step is None else f", step {sample.step}"
         rank, micro = sample.micro_batch
-        where = f" (data rank {rank}, micro-batch {micro})" if self.run.topology.world_size > 1 else ""
+        known = self.run.topology.world_size > 1 and self.run.config.parallel.shares != "auto"  # which change
+        where = f" (data rank {rank}, micro-batch {micro})" if known else ""
         return f"== sample {sample.number}{step}{where}: {source.label}, window {int(place.window[0])}"
 
     def text(self, sample: Sample, *, color: bool = False) -> Iterator[str]:
@@ -177,6 +178,8 @@ class RunSamples:
 
 def _micro_batch(batch: BatchSizes, place: int) -> tuple[int, int]:
     """(data rank, micro-batch) of the sample at a place of a step: see `StepLoader`."""
+    if batch.shares is not None:
+        return batch.shares.place(place)
     micro, rest = divmod(place, batch.dp * batch.micro)
     return rest // batch.micro, micro
 

@@ -34,7 +34,7 @@ OWNED = (
 )
 """Top-level keys in which "auto" is the Trainer's. In headrace's own sections it means the same as no key, but for:"""
 
-_OWN_AUTO = frozenset({"run.checkpoint_every"})
+_OWN_AUTO = frozenset({"run.checkpoint_every", "parallel.shares"})
 """Keys of our own for which "auto" is a value with a meaning, and not the default."""
 
 _TRAINER: dict[str, Any] = {

@@ -5,14 +5,16 @@ DeepSpeed's three keys keep their meaning: any one of them may be absent, and fo
 An elastic run (`parallel.elastic`, or a resume on another number of processes) keeps its global batch size whatever dp
 is. Every data rank runs equally many micro-batches of equal size, since sharded and pipelined engines run in lockstep;
 rows beyond the global batch are padding: they have no targets, and losses are sums over targets.
+With uneven shares (`parallel.shares`) ranks run different rows and nothing is padded: `config.shares_rules`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.base.errors import ConfigError
 from pipeline.config.schema import Config
+from pipeline.config.shares import Shares
 
 _PASS_OVERHEAD = 0.25
 """Fixed cost of a forward and backward pass, in rows. An estimate: it decides between splits of nearly equal cost."""
@@ -27,11 +29,13 @@ class BatchSizes:
 
     Attributes:
         samples: global batch size, in samples per optimizer step over all ranks.
-        micro: micro-batch size, in rows per forward pass of one rank.
-        accumulation: gradient accumulation steps: micro-batches per rank and optimizer step.
+        micro: micro-batch size, in rows per forward pass of one rank; with shares the largest.
+        accumulation: gradient accumulation steps: micro-batches per rank and optimizer step; with shares of the rank
+            that has most.
         dp: data-parallel ranks.
         sequence_length: tokens per sample.
         adjusted_fields: config fields with the values that were replaced for this number of ranks.
+        shares: the samples of every data-parallel rank where they are not equally many rows; see `parallel.shares`.
     """
 
     samples: int
@@ -40,6 +44,7 @@ class BatchSizes:
     dp: int
     sequence_length: int
     adjusted_fields: tuple[str, ...] = ()
+    shares: Shares | None = None
 
     @property
     def tokens(self) -> int:
@@ -49,6 +54,8 @@ class BatchSizes:
     @property
     def rows(self) -> int:
         """Rows that go through the model per optimizer step, over all ranks: samples and padding."""
+        if self.shares is not None:
+            return self.samples
         return self.micro * self.accumulation * self.dp
 
     @property
@@ -56,9 +63,15 @@ class BatchSizes:
         """Rows of a step that are no samples."""
         return self.rows - self.samples
 
+    def with_shares(self, shares: Shares) -> BatchSizes:
+        """The same global batch in other shares."""
+        return replace(self, shares=shares, accumulation=shares.most_micro_batches)
+
     def __str__(self) -> str:
         split = f"micro-batch {self.micro} x accumulation {self.accumulation} x dp {self.dp}"
         padding = f" less {self.padding_rows} of {self.rows} rows, which are padding" if self.padding_rows else ""
+        if self.shares is not None:
+            split = f"{self.shares}, in up to {self.accumulation} micro-batches of up to {self.micro}"
         tokens = f"x {self.sequence_length} tokens = {self.tokens:,} tokens per step"
         adjusted = f" (adjusted: {' and '.join(self.adjusted_fields)})" if self.adjusted_fields else ""
         return f"{self.samples} samples per step = {split}{padding}{adjusted}; {tokens}"

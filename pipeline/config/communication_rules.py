@@ -28,10 +28,11 @@ def check_gradient_dtype(config: Config, topology: Topology, batch: BatchSizes) 
             raise ConfigError(field, given, why=why, remedy=f"{remedy}, or use zero_optimization.stage 2 or 3")
         return
     once = stage == 0 or config.parallel.hybrid_shard_size is not None or (topology.pp > 1 and stage < 3)
-    if once and batch.accumulation > 1:
+    if once and (batch.accumulation > 1 or config.parallel.shares == "auto"):
+        more = " (or more, with parallel.shares auto)" if config.parallel.shares == "auto" else ""
         why = (
-            f"gradients of the {batch.accumulation} micro-batches of a step are summed before they are reduced, and"
-            " FSDP2 sums them in the dtype in which it reduces them"
+            f"gradients of the {batch.accumulation} micro-batches of a step{more} are summed before they are reduced,"
+            " and FSDP2 sums them in the dtype in which it reduces them"
         )
         others = "zero_optimization.stage 3 without hybrid_shard_size" if topology.pp > 1 else "stage 2 or 3"
         raise ConfigError(field, given, why=why, remedy=f"{remedy}, or use {others}, or one micro-batch per step")

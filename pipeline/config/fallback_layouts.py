@@ -34,7 +34,7 @@ class ChosenLayout:
 
 def apply_fallback(config: Config, layout: FallbackLayout) -> Config:
     """A config with another layout; keys of DeepSpeed for an axis are removed."""
-    parallel = ParallelSection(**layout.model_dump(exclude=_OTHERS), elastic=True)
+    parallel = ParallelSection(**layout.model_dump(exclude=_OTHERS), elastic=True, shares=config.parallel.shares)
     update: dict[str, Any] = {
         "parallel": parallel,
         "pipeline": config.pipeline.model_copy(update={"stages": None}),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -59,6 +59,11 @@ class ParallelSection(LayoutSection):
         False,
         description="Elastic training: true lets a run start on any number of processes, padding the batch with rows"
         " without targets; surplus processes stand by. A resumed run accepts any number either way",
+    )
+    shares: Literal["auto"] | Annotated[tuple[float, ...], Field(strict=False)] | None = Field(
+        None,
+        description="Uneven shares of the batch for data-parallel ranks of different speed: relative weights, one per"
+        " rank, e.g. [3, 3, 2], or auto, which measures the ranks and divides anew when it pays. Even when absent",
     )
 
 

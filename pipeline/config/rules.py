@@ -31,6 +31,7 @@ from pipeline.config.parametrization_rules import check_parametrization
 from pipeline.config.quantization_aware_rules import check_quantization_aware
 from pipeline.config.schedule import Schedule, make_schedule
 from pipeline.config.schema import Config
+from pipeline.config.shares_rules import shared_batch
 from pipeline.topology import Topology
 
 
@@ -296,6 +297,8 @@ def _mesh(config: Config, *, world_size: int, elastic: bool) -> tuple[Topology, 
     topology = topology_of(config, world_size=world_size, elastic=elastic)
     refuse_unsupported(config, topology)
     check_layout(config, topology)
+    if config.parallel.shares is not None:
+        return topology, shared_batch(config, topology)
     least, multiple = micro_batch_constraints(config, topology)
     sizes = {"dp": topology.dp, "min_micro_batches": least, "multiple_of": multiple}
     return topology, resolve_batch(config, elastic=elastic, **sizes)

@@ -71,11 +71,12 @@ class MicroBatch:
         pinned = (t if t is None else t.pin_memory() for t in (getattr(self, f.name) for f in fields(self)))
         return MicroBatch(*pinned)  # type: ignore[arg-type]
 
-    def split(self, samples: int) -> list[MicroBatch]:
-        """Splits into batches of `samples` samples each, as views."""
+    def split(self, samples: int | Sequence[int]) -> list[MicroBatch]:
+        """Splits into batches of `samples` samples each, or of as many as each number says, as views."""
         whole = [getattr(self, field.name) for field in fields(self)]
-        count = -(-self.input_ids.shape[0] // samples)
-        parts = [[None] * count if tensor is None else tensor.split(samples) for tensor in whole]
+        sizes = samples if isinstance(samples, int) else list(samples)
+        count = -(-self.input_ids.shape[0] // samples) if isinstance(samples, int) else len(samples)
+        parts = [[None] * count if tensor is None else tensor.split(sizes) for tensor in whole]
         return [MicroBatch(*each) for each in zip(*parts, strict=True)]
 
 
@@ -106,7 +107,8 @@ class StepLoader:
     """Iterates over the optimizer steps of a run, for one data-parallel rank.
 
     The samples of a step depend on the step alone; a rank takes its share of each. If they do not divide, every rank
-    has rows for the largest share, and surplus rows are padding without targets. It can feed any PyTorch loop:
+    has rows for the largest share, and surplus rows are padding without targets. With uneven shares (`batch.shares`) a
+    rank has its own samples and no padding. It can feed any PyTorch loop:
     `for step in StepLoader(...): for micro in step.micro_batches: ...`
 
     Args:
@@ -189,7 +191,8 @@ class StepLoader:
         if self._logits is not None:
             read = (torch.from_numpy(np.ascontiguousarray(_cut(each, chunks))) for each in self._logits.read(location))
             whole = replace(whole, **dict(zip(("target_ids", "target_logs"), read, strict=True)))
-        return StepBatch(step, [self._own(micro) for micro in whole.split(batch.micro)], targets)
+        sizes = batch.micro if batch.shares is None else batch.shares.sizes[self._dp_rank]
+        return StepBatch(step, [self._own(micro) for micro in whole.split(sizes)], targets)
 
     def _mask_labels(self, batch: MicroBatch, location: SampleLocation, step: int, chunks: Sequence[range]) -> int:
         """Applies the loss mask to the labels; returns the number of targets of the whole step.
@@ -266,6 +269,8 @@ class StepLoader:
 
 def samples_of_rows(batch: BatchSizes, dp_rank: int) -> npt.NDArray[np.int64]:
     """Index in the step of each row of a rank, over its micro-batches; from `batch.samples` on, rows are padding."""
+    if batch.shares is not None:
+        return np.asarray(batch.shares.samples(dp_rank), dtype=np.int64)
     starts = dp_rank * batch.micro + np.arange(batch.accumulation) * batch.dp * batch.micro
     rows: npt.NDArray[np.int64] = (starts[:, None] + np.arange(batch.micro)).ravel()
     return rows

@@ -28,6 +28,7 @@ class Metrics:
         recent: (step, time) of the newest steps, seconds since the epoch.
         sums: seconds by what they were spent on, one sum for each attempt that has rows.
         checkpoints: step of a checkpoint -> when it was written.
+        shares: the newest event of measured shares; empty where they are fixed.
         events: notable ones, oldest first.
         exchange: the newest exchange with other islands; None in an ordinary run.
         first_time, last_time: of the first and the last row; None without rows.
@@ -39,6 +40,7 @@ class Metrics:
     recent: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
     sums: SumsByAttempt = field(default_factory=SumsByAttempt)
     checkpoints: dict[int, float] = field(default_factory=dict)
+    shares: dict[str, Any] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)
     exchange: dict[str, Any] | None = None
     first_time: float | None = None
@@ -103,5 +105,7 @@ def _add_event(metrics: Metrics, row: dict[str, Any], step: int, time: float | N
         metrics.checkpoints[step] = time
     if event == "exchange":
         metrics.exchange = row
+    if event == "shares":
+        metrics.shares = row
     if event in _NOTABLE or row.get("lost"):
         metrics.events.append(row)

@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from headrace.base.errors import ConfigError
+from pipeline.checkpoint.store import Checkpoint
 from pipeline.config.islands_schema import IslandsSection
 from pipeline.config.rules import ResolvedRun
 from pipeline.engines.base import Engine
@@ -74,7 +75,7 @@ def open_island(  # noqa: PLR0913  what a rank of a run has
     record: Record,
     say: Callable[[str], None],
     loader: Loader,
-    step: int,
+    checkpoint: Checkpoint | None,
     stack: ExitStack,
 ) -> Island | None:
     """The island of this rank; None for an ordinary run. Collective. `stack` closes it.
@@ -83,7 +84,8 @@ def open_island(  # noqa: PLR0913  what a rank of a run has
         run: the resolved config.
         rank: of this process in the island.
         engine, agreement, signals, watchdog, record, say: see `Surroundings`.
-        loader, step: see `Island`.
+        loader: see `Island`.
+        checkpoint: where the run resumes; its outer state is loaded.
         stack: closes it.
     """
     section = run.config.islands
@@ -117,6 +119,9 @@ def open_island(  # noqa: PLR0913  what a rank of a run has
         say=say,
     )
     peers = Peers(bind=section.bind, timeout_s=section.timeout_s, secret=secret)
+    step = checkpoint.step if checkpoint else 0
     island = Island(around, peers=peers, lighthouse=lighthouse, loader=loader, step=step)
     stack.callback(island.close)
+    if checkpoint is not None:
+        island.load(checkpoint.path, checkpoint.manifest.details.get("island"))
     return island

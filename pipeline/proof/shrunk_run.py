@@ -146,6 +146,8 @@ def shrink_run(run: ResolvedRun, *, steps: int, work: Path) -> ShrunkRun:
         notes.append("fp8 needs larger sizes: proven in bf16")
     if config.quantization_aware is not None:
         notes.append("quantization_aware rounds weights, which hides small differences: proven without")
+    if config.parallel.shares is not None:
+        notes.append("shares of ranks are no layout: proven with even ones")
     known = known_keys(model.model_type) | optional_keys(model.model_type)
     fields = {key: value for key, value in model.to_dict().items() if key in known}
     raw = config.model_dump(mode="json", exclude_none=True)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from pipeline.config.batch import BatchSizes
 from pipeline.data.dataset import TokenDataset
+from pipeline.data.divided import DividedSteps
 from pipeline.data.loader import MicroBatch, StepLoader, heldout_batches
 from pipeline.data.skips import Skips
 from pipeline.run.prepare import PreparedRun
@@ -31,21 +34,26 @@ class RankBatches:
         """The held-out split of every source."""
         return self.prepared.heldout
 
-    def training(self, *, first_step: int, skips: Skips) -> StepLoader:
+    def training(self, *, first_step: int, skips: Skips) -> StepLoader | DividedSteps:
         """The batches from `first_step` to the last step of the run, without the data that `skips` leaves out."""
-        return self.slots(first_step, self.prepared.run.steps, skips=skips)
+        run, steps = self.prepared.run, (first_step, self.prepared.run.steps)
+        if run.config.parallel.shares == "auto" and run.topology.dp > 1:
+            return DividedSteps(partial(self._load, skips=skips), run.batch, steps=steps)
+        return self._load(run.batch, steps, skips=skips)
 
     def slots(self, first: int, last: int, *, skips: Skips) -> StepLoader:
         """The batches of the global batches `first` to `last` of the order of samples, counted from 1."""
-        run = self.prepared.run
+        return self._load(self.prepared.run.batch, (first, last), skips=skips)
+
+    def _load(self, batch: BatchSizes, steps: tuple[int, int], *, skips: Skips) -> StepLoader:
         return StepLoader(
             self.prepared.mixture,
-            run.batch,
+            batch,
             **self._position(),
-            steps=(first, last),
+            steps=steps,
             skips=skips,
             logits=self.prepared.logits,
-            prefetch=run.config.data.prefetch,
+            prefetch=self.prepared.run.config.data.prefetch,
             pin=torch.cuda.is_available(),
         )
 

@@ -45,11 +45,12 @@ from pipeline.models.flash_attention import check_flash_attention
 from pipeline.models.meta import parameter_shapes
 from pipeline.models.sdpa_order import ordered_sdpa
 from pipeline.models.values import ReportsProgress, Zeros
-from pipeline.parallel.compilation import compilation_clock
+from pipeline.parallel.compilation import compilation_clock, compiles
 from pipeline.parallel.fp8 import check_fp8_device
 from pipeline.parallel.mesh import Mesh, build_mesh
 from pipeline.run.agreed_peak import AgreedPeak
 from pipeline.run.attempts import Attempt, locked_attempt
+from pipeline.run.balance_shares import check_compiled_shares, make_balancer
 from pipeline.run.batches import RankBatches
 from pipeline.run.checkpoint_interval import make_interval, saves_before
 from pipeline.run.checkpoint_timer import CheckpointTimer
@@ -298,20 +299,20 @@ class Session:
                 record=sinks.event,
                 say=display.say,
                 loader=partial(batches.slots, skips=skips),
-                step=done,
+                checkpoint=checkpoint,
                 stack=stack,
             )
             if island is not None:
-                if checkpoint is not None:
-                    island.load(checkpoint.path, checkpoint.manifest.details.get("island"))
                 if stop := island.start():
                     return stop
                 done = island.step
+            steps = island.batches() if island else batches.training(first_step=done + 1, skips=skips)
+            balancer = make_balancer(run, engine, steps, gpu=self.agreement.device.type == "cuda", stack=stack)
             trainer = Trainer(
                 run=run,
                 engine=engine,
                 stepper=stepper,
-                steps=island.batches() if island else batches.training(first_step=done + 1, skips=skips),
+                steps=steps,
                 heldout=batches,
                 writer=self._checkpoint_writer(),
                 manifest=manifest,
@@ -339,6 +340,7 @@ class Session:
                     on_progress=self.watchdog.report_progress,
                 ),
                 island=island,
+                balancer=balancer,
             )
             self.attempt.training(done)
             try:
@@ -464,6 +466,7 @@ def _check_device(run: ResolvedRun, device: torch.device) -> None:
     """Refuses what this rank's device cannot compute."""
     check_fp8_device(run.config.fp8, device)
     check_flash_attention(run.config.model.attn_implementation, device)
+    check_compiled_shares(run, compiled=compiles(run.config.compile))
 
 
 def _connect(

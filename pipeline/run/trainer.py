@@ -29,6 +29,7 @@ from pipeline.metrics.step_clock import StepClock, StepCost, Stopwatch
 from pipeline.metrics.stragglers import Stragglers
 from pipeline.metrics.units import bits_per_byte, perplexity, show_bits_per_byte
 from pipeline.run.agreed_peak import AgreedPeak
+from pipeline.run.balance_shares import ShareBalancer, shares_row
 from pipeline.run.checkpoint_timer import CheckpointTimer
 from pipeline.run.garbage import GarbageCollector
 from pipeline.run.manifest import RunManifest
@@ -135,6 +136,7 @@ class Trainer:
         student: completes a step's batch before it is begun; None where it has all of it from the data.
         blocked: the time in which the loop waited for checkpoints.
         island: exchanges with other islands; None in an ordinary run.
+        balancer: divides the samples of steps by the measured speeds of ranks; None in fixed shares.
     """
 
     run: ResolvedRun
@@ -163,6 +165,7 @@ class Trainer:
     student: StudentSamples | None = None
     blocked: Stopwatch = field(default_factory=Stopwatch)
     island: Islands | None = None
+    balancer: ShareBalancer | None = None
 
     def train(self) -> Stop:
         """Trains to the last step or to a stop signal: per step an update, then a checkpoint and an evaluation if due.
@@ -174,6 +177,8 @@ class Trainer:
             CheckpointError: the last checkpoint could not be written. One on the way is tried again at its next time.
             TrainingError, Rollback: see `GuardedStepper.train`.
         """
+        if self.balancer is not None:
+            self.sinks.event(self.progress.step, event="shares", **shares_row(self.balancer.shares))
         for batch in self.clock.timed(self.stragglers.timed(self.steps)):
             step, last = batch.step, batch.step == self.run.steps
             with self._save_finished_first():
@@ -185,6 +190,7 @@ class Trainer:
             self._report_stragglers(step)
             if not stop:
                 stop = self._exchange(step)
+            self._divide_anew(step)
             if stop or last:
                 self._save_last(step)
             elif self._checkpoint_due(step) or time_is_up:
@@ -294,6 +300,8 @@ class Trainer:
         self.progress.begun = step
         with self.clock.excluded():
             self.profiler.begin(step)
+        if self.balancer is not None:
+            self.balancer.begin(batch)
         with self.profiler.step(step), self.stragglers.measured(step):
             if self.student is not None:
                 self.watchdog.enter_phase("generating", step)
@@ -453,6 +461,12 @@ class Trainer:
             self.sinks.event(saved.step, event="checkpoint_not_copied", ranks=ranks, why=why)
             files = f"warning: {len(ranks)} checkpoint files were not copied into memory (rank {ranks[0]}: {why})"
             self.display.say(f"{files}; a restart reads them from the run's directory")
+
+    def _divide_anew(self, step: int) -> None:
+        change = None if self.balancer is None else self.balancer.update(step)
+        if change is not None:
+            self.sinks.event(step, event="shares", **change.row())
+            self.display.say(change.line(step))
 
     def _report_stragglers(self, step: int) -> None:
         report = self.stragglers.report(step)

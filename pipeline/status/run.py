@@ -59,6 +59,7 @@ class RunStatus:
         tokens_per_second: of that step, over all ranks.
         mfu: of that step, a fraction; None where the device's peak is not known.
         heldout_loss: of the newest evaluation, in nats per token.
+        shares: samples of a step by data-parallel rank, as measured last; empty where they are fixed.
         newest: the newest finished checkpoint.
         training: whether a process trains there now; None where the file system has no locks.
         idle_seconds: since the metrics were last written.
@@ -79,6 +80,7 @@ class RunStatus:
     tokens_per_second: float | None
     mfu: float | None
     heldout_loss: float | None
+    shares: tuple[int, ...]
     newest: CheckpointStatus | None
     training: bool | None
     idle_seconds: float | None
@@ -151,6 +153,7 @@ class RunReader:
             tokens_per_second=metrics.step.get("tokens_per_second"),
             mfu=metrics.step.get("mfu"),
             heldout_loss=metrics.evaluation.get("loss"),
+            shares=tuple(metrics.shares.get("samples", ())),
             newest=_newest(run_dir, metrics, now),
             training=training,
             idle_seconds=_idle(run_dir, now),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from pipeline.config.shares import shown
 from pipeline.goodput.attempts import Attempt, fault_line
 from pipeline.goodput.text import goodput_text
 from pipeline.metrics.units import clock
@@ -93,6 +94,8 @@ def _progress(status: RunStatus) -> Iterator[str]:
     if status.tokens_per_second is not None:
         mfu = "" if status.mfu is None else f", MFU {status.mfu:.1%}"
         yield line("speed", f"{status.tokens_per_second:,.0f} tokens/s{mfu}")
+    if status.shares:
+        yield line("shares", f"samples per data rank {shown(status.shares)}")
     if status.goodput is not None:
         yield line("goodput", goodput_text(status.goodput))
     if status.seconds_left is not None and not status.finished:

@@ -25,6 +25,8 @@ from headrace.base.section import parse
 from pipeline.checkpoint import named_state
 from pipeline.config.rules import ResolvedRun, resolve
 from pipeline.config.schema import Config
+from pipeline.config.shares import Shares
+from pipeline.config.shares_rules import share_rule
 from pipeline.data.loader import IGNORE, MicroBatch, StepBatch
 from pipeline.engines.base import Objective
 from pipeline.engines.build import build_engine
@@ -140,6 +142,15 @@ def assert_only_partitions(asked: dict[str, int], parameters: dict[str, Any]) ->
         assert asked.get(name, 0) <= min(parameter.ds_numel, parameter.ds_tensor.ds_numel + 2 * row), name
 
 
+def shares_of(run: ResolvedRun, step: int) -> Shares | None:
+    """The shares of a step: with "auto" another rank has the larger share in every step."""
+    if run.config.parallel.shares != "auto":
+        return run.batch.shares
+    dp = run.topology.dp
+    weights = [3.0 if (rank + step) % dp == 0 else 1.0 for rank in range(dp)]
+    return share_rule(run.config, run.topology, run.batch).divide(weights)
+
+
 def step_batch(run: ResolvedRun, step: int) -> StepBatch:
     """This rank's part of a step of learnable tokens, a tenth of which are not targets."""
     generator = torch.Generator().manual_seed(step)
@@ -150,9 +161,13 @@ def step_batch(run: ResolvedRun, step: int) -> StepBatch:
     chunks = sequence_chunks(LENGTH, cp=run.topology.cp, cp_rank=coordinates["cp"], zigzag=run.zigzag)
     shard = torch.tensor([position for chunk in chunks for position in chunk])
     micros = []
-    for number in range(run.batch.accumulation):
-        first = (number * run.batch.dp + coordinates["dp"]) * run.batch.micro
-        rows = torch.arange(first, first + run.batch.micro)
+    shares, dp_rank = shares_of(run, step), coordinates["dp"]
+    for number in range(run.batch.accumulation if shares is None else len(shares.sizes[dp_rank])):
+        first, size = (number * run.batch.dp + dp_rank) * run.batch.micro, run.batch.micro
+        if shares is not None:
+            before, size = sum(shares.sizes[dp_rank][:number]), shares.sizes[dp_rank][number]
+            first = shares.samples(dp_rank).start + before
+        rows = torch.arange(first, first + size)
         padding, rows = rows >= SAMPLES, rows.clamp(max=SAMPLES - 1)
         own_labels = labels[rows][:, shard].masked_fill(padding[:, None], IGNORE)
         micros.append(MicroBatch(tokens[rows, :-1][:, shard].contiguous(), own_labels))

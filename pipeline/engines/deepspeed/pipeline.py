@@ -114,8 +114,8 @@ class DeepSpeedPipeline(DeepSpeedBase):
     ) -> FinishedStep:
         """See `Engine.begin_step`."""
         engine = self._engine
-        # DeepSpeed divides the loss by the number of micro-batches
-        factor = self._begin(step, lr, limits) * len(step.micro_batches)
+        # DeepSpeed divides the loss by the number of micro-batches in its config
+        factor = self._begin(step, lr, limits) * engine.gradient_accumulation_steps()
         batches = [micro.to(self._device) for micro in step.micro_batches]
         self._stage_module.begin(batches, self._objective, factor)
         engine.module.train()

@@ -85,6 +85,8 @@ class DeepSpeedZero(DeepSpeedBase):
         )
         reset_optimizer_state(self._engine.optimizer)
         self._engine.train()
+        # DeepSpeed would count the micro-batches of its config, and ranks with other shares run other numbers of them
+        self._uneven = run.batch.shares is not None
 
     def begin_step(
         self,
@@ -99,6 +101,8 @@ class DeepSpeedZero(DeepSpeedBase):
         factor, means = self._begin(step, lr, limits), []
         sums = torch.zeros(1 + len(self._objective.parts), device=self._device)
         for number, micro in enumerate(step.micro_batches):
+            if self._uneven:
+                self._engine.set_gradient_accumulation_boundary(number == len(step.micro_batches) - 1)
             batch = micro.to(self._device)
             total, *parts = self._engine(batch.input_ids, batch, self._objective)
             sums += torch.stack([total.detach(), *parts])

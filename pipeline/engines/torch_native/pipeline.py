@@ -15,7 +15,7 @@ Shapes: B samples, T positions of this rank, D features. Hidden states are [B, T
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -102,21 +102,28 @@ class PipelineSchedule:
         assert group is not None
         self._stage_modules, self._group, self._device = stage_modules, group, device
         self._hidden_size, self._dtype, self._tp = hidden_size, model_dtype(run.config), run.topology.tp
-        self._micro_batches = run.batch.accumulation
-        ids = torch.empty(
+        self._ids = torch.empty(
             run.batch.micro, run.batch.sequence_length // run.topology.cp, dtype=torch.int64, device="meta"
         )
-        stages = [self._pipeline_stage(module, ids) for module in stage_modules]
-        kind = SCHEDULES[run.config.parallel.schedule]
-        assert kind is not ScheduleInterleavedZeroBubble or run.config.zero_optimization.stage < 3, "see above"
-        single = issubclass(kind, PipelineScheduleSingle)
+        self._kind = SCHEDULES[run.config.parallel.schedule]
+        assert self._kind is not ScheduleInterleavedZeroBubble or run.config.zero_optimization.stage < 3, "see above"
+        self._micro_batches, self._schedule = 0, cast(Any, None)
+        shares = run.batch.shares
+        self._prepare(run.batch.accumulation if shares is None else len(shares.sizes[mesh.coordinates["dp"]]))
+
+    def _prepare(self, micro_batches: int) -> None:
+        """Builds the schedule for a number of micro-batches, which changes with the rank's share of a batch."""
+        if micro_batches == self._micro_batches:
+            return
+        stages = [self._pipeline_stage(module, self._ids) for module in self._stage_modules]
+        schedule_stages: Any = stages[0] if issubclass(self._kind, PipelineScheduleSingle) else stages
         # the loss is a sum over targets: gradients of micro-batches add up without division
-        schedule_stages = stages[0] if single else stages
-        self._schedule = kind(schedule_stages, self._micro_batches, loss_fn=_output_is_loss, scale_grads=False)
+        self._schedule = self._kind(schedule_stages, micro_batches, loss_fn=_output_is_loss, scale_grads=False)
+        self._micro_batches = micro_batches
 
     def train(self, batches: Sequence[MicroBatch], objective: Objective, *, scale: float) -> Tensor:
         """See `ForwardBackward.train`."""
-        assert len(batches) == self._micro_batches
+        self._prepare(len(batches))
         for module in self._stage_modules:
             module.begin(batches, objective, scale=scale)
         first = self._stage_modules[0].stage.first

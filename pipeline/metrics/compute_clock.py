@@ -1,0 +1,100 @@
+"""Time of a rank's own computation: forward passes of decoder layers, in which it waits for no data-parallel rank.
+
+Sharding engines gather a layer's weights before its forward pass and communicate gradients in and after its backward
+pass. What lies between is computation, at the speed of the device or the core, whatever the other ranks do; backward
+passes take a multiple of it. DeepSpeed's ZeRO-3 gathers the weights of each linear layer or norm by itself, so there
+these are timed. Tensor- and context-parallel ranks wait for each other within a layer: they share a speed, the slowest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass
+class _Step:
+    """What was measured in a step.
+
+    Attributes:
+        samples: that the rank computes.
+        seconds: on the CPU.
+        events: CUDA events at the start and the end of forward passes.
+    """
+
+    samples: int
+    seconds: float = 0.0
+    events: list[tuple[Any, Any]] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the device has passed the last event."""
+        return not self.events or bool(self.events[-1][1].query())
+
+    def total(self) -> float:
+        """Seconds of all forward passes."""
+        on_device: float = sum(start.elapsed_time(end) for start, end in self.events) / 1e3
+        return self.seconds + on_device
+
+
+class ComputeClock:
+    """Times the forward passes of modules while training.
+
+    Args:
+        modules: none of them within another.
+        gpu: they compute on a GPU: time by events, which the host does not wait for.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], *, gpu: bool) -> None:
+        self._gpu, self._started = gpu, dict[nn.Module, Any]()
+        self._steps: list[_Step] = []
+        # after the hook that gathers weights, and before the one that frees them
+        self._hooks = [
+            each
+            for module in modules
+            for each in (
+                module.register_forward_pre_hook(self._start),
+                module.register_forward_hook(self._stop, prepend=True),
+            )
+        ]
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def begin(self, samples: int) -> None:
+        """Begins a step in which this rank computes so many samples."""
+        self._steps.append(_Step(samples))
+
+    def take(self) -> tuple[float, int]:
+        """(seconds of forward passes, samples) since the call before, of the steps that a device has completed."""
+        ready = list(takewhile(lambda step: step.complete, self._steps))
+        self._steps = self._steps[len(ready) :]
+        return sum(step.total() for step in ready), sum(step.samples for step in ready)
+
+    def _start(self, module: nn.Module, _args: Any) -> None:
+        if module.training and self._steps:
+            self._started[module] = self._now()
+
+    def _stop(self, module: nn.Module, _args: Any, _output: Any) -> None:
+        started = self._started.pop(module, None)
+        if started is None or not self._steps:
+            return
+        if self._gpu:
+            self._steps[-1].events.append((started, self._now()))
+        else:
+            self._steps[-1].seconds += time.perf_counter() - started
+
+    def _now(self) -> Any:
+        if not self._gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

@@ -1,0 +1,141 @@
+"""Uneven shares in whole runs: given ones follow the even curve, measured ones take samples from a slow rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.base.errors import ConfigError
+from headrace.base.section import parse
+from pipeline.config.rules import ResolvedRun, resolve
+from pipeline.config.schema import Config
+from pipeline.config.shares import Shares
+from pipeline.metrics.compute_clock import ComputeClock
+from pipeline.metrics.journal import read_rows
+from pipeline.run.balance_shares import check_compiled_shares, slowest_of_data_ranks
+from pipeline.status.run import read_status
+from pipeline.status.text import lines_of
+from pipeline.topology import Topology
+from tests import warm
+from tests.conftest import ROOT, entry_point, launch, losses, tiny_config, write_config
+
+STEPS = 20
+"""Four measurements."""
+
+
+def config_of(tokens: Path, run_dir: Path, **fields: Any) -> dict[str, Any]:
+    """A run large enough that a step is computation."""
+    model = {
+        "model_type": "llama", "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+    }  # fmt: skip
+    defaults = {
+        "engine": "torch",
+        "model": {"config": model},
+        "data": {"sources": [{"path": str(tokens)}], "sequence_length": 128},
+        "train_batch_size": 16,
+        "train_micro_batch_size_per_gpu": 8,
+        "zero_optimization": {"stage": 0},
+        "run": {"dir": str(run_dir), "steps": STEPS, "seed": 7},
+        "stragglers": {"every": None},
+    }
+    return tiny_config(tokens, run_dir, **(defaults | fields))
+
+
+def dealt(run_dir: Path) -> dict[int, list[int]]:
+    """Step -> samples of every data-parallel rank from then on."""
+    return {row["step"]: row["samples"] for row in read_rows(run_dir, kind="event") if row["event"] == "shares"}
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "torch-0": {},
+    "torch-3": {"zero_optimization": {"stage": 3}},
+    "deepspeed-1": {"engine": "deepspeed", "zero_optimization": {"stage": 1}},
+    "deepspeed-3": {"engine": "deepspeed", "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 64}},
+}
+MAIN = ("torch-0",)
+
+
+CASES = [pytest.param(name, marks=pytest.mark.integration if name in MAIN else pytest.mark.sweep) for name in LAYOUTS]
+
+
+@pytest.mark.parametrize("layout", CASES)
+def test_a_throttled_rank_loses_its_share_and_the_curve_stays_the_same(
+    tokens: Path, tmp_path: Path, layout: str
+) -> None:
+    config = config_of(tokens, tmp_path / "auto", parallel={"shares": "auto"}, **LAYOUTS[layout])
+    words = entry_point("train.py", write_config(tmp_path / "auto.json", config))
+    done = warm.run(ROOT / "tests/throttled.py", 1, 2, *words, cwd=tmp_path, processes=2, merged=True, timeout_s=900)
+    assert done.returncode == 0, done.stdout[-3000:]
+    shares = dealt(tmp_path / "auto")
+    assert shares[0] == [8, 8]
+    of_step = [shares[max(since for since in shares if since < step)][1] for step in range(6, STEPS + 1)]
+    assert 1 <= sum(of_step) / len(of_step) < 7, shares  # a third is 5.3, and two cores are shared with other tests
+    assert f"samples per data rank {shares[max(shares)][0]}, {shares[max(shares)][1]}" in done.stdout
+    status = read_status(tmp_path / "auto")
+    assert list(status.shares) == shares[max(shares)]
+    assert any("samples per data rank" in line for line in lines_of(status))
+    even = config_of(tokens, tmp_path / "even", **LAYOUTS[layout])
+    launch("train.py", write_config(tmp_path / "even.json", even), processes=2, timeout=900)
+    expected, found = losses(tmp_path / "even"), losses(tmp_path / "auto")
+    assert len(found) == STEPS
+    assert max(abs(found[step] / expected[step] - 1) for step in expected) < 1e-5
+
+
+def test_a_run_goes_on_from_even_to_uneven_shares_and_back(tokens: Path, tmp_path: Path) -> None:
+    common = {"engine": "torch", "train_micro_batch_size_per_gpu": 4, "scheduler": {"type": "WarmupLR", "params": {}}}
+    even = write_config(tmp_path / "even.json", tiny_config(tokens, tmp_path / "even", **common))
+    launch("train.py", even, processes=2)
+    config = write_config(tmp_path / "c.json", tiny_config(tokens, tmp_path / "run", **common))
+    for steps, shares in ((6, "null"), (13, "[3, 1]"), (20, "null")):
+        launch("train.py", config, f"parallel.shares={shares}", f"run.steps={steps}", processes=2)
+    found, expected = losses(tmp_path / "run"), losses(tmp_path / "even")
+    assert max(abs(found[step] / expected[step] - 1) for step in expected) < 1e-5
+
+
+def test_the_slowest_rank_of_a_model_is_the_speed_of_its_data_rank() -> None:
+    seconds = [1.0, 2.0, 3.0, 0.5]  # pp 2 x dp 2: ranks 0 and 2 are data rank 0
+    assert slowest_of_data_ranks(Topology(pp=2, dp=2), seconds) == [3.0, 2.0]
+    assert slowest_of_data_ranks(Topology(pp=2, dp=2), [1.0, 2.0, 3.0, 0.0]) == [3.0, 0.0]  # not measured yet
+
+
+def test_forward_passes_are_timed_in_training_only() -> None:
+    layer = torch.nn.Linear(256, 256)
+    clock = ComputeClock([layer], gpu=False)
+    layer(torch.ones(64, 256))  # before the first step
+    assert clock.take() == (0, 0)
+    clock.begin(3)
+    layer(torch.ones(64, 256))
+    layer.eval()
+    layer(torch.ones(64, 256))
+    layer.train()
+    seconds, samples = clock.take()
+    assert (0 < seconds < 1, samples) == (True, 3)
+    clock.begin(2)
+    clock.close()
+    layer(torch.ones(64, 256))
+    assert clock.take() == (0, 2)
+
+
+def test_shares_that_would_be_compiled_again_are_refused_on_a_machine_that_compiles(tmp_path: Path) -> None:
+    def run(**fields: Any) -> ResolvedRun:
+        config = config_of(tmp_path / "tokens", tmp_path / "run", **fields)
+        return resolve(parse(Config, config), world_size=2)
+
+    measured = run(parallel={"shares": "auto"})
+    check_compiled_shares(measured, compiled=False)
+    with pytest.raises(ConfigError, match=r"set compile\.enabled to true, which moves whole micro-batches"):
+        check_compiled_shares(measured, compiled=True)
+    check_compiled_shares(run(parallel={"shares": "auto"}, compile={"enabled": True}), compiled=True)
+    check_compiled_shares(run(parallel={"shares": [3, 1]}), compiled=True)
+
+
+def test_a_sample_is_found_where_a_rank_had_it() -> None:
+    shares = Shares(((2, 2), (1,), (3,)))
+    assert [shares.place(sample) for sample in range(8)] == [
+        (0, 0), (0, 0), (0, 1), (0, 1), (1, 0), (2, 0), (2, 0), (2, 0),
+    ]  # fmt: skip
+    assert [shares.samples(rank) for rank in range(3)] == [range(4), range(4, 5), range(5, 8)]
