@@ -47,7 +47,9 @@ class Case:
 def run_cases(
     cases: Sequence[Case], *, timeout_s: float | None = None, cwd: Path | None = None
 ) -> list[dict[str, Any]]:
-    """Executes cases in one new process, because the fake device must be there before torch is imported.
+    """Executes cases in a new process, because the fake device must be there before torch is imported.
+
+    Each case is executed by a fork of it: layouts that share a process meet the process groups of one another.
 
     Args:
         cases: what to execute, in order.
