@@ -28,6 +28,7 @@ class Case:
         vocabulary: ids of the tokenizer, for a model whose config does not say.
         overrides: as of `--set`.
         steps: how many; the last one is reported.
+        cpu: count as on a CPU: what is in the host's memory too, and gloo's copies of what a reduce-scatter takes.
         begun: the run is resumed: any number of processes is accepted; see `resolve`.
     """
 
@@ -37,6 +38,7 @@ class Case:
     vocabulary: int = 128_256
     overrides: tuple[str, ...] = ()
     steps: int = 1
+    cpu: bool = False
     begun: bool = False
 
     def resolved(self) -> ResolvedRun:

@@ -259,8 +259,10 @@ def _sharded(step: _Step) -> dict[str, Bytes]:
     if step.cpu and n > 1 and not once:  # gloo copies the input of a reduce-scatter
         left = _stored(step) - _received(step)
         left = left * (1 - 1 / max(1, len(rank.layers) * step.kept)) + _received(step)
-        own = held + _MASTER * unit * (1 + 1 / n)
-        staged["backward, reduction on a CPU"] = replace(backward, gradients=own, buffers=_MASTER * unit, activations=left)
+        # a tied head's gradient waits for that of the embedding; the layer's own weights are free by then
+        own = held + _MASTER * unit * (1 + 1 / n) + (0 if rank.separate else s * rank.head)
+        free = replace(backward, weights=backward.weights - s * unit)
+        staged["backward, reduction on a CPU"] = replace(free, gradients=own, buffers=_MASTER * unit, activations=left)
     return {
         **staged,
         "loss": replace(at_loss, gradients=held + _sum_of_head(step), **_loss(step)),
@@ -281,9 +283,11 @@ def _accumulated(step: _Step) -> int:
     """
     rank, pp = step.rank, step.run.topology.pp
     if rank.stages == 1:  # a pipeline that keeps all micro-batches has most before the first one's backward pass
-        return 0 if 1 < pp and step.accumulation <= step.kept else rank.parameters
+        return 0 if pp > 1 and step.accumulation <= step.kept else rank.parameters
     if step.accumulation > pp:
         return rank.parameters
+    if step.run.config.parallel.schedule == "zero_bubble":
+        return 0  # gradients of weights come last
     return sum(rank.layers[len(rank.layers) - rank.stage_layers[-1] :]) + rank.head
 
 
@@ -386,8 +390,8 @@ def _stored(step: _Step) -> float:
 def _between_passes(step: _Step) -> float:
     """Gradients that zero bubble keeps from a micro-batch's I to its W: of the outputs of matrix products and norms.
 
-    Per layer: of gate and up, of query, key and value, four of hidden states, and two in fp32 of the norms; and those of
-    the logits. Source: the storages at the peak of the last stage (`benchmarks/planner_memory.py --at-peak`).
+    Per layer: of gate and up, of query, key and value, four of hidden states, and two in fp32 of the norms; and those
+    of the logits. Source: the storages at the peak of the last stage.
     """
     w, s, tp = step.widths, step.size, step.run.topology.tp
     inner = (w.experts or 1) * 2 * w.intermediate

@@ -2,12 +2,12 @@
 
 `memory` makes moments of a step of them. s is the width of forward and backward passes in bytes, P the rank's elements.
 
-- Stage 1 in bf16 with fp32 accumulation is `bf16_optimizer.BF16_Optimizer`, which has no bucket: an fp32 gradient of all
-  elements for as long as it lives, and from the first backward pass of a step to its end all gradients in bf16 too. It
-  reduces after the last backward pass through flat copies of 5e8 elements.
+- Stage 1 in bf16 with fp32 accumulation is `bf16_optimizer.BF16_Optimizer`, which has no bucket: an fp32 gradient of
+  all elements for as long as it lives, and from the first backward pass of a step to its end all gradients in bf16 too.
+  It reduces after the last backward pass through flat copies of 5e8 elements.
 - Other runs of stage 1, and stage 2, are `zero.stage_1_and_2`. The first gradient of a backward pass allocates a bucket
   of the whole `reduce_bucket_size` (two with `overlap_comm`), in the model's dtype, or at stage 1 in that of
-  accumulation; a pipeline allocates another one in the dtype of communication when it reduces, after all backward passes.
+  accumulation; a pipeline allocates another one in the dtype of communication when it reduces, after all of them.
 - Stage 3 (`zero.stage3`) allocates one bucket for good, in the dtype of communication.
 """
 
@@ -125,7 +125,7 @@ class ZeroSizes:
 
     @property
     def reduced_share(self) -> float:
-        """Share of the layers whose backward pass fills the bucket the first time; 1 where it ends the backward pass."""
+        """Share of the layers whose backward pass fills a bucket; 1 where it is reduced after all of them."""
         if self.stage == 1:
             return 1.0
         return min(1.0, self.bucket_elements / max(1, self.rank.parameters))
