@@ -3,9 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# TESTS='not sweep' runs both tiers in one session: what the tests of a file share is paid for once
+TESTS ?= not integration and not sweep
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test test-integration test-all sweep-parity sweep-families sweep-faults sweep-gpu sweep-compress sweep-cluster sweep-image sweep-tests gpu-check check clean help
+.PHONY: demo test test-integration sweep-parity sweep-families sweep-faults sweep-gpu sweep-compress sweep-cluster sweep-image sweep-tests gpu-check check clean help
 
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/ - /'
@@ -28,14 +30,10 @@ check: $(READY)  ## style, types, import contracts
 
 # more workers than cores: some tests wait for time limits. The tests of a file share what they set up
 test: check  ## style, types and the tests that need no heavy service; what this machine cannot run is skipped, and says why
-	pytest -n 3 --dist loadfile -m 'not integration and not sweep'
+	pytest -n 3 --dist loadfile -m '$(TESTS)'
 
 test-integration: $(READY)  ## the long tests: Slurm, Ray, Spark, S3, GCS, launchers, all pairs of layout options, faults
 	pytest -n 3 --dist loadfile -m 'integration and not sweep'
-
-# one session: collecting, the processes that tests are forked from, and what the tests of a file share are paid for once
-test-all: check  ## both in one session, as CI runs them
-	pytest -n 3 --dist loadfile -m 'not sweep'
 
 sweep-parity: $(READY)  ## every legal layout against the reference: thousands of runs, hours; resumable (docs/sweeps/)
 	python -m tests.sweeps parity
