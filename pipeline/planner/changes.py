@@ -57,7 +57,7 @@ def nearest_change(run: ResolvedRun, costs: ModelCosts, machine: Machine, plan: 
     # the architecture is asked last: it takes longest
     for each in sorted(found, key=lambda change: change.step_s):
         with suppress(ConfigError):
-            check_layout(_changed(run, each.sets), costs.model)
+            check_layout(_changed(run, each.sets), costs.model, packages=False)
             return each
     return None
 

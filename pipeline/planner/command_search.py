@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.errors import ConfigError
+from pipeline.parallel.fp8 import torchao_note
 from pipeline.planner.fewest_nodes import fewest_nodes
 from pipeline.planner.plan import make_plan
 from pipeline.planner.planned_run import PlannedRun
@@ -109,6 +110,8 @@ def _facts(planned: PlannedRun, found: Search, winner: Verified, path: str) -> l
     if fp8 is not None:
         gain = winner.candidate.step_s / fp8.step_s - 1
         facts.append(("in fp8", f"{gain:+.0%} tokens/s at best; another loss curve, so it is not proposed"))
+        if (missing := torchao_note()) is not None:
+            facts.append(("", missing))
     return facts
 
 

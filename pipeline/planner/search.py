@@ -135,7 +135,7 @@ def allowed(candidates: Iterable[Candidate], costs: ModelCosts, *, count: int) -
 
 def _has(candidate: Candidate, costs: ModelCosts) -> bool:
     try:
-        check_layout(candidate.run, costs.model)
+        check_layout(candidate.run, costs.model, packages=False)
     except ConfigError:
         return False
     return True

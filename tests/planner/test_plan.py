@@ -13,6 +13,7 @@ from headrace.base.errors import ConfigError
 from pipeline.config.load import load_config
 from pipeline.config.rules import resolve
 from pipeline.machines.known import load_machine
+from pipeline.parallel import fp8
 from pipeline.parallel.footprint import footprint_of
 from pipeline.parallel.memory import peak_memory
 from pipeline.planner.planned_run import PlannedRun, open_run
@@ -217,6 +218,18 @@ def test_the_command_prints_a_plan_and_refuses_what_it_cannot_do(tmp_path: Path)
         refused = warm.run("-m", "pipeline", "plan", *wrong, merged=True)
         assert refused.returncode == 2, wrong
         assert said in refused.stdout
+
+
+def test_an_fp8_run_is_planned_without_torchao_and_says_that_it_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sections = {"bf16": {"enabled": True}, "fp8": {"enabled": True}, "compile": {"enabled": True}}
+    raw = tiny_config(tmp_path / "no-tokens", tmp_path / "run", engine="torch", **sections)
+    assert not any("torchao" in note for note in _report_of(raw, tmp_path).planned.notes)
+    monkeypatch.setattr(fp8, "find_spec", lambda _name: None)
+    (note,) = (line for line in lines(_report_of(raw, tmp_path)) if "torchao" in line)
+    said = "fp8 needs torchao, which is not installed here: pip install torchao (or headrace[fp8])."
+    assert note == f"{'note':>14}  {said}"
 
 
 def test_an_architecture_without_formulas_is_refused_with_what_knows_it(tmp_path: Path) -> None:
