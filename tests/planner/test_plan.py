@@ -183,10 +183,16 @@ def test_the_command_prints_a_plan_and_refuses_what_it_cannot_do(tmp_path: Path)
     assert found["tokens"] >= 1_000_000
     assert found["money"]["low"] < found["money"]["high"]
     assert any("ids are assumed" in note for note in found["notes"])
+    broken = tmp_path / "machine.json"
+    broken.write_text('{"name": "cut')
     for wrong, said in (
         (("--config", config, "--machine", "h10"), "did you mean 'h100'"),
         (("--machine", "h100"), "--config"),
         (("--config", config, "--machine", "h100", "--nodes", "0"), "--nodes"),
+        (("--config", config, "--machine", "h100", "--tokens", "nan"), "not a finite number"),
+        (("--config", config, "--machine", "h100", "--price", "inf"), "not a finite number"),
+        (("--config", config, "--machine", broken), f"--machine = '{broken}'"),
+        (("--config", config, "--machine", "h100", "--search", "--out", config), "is a file"),
         (("--config", config, "--machine", "h100", "--nodes", "1", "--processes", "2"), "--processes"),
     ):
         refused = warm.run("-m", "pipeline", "plan", *wrong, merged=True)
