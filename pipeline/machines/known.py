@@ -31,7 +31,7 @@ def load_machine(name: str) -> Machine:
     path = Path(name)
     if path.suffix or path.exists() or "/" in name:
         if not path.is_file():
-            why = "there is no such file"
+            why = "it is a directory" if path.is_dir() else "there is no such file"
             raise ConfigError("--machine", name, why=why, remedy=f"{_CALIBRATE}; or use {', '.join(known_machines())}")
         return read_machine(path)
     near = _nearest(name)
@@ -46,7 +46,13 @@ def read_machine(path: Path) -> Machine:
     Raises:
         ConfigError: it cannot be read, or has other keys or values than a machine.
     """
-    machine = parse(Machine, load(path), at=str(path))
+    try:
+        raw = load(path)
+    except ConfigError as error:
+        if error.field != "--config":
+            raise
+        raise ConfigError("--machine", str(path), why=error.why, remedy=error.remedy) from None
+    machine = parse(Machine, raw, at=str(path))
     if not machine.peak_flops or "fp32" not in machine.efficiency.products or "fp32" not in machine.peak_flops:
         why = "a machine needs a rate for fp32, in which whatever else it lacks is computed"
         raise ConfigError(f"{path}.peak_flops", why=why, remedy="add fp32 to peak_flops and to efficiency.products")

@@ -22,12 +22,13 @@ _NOT_TRAINED = ("classifier_dropout", "summary_first_dropout", "seq_classif_drop
 """Dropout keys of heads that a causal language model does not have."""
 
 
-def check_layout(run: ResolvedRun, model: nn.Module) -> None:
+def check_layout(run: ResolvedRun, model: nn.Module, *, packages: bool = True) -> None:
     """Refuses a layout that this architecture does not support.
 
     Args:
         run: the resolved config.
         model: the full model, on meta.
+        packages: whether the packages that it needs have to be installed here; a plan may be of another machine.
 
     Raises:
         ConfigError: the first problem found: the field, the reason, and what works instead.
@@ -45,7 +46,7 @@ def check_layout(run: ResolvedRun, model: nn.Module) -> None:
         pipeline_stages(run, model)
     check_activation_checkpointing(model, run.config.memory)
     check_compile(run.config.compile)
-    check_fp8(run, model)
+    check_fp8(run, model, packages=packages)
     check_quantization_aware(run, model)
     check_experts(run, model)
     check_architecture(run, config)

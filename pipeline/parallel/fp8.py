@@ -26,6 +26,8 @@ from pipeline.parallel.tensor import RowwiseLinear, check_tp_plan
 _CAPABILITY = {"mxfp8": (10, 0)}
 """CUDA compute capability that a recipe needs; (8, 9), Ada and Hopper, where it is not listed."""
 
+_INSTALL = "pip install torchao (or headrace[fp8])"
+
 
 @dataclass(frozen=True)
 class Fp8Layers:
@@ -61,8 +63,18 @@ def fp8_layers(run: ResolvedRun, model: nn.Module) -> Fp8Layers:
     return Fp8Layers(tuple(converted), tuple(excluded))
 
 
-def check_fp8(run: ResolvedRun, model: nn.Module) -> None:
+def torchao_note() -> str | None:
+    """What a plan says of fp8 where torchao is not installed; None where it is."""
+    return None if find_spec("torchao") else f"fp8 needs torchao, which is not installed here: {_INSTALL}."
+
+
+def check_fp8(run: ResolvedRun, model: nn.Module, *, packages: bool = True) -> None:
     """Refuses fp8 that cannot work with the installed packages or with this model, on whatever machine.
+
+    Args:
+        run: the resolved config.
+        model: on meta.
+        packages: whether torchao has to be installed here.
 
     Raises:
         ConfigError: torchao is missing, or no layer has sizes that fp8 kernels take.
@@ -70,8 +82,8 @@ def check_fp8(run: ResolvedRun, model: nn.Module) -> None:
     section = run.config.fp8
     if not section.enabled:
         return
-    if find_spec("torchao") is None:
-        remedy = "pip install torchao (or headrace[fp8]), or set it to false"
+    if packages and find_spec("torchao") is None:
+        remedy = f"{_INSTALL}, or set it to false"
         raise ConfigError("fp8.enabled", True, why="the package torchao is not installed", remedy=remedy)
     layers = fp8_layers(run, model)
     if not layers.converted:

@@ -74,7 +74,7 @@ def _simulated(run: ResolvedRun, costs: ModelCosts, machine: Machine, changes: S
             break
         with suppress(ConfigError):
             other = _changed(run, each.sets)
-            check_layout(other, costs.model)
+            check_layout(other, costs.model, packages=False)
             seconds = typical_time(other, costs, machine, model=SIMULATED).total
             found.append(replace(each, step_s=seconds))
     return min(found, key=lambda change: change.step_s, default=None)

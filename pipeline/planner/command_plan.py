@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -121,8 +122,9 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError("--config", why="there is no run to plan", remedy="--config FILE, or --calibrate, or --score")
     for name in ("nodes", "processes", "tokens", "price"):
         value = getattr(arguments, name)
-        if value is not None and value <= 0:
-            raise ConfigError(f"--{name}", value, why="it is not above 0", remedy=f"e.g. --{name} 2")
+        if value is not None and not 0 < value < math.inf:  # a nan is neither
+            why = "it is not above 0" if value <= 0 else "it is not a finite number"
+            raise ConfigError(f"--{name}", value, why=why, remedy=f"e.g. --{name} 2")
     if arguments.nodes is not None and arguments.processes is not None:
         raise ConfigError(
             "--nodes", arguments.nodes, why="--processes says how many ranks", remedy="give one of the two"

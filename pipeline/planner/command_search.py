@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.errors import ConfigError
+from pipeline.parallel.fp8 import torchao_note
 from pipeline.planner.fewest_nodes import fewest_nodes
 from pipeline.planner.law_warnings import warnings
 from pipeline.planner.plan import make_plan
@@ -30,8 +32,10 @@ def search_command(planned: PlannedRun, arguments: argparse.Namespace, overrides
     """Searches, verifies and writes.
 
     Raises:
-        ConfigError: nothing fits; says how many nodes would do.
+        ConfigError: nothing fits; says how many nodes would do. Or nothing can be written to `--out`.
     """
+    out = Path(arguments.out or "out/plan")
+    _check_out(out)
     found = search(planned.run, planned.costs, planned.machine)
     best = allowed(found.fitting(), planned.costs, count=max(_SHOWN, arguments.verify))
     own = [each for each in best if "fp8.enabled" not in each.sets]
@@ -45,8 +49,7 @@ def search_command(planned: PlannedRun, arguments: argparse.Namespace, overrides
     if winner is None:
         why = "the executed steps of the best layouts need more than a device has, though the formulas say less"
         raise ConfigError("--search", why=why, remedy="--verify with a larger number, or more nodes")
-    out = Path(arguments.out or "out/plan")
-    out.mkdir(parents=True, exist_ok=True)
+    _make(out)
     path = out / f"{Path(arguments.config).stem}-best.json"
     write_config(winner.candidate, path, config=arguments.config, overrides=overrides)
     table = Table(_HEAD, [_row(each, planned) for each in verified[:_SHOWN]])
@@ -65,6 +68,26 @@ def search_command(planned: PlannedRun, arguments: argparse.Namespace, overrides
     return 0
 
 
+def _check_out(out: Path) -> None:
+    """Refuses a directory of the results that cannot be made or written, before any work.
+
+    Raises:
+        ConfigError: a file is in its way, or it, or what exists of the path to it, is not writable.
+    """
+    there = next(each for each in (out, *out.absolute().parents) if each.exists())
+    if not there.is_dir():
+        raise ConfigError("--out", str(out), why=f"{there} is a file", remedy="a directory that can be written")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError("--out", str(out), why=f"{there} is not writable", remedy="another directory")
+
+
+def _make(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("--out", str(out), why=str(error.strerror), remedy="another directory") from None
+
+
 def _verified(
     best: Sequence[Candidate], planned: PlannedRun, arguments: argparse.Namespace, overrides: Sequence[str]
 ) -> list[Verified]:
@@ -72,7 +95,7 @@ def _verified(
     if count:
         print(f"executing a step of {count} layouts on fake tensors ...", file=sys.stderr, flush=True)
     done = verify(best[:count], planned, arguments.config, overrides) if count else []
-    return [*done, *(Verified(each, None, "not asked for") for each in best[count:])]
+    return [*done, *(Verified(each, None, "not among the first --verify layouts") for each in best[count:])]
 
 
 def _nothing_fits(planned: PlannedRun, found: Search) -> ConfigError:
@@ -94,7 +117,7 @@ def _row(each: Verified, planned: PlannedRun) -> list[str]:
         plan.step_s.shown(lambda seconds: f"{seconds:.3g}"),
         plan.tokens_per_s.shown(lambda speed: f"{speed:,.0f}"),
         shown_bytes(each.candidate.peak),
-        "-" if each.peak is None else shown_bytes(each.peak),
+        "not executed" if each.peak is None else shown_bytes(each.peak),
     ]
 
 
@@ -109,7 +132,7 @@ def _facts(planned: PlannedRun, found: Search, winner: Verified, path: str) -> l
             f"{found.looked_at:,} layouts in {found.seconds:.1f} s ({speed:,.0f} per second), {found.refused:,} refused"
             f" by a rule; {len(found.fitting()):,} fit, {len(found.pareto())} on the Pareto front",
         ),
-        ("best", f"{winner.candidate.run.layout}: {winner.candidate.step_s:.3g} s per step"),
+        ("best", f"{winner.candidate.run.layout}: {winner.candidate.step_s:.3g} s per step{_unproven(winner)}"),
         ("config", path),
     ]
     fp8 = next((each for each in found.fitting() if "fp8.enabled" in each.sets), None)
@@ -117,7 +140,13 @@ def _facts(planned: PlannedRun, found: Search, winner: Verified, path: str) -> l
         (fp8,) = simulated([fp8], planned.costs, planned.machine)
         gain = winner.candidate.step_s / fp8.step_s - 1
         facts.append(("in fp8", f"{gain:+.0%} tokens/s at best; another loss curve, so it is not proposed"))
+        if (missing := torchao_note()) is not None:
+            facts.append(("", missing))
     return facts
+
+
+def _unproven(winner: Verified) -> str:
+    return "" if winner.peak is not None else f"; its peak is the formulas', a step was not executed: {winner.why_not}"
 
 
 def _print(table: Table, facts: Sequence[tuple[str, str]]) -> None:

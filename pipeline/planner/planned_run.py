@@ -20,6 +20,7 @@ from pipeline.machines.ranks import with_ranks
 from pipeline.models.hf_config import resolve_hf_config
 from pipeline.models.meta import build_meta
 from pipeline.parallel.checks import check_layout
+from pipeline.parallel.fp8 import torchao_note
 from pipeline.planner.model_costs import ModelCosts
 from pipeline.run.prepare import attention_of
 
@@ -94,7 +95,9 @@ def planned_run(run: ResolvedRun, machine: Machine, *, vocabulary: int, notes: S
     tokenizer = {"vocab_size": vocabulary, "bos_id": 0, "eos_id": 1, "pad_id": None}
     hf_config = resolve_hf_config(config.model, tokenizer=tokenizer, sequence_length=config.data.sequence_length)
     model = build_meta(hf_config, dtype=model_dtype(config), attn_implementation=attention_of(run))
-    check_layout(run, model)
+    check_layout(run, model, packages=False)
+    if config.fp8.enabled and (missing := torchao_note()) is not None:
+        notes = [*notes, missing]
     if config.distill is not None:
         notes = [*notes, "A teacher's forward pass and its memory are not counted."]
     if not machine.gpu and config.compile.enabled is None:  # as a run does

@@ -143,7 +143,7 @@ def simulated(candidates: Iterable[Candidate], costs: ModelCosts, machine: Machi
 
 def _has(candidate: Candidate, costs: ModelCosts) -> bool:
     try:
-        check_layout(candidate.run, costs.model)
+        check_layout(candidate.run, costs.model, packages=False)
     except ConfigError:
         return False
     return True

@@ -3,21 +3,43 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from headrace.base.errors import ConfigError
+from pipeline.machines import known
 from pipeline.machines.known import known_machines, load_machine, machine_of_device
 
 
 @pytest.mark.parametrize("name", known_machines())
-def test_every_machine_has_rates_that_do_not_exceed_its_peaks_and_says_where_they_come_from(name: str) -> None:
+def test_every_machine_has_rates_that_do_not_exceed_its_peaks(name: str) -> None:
     machine = load_machine(name)
     for dtype, peak in machine.peak_flops.items():
         low, typical, high = machine.rate(dtype)
         assert 0 < low < typical < high < peak, dtype
-    assert {"peak_flops", "memory", "links", "efficiency", "overhead", "latency"} <= machine.sources.keys()
+
+
+_NO_NUMBERS = {"name", "devices", "devices_per_node", "gpu", "sources", "measured", "scored"}
+_SOURCED = {
+    "peak_flops": {"peak_flops"},
+    "memory": {"memory"},
+    "links": {"links.within", "links.between", "links.host", "latency"},
+    "efficiency": {"efficiency"},
+    "overhead": {"overhead"},
+    "storage_bytes_per_s": {"storage"},
+}
+"""Section of numbers -> the sources that it needs."""
+
+
+@pytest.mark.parametrize("name", known_machines())
+def test_every_number_of_a_machine_has_an_address_that_was_read_or_was_not_found(name: str) -> None:
+    raw = json.loads((Path(known.__file__).parent / f"{name}.json").read_text())
+    assert raw.keys() - _NO_NUMBERS <= _SOURCED.keys(), "a section of numbers that needs a source"
+    assert raw["sources"].keys() == set().union(*_SOURCED.values())
+    for key, source in raw["sources"].items():
+        assert re.search(r"https://\S+\.\S+", source) or "not found" in source, (key, source)
 
 
 def test_the_machines_of_the_field_are_there() -> None:

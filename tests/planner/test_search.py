@@ -132,6 +132,21 @@ def test_the_best_layouts_are_simulated_and_the_laws_warn_once(
     assert found["winner"]["step_s"] == pytest.approx(shown)
 
 
+def test_a_directory_that_cannot_be_written_is_refused_before_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "locked").mkdir()
+    monkeypatch.setattr("pipeline.planner.command_search.search", None)  # not reached
+    planned, _ = searched()
+    for out, said in (("file/plan", "is a file"), ("locked/plan", "locked is not writable")):
+        if out.startswith("locked"):  # as of a user other than root
+            monkeypatch.setattr("os.access", lambda path, _mode: path != tmp_path / "locked")
+        arguments = __import__("argparse").Namespace(verify=0, out=str(tmp_path / out), config=CONFIG, json=False)
+        with pytest.raises(ConfigError, match=said):
+            search_command(planned, arguments, ())
+
+
 def test_a_model_for_which_nothing_fits_is_refused_with_the_number_of_nodes() -> None:
     planned = open_run(
         str(ROOT / "ds_configs/llama_70b_zero3.json"), (), load_machine("rtx4090"), nodes=None, processes=8
