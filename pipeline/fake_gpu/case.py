@@ -28,7 +28,7 @@ class Case:
         vocabulary: ids of the tokenizer, for a model whose config does not say.
         overrides: as of `--set`.
         steps: how many; the last one is reported.
-        cpu: count as on a CPU: what is in the host's memory too, and gloo's copies of what a reduce-scatter takes.
+        cpu: count as on a CPU: what offload has in the host's memory, and gloo's copies of what a reduce-scatter takes.
         begun: the run is resumed: any number of processes is accepted; see `resolve`.
     """
 
