@@ -44,8 +44,9 @@ class Exchange:
     Attributes:
         steps: local steps between two exchanges of the same parameter, H.
         bytes: of what one island contributes to an exchange of all parameters, as it is sent.
-        collective: all_reduce in a ring (uncompressed: sums travel), all_gather (compressed: every island gets the
-            contributions of all others), or none: asynchronous, by the first island's site.
+        collective: all_reduce (an island means a part of all and sends it to all, compressed or not:
+            `pipeline.islands.mean`), all_gather (every island gets all contributions), or none: asynchronous, by the
+            first island's site.
         fragments: parts of the parameters, exchanged one after another within H steps.
         delay: steps that an island goes on beside an exchange; at most steps / fragments.
         state_bytes: that a late comer loads: weights and the outer optimizer's state.
@@ -136,8 +137,8 @@ class SimulatedIslands:
 def exchange_s(islands: Sequence[Island], exchange: Exchange) -> float:
     """Seconds of one exchange, of one fragment.
 
-    A ring of m islands passes 2 (m - 1) messages of n / m bytes (all-reduce), or m - 1 of n (all-gather); in each step
-    of it every link carries one, so that the slowest one counts.
+    Each of m islands sends 2 (m - 1) messages of n / m bytes (all-reduce), or m - 1 of n (all-gather), one after the
+    other; all do so at the same time, so that the slowest link counts.
 
     Args:
         islands: that take part.

@@ -22,6 +22,7 @@ def step(case: Case) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    worker.run_step = step  # type: ignore[attr-defined]  imported there, not defined
+    # imported there, not defined
+    worker.run_step = step  # type: ignore[attr-defined]
     sys.stdin = io.StringIO("".join(json.dumps(asdict(Case("run.json", count))) + "\n" for count in (1, 2)))
     worker.main()
