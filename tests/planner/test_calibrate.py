@@ -15,12 +15,12 @@ from pipeline.machines.machine import OVERLAP, MeasuredCollective, Operation
 from pipeline.machines.ranks import with_ranks
 from pipeline.planner import calibrate, measure
 from pipeline.planner.calibrate import calibrate_command
+from pipeline.planner.collectives import Group, collective_s
 from pipeline.planner.fit_links import link_of, links_of
 from pipeline.planner.links import Link, Topology
 from pipeline.planner.measure_links import SIZES
 from pipeline.planner.plan import make_plan
 from pipeline.planner.planned_run import open_run
-from pipeline.planner.step_time import collective_seconds
 from tests.conftest import tiny_config, write_config
 
 
@@ -62,7 +62,7 @@ def rows_of(kind: Operation, link: Link, *, ranks: int, spread: float = 1.0) -> 
     """What is measured where the plan's formula holds; most seconds are `spread` times the others."""
     found = []
     for size in (1, 1 << 20, 1 << 26):
-        seconds = collective_seconds(kind, size, range(ranks), Topology(ranks, link, link))
+        seconds = collective_s(kind, "ring", Group(ranks, 1), Topology(ranks, link, link), size=size)
         ends = (seconds, seconds, spread * seconds)
         found.append(MeasuredCollective(kind=kind, axis="within", ranks=ranks, bytes=size, seconds=ends))
     return found
