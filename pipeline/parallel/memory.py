@@ -231,7 +231,7 @@ def _plain(step: _Step) -> dict[str, Bytes]:
 
 
 def _sharded(step: _Step) -> dict[str, Bytes]:
-    """FSDP2 (`engines.torch_native.units`): fp32 shards; one unit is gathered ahead of the one that is computed."""
+    """FSDP2 (`engines.torch_native.units`): fp32 shards; a stage gathers one unit ahead of the one it computes."""
     rank, s, n = step.rank, step.size, step.shards
     unit, per_layer = max(rank.layers), step.stage == 3
     several = step.accumulation > 1
@@ -241,7 +241,8 @@ def _sharded(step: _Step) -> dict[str, Bytes]:
     held = _MASTER * _accumulated(step) / (1 if once else n) if several else 0.0
     base = Bytes(weights=masters, optimizer=step.states * rank.parameters / n)
     node = step.run.config.zero_optimization.zero_hpz_partition_size
-    layers = (2 * s * unit if per_layer else s * sum(rank.layers)) + (s * sum(rank.layers) / node if node else 0)
+    units = s * unit * min(2, max(rank.stage_layers))
+    layers = (units if per_layer else s * sum(rank.layers)) + (s * sum(rank.layers) / node if node else 0)
     # the embedding is freed after its lookup, the head before the layers' gradients
     apart = per_layer and rank.separate
     at_loss = replace(base, weights=masters + (s * rank.head if apart else s * rank.rest + layers))

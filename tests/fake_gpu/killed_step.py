@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import asdict
 from typing import Any
+from unittest.mock import patch
 
 from pipeline.fake_gpu import worker
 from pipeline.fake_gpu.case import Case
@@ -26,6 +27,6 @@ def step(case: Case) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    worker.run_step = step  # type: ignore[attr-defined]  imported there, not defined
     sys.stdin = io.StringIO("".join(json.dumps(asdict(Case("run.json", int(n)))) + "\n" for n in sys.argv[1:]))
-    worker.main()
+    with patch.object(worker, "run_step", step):
+        worker.main()
