@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from pipeline.fake_gpu.step import run_step  # isort: skip  before anything that imports torch
 from headrace.base.errors import HeadraceError
+from headrace.base.processes import die_with_parent
 from pipeline.fake_gpu.case import Case
 
 _PACKAGE = Path(__file__).parents[1]
@@ -58,6 +59,7 @@ def _execute(case: Case, reader: int, writer: int) -> NoReturn:
     """In the fork: executes a case, writes its result to the pipe and ends the process without the parent's cleanup."""
     code = 1
     try:
+        die_with_parent()  # who stops waiting ends the parent
         os.close(reader)
         os.dup2(2, 1)  # standard output has results only; libraries print there too
         try:

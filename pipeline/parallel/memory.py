@@ -231,7 +231,7 @@ def _plain(step: _Step) -> dict[str, Bytes]:
 
 
 def _sharded(step: _Step) -> dict[str, Bytes]:
-    """FSDP2 (`engines.torch_native.units`): fp32 shards; one unit is gathered ahead of the one that is computed."""
+    """FSDP2 (`engines.torch_native.units`): fp32 shards; a stage gathers one unit ahead of the one it computes."""
     rank, s, n = step.rank, step.size, step.shards
     unit, per_layer = max(rank.layers), step.stage == 3
     several = step.accumulation > 1
@@ -241,7 +241,8 @@ def _sharded(step: _Step) -> dict[str, Bytes]:
     held = _MASTER * _accumulated(step) / (1 if once else n) if several else 0.0
     base = Bytes(weights=masters, optimizer=step.states * rank.parameters / n)
     node = step.run.config.zero_optimization.zero_hpz_partition_size
-    layers = (2 * s * unit if per_layer else s * sum(rank.layers)) + (s * sum(rank.layers) / node if node else 0)
+    units = s * unit * min(2, max(rank.stage_layers))
+    layers = (units if per_layer else s * sum(rank.layers)) + (s * sum(rank.layers) / node if node else 0)
     # the embedding is freed after its lookup, the head before the layers' gradients
     apart = per_layer and rank.separate
     at_loss = replace(base, weights=masters + (s * rank.head if apart else s * rank.rest + layers))
@@ -317,10 +318,10 @@ def _deepspeed(step: _Step) -> dict[str, Bytes]:
         own = before or step.size * step.rank.head + _mlp_gradients(step)
         backward = replace(base, gradients=base.gradients + own)
         last = base.gradients + step.size * step.rank.parameters
-    else:
-        large = step.rank.head if step.rank.head > zero.bucket_elements else 0  # too large for the bucket
-        backward = replace(backward, gradients=backward.gradients + step.size * large)
-        last = backward.gradients
+    else:  # a tied head's gradient waits for that of the embedding
+        waits = 0 if step.rank.separate else step.size * step.rank.head
+        backward = replace(backward, gradients=backward.gradients + waits)
+        last = base.gradients
     rest = 1 - zero.reduced_share
     staged = zero.reduced if step.cpu and step.stage == 3 else 0.0
     reduction = replace(
@@ -329,9 +330,13 @@ def _deepspeed(step: _Step) -> dict[str, Bytes]:
         buffers=backward.buffers + zero.reduced + staged,
         activations=rest * _first_backward(step)["activations"],
     )
+    made = _sum_of_head(step) if step.chunk is not None else 0.0  # by the fused head
+    if made:
+        scaled = at_loss.gradients + made + step.size * step.rank.head
+        first["backward, head"] = replace(at_loss, gradients=scaled, **_head_backward(step))
     return {
         **first,
-        "loss": replace(at_loss, **_loss(step)),
+        "loss": replace(at_loss, gradients=at_loss.gradients + made, **_loss(step)),
         "backward": replace(backward, **_first_backward(step)),
         "reduction": reduction,
     }
@@ -344,17 +349,16 @@ def _zero(step: _Step) -> ZeroSizes:
 def _loss(step: _Step) -> dict[str, float]:
     """At the loss: all activations; logits in s bytes with fp32 exponentials.
 
-    Fused with the head (native engine), the gradient of a chunk's logits too, and of all rows the hidden states, their
+    Fused with the head, the gradient of a chunk's logits too, and of all rows the hidden states, their
     gradient, and what the final norm keeps: an fp32 copy, and the normalized one.
     """
     rows, each, beside = step.tokens, step.size + _MASTER, 0.0
     chunk, run = step.chunk, step.run
     if chunk is not None:
         rows = step.micro * min(chunk, rows // step.micro)
-        if run.config.engine == "torch":
-            each += step.size
-            kept = (_MASTER + step.size) / run.topology.tp + 2 * step.size
-            beside = step.tokens * step.widths.hidden * kept if step.rank.last else 0.0
+        each += step.size
+        kept = (_MASTER + step.size) / run.topology.tp + 2 * step.size
+        beside = step.tokens * step.widths.hidden * kept if step.rank.last else 0.0
     columns = step.widths.vocabulary / step.run.topology.tp if step.rank.last else 0
     return {"activations": _stored(step) + beside, "logits": rows * columns * each}
 

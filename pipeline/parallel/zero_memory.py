@@ -19,7 +19,7 @@ from pipeline.config.rules import ResolvedRun
 from pipeline.parallel.footprint import RankModel, Widths
 
 _FP32 = 4
-_DEFAULT_BUCKET, _DEFAULT_PREFETCH, _DEFAULT_REUSE, _DEFAULT_PERSISTENT = 5e8, 5e7, 1e9, 1e5
+_DEFAULT_BUCKET, _DEFAULT_PREFETCH, _DEFAULT_LIVE, _DEFAULT_PERSISTENT = 5e8, 5e7, 1e9, 1e5
 """Elements: DeepSpeed's defaults of `reduce_bucket_size` and of the `stage3_` settings."""
 
 
@@ -146,12 +146,13 @@ class ZeroSizes:
     def gathered(self) -> float:
         """Weights that stage 3 has whole between the forward and the backward pass.
 
-        A parameter that is used again within `stage3_max_reuse_distance` elements is not released: half that distance
-        before the end of the forward pass, and as much after it. At least, two layers or embedding and head.
+        A parameter that is used again within `stage3_max_reuse_distance` elements is not released, and others are
+        gathered ahead until there are `stage3_max_live_parameters`. At least, one layer, or embedding or head.
         """
-        reuse = self.run.config.zero_optimization.stage3_max_reuse_distance
-        least = max(2 * max(self.rank.layers), self.rank.rest) + self.persistent
-        return self.size * min(self.rank.parameters, max(least, (_DEFAULT_REUSE if reuse is None else reuse) / 2))
+        live = self.run.config.zero_optimization.stage3_max_live_parameters
+        apart = self.rank.head if self.rank.separate else self.rank.rest
+        least = max(*self.rank.layers, apart) + self.persistent
+        return self.size * min(self.rank.parameters, max(least, _DEFAULT_LIVE if live is None else live))
 
     @property
     def prefetched(self) -> float:

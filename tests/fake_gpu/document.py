@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -74,16 +73,7 @@ def facts(case: Case) -> tuple[Layout, Footprint]:
 def formula_peak(case: Case) -> Bytes:
     """The peak by the formulas."""
     layout, footprint = facts(case)
-    return peak_memory(_first_step(layout.run) if case.steps == 1 else layout.run, footprint, pp_rank=case.pp_rank)
-
-
-def _first_step(run: ResolvedRun) -> ResolvedRun:
-    """DeepSpeed's stage 3 keeps no weights for their next use, and gathers none ahead, before it has seen a step."""
-    if run.config.engine != "deepspeed" or run.config.zero_optimization.stage != 3:
-        return run
-    unseen = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
-    section = run.config.zero_optimization.model_copy(update=unseen)
-    return replace(run, config=run.config.model_copy(update={"zero_optimization": section}))
+    return peak_memory(layout.run, footprint, pp_rank=case.pp_rank)
 
 
 def purpose_of(kind: str, axes: str, dtype: str, size: int) -> str:

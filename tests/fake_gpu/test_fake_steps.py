@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -69,9 +70,21 @@ def test_layouts_of_deepspeed_are_executed_one_after_another_with_process_groups
 
 
 def test_a_step_that_is_killed_is_reported_and_the_next_is_executed() -> None:
-    command = [sys.executable, "-m", "tests.fake_gpu.killed_step"]
+    command = [sys.executable, "-m", "tests.fake_gpu.killed_step", "1", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     killed, after = (json.loads(line) for line in done.stdout.splitlines())
     assert "SIGKILL" in killed["error"]
     assert after["report"] == {"peak": 1}
+
+
+def test_a_step_ends_with_the_process_that_waits_for_it() -> None:
+    command = [sys.executable, "-m", "tests.fake_gpu.killed_step", "3"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as waiting:
+        assert waiting.stderr is not None
+        step = int(next(line for line in waiting.stderr if line.strip().isdigit()))
+        began = time.monotonic()
+        waiting.kill()
+        waiting.stderr.read()  # ends when no process has it any more: the step would have slept for 600 s
+    assert time.monotonic() - began < 60
+    assert step != waiting.pid
