@@ -59,8 +59,7 @@ def verify(
             continue
         sets = (*overrides, *as_overrides(each.sets))
         world = each.run.topology.world_size
-        cpu = not planned.machine.gpu
-        cases[number] = Case(config, world, rank, planned.vocabulary, sets, 2 if deepspeed else 1, cpu)
+        cases[number] = Case(config, world, rank, planned.vocabulary, sets, 2 if deepspeed else 1)
     numbers = list(cases)
     shares = [numbers[first::_PROCESSES] for first in range(_PROCESSES)]
     with ThreadPoolExecutor(_PROCESSES) as threads:
@@ -78,5 +77,5 @@ def _verified(candidate: Candidate, result: dict[str, object], rank: int, planne
     report = result["report"]
     assert isinstance(report, dict)
     footprint = planned.costs.shares(candidate.run).footprint
-    formula = peak_memory(candidate.run, footprint, pp_rank=rank, cpu=not planned.machine.gpu).total
+    formula = peak_memory(candidate.run, footprint, pp_rank=rank).total
     return Verified(candidate, candidate.peak - formula + report["peak"])
