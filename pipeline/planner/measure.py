@@ -31,10 +31,17 @@ _ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 22}
 """Of the weights of a measurement together: more than the caches of a GPU or of a core by itself hold."""
 
 Ends = tuple[float, float, float]
+Clock = Callable[[], float]
+"""Seconds since some moment."""
 
 
 def seconds_of(
-    call: Callable[[], object], device: torch.device, *, repeats: int = REPEATS, least_s: float = 0.02
+    call: Callable[[], object],
+    device: torch.device,
+    *,
+    repeats: int = REPEATS,
+    least_s: float = 0.02,
+    clock: Clock = time.perf_counter,
 ) -> Ends:
     """Least, median and most seconds of a call, each measured over as many calls as take `least_s`.
 
@@ -43,16 +50,24 @@ def seconds_of(
         device: that is waited for.
         repeats: measurements.
         least_s: of a measurement.
+        clock: by which it is measured.
     """
-    return range_of(_samples(call, device, repeats=repeats, least_s=least_s))
+    return range_of(_samples(call, device, repeats=repeats, least_s=least_s, clock=clock))
 
 
-def _samples(call: Callable[[], object], device: torch.device, *, repeats: int, least_s: float = 0.02) -> list[float]:
+def _samples(
+    call: Callable[[], object],
+    device: torch.device,
+    *,
+    repeats: int,
+    least_s: float = 0.02,
+    clock: Clock = time.perf_counter,
+) -> list[float]:
     for _ in range(2):
         call()
-    once = max(timed(call, device), 1e-7)
+    once = max(timed(call, device, clock=clock), 1e-7)
     times = max(1, round(least_s / once))
-    return [timed(call, device, times) / times for _ in range(repeats)]
+    return [timed(call, device, times, clock=clock) / times for _ in range(repeats)]
 
 
 def range_of(values: Sequence[float]) -> Ends:
@@ -148,14 +163,16 @@ def host_copies(device: torch.device) -> Ends:
     return rates(float(source.numel()), seconds_of(lambda: target.copy_(source, non_blocking=True), device))
 
 
-def timed(call: Callable[[], object], device: torch.device, times: int = 1) -> float:
+def timed(
+    call: Callable[[], object], device: torch.device, times: int = 1, *, clock: Clock = time.perf_counter
+) -> float:
     """Seconds of so many calls, of which a GPU is waited for."""
     _wait(device)
-    started = time.perf_counter()
+    started = clock()
     for _ in range(times):
         call()
     _wait(device)
-    return time.perf_counter() - started
+    return clock() - started
 
 
 def _wait(device: torch.device) -> None:
