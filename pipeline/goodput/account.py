@@ -180,6 +180,8 @@ def _without_attempts(metrics: Metrics, parts: Sequence[TimeSums]) -> Goodput | 
         return None
     wall = metrics.last_time - metrics.first_time
     spent = _complete(_of_steps(parts), wall)
+    if not spent.wall:
+        return None
     return Goodput((AttemptTime(1, metrics.last_time - spent.wall, metrics.last_time, spent),))
 
 

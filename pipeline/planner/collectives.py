@@ -31,9 +31,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from pipeline.machines.machine import Operation
 from pipeline.planner.links import Link, Topology
 
-Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 Algorithm = Literal["ring", "tree", "hierarchical"]
 
 

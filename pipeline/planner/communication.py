@@ -8,8 +8,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from pipeline.config.rules import ResolvedRun
+from pipeline.machines.machine import Operation
 from pipeline.parallel import traffic
 from pipeline.parallel.traffic import Layout
 from pipeline.topology import AXES, Topology
@@ -31,7 +33,7 @@ class Transfer:
     """
 
     purpose: str
-    kind: str
+    kind: Operation | Literal["send"]
     bytes: float
     count: int
     ranks: tuple[int, ...]
@@ -85,10 +87,11 @@ def _within_layers(layout: Layout) -> Iterator[Transfer]:
     if run.topology.tp > 1:
         ranks = group_of(run.topology, ("tp",))
         inside = layout.micro_batches * layout.hidden * 2 * len(layout.rank.layers)
-        for kind, size in (
-            ("all_gather", traffic.tensor_gathers(layout)),
-            ("reduce_scatter", traffic.tensor_scatters(layout)),
-        ):
+        sizes: dict[Operation, float] = {
+            "all_gather": traffic.tensor_gathers(layout),
+            "reduce_scatter": traffic.tensor_scatters(layout),
+        }
+        for kind, size in sizes.items():
             yield Transfer("tensor", kind, size + repeated * inside, round(layers * (4 + 2 * repeated)), ranks)
     if run.topology.cp > 1:
         ranks = group_of(run.topology, ("cp",))

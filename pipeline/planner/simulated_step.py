@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipeline.config.rules import ResolvedRun
-from pipeline.planner.collectives import Algorithm, Group, Operation, collective_s, send_s
+from pipeline.machines.machine import Operation
+from pipeline.planner.collectives import Algorithm, Group, collective_s, send_s
 from pipeline.planner.communication import Transfer
 from pipeline.planner.overlap import LayerCosts, overlapped
 from pipeline.planner.pipeline_simulation import StageTimes, Timeline, simulate_pipeline
@@ -25,13 +26,6 @@ from pipeline.planner.schedule_programs import program_of
 from pipeline.planner.step_model import StepModel, data_parallel
 from pipeline.planner.step_time import PipelineTime
 from pipeline.planner.units import Unit, units_of
-
-_OPERATIONS: dict[str, Operation] = {
-    "all_reduce": "all_reduce",
-    "all_gather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "all_to_all": "all_to_all",
-}
 
 
 def algorithms(operation: Operation, *, gpu: bool) -> tuple[Algorithm, ...]:
@@ -49,10 +43,10 @@ class SimulatedStep:
         size = transfer.bytes / transfer.count
         if transfer.kind == "send":
             return transfer.count * send_s(rates.topology, size=size, same_node=nodes == 1)
-        operation, group = _OPERATIONS[transfer.kind], Group(len(transfer.ranks), nodes)
+        group = Group(len(transfer.ranks), nodes)
         return transfer.count * min(
-            collective_s(operation, algorithm, group, rates.topology, size=size)
-            for algorithm in algorithms(operation, gpu=rates.gpu)
+            collective_s(transfer.kind, algorithm, group, rates.topology, size=size)
+            for algorithm in algorithms(transfer.kind, gpu=rates.gpu)
         )
 
     def pipeline(self, run: ResolvedRun, ranks: Sequence[RankTime], rates: Rates) -> PipelineTime:

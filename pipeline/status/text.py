@@ -96,7 +96,7 @@ def _progress(status: RunStatus) -> Iterator[str]:
         yield line("speed", f"{status.tokens_per_second:,.0f} tokens/s{mfu}")
     if status.shares:
         yield line("shares", f"samples per data rank {shown(status.shares)}")
-    if status.goodput is not None and status.goodput.wall > 0:
+    if status.goodput is not None:
         yield line("goodput", goodput_text(status.goodput))
     if status.seconds_left is not None and not status.finished:
         yield line("time left", clock(status.seconds_left))

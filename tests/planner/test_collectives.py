@@ -7,7 +7,8 @@ from typing import get_args
 
 import pytest
 
-from pipeline.planner.collectives import Group, Operation, collective_s, fastest, group_of, send_s
+from pipeline.machines.machine import Operation
+from pipeline.planner.collectives import Group, collective_s, fastest, group_of, send_s
 from pipeline.planner.links import Link, Topology
 
 # 450 GB/s and 3 us within nodes of 8, 50 GB/s and 10 us per device between them
