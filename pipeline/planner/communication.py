@@ -1,6 +1,6 @@
 """What a rank sends in a step: the least of `parallel.traffic`, with what the engines really do beside it.
 
-`tests/planner/test_communication.py` holds it against the collectives of steps executed on fake tensors.
+`tests/planner/test_work.py` holds it against the collectives of steps executed on fake tensors.
 """
 
 from __future__ import annotations
