@@ -51,6 +51,13 @@ def events(run_dir: Path, *names: str) -> list[dict[str, Any]]:
     return [row for row in read_rows(run_dir, kind="event") if row["event"] in names]
 
 
+def wait_for_exchanges(run_dir: Path, count: int) -> None:
+    deadline = time.monotonic() + 200
+    while not (run_dir.exists() and len(events(run_dir, "exchange")) >= count):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def weights(run_dir: Path, key: str = "weight") -> dict[str, torch.Tensor]:
     """The tensors under a key in a run's newest checkpoint."""
     directory = (run_dir / "checkpoints/latest").resolve()
@@ -83,10 +90,7 @@ def test_an_island_is_killed_and_comes_back_and_both_end_with_the_same_weights(t
         while len(found) < 2:
             match = re.match(r"(island-\d): process (\d+)", process.stdout.readline())
             found |= {match[1]: int(match[2])} if match else {}
-        deadline = time.monotonic() + 200
-        while not (second.exists() and len(events(second, "exchange")) >= 3):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_for_exchanges(second, 3)
         os.killpg(found["island-1"], signal.SIGKILL)
         process.stdout.read()
     assert process.returncode == 0
@@ -175,6 +179,7 @@ def test_an_island_with_another_secret_is_refused_and_the_others_go_on(tokens: P
         words = (f"islands.secret_file={secrets[1]}", "islands.name=other", f"run.dir={tmp_path / 'run/other'}")
         other = [word for text in words for word in ("--set", text)]
         other = [sys.executable, "-m", "headrace", "train", "--config", str(config), *other]
+        wait_for_exchanges(tmp_path / "run/island-0", 1)  # the first to come is the one whose secret counts
         done = subprocess.run(other, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 2
         assert "island-0 reported at the lighthouse does not verify with the secret of other" in done.stderr
