@@ -36,7 +36,7 @@ from pipeline.config.schema import Config
 from pipeline.fake_gpu import case as fake
 from pipeline.fake_gpu.memory import Memory
 from pipeline.machines.known import load_machine
-from pipeline.parallel.memory import peak_memory
+from pipeline.parallel.memory import TABLES, peak_memory
 from pipeline.planner.planned_run import planned_run
 from pipeline.proof.case import Case, CaseResult
 from pipeline.proof.shrunk_run import with_precision
@@ -126,12 +126,14 @@ def executed_peaks(cases: list[Case], work: Path) -> list[dict[int, int]]:
         path.write_text(json.dumps(case.config))
         run = resolved(case)
         stages = range(run.topology.pp if run.config.engine == "torch" else 1)
-        asked += [(number, at, fake.Case(str(path), case.processes, at, VOCABULARY, (), STEPS)) for at in stages]
+        asked += [
+            (number, at, fake.Case(str(path), case.processes, at, VOCABULARY, (), STEPS, cpu=True)) for at in stages
+        ]
     results = fake.run_cases([each for _, _, each in asked])
     found: list[dict[int, int]] = [{} for _ in cases]
     for (number, pp_rank, _), result in zip(asked, results, strict=True):
         if "report" in result:
-            found[number][pp_rank] = result["report"]["peak"]
+            found[number][pp_rank] = result["report"]["peak"] + TABLES
         else:
             print(f"{cases[number].name}: {result['error']}", flush=True)
     return found
@@ -176,7 +178,7 @@ def table(found: dict[str, tuple[str, Case]], results: dict[str, CaseResult], ex
         rank = max(range(case.processes), key=peaks.__getitem__)
         stage = run.topology.coordinates(rank)["pp"]
         planned = planned_run(run, machine, vocabulary=VOCABULARY)
-        closed = peak_memory(planned.run, planned.costs.shares(planned.run).footprint, pp_rank=stage).total
+        closed = peak_memory(planned.run, planned.costs.shares(planned.run).footprint, pp_rank=stage, cpu=True).total
         errors["closed"].append(closed / peaks[rank] - 1)
         cell = "not executed"
         if stage in fakes:

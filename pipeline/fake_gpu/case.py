@@ -28,6 +28,7 @@ class Case:
         vocabulary: ids of the tokenizer, for a model whose config does not say.
         overrides: as of `--set`.
         steps: how many; the last one is reported.
+        cpu: count as on a CPU: what offload has in the host's memory, and gloo's copies of what a reduce-scatter takes.
         begun: the run is resumed: any number of processes is accepted; see `resolve`.
     """
 
@@ -37,6 +38,7 @@ class Case:
     vocabulary: int = 128_256
     overrides: tuple[str, ...] = ()
     steps: int = 1
+    cpu: bool = False
     begun: bool = False
 
     def resolved(self) -> ResolvedRun:
@@ -47,7 +49,9 @@ class Case:
 def run_cases(
     cases: Sequence[Case], *, timeout_s: float | None = None, cwd: Path | None = None
 ) -> list[dict[str, Any]]:
-    """Executes cases in one new process, because the fake device must be there before torch is imported.
+    """Executes cases in a new process, because the fake device must be there before torch is imported.
+
+    Each case is executed by a fork of it: layouts that share a process meet the process groups of one another.
 
     Args:
         cases: what to execute, in order.

@@ -156,6 +156,21 @@ def _patch_torch() -> None:
     fake_tensor.FakeTensorMode.avoid_device_init = property(_always(True))  # type: ignore[assignment]
 
 
+def _not_for_a_fake_tensor(*_args: Any, **_kwargs: Any) -> Any:
+    raise AssertionError("the kernel of a device that is not there")
+
+
+def _name_cuda_kernels() -> torch.library.Library:
+    """Operators of which torch has a CUDA kernel in a CUDA build alone, and elsewhere a composition of others.
+
+    Autograd would take the composition, which allocates six buffers of an MLP's width where the kernel has one. The
+    kernels named here are never called: fake tensors take the shapes of the operator.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("silu_backward", _not_for_a_fake_tensor, "CUDA")
+    return library
+
+
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
     """All tensors that are made within are fake, whatever their device."""
@@ -165,3 +180,5 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
 
 _answer_for_cuda()
 _patch_torch()
+_KERNELS = _name_cuda_kernels()
+"""Registered for as long as it lives."""

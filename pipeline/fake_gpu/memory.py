@@ -76,6 +76,14 @@ class Memory:
             if number is not None:
                 self._kinds[number] = kind
 
+    def pass_through(self, size: int) -> None:
+        """Notes so many bytes of a buffer that lives only within an operator."""
+        self._kinds.append("buffers")
+        self._bytes.append(0)
+        number = len(self._kinds) - 1
+        self._resized(number, size)
+        self._resized(number, 0)
+
     def begin(self) -> None:
         """The peak is that of what comes."""
         self._begin = len(self._events)

@@ -63,6 +63,8 @@ class Recorder(TorchDispatchMode):
     Args:
         memory: is told every storage of the device.
         axes_of: ranks of a process group -> the axes they are along, for people.
+        gloo: followed is, too, the copy that gloo makes of the input of a reduce-scatter, which NCCL does not make.
+        host: tensors in the host's memory are followed, too.
 
     Attributes:
         collectives: (kind, axes, dtype) -> [count, bytes of the whole tensors].
@@ -72,9 +74,12 @@ class Recorder(TorchDispatchMode):
         flops: of matrix products and attention; causal attention counts in full, as in the FLOPs of MFU.
     """
 
-    def __init__(self, memory: Memory, *, axes_of: Callable[[list[int]], str]) -> None:
+    def __init__(
+        self, memory: Memory, *, axes_of: Callable[[list[int]], str], gloo: bool = False, host: bool = False
+    ) -> None:
         super().__init__()
-        self._memory, self._axes_of = memory, axes_of
+        self._memory, self._axes_of, self._gloo = memory, axes_of, gloo
+        self._followed = ("cuda", "cpu") if host else ("cuda",)
         self._groups: dict[str, str] = {}
         self.begin()
 
@@ -107,7 +112,7 @@ class Recorder(TorchDispatchMode):
         elif op is aten._grouped_mm.default:
             self.flops += 2 * args[0].numel() * args[1].shape[-1]
         for each in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(each, FakeTensor) and each.device.type == "cuda":  # a DTensor has no memory of its own
+            if isinstance(each, FakeTensor) and each.device.type in self._followed:  # a DTensor has no memory itself
                 self._memory.see(each)
         return result
 
@@ -177,6 +182,8 @@ class Recorder(TorchDispatchMode):
         whole = [each for each in tree_leaves(args[at]) if isinstance(each, Tensor)]
         dtype = str(whole[0].dtype).removeprefix("torch.") if whole else "-"
         entry = self.collectives.setdefault((kind, self._axes(group), dtype), [0, 0])
+        if self._gloo and kind == "reduce_scatter":
+            self._memory.pass_through(sum(each.numel() * each.element_size() for each in whole))
         entry[0] += 1
         entry[1] += times * sum(each.numel() * each.element_size() for each in whole)
 

@@ -70,7 +70,14 @@ def run_step(case: Case) -> dict[str, Any]:
         if run.config.engine == "deepspeed":
             stack.enter_context(deepspeed_on_fake_device(rank=rank, processes=run.topology.world_size))
         mesh = build_mesh(run, "cuda")
-        recorder = Recorder(memory, axes_of=lambda ranks: axes_of(run.topology, ranks))
+        section = run.config.zero_optimization
+        offloads = "cpu" in (section.offload_optimizer.device, section.offload_param.device)
+        recorder = Recorder(
+            memory,
+            axes_of=lambda ranks: axes_of(run.topology, ranks),
+            gloo=case.cpu,
+            host=case.cpu and offloads,
+        )
         with fake.fake_tensors(), watched(memory), recorder.reading_lists(), recorder.deferring_reads(), recorder:
             values = Zeros({name: parameter.shape for name, parameter in model.named_parameters()})
             objective = CrossEntropy(z_loss=run.config.loss.z_loss)

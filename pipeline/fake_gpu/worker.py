@@ -1,19 +1,26 @@
 """Executes steps in a process of its own: a case per line of the input as JSON, a result per line of the output.
 
 echo '{"config": "ds_configs/fsdp.json", "processes": 2}' | python -m pipeline.fake_gpu.worker
+
+Torch is imported once; each case is executed by a fork. In one process a second layout would meet the process groups of
+the first, which are destroyed: DeepSpeed keeps its groups in globals of its modules, and torch's caches of DTensor
+operators return specs with the mesh of an earlier, equal layout. The parent computes nothing and has no second thread.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pipeline.fake_gpu.step import run_step  # isort: skip  before anything that imports torch
 from headrace.base.errors import HeadraceError
+from headrace.base.processes import die_with_parent
 from pipeline.fake_gpu.case import Case
 
 _PACKAGE = Path(__file__).parents[1]
@@ -24,12 +31,47 @@ def main() -> None:
     for line in sys.stdin:
         began = time.monotonic()
         fields = json.loads(line)
-        try:
-            result: dict[str, Any] = {"report": run_step(Case(**{**fields, "overrides": tuple(fields["overrides"])}))}
-        except Exception as error:
-            result = {"error": _told(error), "traceback": traceback.format_exc()}
+        result = _forked(Case(**{**fields, "overrides": tuple(fields["overrides"])}))
         result["seconds"] = round(time.monotonic() - began, 1)
         print(json.dumps(result), flush=True)
+
+
+def _forked(case: Case) -> dict[str, Any]:
+    """The result of a case, executed by a fork of this process."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        _execute(case, reader, writer)
+    os.close(writer)
+    with os.fdopen(reader) as results:
+        text = results.read()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if text and not code:
+        result: dict[str, Any] = json.loads(text)
+        return result
+    why = signal.Signals(-code).name if code < 0 else f"code {code}"
+    return {"error": f"the process that executed the step ended early ({why})", "traceback": ""}
+
+
+def _execute(case: Case, reader: int, writer: int) -> NoReturn:
+    """In the fork: executes a case, writes its result to the pipe and ends the process without the parent's cleanup."""
+    code = 1
+    try:
+        die_with_parent()  # who stops waiting ends the parent
+        os.close(reader)
+        os.dup2(2, 1)  # standard output has results only; libraries print there too
+        try:
+            result: dict[str, Any] = {"report": run_step(case)}
+        except Exception as error:
+            result = {"error": _told(error), "traceback": traceback.format_exc()}
+        with os.fdopen(writer, "w") as results:
+            results.write(json.dumps(result))
+        code = 0
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _told(error: Exception) -> str:

@@ -15,10 +15,14 @@ from pipeline.config.layout_rules import micro_batch_constraints
 from pipeline.config.rules import ResolvedRun
 from pipeline.parallel.assemble import DISTILLATION_CHUNK
 from pipeline.parallel.footprint import Footprint, RankModel, Widths
+from pipeline.parallel.zero_memory import ZeroSizes
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
 UPDATE_ELEMENTS = 1 << 27
 """Parameters that the engine on one device updates at once (`engines.torch_native.single`)."""
+
+TABLES = 2 * 4 * 8192
+"""Bytes of the tables by which weights are drawn (`models.counter`), which stay in the host's memory."""
 
 _MASTER = 4
 """Bytes per element of fp32 master weights."""
@@ -50,6 +54,7 @@ class _Step:
     widths: Widths
     micro: int
     pp_rank: int
+    cpu: bool = False
 
     @property
     def size(self) -> int:
@@ -92,18 +97,29 @@ class _Step:
         return -(-self.run.batch.samples // (self.run.topology.dp * self.micro))
 
     @property
+    def waiting(self) -> int:
+        """Micro-batches of zero bubble whose I (gradients of inputs) is done and whose W (of weights) is not."""
+        config = self.run.config
+        if config.engine != "torch" or self.run.topology.pp == 1 or config.parallel.schedule != "zero_bubble":
+            return 0
+        return min(self.accumulation - 1, self.pp_rank)
+
+    @property
     def kept(self) -> float:
         """Micro-batches, of all layers of this rank, whose activations live at one time.
 
         1F1B begins with as many forward passes as there are stages after this one, interleaved 1F1B with those of
         2 (stages after) + (virtual stages - 1) pp chunks, pp of one virtual stage after pp of the one before. Source:
-        Narayanan et al. 2021 (arXiv:2104.04473), 2.2.
+        Narayanan et al. 2021 (arXiv:2104.04473), 2.2. Zero bubble keeps those of a micro-batch until its W, on every
+        rank as many as 1F1B on the first: Qi et al. 2023 (arXiv:2401.10241), 2.3, ZB-H1.
         """
         topology, accumulation = self.run.topology, self.accumulation
         if topology.pp == 1:
             return 1
         if self.run.config.parallel.schedule == "gpipe":
             return accumulation
+        if self.run.config.parallel.schedule == "zero_bubble":
+            return min(accumulation, topology.pp)
         after, virtual = topology.pp - self.pp_rank - 1, self.rank.stages
         if virtual == 1:
             return min(accumulation, after + 1)
@@ -112,7 +128,9 @@ class _Step:
         return min(accumulation, layers / max(1, len(self.rank.layers)))
 
 
-def peak_memory(run: ResolvedRun, footprint: Footprint, *, pp_rank: int = 0, micro: int | None = None) -> Bytes:
+def peak_memory(
+    run: ResolvedRun, footprint: Footprint, *, pp_rank: int = 0, micro: int | None = None, cpu: bool = False
+) -> Bytes:
     """The peak of a training step.
 
     Args:
@@ -120,13 +138,30 @@ def peak_memory(run: ResolvedRun, footprint: Footprint, *, pp_rank: int = 0, mic
         footprint: sizes of its model.
         pp_rank: which rank of the pipeline.
         micro: samples per micro-batch, of the same global batch; the run's own when None.
+        cpu: see `phases`.
     """
-    return max(phases(run, footprint, pp_rank=pp_rank, micro=micro).values(), key=lambda moment: moment.total)
+    moments = phases(run, footprint, pp_rank=pp_rank, micro=micro, cpu=cpu)
+    return max(moments.values(), key=lambda moment: moment.total)
 
 
-def phases(run: ResolvedRun, footprint: Footprint, *, pp_rank: int = 0, micro: int | None = None) -> dict[str, Bytes]:
-    """Phase -> what lives at its largest moment; the arguments are those of `peak_memory`."""
-    return _moments(_Step(run, footprint.ranks[pp_rank], footprint.widths, micro or run.batch.micro, pp_rank))
+def phases(
+    run: ResolvedRun, footprint: Footprint, *, pp_rank: int = 0, micro: int | None = None, cpu: bool = False
+) -> dict[str, Bytes]:
+    """Phase -> what lives at its largest moment; the arguments are those of `peak_memory`.
+
+    On a CPU (`cpu`) offloaded states are in the same memory, and gloo copies the input of a reduce-scatter, which NCCL
+    does not; both are among the buffers.
+    """
+    step = _Step(run, footprint.ranks[pp_rank], footprint.widths, micro or run.batch.micro, pp_rank, cpu)
+    moments = _moments(step)
+    beside = host_memory(run, footprint, pp_rank=pp_rank) + TABLES if cpu else 0.0
+    return {name: replace(each, buffers=each.buffers + beside) for name, each in moments.items()}
+
+
+def host_memory(run: ResolvedRun, footprint: Footprint, *, pp_rank: int = 0) -> float:
+    """Bytes of host memory of a rank under DeepSpeed's offload to the CPU; 0 without."""
+    step = _Step(run, footprint.ranks[pp_rank], footprint.widths, run.batch.micro, pp_rank)
+    return _zero(step).host if run.config.engine == "deepspeed" else 0.0
 
 
 def layer_activations(run: ResolvedRun, footprint: Footprint, *, pp_rank: int = 0) -> float:
@@ -196,7 +231,7 @@ def _plain(step: _Step) -> dict[str, Bytes]:
 
 
 def _sharded(step: _Step) -> dict[str, Bytes]:
-    """FSDP2 (`engines.torch_native.units`): fp32 shards; one unit is gathered ahead of the one that is computed."""
+    """FSDP2 (`engines.torch_native.units`): fp32 shards; a stage gathers one unit ahead of the one it computes."""
     rank, s, n = step.rank, step.size, step.shards
     unit, per_layer = max(rank.layers), step.stage == 3
     several = step.accumulation > 1
@@ -206,7 +241,8 @@ def _sharded(step: _Step) -> dict[str, Bytes]:
     held = _MASTER * _accumulated(step) / (1 if once else n) if several else 0.0
     base = Bytes(weights=masters, optimizer=step.states * rank.parameters / n)
     node = step.run.config.zero_optimization.zero_hpz_partition_size
-    layers = (2 * s * unit if per_layer else s * sum(rank.layers)) + (s * sum(rank.layers) / node if node else 0)
+    units = s * unit * min(2, max(rank.stage_layers))
+    layers = (units if per_layer else s * sum(rank.layers)) + (s * sum(rank.layers) / node if node else 0)
     # the embedding is freed after its lookup, the head before the layers' gradients
     apart = per_layer and rank.separate
     at_loss = replace(base, weights=masters + (s * rank.head if apart else s * rank.rest + layers))
@@ -220,7 +256,16 @@ def _sharded(step: _Step) -> dict[str, Bytes]:
     # gathered weights are freed before their gradients are reduced
     reduced_last = rank.rest - rank.head if rank.separate else rank.rest
     reduced = _MASTER * rank.parameters / (1 if once else n) + (s + _MASTER) * reduced_last
+    staged = {}
+    if step.cpu and n > 1 and not once:  # gloo copies the input of a reduce-scatter
+        left = _stored(step) - _received(step)
+        left = left * (1 - 1 / max(1, len(rank.layers) * step.kept)) + _received(step)
+        # a tied head's gradient waits for that of the embedding; the layer's own weights are free by then
+        own = held + _MASTER * unit * (1 + 1 / n) + (0 if rank.separate else s * rank.head)
+        free = replace(backward, weights=backward.weights - s * unit)
+        staged["backward, reduction on a CPU"] = replace(free, gradients=own, buffers=_MASTER * unit, activations=left)
     return {
+        **staged,
         "loss": replace(at_loss, gradients=held + _sum_of_head(step), **_loss(step)),
         "backward, head": replace(at_loss, gradients=held + _sum_of_head(step) + s * rank.head, **_head_backward(step)),
         "backward, last layer": replace(
@@ -238,8 +283,12 @@ def _accumulated(step: _Step) -> int:
     backward pass.
     """
     rank, pp = step.rank, step.run.topology.pp
-    if rank.stages == 1 or step.accumulation > pp:
+    if rank.stages == 1:  # a pipeline that keeps all micro-batches has most before the first one's backward pass
+        return 0 if pp > 1 and step.accumulation <= step.kept else rank.parameters
+    if step.accumulation > pp:
         return rank.parameters
+    if step.run.config.parallel.schedule == "zero_bubble":
+        return 0  # gradients of weights come last
     return sum(rank.layers[len(rank.layers) - rank.stage_layers[-1] :]) + rank.head
 
 
@@ -250,38 +299,66 @@ def _mlp_gradients(step: _Step) -> float:
 
 
 def _deepspeed(step: _Step) -> dict[str, Bytes]:
-    """ZeRO: weights in s bytes, fp32 masters and moments over the shards, gradients through buckets."""
-    rank, s, n, section = step.rank, step.size, step.shards, step.run.config.zero_optimization
+    """ZeRO (`zero_memory`): weights in s bytes, fp32 masters and moments over the shards, gradients through buckets."""
     if step.stage == 0:
         return _plain(step)
-    added = s if step.run.config.data_types.grad_accum_dtype == "bf16" else _MASTER
-    # a pipeline fills one bucket while the other is reduced
-    bucket = float(section.reduce_bucket_size or 5e8) * added * (2 if step.run.topology.pp > 1 else 1)
-    masters = _MASTER * rank.parameters / n
-    offloaded = section.offload_optimizer.device != "none"
-    states = 0.0 if offloaded else step.states * rank.parameters / n
-    weights = s * rank.parameters / (n if step.stage == 3 else 1) + (0.0 if offloaded else masters)
-    live = s * max(2 * max(rank.layers), rank.rest) if step.stage == 3 else 0.0
-    live += s * rank.parameters / section.zero_hpz_partition_size if section.zero_hpz_partition_size else 0.0
-    gradients = added * rank.parameters / (1 if step.stage == 1 else n)
-    base = Bytes(weights=weights + live, optimizer=states, gradients=gradients, buffers=bucket)
-    return {"loss": replace(base, **_loss(step)), "backward": replace(base, **_first_backward(step))}
+    zero = _zero(step)
+    base = Bytes(weights=zero.weights + zero.secondary, optimizer=zero.optimizer, gradients=zero.gradients)
+    if step.stage == 3:
+        base = replace(base, weights=base.weights + zero.gathered, buffers=zero.bucket)
+        ahead = {"activations": _stored(step) - _received(step)}
+        first = {"forward": replace(base, weights=base.weights + zero.prefetched, **ahead)}
+    else:
+        first = {}
+    backward = replace(base, buffers=zero.bucket)
+    at_loss = base
+    if zero.unbucketed:  # gradients in bf16 of the backward passes before, until the step ends
+        before = step.size * step.rank.parameters if step.accumulation > step.kept else 0.0
+        at_loss = replace(base, gradients=base.gradients + before)
+        own = before or step.size * step.rank.head + _mlp_gradients(step)
+        backward = replace(base, gradients=base.gradients + own)
+        last = base.gradients + step.size * step.rank.parameters
+    else:  # a tied head's gradient waits for that of the embedding
+        waits = 0 if step.rank.separate else step.size * step.rank.head
+        backward = replace(backward, gradients=backward.gradients + waits)
+        last = base.gradients
+    rest = 1 - zero.reduced_share
+    staged = zero.reduced if step.cpu and step.stage == 3 else 0.0
+    reduction = replace(
+        backward,
+        gradients=last,
+        buffers=backward.buffers + zero.reduced + staged,
+        activations=rest * _first_backward(step)["activations"],
+    )
+    made = _sum_of_head(step) if step.chunk is not None else 0.0  # by the fused head
+    if made:
+        scaled = at_loss.gradients + made + step.size * step.rank.head
+        first["backward, head"] = replace(at_loss, gradients=scaled, **_head_backward(step))
+    return {
+        **first,
+        "loss": replace(at_loss, gradients=at_loss.gradients + made, **_loss(step)),
+        "backward": replace(backward, **_first_backward(step)),
+        "reduction": reduction,
+    }
+
+
+def _zero(step: _Step) -> ZeroSizes:
+    return ZeroSizes(step.run, step.rank, step.widths, step.size, step.shards, step.states)
 
 
 def _loss(step: _Step) -> dict[str, float]:
     """At the loss: all activations; logits in s bytes with fp32 exponentials.
 
-    Fused with the head (native engine), the gradient of a chunk's logits too, and of all rows the hidden states, their
+    Fused with the head, the gradient of a chunk's logits too, and of all rows the hidden states, their
     gradient, and what the final norm keeps: an fp32 copy, and the normalized one.
     """
     rows, each, beside = step.tokens, step.size + _MASTER, 0.0
     chunk, run = step.chunk, step.run
     if chunk is not None:
         rows = step.micro * min(chunk, rows // step.micro)
-        if run.config.engine == "torch":
-            each += step.size
-            kept = (_MASTER + step.size) / run.topology.tp + 2 * step.size
-            beside = step.tokens * step.widths.hidden * kept if step.rank.last else 0.0
+        each += step.size
+        kept = (_MASTER + step.size) / run.topology.tp + 2 * step.size
+        beside = step.tokens * step.widths.hidden * kept if step.rank.last else 0.0
     columns = step.widths.vocabulary / step.run.topology.tp if step.rank.last else 0
     return {"activations": _stored(step) + beside, "logits": rows * columns * each}
 
@@ -310,7 +387,21 @@ def _stored(step: _Step) -> float:
     each = {"none": _whole_layer, "full": _layer_input, "selective": _selected}[memory.activation_checkpointing](step)
     layers = len(step.rank.layers)
     count = -(-layers // memory.every_n_layers)
-    return _received(step) + step.kept * (count * each + (layers - count) * _whole_layer(step))
+    kept = step.kept * (count * each + (layers - count) * _whole_layer(step))
+    return _received(step) + kept + step.waiting * _between_passes(step)
+
+
+def _between_passes(step: _Step) -> float:
+    """Gradients that zero bubble keeps from a micro-batch's I to its W: of the outputs of matrix products and norms.
+
+    Per layer: of gate and up, of query, key and value, four of hidden states, and two in fp32 of the norms; and those
+    of the logits. Source: the storages at the peak of the last stage.
+    """
+    w, s, tp = step.widths, step.size, step.run.topology.tp
+    inner = (w.experts or 1) * 2 * w.intermediate
+    layer = s * ((inner + w.query + 2 * w.key_value) / tp + 4 * w.hidden) + 2 * _MASTER * w.hidden / tp
+    logits = s * w.vocabulary / tp if step.rank.last else 0
+    return step.tokens * (len(step.rank.layers) * layer + logits)
 
 
 def _received(step: _Step) -> float:

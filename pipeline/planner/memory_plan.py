@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pipeline.config.rules import ResolvedRun
 from pipeline.machines.machine import Machine
-from pipeline.parallel.memory import KINDS, Bytes, phases
+from pipeline.parallel.memory import KINDS, Bytes, host_memory, phases
 from pipeline.planner.interval import Interval
 from pipeline.planner.model_costs import ModelCosts
 
@@ -27,6 +27,7 @@ class MemoryPlan:
         peak: bytes of the phase that needs most.
         phase: its name.
         device: bytes of a device.
+        host: bytes of host memory of that rank under offload; 0 without. On a CPU they are in the phases too.
     """
 
     pp_rank: int
@@ -34,6 +35,7 @@ class MemoryPlan:
     peak: Interval
     phase: str
     device: float
+    host: float = 0.0
 
     @property
     def fits(self) -> bool:
@@ -57,19 +59,21 @@ def memory_plan(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> Memory
         ConfigError: see `ModelCosts.shares`.
     """
     footprint = costs.shares(run).footprint
-    by_rank = [phases(run, footprint, pp_rank=rank) for rank in range(run.topology.pp)]
+    by_rank = [phases(run, footprint, pp_rank=rank, cpu=not machine.gpu) for rank in range(run.topology.pp)]
     worst = max(range(len(by_rank)), key=lambda rank: max(each.total for each in by_rank[rank].values()))
     shown = {name: _kinds(each, machine) for name, each in by_rank[worst].items()}
     phase = max(shown, key=lambda name: sum(shown[name].values()))
-    return MemoryPlan(worst, shown, _peak(by_rank[worst][phase], machine), phase, machine.memory.bytes)
+    host = host_memory(run, footprint, pp_rank=worst)
+    return MemoryPlan(worst, shown, _peak(by_rank[worst][phase], machine), phase, machine.memory.bytes, host)
 
 
 def typical_peak(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> float:
     """The typical peak alone, in bytes; quicker than `memory_plan`."""
     footprint = costs.shares(run).footprint
-    ranks = range(run.topology.pp)
     return max(
-        _with_overhead(each, machine, end=1) for rank in ranks for each in phases(run, footprint, pp_rank=rank).values()
+        _with_overhead(each, machine, end=1)
+        for rank in range(run.topology.pp)
+        for each in phases(run, footprint, pp_rank=rank, cpu=not machine.gpu).values()
     )
 
 

@@ -96,6 +96,7 @@ def as_json(report: Report) -> dict[str, Any]:
             "pp_rank": memory.pp_rank,
             "phase": memory.phase,
             "phases": memory.phases,
+            "host": memory.host,
         },
         "step_s": plan.step_s.plain(),
         "parts_s": {name: each.plain() for name, each in plan.step.items()},
@@ -147,6 +148,8 @@ def _memory(report: Report) -> Iterator[str]:
     for name, kinds in memory.phases.items():
         shown = ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in kinds.items() if size >= 1e6)
         yield _line("", f"{name} {shown_bytes(sum(kinds.values()))}: {shown}")
+    if memory.host:
+        yield _line("", f"host memory of a rank under offload {shown_bytes(memory.host)}")
 
 
 def _helps(report: Report) -> Iterator[str]:

@@ -59,7 +59,8 @@ def verify(
             continue
         sets = (*overrides, *as_overrides(each.sets))
         world = each.run.topology.world_size
-        cases[number] = Case(config, world, rank, planned.vocabulary, sets, 2 if deepspeed else 1)
+        cpu = not planned.machine.gpu
+        cases[number] = Case(config, world, rank, planned.vocabulary, sets, 2 if deepspeed else 1, cpu)
     numbers = list(cases)
     shares = [numbers[first::_PROCESSES] for first in range(_PROCESSES)]
     with ThreadPoolExecutor(_PROCESSES) as threads:
@@ -77,5 +78,5 @@ def _verified(candidate: Candidate, result: dict[str, object], rank: int, planne
     report = result["report"]
     assert isinstance(report, dict)
     footprint = planned.costs.shares(candidate.run).footprint
-    formula = peak_memory(candidate.run, footprint, pp_rank=rank).total
+    formula = peak_memory(candidate.run, footprint, pp_rank=rank, cpu=not planned.machine.gpu).total
     return Verified(candidate, candidate.peak - formula + report["peak"])

@@ -147,8 +147,8 @@ def _stages(file: str, processes: int) -> Iterator[tuple[str, Case]]:
     vocabulary = DEMO_VOCABULARY if demo else Case.vocabulary
     run = Case(str(path), processes).resolved()
     count = run.topology.pp
-    # DeepSpeed makes the moments in its first step, and fakes of that are quick for the small configs
-    steps = 2 if run.config.engine == "deepspeed" and demo else 1
+    # DeepSpeed makes the moments in its first step, and stage 3 keeps weights by what it has seen there
+    steps = 2 if run.config.engine == "deepspeed" else 1
     for rank in range(count):
         name = f"{file} pp {rank}" if count > 1 else file
         yield name, Case(f"ds_configs/{file}", processes, pp_rank=rank, vocabulary=vocabulary, steps=steps)

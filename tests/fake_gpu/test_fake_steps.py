@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -53,3 +54,37 @@ def test_a_zero_stage_3_step_of_deepspeed_runs_with_its_own_collectives() -> Non
     assert "report" in result, result["traceback"]
     kinds = {row[0] for row in result["report"]["collectives"]}
     assert {"all_gather", "reduce_scatter", "all_reduce"} <= kinds
+
+
+@pytest.mark.integration
+def test_layouts_of_deepspeed_are_executed_one_after_another_with_process_groups_of_their_own() -> None:
+    # in one process, the second one found DeepSpeed's groups of the first: "is not registered"
+    stages = [
+        Case("ds_configs/zero1.json", 2, vocabulary=4096, overrides=(f"zero_optimization.stage={n}",))
+        for n in (0, 1, 2)
+    ]
+    results = run_cases(stages, timeout_s=300)
+    assert [result.get("error") for result in results] == [None] * 3
+    peaks = [result["report"]["peak"] for result in results]
+    assert len(set(peaks)) == 3  # each its own step
+
+
+def test_a_step_that_is_killed_is_reported_and_the_next_is_executed() -> None:
+    command = [sys.executable, "-m", "tests.fake_gpu.killed_step", "1", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    killed, after = (json.loads(line) for line in done.stdout.splitlines())
+    assert "SIGKILL" in killed["error"]
+    assert after["report"] == {"peak": 1}
+
+
+def test_a_step_ends_with_the_process_that_waits_for_it() -> None:
+    command = [sys.executable, "-m", "tests.fake_gpu.killed_step", "3"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as waiting:
+        assert waiting.stderr is not None
+        step = int(next(line for line in waiting.stderr if line.strip().isdigit()))
+        began = time.monotonic()
+        waiting.kill()
+        waiting.stderr.read()  # ends when no process has it any more: the step would have slept for 600 s
+    assert time.monotonic() - began < 60
+    assert step != waiting.pid

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.parallel.memory import peak_memory
+from pipeline.config.rules import ResolvedRun
+from pipeline.parallel.memory import host_memory, peak_memory, phases
 from tests.fake_gpu.cells import GATING, gating_cases, measured, shipped_cases
 from tests.fake_gpu.document import (
     H200_BYTES,
@@ -99,3 +100,35 @@ def test_weights_kept_within_a_node_take_their_share_of_a_node() -> None:
     run = type(layout.run)(**{**vars(layout.run), "config": config})
     more = peak_memory(run, footprint).weights - peak_memory(layout.run, footprint).weights
     assert more == pytest.approx(2 * sum(layout.rank.layers) / 4)
+
+
+def _changed(run: ResolvedRun, *, stage: int, bucket: float, offload: str = "none", bf16: bool = True) -> ResolvedRun:
+    section = run.config.zero_optimization
+    offloaded = section.offload_optimizer.model_copy(update={"device": offload})
+    zero = section.model_copy(update={"stage": stage, "reduce_bucket_size": bucket, "offload_optimizer": offloaded})
+    precision = run.config.bf16.model_copy(update={"enabled": bf16})
+    config = run.config.model_copy(update={"zero_optimization": zero, "bf16": precision})
+    return type(run)(**{**vars(run), "config": config})
+
+
+def test_buckets_of_deepspeed_are_counted_where_its_source_allocates_them() -> None:
+    layout, footprint = facts(shipped_cases()["zero2.json"])
+
+    def buffers(*, stage: int, bf16: bool = True) -> dict[str, float]:
+        moments = phases(_changed(layout.run, stage=stage, bucket=1e6, bf16=bf16), footprint)
+        return {name: moments[name].buffers for name in ("loss", "backward")}
+
+    assert buffers(stage=1) == {"loss": 0, "backward": 0}  # BF16_Optimizer
+    assert buffers(stage=2) == {"loss": 0, "backward": 2e6}  # allocated by the first gradient, in the model's dtype
+    assert buffers(stage=3) == {"loss": 4e6, "backward": 4e6}  # for good, in the dtype of communication
+    assert buffers(stage=1, bf16=False) == {"loss": 0, "backward": 4e6}
+
+
+def test_offloaded_states_are_in_the_memory_of_the_host_which_is_the_devices_on_a_cpu() -> None:
+    layout, footprint = facts(shipped_cases()["zero3.json"])
+    run = _changed(layout.run, stage=3, bucket=1e6, offload="cpu")
+    held = layout.rank.parameters / 2  # of two ranks
+    assert host_memory(run, footprint) == pytest.approx(20 * held)  # masters, two fp32 gradients, Adam's moments
+    assert host_memory(layout.run, footprint) == 0
+    beside = peak_memory(run, footprint, cpu=True).total - peak_memory(run, footprint).total
+    assert beside >= 20 * held

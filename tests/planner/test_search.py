@@ -149,7 +149,7 @@ def test_a_directory_that_cannot_be_written_is_refused_before_the_search(
 
 def test_a_model_for_which_nothing_fits_is_refused_with_the_number_of_nodes() -> None:
     planned = open_run(
-        str(ROOT / "ds_configs/llama_70b_zero3.json"), (), load_machine("rtx4090"), nodes=None, processes=8
+        str(ROOT / "ds_configs/llama_70b_zero3.json"), (), load_machine("rtx4090"), nodes=None, processes=4
     )
     arguments = __import__("argparse").Namespace(verify=0, out=None, config=CONFIG, json=False)
     with pytest.raises(ConfigError) as caught:
