@@ -60,6 +60,11 @@ class LinksSection(Section):
     within: LinkSection = Field(description="Between devices of a node")
     between: LinkSection = Field(description="A device's share of its node's network")
     host: LinkSection = Field(description="Between a device and the host's memory")
+    within_links: Count = Field(
+        1,
+        description="Links that within is the sum of, where each device has one to every other device of its node: g of"
+        " them have g - 1 each; 1 where all of within reaches any device, through a switch",
+    )
     operations: dict[Operation, LinkSection] = Field(
         {}, description="As within, of one kind of collective; others have within"
     )

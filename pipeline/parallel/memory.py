@@ -293,9 +293,9 @@ def _accumulated(step: _Step) -> int:
 
 
 def _mlp_gradients(step: _Step) -> float:
-    """Gradients of a layer that exist when most of its activations do: of the MLP, two of its three matrices."""
+    """Gradients of a layer that exist when most of its activations do: of the MLP, the last of its three matrices."""
     w = step.widths
-    return step.size * 2 / 3 * max(step.rank.layers) if not w.experts else step.size * max(step.rank.layers)
+    return step.size / 3 * max(step.rank.layers) if not w.experts else step.size * max(step.rank.layers)
 
 
 def _deepspeed(step: _Step) -> dict[str, Bytes]:
@@ -451,13 +451,10 @@ def _selected(step: _Step) -> float:
 
 
 def _backward_buffers(step: _Step) -> float:
-    """Gradients within a layer's MLP: of the product, of its two factors, and of the hidden states.
+    """Gradients within a layer's MLP: of the product (which is freed itself), of its two factors, of the hidden states.
 
     A mixture of experts needs most memory when the weights' gradients exist, and gate, up and product are freed.
     """
     w, s, tp = step.widths, step.size, step.run.topology.tp
-    config = step.run.config
-    # the native engine frees what it recomputed a little later
-    kept = config.memory.activation_checkpointing == "full" and config.engine == "torch"
-    inner = (3 + kept) * w.intermediate / tp if not w.experts else -2 * w.experts * w.intermediate
+    inner = 2 * w.intermediate / tp if not w.experts else -2 * w.experts * w.intermediate
     return step.tokens * s * (inner + 2 * w.hidden)

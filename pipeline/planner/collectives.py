@@ -12,6 +12,7 @@ g of them on each of m nodes, and n bytes:
 H = (g - 1) (a_in + n / (g b_in)) + (m - 1) (a_out + n / (p b_out)).
 L = (p - m) a_in + (m - 1) a_out: what a chunk meets on its way around the ring. B = min(b_in, g b_out): a ring per
 network card, each with its share of the bytes, as NCCL makes them, so that a node's whole network carries a ring.
+Where devices of a node are linked one to one, g of them have g - 1 links each, and b_in is the sum of these.
 
 Sources: ring, pairwise exchange and the alpha-beta model: R. Thakur, R. Rabenseifner, W. Gropp, Optimization of
 Collective Communication Operations in MPICH, IJHPCA 19 (2005) 49-66. Tree: the double binary tree of P. Sanders,
@@ -84,7 +85,7 @@ def collective_s(operation: Operation, algorithm: Algorithm, group: Group, topol
         raise ValueError(f"{operation} has no algorithm {algorithm}")
     if group.size == 1:
         return 0.0
-    return _ALGORITHMS[operation, algorithm](group, topology.of(operation), size)
+    return _ALGORITHMS[operation, algorithm](group, topology.of(operation).among(group.per_node), size)
 
 
 def fastest(operation: Operation, group: Group, topology: Topology, *, size: float) -> tuple[Algorithm, float]:
@@ -99,7 +100,7 @@ def fastest(operation: Operation, group: Group, topology: Topology, *, size: flo
 
 def send_s(topology: Topology, *, size: float, same_node: bool) -> float:
     """Seconds of a message between two ranks."""
-    return (topology.within if same_node else topology.between).seconds(size)
+    return (topology.among(2).within if same_node else topology.between).seconds(size)
 
 
 def _bandwidth(group: Group, topology: Topology) -> float:

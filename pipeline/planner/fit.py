@@ -12,7 +12,6 @@ from headrace.base.errors import ConfigError
 from pipeline.machines.machine import (
     HostSection,
     LinkSection,
-    LinksSection,
     Machine,
     MeasuredSection,
     OverheadSection,
@@ -102,11 +101,12 @@ def _slower(machine: Machine, *, device: float, links: float) -> Machine:
     return machine.model_copy(
         update={
             "efficiency": efficiency.model_copy(update=update),
-            "links": LinksSection(
-                within=_link(sections.within, links),
-                between=_link(sections.between, links),
-                host=sections.host,
-                operations={kind: _link(each, links) for kind, each in sections.operations.items()},
+            "links": sections.model_copy(
+                update={
+                    "within": _link(sections.within, links),
+                    "between": _link(sections.between, links),
+                    "operations": {kind: _link(each, links) for kind, each in sections.operations.items()},
+                }
             ),
             "host": HostSection(forward_s=machine.host.forward_s * device, backward_s=machine.host.backward_s * device),
             "measured": own and _slower_measured(own, device),

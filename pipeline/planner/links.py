@@ -32,14 +32,24 @@ class Topology:
         within: between two devices of a node
         between: between two devices of different nodes, each with its share of the node's network
         operations: kind of collective -> what stands for `within`, where it was measured
+        within_links: links that `within` is the sum of, one to each other device of the node; 1 for a switch
     """
 
     devices_per_node: int
     within: Link
     between: Link
     operations: Mapping[str, Link] = field(default_factory=dict, hash=False)
+    within_links: int = 1
 
     def of(self, kind: str) -> Topology:
         """The links as one kind of collective meets them: all_reduce, all_gather, reduce_scatter or all_to_all."""
         own = self.operations.get(kind)
         return self if own is None else replace(self, within=own, operations={})
+
+    def among(self, devices: int) -> Topology:
+        """The links as so many devices of a node meet them: where each has a link to every other one, of these."""
+        if self.within_links == 1 or devices < 2:
+            return self
+        share = min(1.0, (devices - 1) / self.within_links)
+        within = replace(self.within, bandwidth=self.within.bandwidth * share)
+        return replace(self, within=within, within_links=1)

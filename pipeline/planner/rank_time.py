@@ -118,12 +118,21 @@ def rank_time(work: Work, rates: Rates, collective: Collective) -> RankTime:
             sums[each.purpose] += collective(each, rates)
     passes = work.forward, work.backward
     stages = [
-        StageSeconds(of.layers, _seconds(of.decoder, rates, layers=of.layers), _seconds(of.head, rates))
+        StageSeconds(
+            of.layers,
+            _seconds(of.decoder, rates, rates.products, layers=of.layers),
+            _seconds(of.head, rates, rates.head),
+        )
         for of in work.stages
     ]
     host_s = sum(stage.layers for stage in stages) * (rates.layer_forward_s + rates.layer_backward_s)
     return RankTime(
-        products=sum(_products(each, rates) for each in passes),
+        products=sum(
+            _products(each, rates, flops_per_s)
+            for of in work.stages
+            for part, flops_per_s in ((of.decoder, rates.products), (of.head, rates.head))
+            for each in (part.forward, part.backward)
+        ),
         kernels=sum(each.kernel_bytes for each in passes) / rates.memory + host_s,
         stages=tuple(stages),
         message=message,
@@ -132,14 +141,14 @@ def rank_time(work: Work, rates: Rates, collective: Collective) -> RankTime:
     )
 
 
-def _seconds(passes: Passes, rates: Rates, *, layers: int = 0) -> PassSeconds:
-    """Computation, and on a CPU what the host takes for so many layers."""
+def _seconds(passes: Passes, rates: Rates, flops_per_s: float, *, layers: int = 0) -> PassSeconds:
+    """Computation, its matrix products at so many FLOP/s, and on a CPU what the host takes for so many layers."""
     forward, backward = (
-        _products(each, rates) + each.kernel_bytes / rates.memory + layers * host_s
+        _products(each, rates, flops_per_s) + each.kernel_bytes / rates.memory + layers * host_s
         for each, host_s in ((passes.forward, rates.layer_forward_s), (passes.backward, rates.layer_backward_s))
     )
-    return PassSeconds(forward, backward, passes.forward.products / rates.products)
+    return PassSeconds(forward, backward, passes.forward.products / flops_per_s)
 
 
-def _products(each: Pass, rates: Rates) -> float:
-    return each.products / rates.products + each.attention / rates.attention
+def _products(each: Pass, rates: Rates, flops_per_s: float) -> float:
+    return each.products / flops_per_s + each.attention / rates.attention

@@ -32,8 +32,9 @@ class Rates:
     """Rates of one device.
 
     Attributes:
-        products: FLOP/s of matrix products in the run's dtype.
-        attention: FLOP/s of attention.
+        products: FLOP/s of the matrix products of decoder layers, in the run's dtype.
+        head: FLOP/s of the head's: in bf16 where those of decoder layers are in fp8.
+        attention: FLOP/s of attention, which no engine computes in fp8.
         memory: bytes/s that other kernels read and write.
         topology: links between devices.
         host: link to the host's memory.
@@ -45,6 +46,7 @@ class Rates:
     """
 
     products: float
+    head: float
     attention: float
     memory: float
     topology: Topology
@@ -74,14 +76,12 @@ def rates_of(machine: Machine, dtype: str, end: int, *, product: Product | None 
         hidden: whether the engine computes on while it communicates.
     """
     efficiency, links, measured = machine.efficiency, machine.links, machine.measured
-    products = attention = machine.rate(dtype)[end]
-    if measured is not None:
-        nearest = _nearest(measured.products, dtype, product) if product is not None else None
-        products = nearest.flops_per_s[end] if nearest is not None else products
-        attention = measured.attention_flops_per_s[end]
+    unquantized = "bf16" if dtype == "fp8" else dtype
+    attention = machine.rate(unquantized)[end] if measured is None else measured.attention_flops_per_s[end]
     share = efficiency.links[end]
     return Rates(
-        products=products,
+        products=_products(machine, dtype, end, product),
+        head=_products(machine, unquantized, end, product),
         attention=attention,
         memory=machine.memory.bytes_per_s * efficiency.memory[end],
         topology=Topology(
@@ -89,6 +89,7 @@ def rates_of(machine: Machine, dtype: str, end: int, *, product: Product | None 
             _link(links.within, share),
             _link(links.between, share),
             {kind: _link(each, share) for kind, each in links.operations.items()},
+            links.within_links,
         ),
         host=_link(links.host, share),
         storage=machine.storage_bytes_per_s[end],
@@ -97,6 +98,14 @@ def rates_of(machine: Machine, dtype: str, end: int, *, product: Product | None 
         layer_forward_s=0.0 if machine.gpu else machine.host.forward_s,
         layer_backward_s=0.0 if machine.gpu else machine.host.backward_s,
     )
+
+
+def _products(machine: Machine, dtype: str, end: int, wanted: Product | None) -> float:
+    if machine.measured is not None and wanted is not None:
+        nearest = _nearest(machine.measured.products, dtype, wanted)
+        if nearest is not None:
+            return nearest.flops_per_s[end]
+    return machine.rate(dtype)[end]
 
 
 def _link(section: LinkSection, share: float) -> Link:

@@ -38,7 +38,7 @@ def collective_seconds(kind: str, size_bytes: float, ranks: Sequence[int], topol
     first = ranks[0] // topology.devices_per_node
     per_node = sum(rank // topology.devices_per_node == first for rank in ranks)
     within = per_node == n
-    bandwidth = topology.within.bandwidth
+    bandwidth = topology.among(per_node).within.bandwidth
     if not within:
         bandwidth = min(bandwidth, per_node * topology.between.bandwidth)
     share = {"send": 1.0, "all_reduce": 2 * (n - 1) / n}.get(kind, (n - 1) / n)

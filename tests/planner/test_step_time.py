@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pipeline.machines.known import load_machine
 from pipeline.machines.machine import HostSection, Machine, MeasuredProduct, MeasuredSection
-from pipeline.planner.collectives import Group, collective_s
+from pipeline.planner.collectives import Group, collective_s, group_of, send_s
 from pipeline.planner.links import Link, Topology
 from pipeline.planner.rates import Product, rates_of
 from pipeline.planner.step_time import collective_seconds, pipeline_step
@@ -63,6 +65,28 @@ def test_a_calibrated_machine_has_the_rate_of_the_measured_product_nearest_to_th
     assert rates_of(machine, "bf16", 2, product=Product(8192, 8192, 8192)).attention == 3.0
     # no product was measured in fp8: the share of the peak counts
     assert rates_of(machine, "fp8", 1, product=Product(300, 300, 200)).products == machine.rate("fp8")[1]
+
+
+def test_attention_and_the_head_of_an_fp8_run_have_the_rate_of_bf16() -> None:
+    machine = load_machine("h100")
+    half, quarter = (rates_of(machine, dtype, 1) for dtype in ("bf16", "fp8"))
+    assert quarter.products > half.products
+    assert (quarter.attention, quarter.head) == (half.attention, half.head) == (half.products, half.products)
+
+
+@pytest.mark.parametrize(("ranks", "share"), [(2, 1 / 7), (4, 3 / 7), (8, 1.0), (16, 1.0)])
+def test_devices_that_are_linked_one_to_one_have_as_many_links_as_others_in_their_group(
+    ranks: int, share: float
+) -> None:
+    switch = Topology(8, Link(448e9, 0.0), Link(400e9, 0.0))
+    pairs = replace(switch, within_links=7)
+    group, numbers = group_of(pairs, size=ranks), range(ranks)
+    for kind in ("all_reduce", "all_gather"):
+        by_switch, by_pairs = (collective_s(kind, "ring", group, each, size=1e9) for each in (switch, pairs))
+        assert by_pairs == pytest.approx(by_switch / share)
+        by_switch, by_pairs = (collective_seconds(kind, 1e9, numbers, each) for each in (switch, pairs))
+        assert by_pairs == pytest.approx(by_switch / share)
+    assert send_s(pairs, size=1e9, same_node=True) == pytest.approx(7 * send_s(switch, size=1e9, same_node=True))
 
 
 def test_a_kind_of_collective_that_was_measured_has_its_own_link() -> None:
