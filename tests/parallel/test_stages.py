@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from headrace.base.errors import ConfigError
 from pipeline.engines.objective import CrossEntropy
-from pipeline.parallel.assemble import LocalModel, assemble, pipeline_stages
+from pipeline.parallel.assemble import LocalModel, assemble
 from pipeline.parallel.costs import describe_stages, forward_flops
+from pipeline.parallel.partition import pipeline_stages
 from pipeline.parallel.stages import split_layers
 from tests.models.architectures import assert_same, batch_of, gradients, meta_of
 from tests.parallel.layouts import T, Z, fill_weights, full_model_gradients, resolved
