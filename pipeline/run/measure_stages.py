@@ -111,7 +111,7 @@ def measure_stages(
 def relative_speeds(seconds: Sequence[float]) -> tuple[float, ...]:
     """Speeds of devices that take so many seconds for equal work: of the fastest 1, in steps of `STEP`, never 0."""
     fastest = min(seconds)
-    return tuple(max(1, round(fastest / each / STEP)) * STEP for each in seconds)
+    return tuple(round(max(1, round(fastest / each / STEP)) * STEP, 2) for each in seconds)
 
 
 def slowest_of_pipeline_ranks(topology: Topology, values: Sequence[float]) -> list[float]:
