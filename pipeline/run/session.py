@@ -311,7 +311,9 @@ class Session:
                     return stop
                 done = island.step
             steps = island.batches() if island else batches.training(first_step=done + 1, skips=skips)
-            balancer = make_balancer(run, engine, steps, gpu=self.agreement.device.type == "cuda", stack=stack)
+            balancer = make_balancer(
+                run, engine, batches.current, gpu=self.agreement.device.type == "cuda", stack=stack
+            )
             trainer = Trainer(
                 run=run,
                 engine=engine,
