@@ -104,7 +104,7 @@ class _Fit:
             f"rank {rank} with {_shown(_ranges(stages, rank, self._pp))} lacks {each / GB:,.3g} GB"
             for rank, each in short.items()
         )
-        held = ", ".join(map(str, most))
+        held = ", ".join(map(str, most)) + f" ({sum(most)} in all)"
         why = f"the pipeline ranks hold at most {held} of {self._layers} decoder layers"
         why += f"; divided by speed alone, {lacks}" if lacks else ", and no division of them fits"
         remedy = "use memory.activation_checkpointing full, a smaller micro-batch, or a larger parallel.pp"
