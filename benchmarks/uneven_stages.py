@@ -1,9 +1,9 @@
-"""Benchmark of pipeline stages by speed: pp 2, one rank at half speed, with even stages and with measured ones.
+"""Benchmark of pipeline stages by speed: pp 2, one rank at half speed, with even, given and measured stages.
 
     python -m benchmarks.uneven_stages [--steps 30] [--rounds 3] [--slowdown 2] [--engine torch]
 
-Runs of both kinds, in turns, train the same model on the same random tokens, and rank 1 is suspended for as long as it
-works (tests/throttled.py); each rank should have a core. Figures are tokens per second over the steps after the
+Runs of the three kinds, in turns, train the same model on the same random tokens, and rank 1 is suspended for as long
+as it works (tests/throttled.py); each rank should have a core. Figures are tokens per second over the steps after the
 warm-up, by the median and by the mean of their times, and the largest relative difference of the loss curves.
 """
 
@@ -20,14 +20,15 @@ from benchmarks.uneven_shares import SEQUENCE, VOCABULARY, train_throttled
 from pipeline.metrics.journal import read_rows
 from pipeline.proof.tokens import write_tokens
 
-SAMPLES, WARM_UP = 16, 5
+SAMPLES, WARM_UP = 8, 3
 MODEL = {
     "model_type": "llama", "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 12,
     "num_attention_heads": 4,
 }  # fmt: skip
 STAGES = {"torch": 0, "deepspeed": 1}
 """Engine -> its ZeRO stage."""
-KINDS: dict[str, str | None] = {"even": None, "measured": "measured"}
+KINDS = ("even", "given", "measured")
+"""Divisions of the layers: by cost, by the true speeds, and by measured ones."""
 
 
 def main() -> None:
@@ -39,7 +40,8 @@ def main() -> None:
         tokens = write_tokens(work / "tokens", vocab_size=VOCABULARY, tokens=400_000, longest=2 * SEQUENCE)
         runs: dict[str, list[Path]] = {name: [] for name in KINDS}
         for number in range(arguments.rounds):
-            for name, speeds in KINDS.items():
+            for name in KINDS:
+                speeds = {"even": None, "given": [arguments.slowdown, 1], "measured": "measured"}[name]
                 config = config_of(tokens, arguments.engine, speeds, steps=arguments.steps)
                 made = train_throttled(work / f"{name}-{number}", config, slowdown=arguments.slowdown)
                 runs[name].append(made)
@@ -47,7 +49,7 @@ def main() -> None:
     print(f"load average at the end: {os.getloadavg()[0]:.2f}")
 
 
-def config_of(tokens: Path, engine: str, speeds: str | None, *, steps: int) -> dict[str, Any]:
+def config_of(tokens: Path, engine: str, speeds: Any, *, steps: int) -> dict[str, Any]:
     """A pipeline of two ranks; everything but the directory."""
     return {
         "engine": engine,
@@ -74,8 +76,9 @@ def report(engine: str, runs: dict[str, list[Path]], *, slowdown: float) -> None
         times = statistics.median(seconds), statistics.fmean(seconds)
         speeds[name] = [SAMPLES * SEQUENCE / each for each in times]
         print(f"{name:>26}  {speeds[name][0]:>9,.0f}  {speeds[name][1]:>9,.0f}")
-    ratios = [measured / even for measured, even in zip(speeds["measured"], speeds["even"], strict=True)]
-    print(f"{'measured / even':>26}  {ratios[0]:>9.2f}  {ratios[1]:>9.2f}")
+    for name in KINDS[1:]:
+        median, mean = (found / even for found, even in zip(speeds[name], speeds["even"], strict=True))
+        print(f"{name + ' / even':>26}  {median:>9.2f}  {mean:>9.2f}")
     for run_dir in runs["measured"]:
         for row in read_rows(run_dir, kind="event"):
             if row["event"] == "stages":

@@ -28,8 +28,9 @@ from pipeline.parallel.stages import layer_list
 from pipeline.run.prepare import PreparedRun
 from pipeline.topology import Topology
 
-SECONDS = 1.0
-"""For which each rank computes. The mean of its passes counts: a device that is throttled now and then is slow."""
+WINDOWS, WINDOW_S = 4, 0.5
+"""Each rank computes in so many windows of so many seconds. The mean of the passes in a window, since a device that is
+throttled for part of the time is slow; of the windows the fastest, since what else runs on a host only adds time."""
 STEP = 0.05
 """Speeds are rounded to multiples of it, relative to the fastest."""
 MARGIN = 0.9
@@ -123,15 +124,20 @@ def slowest_of_pipeline_ranks(topology: Topology, values: Sequence[float]) -> li
 
 
 def _pass_seconds(run: ResolvedRun, model: nn.Module, device: torch.device) -> float:
-    """Mean seconds of the products of a decoder layer on this rank."""
+    """Seconds of the products of a decoder layer on this rank, see `WINDOWS`."""
     shapes = _matrices(run, model)
     flops_per_row = 6 * sum(rows * columns for rows, columns in shapes)
     tokens = run.batch.micro * run.batch.sequence_length // run.topology.cp
     tokens = max(1, min(tokens, int(_PASS_FLOPS[device.type] / flops_per_row)))
     products = [_Product(shape, tokens, dtype=model_dtype(run.config), device=device) for shape in shapes]
     _timed_pass(products, device)  # the first one allocates, and chooses kernels
+    return min(_mean_seconds(products, device) for _ in range(WINDOWS))
+
+
+def _mean_seconds(products: Sequence[_Product], device: torch.device) -> float:
+    """Mean seconds of the passes of a window, one at least."""
     passes, started = 0, time.perf_counter()
-    while (elapsed := time.perf_counter() - started) < SECONDS or passes == 0:
+    while (elapsed := time.perf_counter() - started) < WINDOW_S or passes == 0:
         _timed_pass(products, device)
         passes += 1
     return elapsed / passes
