@@ -69,14 +69,19 @@ def train(run_dir: Path, tokens: Path, layout: str, shares: str | None, slowdown
         "train_batch_size": SAMPLES,
         "train_micro_batch_size_per_gpu": SAMPLES // 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "run": {"dir": str(run_dir), "steps": steps, "seed": 7},
+        "run": {"steps": steps, "seed": 7},
         "evaluation": {"samples": 2},
         "stragglers": {"every": None},
         "parallel": {"shares": shares},
         **LAYOUTS[layout],
     }
+    return train_throttled(run_dir, config, slowdown=slowdown)
+
+
+def train_throttled(run_dir: Path, config: dict[str, Any], *, slowdown: float) -> Path:
+    """Trains on two processes of which rank 1 is throttled; returns the run's directory."""
     path = run_dir.with_suffix(".json")
-    path.write_text(json.dumps(config))
+    path.write_text(json.dumps({**config, "run": {**config["run"], "dir": str(run_dir)}}))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     script = [str(ROOT / "tests/throttled.py"), "1", f"{slowdown:g}", str(ROOT / "pipeline/train.py")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

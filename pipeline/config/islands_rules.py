@@ -30,9 +30,6 @@ def check_islands(config: Config) -> None:
     if config.distill is not None:
         why = "a teacher's cached logits and on-policy samples are read in a run's own order"
         raise ConfigError("islands", why=why, remedy="distill in an ordinary run, or remove the section distill")
-    if config.parallel.shares == "auto":
-        why = "measured shares are not divided anew within the rounds of islands"
-        raise ConfigError("parallel.shares", "auto", why=why, remedy="give a list of weights, or remove it")
 
 
 def _refuse_anomalies(config: Config) -> None:

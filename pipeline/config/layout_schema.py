@@ -50,6 +50,16 @@ class LayoutSection(Section):
         description="How context-parallel ranks compute attention: ulysses (all-to-all over heads, the default) or ring"
         " (ring attention)",
     )
+    stage_speeds: Literal["measured"] | Annotated[tuple[float, ...], Field(strict=False)] | None = Field(
+        None,
+        description="Relative speeds of the pipeline ranks' devices, one per pipeline rank, e.g. [2, 1], or measured:"
+        " a slower rank gets fewer decoder layers. Equal when absent",
+    )
+    stage_memory_gb: Annotated[tuple[float, ...], Field(strict=False)] | None = Field(
+        None,
+        description="Memory in GB that tensors may take on the device of each pipeline rank, e.g. [70, 36]: no rank"
+        " gets more decoder layers than it holds by the planner's formulas. No limit when absent",
+    )
 
 
 class ParallelSection(LayoutSection):

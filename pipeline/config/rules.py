@@ -32,6 +32,7 @@ from pipeline.config.quantization_aware_rules import check_quantization_aware
 from pipeline.config.schedule import Schedule, make_schedule
 from pipeline.config.schema import Config
 from pipeline.config.shares_rules import shared_batch
+from pipeline.config.stage_devices import StageDevices, check_stage_devices, given_devices
 from pipeline.topology import Topology
 
 
@@ -152,6 +153,7 @@ class ResolvedRun:
         fallback: which of `launch.fallback_layouts` was taken, and why; None in the configured layout.
         layouts: field -> the run in the configured layout and in each fallback, each on the fewest processes that it
             takes; empty without fallbacks.
+        measured_devices: of the pipeline ranks, once `parallel.stage_speeds` "measured" has been; None before.
     """
 
     config: Config
@@ -162,6 +164,7 @@ class ResolvedRun:
     spare: int = 0
     fallback: str | None = None
     layouts: Mapping[str, ResolvedRun] = field(default_factory=dict)
+    measured_devices: StageDevices | None = None
 
     @property
     def plain(self) -> bool:
@@ -186,6 +189,11 @@ class ResolvedRun:
         return self.config.parallel.virtual_stages or (
             2 if self.config.parallel.schedule in VIRTUAL_STAGE_SCHEDULES else 1
         )
+
+    @property
+    def stage_devices(self) -> StageDevices:
+        """Speeds and memory of the pipeline ranks: measured, or as given."""
+        return self.measured_devices or given_devices(self.config, self.topology)
 
     @property
     def held_bytes_per_parameter(self) -> float | None:
@@ -297,6 +305,7 @@ def _mesh(config: Config, *, world_size: int, elastic: bool) -> tuple[Topology, 
     topology = topology_of(config, world_size=world_size, elastic=elastic)
     refuse_unsupported(config, topology)
     check_layout(config, topology)
+    check_stage_devices(config, topology)
     if config.parallel.shares is not None:
         return topology, shared_batch(config, topology)
     least, multiple = micro_batch_constraints(config, topology)

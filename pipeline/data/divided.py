@@ -8,28 +8,43 @@ from pipeline.config.batch import BatchSizes
 from pipeline.data.loader import StepBatch, StepLoader
 
 
+class CurrentBatch:
+    """The batch sizes that `DividedSteps` read next, which may be replaced between steps.
+
+    Args:
+        sizes: at first.
+    """
+
+    def __init__(self, sizes: BatchSizes) -> None:
+        self.sizes = sizes
+
+
 class DividedSteps:
-    """Iterates over the steps of a run as `StepLoader` does, in shares that may be replaced between steps.
+    """Iterates over steps as `StepLoader` does, in shares that may be replaced between steps.
 
     What is prepared ahead in the shares before is dropped; the files are in the page cache then.
 
     Args:
         load: (batch sizes, (first, last) step) -> the loader of these steps.
-        batch: the batch sizes at first.
+        current: the batch sizes; those of several parts of a run (the rounds of islands) are the same object.
         steps: (first, last) step, both included.
     """
 
     def __init__(
-        self, load: Callable[[BatchSizes, tuple[int, int]], StepLoader], batch: BatchSizes, *, steps: tuple[int, int]
+        self,
+        load: Callable[[BatchSizes, tuple[int, int]], StepLoader],
+        current: CurrentBatch,
+        *,
+        steps: tuple[int, int],
     ) -> None:
-        self._load, self.batch, self._steps = load, batch, steps
+        self._load, self._current, self._steps = load, current, steps
 
     def __iter__(self) -> Iterator[StepBatch]:
         step, last = self._steps
         while step <= last:
-            current = self.batch
-            for batch in self._load(current, (step, last)):
+            sizes = self._current.sizes
+            for batch in self._load(sizes, (step, last)):
                 yield batch
                 step += 1
-                if self.batch is not current:
+                if self._current.sizes is not sizes:
                     break

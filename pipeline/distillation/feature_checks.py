@@ -10,8 +10,8 @@ from headrace.base.errors import ConfigError
 from pipeline.config.feature_rules import ATTENTIONS, check_models, features_of
 from pipeline.config.rules import ResolvedRun
 from pipeline.models.decoder_layers import decoder_layers
-from pipeline.parallel.assemble import pipeline_stages
 from pipeline.parallel.compilation import compiles
+from pipeline.parallel.partition import pipeline_stages
 
 _ATTENTIONS = {"full_attention", "sliding_attention", "chunked_attention"}
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")

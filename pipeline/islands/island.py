@@ -8,7 +8,7 @@ trained meanwhile is dropped: it takes the state of one that did not.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ from pipeline.checkpoint import named_state
 from pipeline.checkpoint.shard_table import State, parts_of
 from pipeline.checkpoint.store import on_rank_zero
 from pipeline.config.islands_schema import IslandsSection
-from pipeline.data.loader import StepBatch, StepLoader
+from pipeline.data.loader import StepBatch
 from pipeline.engines.base import Engine
 from pipeline.faults.agreement import Agreement
 from pipeline.faults.stop import Stop, StopSignals
@@ -38,7 +38,7 @@ from pipeline.islands.peers import ExchangeError, Peers, pack, unpack
 _TICK_S, _AGAIN_S = 1.0, 0.5
 Record = Callable[..., None]
 """Takes a step and the values of an event of the journal."""
-Loader = Callable[[int, int], StepLoader]
+Loader = Callable[[int, int], Iterable[StepBatch]]
 """The batches of the data steps from a first to a last one, counted from 1."""
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from headrace.base.errors import ConfigError
 from pipeline.config.rules import ResolvedRun
 from pipeline.models.attention import ATTENTION_NAME
 from pipeline.models.counter import CPU
@@ -22,14 +21,13 @@ from pipeline.parallel.activation_checkpointing import apply_activation_checkpoi
 from pipeline.parallel.architecture_check import has_separate_head
 from pipeline.parallel.compilation import apply_compile
 from pipeline.parallel.context import make_cp_attention
-from pipeline.parallel.costs import describe_stages, forward_flops
 from pipeline.parallel.decoder import Decoder, DecoderLayout, parameter_owners
 from pipeline.parallel.expert_balance import ExpertBalancer
 from pipeline.parallel.fp8 import apply_fp8
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.quantization_aware import apply_quantization_aware
 from pipeline.parallel.ring import RingAttention
-from pipeline.parallel.stages import StageLayers, keep_stage, layer_list, split_layers
+from pipeline.parallel.stages import StageLayers, keep_stage
 from pipeline.parallel.tensor import TensorParallel, apply_tensor_parallel
 from pipeline.topology import sequence_chunks
 
@@ -53,31 +51,6 @@ class LocalModel:
     def box(self, name: str) -> Rectangle | None:
         """This rank's tensor-parallel shard of a parameter; None if the parameter is not sharded."""
         return self.tensor.boxes.get(name) if self.tensor else None
-
-
-def pipeline_stages(run: ResolvedRun, model: nn.Module) -> list[StageLayers]:
-    """All (virtual) pipeline stages of a model; a single one without pipeline parallelism.
-
-    Raises:
-        ConfigError: see `split_layers` and `layer_list`.
-    """
-    count = run.topology.pp * run.virtual_stages
-    if count == 1:
-        return [StageLayers(0, 1, (0, model.config.num_hidden_layers), 0.0)]  # type: ignore[union-attr, arg-type]
-    layer_list(model)  # before anything is read from the config: the architecture may have no plan for stages
-    layers: int = model.config.num_hidden_layers  # type: ignore[union-attr, assignment]
-    if layers < count:
-        virtual = run.virtual_stages
-        why = f"{run.topology.pp} ranks x {virtual} stages each are {count}, and the model has {layers} decoder layers"
-        remedy = f"use parallel.pp {max(1, layers // virtual)}" + (", or fewer virtual_stages" if virtual > 1 else "")
-        raise ConfigError("parallel.pp", run.topology.pp, why=why, remedy=remedy)
-    flops, head = forward_flops(model, sequence_length=run.batch.sequence_length)
-    return split_layers(flops, head=head, stages=count)
-
-
-def stage_lines(run: ResolvedRun, model: nn.Module) -> list[str]:
-    """One line per pipeline stage; none without pipeline parallelism. See `costs.describe_stages`."""
-    return describe_stages(model, pipeline_stages(run, model)) if run.topology.pp > 1 else []
 
 
 def assemble(

@@ -11,10 +11,10 @@ from pipeline.config.rules import ResolvedRun
 from pipeline.models.padding import check_padded_positions
 from pipeline.parallel.activation_checkpointing import check_activation_checkpointing
 from pipeline.parallel.architecture_check import check_architecture
-from pipeline.parallel.assemble import pipeline_stages
 from pipeline.parallel.compilation import check_compile
 from pipeline.parallel.expert_check import check_experts
 from pipeline.parallel.fp8 import check_fp8
+from pipeline.parallel.partition import pipeline_stages
 from pipeline.parallel.quantization_aware import check_quantization_aware
 from pipeline.parallel.tensor import check_tp_plan
 

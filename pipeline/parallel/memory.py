@@ -4,7 +4,7 @@ The peak is the largest of a few moments of a step, each a sum of what lives the
 to within 5 % of a step that is executed on fake tensors. Not in it: what the allocator loses to fragmentation, NCCL's
 and the kernels' own buffers, and the CUDA context (together some GB).
 
-Shapes as in `footprint`; s bytes per element in forward and backward passes.
+Shapes as in `rank_model`; s bytes per element in forward and backward passes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pipeline.config.layout_rules import micro_batch_constraints
 from pipeline.config.rules import ResolvedRun
 from pipeline.parallel.assemble import DISTILLATION_CHUNK
-from pipeline.parallel.footprint import Footprint, RankModel, Widths
+from pipeline.parallel.rank_model import Footprint, RankModel, Widths
 from pipeline.parallel.zero_memory import ZeroSizes
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")

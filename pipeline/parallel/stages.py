@@ -1,14 +1,15 @@
-"""Pipeline stages: assigns decoder layers to stages, balanced by cost, and reduces a model to one stage.
+"""Pipeline stages: assigns decoder layers to stages, balanced by time, and reduces a model to one stage.
 
 A stage's cost is the FLOPs of its forward pass per token. The embedding is a lookup and costs nothing; the head is a
-matrix product as large as several layers, so the last stage gets fewer layers.
+matrix product as large as several layers, so the last stage gets fewer layers. Where devices differ, stages are
+balanced by cost / speed, and have no more layers than their devices hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -43,13 +44,25 @@ class StageLayers:
         return self.index == self.count - 1
 
 
-def split_layers(costs: Sequence[float], *, head: float, stages: int) -> list[StageLayers]:
-    """Splits layers into consecutive stages that minimize the cost of the most expensive stage (dynamic programming).
+def split_layers(
+    costs: Sequence[float],
+    *,
+    head: float,
+    stages: int,
+    speeds: Sequence[float] | None = None,
+    limit: Callable[[int, int], int] | None = None,
+) -> list[StageLayers]:
+    """Splits layers into consecutive stages that minimize the time of the slowest stage (dynamic programming).
 
     Args:
         costs: of every layer, in any unit.
         head: cost of the final norm and head, which belong to the last stage.
         stages: number of stages; every stage gets at least one layer.
+        speeds: of the device of every stage, in any unit; equal ones when None. A stage takes its cost / its speed.
+        limit: (stage, its first layer) -> the largest end of the stage that its device holds; no limit when None.
+
+    Returns:
+        The stages with their costs; none where no split keeps within the limits.
 
     Raises:
         ConfigError: there are fewer layers than stages.
@@ -58,33 +71,33 @@ def split_layers(costs: Sequence[float], *, head: float, stages: int) -> list[St
     if layers < stages:
         why = f"the model has {layers} decoder layers, and every stage needs one"
         raise ConfigError("parallel.pp", stages, why=why, remedy=f"use at most {layers} stages in all")
-    total = [0.0]
-    for cost in costs:
-        total.append(total[-1] + cost)
+    total = [0.0, *accumulate(costs)]
+
+    def cost(stage: int, start: int, end: int) -> float:
+        return total[end] - total[start] + (head if stage == stages - 1 else 0.0)
+
+    def seconds(stage: int, start: int, end: int) -> float:
+        return cost(stage, start, end) / (speeds[stage] if speeds is not None else 1.0)
+
     # best[k][n]: the smallest possible maximum for the first n layers in k stages, and where the last stage begins
     best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
-    for k in range(1, stages + 1):
-        tail = head if k == stages else 0.0
-        ends = range(k, layers - (stages - k) + 1)
-        best.append(
-            {
-                end: min(
-                    (max(best[k - 1][start][0], total[end] - total[start] + tail), start)
-                    for start in best[k - 1]
-                    if start < end
-                )
-                for end in ends
-            }
-        )
+    for stage in range(stages):
+        # every stage after this one needs a layer; the last one ends with the last layer
+        last = layers - (stages - stage - 1)
+        found: dict[int, tuple[float, int]] = {}
+        for start, (before, _) in best[-1].items():
+            most = last if limit is None else min(last, limit(stage, start))
+            for end in range(max(start + 1, layers if stage == stages - 1 else 0), most + 1):
+                way = (max(before, seconds(stage, start, end)), start)
+                found[end] = min(found.get(end, way), way)
+        best.append(found)
+    if layers not in best[-1]:
+        return []
     bounds = [layers]
-    for k in range(stages, 0, -1):
-        bounds.append(best[k][bounds[-1]][1])
-    bounds.reverse()
-    pairs = list(pairwise(bounds))
-    return [
-        StageLayers(i, stages, pair, total[pair[1]] - total[pair[0]] + (head if i == stages - 1 else 0.0))
-        for i, pair in enumerate(pairs)
-    ]
+    for found in reversed(best[1:]):
+        bounds.append(found[bounds[-1]][1])
+    pairs = pairwise(reversed(bounds))
+    return [StageLayers(i, stages, pair, cost(i, *pair)) for i, pair in enumerate(pairs)]
 
 
 def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList]:

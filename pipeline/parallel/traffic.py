@@ -5,7 +5,7 @@ an all-reduce is given, what an all-to-all exchanges, a message. `docs/reference
 engines really do beside it. The least is that of the layout, with everything in the dtype of forward and backward
 passes, and without recomputation.
 
-Shapes as in `footprint`; s bytes per element in forward and backward passes.
+Shapes as in `rank_model`; s bytes per element in forward and backward passes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipeline.config.rules import ResolvedRun
-from pipeline.parallel.footprint import RankModel, Widths
+from pipeline.parallel.rank_model import RankModel, Widths
 
 
 @dataclass(frozen=True)

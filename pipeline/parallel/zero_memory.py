@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeline.config.rules import ResolvedRun
-from pipeline.parallel.footprint import RankModel, Widths
+from pipeline.parallel.rank_model import RankModel, Widths
 
 _FP32 = 4
 _DEFAULT_BUCKET, _DEFAULT_PREFETCH, _DEFAULT_LIVE, _DEFAULT_PERSISTENT = 5e8, 5e7, 1e9, 1e5

@@ -22,6 +22,9 @@ _DEEPSPEED_ONLY: dict[str, Any] = {
 }
 """Keys without a meaning for FSDP2, with the values that leave them out."""
 
+_OF_RANKS = ("stage_speeds", "stage_memory_gb")
+"""Keys of `parallel` with a number for each pipeline rank: other layouts are planned for equal devices."""
+
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zero_bubble")
 """GPipe keeps more activations than 1F1B and has the same bubble."""
 
@@ -69,6 +72,7 @@ def layouts(run: ResolvedRun, machine: Machine, *, fp8: bool = True) -> Iterator
                     "memory.activation_checkpointing": mode,
                 }
                 sets |= _DEEPSPEED_ONLY if engine == "torch" else {}
+                sets |= {f"parallel.{key}": None for key in _OF_RANKS if getattr(run.config.parallel, key) is not None}
                 yield sets
                 if fp8:
                     yield {**sets, "fp8.enabled": True}

@@ -12,9 +12,10 @@ from headrace.base.errors import ConfigError
 from pipeline.config.rules import ResolvedRun
 from pipeline.models.count import ModelSize, measure
 from pipeline.models.routers import find_routers
-from pipeline.parallel.assemble import pipeline_stages
 from pipeline.parallel.costs import forward_flops
-from pipeline.parallel.footprint import Footprint, footprint_of, widths_of
+from pipeline.parallel.footprint import footprint_of
+from pipeline.parallel.partition import pipeline_stages
+from pipeline.parallel.rank_model import Footprint, widths_of
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class ModelCosts:
     size: ModelSize
     routed: int
     _layers: tuple[list[float], list[float], float]
-    _shares: dict[tuple[int, ...], Shares | ConfigError] = field(default_factory=dict)
+    _shares: dict[tuple[float, ...], Shares | ConfigError] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: nn.Module, *, sequence_length: int) -> ModelCosts:
@@ -90,7 +91,9 @@ class ModelCosts:
         Raises:
             ConfigError: the architecture does not have the layout.
         """
-        key = (run.topology.tp, run.topology.pp, run.virtual_stages)
+        if run.stage_devices.memory is not None:  # what fits depends on the whole config
+            return self._counted(run)
+        key = (run.topology.tp, run.topology.pp, run.virtual_stages, *run.stage_devices.speeds)
         if key not in self._shares:
             try:
                 self._shares[key] = self._counted(run)

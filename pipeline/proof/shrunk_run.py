@@ -148,6 +148,8 @@ def shrink_run(run: ResolvedRun, *, steps: int, work: Path) -> ShrunkRun:
         notes.append("quantization_aware rounds weights, which hides small differences: proven without")
     if config.parallel.shares is not None:
         notes.append("shares of ranks are no layout: proven with even ones")
+    if config.parallel.stage_speeds is not None or config.parallel.stage_memory_gb is not None:
+        notes.append("the shrunk model has too few layers to divide by speed or memory: proven with equal devices")
     known = known_keys(model.model_type) | optional_keys(model.model_type)
     fields = {key: value for key, value in model.to_dict().items() if key in known}
     raw = config.model_dump(mode="json", exclude_none=True)

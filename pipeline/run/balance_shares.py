@@ -7,7 +7,7 @@ state: a resumed run begins with even ones, perhaps on other devices.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from headrace.base.errors import ConfigError
 from pipeline.config.rules import ResolvedRun
 from pipeline.config.shares import Shares
 from pipeline.config.shares_rules import KEY, changes_shapes, share_rule
-from pipeline.data.divided import DividedSteps
+from pipeline.data.divided import CurrentBatch
 from pipeline.data.loader import StepBatch
 from pipeline.engines.base import Engine
 from pipeline.metrics.compute_clock import ComputeClock
@@ -63,22 +63,22 @@ class ShareChange:
 
 
 def make_balancer(
-    run: ResolvedRun, engine: Engine, steps: Iterable[StepBatch], *, gpu: bool, stack: ExitStack
+    run: ResolvedRun, engine: Engine, current: CurrentBatch | None, *, gpu: bool, stack: ExitStack
 ) -> ShareBalancer | None:
     """Of this rank; None where shares are not measured.
 
     Args:
         run: the resolved config.
         engine: whose forward passes are timed.
-        steps: the rank's batches.
+        current: batch sizes of the next step; None in fixed shares.
         gpu: whether it computes on a GPU.
         stack: closes it.
     """
-    if not isinstance(steps, DividedSteps):
+    if current is None:
         return None
     apart = run.config.engine == "deepspeed" and run.config.zero_optimization.stage == 3
     modules = [each for decoder in engine.decoders for each in timed_modules(decoder.causal, gathered_apart=apart)]
-    balancer = ShareBalancer(run, steps, ComputeClock(modules, gpu=gpu))
+    balancer = ShareBalancer(run, current, ComputeClock(modules, gpu=gpu))
     stack.callback(balancer.close)
     return balancer
 
@@ -123,13 +123,13 @@ class ShareBalancer:
 
     Args:
         run: the resolved config, with shares.
-        steps: the rank's batches; is told new shares.
+        current: batch sizes of the next step; is given new shares.
         clock: of this rank's forward passes.
     """
 
-    def __init__(self, run: ResolvedRun, steps: DividedSteps, clock: ComputeClock) -> None:
+    def __init__(self, run: ResolvedRun, current: CurrentBatch, clock: ComputeClock) -> None:
         self._rule = share_rule(run.config, run.topology, run.batch)
-        self._topology, self._steps, self._clock = run.topology, steps, clock
+        self._topology, self._current, self._clock = run.topology, current, clock
         self._means: tuple[float, ...] = ()
         self._measurements = 0
         self._warm = False
@@ -141,8 +141,8 @@ class ShareBalancer:
     @property
     def shares(self) -> Shares:
         """The current ones."""
-        assert self._steps.batch.shares is not None
-        return self._steps.batch.shares
+        assert self._current.sizes.shares is not None
+        return self._current.sizes.shares
 
     def begin(self, batch: StepBatch) -> None:
         """Begins to measure a step."""
@@ -175,7 +175,7 @@ class ShareBalancer:
         gain = self._rule.seconds(self.shares, means) / self._rule.seconds(shares, means) - 1
         if gain < MIN_GAIN:
             return None
-        self._steps.batch = self._steps.batch.with_shares(shares)
+        self._current.sizes = self._current.sizes.with_shares(shares)
         return ShareChange(shares, means, gain)
 
 

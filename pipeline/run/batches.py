@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
 from pipeline.config.batch import BatchSizes
 from pipeline.data.dataset import TokenDataset
-from pipeline.data.divided import DividedSteps
+from pipeline.data.divided import CurrentBatch, DividedSteps
 from pipeline.data.loader import MicroBatch, StepLoader, heldout_batches
 from pipeline.data.skips import Skips
 from pipeline.run.prepare import PreparedRun
@@ -29,6 +29,12 @@ class RankBatches:
     prepared: PreparedRun
     rank: int
 
+    @cached_property
+    def current(self) -> CurrentBatch | None:
+        """The batch sizes of the next step, where shares are measured; None where they are fixed."""
+        run = self.prepared.run
+        return CurrentBatch(run.batch) if run.config.parallel.shares == "auto" and run.topology.dp > 1 else None
+
     @property
     def heldout(self) -> list[TokenDataset]:
         """The held-out split of every source."""
@@ -36,13 +42,12 @@ class RankBatches:
 
     def training(self, *, first_step: int, skips: Skips) -> StepLoader | DividedSteps:
         """The batches from `first_step` to the last step of the run, without the data that `skips` leaves out."""
-        run, steps = self.prepared.run, (first_step, self.prepared.run.steps)
-        if run.config.parallel.shares == "auto" and run.topology.dp > 1:
-            return DividedSteps(partial(self._load, skips=skips), run.batch, steps=steps)
-        return self._load(run.batch, steps, skips=skips)
+        return self.slots(first_step, self.prepared.run.steps, skips=skips)
 
-    def slots(self, first: int, last: int, *, skips: Skips) -> StepLoader:
+    def slots(self, first: int, last: int, *, skips: Skips) -> StepLoader | DividedSteps:
         """The batches of the global batches `first` to `last` of the order of samples, counted from 1."""
+        if self.current is not None:
+            return DividedSteps(partial(self._load, skips=skips), self.current, steps=(first, last))
         return self._load(self.prepared.run.batch, (first, last), skips=skips)
 
     def _load(self, batch: BatchSizes, steps: tuple[int, int], *, skips: Skips) -> StepLoader:

@@ -10,6 +10,7 @@ from headrace.base.directory import write_manifest
 from pipeline.anomalies.guarded_step import GuardedStepper
 from pipeline.checkpoint.store import CheckpointInfo
 from pipeline.data.dataset import tokenizer_details
+from pipeline.run.measure_stages import MeasuredStages
 from pipeline.run.prepare import PreparedRun
 
 
@@ -20,10 +21,12 @@ class RunManifest:
     Attributes:
         prepared: the run.
         rank: of this process; only rank 0 writes.
+        stages: speeds of the pipeline stages, where they were measured.
     """
 
     prepared: PreparedRun
     rank: int
+    stages: MeasuredStages | None = None
 
     def write(self, step: int) -> None:
         """Records how many steps are saved, the resolved config and the parents. On every rank; rank 0 writes.
@@ -34,7 +37,9 @@ class RunManifest:
         if self.rank != 0:
             return
         prepared, run = self.prepared, self.prepared.run
-        details = {"step": step, "steps": run.steps, "finished": step == run.steps}
+        details: dict[str, Any] = {"step": step, "steps": run.steps, "finished": step == run.steps}
+        if self.stages is not None:
+            details["stages"] = self.stages.row()
         config = run.config.model_dump(mode="json")
         write_manifest(prepared.run_dir, kind="run", config=config, parents=prepared.parents, details=details)
 

@@ -11,7 +11,7 @@ from pipeline.checkpoint.store import Checkpoint
 from pipeline.engines.base import Engine
 from pipeline.faults.stop import Stop
 from pipeline.launch import Launch
-from pipeline.parallel.assemble import stage_lines
+from pipeline.parallel.partition import stage_lines
 from pipeline.run.advice import advice
 from pipeline.run.prepare import PreparedRun
 

@@ -57,6 +57,7 @@ from pipeline.run.checkpoint_timer import CheckpointTimer
 from pipeline.run.distillation import make_samples
 from pipeline.run.garbage import GarbageCollector
 from pipeline.run.manifest import RunManifest
+from pipeline.run.measure_stages import MeasuredStages, measure_stages
 from pipeline.run.measured import measured
 from pipeline.run.memory_checkpoints import KeptCopies, kept_copies, memory_folder
 from pipeline.run.messages import closing_line, loaded_line, opening_lines, quiet_libraries
@@ -110,21 +111,22 @@ def train(run: ResolvedRun, make_objective: MakeObjective, *, signals: StopSigna
         # Connect: lock the run's directory, form the process groups, start the watchdog.
         attempt = stack.enter_context(locked_attempt(prepared.run_dir, launch))
         signals.handle_interrupts()
-        rendezvous, mesh, preflight_summary = _connect(prepared, launch, device, stack)
+        rendezvous, mesh, preflight_summary, stages = _connect(prepared, launch, device, stack)
         attempt.connected(launch, rendezvous)
         watchdog = stack.enter_context(
             run_watchdog(launch, rendezvous, config=run.config.watchdog, run_dir=prepared.run_dir)
         )
         session = Session(
-            prepared,
+            stages.applied(prepared) if stages is not None else prepared,
             launch,
             signals,
             Agreement(device),
             watchdog,
             attempt,
             stack.enter_context(kept_copies(run.config.run, say=notes.append)),
+            stages,
         )
-        with watchdog, explained_out_of_memory(prepared, device):
+        with watchdog, explained_out_of_memory(session.prepared, device):
             session.say_all(preflight_summary, *notes)
             stop = session.agreement.requested_stop(signals)
             if stop:  # building the engine and loading a checkpoint may take longer than the grace period
@@ -170,6 +172,7 @@ class Session:
         watchdog: is told the phase and step this rank is in.
         attempt: is told when training begins.
         copies: checkpoint copies in this node's memory.
+        stages: speeds of the pipeline stages, where they were measured.
     """
 
     prepared: PreparedRun
@@ -179,6 +182,7 @@ class Session:
     watchdog: Watchdog
     attempt: Attempt
     copies: KeptCopies
+    stages: MeasuredStages | None = None
 
     def say(self, line: str | None) -> None:
         """Prints a line on rank 0; nothing for None."""
@@ -269,7 +273,7 @@ class Session:
             TrainingError: the run cannot go on.
         """
         prepared, run, done = self.prepared, self.prepared.run, checkpoint.step if checkpoint else 0
-        manifest = RunManifest(prepared, self.launch.rank)
+        manifest = RunManifest(prepared, self.launch.rank, self.stages)
         on_rank_zero(partial(manifest.write, done))  # a run killed right after its checkpoint has not written it yet
         skips = rollback.skips_from(done) if rollback else self._recorded_skips(checkpoint)
         with ExitStack() as stack:
@@ -307,7 +311,9 @@ class Session:
                     return stop
                 done = island.step
             steps = island.batches() if island else batches.training(first_step=done + 1, skips=skips)
-            balancer = make_balancer(run, engine, steps, gpu=self.agreement.device.type == "cuda", stack=stack)
+            balancer = make_balancer(
+                run, engine, batches.current, gpu=self.agreement.device.type == "cuda", stack=stack
+            )
             trainer = Trainer(
                 run=run,
                 engine=engine,
@@ -395,6 +401,9 @@ class Session:
             return
         for line in opening_lines(self.prepared, engine, self.launch, checkpoint):
             display.say(line)
+        if self.stages is not None:
+            display.say(self.stages.line())
+            sinks.event(checkpoint.step if checkpoint else 0, event="stages", **self.stages.row())
         if checkpoint is None:
             sinks.event(0, event="started", world_size=self.launch.world_size)
             return
@@ -471,21 +480,22 @@ def _check_device(run: ResolvedRun, device: torch.device) -> None:
 
 def _connect(
     prepared: PreparedRun, launch: Launch, device: torch.device, stack: ExitStack
-) -> tuple[Rendezvous | None, Mesh | None, str | None]:
+) -> tuple[Rendezvous | None, Mesh | None, str | None, MeasuredStages | None]:
     """Opens the process groups and checks them with all-reduces; one process of our own engines has none.
 
     Returns:
-        The rendezvous of all ranks, this rank's process groups, and the pre-flight check's line for people.
+        The rendezvous of all ranks, this rank's process groups, the pre-flight check's line for people, and the
+        speeds of pipeline stages where the config has them measured.
     """
     run = prepared.run
     if run.alone:
-        return None, None, None
+        return None, None, None, None
     rendezvous = stack.enter_context(process_group(launch, gpu=device.index, config=run.config.launch))
     mesh, summary = None, None
     if rendezvous.world_size > 1:
         mesh, summary = preflight(rendezvous, partial(_make_mesh, run, device), device=device)
     check_shared(prepared.run_dir, rendezvous)
-    return rendezvous, mesh, summary
+    return rendezvous, mesh, summary, measure_stages(run, prepared.model, rendezvous, device)
 
 
 def _make_mesh(run: ResolvedRun, device: torch.device) -> Mesh:

@@ -163,8 +163,8 @@ def _parametrization(prepared: PreparedRun) -> Iterator[Entry]:
 
 def prepared_entries(prepared: PreparedRun) -> Iterator[Entry]:
     """What follows from the data, the model and the run's directory."""
-    from pipeline.parallel.assemble import stage_lines  # noqa: PLC0415  imports torch
     from pipeline.parallel.fp8 import fp8_layers  # noqa: PLC0415  imports torch
+    from pipeline.parallel.partition import stage_lines  # noqa: PLC0415  imports torch
 
     run, size, kind = prepared.run, prepared.size, prepared.hf_config["model_type"]
     counts = {name: getattr(size, name) for name in ("parameters", "active", "embedding", "flops_per_token")}

@@ -46,6 +46,7 @@ ON_TWO = {
     "cp 2, stage 2": parallel(2, cp=2),
     "pp 2, stage 0, clipped, 20 steps": parallel(0, pp=2, more={"gradient_clipping": 0.1, "steps": 20}),
     "pp 2, stage 1, bf16": parallel(1, pp=2, more=BF16),
+    "pp 2, stage 1, 3 times as fast on the first rank": layout(1, parallel={"pp": 2, "stage_speeds": [3, 1]}),
     "experts, stage 3": layout(
         3,
         zero=SMALL,
@@ -79,6 +80,7 @@ ALWAYS = {
     "stage 1, bf16, optimizer on the cpu",
     "stage 3, optimizer and weights on the cpu",
     "experts, stage 3",
+    "pp 2, stage 1, 3 times as fast on the first rank",
     "stage 3, bf16, reduced in bf16",
     "stage 3, hpZ, 2 of 4",
 }

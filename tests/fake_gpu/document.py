@@ -17,8 +17,9 @@ from pipeline.fake_gpu.case import Case
 from pipeline.models.hf_config import resolve_hf_config
 from pipeline.models.meta import build_meta
 from pipeline.models.routers import find_routers
-from pipeline.parallel.footprint import Footprint, footprint_of
+from pipeline.parallel.footprint import footprint_of
 from pipeline.parallel.memory import Bytes, peak_memory
+from pipeline.parallel.rank_model import Footprint
 from pipeline.parallel.traffic import PURPOSES, Layout
 from pipeline.run.prepare import attention_of
 from tests.conftest import ROOT

@@ -152,15 +152,17 @@ def test_islands_that_are_stopped_in_the_middle_of_a_round_go_on_with_it(tokens:
     assert_equal_weights(first, second)
 
 
-@pytest.mark.parametrize(("engine", "stage"), [("deepspeed", 3), ("torch", 2)])
+@pytest.mark.parametrize(("engine", "stage", "shares"), [("deepspeed", 3, "null"), ("torch", 2, '"auto"')])
 def test_islands_of_two_processes_exchange_between_equal_ranks(
-    engine: str, stage: int, tokens: Path, tmp_path: Path
+    engine: str, stage: int, shares: str, tokens: Path, tmp_path: Path
 ) -> None:
     config = make_config(tokens, tmp_path, steps=10, compress="int8")
-    run_islands(config, f"engine={engine}", f"zero_optimization.stage={stage}", options=("--nproc", "2"))
+    sets = (f"engine={engine}", f"zero_optimization.stage={stage}", f"parallel.shares={shares}")
+    run_islands(config, *sets, options=("--nproc", "2"))
     first, second = (tmp_path / "run" / f"island-{number}" for number in range(2))
     assert_each_sample_once(events(first, "exchange"))
     assert_equal_weights(first, second)
+    assert bool(events(first, "shares")) == (shares != "null")
     verify = [sys.executable, "-m", "headrace", "checkpoint", "verify", str(first)]
     assert subprocess.run(verify, check=False, capture_output=True).returncode == 0
     # of 90,864 fp32 weights, a quarter and the scales: half to the other island and half of the mean back

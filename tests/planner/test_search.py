@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from functools import cache
 from itertools import pairwise
@@ -14,6 +15,7 @@ from pipeline.config.load import load_config
 from pipeline.config.rules import resolve
 from pipeline.machines.known import load_machine
 from pipeline.planner.command_search import search_command
+from pipeline.planner.layouts import layouts
 from pipeline.planner.plan import typical_time
 from pipeline.planner.planned_run import PlannedRun, open_run
 from pipeline.planner.search import Search, allowed, search
@@ -26,6 +28,7 @@ from tests.conftest import ROOT, tiny_config
 from tests.conftest import write_config as write
 
 CONFIG = str(ROOT / "ds_configs" / "fsdp_3d.json")
+LAYERS = "model.config.num_hidden_layers=8"
 
 
 @cache
@@ -43,6 +46,29 @@ def test_every_layout_is_one_that_the_rules_allow_with_the_same_batch() -> None:
         assert again.topology == each.run.topology
         assert again.batch.samples == planned.run.batch.samples
         assert not again.batch.padding_rows
+
+
+def test_layouts_of_a_search_are_for_equal_devices_whatever_the_config_says_of_pipeline_ranks() -> None:
+    sets = ("parallel.pp=2", "parallel.stage_speeds=[2,1]", "parallel.stage_memory_gb=[70,36]")
+    planned = open_run(CONFIG, sets, load_machine("h100"), nodes=None, processes=8)
+    of_ranks = ("parallel.stage_speeds", "parallel.stage_memory_gb")
+    found = list(itertools.islice(layouts(planned.run, planned.machine), 50))
+    assert all(each[key] is None for each in found for key in of_ranks)
+    assert not any(
+        key in each for each in itertools.islice(layouts(searched()[0].run, planned.machine), 50) for key in of_ranks
+    )
+
+
+def test_the_plan_takes_given_speeds_and_memory_of_pipeline_ranks() -> None:
+    def layers(*sets: str) -> list[int]:
+        pipeline = ("parallel.pp=2", "parallel.schedule=1f1b", "parallel.virtual_stages=null", LAYERS)
+        planned = open_run(CONFIG, (*pipeline, *sets), load_machine("h100"), nodes=None, processes=8)
+        return [len(rank.layers) for rank in planned.costs.shares(planned.run).footprint.ranks]
+
+    even, fast_last = layers(), layers("parallel.stage_speeds=[1,9]")
+    assert (even, fast_last) == ([7, 1], [4, 4])  # the head costs as much as 38 layers of this small model
+    with pytest.raises(ConfigError, match="the pipeline ranks hold at most"):
+        layers("parallel.stage_memory_gb=[0.001,0.001]")
 
 
 def test_engines_stages_axes_schedules_and_offload_are_all_looked_at() -> None:

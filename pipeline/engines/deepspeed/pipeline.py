@@ -43,9 +43,10 @@ from pipeline.engines.deepspeed.replicated import ReplicatedOptimizer
 from pipeline.engines.deepspeed.state import reset_optimizer_state
 from pipeline.engines.objective import CrossEntropy
 from pipeline.models.values import ParameterValues
-from pipeline.parallel.assemble import LocalModel, pipeline_stages
+from pipeline.parallel.assemble import LocalModel
 from pipeline.parallel.decoder import Decoder
 from pipeline.parallel.mesh import Mesh, tied_weights_group
+from pipeline.parallel.partition import pipeline_stages
 from pipeline.parallel.stages import is_tied
 from pipeline.topology import Topology
 

@@ -42,10 +42,11 @@ from pipeline.models.values import ParameterValues
 from pipeline.optim.build import build_optimizer
 from pipeline.optim.groups import parameter_groups
 from pipeline.optim.state import ensure_all_states
-from pipeline.parallel.assemble import assemble, pipeline_stages
+from pipeline.parallel.assemble import assemble
 from pipeline.parallel.decoder import Decoder
 from pipeline.parallel.expert_balance import make_balancer
 from pipeline.parallel.mesh import Mesh, tied_weights_group
+from pipeline.parallel.partition import pipeline_stages
 from pipeline.parallel.stages import StageLayers, is_tied
 
 
