@@ -21,10 +21,11 @@ from pipeline.engines.base import Engine
 from pipeline.faults.agreement import Agreement
 from pipeline.faults.stop import StopSignals
 from pipeline.faults.watchdog import Watchdog
-from pipeline.islands.island import Island, Loader, Record, Surroundings
+from pipeline.islands.island import Island
 from pipeline.islands.lighthouse import LighthouseMember
 from pipeline.islands.outer import layout_digest
 from pipeline.islands.peers import Peers, PeerStore
+from pipeline.islands.surroundings import Loader, Record, Surroundings
 
 LEAST_SECRET_BYTES = 16
 

@@ -1,76 +1,31 @@
 """One island of a run: joins the others, takes its samples from the round's deal, and exchanges pseudo-gradients.
 
-Every rank of an island has one; rank r exchanges with the ranks r of the other islands. An exchange is tried again,
-without those that have died, until it succeeds on all ranks of the island. What an island that missed an exchange has
-trained meanwhile is dropped: it takes the state of one that did not.
+An exchange is tried again, without those that have died, until it succeeds on all ranks of the island. What an island
+that missed an exchange has trained meanwhile is dropped: it takes the state of one that did not.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYet
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-from headrace.base.errors import ConfigError, TrainingError
+from headrace.base.errors import ConfigError
 from pipeline.checkpoint import named_state
-from pipeline.checkpoint.shard_table import State, parts_of
-from pipeline.checkpoint.store import on_rank_zero
-from pipeline.config.islands_schema import IslandsSection
-from pipeline.data.loader import StepBatch, StepLoader
-from pipeline.engines.base import Engine
-from pipeline.faults.agreement import Agreement
-from pipeline.faults.stop import Stop, StopSignals
-from pipeline.faults.watchdog import Watchdog
-from pipeline.islands.ledger import Decision, Ledger, Member, compatible, decide
+from pipeline.checkpoint.shard_table import State
+from pipeline.data.loader import StepBatch
+from pipeline.faults.stop import Stop
+from pipeline.islands.exchange import Exchange
+from pipeline.islands.ledger import Ledger, Member, compatible
 from pipeline.islands.lighthouse import LighthouseMember, Quorum, refuse_other_secret
-from pipeline.islands.mean import Mean, mean_over_islands
 from pipeline.islands.outer import OuterState
-from pipeline.islands.peers import ExchangeError, Peers, pack, unpack
+from pipeline.islands.peers import Peers
+from pipeline.islands.report import over_ranks, report_exchange
+from pipeline.islands.surroundings import Loader, Surroundings
 
-_TICK_S, _AGAIN_S = 1.0, 0.5
-Record = Callable[..., None]
-"""Takes a step and the values of an event of the journal."""
-Loader = Callable[[int, int], StepLoader]
-"""The batches of the data steps from a first to a last one, counted from 1."""
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """What an island has of its rank and its run.
-
-    Attributes:
-        section: the config's `islands`; with a name.
-        total: inner steps of the run.
-        samples: global batch of one island.
-        layout: see `Member.layout`.
-        rank: of this process in the island.
-        engine: executes the inner steps.
-        agreement: over the ranks of the island.
-        signals: stop signals of this process.
-        watchdog: of this process.
-        record: see `Record`; ignored on all ranks but rank 0.
-        say: prints a line on rank 0.
-    """
-
-    section: IslandsSection
-    total: int
-    samples: int
-    layout: str
-    rank: int
-    engine: Engine
-    agreement: Agreement
-    signals: StopSignals
-    watchdog: Watchdog
-    record: Record
-    say: Callable[[str], None]
+_AGAIN_S = 0.5
 
 
 class Island:
@@ -86,23 +41,16 @@ class Island:
     Attributes:
         ledger: where the island stands.
         step: inner steps done.
-        stop: the stop that was requested while the island waited for others.
     """
 
     def __init__(
         self, around: Surroundings, *, peers: Peers, lighthouse: LighthouseMember | None, loader: Loader, step: int
     ) -> None:
-        self._around, self._peers, self._lighthouse, self._loader = around, peers, lighthouse, loader
-        self._living, self._waited, self.stop = False, False, Stop.NO
-        self.step, self.ledger = step, Ledger()
+        self._around, self._loader, self._living, self._waited = around, loader, False, False
+        self.step, self.ledger, self.name = step, Ledger(), around.name
         with around.engine.edit_state() as state:
             self._outer = OuterState(state, around.section.outer)
-
-    @property
-    def name(self) -> str:
-        """Of this island."""
-        assert self._around.section.name is not None
-        return self._around.section.name
+        self._exchange = Exchange(around, peers=peers, lighthouse=lighthouse, outer=self._outer)
 
     def state(self) -> State:
         """The engine's state with the outer state, for a checkpoint."""
@@ -144,20 +92,17 @@ class Island:
         """
         section, began = self._around.section, time.monotonic()
         while True:
-            quorum = self._ask()
+            member = self._member()
+            quorum = self._exchange.ask(member)
             if quorum is None:
-                return self.stop
+                return self._exchange.stop
             refuse_other_secret(quorum, name=self.name)
             members = compatible(quorum.members)
-            if self.name not in [each.name for each in members]:
-                others = ", ".join(each.name for each in members)
-                why = f"{others} split the model over their ranks in another way than {self.name}"
-                remedy = "the same engine, ZeRO stage, parallel section and number of processes on all islands"
-                raise ConfigError("islands", why=why, remedy=remedy)
+            self._refuse_other_layout(members)
             ready = any(each.living or each.waited for each in members)
-            if (ready or len(members) >= section.count) and self._take_part(quorum, began):
+            if (ready or len(members) >= section.count) and self._take_part(quorum, member, began):
                 return Stop.NO
-            self._waited = self._agreed(time.monotonic() - began > section.start_s)
+            self._waited = self._around.agreed(time.monotonic() - began > section.start_s)
             time.sleep(_AGAIN_S)
 
     def due(self, step: int) -> bool:
@@ -177,10 +122,11 @@ class Island:
         self.step, began = step, time.monotonic()
         while True:
             self._around.watchdog.enter_phase("waiting for other islands", step)
-            quorum = self._ask()
+            member = self._member()
+            quorum = self._exchange.ask(member)
             if quorum is None:
-                return self.stop
-            if self._take_part(quorum, began):
+                return self._exchange.stop
+            if self._take_part(quorum, member, began):
                 return Stop.NO
 
     def batches(self) -> Iterator[StepBatch]:
@@ -200,161 +146,29 @@ class Island:
 
     def close(self) -> None:
         """Leaves: the others do not wait for this island any more."""
-        if self._lighthouse is not None:
-            self._lighthouse.close()
-        self._peers.close()
+        self._exchange.close()
 
     def _member(self) -> Member:
         return Member(self.name, self.ledger, self.step, self._living, self._waited, self._around.layout)
 
-    def _ask(self) -> Quorum | None:
-        """The next quorum; None when a stop is requested first."""
-        asked: Future[Quorum] | None = None
-        if self._lighthouse is not None:
-            asked = self._lighthouse.ask(self._member())
-
-        def answer() -> Quorum | None:
-            assert asked is not None
-            try:
-                return asked.result(_TICK_S)
-            except NotYet:
-                return None
-            except RuntimeError as error:
-                raise TrainingError(
-                    f"the lighthouse failed: {error}\n  try: start it again, then this island"
-                ) from None
-
-        while True:
-            self._around.watchdog.report_progress()
-            quorum = on_rank_zero(answer)
-            if quorum is not None:
-                return quorum
-            self.stop = self._around.agreement.requested_stop(self._around.signals)
-            if self.stop:
-                return None
-
-    def _take_part(self, quorum: Quorum, began: float) -> bool:
-        """Does what the quorum decides. Returns whether it has succeeded on all ranks of this island."""
-        around, waited = self._around, time.monotonic() - began
-        around.watchdog.enter_phase("exchanging with other islands", self.step)
-        members = compatible(quorum.members)
+    def _refuse_other_layout(self, members: tuple[Member, ...]) -> None:
         if self.name not in [each.name for each in members]:
+            others = ", ".join(each.name for each in members)
+            why = f"{others} split the model over their ranks in another way than {self.name}"
+            remedy = "the same engine, ZeRO stage, parallel section and number of processes on all islands"
+            raise ConfigError("islands", why=why, remedy=remedy)
+
+    def _take_part(self, quorum: Quorum, member: Member, began: float) -> bool:
+        """Does what the quorum decides. Returns whether it has succeeded on all ranks of this island."""
+        waited, before, exchanging = time.monotonic() - began, self.ledger, time.monotonic()
+        exchanged = self._exchange.attempt(quorum, member)
+        if exchanged is None or not self._exchange.finish(exchanged, step=self.step):
             return False
-        section = around.section
-        decision = decide(members, steps=section.steps, total=around.total, quorum=quorum.formed)
-        own, before, exchanged = decision.names.index(self.name), self.ledger, time.monotonic()
-        try:
-            if decision.contributors or decision.healed:
-                attempt = f"{quorum.formed}/{around.rank}"
-                size, store = len(decision.names), _store_of(quorum, decision.names[0])
-                self._peers.form(store, quorum=quorum.number, attempt=attempt, rank=own, size=size)
-            mean = self._mean(decision) if decision.contributors else None
-            failure = None
-        except ExchangeError as error:
-            mean, failure = None, str(error)
-        if self._agreed(failure is not None):
-            self._report_failure(failure or "on another rank of this island")
-            return False
-        if mean is not None and own not in decision.healed:
-            self._apply(mean)
-        if decision.healed and not self._heal(decision, own):
-            return False
+        decision = exchanged.decision
         self.ledger, self._living = decision.ledger, True
-        if own in decision.healed or mean is not None:
+        if exchanged.heals or exchanged.mean is not None:
             self.step = decision.step
-        self._report(decision, quorum, before=before, waited=waited, seconds=time.monotonic() - exchanged)
+        sent = int(over_ranks(self._around, self._exchange.bytes_sent))
+        costs = {"bytes_sent": sent, "wait_seconds": waited, "seconds": time.monotonic() - exchanging}
+        report_exchange(self._around, self.step, decision, quorum, before=before, **costs)
         return True
-
-    def _mean(self, decision: Decision) -> Mean:
-        with self._around.engine.edit_state() as state:
-            gradient = self._outer.pseudo_gradient(state)
-        compressed = self._around.section.compress == "int8"
-        error = self._outer.error if compressed else None
-        return mean_over_islands(gradient, self._peers, contributors=decision.contributors, error=error)
-
-    def _apply(self, mean: Mean) -> None:
-        self._outer.step(mean.values)
-        if mean.error is not None:
-            self._outer.error.copy_(mean.error)
-        with self._around.engine.edit_state() as state:
-            self._outer.write(state)
-
-    def _heal(self, decision: Decision, own: int) -> bool:
-        """Sends this island's state to those that take it, or takes it. Returns whether this island has it."""
-        if own == decision.source:
-            with self._around.engine.edit_state() as state:
-                packed = pack([*self._outer.tensors(), *_parts(state)])
-            for to in decision.healed:
-                try:
-                    self._peers.send(packed, to=to)
-                except ExchangeError as error:  # it tries again with the next exchange
-                    self._report_failure(str(error))
-            return True
-        if own not in decision.healed:
-            return True
-        failure = None
-        with self._around.engine.edit_state() as state:
-            targets = [*self._outer.tensors(), *_parts(state)]
-            packed = torch.empty(sum(each.nbytes for each in targets), dtype=torch.uint8)
-            try:
-                self._peers.receive(packed, source=decision.source)
-                unpack(packed, targets)
-            except ExchangeError as error:
-                failure = str(error)
-        self._outer.error.zero_()
-        if self._agreed(failure is not None):
-            self._report_failure(failure or "on another rank of this island")
-            return False
-        return True
-
-    def _agreed(self, failed: bool) -> bool:
-        """Whether it is so on any rank of the island."""
-        return bool(self._around.agreement.max_over_ranks(int(failed))[0])
-
-    def _report_failure(self, why: str) -> None:
-        self._around.record(self.step, event="exchange_failed", why=why)
-        self._around.say(f"step {self.step}: exchange with the other islands failed: {why}")
-
-    def _report(self, decision: Decision, quorum: Quorum, *, before: Ledger, waited: float, seconds: float) -> None:
-        around, deal = self._around, decision.ledger.deal
-        assert deal is not None
-        sent = torch.tensor(float(self._peers.bytes_sent), dtype=torch.float64, device=around.agreement.device)
-        if dist.is_initialized():
-            dist.all_reduce(sent)
-        names = decision.names
-        lost = {name: self._samples(slots) for name, slots in decision.lost.items() if slots}
-        trained = {names[n]: self._samples(before.deal.slots(names[n])) for n in decision.contributors if before.deal}
-        healed = [names[n] for n in decision.healed]
-        values = {
-            "round": decision.ledger.round,
-            "islands": list(names),
-            "trained": trained if self.name not in healed else {},
-            "lost": lost,
-            "healed": healed,
-            "refused": list(quorum.refused),
-            "next_samples": self._samples(deal.slots(self.name)),
-            "samples_dealt": decision.ledger.slots * around.samples,
-            "bytes_sent": int(sent),
-            "wait_seconds": waited,
-            "seconds": seconds,
-        }
-        around.record(self.step, event="exchange" if decision.contributors else "joined", **values)
-        for name, (first, last) in lost.items():
-            around.say(f"step {self.step}: lost: samples {first} to {last} of island {name}, which did not contribute")
-        if self.name in healed:
-            source = names[decision.source]
-            around.say(f"step {self.step}: joined {', '.join(names)} with the state of island {source}")
-
-    def _samples(self, slots: range) -> list[int]:
-        """The first and the last sample of slots; empty for none."""
-        samples = self._around.samples
-        return [slots.start * samples, slots.stop * samples - 1] if slots else []
-
-
-def _store_of(quorum: Quorum, name: str) -> str:
-    return quorum.stores[[each.name for each in quorum.members].index(name)]
-
-
-def _parts(state: State) -> list[Tensor]:
-    """All tensors of a state, in the order of its keys, which is the same on equal ranks of equal layouts."""
-    return [part for value in state.values() for part in parts_of(value).values()]
