@@ -102,7 +102,11 @@ def _balance(run: ResolvedRun) -> dict[str, Any] | None:
 
 def _islands(run: ResolvedRun) -> dict[str, Any] | None:
     section = run.config.islands
-    return section.model_dump(include={"steps", "outer", "compress"}) if section and section.name else None
+    if section is None or section.name is None:
+        return None
+    # not in checkpoints that are older than it
+    overlap = {"overlap": section.overlap} if section.overlap else {}
+    return section.model_dump(include={"steps", "outer", "compress"}) | overlap
 
 
 def _spikes(run: ResolvedRun) -> dict[str, Any] | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pipeline.islands.ledger import Decision, Ledger
-from pipeline.islands.lighthouse import Quorum
+from pipeline.islands.ledger import Decision
 from pipeline.islands.surroundings import Surroundings
 
 
@@ -19,7 +19,7 @@ def report_failure(around: Surroundings, step: int, why: str) -> None:
 
 
 def report_exchange(
-    around: Surroundings, step: int, decision: Decision, quorum: Quorum, *, before: Ledger, **costs: float
+    around: Surroundings, step: int, decision: Decision, *, refused: Sequence[str], **costs: float
 ) -> None:
     """An exchange, or the joining of other islands.
 
@@ -27,28 +27,27 @@ def report_exchange(
         around: the island.
         step: inner steps that it has done.
         decision: what was done.
-        quorum: that has decided it.
-        before: where the island stood.
-        costs: further values: seconds.
+        refused: islands whose reports did not verify.
+        costs: further values: bytes and seconds.
     """
-    row = exchange_row(decision, name=around.name, samples=around.samples, before=before)
-    row |= {"refused": list(quorum.refused), **costs}
+    row = exchange_row(decision, name=around.name, samples=around.samples)
+    row |= {"refused": list(refused), **costs}
     around.record(step, event="exchange" if decision.contributors else "joined", **row)
-    for name, (first, last) in row["lost"].items():
-        around.say(f"step {step}: lost: samples {first} to {last} of island {name}, which did not contribute")
+    for lost in (row.get("tail_lost", {}), row["lost"]):
+        for name, (first, last) in lost.items():
+            around.say(f"step {step}: lost: samples {first} to {last} of island {name}, which did not contribute")
     if around.name in row["healed"]:
         names, source = decision.names, decision.names[decision.source]
         around.say(f"step {step}: joined {', '.join(names)} with the state of island {source}")
 
 
-def exchange_row(decision: Decision, *, name: str, samples: int, before: Ledger) -> dict[str, Any]:
-    """The values of an event, without costs.
+def exchange_row(decision: Decision, *, name: str, samples: int) -> dict[str, Any]:
+    """The values of an event, without costs; samples of the round before only where there are any.
 
     Args:
         decision: what was done.
         name: of this island.
         samples: of a slot.
-        before: where the island stood.
     """
     deal, names = decision.ledger.deal, decision.names
     assert deal is not None
@@ -56,13 +55,19 @@ def exchange_row(decision: Decision, *, name: str, samples: int, before: Ledger)
     def ends(slots: range) -> list[int]:
         return [slots.start * samples, slots.stop * samples - 1] if slots else []
 
-    trained = {names[n]: ends(before.deal.slots(names[n])) for n in decision.contributors if before.deal}
+    def each(slots: dict[str, range]) -> dict[str, list[int]]:
+        return {name: ends(some) for name, some in slots.items() if some}
+
     healed = [names[n] for n in decision.healed]
+    tails = {"tail_trained": each(decision.tail_trained), "tail_lost": each(decision.tail_lost)}
+    if name in healed:
+        tails["tail_trained"] = {}
     return {
         "round": decision.ledger.round,
         "islands": list(names),
-        "trained": trained if name not in healed else {},
-        "lost": {each: ends(slots) for each, slots in decision.lost.items() if slots},
+        "trained": {} if name in healed else each(decision.trained),
+        "lost": each(decision.lost),
+        **{key: value for key, value in tails.items() if value},
         "healed": healed,
         "next_samples": ends(deal.slots(name)),
         "samples_dealt": decision.ledger.slots * samples,
