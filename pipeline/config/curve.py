@@ -104,9 +104,10 @@ def _islands(run: ResolvedRun) -> dict[str, Any] | None:
     section = run.config.islands
     if section is None or section.name is None:
         return None
-    # not in checkpoints that are older than it
-    overlap = {"overlap": section.overlap} if section.overlap else {}
-    return section.model_dump(include={"steps", "outer", "compress"}) | overlap
+    # not in checkpoints that are older than them
+    newer = {"overlap": section.overlap, "mode": section.mode}
+    newer = {key: value for key, value in newer.items() if value not in (0, "synchronous")}
+    return section.model_dump(include={"steps", "outer", "compress"}) | newer
 
 
 def _spikes(run: ResolvedRun) -> dict[str, Any] | None:

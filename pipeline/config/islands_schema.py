@@ -32,6 +32,11 @@ class IslandsSection(Section):
         description="Inner steps of a round that are trained beside its exchange, e.g. 10; less than steps. 0: the"
         " exchange waits",
     )
+    mode: Literal["synchronous", "asynchronous"] = Field(
+        "synchronous",
+        description="synchronous: all islands exchange together; asynchronous: none waits for another, and stale"
+        " pseudo-gradients count less. Then run.steps counts the steps of all islands together",
+    )
     outer: OuterSection = OuterSection()
     compress: Literal["none", "int8"] = Field(
         "none",

@@ -10,30 +10,24 @@ update is applied where the round ends, on all ranks after the same step, or bef
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from headrace.base.errors import ConfigError
-from pipeline.checkpoint import named_state
-from pipeline.checkpoint.shard_table import State
-from pipeline.data.loader import StepBatch
 from pipeline.faults.stop import Stop
 from pipeline.islands.background import Background
 from pipeline.islands.exchange import Exchange, Exchanged, Snapshot
-from pipeline.islands.ledger import Ledger, Member, compatible
+from pipeline.islands.ledger import Member, compatible
 from pipeline.islands.lighthouse import LighthouseMember, Quorum, refuse_other_secret
-from pipeline.islands.outer import OuterState
+from pipeline.islands.local import LocalIsland
 from pipeline.islands.peers import Peers
-from pipeline.islands.ranks import LoopRanks, thread_group
+from pipeline.islands.ranks import thread_group
 from pipeline.islands.report import over_ranks, report_exchange
 from pipeline.islands.surroundings import Loader, Surroundings
 
 _AGAIN_S, _TICK_S = 0.5, 1.0
 
 
-class Island:
+class Island(LocalIsland):
     """See the module's docstring. Every method is collective over the ranks of the island.
 
     Args:
@@ -42,57 +36,19 @@ class Island:
         lighthouse: on rank 0; None on the others.
         loader: makes this rank's batches.
         step: inner steps that the engine's state has.
-
-    Attributes:
-        ledger: where the island stands.
-        step: inner steps done.
     """
 
     def __init__(
         self, around: Surroundings, *, peers: Peers, lighthouse: LighthouseMember | None, loader: Loader, step: int
     ) -> None:
-        self._around, self._loader, self._living, self._waited = around, loader, False, False
-        self.step, self.ledger, self.name = step, Ledger(), around.name
-        with around.engine.edit_state() as state:
-            self._outer = OuterState(state, around.section.outer)
+        super().__init__(around, loader=loader, step=step)
+        self._living = self._waited = False
         self._exchange = Exchange(around, peers=peers, lighthouse=lighthouse, outer=self._outer)
-        self._ranks, self._background = LoopRanks(around), cast("Background | None", None)
+        self._background = cast("Background | None", None)
         self._group = thread_group() if around.section.overlap else None
 
-    def state(self) -> State:
-        """The engine's state with the outer state, for a checkpoint."""
-        state = self._around.engine.state()
-        with self._around.engine.edit_state() as whole:
-            outer = self._outer.named(whole)
-        # of tied weights, one of the ranks that have a copy writes it
-        written = {key for key in outer if named_state.weight_key(key.partition("/")[2]) in state}
-        return {**state, **{key: value for key, value in outer.items() if key in written}}
-
-    def details(self) -> dict[str, Any]:
-        """What the manifest of a checkpoint records."""
-        return {"name": self.name, **self.ledger.plain()}
-
-    def load(self, directory: Path, details: dict[str, Any] | None) -> None:
-        """Loads the outer state of a checkpoint; of an ordinary run's, the outer optimizer begins afresh.
-
-        Args:
-            directory: of the checkpoint.
-            details: what `details` has returned when it was saved; None of an ordinary run.
-        """
-        if details is None:
-            return
-        with self._around.engine.edit_state() as state:
-            outer = self._outer.named(state)
-        named_state.read(outer, directory)
-        # a folder that another island has written counts as its own: it goes on in that one's place
-        self.ledger = Ledger.from_plain(details).renamed(details["name"], self.name)
-
     def start(self) -> Stop:
-        """Joins the islands that live, or begins with those that are started together. Returns a requested stop.
-
-        Raises:
-            ConfigError: the other islands have another secret or another layout.
-        """
+        """See `LocalIsland`."""
         section, began, snapshot = self._around.section, time.monotonic(), self._exchange.snapshot()
         while True:
             quorum = self._exchange.ask(self._member(), self._ranks)
@@ -107,20 +63,8 @@ class Island:
             self._waited = self._ranks.agreed(time.monotonic() - began > section.start_s)
             time.sleep(_AGAIN_S)
 
-    def due(self, step: int) -> bool:
-        """Whether `exchange` is to be called after an inner step: an exchange begins there or ends there."""
-        deal = self.ledger.deal
-        return deal is not None and self.name in deal.names and step in (deal.snapshot_step, deal.last_step)
-
     def exchange(self, step: int) -> Stop:
-        """Exchanges pseudo-gradients, and takes the state of another island where this one missed an exchange.
-
-        Args:
-            step: inner steps done.
-
-        Returns:
-            A stop that was requested while it waited; the exchange has not taken place then.
-        """
+        """See `LocalIsland`."""
         self.step, deal = step, self.ledger.deal
         if self._background is not None:
             return self._join(Stop.NO)
@@ -131,15 +75,7 @@ class Island:
         return self._exchange_now()
 
     def settle(self, step: int, stop: Stop) -> Stop:
-        """Ends an exchange in the background before a checkpoint is written.
-
-        Args:
-            step: inner steps done.
-            stop: that was requested: other islands are not waited for then.
-
-        Returns:
-            The same, or a stop that was requested while it waited.
-        """
+        """See `LocalIsland`."""
         if self._background is None:
             return stop
         self.step = step
@@ -175,25 +111,8 @@ class Island:
             self._finish(exchanged, since=background.snapshot, waited=waited, overlapped=background.seconds)
         return stop
 
-    def batches(self) -> Iterator[StepBatch]:
-        """This rank's batches, of one round after the other; `exchange` must be called where it is `due`."""
-        while self.step < self._around.total:
-            deal = self.ledger.deal_of(self.name, self.step)
-            assert deal is not None
-            slots, done = deal.slots(self.name), self.step - deal.step
-            if not slots or done >= len(slots):  # this island came in the middle of a round
-                if self.exchange(self.step):
-                    return
-                continue
-            first = slots.start + done + 1
-            for number, batch in enumerate(self._loader(first, slots.stop)):
-                if self.ledger.deal_of(self.name, self.step) != deal:  # it has taken another island's state
-                    break
-                self.step = deal.step + done + number + 1
-                yield replace(batch, step=self.step)
-
     def close(self) -> None:
-        """Leaves: the others do not wait for this island any more."""
+        """See `LocalIsland`."""
         if self._background is not None:
             self._background.cancel()
         self._exchange.close()

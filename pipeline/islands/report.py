@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeline.islands.ledger import Decision
+from pipeline.islands.ledger import Deal, Decision, Ledger, Tail
 from pipeline.islands.surroundings import Surroundings
 
 
@@ -52,11 +52,8 @@ def exchange_row(decision: Decision, *, name: str, samples: int) -> dict[str, An
     deal, names = decision.ledger.deal, decision.names
     assert deal is not None
 
-    def ends(slots: range) -> list[int]:
-        return [slots.start * samples, slots.stop * samples - 1] if slots else []
-
     def each(slots: dict[str, range]) -> dict[str, list[int]]:
-        return {name: ends(some) for name, some in slots.items() if some}
+        return {name: _ends(some, samples) for name, some in slots.items() if some}
 
     healed = [names[n] for n in decision.healed]
     tails = {"tail_trained": each(decision.tail_trained), "tail_lost": each(decision.tail_lost)}
@@ -69,9 +66,47 @@ def exchange_row(decision: Decision, *, name: str, samples: int) -> dict[str, An
         "lost": each(decision.lost),
         **{key: value for key, value in tails.items() if value},
         "healed": healed,
-        "next_samples": ends(deal.slots(name)),
+        "next_samples": _ends(deal.slots(name), samples),
         "samples_dealt": decision.ledger.slots * samples,
     }
+
+
+def report_update(
+    around: Surroundings,
+    step: int,
+    ledger: Ledger,
+    *,
+    done: Deal | None,
+    islands: Sequence[str],
+    lost: Sequence[Tail],
+    **costs: float,
+) -> None:
+    """An exchange of one island with the holder, in asynchronous mode.
+
+    Args:
+        around: the island.
+        step: that it had done.
+        ledger: where it stands now.
+        done: the round whose pseudo-gradient was applied; None where it has joined.
+        islands: that live.
+        lost: slots of islands that have died.
+        costs: further values: staleness, bytes and seconds.
+    """
+    deal, name = ledger.deal, around.name
+    assert deal is not None
+    row: dict[str, Any] = {
+        "round": ledger.round,
+        "islands": list(islands),
+        "trained": {name: _ends(done.slots(name), around.samples)} if done else {},
+        "lost": {_unique(lost, n): _ends(each.slots, around.samples) for n, each in enumerate(lost)},
+        "healed": [] if done else [name],
+        "refused": [],
+        "next_samples": _ends(deal.slots(name), around.samples),
+        **costs,
+    }
+    around.record(step, event="exchange" if done else "joined", **row)
+    for island, (first, last) in row["lost"].items():
+        around.say(f"step {step}: lost: samples {first} to {last} of island {island}, which did not contribute")
 
 
 def over_ranks(around: Surroundings, value: float) -> float:
@@ -80,3 +115,14 @@ def over_ranks(around: Surroundings, value: float) -> float:
     if dist.is_initialized():
         dist.all_reduce(total)
     return float(total)
+
+
+def _unique(lost: Sequence[Tail], n: int) -> str:
+    """The name of the island that has lost slots; numbered where one has died more than once."""
+    before = sum(each.name == lost[n].name for each in lost[:n])
+    return f"{lost[n].name} ({before + 1})" if before else lost[n].name
+
+
+def _ends(slots: range, samples: int) -> list[int]:
+    """The first and the last sample of slots; empty for none."""
+    return [slots.start * samples, slots.stop * samples - 1] if slots else []

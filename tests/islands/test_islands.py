@@ -182,6 +182,22 @@ def test_islands_of_two_processes_exchange_beside_their_steps_and_end_alike(toke
 
 
 @pytest.mark.integration
+def test_asynchronous_islands_of_two_processes_train_each_sample_once_and_go_on_from_their_checkpoints(
+    tokens: Path, tmp_path: Path
+) -> None:
+    config = make_config(tokens, tmp_path, steps=30, mode="asynchronous", start_s=100)
+    first, second = (tmp_path / "run" / f"island-{number}" for number in range(2))
+    for steps in ("20", "30"):
+        sets = (f"run.steps={steps}", "scheduler=null", "zero_optimization.stage=2", "run.checkpoint_every=10")
+        run_islands(config, *sets, options=("--nproc", "2"))
+        assert_equal_weights(first, second)
+    rows = [row for each in (first, second) for row in events(each, "exchange")]
+    assert_each_sample_once(rows)
+    assert sum(last + 1 - begin for row in rows for begin, last in row["trained"].values()) == 30 * 8
+    assert not any(row["lost"] for row in rows)
+
+
+@pytest.mark.integration
 def test_an_island_with_another_secret_is_refused_and_the_others_go_on(tokens: Path, tmp_path: Path) -> None:
     config = make_config(tokens, tmp_path, steps=1500, count=1)
     secrets = [tmp_path / "right", tmp_path / "wrong"]

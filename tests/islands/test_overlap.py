@@ -22,6 +22,7 @@ from pipeline.faults.watchdog import Watchdog
 from pipeline.islands.island import Island
 from pipeline.islands.ledger import Ledger, Member
 from pipeline.islands.lighthouse import LighthouseMember
+from pipeline.islands.local import LocalIsland
 from pipeline.islands.peers import Peers, PeerStore
 from pipeline.islands.surroundings import Loader, Surroundings
 
@@ -51,13 +52,13 @@ class Slot:
 class ToyIsland:
     """An island that adds a constant of its own in every step."""
 
-    island: Island
+    island: LocalIsland
     engine: Weights
     rows: list[dict[str, Any]]
     slots: list[int] = field(default_factory=list)
 
-    def train(self, change: float, until: int = TOTAL) -> None:
-        """The trainer's loop up to a step."""
+    def train(self, change: float, until: int | None = None) -> None:
+        """The trainer's loop, to its end or up to a step."""
         for batch in cast("Iterator[Slot]", self.island.batches()):
             self.slots.append(batch.slot)
             self.engine.values += change
