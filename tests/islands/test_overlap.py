@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -210,3 +212,25 @@ def test_a_checkpoint_beside_an_exchange_waits_for_it_and_has_no_part_of_it(site
     together(lambda: train(first, 1.0), lambda: train(second, 3.0))
     together(lambda: first.train(1.0), lambda: second.train(3.0))
     assert accounted(exchanges(first)) == list(range(2 * TOTAL))
+
+
+def test_an_island_that_leaves_while_it_waits_for_a_quorum_ends_at_once(site: Site) -> None:
+    """The lighthouse waits for the other one, which lives and asks for none; it never answers one that has left."""
+    other = site.member("b")
+    code = """
+import sys
+from pipeline.islands.ledger import Ledger, Member
+from pipeline.islands.lighthouse import LighthouseMember
+member = LighthouseMember(sys.argv[1], "a", store="127.0.0.1:1", secret=b"")
+asked = member.ask(Member("a", Ledger(), 0, living=False, waited=False, layout="x"))
+try:
+    asked.result(2)
+except TimeoutError:
+    member.close()
+    print("left")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, site.address], capture_output=True, text=True, timeout=60, check=False
+    )
+    other.close()
+    assert (done.returncode, done.stdout) == (0, "left\n"), done.stderr

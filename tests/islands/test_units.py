@@ -6,7 +6,9 @@ import json
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,14 +18,24 @@ from torch import Tensor
 
 from headrace.base.errors import ConfigError
 from pipeline.checkpoint.shards import NamedShard
+from pipeline.config.islands_rules import check_islands
 from pipeline.config.islands_schema import OuterSection
+from pipeline.config.schema import Config
 from pipeline.islands.ledger import Decision, Ledger, Member, compatible, decide
 from pipeline.islands.lighthouse import _code, authenticated, refuse_other_secret
 from pipeline.islands.mean import Mean, mean_over_islands
 from pipeline.islands.outer import OuterState
 from pipeline.islands.quantize import BLOCK, dequantize, quantize
+from tests.conftest import tiny_config
 
 STEPS, TOTAL = 4, 1000
+
+
+@pytest.mark.parametrize("fields", [{"steps": 4, "overlap": 4}, {"overlap": 1, "mode": "asynchronous"}])
+def test_an_overlap_that_cannot_be_is_refused(fields: dict[str, Any]) -> None:
+    config = Config.model_validate(tiny_config(Path("tokens"), Path("run"), islands=fields))
+    with pytest.raises(ConfigError, match=r"islands\.overlap"):
+        check_islands(config)
 
 
 def member(name: str, ledger: Ledger, step: int, *, living: bool = True) -> Member:
