@@ -89,8 +89,8 @@ class LocalIsland(ABC):
     def close(self) -> None:
         """Leaves: the others do not wait for this island any more."""
 
-    def settle(self, step: int, stop: Stop) -> Stop:
-        """Ends an exchange in the background before a checkpoint is written.
+    def settle(self, step: int, stop: Stop) -> Stop:  # noqa: ARG002
+        """Ends an exchange in the background before a checkpoint is written; there is none here.
 
         Args:
             step: inner steps done.
@@ -99,7 +99,6 @@ class LocalIsland(ABC):
         Returns:
             The same, or a stop that was requested while it waited.
         """
-        self.step = step
         return stop
 
     def due(self, step: int) -> bool:
@@ -113,6 +112,7 @@ class LocalIsland(ABC):
             deal = self.ledger.deal_of(self.name, self.step)
             assert deal is not None
             slots, done = deal.slots(self.name), self.step - deal.step
+            assert done >= 0
             if not slots or done >= len(slots):  # this island came in the middle of a round
                 if self.exchange(self.step):
                     return

@@ -195,6 +195,8 @@ def test_asynchronous_islands_of_two_processes_train_each_sample_once_and_go_on_
     assert_each_sample_once(rows)
     assert sum(last + 1 - begin for row in rows for begin, last in row["trained"].values()) == 30 * 8
     assert not any(row["lost"] for row in rows)
+    # a checkpoint is due where a round ends, too: the steps that were done are those that were dealt
+    assert sorted(row["step"] for each in (first, second) for row in read_rows(each, kind="step")) == [*range(1, 31)]
 
 
 @pytest.mark.integration
