@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from headrace.__main__ import main
+from headrace.commands.app import main
 from pipeline.data.loader import StepBatch
 from pipeline.islands.local import LocalIsland
 
@@ -31,4 +31,4 @@ def delay_batches(seconds: float) -> None:
 if __name__ == "__main__":
     delay_batches(float(sys.argv[1]))
     sys.argv[1:2] = []
-    sys.exit(main())
+    main()
