@@ -201,8 +201,13 @@ class CheckpointStore:
             self._link_latest(newest.path)
 
 
-def on_rank_zero(action: Callable[[], T]) -> T:
-    """Runs `action` on rank 0 and broadcasts its result, or raises its error on all ranks. Collective."""
+def on_rank_zero(action: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
+    """Runs `action` on rank 0 and broadcasts its result, or raises its error on all ranks. Collective.
+
+    Args:
+        action: what is run.
+        group: all ranks, for a thread beside the one that uses the default process group.
+    """
     outcome: list[Any] = [None, None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
@@ -212,7 +217,7 @@ def on_rank_zero(action: Callable[[], T]) -> T:
         except OSError as error:
             outcome[1] = CheckpointError(f"{error}\n  try: free space or fix the permissions, then start again")
     if dist.is_initialized():
-        dist.broadcast_object_list(outcome, src=0)
+        dist.broadcast_object_list(outcome, src=0, group=group)
     if outcome[1] is not None:
         raise outcome[1]
     result: T = outcome[0]

@@ -102,7 +102,12 @@ def _balance(run: ResolvedRun) -> dict[str, Any] | None:
 
 def _islands(run: ResolvedRun) -> dict[str, Any] | None:
     section = run.config.islands
-    return section.model_dump(include={"steps", "outer", "compress"}) if section and section.name else None
+    if section is None or section.name is None:
+        return None
+    # not in checkpoints that are older than them
+    newer = {"overlap": section.overlap, "mode": section.mode}
+    newer = {key: value for key, value in newer.items() if value not in (0, "synchronous")}
+    return section.model_dump(include={"steps", "outer", "compress"}) | newer
 
 
 def _spikes(run: ResolvedRun) -> dict[str, Any] | None:

@@ -26,6 +26,13 @@ def check_islands(config: Config) -> None:
     if not host or not port.isdigit():
         remedy = "e.g. 127.0.0.1:29510"
         raise ConfigError("islands.lighthouse", section.lighthouse, why="it is HOST:PORT", remedy=remedy)
+    if section.overlap >= section.steps:
+        why = f"an exchange ends before the next one begins, {section.steps} steps later"
+        remedy = f"islands.overlap below islands.steps, e.g. {section.steps // 2}"
+        raise ConfigError("islands.overlap", section.overlap, why=why, remedy=remedy)
+    if section.overlap and section.mode == "asynchronous":
+        why = "islands that do not wait for each other have nothing to do beside an exchange but to send it"
+        raise ConfigError("islands.overlap", section.overlap, why=why, remedy="0 with islands.mode asynchronous")
     _refuse_anomalies(config)
     if config.distill is not None:
         why = "a teacher's cached logits and on-policy samples are read in a run's own order"

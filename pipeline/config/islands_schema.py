@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from headrace.base.section import Count, Section
 
@@ -27,6 +27,16 @@ class IslandsSection(Section):
         " at any time",
     )
     steps: Count = Field(100, description="Inner steps between two exchanges (H), e.g. 100")
+    overlap: NonNegativeInt = Field(
+        0,
+        description="Inner steps of a round that are trained beside its exchange, e.g. 10; less than steps. 0: the"
+        " exchange waits",
+    )
+    mode: Literal["synchronous", "asynchronous"] = Field(
+        "synchronous",
+        description="synchronous: all islands exchange together; asynchronous: none waits for another, and stale"
+        " pseudo-gradients count less. Then run.steps counts the steps of all islands together",
+    )
     outer: OuterSection = OuterSection()
     compress: Literal["none", "int8"] = Field(
         "none",

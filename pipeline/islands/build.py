@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,14 @@ from pipeline.engines.base import Engine
 from pipeline.faults.agreement import Agreement
 from pipeline.faults.stop import StopSignals
 from pipeline.faults.watchdog import Watchdog
-from pipeline.islands.island import Island, Loader, Record, Surroundings
+from pipeline.islands.asynchronous import AsynchronousIsland
+from pipeline.islands.island import Island
 from pipeline.islands.lighthouse import LighthouseMember
+from pipeline.islands.local import LocalIsland
 from pipeline.islands.outer import layout_digest
 from pipeline.islands.peers import Peers, PeerStore
+from pipeline.islands.surroundings import Loader, Record, Surroundings
+from pipeline.islands.wire import HolderClient
 
 LEAST_SECRET_BYTES = 16
 
@@ -38,7 +43,7 @@ def check_island(section: IslandsSection | None) -> None:
     if section is None or section.name is None:
         return
     read_secret(section)
-    if find_spec("torchft") is None:
+    if section.mode == "synchronous" and find_spec("torchft") is None:
         raise ConfigError("islands", why="torchft is not installed", remedy='pip install "headrace[islands]"')
 
 
@@ -77,7 +82,7 @@ def open_island(  # noqa: PLR0913  what a rank of a run has
     loader: Loader,
     checkpoint: Checkpoint | None,
     stack: ExitStack,
-) -> Island | None:
+) -> LocalIsland | None:
     """The island of this rank; None for an ordinary run. Collective. `stack` closes it.
 
     Args:
@@ -91,14 +96,6 @@ def open_island(  # noqa: PLR0913  what a rank of a run has
     section = run.config.islands
     if section is None or section.name is None:
         return None
-    # torchft's client reports every request on stderr unless it is told not to
-    os.environ.setdefault("RUST_LOG", "warn")
-    secret = read_secret(section)
-    lighthouse = None
-    if rank == 0:
-        store = PeerStore(section.bind)
-        stack.callback(lambda: store)  # lives as long as the island
-        lighthouse = LighthouseMember(section.lighthouse, section.name, store=store.address, secret=secret)
     with engine.edit_state() as state:
         own = layout_digest(state)
     digests: list[Any] = [own]
@@ -118,10 +115,29 @@ def open_island(  # noqa: PLR0913  what a rank of a run has
         record=record,
         say=say,
     )
-    peers = Peers(bind=section.bind, timeout_s=section.timeout_s, secret=secret)
     step = checkpoint.step if checkpoint else 0
-    island = Island(around, peers=peers, lighthouse=lighthouse, loader=loader, step=step)
+    make = _synchronous if section.mode == "synchronous" else _asynchronous
+    island = make(around, loader, step, stack)
     stack.callback(island.close)
     if checkpoint is not None:
         island.load(checkpoint.path, checkpoint.manifest.details.get("island"))
     return island
+
+
+def _synchronous(around: Surroundings, loader: Loader, step: int, stack: ExitStack) -> LocalIsland:
+    # torchft's client reports every request on stderr unless it is told not to
+    os.environ.setdefault("RUST_LOG", "warn")
+    section, lighthouse = around.section, None
+    secret = read_secret(section)
+    if around.rank == 0:
+        store = PeerStore(section.bind)
+        stack.callback(lambda: store)  # lives as long as the island
+        lighthouse = LighthouseMember(section.lighthouse, around.name, store=store.address, secret=secret)
+    peers = Peers(bind=section.bind, timeout_s=section.timeout_s, secret=secret)
+    return Island(around, peers=peers, lighthouse=lighthouse, loader=loader, step=step)
+
+
+def _asynchronous(around: Surroundings, loader: Loader, step: int, _stack: ExitStack) -> LocalIsland:
+    section = around.section
+    connect = partial(HolderClient, section.lighthouse, secret=read_secret(section), timeout_s=section.timeout_s)
+    return AsynchronousIsland(around, connect=connect, loader=loader, step=step)

@@ -151,6 +151,8 @@ def _start_lighthouse(section: IslandsSection) -> Any:
         why = "islands of other hosts could join, and nothing would prove that they are of this run"
         remedy = "give islands.secret_file, or a loopback address"
         raise ConfigError("islands.lighthouse", section.lighthouse, why=why, remedy=remedy)
+    if section.mode == "asynchronous":
+        return _start_holder(section)
     os.environ.setdefault("RUST_LOG", "warn")
     try:
         from torchft.coordination import LighthouseServer  # noqa: PLC0415
@@ -167,3 +169,13 @@ def _start_lighthouse(section: IslandsSection) -> Any:
     except RuntimeError as error:
         remedy = "another port in islands.lighthouse"
         raise ConfigError("islands.lighthouse", section.lighthouse, why=str(error), remedy=remedy) from None
+
+
+def _start_holder(section: IslandsSection) -> Any:
+    # torch is imported by the islands' processes; the command itself needs it in this mode only
+    from pipeline.islands.build import read_secret  # noqa: PLC0415
+    from pipeline.islands.holder import Holder  # noqa: PLC0415
+    from pipeline.islands.holder_server import HolderServer  # noqa: PLC0415
+
+    holder = Holder(section)
+    return HolderServer(holder, section.lighthouse, secret=read_secret(section), timeout_s=section.timeout_s)

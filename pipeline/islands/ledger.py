@@ -4,6 +4,9 @@ The order of samples is the run's own (law 1): sample i is the same for any numb
 each one global batch: slot k holds samples k * B to (k + 1) * B - 1. A round deals `steps` consecutive slots to each of
 its islands, by their names. The next round begins behind the last slot that this one has dealt, so that no slot is
 dealt twice by islands that live; slots of an island that did not contribute to the exchange are lost, and named.
+
+An exchange that overlaps with training takes its pseudo-gradients `after` steps before the round ends. What is trained
+of the round from there on, its *tail*, is in the pseudo-gradients of the next exchange.
 """
 
 from __future__ import annotations
@@ -11,8 +14,8 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -24,12 +27,14 @@ class Deal:
         steps: slots of each island: inner steps of the round.
         names: its islands, sorted.
         step: inner steps of the run before the round.
+        after: steps at its end that are trained beside its exchange.
     """
 
     first: int
     steps: int
     names: tuple[str, ...]
     step: int
+    after: int = 0
 
     @property
     def end(self) -> int:
@@ -41,12 +46,30 @@ class Deal:
         """The inner step after which the round ends."""
         return self.step + self.steps
 
+    @property
+    def snapshot_step(self) -> int:
+        """The inner step after which its pseudo-gradients are taken."""
+        return self.last_step - self.after
+
     def slots(self, name: str) -> range:
         """The slots of an island; none for one that came later."""
         if name not in self.names:
             return range(0)
         begin = self.first + self.names.index(name) * self.steps
         return range(begin, begin + self.steps)
+
+
+class Tail(NamedTuple):
+    """Slots of the round before that are dealt to an island and in no pseudo-gradient yet: from `first` to `end`."""
+
+    name: str
+    first: int
+    end: int
+
+    @property
+    def slots(self) -> range:
+        """The same."""
+        return range(self.first, self.end)
 
 
 @dataclass(frozen=True)
@@ -57,27 +80,53 @@ class Ledger:
         round: exchanges so far.
         commit: names the sequence of decisions that has led here; equal commits have equal outer weights.
         deal: the round that is being trained; None before the first.
+        before: the round before, while it has a tail.
+        tails: of that round.
     """
 
     round: int = 0
     commit: str = ""
     deal: Deal | None = None
+    before: Deal | None = None
+    tails: tuple[Tail, ...] = ()
 
     @property
     def slots(self) -> int:
         """Slots dealt so far."""
         return self.deal.end if self.deal else 0
 
+    def in_tail(self, name: str, step: int) -> bool:
+        """Whether an island that has done so many inner steps still has steps of the round before to do."""
+        before, deal = self.before, self.deal
+        return before is not None and deal is not None and name in before.names and step < deal.step
+
+    def deal_of(self, name: str, step: int) -> Deal | None:
+        """The round whose slots an island trains that has done so many inner steps."""
+        return self.before if self.in_tail(name, step) else self.deal
+
+    def renamed(self, old: str, new: str) -> Ledger:
+        """The same with an island under another name."""
+
+        def other(deal: Deal | None) -> Deal | None:
+            names = () if deal is None else tuple(new if each == old else each for each in deal.names)
+            return deal and replace(deal, names=names)
+
+        tails = tuple(each._replace(name=new) if each.name == old else each for each in self.tails)
+        return replace(self, deal=other(self.deal), before=other(self.before), tails=tails)
+
     def plain(self) -> dict[str, Any]:
         """As JSON."""
-        return asdict(self)
+        return {**asdict(self), "tails": [list(each) for each in self.tails]}
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Ledger:
-        """The inverse of `plain`."""
-        deal = plain["deal"]
-        made = None if deal is None else Deal(**{**deal, "names": tuple(deal["names"])})
-        return cls(plain["round"], plain["commit"], made)
+        """The inverse of `plain`; older checkpoints know no tails."""
+
+        def made(deal: dict[str, Any] | None) -> Deal | None:
+            return None if deal is None else Deal(**{**deal, "names": tuple(deal["names"])})
+
+        tails = tuple(Tail(*each) for each in plain.get("tails", ()))
+        return cls(plain["round"], plain["commit"], made(plain["deal"]), made(plain.get("before")), tails)
 
 
 @dataclass(frozen=True)
@@ -104,13 +153,17 @@ class Member:
     def trained(self) -> bool:
         """Whether it has a pseudo-gradient of a whole round to contribute; a round of no steps ends the run."""
         deal = self.ledger.deal
-        return deal is not None and deal.steps > 0 and self.name in deal.names and self.step == deal.last_step
+        if deal is None or not deal.steps or self.name not in deal.names:
+            return False
+        return deal.snapshot_step <= self.step <= deal.last_step
 
     @property
     def midway(self) -> bool:
         """Whether it has trained a part of a round."""
         deal = self.ledger.deal
-        return deal is not None and self.name in deal.names and deal.step < self.step < deal.last_step
+        if self.ledger.in_tail(self.name, self.step):
+            return True
+        return deal is not None and self.name in deal.names and deal.step < self.step < deal.snapshot_step
 
     def plain(self) -> dict[str, Any]:
         """As JSON."""
@@ -133,7 +186,10 @@ class Decision:
         healed: indices of those that take the state of `source`.
         ledger: where all of them stand afterwards.
         step: inner steps that all of them have done afterwards, but those that go on in the middle of a round.
-        lost: island -> slots of the round that ends here that were dealt and not contributed.
+        trained: island -> slots of the round that are in its pseudo-gradient.
+        lost: island -> slots of the round that were dealt and not contributed.
+        tail_trained: the same as `trained`, of the round before.
+        tail_lost: the same as `lost`, of the round before.
     """
 
     names: tuple[str, ...]
@@ -142,10 +198,13 @@ class Decision:
     healed: tuple[int, ...]
     ledger: Ledger
     step: int
-    lost: dict[str, range]
+    trained: dict[str, range] = field(default_factory=dict)
+    lost: dict[str, range] = field(default_factory=dict)
+    tail_trained: dict[str, range] = field(default_factory=dict)
+    tail_lost: dict[str, range] = field(default_factory=dict)
 
 
-def decide(members: Sequence[Member], *, steps: int, total: int, quorum: int) -> Decision:
+def decide(members: Sequence[Member], *, steps: int, total: int, quorum: int, overlap: int = 0) -> Decision:
     """What a quorum does: a pure function of what its islands have reported.
 
     Islands that live come before those that were just started, whose checkpoint may be of another sequence of
@@ -156,6 +215,7 @@ def decide(members: Sequence[Member], *, steps: int, total: int, quorum: int) ->
         steps: inner steps of a round; the last one may be shorter.
         total: inner steps of the run.
         quorum: number of the quorum.
+        overlap: steps of a round that are trained beside its exchange; none of the last one.
     """
     members = sorted(members, key=lambda each: each.name)
     names = tuple(each.name for each in members)
@@ -164,29 +224,44 @@ def decide(members: Sequence[Member], *, steps: int, total: int, quorum: int) ->
     best = max(living, key=lambda each: (each.ledger.round, sharing[each.ledger.commit], each.step))
     same = [n for n, each in enumerate(members) if each.ledger.commit == best.ledger.commit]
     if not best.living:  # checkpoints of different steps of one round are told apart
-        same = [n for n in same if members[n].midway or members[n].step == best.step]
+        same = [n for n in same if members[n].midway or members[n].trained or members[n].step == best.step]
     healed = tuple(n for n in range(len(members)) if n not in same)
     contributors = tuple(n for n in same if members[n].trained and members[n].living == best.living)
     midway = any(members[n].midway for n in same)
     if midway and not best.living:  # started again together: those that have finished the round wait for the others
         contributors = ()
-    midway = midway and not contributors
-    source, ledger, step, lost = names.index(best.name), best.ledger, best.step, dict[str, range]()
+    decision = Decision(names, names.index(best.name), contributors, healed, best.ledger, best.step)
     if contributors:
-        deal = best.ledger.deal
-        assert deal is not None
-        given = {names[n] for n in contributors}
-        lost = {name: deal.slots(name) for name in deal.names if name not in given}
-        source = contributors[0]
-        ledger = replace(ledger, round=ledger.round + 1)
-    if not midway:
-        # a round that nobody has trained is dealt anew: to those that are here
-        untrained = ledger.deal is not None and not contributors
-        first = ledger.deal.first if untrained and ledger.deal else ledger.slots
-        deal = Deal(first, min(steps, total - step), names, step)
-        commit = hashlib.sha256(f"{ledger.commit} {quorum} {names} {contributors}".encode()).hexdigest()[:16]
-        ledger = replace(ledger, deal=deal, commit=commit)
-    return Decision(names, source, contributors, healed, ledger, step, lost)
+        decision = _contributed(decision, members)
+    elif midway:
+        return decision
+    # a round that nobody has trained is dealt anew: to those that are here
+    ledger, step = decision.ledger, decision.step
+    untrained = ledger.deal is not None and not contributors
+    first = ledger.deal.first if untrained and ledger.deal else ledger.slots
+    count = min(steps, total - step)
+    deal = Deal(first, count, names, step, after=overlap if step + count < total else 0)
+    commit = hashlib.sha256(f"{ledger.commit} {quorum} {names} {contributors}".encode()).hexdigest()[:16]
+    return replace(decision, ledger=replace(ledger, deal=deal, commit=commit))
+
+
+def _contributed(decision: Decision, members: Sequence[Member]) -> Decision:
+    """The decision with what becomes of the slots of the round that ends, and of the tails of the one before."""
+    ledger, deal = decision.ledger, decision.ledger.deal
+    assert deal is not None
+    given = {members[n].name: deal.slots(members[n].name)[: members[n].step - deal.step] for n in decision.contributors}
+    rest = {name: deal.slots(name)[len(slots) :] for name, slots in given.items()}
+    tails = tuple(Tail(name, slots.start, slots.stop) for name, slots in rest.items() if slots)
+    return replace(
+        decision,
+        source=decision.contributors[0],
+        ledger=replace(ledger, round=ledger.round + 1, before=deal if tails else None, tails=tails),
+        step=deal.last_step,
+        trained=given,
+        lost={name: deal.slots(name) for name in deal.names if name not in given},
+        tail_trained={each.name: each.slots for each in ledger.tails if each.name in given},
+        tail_lost={each.name: each.slots for each in ledger.tails if each.name not in given},
+    )
 
 
 def compatible(members: Sequence[Member]) -> tuple[Member, ...]:

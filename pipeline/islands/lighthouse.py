@@ -13,7 +13,7 @@ import json
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -61,17 +61,24 @@ class LighthouseMember:
         # a restarted island is another one for the lighthouse; of two with one name the later one counts
         self._id = f"{name}:{time.time_ns():020d}"
         self._closed = threading.Event()
-        self._asking = ThreadPoolExecutor(1, thread_name_prefix="quorum")
         threading.Thread(target=self._send_heartbeats, name="lighthouse", daemon=True).start()
 
     def ask(self, member: Member) -> Future[Quorum]:
         """Asks for the next quorum; a lighthouse that does not answer is asked again until it does."""
-        return self._asking.submit(self._ask, member)
+        future = Future[Quorum]()
+        # a daemon: the lighthouse does not answer an island that has left, and a pool's thread is waited for at exit
+        threading.Thread(target=self._answer, args=(member, future), name="quorum", daemon=True).start()
+        return future
 
     def close(self) -> None:
         """Sends no more heartbeats: the others do not wait for this island any more."""
         self._closed.set()
-        self._asking.shutdown(wait=False, cancel_futures=True)
+
+    def _answer(self, member: Member, future: Future[Quorum]) -> None:
+        try:
+            future.set_result(self._ask(member))
+        except BaseException as error:
+            future.set_exception(error)
 
     def _ask(self, member: Member) -> Quorum:
         from torchft.coordination import LighthouseClient  # noqa: PLC0415

@@ -62,9 +62,9 @@ class OuterState:
         self.weights = gather(state)
         self.momentum, self.error = torch.zeros_like(self.weights), torch.zeros_like(self.weights)
 
-    def pseudo_gradient(self, state: State) -> Tensor:
+    def pseudo_gradient(self, inner: Tensor) -> Tensor:
         """Outer minus inner weights: fp32 [N] (Douillard et al. 2023, algorithm 1, line 11)."""
-        return self.weights - gather(state)
+        return self.weights - inner
 
     def step(self, gradient: Tensor) -> None:
         """One update: momentum = mu * momentum + g; weights -= lr * (g + mu * momentum), as torch's SGD with nesterov.
@@ -78,9 +78,15 @@ class OuterState:
             gradient.add_(self.momentum, alpha=mu)
         self.weights.sub_(gradient, alpha=lr)
 
-    def write(self, state: State) -> None:
-        """Writes the outer weights into a state of the engine."""
-        scatter(self.weights, state)
+    def write(self, state: State, *, since: Tensor | None = None) -> None:
+        """Writes the outer weights into a state of the engine.
+
+        Args:
+            state: of the engine.
+            since: fp32 [N], the inner weights of which the pseudo-gradient was taken: what has been trained since is
+                kept, inner = outer + (inner - since). None: the outer weights alone.
+        """
+        scatter(self.weights if since is None else gather(state).sub_(since).add_(self.weights), state)
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         """What a late comer takes over; error feedback belongs to the pseudo-gradients of its own island."""

@@ -77,6 +77,10 @@ class Islands(Protocol):
         """Exchanges. Returns a stop that was requested while it waited. Collective."""
         ...
 
+    def settle(self, step: int, stop: Stop) -> Stop:
+        """Ends an exchange in the background before a checkpoint; returns the requested stop. Collective."""
+        ...
+
     def state(self) -> State:
         """The engine's state and the outer one. Collective."""
         ...
@@ -188,16 +192,17 @@ class Trainer:
                 later, _ = self._finish_steps(drain=True)
                 stop = max(stop, later)
             self._report_stragglers(step)
-            if not stop:
-                stop = self._exchange(step)
+            save = self._checkpoint_due(step) or time_is_up or last
+            stop = self._exchange(step, stop, save=save)
             self._divide_anew(step)
             if stop or last:
                 self._save_last(step)
-            elif self._checkpoint_due(step) or time_is_up:
+            elif save:
                 self._save(step)
             if not stop and self.evaluation_due(step):
                 stop = self.evaluate(step)
                 if stop and not last:  # asked to stop meanwhile
+                    stop = self._exchange(step, stop, save=True)
                     self._save_last(step)
             if stop or last:
                 return stop
@@ -205,11 +210,13 @@ class Trainer:
             self.watchdog.enter_phase("reading data", step + 1)
         return self._end_between_steps()
 
-    def _exchange(self, step: int) -> Stop:
-        if self.island is None or not self.island.due(step):
-            return Stop.NO
+    def _exchange(self, step: int, stop: Stop, *, save: bool) -> Stop:
+        if self.island is None:
+            return stop
         with self.clock.excluded():
-            return self.island.exchange(step)
+            if not stop and self.island.due(step):
+                stop = self.island.exchange(step)
+            return self.island.settle(step, stop) if stop or save else stop
 
     def _end_between_steps(self) -> Stop:
         """The end of an island that was waiting for others: they had finished, or it was asked to stop."""

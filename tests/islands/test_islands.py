@@ -75,7 +75,8 @@ def assert_equal_weights(first: Path, second: Path) -> None:
 
 def assert_each_sample_once(rows: list[dict[str, Any]]) -> None:
     """Over the exchanges of one island's journal: what was trained or lost is every sample once."""
-    ranges = sorted(tuple(each) for row in rows for each in (*row["trained"].values(), *row["lost"].values()))
+    keys = ("trained", "lost", "tail_trained", "tail_lost")
+    ranges = sorted(tuple(each) for row in rows for key in keys for each in row.get(key, {}).values())
     assert all(before[1] + 1 == after[0] for before, after in pairwise(ranges)), ranges
 
 
@@ -167,6 +168,37 @@ def test_islands_of_two_processes_exchange_between_equal_ranks(
     assert subprocess.run(verify, check=False, capture_output=True).returncode == 0
     # of 90,864 fp32 weights, a quarter and the scales: half to the other island and half of the mean back
     assert events(first, "exchange")[0]["bytes_sent"] == pytest.approx(90_864 * (1 + 4 / 256), rel=0.02)
+
+
+def test_islands_of_two_processes_exchange_beside_their_steps_and_end_alike(tokens: Path, tmp_path: Path) -> None:
+    """A checkpoint after step 8 is beside the second exchange, which begins after step 7."""
+    config = make_config(tokens, tmp_path, steps=15, overlap=3, start_s=100)
+    run_islands(config, "zero_optimization.stage=2", "run.checkpoint_every=8", options=("--nproc", "2"))
+    first, second = (tmp_path / "run" / f"island-{number}" for number in range(2))
+    rows = events(first, "exchange")
+    assert [row["step"] for row in rows] == [5, 8, 15]
+    assert ["overlapped_seconds" in row for row in rows] == [True, True, False]
+    assert_each_sample_once(rows)
+    assert sum(last + 1 - begin for row in rows for begin, last in row["trained"].values()) == 2 * 8 * (2 + 2 + 5)
+    assert_equal_weights(first, second)
+
+
+@pytest.mark.integration
+def test_asynchronous_islands_of_two_processes_train_each_sample_once_and_go_on_from_their_checkpoints(
+    tokens: Path, tmp_path: Path
+) -> None:
+    config = make_config(tokens, tmp_path, steps=30, mode="asynchronous", start_s=100)
+    first, second = (tmp_path / "run" / f"island-{number}" for number in range(2))
+    for steps in ("20", "30"):
+        sets = (f"run.steps={steps}", "scheduler=null", "zero_optimization.stage=2", "run.checkpoint_every=10")
+        run_islands(config, *sets, options=("--nproc", "2"))
+        assert_equal_weights(first, second)
+    rows = [row for each in (first, second) for row in events(each, "exchange")]
+    assert_each_sample_once(rows)
+    assert sum(last + 1 - begin for row in rows for begin, last in row["trained"].values()) == 30 * 8
+    assert not any(row["lost"] for row in rows)
+    # a checkpoint is due where a round ends, too: the steps that were done are those that were dealt
+    assert sorted(row["step"] for each in (first, second) for row in read_rows(each, kind="step")) == [*range(1, 31)]
 
 
 @pytest.mark.integration

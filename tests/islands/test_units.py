@@ -6,7 +6,9 @@ import json
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,23 +18,33 @@ from torch import Tensor
 
 from headrace.base.errors import ConfigError
 from pipeline.checkpoint.shards import NamedShard
+from pipeline.config.islands_rules import check_islands
 from pipeline.config.islands_schema import OuterSection
+from pipeline.config.schema import Config
 from pipeline.islands.ledger import Decision, Ledger, Member, compatible, decide
 from pipeline.islands.lighthouse import _code, authenticated, refuse_other_secret
 from pipeline.islands.mean import Mean, mean_over_islands
 from pipeline.islands.outer import OuterState
 from pipeline.islands.quantize import BLOCK, dequantize, quantize
+from tests.conftest import tiny_config
 
 STEPS, TOTAL = 4, 1000
+
+
+@pytest.mark.parametrize("fields", [{"steps": 4, "overlap": 4}, {"overlap": 1, "mode": "asynchronous"}])
+def test_an_overlap_that_cannot_be_is_refused(fields: dict[str, Any]) -> None:
+    config = Config.model_validate(tiny_config(Path("tokens"), Path("run"), islands=fields))
+    with pytest.raises(ConfigError, match=r"islands\.overlap"):
+        check_islands(config)
 
 
 def member(name: str, ledger: Ledger, step: int, *, living: bool = True) -> Member:
     return Member(name, ledger, step, living=living, waited=False, layout="x")
 
 
-def begin(*names: str) -> Decision:
+def begin(*names: str, overlap: int = 0) -> Decision:
     fresh = [member(name, Ledger(), 0, living=False) for name in names]
-    return decide(fresh, steps=STEPS, total=TOTAL, quorum=1)
+    return decide(fresh, steps=STEPS, total=TOTAL, quorum=1, overlap=overlap)
 
 
 def test_a_round_deals_consecutive_samples_to_its_islands() -> None:
@@ -83,28 +95,31 @@ def test_a_round_that_nobody_has_trained_is_dealt_to_those_that_are_there() -> N
     assert (after.ledger.deal.slots("b"), after.lost) == (range(4), {})
 
 
-@given(st.lists(st.sets(st.sampled_from("abcd"), min_size=1), min_size=1, max_size=12))
-def test_no_sample_is_trained_twice_and_none_is_lost_without_a_name(alive: list[set[str]]) -> None:
+@given(st.lists(st.sets(st.sampled_from("abcd"), min_size=1), min_size=1, max_size=12), st.integers(0, STEPS - 1))
+def test_no_sample_is_trained_twice_and_none_is_lost_without_a_name(alive: list[set[str]], overlap: int) -> None:
     """Any sequence of deaths and returns: islands in `alive` are there for an exchange, the others are dead."""
-    decision = begin(*sorted(alive[0]))
+    decision = begin(*sorted(alive[0]), overlap=overlap)
     trained: list[int] = []
     lost: list[int] = []
     taking_part = set(decision.names)
     for number, present in enumerate(alive[1:], 2):
         survivors = present & taking_part
-        ledger, step = decision.ledger, decision.step + STEPS
+        ledger, step = decision.ledger, decision.step + STEPS - overlap
         if not survivors:  # all have died: nobody knows of this round any more
             return
         members = [member(name, ledger, step) for name in sorted(survivors)]
         members += [member(name, Ledger(), 0, living=False) for name in sorted(present - survivors)]
         deal = ledger.deal
         assert deal is not None
-        decision = decide(members, steps=STEPS, total=TOTAL, quorum=number)
+        decision = decide(members, steps=STEPS, total=TOTAL, quorum=number, overlap=overlap)
         assert {decision.names[n] for n in decision.contributors} == survivors
-        trained += [slot for name in survivors for slot in deal.slots(name)]
-        lost += [slot for slots in decision.lost.values() for slot in slots]
+        given, missing = (decision.trained, decision.tail_trained), (decision.lost, decision.tail_lost)
+        trained += [slot for each in given for slots in each.values() for slot in slots]
+        lost += [slot for each in missing for slots in each.values() for slot in slots]
         taking_part = set(decision.names)
-        assert sorted(trained + lost) == list(range(deal.end))
+        tails = [slot for each in decision.ledger.tails for slot in each.slots]
+        assert len(tails) == overlap * len(survivors)
+        assert sorted(trained + lost + tails) == list(range(deal.end))
 
 
 def test_a_finished_run_that_is_made_longer_goes_on_without_an_exchange() -> None:
@@ -118,6 +133,34 @@ def test_a_finished_run_that_is_made_longer_goes_on_without_an_exchange() -> Non
     assert (longer.contributors, longer.ledger.round, longer.ledger.deal.slots("a")) == ((), 1, range(4, 8))
 
 
+def test_the_last_round_has_no_steps_beside_its_exchange() -> None:
+    """They would be in no pseudo-gradient."""
+    first = begin("a", overlap=2)
+    last = decide([member("a", first.ledger, STEPS - 2)], steps=STEPS, total=2 * STEPS, quorum=2, overlap=2)
+    deal = last.ledger.deal
+    assert deal is not None
+    assert (deal.step, deal.snapshot_step, deal.last_step) == (STEPS, 2 * STEPS, 2 * STEPS)
+
+
+def test_islands_that_were_stopped_in_their_tails_have_pseudo_gradients_of_as_many_steps_as_each_has_done() -> None:
+    first = begin("a", "b", overlap=2)
+    again = [member("a", first.ledger, 2, living=False), member("b", first.ledger, 3, living=False)]
+    after = decide(again, steps=STEPS, total=TOTAL, quorum=2, overlap=2)
+    assert (after.contributors, after.healed) == ((0, 1), ())
+    assert after.trained == {"a": range(2), "b": range(4, 7)}
+    assert [(each.name, each.slots) for each in after.ledger.tails] == [("a", range(2, 4)), ("b", range(7, 8))]
+    assert after.ledger.deal_of("a", 3) == first.ledger.deal
+    assert after.ledger.deal_of("a", 4) == after.ledger.deal
+
+
+def test_islands_that_were_stopped_in_their_tails_after_the_exchange_train_what_is_left_of_them() -> None:
+    first = begin("a", "b", overlap=2)
+    after = decide([member(name, first.ledger, 2) for name in "ab"], steps=STEPS, total=TOTAL, quorum=2, overlap=2)
+    again = [member(name, after.ledger, 3, living=False) for name in "ab"]
+    resumed = decide(again, steps=STEPS, total=TOTAL, quorum=3, overlap=2)
+    assert (resumed.contributors, resumed.healed, resumed.ledger) == ((), (), after.ledger)
+
+
 def test_every_island_decides_the_same_in_whatever_order_the_members_come() -> None:
     first = begin("a", "b", "c")
     members = [member("a", first.ledger, 4), member("c", first.ledger, 4), member("d", Ledger(), 0, living=False)]
@@ -126,7 +169,10 @@ def test_every_island_decides_the_same_in_whatever_order_the_members_come() -> N
 
 
 def test_ledgers_and_members_survive_json() -> None:
-    given = member("a", begin("a", "b").ledger, 3)
+    first = begin("a", "b", overlap=2)
+    after = decide([member("a", first.ledger, 2)], steps=STEPS, total=TOTAL, quorum=2, overlap=2)
+    assert after.ledger.tails
+    given = member("a", after.ledger, 3)
     assert Member.from_plain(json.loads(json.dumps(given.plain()))) == given
 
 

@@ -1,0 +1,308 @@
+"""Asynchronous islands: the holder's updates, deals and returns; islands as threads over real connections."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any, cast
+
+import pytest
+import torch
+
+from headrace.base.errors import ConfigError
+from pipeline.checkpoint.shards import NamedShard
+from pipeline.config.islands_schema import IslandsSection, OuterSection
+from pipeline.engines.base import Engine
+from pipeline.faults.agreement import Agreement
+from pipeline.faults.stop import Stop, StopSignals
+from pipeline.faults.watchdog import Watchdog
+from pipeline.islands.asynchronous import AsynchronousIsland
+from pipeline.islands.holder import SILENT_S, Holder, Shard
+from pipeline.islands.holder_server import HolderServer
+from pipeline.islands.ledger import Ledger
+from pipeline.islands.outer import OuterState
+from pipeline.islands.peers import ExchangeError
+from pipeline.islands.surroundings import Loader, Surroundings
+from pipeline.islands.wire import Channel, HolderClient, WrongSecretError
+from tests.islands.test_overlap import Slot, ToyIsland, Weights, exchanges, together
+
+STEPS, TOTAL = 4, 24
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Islands:
+    """Islands of one rank that call a holder directly."""
+
+    def __init__(self, **fields: Any) -> None:
+        outer = {"lr": 0.5, "momentum": 0.0}
+        section = {"count": 2, "steps": STEPS, "outer": outer, "start_s": 10, **fields}
+        self.clock, self.ledgers = Clock(), dict[str, dict[str, Any]]()
+        self.holder = Holder(IslandsSection.model_validate(section), clock=self.clock)
+
+    def join(self, name: str, session: str = "1") -> dict[str, Any]:
+        ledger = self.ledgers.get(name, Ledger().plain())
+        answer = self.holder.join(name, session, layout="x", ranks=1, total=TOTAL, ledger=ledger)
+        if answer["state"] == "upload":
+            self.holder.upload(name, session, 0, Shard(torch.zeros(3), torch.zeros(3)))
+            return self.join(name, session)
+        return self._taken(name, answer)
+
+    def commit(self, name: str, gradient: float, session: str = "1") -> dict[str, Any]:
+        self.holder.push(name, session, 0, torch.full((3,), gradient))
+        first = self.ledgers[name]["deal"]["first"]
+        return self._taken(name, self.holder.commit(name, session, first))
+
+    def weight(self, name: str) -> float:
+        shard = self.holder.pull(name, "1", 0)
+        assert shard is not None
+        return float(shard.weights[0])
+
+    def _taken(self, name: str, answer: dict[str, Any]) -> dict[str, Any]:
+        if "ledger" in answer:
+            self.ledgers[name] = answer["ledger"]
+        return answer
+
+    def slots(self, name: str) -> list[int]:
+        ledger = Ledger.from_plain(self.ledgers[name])
+        assert ledger.deal is not None
+        return list(ledger.deal.slots(name))
+
+
+def test_a_pseudo_gradient_counts_by_the_outer_updates_since_its_island_has_got_its_weights() -> None:
+    islands = Islands()
+    assert islands.join("a")["state"] == "wait"  # for the other of count
+    islands.join("b")
+    islands.join("a")
+    assert islands.commit("b", 1.0)["committed"] == {"first": 0, "staleness": 0, "weight": 1.0}
+    assert islands.commit("b", 1.0)["committed"]["staleness"] == 0
+    # two updates since: lr 0.5 / 3
+    assert islands.commit("a", 6.0)["committed"]["weight"] == pytest.approx(1 / 3)
+    assert islands.weight("a") == pytest.approx(-0.5 - 0.5 - 0.5 * 6 / 3)
+
+
+def test_one_island_alone_makes_the_nesterov_step_of_the_synchronous_mode() -> None:
+    outer = {"lr": 0.7, "momentum": 0.9}
+    islands = Islands(count=1, outer=outer)
+    islands.join("a")
+    state = {"weight/w": NamedShard((3,), start=0, values=torch.zeros(3))}
+    reference = OuterState(state, OuterSection.model_validate(outer))
+    for gradient in (1.0, -2.0, 0.5):
+        reference.step(torch.full((3,), gradient))
+        islands.commit("a", gradient)
+    assert islands.weight("a") == pytest.approx(float(reference.weights[0]))
+
+
+def test_islands_in_turn_with_momentum_add_up_to_the_nesterov_step_of_their_mean() -> None:
+    """Two of one speed: each has missed one update of the other, counts half, and every second one has momentum."""
+    outer = {"lr": 0.7, "momentum": 0.9}
+    islands = Islands(outer=outer)
+    islands.join("a")
+    islands.join("b")
+    islands.join("a")
+    islands.commit("a", 0.0)
+    islands.commit("b", 0.0)
+    state = {"weight/w": NamedShard((3,), start=0, values=torch.zeros(3))}
+    reference = OuterState(state, OuterSection.model_validate(outer))
+    for first, second in ((1.0, 3.0), (2.0, -1.0)):
+        islands.commit("a", first)
+        islands.commit("b", second)
+        reference.step(torch.full((3,), (first + second) / 2))
+    assert islands.weight("b") == pytest.approx(float(reference.weights[0]))
+
+
+def test_an_island_that_is_silent_loses_its_round_and_the_others_name_it() -> None:
+    islands = Islands()
+    islands.join("a")
+    islands.join("b")
+    islands.join("a")
+    lost = islands.slots("a")
+    islands.clock.now += SILENT_S / 2
+    assert islands.commit("b", 1.0)["lost"] == []
+    islands.clock.now += SILENT_S * 0.6
+    assert islands.commit("b", 1.0)["lost"] == [["a", lost[0], lost[-1] + 1]]
+    assert islands.commit("a", 1.0)["state"] == "rejoin"  # it was only paused: what it has trained is dropped
+    assert islands.join("a")["state"] == "take"
+    assert islands.slots("a")[0] > lost[-1]
+
+
+def test_a_late_comer_takes_the_newest_weights_and_the_next_slots() -> None:
+    islands = Islands(count=1)
+    islands.join("a")
+    islands.commit("a", 1.0)
+    assert islands.join("b")["state"] == "take"
+    assert (islands.weight("b"), islands.slots("a"), islands.slots("b")) == (-0.5, [4, 5, 6, 7], [8, 9, 10, 11])
+
+
+def test_all_wait_in_the_end_for_the_rounds_that_are_open_and_take_the_same_weights() -> None:
+    islands = Islands()
+    islands.join("a")
+    islands.join("b")
+    islands.join("a")
+    while islands.commit("b", 1.0)["state"] == "take":
+        pass
+    assert islands.join("b")["state"] == "wait"
+    assert islands.commit("a", 1.0)["state"] == "end"
+    assert islands.join("b")["state"] == "end"
+    assert islands.weight("a") == islands.weight("b")
+
+
+def test_a_holder_that_is_started_again_goes_on_with_the_newest_state_and_the_rounds_that_were_open() -> None:
+    """Slots 0 to 3 of b are in a's weights: b, whose checkpoint is of before, may not train them again."""
+    old = Islands()
+    old.join("a")
+    old.join("b")
+    old.join("a")
+    assert (old.slots("a"), old.slots("b")) == ([4, 5, 6, 7], [0, 1, 2, 3])
+    before = dict(old.ledgers)
+    old.commit("b", 1.0)  # b goes on with slots 8 to 11
+    old.commit("a", 1.0)  # a with 12 to 15
+    for of_b, state, lost in ((old.ledgers["b"], "keep", []), (before["b"], "take", [["b", 8, 12]])):
+        new = Islands()
+        new.ledgers = {"a": old.ledgers["a"], "b": of_b}
+        new.join("a")
+        answers = {"b": new.join("b"), "a": new.join("a")}
+        assert (answers["a"]["state"], answers["b"]["state"]) == ("keep", "wait")
+        answers["b"] = new.join("b")
+        assert answers["b"]["state"] == state
+        assert answers["b"].get("lost", []) == lost
+        assert new.holder.version == 2
+        assert new.slots("b") == ([8, 9, 10, 11] if state == "keep" else [16, 17, 18, 19])
+
+
+def test_sides_with_different_secrets_do_not_talk_and_a_changed_message_is_refused() -> None:
+    for secrets in ((b"one", b"one"), (b"one", b"two")):
+        left, right = socket.socketpair()
+        found: list[Any] = []
+
+        def serve(connection: socket.socket = right, secret: bytes = secrets[1], found: list[Any] = found) -> None:
+            try:
+                found.append(Channel(connection, secret=secret, server=True).receive())
+            except ExchangeError as error:
+                found.append(error)
+                connection.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        if secrets[0] == secrets[1]:
+            Channel(left, secret=secrets[0], server=False).send({"do": "beat"}, torch.arange(3, dtype=torch.uint8))
+            thread.join()
+            assert (found[0][0], found[0][1].tolist()) == ({"do": "beat"}, [0, 1, 2])
+        else:
+            with pytest.raises(WrongSecretError):
+                Channel(left, secret=secrets[0], server=False)
+            thread.join()
+            assert isinstance(found[0], WrongSecretError)
+        left.close()
+        right.close()
+
+
+class Site:
+    """A holder that is served, and islands that connect."""
+
+    def __init__(self, stack: ExitStack, **fields: Any) -> None:
+        outer = {"lr": 0.5, "momentum": 0.0}
+        self.fields = {"count": 2, "steps": STEPS, "mode": "asynchronous", "outer": outer, "timeout_s": 5, **fields}
+        self.stack, self.secret = stack, b"0123456789abcdef"
+        self.serve(0)
+
+    def serve(self, port: int) -> None:
+        section = IslandsSection.model_validate(self.fields)
+        self.server = HolderServer(Holder(section), f"127.0.0.1:{port}", secret=self.secret, timeout_s=5)
+        self.stack.callback(self.server.shutdown)
+
+    def island(self, name: str, *, secret: bytes | None = None) -> ToyIsland:
+        engine, rows = Weights(), list[dict[str, Any]]()
+        around = Surroundings(
+            section=IslandsSection.model_validate({**self.fields, "name": name}), total=TOTAL, samples=1, layout="x",
+            rank=0, engine=cast(Engine, engine), agreement=Agreement(torch.device("cpu")),
+            signals=StopSignals(announce=False), watchdog=Watchdog(),
+            record=lambda step, **values: rows.append({"step": step, **values}), say=lambda _line: None,
+        )  # fmt: skip
+        address, secret = f"127.0.0.1:{self.server.port}", secret or self.secret
+        loader = cast(Loader, lambda first, last: [Slot(0, slot - 1) for slot in range(first, last + 1)])
+        island = AsynchronousIsland(
+            around, connect=lambda: HolderClient(address, secret=secret, timeout_s=5), loader=loader, step=0
+        )
+        self.stack.callback(island.close)
+        return ToyIsland(island, engine, rows)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as made:
+        yield made
+
+
+def trained(*toys: ToyIsland) -> list[int]:
+    rows = [row for toy in toys for row in exchanges(toy)]
+    return sorted(s for row in rows for first, last in row["trained"].values() for s in range(first, last + 1))
+
+
+@pytest.mark.parametrize("compress", ["none", "int8"])
+def test_a_slow_island_is_not_waited_for_and_each_sample_is_trained_once(stack: ExitStack, compress: str) -> None:
+    site = Site(stack, compress=compress)
+    fast, slow = site.island("a"), site.island("b")
+    together(fast.island.start, slow.island.start)
+    slow_steps = threading.Event()
+
+    def crawl() -> None:
+        slow.train(1.0, until=slow.island.step + 1)
+        slow_steps.wait(30)  # in the middle of its first round
+        slow.train(1.0)
+
+    def run() -> None:
+        fast.train(1.0, until=TOTAL - 2 * STEPS)
+        slow_steps.set()
+        fast.train(1.0)
+
+    together(crawl, run)
+    assert trained(fast, slow) == list(range(TOTAL)) == sorted(fast.slots + slow.slots)
+    assert exchanges(slow)[0]["staleness"] >= 2
+    assert fast.engine.values.tolist() == slow.engine.values.tolist()
+    assert fast.island.step == slow.island.step == TOTAL
+
+
+def test_an_island_dies_and_another_comes_and_what_is_lost_is_named(stack: ExitStack) -> None:
+    site = Site(stack)
+    first, second = site.island("a"), site.island("b")
+    together(first.island.start, second.island.start)
+    second.train(1.0, until=second.island.step + 1)
+    second.island.close()  # as its process ends, with a round that it does not finish
+    third = site.island("c")
+    assert third.island.start() is Stop.NO
+    together(lambda: first.train(1.0), lambda: third.train(1.0))
+    lost = {name: ends for row in first.rows + third.rows for name, ends in row.get("lost", {}).items()}
+    assert list(lost) == ["b"]
+    assert sorted([*trained(first, third), *range(lost["b"][0], lost["b"][1] + 1)]) == list(range(TOTAL))
+    assert first.engine.values.tolist() == third.engine.values.tolist()
+
+
+def test_a_holder_that_dies_is_started_again_and_the_islands_go_on(stack: ExitStack) -> None:
+    site = Site(stack)
+    first, second = site.island("a"), site.island("b")
+    together(first.island.start, second.island.start)
+    together(
+        lambda: first.train(1.0, until=first.island.step + STEPS), lambda: second.train(1.0, second.island.step + STEPS)
+    )
+    port = site.server.port
+    site.server.shutdown()
+    site.serve(port)
+    together(lambda: first.train(1.0), lambda: second.train(1.0))
+    assert any(row["event"] == "exchange_failed" for row in first.rows)
+    assert trained(first, second) == list(range(TOTAL))
+    assert first.engine.values.tolist() == second.engine.values.tolist()
+
+
+def test_an_island_with_another_secret_is_refused(stack: ExitStack) -> None:
+    site = Site(stack)
+    with pytest.raises(ConfigError, match="secret_file"):
+        site.island("a", secret=b"another secret...").island.start()
