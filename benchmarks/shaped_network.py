@@ -18,7 +18,8 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import Process, get_context
+from multiprocessing import get_context
+from multiprocessing.context import ForkProcess
 from typing import Any
 
 from pipeline.planner.links import Link
@@ -45,7 +46,8 @@ class ShapedNetwork:
 
     def __init__(self, count: int, *, link: Link) -> None:
         self._names = [f"site{os.getpid()}-{host}" for host in range(count)]
-        self._link, self._relay, self._descriptors = link, Process(), list[int]()
+        self._link, self._descriptors = link, list[int]()
+        self._relay: ForkProcess | None = None
 
     def __enter__(self) -> ShapedNetwork:
         for host, name in enumerate(self._names):
@@ -60,8 +62,9 @@ class ShapedNetwork:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._relay.terminate()
-        self._relay.join()
+        if self._relay is not None:
+            self._relay.terminate()
+            self._relay.join()
         for descriptor in self._descriptors:
             os.close(descriptor)
         for name in self._names:
@@ -117,7 +120,7 @@ class _Relay:
         """A packet that a host has sent."""
         address = packet[_HEADER.size + 16 : _HEADER.size + 20]
         receiver = address[3] - 1
-        if packet[_HEADER.size] >> 4 != 4 or address[:3] != bytes([10, 77, 0]) or receiver >= len(self.free):  # noqa: PLR2004
+        if packet[_HEADER.size] >> 4 != 4 or address[:3] != bytes([10, 77, 0]) or receiver >= len(self.free):
             return
         bandwidth = self.link.bandwidth
         begins = max(now, self.free[sender])
