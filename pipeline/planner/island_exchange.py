@@ -127,16 +127,21 @@ def bytes_sent(count: int, exchange: Exchange) -> float:
     return size * (2 * (count - 1) / count if exchange.collective == "all_reduce" else count - 1)
 
 
-def data_parallel_step_s(islands: Sequence[Island], gradient_bytes: float, *, overlap: float = 2 / 3) -> float:
+def data_parallel_step_s(
+    islands: Sequence[Island], gradient_bytes: float, *, overlap: float = 2 / 3, all_reduces: int = 1
+) -> float:
     """Seconds of a step of plain data parallelism over the same links: a ring all-reduce of gradients in every step.
 
-    Its connections stay open, and each of m islands sends 2 (m - 1) messages of gradient_bytes / m one after the other.
+    Its connections stay open. Each of m islands sends 2 (m - 1) messages in an all-reduce, one after the other, each
+    when it knows that the other side receives: a round trip.
 
     Args:
         islands: whose slowest member every step waits for.
         gradient_bytes: of all gradients.
         overlap: share of a step beside which gradients are reduced: the backward pass.
+        all_reduces: of a step, one after the other: buckets of gradients, and the numbers that ranks agree on.
     """
     slowest, m = max(island.step_s for island in islands), len(islands)
-    reduced = 2 * (m - 1) * max(island.link.seconds(gradient_bytes / m) for island in islands)
-    return slowest + max(0.0, reduced - overlap * slowest)
+    links = [island.link for island in islands]
+    message_s = max(2 * all_reduces * link.latency_s + gradient_bytes / m / link.bandwidth for link in links)
+    return slowest + max(0.0, 2 * (m - 1) * message_s - overlap * slowest)

@@ -4,8 +4,9 @@ An island trains H steps by itself (DiLoCo: Douillard et al. 2023, arXiv:2311.08
 learnt, and go on. Events are the ends of rounds and of exchanges; between two of them training is a known function of
 time, so that a week of 64 islands takes a moment.
 
-- An exchange begins when the last participant has done its steps; what it costs: `island_exchange`. With a delay of d steps (Douillard et al. 2025,
-  arXiv:2501.18512) an island goes on for d steps of the next round beside it, and waits only if it takes longer.
+- An exchange begins when the last participant has done its steps; what it costs: `island_exchange`. With a delay of d
+  steps (Douillard et al. 2025, arXiv:2501.18512) an island goes on for d steps of the next round beside it, and waits
+  only if it takes longer.
 - With F fragments a part of the parameters is exchanged every H / F steps: as many bytes, in more exchanges.
 - Without waiting (asynchronous) an island sends its change to a holder of the weights and gets the newest ones back;
   the holder's link serves one island after another.

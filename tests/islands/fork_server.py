@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from tests import warm
 
 
 class ForkServer:
-    """A running server; use it as a context manager, which kills what still runs."""
+    """A running server; what it has started is killed when this process ends."""
 
-    def __enter__(self) -> ForkServer:
+    def __init__(self) -> None:
         command, pipe = [sys.executable, "-m", "tests.islands.fork_server"], subprocess.PIPE
         self._server = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=warm.ROOT)
         self._running: set[int] = set()
-        return self
+        atexit.register(self._close)
 
-    def __exit__(self, *_: object) -> None:
-        for process in self._running:
+    def kill_all(self) -> None:
+        """Kills what still runs, and waits for its end."""
+        for process in list(self._running):
             with suppress(ProcessLookupError):
-                os.kill(process, 9)
+                os.kill(process, signal.SIGKILL)
+            while self.code(process) is None:
+                time.sleep(0.01)
+
+    def _close(self) -> None:
+        self.kill_all()
         self._server.kill()
-        self._server.wait()
 
     def start(self, *arguments: str, log: Path) -> int:
         """Starts `headrace ARGUMENTS`; returns its process id."""
@@ -50,6 +59,12 @@ class ForkServer:
         self._server.stdin.flush()
         answer: int | None = json.loads(self._server.stdout.readline())
         return answer
+
+
+@cache
+def server() -> ForkServer:
+    """The one of this process: its imports take seconds."""
+    return ForkServer()
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 from pipeline.launch.group import free_port
 from pipeline.metrics.journal import read_rows
 from tests.conftest import make_tokens, text_folders, tiny_config, write_config
-from tests.islands.fork_server import ForkServer
+from tests.islands.fork_server import ForkServer, server
 
 KILLS, LATE = 30, 10
 INNER, ROUNDS = 5, 30
@@ -95,8 +95,9 @@ class Islands:
 @contextmanager
 def two_islands(*, seed: int) -> Iterator[Islands]:
     """A lighthouse and two islands that have been started."""
-    with tempfile.TemporaryDirectory(prefix="headrace-islands-") as folder, ForkServer() as server:
-        work = Path(folder)
+    with tempfile.TemporaryDirectory(prefix="headrace-islands-") as folder, ExitStack() as stack:
+        work, starter = Path(folder), server()
+        stack.callback(starter.kill_all)
         address = f"127.0.0.1:{free_port()}"
         section = {"count": 2, "steps": INNER, "lighthouse": address, "timeout_s": 10, "start_s": 60}
         config = tiny_config(make_tokens(work, text_folders()), work / "run", engine="torch", islands=section)
@@ -104,8 +105,8 @@ def two_islands(*, seed: int) -> Iterator[Islands]:
         config["run"] |= {"steps": INNER * ROUNDS, "checkpoint_every": 10 * INNER, "seed": seed}
         config["evaluation"] = {"samples": 64}
         path = write_config(work / "c.json", config)
-        server.start("islands", "--config", str(path), "--only-lighthouse", log=work / "lighthouse.log")
-        islands = Islands(server, path, work, {})
+        starter.start("islands", "--config", str(path), "--only-lighthouse", log=work / "lighthouse.log")
+        islands = Islands(starter, path, work, {})
         for name in ("island-0", "island-1"):
             islands.start(name)
         yield islands

@@ -103,7 +103,9 @@ def test_the_last_island_goes_on_from_its_checkpoint() -> None:
 def test_islands_beat_data_parallelism_where_links_are_slow_only() -> None:
     gradients = 4e8
     slow = data_parallel_step_s(FOUR, gradients)
-    assert slow == pytest.approx(0.5 + 6 * (0.05 + gradients / 4 / 12.5e6) - 1 / 3)
+    assert slow == pytest.approx(0.5 + 6 * (0.1 + gradients / 4 / 12.5e6) - 1 / 3)
+    agreeing = data_parallel_step_s(FOUR, gradients, all_reduces=4)
+    assert agreeing == pytest.approx(slow + 3 * 6 * 0.1)
     fast = [replace(island, link=Link(50e9, 1e-6)) for island in FOUR]
     assert data_parallel_step_s(fast, gradients) == 0.5
 
