@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 TESTS ?= not integration and not sweep
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test test-integration sweep-parity sweep-families sweep-faults sweep-gpu sweep-compress sweep-cluster sweep-image sweep-tests gpu-check check clean help
+.PHONY: demo test test-integration sweep-parity sweep-families sweep-faults sweep-gpu sweep-compress sweep-cluster sweep-islands sweep-image sweep-tests gpu-check check clean help
 
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/ - /'
@@ -50,6 +50,9 @@ sweep-faults: $(READY)  ## kills, stops, full disks and damaged checkpoints at r
 sweep-cluster: $(READY)  ## nodes of a virtual Slurm cluster die at a site's own time limits: an hour; resumable; needs root and Slurm
 	pytest -m 'sweep and slurm' tests
 	python -m tests.sweeps cluster
+
+sweep-islands: $(READY)  ## islands are killed at random moments, and come late: half an hour; resumable
+	python -m tests.sweeps islands
 
 sweep-gpu: $(READY)  ## a training step of every shipped config on a GPU that is not there: an hour; resumable
 	python -m tests.sweeps gpu

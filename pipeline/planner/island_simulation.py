@@ -4,8 +4,9 @@ An island trains H steps by itself (DiLoCo: Douillard et al. 2023, arXiv:2311.08
 learnt, and go on. Events are the ends of rounds and of exchanges; between two of them training is a known function of
 time, so that a week of 64 islands takes a moment.
 
-- An exchange begins when the last participant has done its steps. With a delay of d steps (Douillard et al. 2025,
-  arXiv:2501.18512) an island goes on for d steps of the next round beside it, and waits only if it takes longer.
+- An exchange begins when the last participant has done its steps; what it costs: `island_exchange`. With a delay of d
+  steps (Douillard et al. 2025, arXiv:2501.18512) an island goes on for d steps of the next round beside it, and waits
+  only if it takes longer.
 - With F fragments a part of the parameters is exchanged every H / F steps: as many bytes, in more exchanges.
 - Without waiting (asynchronous) an island sends its change to a holder of the weights and gets the newest ones back;
   the holder's link serves one island after another.
@@ -21,51 +22,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from pipeline.planner.links import Link
-
-
-@dataclass(frozen=True)
-class Island:
-    """One island.
-
-    Attributes:
-        step_s: seconds of a local step, with the communication within the island.
-        link: to the other islands, one direction; of all ranks of the island together.
-    """
-
-    step_s: float
-    link: Link
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """What islands send each other.
-
-    Attributes:
-        steps: local steps between two exchanges of the same parameter, H.
-        bytes: of what one island contributes to an exchange of all parameters, as it is sent.
-        collective: all_reduce (an island means a part of all and sends it to all, compressed or not:
-            `pipeline.islands.mean`), all_gather (every island gets all contributions), or none: asynchronous, by the
-            first island's site.
-        fragments: parts of the parameters, exchanged one after another within H steps.
-        delay: steps that an island goes on beside an exchange; at most steps / fragments.
-        state_bytes: that a late comer loads: weights and the outer optimizer's state.
-    """
-
-    steps: int
-    bytes: float
-    collective: str = "all_reduce"
-    fragments: int = 1
-    delay: int = 0
-    state_bytes: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.collective not in ("all_reduce", "all_gather", "none"):
-            raise ValueError(f"there is no collective {self.collective!r}")
-        if self.steps < 1 or self.fragments < 1 or self.steps % self.fragments:
-            raise ValueError(f"{self.steps} steps are not divided into {self.fragments} fragments")
-        if not 0 <= self.delay <= self.steps // self.fragments:
-            raise ValueError(f"a delay of {self.delay} steps is longer than the {self.steps // self.fragments} between")
+from pipeline.planner.island_exchange import Exchange, Island, bytes_sent, exchange_s
 
 
 @dataclass(frozen=True)
@@ -132,45 +89,6 @@ class SimulatedIslands:
     def efficiency(self) -> float:
         """Steps in the model over those of the same islands that never wait, exchange or fail."""
         return self.time.shares()["training"]
-
-
-def exchange_s(islands: Sequence[Island], exchange: Exchange) -> float:
-    """Seconds of one exchange, of one fragment.
-
-    Each of m islands sends 2 (m - 1) messages of n / m bytes (all-reduce), or m - 1 of n (all-gather), one after the
-    other; all do so at the same time, so that the slowest link counts.
-
-    Args:
-        islands: that take part.
-        exchange: of which one fragment is sent.
-    """
-    m = len(islands)
-    if m < 2:
-        return 0.0
-    size = exchange.bytes / exchange.fragments
-    messages, each = (2 * (m - 1), size / m) if exchange.collective == "all_reduce" else (m - 1, size)
-    return messages * max(island.link.seconds(each) for island in islands)
-
-
-def bytes_sent(count: int, exchange: Exchange) -> float:
-    """Bytes that one of `count` islands sends in an exchange of one fragment."""
-    size = exchange.bytes / exchange.fragments
-    if exchange.collective == "none":
-        return size
-    return size * (2 * (count - 1) / count if exchange.collective == "all_reduce" else count - 1)
-
-
-def data_parallel_step_s(islands: Sequence[Island], gradient_bytes: float, *, overlap: float = 2 / 3) -> float:
-    """Seconds of a step of plain data parallelism over the same links: an all-reduce of gradients in every step.
-
-    Args:
-        islands: whose slowest member every step waits for.
-        gradient_bytes: of all gradients.
-        overlap: share of a step beside which gradients are reduced: the backward pass.
-    """
-    slowest = max(island.step_s for island in islands)
-    reduced = exchange_s(islands, Exchange(1, gradient_bytes))
-    return slowest + max(0.0, reduced - overlap * slowest)
 
 
 def simulate_islands(

@@ -22,6 +22,7 @@ from pipeline.checkpoint.read_shards import ShardReader
 from pipeline.launch.group import free_port
 from pipeline.metrics.journal import read_rows
 from tests.conftest import launch, losses, tiny_config, write_config
+from tests.islands.struck import two_islands
 
 pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="torchft is not installed (the extra islands)")
 
@@ -104,6 +105,20 @@ def test_an_island_is_killed_and_comes_back_and_both_end_with_the_same_weights(t
     after = rows[joined["round"]]
     assert list(after["trained"]) == ["island-0", "island-1"]
     assert_equal_weights(first, second)
+
+
+@pytest.mark.integration
+def test_an_island_that_comes_late_takes_the_state_of_the_others_and_trains_with_them() -> None:
+    with two_islands(seed=7) as islands:
+        islands.wait_for_rounds("island-0", 2)
+        islands.start("late")
+        islands.wait()
+        rows = islands.rows("island-0")
+        assert_each_sample_once(rows)
+        [joined] = [row for row in rows if row["healed"]]
+        assert joined["healed"] == ["late"]
+        assert list(rows[joined["round"]]["trained"]) == ["island-0", "island-1", "late"]
+        assert_equal_weights(islands.work / "island-0", islands.work / "late")
 
 
 def test_one_island_that_exchanges_every_step_is_an_ordinary_run(tokens: Path, tmp_path: Path) -> None:

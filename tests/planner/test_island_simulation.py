@@ -6,15 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.planner.island_simulation import (
+from pipeline.planner.island_exchange import (
     Exchange,
-    Failures,
     Island,
     bytes_sent,
     data_parallel_step_s,
     exchange_s,
-    simulate_islands,
+    form_s,
+    new_connections_s,
 )
+from pipeline.planner.island_simulation import Failures, simulate_islands
 from pipeline.planner.links import Link
 
 SLOW = Link(100e6 / 8, 0.05)
@@ -24,7 +25,7 @@ INT8 = Exchange(100, 1e8, "all_gather")
 
 def test_equal_islands_without_failures_are_the_closed_form() -> None:
     takes = exchange_s(FOUR, INT8)
-    assert takes == pytest.approx(3 * (0.05 + 1e8 / 12.5e6))
+    assert takes == pytest.approx(form_s(4, 0.05) + 0.1 + new_connections_s(1e8, SLOW, connections=3))
     found = simulate_islands(FOUR, INT8, seconds=10_000.0)
     assert found.efficiency == pytest.approx(50 / (50 + takes))
     assert found.seconds == pytest.approx(found.exchanges * (50 + takes))
@@ -39,6 +40,15 @@ def test_a_ring_sends_what_an_all_reduce_needs(count: int) -> None:
     fast = [Island(1.0, Link(1e9, 0.0))] * count
     assert exchange_s(fast, exchange) == pytest.approx(bytes_sent(count, exchange) / 1e9)
     assert exchange_s(fast[:1], exchange) == 0.0
+
+
+def test_a_new_connection_sends_ten_segments_and_doubles_until_the_round_trip_is_full() -> None:
+    window = 10 * 1448
+    assert new_connections_s(window, SLOW) == pytest.approx(0.1)
+    assert new_connections_s(7 * window, SLOW) == pytest.approx(0.3)  # 1 + 2 + 4 windows
+    more = new_connections_s(9e6, SLOW) - new_connections_s(4e6, SLOW)
+    assert more == pytest.approx(5e6 / 12.5e6)
+    assert new_connections_s(1e6, Link(12.5e6, 0.0)) == pytest.approx(0.08)
 
 
 def test_a_delay_hides_as_many_steps_as_it_has() -> None:
@@ -93,7 +103,9 @@ def test_the_last_island_goes_on_from_its_checkpoint() -> None:
 def test_islands_beat_data_parallelism_where_links_are_slow_only() -> None:
     gradients = 4e8
     slow = data_parallel_step_s(FOUR, gradients)
-    assert slow == pytest.approx(0.5 + exchange_s(FOUR, Exchange(1, gradients)) - 1 / 3)
+    assert slow == pytest.approx(0.5 + 6 * (0.1 + gradients / 4 / 12.5e6) - 1 / 3)
+    agreeing = data_parallel_step_s(FOUR, gradients, all_reduces=4)
+    assert agreeing == pytest.approx(slow + 3 * 6 * 0.1)
     fast = [replace(island, link=Link(50e9, 1e-6)) for island in FOUR]
     assert data_parallel_step_s(fast, gradients) == 0.5
 

@@ -17,12 +17,13 @@ from tests.fake_gpu import cells as fake_gpu
 from tests.faults.campaign.driver import Campaign, violations_of
 from tests.faults.campaign.injections import FAULTS
 from tests.faults.campaign.layouts import LAYOUTS
+from tests.islands import struck
 from tests.parity.choice import full
 from tests.parity.matrix import name_of
 from tests.parity.run import failure_text, run
 from tests.sweeps.families import families as every_family
 from tests.sweeps.run_families import run_family
-from tests.sweeps.sweep import Sweep
+from tests.sweeps.sweep import STATE, Sweep
 
 Outcomes = Mapping[str, tuple[bool, str]]
 FAULTS_EACH = 10
@@ -196,6 +197,23 @@ def cluster() -> Sweep:
     )
 
 
+def islands() -> Sweep:
+    """Islands that are killed, and that come late."""
+    return Sweep(
+        name="islands",
+        title="islands are killed, and come late",
+        what="A cell is a run of two islands of a tiny model, 30 rounds of 5 steps. Either one island is killed"
+        " (SIGKILL) at a random moment, and in about half of the cells started again up to 2 s later; or a third"
+        " one joins at a random moment. All processes must end, the survivor must have made all rounds, what its"
+        " weights contain and what was lost must be every sample once, and a late comer must have trained and have the"
+        " held-out loss of the others. The loss is compared with those of three seeds of undisturbed runs: it is said"
+        " whether it lies within their range and its width on both sides. Seconds are of the run.",
+        groups=struck.cells(),
+        run=lambda cells: {cell: struck.run_cell(cell, STATE / "islands-undisturbed.json") for cell in cells},
+        passed="Runs",
+    )
+
+
 _LETTERS = ("a to d", "e to g", "h to m", "n to z")
 
 SWEEPS: dict[str, Callable[[], Sweep]] = {
@@ -205,4 +223,5 @@ SWEEPS: dict[str, Callable[[], Sweep]] = {
     "gpu": gpu,
     "compress": compress,
     "cluster": cluster,
+    "islands": islands,
 }
