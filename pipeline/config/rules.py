@@ -29,6 +29,7 @@ from pipeline.config.layout_rules import (
 from pipeline.config.model_rules import check_model, check_moe, check_optimizer, check_precision
 from pipeline.config.parametrization_rules import check_parametrization
 from pipeline.config.quantization_aware_rules import check_quantization_aware
+from pipeline.config.replicas_rules import check_replicas_section
 from pipeline.config.schedule import Schedule, make_schedule
 from pipeline.config.schema import Config
 from pipeline.config.shares_rules import shared_batch
@@ -276,6 +277,7 @@ def _resolve(config: Config, world_size: int, *, elastic: bool) -> ResolvedRun:
         lambda: check_length(config),
         lambda: check_checkpoints(config.run),
         lambda: check_islands(config),
+        lambda: check_replicas_section(config),
         lambda: mesh.append(_mesh(config, world_size=world_size, elastic=elastic)),
     ]
     refuse_all(found_by(checks))

@@ -15,13 +15,14 @@ import torch.distributed as dist
 
 from headrace.base.errors import ConfigError
 from pipeline.checkpoint.store import Checkpoint
-from pipeline.config.islands_schema import IslandsSection
+from pipeline.config.quorum_schema import QuorumSection
 from pipeline.config.rules import ResolvedRun
 from pipeline.engines.base import Engine
 from pipeline.faults.agreement import Agreement
 from pipeline.faults.stop import StopSignals
 from pipeline.faults.watchdog import Watchdog
 from pipeline.islands.island import Island, Loader, Record, Surroundings
+from pipeline.islands.ledger import Member
 from pipeline.islands.lighthouse import LighthouseMember
 from pipeline.islands.outer import layout_digest
 from pipeline.islands.peers import Peers, PeerStore
@@ -29,38 +30,43 @@ from pipeline.islands.peers import Peers, PeerStore
 LEAST_SECRET_BYTES = 16
 
 
-def check_island(section: IslandsSection | None) -> None:
-    """Refuses what this host lacks for an island, before anything is touched.
+def check_island(section: QuorumSection | None, *, field: str = "islands") -> None:
+    """Refuses what this host lacks for an island or a replica, before anything is touched.
+
+    Args:
+        section: of the config.
+        field: its name.
 
     Raises:
         ConfigError: torchft is not installed, or the secret cannot be used.
     """
     if section is None or section.name is None:
         return
-    read_secret(section)
+    read_secret(section, field=field)
     if find_spec("torchft") is None:
-        raise ConfigError("islands", why="torchft is not installed", remedy='pip install "headrace[islands]"')
+        raise ConfigError(field, why="torchft is not installed", remedy='pip install "headrace[islands]"')
 
 
-def read_secret(section: IslandsSection) -> bytes:
-    """The secret of `islands.secret_file`, without white space around it; empty where there is none.
+def read_secret(section: QuorumSection, *, field: str = "islands") -> bytes:
+    """The secret of `secret_file`, without white space around it; empty where there is none.
 
     Raises:
         ConfigError: it cannot be read, is too short, or other users can read it.
     """
     if section.secret_file is None:
         return b""
+    name = f"{field}.secret_file"
     path, remedy = Path(section.secret_file), "head -c 32 /dev/urandom | base64 > FILE; chmod 600 FILE"
     try:
         secret, mode = path.read_bytes().strip(), path.stat().st_mode
     except OSError as error:
-        raise ConfigError("islands.secret_file", str(path), why=str(error), remedy=remedy) from None
+        raise ConfigError(name, str(path), why=str(error), remedy=remedy) from None
     if len(secret) < LEAST_SECRET_BYTES:
         why = f"it has {len(secret)} bytes, and a secret needs {LEAST_SECRET_BYTES} or more"
-        raise ConfigError("islands.secret_file", str(path), why=why, remedy=remedy)
+        raise ConfigError(name, str(path), why=why, remedy=remedy)
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         why = "other users of this host may read it"
-        raise ConfigError("islands.secret_file", str(path), why=why, remedy=f"chmod 600 {path}")
+        raise ConfigError(name, str(path), why=why, remedy=f"chmod 600 {path}")
     return secret
 
 
@@ -98,7 +104,9 @@ def open_island(  # noqa: PLR0913  what a rank of a run has
     if rank == 0:
         store = PeerStore(section.bind)
         stack.callback(lambda: store)  # lives as long as the island
-        lighthouse = LighthouseMember(section.lighthouse, section.name, store=store.address, secret=secret)
+        lighthouse = LighthouseMember(
+            section.lighthouse, section.name, store=store.address, secret=secret, parse=Member.from_plain
+        )
     with engine.edit_state() as state:
         own = layout_digest(state)
     digests: list[Any] = [own]

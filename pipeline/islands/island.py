@@ -89,8 +89,16 @@ class Island:
         stop: the stop that was requested while the island waited for others.
     """
 
+    excluded_from_step_time = True
+
     def __init__(
-        self, around: Surroundings, *, peers: Peers, lighthouse: LighthouseMember | None, loader: Loader, step: int
+        self,
+        around: Surroundings,
+        *,
+        peers: Peers,
+        lighthouse: LighthouseMember[Member] | None,
+        loader: Loader,
+        step: int,
     ) -> None:
         self._around, self._peers, self._lighthouse, self._loader = around, peers, lighthouse, loader
         self._living, self._waited, self.stop = False, False, Stop.NO
@@ -115,14 +123,14 @@ class Island:
 
     def details(self) -> dict[str, Any]:
         """What the manifest of a checkpoint records."""
-        return {"name": self.name, **self.ledger.plain()}
+        return {"island": {"name": self.name, **self.ledger.plain()}}
 
     def load(self, directory: Path, details: dict[str, Any] | None) -> None:
         """Loads the outer state of a checkpoint; of an ordinary run's, the outer optimizer begins afresh.
 
         Args:
             directory: of the checkpoint.
-            details: what `details` has returned when it was saved; None of an ordinary run.
+            details: the manifest's `island`; None of an ordinary run.
         """
         if details is None:
             return
@@ -207,13 +215,13 @@ class Island:
     def _member(self) -> Member:
         return Member(self.name, self.ledger, self.step, self._living, self._waited, self._around.layout)
 
-    def _ask(self) -> Quorum | None:
+    def _ask(self) -> Quorum[Member] | None:
         """The next quorum; None when a stop is requested first."""
-        asked: Future[Quorum] | None = None
+        asked: Future[Quorum[Member]] | None = None
         if self._lighthouse is not None:
             asked = self._lighthouse.ask(self._member())
 
-        def answer() -> Quorum | None:
+        def answer() -> Quorum[Member] | None:
             assert asked is not None
             try:
                 return asked.result(_TICK_S)
@@ -233,7 +241,7 @@ class Island:
             if self.stop:
                 return None
 
-    def _take_part(self, quorum: Quorum, began: float) -> bool:
+    def _take_part(self, quorum: Quorum[Member], began: float) -> bool:
         """Does what the quorum decides. Returns whether it has succeeded on all ranks of this island."""
         around, waited = self._around, time.monotonic() - began
         around.watchdog.enter_phase("exchanging with other islands", self.step)
@@ -315,7 +323,9 @@ class Island:
         self._around.record(self.step, event="exchange_failed", why=why)
         self._around.say(f"step {self.step}: exchange with the other islands failed: {why}")
 
-    def _report(self, decision: Decision, quorum: Quorum, *, before: Ledger, waited: float, seconds: float) -> None:
+    def _report(
+        self, decision: Decision, quorum: Quorum[Member], *, before: Ledger, waited: float, seconds: float
+    ) -> None:
         around, deal = self._around, decision.ledger.deal
         assert deal is not None
         sent = torch.tensor(float(self._peers.bytes_sent), dtype=torch.float64, device=around.agreement.device)
@@ -351,7 +361,7 @@ class Island:
         return [slots.start * samples, slots.stop * samples - 1] if slots else []
 
 
-def _store_of(quorum: Quorum, name: str) -> str:
+def _store_of(quorum: Quorum[Member], name: str) -> str:
     return quorum.stores[[each.name for each in quorum.members].index(name)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -65,9 +65,26 @@ class StudentSamples(Protocol):
 
 
 class Islands(Protocol):
-    """The exchange with other islands (low-communication training)."""
+    """The exchange with other islands (low-communication training), or with other replicas of the model.
 
-    step: int
+    Attributes:
+        excluded_from_step_time: it is no part of a step.
+    """
+
+    excluded_from_step_time: bool
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        ...
+
+    def start(self) -> Stop:
+        """Joins the others; `step` may be another one afterwards. Returns a stop that was requested meanwhile."""
+        ...
+
+    def batches(self) -> Iterator[StepBatch]:
+        """This rank's batches."""
+        ...
 
     def due(self, step: int) -> bool:
         """Whether there is an exchange after a step."""
@@ -135,7 +152,7 @@ class Trainer:
         compilations: how many graphs were compiled since the last call, and in how many seconds.
         student: completes a step's batch before it is begun; None where it has all of it from the data.
         blocked: the time in which the loop waited for checkpoints.
-        island: exchanges with other islands; None in an ordinary run.
+        island: exchanges with other islands or replicas; None in an ordinary run.
         balancer: divides the samples of steps by the measured speeds of ranks; None in fixed shares.
     """
 
@@ -208,7 +225,7 @@ class Trainer:
     def _exchange(self, step: int) -> Stop:
         if self.island is None or not self.island.due(step):
             return Stop.NO
-        with self.clock.excluded():
+        with self.clock.excluded() if self.island.excluded_from_step_time else nullcontext():
             return self.island.exchange(step)
 
     def _end_between_steps(self) -> Stop:
@@ -402,7 +419,7 @@ class Trainer:
             self._report_saved(SaveResult(step, None, str(error).splitlines()[0], 0.0, 0.0))
 
     def _described(self, step: int) -> CheckpointInfo:
-        return self.manifest.checkpoint(step, self.stepper, island=self.island.details() if self.island else None)
+        return self.manifest.checkpoint(step, self.stepper, groups=self.island.details() if self.island else None)
 
     @property
     def _state(self) -> Callable[[], State]:
