@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -78,3 +83,74 @@ def test_two_replicas_follow_the_loss_of_one_plain_process(tokens: Path, tmp_pat
     assert_equal_weights(first, second)
     [division] = events(first, "quorum")
     assert (division["step"], division["parts"]) == (1, {"replica-0": [[0, 4]], "replica-1": [[4, 8]]})
+
+
+def replica(config: Path, number: int, *disturbance: str) -> subprocess.Popen[bytes]:
+    run_dir = config.parent / "run" / f"replica-{number}"
+    run_dir.parent.mkdir(exist_ok=True)
+    sets = ["--set", f"run.dir={run_dir}", "--set", f"replicas.name=replica-{number}"]
+    words = ["-m", "tests.replicas.disturbed", *disturbance, "--", "--config", str(config), *sets]
+    with run_dir.with_suffix(".log").open("ab") as output:
+        return subprocess.Popen([sys.executable, *words], stdout=output, stderr=subprocess.STDOUT)
+
+
+def wait_for_opening_lines(log: Path, *, starts: int) -> None:
+    """They come right before a replica asks for its first quorum."""
+    deadline = time.monotonic() + 200
+    while log.read_text().count("bytes per parameter") < starts:
+        assert time.monotonic() < deadline, log.read_text()[-2000:]
+        time.sleep(0.05)
+
+
+def samples_by_step(run_dir: Path) -> dict[int, list[int]]:
+    """Step -> indices of the samples whose gradients are in the update, from the journal of one replica."""
+    division: dict[str, list[list[int]]] = {}
+    found: dict[int, list[int]] = {}
+    rows = read_rows(run_dir)
+    for step in sorted(losses(run_dir)):
+        here = [row for row in rows if row["step"] == step and row["kind"] == "event"]
+        division = next((row["parts"] for row in here if row["event"] == "quorum"), division)
+        ranges = division
+        for row in here:
+            if row["event"] == "redealt":
+                names = row["replicas"]
+                ranges = {name: [*ranges.get(name, []), *row["parts"].get(name, [])] for name in names}
+        found[step] = sorted(n for part in ranges.values() for first, end in part for n in range(first, end))
+    return found
+
+
+def test_a_replica_is_killed_in_the_middle_of_a_step_and_comes_back_and_the_curve_is_undisturbed(
+    tokens: Path, tmp_path: Path
+) -> None:
+    config = make_config(tokens, tmp_path, steps=50, start_s=100)
+    first, second = (tmp_path / "run" / f"replica-{number}" for number in range(2))
+    address = json.loads(config.read_text())["replicas"]["lighthouse"]
+    joins = tmp_path / "replica-1 joins"
+    with lighthouse(address), replica(config, 0, "--hold", "8", str(joins)) as survivor:
+        with replica(config, 1, "--die", "6") as killed:
+            assert killed.wait(200) == -signal.SIGKILL
+        assert list(losses(second)) == [1, 2, 3, 4, 5]
+        plain = plain_losses(config, tmp_path)
+        with replica(config, 1) as again:
+            wait_for_opening_lines(second.with_suffix(".log"), starts=2)
+            joins.touch()
+            assert again.wait(200) == 0, second.with_suffix(".log").read_text()[-3000:]
+        assert survivor.wait(200) == 0, first.with_suffix(".log").read_text()[-3000:]
+    assert losses(first) == pytest.approx(plain, rel=FP32)
+    [redealt] = events(first, "redealt")
+    assert (redealt["step"], redealt["parts"]) == (6, {"replica-0": [[4, 8]]})
+    assert set(map(tuple, samples_by_step(first).values())) == {tuple(range(8))}
+    [joined] = [row for row in events(first, "quorum") if row["joined"]]
+    assert (joined["healed"], joined["parts"]) == (["replica-1"], {"replica-0": [[0, 4]], "replica-1": [[4, 8]]})
+    later = {step: loss for step, loss in losses(second).items() if step >= joined["step"]}
+    assert later == {step: loss for step, loss in losses(first).items() if step >= joined["step"]}
+    assert_equal_weights(first, second)
+
+
+@contextmanager
+def lighthouse(address: str) -> Iterator[None]:
+    from torchft.coordination import LighthouseServer  # noqa: PLC0415
+
+    server = LighthouseServer(bind=address, min_replicas=1, join_timeout_ms=60_000, heartbeat_timeout_ms=3000)
+    yield
+    server.shutdown()
