@@ -90,6 +90,7 @@ class Island:
     """
 
     excluded_from_step_time = True
+    own_share = 1.0
 
     def __init__(
         self,

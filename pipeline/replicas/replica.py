@@ -26,7 +26,7 @@ from pipeline.faults.stop import Stop
 from pipeline.islands.lighthouse import Quorum, refuse_other_secret
 from pipeline.islands.peers import ExchangeError, Peers, unpack
 from pipeline.replicas import messages
-from pipeline.replicas.deal import Decision, Member, Ranges, compatible, decide, joined
+from pipeline.replicas.deal import Decision, Member, Ranges, compatible, count_of, decide, joined
 from pipeline.replicas.quorums import Quorums
 from pipeline.replicas.record import ReplicaRecord
 from pipeline.replicas.sums import GradientSums
@@ -84,6 +84,11 @@ class ReplicaOfRun:
     def step(self) -> int:
         """Steps done."""
         return self._me.step
+
+    @property
+    def own_share(self) -> float:
+        """Share of the samples of the last step that was run here."""
+        return count_of(self._me.held) / self._around.samples
 
     def state(self) -> State:
         """The engine's state, for a checkpoint: an ordinary one."""

@@ -78,6 +78,11 @@ class Islands(Protocol):
         """Steps done."""
         ...
 
+    @property
+    def own_share(self) -> float:
+        """Share of the step's batch that was run here; 1 for an island, whose batch is its own."""
+        ...
+
     def start(self) -> Stop:
         """Joins the others; `step` may be another one afterwards. Returns a stop that was requested meanwhile."""
         ...
@@ -376,7 +381,8 @@ class Trainer:
         seconds, waited = self.clock.lap()
         rate = self.run.batch.tokens / seconds
         known = self.flops_per_token and self.peak_flops
-        per_device = rate / self.run.topology.world_size
+        own = 1.0 if self.island is None else self.island.own_share
+        per_device = rate * own / self.run.topology.world_size
         mfu = per_device * self.flops_per_token / self.peak_flops if known else None  # type: ignore[operator]
         return StepCost(seconds, waited, rate, mfu, memory)
 
