@@ -175,6 +175,11 @@ class ResolvedRun:
         return self.config.engine != "deepspeed" and self.topology.world_size == 1
 
     @property
+    def replicated(self) -> bool:
+        """Whether this is one of several replicas of the model that come and go."""
+        return self.config.replicas is not None and self.config.replicas.name is not None
+
+    @property
     def zigzag(self) -> bool:
         """Whether context-parallel ranks hold two chunks of a sequence each; see `topology.sequence_chunks`."""
         return self.topology.cp > 1 and self.config.parallel.cp_method == "ring"
@@ -192,8 +197,8 @@ class ResolvedRun:
     def held_bytes_per_parameter(self) -> float | None:
         """What engine torch holds of a parameter on one device, gradient included; None in other layouts.
 
-        Weight and the rest of its fp32 master, the gradient (fp32 where several micro-batches are added up), and the
-        optimizer's states. Source: `engines.torch_native.single`.
+        Weight and the rest of its fp32 master, the gradient (fp32 where several micro-batches or replicas are
+        added up), and the optimizer's states. Source: `engines.torch_native.single`.
         """
         if self.plain or not self.alone:
             return None
@@ -201,7 +206,7 @@ class ResolvedRun:
         weight, gradient = (4, 4) if not (config.bf16.enabled or config.fp16.enabled) else (6, 2)
         weight = 4 if config.bf16.enabled else weight
         states = len(config.optimizer.kind.states) * config.optimizer.moments_bytes
-        return weight + (4 if self.batch.accumulation > 1 else gradient) + states
+        return weight + (4 if self.batch.accumulation > 1 or self.replicated else gradient) + states
 
     @property
     def layout(self) -> str:

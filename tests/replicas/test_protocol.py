@@ -77,6 +77,8 @@ class Thread:
     Attributes:
         before: called with the step before gradients are exchanged; may raise Died.
         executions: of every step.
+        count: replicas that are waited for.
+        resumed: step and weights of its checkpoint.
         updates: step -> weights after it.
         events: of its journal.
     """
@@ -86,12 +88,13 @@ class Thread:
     before: Callable[[int], None] = lambda _step: None
     executions: int = 1
     count: int = 2
+    resumed: tuple[int, Tensor] = (0, torch.ones(6))
     updates: dict[int, Tensor] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)
     error: BaseException | None = None
 
     def start(self) -> Thread:
-        self.model, self.store = Toy(), PeerStore("127.0.0.1")
+        self.model, self.store = Toy(self.resumed[1].clone()), PeerStore("127.0.0.1")
         self.peers = Peers(bind="127.0.0.1", timeout_s=20, secret=b"")
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
@@ -121,7 +124,7 @@ class Thread:
             quorums=Quorums(Agreement(torch.device("cpu")), StopSignals(announce=False), watchdog, member),
             record=ReplicaRecord(lambda step, **row: self.events.append({"step": step, **row}), lambda _line: None),
         )
-        me = Member(self.name, 0, 0, "", "", (), True, "", living=False, waited=False, layout="x")
+        me = Member(self.name, self.resumed[0], 0, "", "", (), True, "", living=False, waited=False, layout="x")
         return ReplicaOfRun(around, peers=self.peers, member=me)
 
     def _run(self) -> None:
@@ -264,3 +267,20 @@ def test_a_replica_dies_while_a_step_is_executed_for_the_second_time(address: st
     assert_undisturbed(a, b)
     redealt = [(row["step"], row["parts"]) for row in a.events if row["event"] == "redealt"]
     assert redealt == [(3, {"a": [[4, 8]]})]
+
+
+def test_replicas_that_resume_different_checkpoints_go_on_from_the_newest(address: str) -> None:
+    done = one_process()
+    a, b, c = (
+        Thread(name, address, count=3, resumed=resumed)
+        for name, resumed in (("a", (2, done[2])), ("b", (3, done[3])), ("c", (0, torch.ones(6))))
+    )
+    for each in (a, b, c):
+        each.start()
+    for each in (a, b, c):
+        each.join()
+        assert list(each.updates) == [4, 5, 6]
+    for step, weights in b.updates.items():
+        torch.testing.assert_close(weights, done[step], rtol=1e-5, atol=1e-6)
+        assert torch.equal(a.updates[step], weights)
+        assert torch.equal(c.updates[step], weights)

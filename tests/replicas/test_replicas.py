@@ -67,22 +67,17 @@ def assert_equal_weights(first: Path, second: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def plain_losses(config: Path, work: Path) -> dict[int, float]:
-    """Of one plain process with the same config."""
-    launch("train.py", config, "replicas=null", f"run.dir={work / 'plain'}")
-    return losses(work / "plain")
-
-
-def test_two_replicas_follow_the_loss_of_one_plain_process(tokens: Path, tmp_path: Path) -> None:
+def test_two_replicas_and_then_one_follow_the_loss_of_one_plain_process(tokens: Path, tmp_path: Path) -> None:
     config = make_config(tokens, tmp_path, steps=10, start_s=100)
-    run_replicas(config)
+    run_replicas(config, "run.steps=5", "scheduler=null")
     first, second = (tmp_path / "run" / f"replica-{number}" for number in range(2))
-    plain = plain_losses(config, tmp_path)
-    assert losses(first) == pytest.approx(plain, rel=FP32)
     assert losses(first) == losses(second)
     assert_equal_weights(first, second)
-    [division] = events(first, "quorum")
-    assert (division["step"], division["parts"]) == (1, {"replica-0": [[0, 4]], "replica-1": [[4, 8]]})
+    run_replicas(config, "replicas.count=1", "scheduler=null")
+    launch("train.py", config, "replicas=null", "scheduler=null", f"run.dir={tmp_path / 'plain'}")
+    assert losses(first) == pytest.approx(losses(tmp_path / "plain"), rel=FP32)
+    divisions = [(row["step"], row["parts"]) for row in events(first, "quorum")]
+    assert divisions == [(1, {"replica-0": [[0, 4]], "replica-1": [[4, 8]]}), (6, {"replica-0": [[0, 8]]})]
 
 
 def replica(config: Path, number: int, *disturbance: str) -> subprocess.Popen[bytes]:
@@ -130,13 +125,13 @@ def test_a_replica_is_killed_in_the_middle_of_a_step_and_comes_back_and_the_curv
         with replica(config, 1, "--die", "6") as killed:
             assert killed.wait(200) == -signal.SIGKILL
         assert list(losses(second)) == [1, 2, 3, 4, 5]
-        plain = plain_losses(config, tmp_path)
+        launch("train.py", config, "replicas=null", f"run.dir={tmp_path / 'plain'}")
         with replica(config, 1) as again:
             wait_for_opening_lines(second.with_suffix(".log"), starts=2)
             joins.touch()
             assert again.wait(200) == 0, second.with_suffix(".log").read_text()[-3000:]
         assert survivor.wait(200) == 0, first.with_suffix(".log").read_text()[-3000:]
-    assert losses(first) == pytest.approx(plain, rel=FP32)
+    assert losses(first) == pytest.approx(losses(tmp_path / "plain"), rel=FP32)
     [redealt] = events(first, "redealt")
     assert (redealt["step"], redealt["parts"]) == (6, {"replica-0": [[4, 8]]})
     assert set(map(tuple, samples_by_step(first).values())) == {tuple(range(8))}

@@ -143,8 +143,7 @@ class TorchSingle(TrainsStepByStep, ExchangedGradients):
         self._decoder.train()
         weights = self._decoder.parameters_by_name()
         self._masters = {name: _master(weight, recorded.residuals.pop(name, None)) for name, weight in weights.items()}
-        replicated = run.config.replicas is not None and run.config.replicas.name is not None
-        if run.batch.accumulation > 1 or replicated:
+        if run.batch.accumulation > 1 or run.replicated:
             for master in self._masters.values():
                 if master.weight.dtype != torch.float32:
                     master.weight.register_post_accumulate_grad_hook(master.add_gradient)
