@@ -1,6 +1,6 @@
 """Trains as pipeline/train.py does, and is disturbed in the middle of a step: after backward passes, before exchange.
 
-python -m tests.replicas.disturbed --die 6 | --hold 8 FILE -- --config FILE --set ...
+python -m tests.replicas.disturbed --die 6 | --hold 8 FILE --config FILE --set ...
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from pipeline.replicas.replica import ReplicaOfRun
 
 def main() -> int:
     """Disturbs a step, and trains."""
-    split = sys.argv.index("--")
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--die", type=int, help="killed in this step")
     parser.add_argument("--hold", nargs=2, help="step, and the file that it waits for; later steps take 0.1 s")
-    arguments = parser.parse_args(sys.argv[1:split])
-    sys.argv = [sys.argv[0], *sys.argv[split + 1 :]]
+    arguments, others = parser.parse_known_args()
+    sys.argv[1:] = others
     ordinary = ReplicaOfRun.sum_gradients
 
     def disturbed(

@@ -84,7 +84,7 @@ def replica(config: Path, number: int, *disturbance: str) -> subprocess.Popen[by
     run_dir = config.parent / "run" / f"replica-{number}"
     run_dir.parent.mkdir(exist_ok=True)
     sets = ["--set", f"run.dir={run_dir}", "--set", f"replicas.name=replica-{number}"]
-    words = ["-m", "tests.replicas.disturbed", *disturbance, "--", "--config", str(config), *sets]
+    words = ["-m", "tests.replicas.disturbed", *disturbance, "--config", str(config), *sets]
     with run_dir.with_suffix(".log").open("ab") as output:
         return subprocess.Popen([sys.executable, *words], stdout=output, stderr=subprocess.STDOUT)
 
