@@ -262,6 +262,7 @@ class ReplicaOfRun:
             failure = str(error)
         if self._failed(failure):
             return False
+        self._sums.keep()
         commit = hashlib.sha256(f"{self._me.commit} {self._me.group} {self._me.exchanges}".encode()).hexdigest()[:16]
         self._committed(commit)
         return True
@@ -314,16 +315,15 @@ class ReplicaOfRun:
 
     def _take_state(self, decision: Decision) -> bool:
         """Whether this replica has the state of another one, on all of its ranks."""
-        header: dict[str, Any] = {}
-        failure = None
-        with self._around.engine.edit_state() as state:
-            try:
-                header, packed = messages.receive(self._peers, source=decision.names.index(decision.source))
-                unpack(packed, _parts(state))
-            except ExchangeError as error:
-                failure = str(error)
-        if self._failed(failure):
+        header, packed, failure = dict[str, Any](), torch.empty(0), None
+        try:
+            header, packed = messages.receive(self._peers, source=decision.names.index(decision.source))
+        except ExchangeError as error:
+            failure = str(error)
+        if self._failed(failure):  # nothing is changed before all ranks have their part
             return False
+        with self._around.engine.edit_state() as state:
+            unpack(packed, _parts(state))
         self._around.stepper.load_state_dict(header.pop("anomalies"))
         self._me = replace(self._me, **header)
         return True

@@ -26,10 +26,10 @@ class GradientSums:
 
     def __init__(self) -> None:
         self._own, self._result = torch.empty(0), torch.empty(0)
-        self._loss_sums = torch.empty(0, dtype=torch.float64)
+        self._own_loss_sums = self._loss_sums = torch.empty(0, dtype=torch.float64)
 
     def exchange(self, gradients: Sequence[Tensor], sums: Tensor, peers: Collectives) -> None:
-        """Sums over the replicas; `write` hands the result out. All replicas of the group call it.
+        """Sums over the replicas. All replicas of the group call it; `keep` makes it the result.
 
         Args:
             gradients: fp32, of any shapes; not changed.
@@ -37,7 +37,7 @@ class GradientSums:
             peers: the same ranks of the replicas.
 
         Raises:
-            ExchangeError: one of them does not answer; the result is still that of the last exchange.
+            ExchangeError: one of them does not answer.
         """
         self._gather(gradients)
         for bucket in self._own.split(BUCKET):
@@ -46,7 +46,11 @@ class GradientSums:
         loss_sums = gathered[0]
         for each in gathered[1:]:
             loss_sums += each
-        self._own, self._result, self._loss_sums = self._result, self._own, loss_sums
+        self._own_loss_sums = loss_sums
+
+    def keep(self) -> None:
+        """Makes the sums of `exchange` the result, when it has succeeded on all ranks of this replica."""
+        self._own, self._result, self._loss_sums = self._result, self._own, self._own_loss_sums
 
     def write(self, gradients: Sequence[Tensor], sums: Tensor) -> None:
         """Writes the result into the gradients of this rank and the sums of its losses."""
