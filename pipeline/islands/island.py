@@ -207,6 +207,9 @@ class Island:
                 self.step = deal.step + done + number + 1
                 yield replace(batch, step=self.step)
 
+    def leave(self) -> None:
+        """Does nothing: the others wait, so that islands that are stopped together go on with their round together."""
+
     def close(self) -> None:
         """Leaves: the others do not wait for this island any more."""
         if self._lighthouse is not None:

@@ -182,8 +182,12 @@ class ReplicaOfRun:
         self._around.quorums.enter_phase("training", step.step)
         return ()
 
+    def leave(self) -> None:
+        """The others do not wait for this replica any more."""
+        self.close()
+
     def close(self) -> None:
-        """Leaves: the others do not wait for this replica any more."""
+        """Leaves, and closes the connections; it may be called twice."""
         self._around.quorums.close()
         self._peers.close()
 

@@ -99,6 +99,10 @@ class Islands(Protocol):
         """Exchanges. Returns a stop that was requested while it waited. Collective."""
         ...
 
+    def leave(self) -> None:
+        """The run ends before its last step: replicas do not wait until its state is saved."""
+        ...
+
     def state(self) -> State:
         """The engine's state and the outer one. Collective."""
         ...
@@ -436,6 +440,8 @@ class Trainer:
 
         A run that is to go on finds a copy of it in memory.
         """
+        if self.island is not None and step < self.run.steps:
+            self.island.leave()
         with self.blocked.running():
             self._write_last(step)
         if step == self.run.steps:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -80,11 +80,15 @@ def test_two_replicas_and_then_one_follow_the_loss_of_one_plain_process(tokens: 
     assert divisions == [(1, {"replica-0": [[0, 4]], "replica-1": [[4, 8]]}), (6, {"replica-0": [[0, 8]]})]
 
 
-def replica(config: Path, number: int, *disturbance: str) -> subprocess.Popen[bytes]:
+def replica(
+    config: Path, number: int, *disturbance: str, sets: Sequence[str] = (), processes: int = 1
+) -> subprocess.Popen[bytes]:
     run_dir = config.parent / "run" / f"replica-{number}"
     run_dir.parent.mkdir(exist_ok=True)
-    sets = ["--set", f"run.dir={run_dir}", "--set", f"replicas.name=replica-{number}"]
-    words = ["-m", "tests.replicas.disturbed", *disturbance, "--config", str(config), *sets]
+    every = [*sets, f"run.dir={run_dir}", f"replicas.name=replica-{number}"]
+    overrides = [word for text in every for word in ("--set", text)]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] * (processes > 1)
+    words = [*torchrun, "-m", "tests.replicas.disturbed", *disturbance, "--config", str(config), *overrides]
     with run_dir.with_suffix(".log").open("ab") as output:
         return subprocess.Popen([sys.executable, *words], stdout=output, stderr=subprocess.STDOUT)
 
@@ -114,6 +118,7 @@ def samples_by_step(run_dir: Path) -> dict[int, list[int]]:
     return found
 
 
+@pytest.mark.integration
 def test_a_replica_is_killed_in_the_middle_of_a_step_and_comes_back_and_the_curve_is_undisturbed(
     tokens: Path, tmp_path: Path
 ) -> None:
@@ -140,6 +145,36 @@ def test_a_replica_is_killed_in_the_middle_of_a_step_and_comes_back_and_the_curv
     later = {step: loss for step, loss in losses(second).items() if step >= joined["step"]}
     assert later == {step: loss for step, loss in losses(first).items() if step >= joined["step"]}
     assert_equal_weights(first, second)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("zero_optimization.stage=0",),
+        ("zero_optimization.stage=2",),
+        ("zero_optimization.stage=3",),
+        ("parallel.tp=2",),
+        ("parallel.cp=2", "zero_optimization.stage=2"),
+        ("parallel.pp=2", "zero_optimization.stage=2"),
+        ("parallel.pp=2", "zero_optimization.stage=3"),
+    ],
+)
+def test_in_every_layout_the_others_run_what_a_dead_replica_has_left(
+    layout: tuple[str, ...], tokens: Path, tmp_path: Path
+) -> None:
+    config = make_config(tokens, tmp_path, steps=10, start_s=200, timeout_s=60)
+    address = json.loads(config.read_text())["replicas"]["lighthouse"]
+    first = tmp_path / "run/replica-0"
+    with (
+        lighthouse(address),
+        replica(config, 0, sets=layout, processes=2) as survivor,
+        replica(config, 1, "--die", "4", sets=layout, processes=2),
+    ):
+        assert survivor.wait(300) == 0, first.with_suffix(".log").read_text()[-3000:]
+    assert [row["step"] for row in events(first, "redealt")] == [4]
+    launch("train.py", config, "replicas=null", f"run.dir={tmp_path / 'plain'}")
+    assert losses(first) == pytest.approx(losses(tmp_path / "plain"), rel=FP32)
 
 
 @contextmanager
