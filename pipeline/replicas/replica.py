@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.base.errors import ConfigError, TrainingError
+from headrace.base.errors import ConfigError, LostError
 from pipeline.anomalies.guarded_step import GuardedStepper
 from pipeline.checkpoint.shard_table import State, parts_of
 from pipeline.config.replicas_schema import ReplicasSection
@@ -163,7 +163,7 @@ class ReplicaOfRun:
         """See `engines.base.GradientExchange`.
 
         Raises:
-            TrainingError: the others have left this replica behind.
+            LostError: the others have left this replica behind.
         """
         ready = self._continues or self._whole
         if not self._continues:  # the step's own micro-batches, perhaps for a second time
@@ -198,12 +198,12 @@ class ReplicaOfRun:
         """What this replica does in a quorum; None: it asks again.
 
         Raises:
-            TrainingError: see `sum_gradients`.
+            LostError: see `sum_gradients`.
         """
         members, name = compatible(quorum.members), self._me.name
         decision = decide(members, samples=self._around.samples, quorum=quorum.formed)
         if name in decision.behind:
-            raise TrainingError(
+            raise LostError(
                 f"step {self._me.step + 1}: the other replicas went on without {name} for more than one step\n"
                 f"  try: start it again, it takes their state then; a larger replicas.wait_s if it is only slower"
             )
