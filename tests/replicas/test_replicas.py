@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -175,6 +177,36 @@ def test_in_every_layout_the_others_run_what_a_dead_replica_has_left(
     assert [row["step"] for row in events(first, "redealt")] == [4]
     launch("train.py", config, "replicas=null", f"run.dir={tmp_path / 'plain'}")
     assert losses(first) == pytest.approx(losses(tmp_path / "plain"), rel=FP32)
+
+
+@pytest.mark.sweep
+def test_a_replica_that_is_paused_for_many_steps_is_left_behind_and_started_again(tokens: Path, tmp_path: Path) -> None:
+    config = make_config(tokens, tmp_path, steps=1500, start_s=100, timeout_s=5)
+    first, second = (tmp_path / "run" / f"replica-{number}" for number in range(2))
+    words = command(config, "run.checkpoint_every=500", "scheduler=null")
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        found: dict[str, int] = {}
+        while len(found) < 2:
+            match = re.match(r"(replica-\d): process (\d+)", process.stdout.readline())
+            found |= {match[1]: int(match[2])} if match else {}
+        paused = wait_for_step(second, 50)
+        os.killpg(found["replica-1"], signal.SIGSTOP)
+        wait_for_step(first, paused + 50)
+        os.killpg(found["replica-1"], signal.SIGCONT)
+        said = process.stdout.read()
+    assert process.returncode == 0, said
+    assert "replica-1 ended with exit code 76: restart 1 of 3" in said
+    assert set(map(tuple, samples_by_step(first).values())) == {tuple(range(8))}
+    assert_equal_weights(first, second)
+
+
+def wait_for_step(run_dir: Path, step: int) -> int:
+    deadline = time.monotonic() + 200
+    while not (run_dir / "metrics.jsonl").exists() or max(losses(run_dir), default=0) < step:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return max(losses(run_dir))
 
 
 @contextmanager
