@@ -41,6 +41,10 @@ COMMANDS = {
         "pipeline.islands.command",
         "train with low communication (DiLoCo): a lighthouse and islands on this machine, or the lighthouse alone",
     ),
+    "replicas": (
+        "pipeline.replicas.command",
+        "train replicas of the model that may die and come back: a lighthouse and replicas on this machine",
+    ),
     "samples": ("pipeline.anomalies.suspect_samples", "print the text that a step of a run was trained on"),
     "complete": ("pipeline.evaluation.complete", "let a model go on from a prompt"),
     "report": ("pipeline.report.command", "a self-contained HTML page of runs and models"),

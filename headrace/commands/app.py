@@ -65,7 +65,18 @@ def _verbs() -> list[Verb]:
         Verb("prep", "Turn text into tokens: clean, deduplicate, tokenize, shard.", _prep, DATA_PREP),
         *(
             of_pipeline(name, TRAINING)
-            for name in ("plan", "train", "prove", "islands", "check", "goodput", "ladder", "samples", "report")
+            for name in (
+                "plan",
+                "train",
+                "prove",
+                "islands",
+                "replicas",
+                "check",
+                "goodput",
+                "ladder",
+                "samples",
+                "report",
+            )
         ),
         own("status", "Show how far a run is, live: step, loss, goodput, restarts, Slurm job; why it ended.", TRAINING),
         of_pipeline("checkpoint", TRAINING),

@@ -10,6 +10,7 @@ With uneven shares (`parallel.shares`) ranks run different rows and nothing is p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from headrace.base.errors import ConfigError
@@ -36,6 +37,8 @@ class BatchSizes:
         sequence_length: tokens per sample.
         adjusted_fields: config fields with the values that were replaced for this number of ranks.
         shares: the samples of every data-parallel rank where they are not equally many rows; see `parallel.shares`.
+        part: (first, end) ranges of samples of the step that are run here, in the micro-batches above; the other
+            replicas of the model run the rest. All samples when None.
     """
 
     samples: int
@@ -45,6 +48,7 @@ class BatchSizes:
     sequence_length: int
     adjusted_fields: tuple[str, ...] = ()
     shares: Shares | None = None
+    part: tuple[tuple[int, int], ...] | None = None
 
     @property
     def tokens(self) -> int:
@@ -146,6 +150,32 @@ def split_padded_batch(
         range(smallest, largest + 1), key=lambda micro: (accumulation(micro) * (micro + _PASS_OVERHEAD), -micro)
     )
     return micro, accumulation(micro)
+
+
+def part_of_batch(
+    batch: BatchSizes,
+    ranges: Sequence[tuple[int, int]],
+    *,
+    shapes_change: bool,
+    min_micro_batches: int = 1,
+    multiple_of: int = 1,
+) -> BatchSizes:
+    """A part of the samples of a step, in micro-batches that are no larger than those of the whole.
+
+    Args:
+        batch: of the whole step.
+        ranges: (first, end) of indices in the step; one sample or more.
+        shapes_change: micro-batches may be smaller; otherwise there is more padding.
+        min_micro_batches, multiple_of: as in `resolve_batch`.
+    """
+    count = sum(end - first for first, end in ranges)
+    limits = {"dp": batch.dp, "min_micro_batches": min_micro_batches, "multiple_of": multiple_of}
+    if shapes_change:
+        micro, accumulation = split_padded_batch(count, batch.micro, **limits)
+    else:
+        micro, needed = batch.micro, max(min_micro_batches, -(-count // (batch.micro * batch.dp)))
+        accumulation = -(-needed // multiple_of) * multiple_of
+    return replace(batch, micro=micro, accumulation=accumulation, shares=None, part=tuple(ranges))
 
 
 def split_batch(total: int | None, micro: int | None, accumulation: int | None, *, dp: int) -> tuple[int, int, int]:

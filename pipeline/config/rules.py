@@ -29,6 +29,7 @@ from pipeline.config.layout_rules import (
 from pipeline.config.model_rules import check_model, check_moe, check_optimizer, check_precision
 from pipeline.config.parametrization_rules import check_parametrization
 from pipeline.config.quantization_aware_rules import check_quantization_aware
+from pipeline.config.replicas_rules import check_replicas_section
 from pipeline.config.schedule import Schedule, make_schedule
 from pipeline.config.schema import Config
 from pipeline.config.shares_rules import shared_batch
@@ -177,6 +178,11 @@ class ResolvedRun:
         return self.config.engine != "deepspeed" and self.topology.world_size == 1
 
     @property
+    def replicated(self) -> bool:
+        """Whether this is one of several replicas of the model that come and go."""
+        return self.config.replicas is not None and self.config.replicas.name is not None
+
+    @property
     def zigzag(self) -> bool:
         """Whether context-parallel ranks hold two chunks of a sequence each; see `topology.sequence_chunks`."""
         return self.topology.cp > 1 and self.config.parallel.cp_method == "ring"
@@ -199,8 +205,8 @@ class ResolvedRun:
     def held_bytes_per_parameter(self) -> float | None:
         """What engine torch holds of a parameter on one device, gradient included; None in other layouts.
 
-        Weight and the rest of its fp32 master, the gradient (fp32 where several micro-batches are added up), and the
-        optimizer's states. Source: `engines.torch_native.single`.
+        Weight and the rest of its fp32 master, the gradient (fp32 where several micro-batches or replicas are
+        added up), and the optimizer's states. Source: `engines.torch_native.single`.
         """
         if self.plain or not self.alone:
             return None
@@ -208,7 +214,7 @@ class ResolvedRun:
         weight, gradient = (4, 4) if not (config.bf16.enabled or config.fp16.enabled) else (6, 2)
         weight = 4 if config.bf16.enabled else weight
         states = len(config.optimizer.kind.states) * config.optimizer.moments_bytes
-        return weight + (4 if self.batch.accumulation > 1 else gradient) + states
+        return weight + (4 if self.batch.accumulation > 1 or self.replicated else gradient) + states
 
     @property
     def layout(self) -> str:
@@ -284,6 +290,7 @@ def _resolve(config: Config, world_size: int, *, elastic: bool) -> ResolvedRun:
         lambda: check_length(config),
         lambda: check_checkpoints(config.run),
         lambda: check_islands(config),
+        lambda: check_replicas_section(config),
         lambda: mesh.append(_mesh(config, world_size=world_size, elastic=elastic)),
     ]
     refuse_all(found_by(checks))

@@ -32,6 +32,7 @@ from pipeline.config.islands_schema import IslandsSection
 from pipeline.config.layout_schema import FallbackLayout, ParallelSection
 from pipeline.config.node_checks_schema import NodeChecksSection
 from pipeline.config.parametrization_schema import BaseModelSection
+from pipeline.config.replicas_schema import ReplicasSection
 
 AttentionImplementation = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4"]
 
@@ -417,6 +418,11 @@ class Config(Section):
     islands: IslandsSection | None = Field(
         None,
         description="Low-communication training (DiLoCo) across islands, which `headrace islands` starts; absent: none",
+    )
+    replicas: ReplicasSection | None = Field(
+        None,
+        description="Replicas of the model that come and go within the run, a quorum per step; `headrace replicas`"
+        " starts them; absent: none",
     )
 
     train_batch_size: Count | None = Field(

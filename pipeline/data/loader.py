@@ -273,7 +273,10 @@ def samples_of_rows(batch: BatchSizes, dp_rank: int) -> npt.NDArray[np.int64]:
         return np.asarray(batch.shares.samples(dp_rank), dtype=np.int64)
     starts = dp_rank * batch.micro + np.arange(batch.accumulation) * batch.dp * batch.micro
     rows: npt.NDArray[np.int64] = (starts[:, None] + np.arange(batch.micro)).ravel()
-    return rows
+    if batch.part is None:
+        return rows
+    samples = np.concatenate([np.arange(first, end) for first, end in batch.part])
+    return np.where(rows < samples.size, samples[np.minimum(rows, samples.size - 1)], batch.samples)
 
 
 def most_on_a_rank(batch: BatchSizes, samples: npt.NDArray[np.int64]) -> int:

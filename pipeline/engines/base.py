@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch.distributed as dist
 from torch import Tensor
@@ -139,6 +139,34 @@ class Replica:
     name: str
     values: Tensor
     group: dist.ProcessGroup
+
+
+class GradientExchange(Protocol):
+    """Sums the gradients of a step over replicas of the model that this engine does not know of."""
+
+    def __call__(self, step: StepBatch, gradients: Sequence[Tensor], sums: Tensor) -> Sequence[MicroBatch]:
+        """Called after the backward passes, before clipping and update. Collective.
+
+        Args:
+            step: whose micro-batches have been run.
+            gradients: this rank's shards, fp32, of all parameters that are trained; replaced in place by the sums over
+                the replicas when nothing is returned.
+            sums: [1 + parts], sums of the loss and its parts; replaced in the same way.
+
+        Returns:
+            Micro-batches of this rank, as many on all ranks, that are to be run first, their gradients and sums added;
+            then it is called again.
+        """
+        ...
+
+
+@runtime_checkable
+class ExchangesGradients(Protocol):
+    """An engine whose gradients can be summed with those of other replicas of the model."""
+
+    def exchange_gradients_by(self, exchange: GradientExchange) -> None:
+        """From the next step on; every step is finished before the next one begins."""
+        ...
 
 
 class PendingStep(Protocol):
@@ -274,7 +302,9 @@ __all__ = [
     "NO_UPDATE",
     "Engine",
     "EvaluationSums",
+    "ExchangesGradients",
     "FinishedStep",
+    "GradientExchange",
     "HostValues",
     "Objective",
     "PendingStep",

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from headrace.base.errors import ConfigError
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.config.islands_schema import IslandsSection
+from pipeline.config.quorum_schema import QuorumSection
 from pipeline.config.rules import ResolvedRun
 from pipeline.engines.base import Engine
 from pipeline.faults.agreement import Agreement
@@ -24,6 +25,7 @@ from pipeline.faults.stop import StopSignals
 from pipeline.faults.watchdog import Watchdog
 from pipeline.islands.asynchronous import AsynchronousIsland
 from pipeline.islands.island import Island
+from pipeline.islands.ledger import Member
 from pipeline.islands.lighthouse import LighthouseMember
 from pipeline.islands.local import LocalIsland
 from pipeline.islands.outer import layout_digest
@@ -34,38 +36,44 @@ from pipeline.islands.wire import HolderClient
 LEAST_SECRET_BYTES = 16
 
 
-def check_island(section: IslandsSection | None) -> None:
-    """Refuses what this host lacks for an island, before anything is touched.
+def check_island(section: QuorumSection | None, *, field: str = "islands") -> None:
+    """Refuses what this host lacks for an island or a replica, before anything is touched.
+
+    Args:
+        section: of the config.
+        field: its name.
 
     Raises:
         ConfigError: torchft is not installed, or the secret cannot be used.
     """
     if section is None or section.name is None:
         return
-    read_secret(section)
-    if section.mode == "synchronous" and find_spec("torchft") is None:
-        raise ConfigError("islands", why="torchft is not installed", remedy='pip install "headrace[islands]"')
+    read_secret(section, field=field)
+    asynchronous = isinstance(section, IslandsSection) and section.mode == "asynchronous"
+    if not asynchronous and find_spec("torchft") is None:
+        raise ConfigError(field, why="torchft is not installed", remedy='pip install "headrace[islands]"')
 
 
-def read_secret(section: IslandsSection) -> bytes:
-    """The secret of `islands.secret_file`, without white space around it; empty where there is none.
+def read_secret(section: QuorumSection, *, field: str = "islands") -> bytes:
+    """The secret of `secret_file`, without white space around it; empty where there is none.
 
     Raises:
         ConfigError: it cannot be read, is too short, or other users can read it.
     """
     if section.secret_file is None:
         return b""
+    name = f"{field}.secret_file"
     path, remedy = Path(section.secret_file), "head -c 32 /dev/urandom | base64 > FILE; chmod 600 FILE"
     try:
         secret, mode = path.read_bytes().strip(), path.stat().st_mode
     except OSError as error:
-        raise ConfigError("islands.secret_file", str(path), why=str(error), remedy=remedy) from None
+        raise ConfigError(name, str(path), why=str(error), remedy=remedy) from None
     if len(secret) < LEAST_SECRET_BYTES:
         why = f"it has {len(secret)} bytes, and a secret needs {LEAST_SECRET_BYTES} or more"
-        raise ConfigError("islands.secret_file", str(path), why=why, remedy=remedy)
+        raise ConfigError(name, str(path), why=why, remedy=remedy)
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         why = "other users of this host may read it"
-        raise ConfigError("islands.secret_file", str(path), why=why, remedy=f"chmod 600 {path}")
+        raise ConfigError(name, str(path), why=why, remedy=f"chmod 600 {path}")
     return secret
 
 
@@ -132,7 +140,9 @@ def _synchronous(around: Surroundings, loader: Loader, step: int, stack: ExitSta
     if around.rank == 0:
         store = PeerStore(section.bind)
         stack.callback(lambda: store)  # lives as long as the island
-        lighthouse = LighthouseMember(section.lighthouse, around.name, store=store.address, secret=secret)
+        lighthouse = LighthouseMember(
+            section.lighthouse, around.name, store=store.address, secret=secret, parse=Member.from_plain
+        )
     peers = Peers(bind=section.bind, timeout_s=section.timeout_s, secret=secret)
     return Island(around, peers=peers, lighthouse=lighthouse, loader=loader, step=step)
 

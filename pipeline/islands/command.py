@@ -1,7 +1,8 @@
 """`headrace islands`: the lighthouse and the islands of a run on this machine, as processes that may die and come back.
 
 On several machines the lighthouse runs on one (`--only-lighthouse`), and each island is an ordinary training command
-with `--set islands.name=NAME islands.lighthouse=HOST:PORT`, from a terminal or a batch script.
+with `--set islands.name=NAME islands.lighthouse=HOST:PORT`, from a terminal or a batch script. `headrace replicas` does
+the same for replicas of the model.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,37 +25,60 @@ from headrace.base.errors import EXIT_USAGE, ConfigError
 from pipeline.config.islands_rules import check_islands, is_loopback
 from pipeline.config.islands_schema import IslandsSection
 from pipeline.config.load import read_config
+from pipeline.config.quorum_schema import QuorumSection
+from pipeline.config.schema import Config
 
 _POLL_S, _HEARTBEAT_TIMEOUT_S = 0.2, 5.0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+@dataclass(frozen=True)
+class Kind:
+    """What is started: islands, or replicas of the model.
+
+    Attributes:
+        field: of the config, whose section is a `QuorumSection`; the plural of `word`.
+        word: names one of them: "island".
+        check: of the config's section.
+    """
+
+    field: str
+    word: str
+    check: Callable[[Config], None]
+
+
+ISLANDS = Kind("islands", "island", check_islands)
+
+
+def add_arguments(parser: argparse.ArgumentParser, kind: Kind = ISLANDS) -> None:
     """Declares the options."""
     add_config_arguments(parser)
-    parser.add_argument("--nproc", type=int, default=1, metavar="N", help="processes of every island (default: 1)")
-    text = "times that an island which has died is started again (default: 3)"
+    word, field = kind.word, kind.field
+    parser.add_argument("--nproc", type=int, default=1, metavar="N", help=f"processes of every {word} (default: 1)")
+    text = f"times that one of the {field} which has died is started again (default: 3)"
     parser.add_argument("--restarts", type=int, default=3, metavar="N", help=text)
-    text = "run the lighthouse alone: islands are started elsewhere, with --set islands.name=NAME"
+    text = f"run the lighthouse alone: {field} are started elsewhere, with --set {field}.name=NAME"
     parser.add_argument("--only-lighthouse", action="store_true", help=text)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace, kind: Kind = ISLANDS) -> int:
     """Runs the lighthouse and the islands; returns the exit code of the first island that failed, or 0."""
     config = read_config(arguments.config, arguments.overrides).config
-    section = config.islands
+    section: QuorumSection | None = getattr(config, kind.field)
     if section is None:
-        raise ConfigError("islands", why="the config has no such section", remedy='add "islands": {"count": 2}')
-    check_islands(config)
+        remedy = f'add "{kind.field}": {{"count": 2}}'
+        raise ConfigError(kind.field, why="the config has no such section", remedy=remedy)
+    kind.check(config)
     with ExitStack() as stack:
         stop = _Stop(stack)
-        lighthouse = _start_lighthouse(section)
+        lighthouse = _start_lighthouse(section, kind.field)
         stack.callback(lighthouse.shutdown)
         print(f"lighthouse: {section.lighthouse}", flush=True)
         if arguments.only_lighthouse:
             while not stop.signal:
                 time.sleep(_POLL_S)
             return 0
-        islands = [_Island(arguments, Path(config.run.dir), f"island-{number}") for number in range(section.count)]
+        folder = Path(config.run.dir)
+        islands = [_Island(arguments, folder, kind, f"{kind.word}-{number}") for number in range(section.count)]
         for island in islands:
             stack.callback(island.end)
             island.start()
@@ -87,12 +113,13 @@ class _Island:
     Args:
         arguments: of the command.
         folder: the config's `run.dir`.
+        kind: island or replica.
         name: of the island.
     """
 
-    def __init__(self, arguments: argparse.Namespace, folder: Path, name: str) -> None:
+    def __init__(self, arguments: argparse.Namespace, folder: Path, kind: Kind, name: str) -> None:
         self.name, self.restarts, self.output = name, 0, folder / f"{name}.log"
-        overrides = [*arguments.overrides, f"run.dir={folder / name}", f"islands.name={name}"]
+        overrides = [*arguments.overrides, f"run.dir={folder / name}", f"{kind.field}.name={name}"]
         sets = [word for text in overrides for word in ("--set", text)]
         processes = ["--nproc", str(arguments.nproc)] if arguments.nproc > 1 else []
         self._command = [
@@ -145,20 +172,20 @@ class _Stop:
         self.signal = number
 
 
-def _start_lighthouse(section: IslandsSection) -> Any:
+def _start_lighthouse(section: QuorumSection, field: str) -> Any:
     host = section.lighthouse.rpartition(":")[0]
     if not is_loopback(host) and section.secret_file is None:
-        why = "islands of other hosts could join, and nothing would prove that they are of this run"
-        remedy = "give islands.secret_file, or a loopback address"
-        raise ConfigError("islands.lighthouse", section.lighthouse, why=why, remedy=remedy)
-    if section.mode == "asynchronous":
+        why = f"{field} of other hosts could join, and nothing would prove that they are of this run"
+        remedy = f"give {field}.secret_file, or a loopback address"
+        raise ConfigError(f"{field}.lighthouse", section.lighthouse, why=why, remedy=remedy)
+    if isinstance(section, IslandsSection) and section.mode == "asynchronous":
         return _start_holder(section)
     os.environ.setdefault("RUST_LOG", "warn")
     try:
         from torchft.coordination import LighthouseServer  # noqa: PLC0415
     except ImportError:
         remedy = 'pip install "headrace[islands]"'
-        raise ConfigError("islands", why="torchft is not installed", remedy=remedy) from None
+        raise ConfigError(field, why="torchft is not installed", remedy=remedy) from None
     try:
         return LighthouseServer(
             bind=section.lighthouse,
@@ -167,8 +194,8 @@ def _start_lighthouse(section: IslandsSection) -> Any:
             heartbeat_timeout_ms=int(_HEARTBEAT_TIMEOUT_S * 1000),
         )
     except RuntimeError as error:
-        remedy = "another port in islands.lighthouse"
-        raise ConfigError("islands.lighthouse", section.lighthouse, why=str(error), remedy=remedy) from None
+        remedy = f"another port in {field}.lighthouse"
+        raise ConfigError(f"{field}.lighthouse", section.lighthouse, why=str(error), remedy=remedy) from None
 
 
 def _start_holder(section: IslandsSection) -> Any:

@@ -56,7 +56,7 @@ class Exchanged:
     """
 
     decision: Decision
-    quorum: Quorum
+    quorum: Quorum[Member]
     own: int
     mean: Mean | None
     received: Tensor | None
@@ -86,7 +86,7 @@ class Exchange:
     """
 
     def __init__(
-        self, around: Surroundings, *, peers: Peers, lighthouse: LighthouseMember | None, outer: OuterState
+        self, around: Surroundings, *, peers: Peers, lighthouse: LighthouseMember[Member] | None, outer: OuterState
     ) -> None:
         self._around, self._peers, self._lighthouse, self._outer = around, peers, lighthouse, outer
         self.failures: list[str] = []
@@ -102,7 +102,7 @@ class Exchange:
             size = sum(each.nbytes for each in (*self._outer.tensors(), *_parts(state)))
             return Snapshot(gather(state), size)
 
-    def ask(self, member: Member, ranks: Ranks) -> Quorum | None:
+    def ask(self, member: Member, ranks: Ranks) -> Quorum[Member] | None:
         """The next quorum; None when the exchange is given up first.
 
         Raises:
@@ -114,7 +114,7 @@ class Exchange:
             if quorum is not None or ranks.stopped():
                 return quorum
 
-    def attempt(self, quorum: Quorum, snapshot: Snapshot, ranks: Ranks) -> Exchanged | None:
+    def attempt(self, quorum: Quorum[Member], snapshot: Snapshot, ranks: Ranks) -> Exchanged | None:
         """Does the part of what a quorum decides that reads no state of the engine.
 
         Args:
@@ -184,7 +184,7 @@ class Exchange:
             self._lighthouse.close()
         self._peers.close()
 
-    def _form(self, quorum: Quorum, decision: Decision, own: int) -> None:
+    def _form(self, quorum: Quorum[Member], decision: Decision, own: int) -> None:
         attempt, size = f"{quorum.formed}/{self._around.rank}", len(decision.names)
         store = _store_of(quorum, decision.names[0])
         self._peers.form(store, quorum=quorum.number, attempt=attempt, rank=own, size=size)
@@ -227,7 +227,7 @@ class Exchange:
         self._outer.error.zero_()
 
 
-def _answer(asked: Future[Quorum] | None) -> Quorum | None:
+def _answer(asked: Future[Quorum[Member]] | None) -> Quorum[Member] | None:
     assert asked is not None
     try:
         return asked.result(_TICK_S)
@@ -237,7 +237,7 @@ def _answer(asked: Future[Quorum] | None) -> Quorum | None:
         raise TrainingError(f"the lighthouse failed: {error}\n  try: start it again, then this island") from None
 
 
-def _store_of(quorum: Quorum, name: str) -> str:
+def _store_of(quorum: Quorum[Member], name: str) -> str:
     return quorum.stores[[each.name for each in quorum.members].index(name)]
 
 

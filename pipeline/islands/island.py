@@ -39,7 +39,13 @@ class Island(LocalIsland):
     """
 
     def __init__(
-        self, around: Surroundings, *, peers: Peers, lighthouse: LighthouseMember | None, loader: Loader, step: int
+        self,
+        around: Surroundings,
+        *,
+        peers: Peers,
+        lighthouse: LighthouseMember[Member] | None,
+        loader: Loader,
+        step: int,
     ) -> None:
         super().__init__(around, loader=loader, step=step)
         self._living = self._waited = False
@@ -127,7 +133,7 @@ class Island(LocalIsland):
             remedy = "the same engine, ZeRO stage, parallel section and number of processes on all islands"
             raise ConfigError("islands", why=why, remedy=remedy)
 
-    def _take_part(self, quorum: Quorum, snapshot: Snapshot, began: float) -> bool:
+    def _take_part(self, quorum: Quorum[Member], snapshot: Snapshot, began: float) -> bool:
         """Does what the quorum decides. Returns whether it has succeeded on all ranks of this island."""
         waited, attempted = time.monotonic() - began, time.monotonic()
         self._around.watchdog.enter_phase("exchanging with other islands", self.step)

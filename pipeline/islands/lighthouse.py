@@ -12,23 +12,38 @@ import hmac
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from headrace.base.errors import ConfigError
-from pipeline.islands.ledger import Member
 
 HEARTBEAT_S = 1.0
 _ASK_S = 3600.0
 _RETRY_S = 1.0
 
 
+class Report(Protocol):
+    """What a group of processes reports when it asks for a quorum."""
+
+    @property
+    def name(self) -> str:
+        """Of the group."""
+        ...
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON."""
+        ...
+
+
+R = TypeVar("R", bound=Report)
+
+
 @dataclass(frozen=True)
-class Quorum:
+class Quorum(Generic[R]):
     """The islands that have asked together.
 
     Attributes:
@@ -41,12 +56,12 @@ class Quorum:
 
     number: int
     formed: int
-    members: tuple[Member, ...]
+    members: tuple[R, ...]
     stores: tuple[str, ...]
     refused: tuple[str, ...]
 
 
-class LighthouseMember:
+class LighthouseMember(Generic[R]):
     """This island at the lighthouse: sends heartbeats from a thread, and asks for quorums.
 
     Args:
@@ -54,18 +69,22 @@ class LighthouseMember:
         name: of this island.
         store: HOST:PORT of this island's store.
         secret: shared by all islands; empty without one.
+        parse: makes a report of its JSON.
     """
 
-    def __init__(self, address: str, name: str, *, store: str, secret: bytes) -> None:
+    def __init__(
+        self, address: str, name: str, *, store: str, secret: bytes, parse: Callable[[dict[str, Any]], R]
+    ) -> None:
+        self._parse = parse
         self._address, self._name, self._store, self._secret = address, name, store, secret
         # a restarted island is another one for the lighthouse; of two with one name the later one counts
         self._id = f"{name}:{time.time_ns():020d}"
         self._closed = threading.Event()
         threading.Thread(target=self._send_heartbeats, name="lighthouse", daemon=True).start()
 
-    def ask(self, member: Member) -> Future[Quorum]:
+    def ask(self, member: R) -> Future[Quorum[R]]:
         """Asks for the next quorum; a lighthouse that does not answer is asked again until it does."""
-        future = Future[Quorum]()
+        future = Future[Quorum[R]]()
         # a daemon: the lighthouse does not answer an island that has left, and a pool's thread is waited for at exit
         threading.Thread(target=self._answer, args=(member, future), name="quorum", daemon=True).start()
         return future
@@ -74,13 +93,13 @@ class LighthouseMember:
         """Sends no more heartbeats: the others do not wait for this island any more."""
         self._closed.set()
 
-    def _answer(self, member: Member, future: Future[Quorum]) -> None:
+    def _answer(self, member: R, future: Future[Quorum[R]]) -> None:
         try:
             future.set_result(self._ask(member))
         except BaseException as error:
             future.set_exception(error)
 
-    def _ask(self, member: Member) -> Quorum:
+    def _ask(self, member: R) -> Quorum[R]:
         from torchft.coordination import LighthouseClient  # noqa: PLC0415
 
         data = json.dumps(member.plain(), sort_keys=True)
@@ -100,7 +119,9 @@ class LighthouseMember:
                 )
                 created = found.created
                 formed = int(created.seconds) * 10**9 + int(created.nanos)
-                return authenticated(int(found.quorum_id), formed, found.participants, secret=self._secret)
+                return authenticated(
+                    int(found.quorum_id), formed, found.participants, secret=self._secret, parse=self._parse
+                )
             except (RuntimeError, TimeoutError, ConnectionError):
                 if self._closed.wait(_RETRY_S):
                     raise
@@ -122,7 +143,9 @@ class LighthouseMember:
                 self._closed.wait(_RETRY_S)
 
 
-def authenticated(number: int, formed: int, participants: Sequence[Any], *, secret: bytes) -> Quorum:
+def authenticated(
+    number: int, formed: int, participants: Sequence[Any], *, secret: bytes, parse: Callable[[dict[str, Any]], R]
+) -> Quorum[R]:
     """The members of a quorum whose reports carry the right code; of two with one name the one started last.
 
     Args:
@@ -130,15 +153,16 @@ def authenticated(number: int, formed: int, participants: Sequence[Any], *, secr
         formed: when it was formed.
         participants: torchft's `QuorumMember`s.
         secret: shared by all islands.
+        parse: makes a report of its JSON; raises KeyError, TypeError or ValueError where it is none.
     """
-    found: dict[str, tuple[str, Member, str]] = {}
+    found: dict[str, tuple[str, R, str]] = {}
     refused: list[str] = []
     for each in sorted(participants, key=lambda each: str(each.replica_id)):
         member = None
         with suppress(KeyError, TypeError, ValueError):
             data, code = str(each.data["report"]), str(each.data["code"])
             if hmac.compare_digest(code, _code(secret, each.replica_id, each.store_address, data)):
-                member = Member.from_plain(json.loads(data))
+                member = parse(json.loads(data))
         if member is None or member.name != str(each.replica_id).rpartition(":")[0]:
             refused.append(str(each.replica_id))
             continue
@@ -149,8 +173,13 @@ def authenticated(number: int, formed: int, participants: Sequence[Any], *, secr
     )
 
 
-def refuse_other_secret(quorum: Quorum, *, name: str) -> None:
+def refuse_other_secret(quorum: Quorum[R], *, name: str, field: str = "islands") -> None:
     """Refuses to begin beside islands whose secret is another one: which of both is wrong cannot be known.
+
+    Args:
+        quorum: that it was part of.
+        name: of this island.
+        field: of the config.
 
     Raises:
         ConfigError: names them.
@@ -158,8 +187,8 @@ def refuse_other_secret(quorum: Quorum, *, name: str) -> None:
     if quorum.refused:
         others = ", ".join(each.rpartition(":")[0] for each in quorum.refused)
         why = f"what {others} reported at the lighthouse does not verify with the secret of {name}"
-        remedy = "give all islands the same islands.secret_file, and each run a lighthouse of its own"
-        raise ConfigError("islands.secret_file", why=why, remedy=remedy)
+        remedy = f"give all {field} the same {field}.secret_file, and each run a lighthouse of its own"
+        raise ConfigError(f"{field}.secret_file", why=why, remedy=remedy)
 
 
 def _code(secret: bytes, *parts: str) -> str:

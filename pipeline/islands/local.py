@@ -30,7 +30,12 @@ class LocalIsland(ABC):
         ledger: where the island stands.
         step: inner steps done.
         name: of the island.
+        excluded_from_step_time: an exchange is no part of an inner step.
+        own_share: of the batch of a step: an island's is its own.
     """
+
+    excluded_from_step_time = True
+    own_share = 1.0
 
     def __init__(self, around: Surroundings, *, loader: Loader, step: int) -> None:
         self._around, self._loader, self._ranks = around, loader, LoopRanks(around)
@@ -49,14 +54,14 @@ class LocalIsland(ABC):
 
     def details(self) -> dict[str, Any]:
         """What the manifest of a checkpoint records."""
-        return {"name": self.name, **self.ledger.plain()}
+        return {"island": {"name": self.name, **self.ledger.plain()}}
 
     def load(self, directory: Path, details: dict[str, Any] | None) -> None:
         """Loads the outer state of a checkpoint; of an ordinary run's, the outer optimizer begins afresh.
 
         Args:
             directory: of the checkpoint.
-            details: what `details` has returned when it was saved; None of an ordinary run.
+            details: the manifest's `island`; None of an ordinary run.
         """
         if details is None:
             return
@@ -100,6 +105,9 @@ class LocalIsland(ABC):
             The same, or a stop that was requested while it waited.
         """
         return stop
+
+    def leave(self) -> None:  # noqa: B027  nothing to do in either mode
+        """The run ends before its last step. The others wait: islands that are stopped together go on together."""
 
     def due(self, step: int) -> bool:
         """Whether `exchange` is to be called after an inner step: an exchange begins there or ends there."""

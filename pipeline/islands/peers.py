@@ -26,7 +26,7 @@ CHUNK_BYTES = 32 << 20
 
 
 class ExchangeError(HeadraceError):
-    """An exchange with other islands failed: one has died, or does not answer. It is tried again without it."""
+    """An exchange with other islands or replicas failed: one has died, or does not answer. It is tried again."""
 
 
 class PeerStore:
@@ -132,7 +132,7 @@ class Peers:
                 self._group.recv([part], source, 0).wait()
 
     def close(self) -> None:
-        """Closes the connections."""
+        """Closes the connections; a group may be formed again."""
         self._group.shutdown()
 
     def _prove(self, attempt: str) -> None:
@@ -148,7 +148,7 @@ class Peers:
         answer = torch.frombuffer(bytearray(self._answer(challenges, attempt, self.rank)), dtype=torch.uint8)
         for rank, given in enumerate(self.all_gather(answer)):
             if not hmac.compare_digest(bytes(given.tolist()), self._answer(challenges, attempt, rank)):
-                raise ExchangeError(f"island {rank} of the exchange has another islands.secret_file")
+                raise ExchangeError(f"member {rank} of the exchange has another secret_file")
 
     def _answer(self, challenges: bytes, attempt: str, rank: int) -> bytes:
         return hmac.new(self._secret, challenges + f"{attempt} {rank}".encode(), hashlib.sha256).digest()
@@ -177,7 +177,7 @@ class _failures:  # noqa: N801  used as a keyword of a `with`
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         if isinstance(error, (RuntimeError, TimeoutError, ConnectionError)):
             text = (str(error) or repr(error)).splitlines()[0]
-            raise ExchangeError(f"an island does not answer: {text}") from None
+            raise ExchangeError(f"a member does not answer: {text}") from None
 
 
 def _make_group(bind: str, timeout_s: float) -> Any:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 
-from pipeline.config.batch import BatchSizes
+from pipeline.config.batch import BatchSizes, part_of_batch
+from pipeline.config.layout_rules import micro_batch_constraints
 from pipeline.data.dataset import TokenDataset
 from pipeline.data.divided import CurrentBatch, DividedSteps
 from pipeline.data.loader import MicroBatch, StepLoader, heldout_batches
 from pipeline.data.skips import Skips
+from pipeline.parallel.compilation import compiles
 from pipeline.run.prepare import PreparedRun
 
 
@@ -49,6 +51,22 @@ class RankBatches:
         if self.current is not None:
             return DividedSteps(partial(self._load, skips=skips), self.current, steps=(first, last))
         return self._load(self.prepared.run.batch, (first, last), skips=skips)
+
+    def part(self, ranges: Sequence[tuple[int, int]], steps: tuple[int, int], *, skips: Skips) -> StepLoader:
+        """The batches of one or more samples of each of some steps, the part of one replica of the model.
+
+        Args:
+            ranges: (first, end) of indices in the step.
+            steps: (first, last), counted from 1.
+            skips: see `training`.
+        """
+        run = self.prepared.run
+        shapes_change = run.topology.pp == 1 and not compiles(run.config.compile)
+        least, multiple = micro_batch_constraints(run.config, run.topology)
+        batch = part_of_batch(
+            run.batch, ranges, shapes_change=shapes_change, min_micro_batches=least, multiple_of=multiple
+        )
+        return self._load(batch, steps, skips=skips)
 
     def _load(self, batch: BatchSizes, steps: tuple[int, int], *, skips: Skips) -> StepLoader:
         return StepLoader(

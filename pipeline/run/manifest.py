@@ -50,13 +50,13 @@ class RunManifest:
         except OSError as error:
             warn(f"warning: the manifest of {self.prepared.run_dir} cannot be written: {error}")
 
-    def checkpoint(self, step: int, stepper: GuardedStepper, *, island: dict[str, Any] | None = None) -> CheckpointInfo:
+    def checkpoint(self, step: int, stepper: GuardedStepper, *, groups: dict[str, Any] | None = None) -> CheckpointInfo:
         """What the manifest of the checkpoint of `step` records besides its files.
 
         Args:
             step: the last step the checkpoint holds.
             stepper: its skipped data and anomaly statistics are part of the state.
-            island: where an island stands among others.
+            groups: where an island or a replica of the model stands among others.
         """
         prepared, run = self.prepared, self.prepared.run
         details = {
@@ -70,6 +70,5 @@ class RunManifest:
             "hf_config": prepared.hf_config,
             "tokenizer": tokenizer_details(prepared.mixture.sources[0].manifest),
         }
-        if island is not None:
-            details["island"] = island
+        details |= groups or {}
         return CheckpointInfo(step, run.config.model_dump(mode="json"), prepared.parents, details)

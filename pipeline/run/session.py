@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -48,6 +49,7 @@ from pipeline.models.values import ReportsProgress, Zeros
 from pipeline.parallel.compilation import compilation_clock, compiles
 from pipeline.parallel.fp8 import check_fp8_device
 from pipeline.parallel.mesh import Mesh, build_mesh
+from pipeline.replicas.build import open_replica
 from pipeline.run.agreed_peak import AgreedPeak
 from pipeline.run.attempts import Attempt, locked_attempt
 from pipeline.run.balance_shares import check_compiled_shares, make_balancer
@@ -74,7 +76,7 @@ from pipeline.run.resume import (
 )
 from pipeline.run.staged_data import check_stage_space, staged_data
 from pipeline.run.step_times import StepTimes
-from pipeline.run.trainer import Progress, Trainer
+from pipeline.run.trainer import Islands, Progress, Trainer
 
 MakeObjective = Callable[[PreparedRun, torch.device, Mesh | None], Objective]
 
@@ -293,18 +295,8 @@ class Session:
                 stepper.load_state_dict(checkpoint.manifest.details.get("anomalies", {}), after=rollback)
             self._announce(engine, checkpoint, rollback, sinks=sinks, display=display, skips=skips)
             batches = RankBatches(prepared, self.launch.rank)
-            island = open_island(
-                run,
-                rank=self.launch.rank,
-                engine=engine,
-                agreement=self.agreement,
-                signals=self.signals,
-                watchdog=self.watchdog,
-                record=sinks.event,
-                say=display.say,
-                loader=partial(batches.slots, skips=skips),
-                checkpoint=checkpoint,
-                stack=stack,
+            island = self._open_group(
+                engine, stepper, sinks=sinks, say=display.say, skips=skips, checkpoint=checkpoint, stack=stack
             )
             if island is not None:
                 if stop := island.start():
@@ -369,6 +361,34 @@ class Session:
             if (goodput := self.attempt.account()) is not None:
                 display.say(goodput)
             return stop
+
+    def _open_group(
+        self,
+        engine: Engine,
+        stepper: GuardedStepper,
+        *,
+        sinks: Sinks,
+        say: Callable[[str], None],
+        skips: Skips,
+        checkpoint: Checkpoint | None,
+        stack: ExitStack,
+    ) -> Islands | None:
+        """The island or the replica of the model that this process belongs to; None in an ordinary run. Collective."""
+        prepared, batches = self.prepared, RankBatches(self.prepared, self.launch.rank)
+        common: dict[str, Any] = {
+            "rank": self.launch.rank,
+            "engine": engine,
+            "agreement": self.agreement,
+            "signals": self.signals,
+            "watchdog": self.watchdog,
+            "record": sinks.event,
+            "say": say,
+            "checkpoint": checkpoint,
+            "stack": stack,
+        }
+        island = open_island(prepared.run, loader=partial(batches.slots, skips=skips), **common)
+        load = partial(batches.part, skips=skips)
+        return island or open_replica(prepared.run, stepper=stepper, curve=prepared.curve, load=load, **common)
 
     def _checkpoint_timer(self) -> CheckpointTimer:
         """Decides when to save, on rank 0; "auto" goes on from what saves have cost before."""
@@ -468,6 +488,7 @@ def _check_node(prepared: PreparedRun) -> None:
         check_machine(prepared.run.config)
     check_stage_space(prepared)
     check_island(prepared.run.config.islands)
+    check_island(prepared.run.config.replicas, field="replicas")
     memory_folder(prepared.run.config.run)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -65,9 +65,31 @@ class StudentSamples(Protocol):
 
 
 class Islands(Protocol):
-    """The exchange with other islands (low-communication training)."""
+    """The exchange with other islands (low-communication training), or with other replicas of the model.
 
-    step: int
+    Attributes:
+        excluded_from_step_time: it is no part of a step.
+    """
+
+    excluded_from_step_time: bool
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        ...
+
+    @property
+    def own_share(self) -> float:
+        """Share of the step's batch that was run here; 1 for an island, whose batch is its own."""
+        ...
+
+    def start(self) -> Stop:
+        """Joins the others; `step` may be another one afterwards. Returns a stop that was requested meanwhile."""
+        ...
+
+    def batches(self) -> Iterator[StepBatch]:
+        """This rank's batches."""
+        ...
 
     def due(self, step: int) -> bool:
         """Whether there is an exchange after a step."""
@@ -79,6 +101,10 @@ class Islands(Protocol):
 
     def settle(self, step: int, stop: Stop) -> Stop:
         """Ends an exchange in the background before a checkpoint; returns the requested stop. Collective."""
+        ...
+
+    def leave(self) -> None:
+        """The run ends before its last step: replicas do not wait until its state is saved."""
         ...
 
     def state(self) -> State:
@@ -139,7 +165,7 @@ class Trainer:
         compilations: how many graphs were compiled since the last call, and in how many seconds.
         student: completes a step's batch before it is begun; None where it has all of it from the data.
         blocked: the time in which the loop waited for checkpoints.
-        island: exchanges with other islands; None in an ordinary run.
+        island: exchanges with other islands or replicas; None in an ordinary run.
         balancer: divides the samples of steps by the measured speeds of ranks; None in fixed shares.
     """
 
@@ -213,7 +239,7 @@ class Trainer:
     def _exchange(self, step: int, stop: Stop, *, save: bool) -> Stop:
         if self.island is None:
             return stop
-        with self.clock.excluded():
+        with self.clock.excluded() if self.island.excluded_from_step_time else nullcontext():
             if not stop and self.island.due(step):
                 stop = self.island.exchange(step)
             return self.island.settle(step, stop) if stop or save else stop
@@ -366,7 +392,8 @@ class Trainer:
         seconds, waited = self.clock.lap()
         rate = self.run.batch.tokens / seconds
         known = self.flops_per_token and self.peak_flops
-        per_device = rate / self.run.topology.world_size
+        own = 1.0 if self.island is None else self.island.own_share
+        per_device = rate * own / self.run.topology.world_size
         mfu = per_device * self.flops_per_token / self.peak_flops if known else None  # type: ignore[operator]
         return StepCost(seconds, waited, rate, mfu, memory)
 
@@ -409,7 +436,7 @@ class Trainer:
             self._report_saved(SaveResult(step, None, str(error).splitlines()[0], 0.0, 0.0))
 
     def _described(self, step: int) -> CheckpointInfo:
-        return self.manifest.checkpoint(step, self.stepper, island=self.island.details() if self.island else None)
+        return self.manifest.checkpoint(step, self.stepper, groups=self.island.details() if self.island else None)
 
     @property
     def _state(self) -> Callable[[], State]:
@@ -420,6 +447,8 @@ class Trainer:
 
         A run that is to go on finds a copy of it in memory.
         """
+        if self.island is not None and step < self.run.steps:
+            self.island.leave()
         with self.blocked.running():
             self._write_last(step)
         if step == self.run.steps:

@@ -84,10 +84,10 @@ class Site:
         self.address = self._server.address().removeprefix("http://").replace("localhost", "127.0.0.1")
         self.address = f"127.0.0.1:{self.address.rpartition(':')[2]}"
 
-    def member(self, name: str) -> LighthouseMember:
+    def member(self, name: str) -> LighthouseMember[Member]:
         store = PeerStore("127.0.0.1")
         self.stack.callback(lambda: store)
-        return LighthouseMember(self.address, name, store=store.address, secret=b"")
+        return LighthouseMember(self.address, name, store=store.address, secret=b"", parse=Member.from_plain)
 
     def island(self, name: str, *, count: int = 2, **fields: Any) -> ToyIsland:
         engine, rows = Weights(), list[dict[str, Any]]()
@@ -221,7 +221,7 @@ def test_an_island_that_leaves_while_it_waits_for_a_quorum_ends_at_once(site: Si
 import sys
 from pipeline.islands.ledger import Ledger, Member
 from pipeline.islands.lighthouse import LighthouseMember
-member = LighthouseMember(sys.argv[1], "a", store="127.0.0.1:1", secret=b"")
+member = LighthouseMember(sys.argv[1], "a", store="127.0.0.1:1", secret=b"", parse=Member.from_plain)
 asked = member.ask(Member("a", Ledger(), 0, living=False, waited=False, layout="x"))
 try:
     asked.result(2)

@@ -190,7 +190,9 @@ def report(name: str, secret: bytes) -> SimpleNamespace:
 def test_a_report_under_another_secret_or_with_another_store_is_left_out() -> None:
     moved = report("c", b"right")
     moved.store_address = "10.0.0.9:1"
-    found = authenticated(1, 1, [report("a", b"right"), report("b", b"wrong"), moved], secret=b"right")
+    found = authenticated(
+        1, 1, [report("a", b"right"), report("b", b"wrong"), moved], secret=b"right", parse=Member.from_plain
+    )
     assert [each.name for each in found.members] == ["a"]
     assert found.refused == ("b:1", "c:1")
     with pytest.raises(ConfigError, match="b, c"):

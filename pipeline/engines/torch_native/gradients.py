@@ -34,6 +34,22 @@ def finish_reduction(shards: Sequence[ParameterShard], mesh: Mesh, tied_group: d
 
 
 @torch.no_grad()
+def attached(shards: Sequence[ParameterShard]) -> list[Tensor]:
+    """This rank's shards of the gradients of all trained parameters, fp32, before `finish_reduction`.
+
+    Zeros where there was no backward pass. What is written into them is the gradient from then on.
+    """
+    found: list[Tensor] = []
+    for shard in shards:
+        if shard.sharded.requires_grad and shard.sharded.grad is None:
+            shard.sharded.grad = torch.zeros_like(shard.sharded)
+        shard.attach()
+        if shard.master.grad is not None:
+            found.append(shard.master.grad)
+    return found
+
+
+@torch.no_grad()
 def own_square(shards: Sequence[ParameterShard], device: torch.device) -> Tensor:
     """fp64 scalar: this rank's share of the squared 2-norm of the gradient; each element counts on one rank."""
     gradients = [g for s in shards if s.counts_in_norm and (g := s.master.grad) is not None and g.numel()]

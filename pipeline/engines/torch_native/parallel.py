@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,7 +33,8 @@ from pipeline.engines.loss_scale import LossScaler
 from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.torch_native import gradients
 from pipeline.engines.torch_native.deferred_step import DeferredStep, decide
-from pipeline.engines.torch_native.forward_backward import ForwardBackward, GradientAccumulation
+from pipeline.engines.torch_native.exchange import ExchangedGradients
+from pipeline.engines.torch_native.forward_backward import ForwardBackward, GradientAccumulation, zero_sums
 from pipeline.engines.torch_native.fp8_gather import refresh_scales
 from pipeline.engines.torch_native.pipeline import PipelineSchedule, StageModule
 from pipeline.engines.torch_native.sharding import ParameterShard, Sharding, reshard, shard_decoder
@@ -50,7 +52,7 @@ from pipeline.parallel.partition import pipeline_stages
 from pipeline.parallel.stages import StageLayers, is_tied
 
 
-class TorchParallel(TrainsStepByStep):
+class TorchParallel(TrainsStepByStep, ExchangedGradients):
     """One model on all processes. The process group must be initialized.
 
     Master weights are fp32 and sharded; with bf16 or fp16, FSDP2 gathers a copy in that dtype for forward and backward
@@ -136,10 +138,11 @@ class TorchParallel(TrainsStepByStep):
     ) -> DeferredStep:
         """See `Engine.begin_step`."""
         scale, names = self._scaler.value, self._objective.parts
-        batches = [micro.to(self._device) for micro in step.micro_batches]
         if self._balancer is not None:
             self._balancer.begin_step(scale / step.targets)
-        sums = self._forward_backward.train(batches, self._objective, scale=scale / step.targets)
+        train = partial(self._train, scale=scale / step.targets)
+        local_gradients = partial(gradients.attached, self._shards)
+        sums = self._exchanged(step, train(step.micro_batches), gradients=local_gradients, train=train)
         if not self._reports_loss:
             sums.zero_()
         gradients.finish_reduction(self._shards, self._mesh, self._tied_group)
@@ -164,6 +167,13 @@ class TorchParallel(TrainsStepByStep):
             scaler=self._scaler,
             balancer=self._balancer,
         )
+
+    def _train(self, micro_batches: Sequence[MicroBatch], *, scale: float) -> Tensor:
+        """See `ForwardBackward.train`; a replica of the model may have no micro-batch in a step."""
+        batches = [micro.to(self._device) for micro in micro_batches]
+        if not batches:
+            return zero_sums(self._objective, self._device)
+        return self._forward_backward.train(batches, self._objective, scale=scale)
 
     @property
     def decoders(self) -> list[Decoder]:

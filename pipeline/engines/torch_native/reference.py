@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -35,6 +36,7 @@ from pipeline.engines.common import (
 )
 from pipeline.engines.loss_scale import LossScaler
 from pipeline.engines.objective import CrossEntropy
+from pipeline.engines.torch_native.exchange import ExchangedGradients
 from pipeline.models.materialize import materialize
 from pipeline.models.values import ParameterValues
 from pipeline.optim.build import build_optimizer
@@ -45,7 +47,7 @@ from pipeline.parallel.decoder import Decoder
 from pipeline.parallel.expert_balance import make_balancer
 
 
-class TorchReference(TrainsStepByStep):
+class TorchReference(TrainsStepByStep, ExchangedGradients):
     """One process, one device, no sharding.
 
     With bf16 or fp16 the model's weights have that dtype; the optimizer updates fp32 master weights, and gradients are
@@ -89,15 +91,10 @@ class TorchReference(TrainsStepByStep):
         host_values: HostValues = no_host_values,
     ) -> FinishedStep:
         """See `Engine.begin_step`."""
-        sums = torch.zeros(1 + len(self._objective.parts), device=self._device)
         if self._balancer is not None:
             self._balancer.begin_step(self._scaler.value / step.targets)
-        for micro in step.micro_batches:
-            batch = micro.to(self._device)
-            total, *parts = self._decoder(batch.input_ids, batch, self._objective)
-            (total * (self._scaler.value / step.targets)).backward()
-            self._accumulate_gradients()
-            sums += torch.stack([total.detach(), *parts])
+        train = partial(self._train, targets=step.targets)
+        sums = self._exchanged(step, train(step.micro_batches), gradients=self._gradients, train=train)
         means: list[float] = (sums.double() / step.targets).tolist()
         norm = self._gradient_norm() / self._scaler.value
         outcome = self._scaler.outcome(means[0], norm, limits)
@@ -107,6 +104,24 @@ class TorchReference(TrainsStepByStep):
         names, host = self._objective.parts, host_values()
         result = self._scaler.result(step.step, means, names, norm, outcome, host_sums=host)
         return FinishedStep(with_expert_load(self._balancer, result, targets=step.targets))
+
+    def _train(self, micro_batches: Sequence[MicroBatch], *, targets: int) -> Tensor:
+        """Accumulates gradients over micro-batches. Returns the sums of the loss and its parts, fp32 [1 + parts]."""
+        sums = torch.zeros(1 + len(self._objective.parts), device=self._device)
+        for micro in micro_batches:
+            batch = micro.to(self._device)
+            total, *parts = self._decoder(batch.input_ids, batch, self._objective)
+            (total * (self._scaler.value / targets)).backward()
+            self._accumulate_gradients()
+            sums += torch.stack([total.detach(), *parts])
+        return sums
+
+    def _gradients(self) -> list[Tensor]:
+        trained = [master for master in self._masters.values() if master.requires_grad]
+        for master in trained:
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+        return [master.grad for master in trained if master.grad is not None]
 
     @property
     def decoders(self) -> list[Decoder]:

@@ -8,9 +8,10 @@ some of the parameters at a time, so that its fp32 copies stay small. Numbers re
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,6 +38,7 @@ from pipeline.engines.common import samples_text, update_scales
 from pipeline.engines.loss_scale import LossScaler
 from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.torch_native.deferred_step import DeferredStep, UpdateDecision, decide
+from pipeline.engines.torch_native.exchange import ExchangedGradients
 from pipeline.launch.host_copy import to_device
 from pipeline.models.counter import CPU
 from pipeline.models.materialize import materialize
@@ -96,6 +98,16 @@ class _Master:
             self.gradient.add_(weight.grad)
         weight.grad = None
 
+    def fp32_gradient(self) -> Tensor:
+        """The sum over the micro-batches so far, which is held here; zeros before the first."""
+        if self.weight.dtype == torch.float32:
+            if self.weight.grad is None:
+                self.weight.grad = torch.zeros_like(self.weight)
+            return self.weight.grad
+        if self.gradient is None:
+            self.gradient = torch.zeros_like(self.weight, dtype=torch.float32)
+        return self.gradient
+
     def take_gradient(self) -> Tensor | None:
         """The gradient of the step, in fp32 or the model's dtype; it is no longer held here."""
         taken = self.gradient if self.gradient is not None else self.weight.grad
@@ -103,7 +115,7 @@ class _Master:
         return taken
 
 
-class TorchSingle(TrainsStepByStep):
+class TorchSingle(TrainsStepByStep, ExchangedGradients):
     """One process, one device, no sharding. See the module.
 
     Args:
@@ -131,7 +143,7 @@ class TorchSingle(TrainsStepByStep):
         self._decoder.train()
         weights = self._decoder.parameters_by_name()
         self._masters = {name: _master(weight, recorded.residuals.pop(name, None)) for name, weight in weights.items()}
-        if run.batch.accumulation > 1:
+        if run.batch.accumulation > 1 or run.replicated:
             for master in self._masters.values():
                 if master.weight.dtype != torch.float32:
                     master.weight.register_post_accumulate_grad_hook(master.add_gradient)
@@ -160,14 +172,10 @@ class TorchSingle(TrainsStepByStep):
     ) -> DeferredStep:
         """See `Engine.begin_step`."""
         scale = self._scaler.value
-        sums = torch.zeros(1 + len(self._objective.parts), device=self._device)
         if self._balancer is not None:
             self._balancer.begin_step(scale / step.targets)
-        for micro in step.micro_batches:
-            batch = micro.to(self._device)
-            total, *parts = self._decoder(batch.input_ids, batch, self._objective)
-            (total * (scale / step.targets)).backward()
-            sums += torch.stack([total.detach(), *parts])
+        train = partial(self._train, scale=scale / step.targets)
+        sums = self._exchanged(step, train(step.micro_batches), gradients=self._fp32_gradients, train=train)
         means, norm = sums.double() / step.targets, self._gradient_norm() / scale
         decision = decide(means[0], norm, limits=limits, clip=self._clip, scale=scale, after=after)
         for update in self._updates:
@@ -177,6 +185,19 @@ class TorchSingle(TrainsStepByStep):
         return DeferredStep(
             step.step, numbers, decision, names=names, limits=limits, scaler=self._scaler, balancer=self._balancer
         )
+
+    def _train(self, micro_batches: Sequence[MicroBatch], *, scale: float) -> Tensor:
+        """Accumulates gradients over micro-batches. Returns the sums of the loss and its parts, fp32 [1 + parts]."""
+        sums = torch.zeros(1 + len(self._objective.parts), device=self._device)
+        for micro in micro_batches:
+            batch = micro.to(self._device)
+            total, *parts = self._decoder(batch.input_ids, batch, self._objective)
+            (total * scale).backward()
+            sums += torch.stack([total.detach(), *parts])
+        return sums
+
+    def _fp32_gradients(self) -> list[Tensor]:
+        return [master.fp32_gradient() for master in self._masters.values() if master.weight.requires_grad]
 
     @property
     def decoders(self) -> list[Decoder]:

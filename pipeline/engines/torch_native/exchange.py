@@ -1,0 +1,46 @@
+"""Sums a step's gradients over replicas of the model that come and go, between backward passes and update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from pipeline.data.loader import MicroBatch, StepBatch
+from pipeline.engines.base import GradientExchange
+
+
+class ExchangedGradients:
+    """Gives an engine `exchange_gradients_by`; see `engines.base.ExchangesGradients`."""
+
+    deferred: bool
+    _exchange: GradientExchange | None = None
+
+    def exchange_gradients_by(self, exchange: GradientExchange) -> None:
+        """See `ExchangesGradients`."""
+        self._exchange, self.deferred = exchange, False
+
+    def _exchanged(
+        self,
+        step: StepBatch,
+        sums: Tensor,
+        *,
+        gradients: Callable[[], Sequence[Tensor]],
+        train: Callable[[Sequence[MicroBatch]], Tensor],
+    ) -> Tensor:
+        """Sums gradients, in place, and loss sums over the replicas; runs what one that has died has left undone.
+
+        Args:
+            step: whose micro-batches have been run.
+            sums: [1 + parts] of them.
+            gradients: this rank's, as `GradientExchange` takes them.
+            train: runs micro-batches and accumulates their gradients; returns their sums.
+
+        Returns:
+            The sums of all samples of the step.
+        """
+        if self._exchange is None:
+            return sums
+        while more := self._exchange(step, gradients(), sums):
+            sums = sums + train(more)
+        return sums

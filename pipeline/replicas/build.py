@@ -1,0 +1,114 @@
+"""Makes the replica that a rank belongs to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch.distributed as dist
+
+from pipeline.anomalies.guarded_step import GuardedStepper
+from pipeline.checkpoint.store import Checkpoint
+from pipeline.config.rules import ResolvedRun
+from pipeline.engines.base import Engine, ExchangesGradients
+from pipeline.faults.agreement import Agreement
+from pipeline.faults.stop import StopSignals
+from pipeline.faults.watchdog import Watchdog
+from pipeline.islands.build import read_secret
+from pipeline.islands.lighthouse import LighthouseMember
+from pipeline.islands.outer import layout_digest
+from pipeline.islands.peers import Peers, PeerStore
+from pipeline.replicas.deal import Member
+from pipeline.replicas.quorums import Quorums
+from pipeline.replicas.record import ReplicaRecord
+from pipeline.replicas.replica import Loader, ReplicaOfRun, Surroundings
+
+
+def open_replica(  # noqa: PLR0913  what a rank of a run has
+    run: ResolvedRun,
+    *,
+    rank: int,
+    engine: Engine,
+    stepper: GuardedStepper,
+    curve: dict[str, Any],
+    agreement: Agreement,
+    signals: StopSignals,
+    watchdog: Watchdog,
+    record: Callable[..., None],
+    say: Callable[[str], None],
+    load: Loader,
+    checkpoint: Checkpoint | None,
+    stack: ExitStack,
+) -> ReplicaOfRun | None:
+    """The replica of this rank; None for an ordinary run. Collective. `stack` closes it.
+
+    Args:
+        run: the resolved config.
+        rank: of this process in the replica.
+        engine, stepper, load: see `Surroundings`.
+        curve: what all replicas must agree on.
+        agreement, signals, watchdog: see `Quorums`.
+        record, say: see `ReplicaRecord`.
+        checkpoint: where the run resumes; its state is loaded.
+        stack: closes it.
+    """
+    section = run.config.replicas
+    if section is None or section.name is None:
+        return None
+    # torchft's client reports every request on stderr unless it is told not to
+    os.environ.setdefault("RUST_LOG", "warn")
+    secret = read_secret(section, field="replicas")
+    lighthouse = None
+    if rank == 0:
+        store = PeerStore(section.bind)
+        stack.callback(lambda: store)  # lives as long as the replica
+        lighthouse = LighthouseMember(
+            section.lighthouse, section.name, store=store.address, secret=secret, parse=Member.from_plain
+        )
+    around = Surroundings(
+        section=section,
+        total=run.steps,
+        samples=run.batch.samples,
+        rank=rank,
+        engine=engine,
+        stepper=stepper,
+        load=load,
+        quorums=Quorums(agreement, signals, watchdog, lighthouse),
+        record=ReplicaRecord(record, say),
+    )
+    details = checkpoint.manifest.details.get("replicas", {}) if checkpoint else {}
+    member = Member(
+        name=section.name,
+        step=checkpoint.step if checkpoint else 0,
+        exchanges=details.get("exchanges", 0),
+        commit=details.get("commit", ""),
+        before="",
+        held=(),
+        between=True,
+        group="",
+        living=False,
+        waited=False,
+        layout=_digest(engine, curve),
+    )
+    peers = Peers(bind=section.bind, timeout_s=section.timeout_s, secret=secret)
+    replica = ReplicaOfRun(around, peers=peers, member=member)
+    stack.callback(replica.close)
+    assert isinstance(engine, ExchangesGradients), "refused by the rules on `replicas`"
+    engine.exchange_gradients_by(replica.sum_gradients)
+    return replica
+
+
+def _digest(engine: Engine, curve: dict[str, Any]) -> str:
+    """Of the curve, and of the shards of all ranks."""
+    with engine.edit_state() as state:
+        own = layout_digest(state)
+    digests: list[Any] = [own]
+    if dist.is_initialized():
+        digests *= dist.get_world_size()
+        dist.all_gather_object(digests, own)
+    text = json.dumps(curve, sort_keys=True, default=str) + " ".join(digests)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,83 @@
+"""How the ranks of one replica ask for quorums together."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from dataclasses import dataclass, field
+
+from headrace.base.errors import TrainingError
+from pipeline.checkpoint.store import on_rank_zero
+from pipeline.faults.agreement import Agreement
+from pipeline.faults.stop import Stop, StopSignals
+from pipeline.faults.watchdog import Watchdog
+from pipeline.islands.lighthouse import LighthouseMember, Quorum
+from pipeline.replicas.deal import Member
+
+_TICK_S = 1.0
+
+
+@dataclass
+class Quorums:
+    """Asks the lighthouse, on rank 0, and agrees with the other ranks of the replica. Every method is collective.
+
+    Attributes:
+        agreement: over the ranks of the replica.
+        signals: stop signals of this process.
+        watchdog: of this process.
+        lighthouse: on rank 0; None on the others.
+        stop: the stop that was requested while a quorum was waited for.
+    """
+
+    agreement: Agreement
+    signals: StopSignals
+    watchdog: Watchdog
+    lighthouse: LighthouseMember[Member] | None
+    stop: Stop = field(default=Stop.NO, init=False)
+
+    def ask(self, member: Member, *, until_stop: bool = True) -> Quorum[Member] | None:
+        """The next quorum; None when a stop is requested first.
+
+        Args:
+            member: what this replica reports.
+            until_stop: give up when a stop is requested. A step that was begun is finished first.
+
+        Raises:
+            TrainingError: the lighthouse has failed.
+        """
+        self.enter_phase("waiting for other replicas", member.step)
+        asked: Future[Quorum[Member]] | None = None
+        if self.lighthouse is not None:
+            asked = self.lighthouse.ask(member)
+
+        def answer() -> Quorum[Member] | None:
+            assert asked is not None
+            try:
+                return asked.result(_TICK_S)
+            except NotYet:
+                return None
+            except RuntimeError as error:
+                why = f"the lighthouse failed: {error}\n  try: start it again, then this replica"
+                raise TrainingError(why) from None
+
+        while True:
+            self.watchdog.report_progress()
+            quorum: Quorum[Member] | None = on_rank_zero(answer)
+            if quorum is not None:
+                return quorum
+            self.stop = self.agreement.requested_stop(self.signals) if until_stop else Stop.NO
+            if self.stop:
+                return None
+
+    def agreed(self, failed: bool) -> bool:
+        """Whether it is so on any rank of the replica."""
+        return bool(self.agreement.max_over_ranks(int(failed))[0])
+
+    def enter_phase(self, phase: str, step: int) -> None:
+        """Tells the watchdog."""
+        self.watchdog.enter_phase(phase, step)
+
+    def close(self) -> None:
+        """Sends no more heartbeats."""
+        if self.lighthouse is not None:
+            self.lighthouse.close()
