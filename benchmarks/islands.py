@@ -1,11 +1,15 @@
 """Islands (DiLoCo) against data parallelism at equal tokens: held-out loss and bytes between sites, counted.
 
-    python -m benchmarks.islands --config demo/teacher.json --islands 4 --inner 100 --steps 400 --out out/islands
+    python -m benchmarks.islands --config demo/teacher.json --islands 4 --inner 100 --first 500 --steps 1000
 
-Data parallelism is one run with a batch of all islands' samples, for as many steps; its bytes are those of a ring
-all-reduce of fp32 gradients between as many sites, computed: 2 (m - 1) / m x 4 bytes per parameter, step and site.
-Islands' bytes are the journals' `bytes_sent`. All with the native engine, ZeRO stage 0, a process each; learning rate
-and schedule are the config's, tuned for neither.
+As in DiLoCo's paper all begin with one model, that of an ordinary run over the batch of all islands' samples, for
+`--first` steps. Data parallelism goes on as that run does; islands have a batch of the config's size each, for as many
+steps. Both have the config's learning rate and schedule, afresh; `--lr` and `--outer-lr` are tuned for neither unless
+they are given. Native engine, ZeRO stage 0; a process per island, and `--processes` for ordinary runs.
+
+Data parallelism's bytes are those of a ring all-reduce of fp32 gradients between as many sites, computed:
+2 (m - 1) / m x 4 bytes per parameter, step and site. Islands' are the journals' `bytes_sent`; on the wire they are 1.02
+to 1.14 times that (benchmarks/islands_netem.py). `--picture FILE.svg` draws the held-out losses.
 """
 
 from __future__ import annotations
@@ -15,7 +19,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+from matplotlib.figure import Figure
 
 from pipeline.checkpoint.metadata import read_metadata
 from pipeline.config.load import read_config
@@ -23,60 +30,135 @@ from pipeline.launch.group import free_port
 from pipeline.metrics.journal import read_rows
 
 
+@dataclass(frozen=True)
+class Result:
+    """A run.
+
+    Attributes:
+        name: for table and picture.
+        losses: (step, held-out loss).
+        megabytes: that a site sends.
+        computed: whether these were computed.
+        seconds: of its commands.
+    """
+
+    name: str
+    losses: tuple[tuple[int, float], ...]
+    megabytes: float
+    computed: bool
+    seconds: float
+
+    def line(self, reference: Result) -> str:
+        """Of the table."""
+        loss, other = self.losses[-1][1], reference.losses[-1][1]
+        sent = f"{self.megabytes:,.1f} ({'computed' if self.computed else 'counted'})"
+        fewer = reference.megabytes / self.megabytes
+        return f"| {self.name} | {loss:.4f} | {loss / other - 1:+.1%} | {sent} | {fewer:,.0f} | {self.seconds:,.0f} |"
+
+
 def main() -> None:
     """Prints the table in Markdown."""
+    arguments = _arguments()
+    common = ["engine=torch", "zero_optimization.stage=0", f"evaluation.every={arguments.inner}"]
+    common += [f"optimizer.params.lr={arguments.lr}"] if arguments.lr else []
+    common += arguments.overrides
+    if arguments.first:
+        model = _first_model(arguments, common)
+        common += ["model.config=null", f"model.path={model}"]
+    common += [f"run.steps={arguments.steps}", f"run.checkpoint_every={arguments.steps}"]
+    parameters, reference = _data_parallel(arguments, common)
+    print("| run | held-out loss | over data parallelism | MB sent per site | times fewer | wall s |")
+    print(f"|---|---|---|---|---|---|\n{reference.line(reference)}", flush=True)
+    results = [reference]
+    for compress in arguments.compress:
+        results.append(_islands(arguments, common, compress))
+        print(results[-1].line(reference), flush=True)
+    for each in results:
+        print(f"\n{each.name}: " + ", ".join(f"{step} {loss:.4f}" for step, loss in each.losses))
+    print(f"\n{parameters:,} parameters, {arguments.islands} islands, H = {arguments.inner}, {arguments.steps} steps")
+    if arguments.picture:
+        _draw(results, arguments.picture)
+
+
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True, help="config of a run")
     parser.add_argument("--islands", type=int, default=4)
     parser.add_argument("--inner", type=int, default=100, help="inner steps between exchanges (H)")
+    parser.add_argument("--first", type=int, default=0, help="steps of the ordinary run that all begin with")
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--lr", type=float, help="peak learning rate of all runs")
+    parser.add_argument("--outer-lr", type=float, default=0.7)
+    parser.add_argument("--compress", nargs="+", default=["none", "int8"])
+    parser.add_argument("--processes", type=int, default=1, help="of ordinary runs")
     parser.add_argument("--out", type=Path, default=Path("out/islands"))
+    parser.add_argument("--picture", type=Path, help="file of the picture, .svg")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="FIELD=VALUE")
-    arguments = parser.parse_args()
-    common = ["engine=torch", "zero_optimization.stage=0", f"run.steps={arguments.steps}", "evaluation.every=null"]
-    common += [f"run.checkpoint_every={arguments.steps}", *arguments.overrides]
-    print("| run | held-out loss | MB sent per site | wall s |\n|---|---|---|---|")
-    parameters = _data_parallel(arguments, common)
-    for compress in ("none", "int8"):
-        _islands(arguments, common, compress)
-    print(f"\n{parameters:,} parameters, {arguments.islands} islands, H = {arguments.inner}, {arguments.steps} steps")
+    return parser.parse_args()
 
 
-def _data_parallel(arguments: argparse.Namespace, common: Sequence[str]) -> int:
+def _batch(arguments: argparse.Namespace, common: Sequence[str]) -> int:
     batch = read_config(arguments.config, common).config.train_batch_size
     assert batch is not None
+    return batch * int(arguments.islands)
+
+
+def _first_model(arguments: argparse.Namespace, common: Sequence[str]) -> Path:
+    """The model of the ordinary run that all begin with, as a Hugging Face directory."""
+    folder, model = arguments.out / "first", arguments.out / "first-model"
+    if not model.exists():
+        steps = [f"run.steps={arguments.first}", f"run.dir={folder}", f"train_batch_size={_batch(arguments, common)}"]
+        _run("train", arguments, [*common, *steps], processes=arguments.processes)
+        command = [sys.executable, "-m", "headrace", "export", str(folder), str(model)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return Path(model)
+
+
+def _data_parallel(arguments: argparse.Namespace, common: Sequence[str]) -> tuple[int, Result]:
     folder, sites = arguments.out / "data-parallel", arguments.islands
-    seconds = _run("train", arguments.config, [*common, f"train_batch_size={batch * sites}", f"run.dir={folder}"])
-    [checkpoint] = (folder / "checkpoints").glob("step-*")
+    steps = [f"train_batch_size={_batch(arguments, common)}", f"run.dir={folder}"]
+    seconds = _run("train", arguments, [*common, *steps], processes=arguments.processes)
+    checkpoint = (folder / "checkpoints/latest").resolve()
     parameters = sum(each.numel for each in read_metadata(checkpoint).tensors if each.key.startswith("weight/"))
-    sent = 2 * (sites - 1) / sites * 4 * parameters * arguments.steps
-    print(f"| data parallelism | {_loss(folder):.4f} | {sent / 1e6:,.1f} (computed) | {seconds:.0f} |", flush=True)
-    return parameters
+    sent = 2 * (sites - 1) / sites * 4 * parameters * arguments.steps / 1e6
+    return parameters, Result("data parallelism", _losses(folder), sent, computed=True, seconds=seconds)
 
 
-def _islands(arguments: argparse.Namespace, common: Sequence[str], compress: str) -> None:
+def _islands(arguments: argparse.Namespace, common: Sequence[str], compress: str) -> Result:
     folder = arguments.out / f"islands-{compress}"
     section = [f"islands.count={arguments.islands}", f"islands.steps={arguments.inner}", "islands.start_s=600"]
     section += [f"islands.compress={compress}", f"islands.lighthouse=127.0.0.1:{free_port()}"]
-    seconds = _run("islands", arguments.config, [*common, *section, f"run.dir={folder}"])
+    section += [f"islands.outer.lr={arguments.outer_lr}"]
+    seconds = _run("islands", arguments, [*common, *section, f"run.dir={folder}"])
     rows = [row for row in read_rows(folder / "island-0", kind="event") if row["event"] == "exchange"]
     assert all(len(row["trained"]) == arguments.islands for row in rows)
     sent = sum(row["bytes_sent"] for row in rows) / 1e6
-    loss = _loss(folder / "island-0")
-    print(f"| islands, {compress} | {loss:.4f} | {sent:,.1f} (counted) | {seconds:.0f} |", flush=True)
+    kind = "fp32" if compress == "none" else compress
+    return Result(f"islands, {kind}", _losses(folder / "island-0"), sent, computed=False, seconds=seconds)
 
 
-def _run(verb: str, config: Path, overrides: Sequence[str]) -> float:
+def _run(verb: str, arguments: argparse.Namespace, overrides: Sequence[str], *, processes: int = 1) -> float:
     words = [word for text in overrides for word in ("--set", text)]
+    words += ["--nproc", str(processes)] if processes > 1 else []
     began = time.monotonic()
-    subprocess.run(
-        [sys.executable, "-m", "headrace", verb, "--config", str(config), *words], check=True, stdout=subprocess.DEVNULL
-    )
+    command = [sys.executable, "-m", "headrace", verb, "--config", str(arguments.config), *words]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return time.monotonic() - began
 
 
-def _loss(run_dir: Path) -> float:
-    return float(read_rows(run_dir, kind="eval")[-1]["loss"])
+def _losses(run_dir: Path) -> tuple[tuple[int, float], ...]:
+    return tuple((int(row["step"]), float(row["loss"])) for row in read_rows(run_dir, kind="eval"))
+
+
+def _draw(results: Sequence[Result], path: Path) -> None:
+    figure = Figure(figsize=(7.0, 4.0), layout="constrained")
+    axes = figure.add_subplot()
+    for each, color, marker in zip(results, ("#5a636b", "#1f5fa8", "#c2571a"), ("o", "s", "^"), strict=False):
+        axes.plot(*zip(*each.losses, strict=True), color=color, marker=marker, markersize=4, label=each.name)
+    axes.set_xlabel("step of every island; data parallelism has all their samples in each")
+    axes.set_ylabel("held-out loss, nats per token")
+    axes.legend(frameon=False)
+    figure.savefig(path, format="svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":

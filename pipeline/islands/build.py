@@ -128,7 +128,8 @@ def open_island(  # noqa: PLR0913  what a rank of a run has
     island = make(around, loader, step, stack)
     stack.callback(island.close)
     if checkpoint is not None:
-        island.load(checkpoint.path, checkpoint.manifest.details.get("island"))
+        details = checkpoint.manifest.details
+        island.load(checkpoint.path, details.get("island"), samples=details["samples"])
     return island
 
 

@@ -82,6 +82,7 @@ class Ledger:
         deal: the round that is being trained; None before the first.
         before: the round before, while it has a tail.
         tails: of that round.
+        start: slots that an ordinary run had trained before the islands began.
     """
 
     round: int = 0
@@ -89,11 +90,12 @@ class Ledger:
     deal: Deal | None = None
     before: Deal | None = None
     tails: tuple[Tail, ...] = ()
+    start: int = 0
 
     @property
     def slots(self) -> int:
         """Slots dealt so far."""
-        return self.deal.end if self.deal else 0
+        return self.deal.end if self.deal else self.start
 
     def in_tail(self, name: str, step: int) -> bool:
         """Whether an island that has done so many inner steps still has steps of the round before to do."""
@@ -120,13 +122,20 @@ class Ledger:
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Ledger:
-        """The inverse of `plain`; older checkpoints know no tails."""
+        """The inverse of `plain`; older checkpoints know no tails and no start."""
 
         def made(deal: dict[str, Any] | None) -> Deal | None:
             return None if deal is None else Deal(**{**deal, "names": tuple(deal["names"])})
 
         tails = tuple(Tail(*each) for each in plain.get("tails", ()))
-        return cls(plain["round"], plain["commit"], made(plain["deal"]), made(plain.get("before")), tails)
+        return cls(
+            plain["round"],
+            plain["commit"],
+            made(plain["deal"]),
+            made(plain.get("before")),
+            tails,
+            plain.get("start", 0),
+        )
 
 
 @dataclass(frozen=True)

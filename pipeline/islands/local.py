@@ -56,14 +56,16 @@ class LocalIsland(ABC):
         """What the manifest of a checkpoint records."""
         return {"island": {"name": self.name, **self.ledger.plain()}}
 
-    def load(self, directory: Path, details: dict[str, Any] | None) -> None:
+    def load(self, directory: Path, details: dict[str, Any] | None, *, samples: int) -> None:
         """Loads the outer state of a checkpoint; of an ordinary run's, the outer optimizer begins afresh.
 
         Args:
             directory: of the checkpoint.
             details: the manifest's `island`; None of an ordinary run.
+            samples: that an ordinary run had consumed: the islands go on behind them.
         """
         if details is None:
+            self.ledger = Ledger(start=samples // self._around.samples)
             return
         with self._around.engine.edit_state() as state:
             outer = self._outer.named(state)

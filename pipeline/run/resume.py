@@ -80,6 +80,10 @@ def refuse_other_curve(checkpoint: Checkpoint, curve: dict[str, Any], *, allowed
         if field == "train_batch_size":
             why = f"the checkpoint's is {before}, and the place in the data is counted in steps of it"
             raise ConfigError(field, now, why=why, remedy=f"use {before}, or start another run.dir from this model")
+    if was.get("islands") and not curve.get("islands"):
+        why = "the checkpoint is of islands, whose place in the data is counted in their rounds"
+        remedy = 'keep the section, with "count": 1, or start another run.dir from this model'
+        raise ConfigError("islands", why=why, remedy=remedy)
     changed = [row for row in differing if not any(is_allowed(row[0], name) for name in allowed)]
     if changed:
         listed = "\n".join(f"    {line}" for line in describe_changes(changed)[:8])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -124,10 +125,16 @@ def test_an_island_that_comes_late_takes_the_state_of_the_others_and_trains_with
 def test_one_island_that_exchanges_every_step_is_an_ordinary_run(tokens: Path, tmp_path: Path) -> None:
     """H = 1, outer SGD with learning rate 1 and no momentum: outer - (outer - inner) rounds once per step."""
     config = make_config(tokens, tmp_path, steps=20, count=1, outer={"lr": 1.0, "momentum": 0.0})
-    run_islands(config, "islands.steps=1")
-    launch("train.py", config, "islands=null", f"run.dir={tmp_path / 'plain'}")
-    ours, plain = losses(tmp_path / "run/island-0"), losses(tmp_path / "plain")
-    assert len(events(tmp_path / "run/island-0", "exchange")) == 20
+    island = tmp_path / "run/island-0"
+    launch("train.py", config, "islands=null", "run.checkpoint_every=10", f"run.dir={tmp_path / 'plain'}")
+    # it begins with the checkpoint of an ordinary run, behind its samples
+    shutil.copytree(tmp_path / "plain", island)
+    for checkpoint in island.glob("checkpoints/step-*"):
+        if checkpoint.name != "step-00000010":
+            shutil.rmtree(checkpoint)
+    run_islands(config, "islands.steps=1", 'run.allow_change=["islands"]')
+    ours, plain = losses(island), losses(tmp_path / "plain")
+    assert len(events(island, "exchange")) == 10
     assert ours == pytest.approx(plain, rel=2e-5)  # fp32's tolerance in docs/reference/parity.md
 
 

@@ -47,6 +47,13 @@ def begin(*names: str, overlap: int = 0) -> Decision:
     return decide(fresh, steps=STEPS, total=TOTAL, quorum=1, overlap=overlap)
 
 
+def test_islands_go_on_behind_the_samples_of_an_ordinary_run() -> None:
+    members = [Member(name, Ledger(start=7), 7, living=False, waited=True, layout="x") for name in ("a", "b")]
+    deal = decide(members, steps=5, total=17, quorum=1).ledger.deal
+    assert deal is not None
+    assert (deal.slots("a"), deal.slots("b"), deal.step) == (range(7, 12), range(12, 17), 7)
+
+
 def test_a_round_deals_consecutive_samples_to_its_islands() -> None:
     deal = begin("a", "b", "c").ledger.deal
     assert deal is not None

@@ -110,3 +110,11 @@ def is_key(schema: dict[str, Any], key: str) -> bool:
             return any(option.get("additionalProperties") or option.get("type") == "array" for option in options)
         at = found[0]
     return True
+
+
+def test_an_ordinary_run_refuses_a_checkpoint_of_islands_whatever_is_allowed(tmp_path: Path) -> None:
+    """Its place in the data would be counted in steps, and samples that other islands had would come again."""
+    island, plain = curve(tmp_path, 'islands={"name": "a"}'), curve(tmp_path)
+    refuse_other_curve(Saved(plain), island, allowed=["islands"])
+    with pytest.raises(ConfigError, match=r"islands\n  why: the checkpoint is of islands"):
+        refuse_other_curve(Saved(island), plain, allowed=["islands"])
