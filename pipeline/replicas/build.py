@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from pipeline.anomalies.guarded_step import GuardedStepper
@@ -86,13 +87,13 @@ def open_replica(  # noqa: PLR0913  what a rank of a run has
         step=checkpoint.step if checkpoint else 0,
         exchanges=details.get("exchanges", 0),
         commit=details.get("commit", ""),
-        before="",
+        before=None,
         held=(),
         between=True,
         group="",
         living=False,
         waited=False,
-        layout=_digest(engine, curve),
+        layout=digest_of_run(run, engine, curve),
     )
     peers = Peers(bind=section.bind, timeout_s=section.timeout_s, secret=secret)
     replica = ReplicaOfRun(around, peers=peers, member=member)
@@ -102,13 +103,17 @@ def open_replica(  # noqa: PLR0913  what a rank of a run has
     return replica
 
 
-def _digest(engine: Engine, curve: dict[str, Any]) -> str:
-    """Of the curve, and of the shards of all ranks."""
+def digest_of_run(run: ResolvedRun, engine: Engine, curve: dict[str, Any]) -> str:
+    """Of what decides the bits of an update, and which steps are applied; and of the shards of all ranks."""
+    config = run.config
+    # the curve has no response to non-finite steps, with which a run may be resumed; here all must respond alike
+    policies = config.anomalies.model_dump(mode="json")
+    alike = (curve, policies, config.engine, config.zero_optimization.stage, engine.device_name, str(torch.__version__))
     with engine.edit_state() as state:
         own = layout_digest(state)
     digests: list[Any] = [own]
     if dist.is_initialized():
         digests *= dist.get_world_size()
         dist.all_gather_object(digests, own)
-    text = json.dumps(curve, sort_keys=True, default=str) + " ".join(digests)
+    text = json.dumps(alike, sort_keys=True, default=str) + " ".join(digests)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

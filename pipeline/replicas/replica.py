@@ -18,15 +18,16 @@ from torch import Tensor
 
 from headrace.base.errors import ConfigError, LostError
 from pipeline.anomalies.guarded_step import GuardedStepper
-from pipeline.checkpoint.shard_table import State, parts_of
+from pipeline.checkpoint.shard_table import State
 from pipeline.config.replicas_schema import ReplicasSection
 from pipeline.data.loader import MicroBatch, StepBatch, StepLoader
 from pipeline.engines.base import Engine
 from pipeline.faults.stop import Stop
 from pipeline.islands.lighthouse import Quorum, refuse_other_secret
-from pipeline.islands.peers import ExchangeError, Peers, unpack
+from pipeline.islands.peers import ExchangeError, Peers
 from pipeline.replicas import messages
 from pipeline.replicas.deal import Decision, Member, Ranges, compatible, count_of, decide, joined
+from pipeline.replicas.handover import digest, send_state, take_state
 from pipeline.replicas.quorums import Quorums
 from pipeline.replicas.record import ReplicaRecord
 from pipeline.replicas.sums import GradientSums
@@ -75,7 +76,8 @@ class ReplicaOfRun:
     excluded_from_step_time = False
 
     def __init__(self, around: Surroundings, *, peers: Peers, member: Member) -> None:
-        self._around, self._peers, self._me = around, peers, member
+        self._around, self._peers = around, peers
+        self._me = replace(member, state=digest(around.stepper))
         self._part: Ranges = ()
         self._whole, self._continues, self._given = True, False, False
         self._sums = GradientSums()
@@ -102,7 +104,8 @@ class ReplicaOfRun:
         """Joins the replicas that live, or begins with those that are started together. Returns a requested stop.
 
         Raises:
-            ConfigError: the other replicas have another secret, another curve or another layout.
+            ConfigError: the other replicas have another secret, another curve or another layout, or are at an earlier
+                step than this one's checkpoint.
         """
         section, began, name = self._around.section, time.monotonic(), self._me.name
         while True:
@@ -114,7 +117,7 @@ class ReplicaOfRun:
             if name not in [each.name for each in members]:
                 others = ", ".join(each.name for each in members)
                 why = f"{others} train another curve than {name}, or split the model over their ranks in another way"
-                remedy = "the same config, engine, ZeRO stage, parallel section and number of processes on all"
+                remedy = "the same config, processes, devices and torch on all"
                 raise ConfigError("replicas", why=why, remedy=remedy)
             ready = any(each.living or each.waited for each in members) or len(members) >= section.count
             if not ready:
@@ -163,7 +166,7 @@ class ReplicaOfRun:
         """See `engines.base.GradientExchange`.
 
         Raises:
-            LostError: the others have left this replica behind.
+            LostError: the others have left this replica behind, or have come to other numbers.
         """
         ready = self._continues or self._whole
         if not self._continues:  # the step's own micro-batches, perhaps for a second time
@@ -196,21 +199,19 @@ class ReplicaOfRun:
         self._peers.close()
 
     def _finished(self, step: int) -> None:
-        self._me = replace(self._me, step=step, held=(), between=True)
+        self._me = replace(self._me, step=step, held=(), between=True, state=digest(self._around.stepper))
 
     def _decide(self, quorum: Quorum[Member]) -> Decision | None:
         """What this replica does in a quorum; None: it asks again.
 
         Raises:
-            LostError: see `sum_gradients`.
+            LostError, ConfigError: see `sum_gradients`, and `start`.
         """
         members, name = compatible(quorum.members), self._me.name
         decision = decide(members, samples=self._around.samples, quorum=quorum.formed)
-        if name in decision.behind:
-            raise LostError(
-                f"step {self._me.step + 1}: the other replicas went on without {name} for more than one step\n"
-                f"  try: start it again, it takes their state then; a larger replicas.wait_s if it is only slower"
-            )
+        if name in (*decision.behind, *decision.ahead):
+            source = next(each for each in members if each.name == decision.source)
+            raise (_left_behind if name in decision.behind else _ahead)(self._me, source)
         if name not in [each.name for each in members] or name in decision.waiting:
             return None
         if decision.late:
@@ -309,16 +310,11 @@ class ReplicaOfRun:
         return True
 
     def _send_state(self, decision: Decision) -> None:
-        header = {
-            **{key: getattr(self._me, key) for key in ("step", "exchanges", "commit", "before")},
-            "anomalies": self._around.stepper.state_dict(),
-        }
         to, failure = [decision.names.index(each) for each in decision.healed], None
-        with self._around.engine.edit_state() as state:
-            try:
-                messages.send(self._peers, header, _parts(state), to=to)
-            except ExchangeError as error:  # it tries again at the next step; the exchange of this one will fail
-                failure = str(error)
+        try:
+            send_state(self._peers, self._me, self._around.engine, self._around.stepper, to=to)
+        except ExchangeError as error:  # it tries again at the next step; the exchange of this one will fail
+            failure = str(error)
         self._failed(failure)
 
     def _take_state(self, decision: Decision) -> bool:
@@ -330,10 +326,7 @@ class ReplicaOfRun:
             failure = str(error)
         if self._failed(failure):  # nothing is changed before all ranks have their part
             return False
-        with self._around.engine.edit_state() as state:
-            unpack(packed, _parts(state))
-        self._around.stepper.load_state_dict(header.pop("anomalies"))
-        self._me = replace(self._me, **header)
+        self._me = take_state(header, packed, self._me, self._around.engine, self._around.stepper)
         return True
 
     def _give_result(self, decision: Decision, quorum: Quorum[Member]) -> None:
@@ -363,6 +356,23 @@ class ReplicaOfRun:
             self._given = True
 
 
-def _parts(state: State) -> list[Tensor]:
-    """All tensors of a state, in the order of its keys, which is the same on equal ranks of equal layouts."""
-    return [part for value in state.values() for part in parts_of(value).values()]
+def _left_behind(me: Member, source: Member) -> LostError:
+    where, again = f"step {me.step + 1}", "start it again, it takes their state then"
+    if me.commit == source.commit:
+        return LostError(
+            f"{where}: {me.name} and {source.name} have made the same exchanges and have come to other losses or"
+            f" gradient norms: their weights differ\n  try: {again}; the same devices and drivers on all replicas"
+        )
+    return LostError(
+        f"{where}: the other replicas went on without {me.name} for more than one step\n"
+        f"  try: {again}; a larger replicas.wait_s if it is only slower"
+    )
+
+
+def _ahead(me: Member, source: Member) -> ConfigError:
+    why = f"{me.name} has a checkpoint of step {me.step}, and the replicas that run are at step {source.step}"
+    remedy = (
+        f"to go on from step {me.step}, stop the others and start all together, with a replicas.start_s in which the"
+        f" slowest has loaded its checkpoint; or remove the checkpoints of {me.name}, and it joins the others"
+    )
+    return ConfigError("replicas", why=why, remedy=remedy)

@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.base.errors import TrainingError
+from headrace.base.errors import ConfigError, HeadraceError
 from pipeline.config.replicas_schema import ReplicasSection
 from pipeline.data.loader import StepBatch
+from pipeline.data.skips import NO_SKIPS, Skip, Skips
 from pipeline.faults.agreement import Agreement
 from pipeline.faults.stop import StopSignals
 from pipeline.islands.lighthouse import LighthouseMember
@@ -59,14 +60,14 @@ class Toy:
 
 
 class Loader:
-    def __init__(self, ranges: Ranges, steps: tuple[int, int]) -> None:
-        self.ranges, self.steps = ranges, steps
+    def __init__(self, ranges: Ranges, steps: tuple[int, int], skips: Skips) -> None:
+        self.ranges, self.steps, self.skips = ranges, steps, skips
 
     def __iter__(self) -> Iterator[StepBatch]:
         return (self.gather(step) for step in range(self.steps[0], self.steps[1] + 1))
 
     def gather(self, step: int) -> StepBatch:
-        samples: Any = [(step, n) for first, end in self.ranges for n in range(first, end)]
+        samples: Any = [(self.skips.data_step(step), n) for first, end in self.ranges for n in range(first, end)]
         return StepBatch(step, samples, SAMPLES)
 
 
@@ -79,6 +80,7 @@ class Thread:
         executions: of every step.
         count: replicas that are waited for.
         resumed: step and weights of its checkpoint.
+        skips: data that it leaves out.
         updates: step -> weights after it.
         events: of its journal.
     """
@@ -89,6 +91,7 @@ class Thread:
     executions: int = 1
     count: int = 2
     resumed: tuple[int, Tensor] = (0, torch.ones(6))
+    skips: Skips = NO_SKIPS
     updates: dict[int, Tensor] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)
     error: BaseException | None = None
@@ -107,9 +110,9 @@ class Thread:
 
     def _replica(self) -> ReplicaOfRun:
         watchdog: Any = SimpleNamespace(enter_phase=lambda *_: None, report_progress=lambda: None)
-        stepper: Any = SimpleNamespace(state_dict=dict, load_state_dict=lambda _state: None)
+        stepper: Any = SimpleNamespace(state_dict=dict, load_state_dict=lambda _state: None, skips=self.skips)
         engine: Any = self.model
-        load: Any = Loader
+        load: Any = lambda ranges, steps: Loader(ranges, steps, stepper.skips)  # noqa: E731
         member = LighthouseMember(
             self.address, self.name, store=self.store.address, secret=b"", parse=Member.from_plain
         )
@@ -135,7 +138,7 @@ class Thread:
                 self.updates[batch.step] = self._step(replica, batch)
                 if replica.due(batch.step):
                     replica.exchange(batch.step)
-        except (Died, TrainingError) as error:
+        except (Died, HeadraceError) as error:
             self.error = error
         finally:
             replica.close()
@@ -167,10 +170,12 @@ def address() -> Iterator[str]:
     server.shutdown()
 
 
-def one_process() -> dict[int, Tensor]:
+def one_process(skips: Skips = NO_SKIPS) -> dict[int, Tensor]:
     model, updates = Toy(), {}
     for step in range(1, STEPS + 1):
-        updates[step] = model.update(torch.stack([model.gradient((step, n)) for n in range(SAMPLES)]).sum(0))
+        updates[step] = model.update(
+            torch.stack([model.gradient((skips.data_step(step), n)) for n in range(SAMPLES)]).sum(0)
+        )
     return updates
 
 
@@ -284,3 +289,28 @@ def test_replicas_that_resume_different_checkpoints_go_on_from_the_newest(addres
         torch.testing.assert_close(weights, done[step], rtol=1e-5, atol=1e-6)
         assert torch.equal(a.updates[step], weights)
         assert torch.equal(c.updates[step], weights)
+
+
+def test_a_replica_leaves_out_the_data_that_those_it_joins_leave_out(address: str) -> None:
+    skips = Skips((Skip(1, 10),))
+    done = one_process(skips)
+    a, b = Thread("a", address, resumed=(2, done[2]), skips=skips), Thread("b", address)
+    a.start(), b.start()
+    a.join(), b.join()
+    for step in (3, 4, 5, 6):
+        torch.testing.assert_close(a.updates[step], done[step], rtol=1e-5, atol=1e-6)
+        assert torch.equal(a.updates[step], b.updates[step])
+
+
+def test_a_replica_with_a_later_checkpoint_than_those_that_run_does_not_give_its_work_up(address: str) -> None:
+    late = Thread("d", address, resumed=(5, torch.zeros(6)))
+
+    def wait_for_the_late_comer() -> None:
+        late.start()
+        threading.Event().wait(1)  # until it has asked
+
+    a = Thread("a", address, at(2, wait_for_the_late_comer), count=1).start().join()
+    late.join()
+    assert isinstance(late.error, ConfigError)
+    assert "d has a checkpoint of step 5, and the replicas that run are at step 2" in str(late.error)
+    assert_undisturbed(a)
