@@ -81,26 +81,39 @@ def open_replica(  # noqa: PLR0913  what a rank of a run has
         quorums=Quorums(agreement, signals, watchdog, lighthouse),
         record=ReplicaRecord(record, say),
     )
-    details = checkpoint.manifest.details.get("replicas", {}) if checkpoint else {}
-    member = Member(
-        name=section.name,
-        step=checkpoint.step if checkpoint else 0,
-        exchanges=details.get("exchanges", 0),
-        commit=details.get("commit", ""),
-        before=None,
-        held=(),
-        between=True,
-        group="",
-        living=False,
-        waited=False,
-        layout=digest_of_run(run, engine, curve),
-    )
+    member = member_at(section.name, checkpoint, layout=digest_of_run(run, engine, curve))
     peers = Peers(bind=section.bind, timeout_s=section.timeout_s, secret=secret)
     replica = ReplicaOfRun(around, peers=peers, member=member)
     stack.callback(replica.close)
     assert isinstance(engine, ExchangesGradients), "refused by the rules on `replicas`"
     engine.exchange_gradients_by(replica.sum_gradients)
     return replica
+
+
+def member_at(name: str, checkpoint: Checkpoint | None, *, layout: str) -> Member:
+    """Where a replica stands that resumes a checkpoint, or begins.
+
+    Args:
+        name: of the replica.
+        checkpoint: its own, or an ordinary run's; None at the start.
+        layout: see `Member`.
+    """
+    manifest = checkpoint.manifest if checkpoint else None
+    details = manifest.details.get("replicas", {}) if manifest else {}
+    return Member(
+        name=name,
+        step=checkpoint.step if checkpoint else 0,
+        exchanges=details.get("exchanges", 0),
+        # an ordinary run's checkpoint names its bytes: two of one step need not be equal
+        commit=details.get("commit", manifest.fingerprint[:16] if manifest else ""),
+        before=None,
+        held=(),
+        between=True,
+        group="",
+        living=False,
+        waited=False,
+        layout=layout,
+    )
 
 
 def digest_of_run(run: ResolvedRun, engine: Engine, curve: dict[str, Any]) -> str:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.base.errors import ConfigError, LostError
 from pipeline.anomalies.guarded_step import GuardedStepper
 from pipeline.checkpoint.shard_table import State
 from pipeline.config.replicas_schema import ReplicasSection
@@ -30,9 +29,12 @@ from pipeline.replicas.deal import Decision, Member, Ranges, compatible, count_o
 from pipeline.replicas.handover import digest, send_state, take_state
 from pipeline.replicas.quorums import Quorums
 from pipeline.replicas.record import ReplicaRecord
+from pipeline.replicas.refusals import ahead, left_behind, no_exchange, other_curve
 from pipeline.replicas.sums import GradientSums
 
 _AGAIN_S = 0.5
+_ATTEMPTS = 6
+"""Exchanges and formings of a process group that fail one after another before a replica ends."""
 Loader = Callable[[Ranges, tuple[int, int]], StepLoader]
 """This rank's batches of some samples of the steps from a first to a last one, counted from 1."""
 
@@ -81,6 +83,7 @@ class ReplicaOfRun:
         self._part: Ranges = ()
         self._whole, self._continues, self._given = True, False, False
         self._sums = GradientSums()
+        self._failures, self._others = 0, ""
 
     @property
     def step(self) -> int:
@@ -98,7 +101,10 @@ class ReplicaOfRun:
 
     def details(self) -> dict[str, Any]:
         """What the manifest of a checkpoint records."""
-        return {"replicas": {"exchanges": self._me.exchanges, "commit": self._me.commit}}
+        exchanges, commit = self._me.exchanges, self._me.commit
+        if self._given:  # the result of the next step's exchange, which is not in the weights yet
+            exchanges, commit = exchanges - 1, self._me.before or ""
+        return {"replicas": {"exchanges": exchanges, "commit": commit}}
 
     def start(self) -> Stop:
         """Joins the replicas that live, or begins with those that are started together. Returns a requested stop.
@@ -115,11 +121,11 @@ class ReplicaOfRun:
             refuse_other_secret(quorum, name=name, field="replicas")
             members = compatible(quorum.members)
             if name not in [each.name for each in members]:
-                others = ", ".join(each.name for each in members)
-                why = f"{others} train another curve than {name}, or split the model over their ranks in another way"
-                remedy = "the same config, processes, devices and torch on all"
-                raise ConfigError("replicas", why=why, remedy=remedy)
-            ready = any(each.living or each.waited for each in members) or len(members) >= section.count
+                raise other_curve(self._me, members)
+            living = any(each.living for each in members)
+            if living:  # should they die now, they are given the time to come back
+                began = time.monotonic()
+            ready = living or any(each.waited for each in members) or len(members) >= section.count
             if not ready:
                 waited = self._around.quorums.agreed(time.monotonic() - began > section.start_s)
                 self._me = replace(self._me, waited=waited)
@@ -142,11 +148,13 @@ class ReplicaOfRun:
                 self._finished(step)
 
     def due(self, step: int) -> bool:
-        """Whether a quorum follows a step: not after the last."""
-        return step < self._around.total
+        """Whether a quorum follows a step: also the last, so that nobody leaves before all have its result."""
+        return step <= self._around.total
 
     def exchange(self, step: int) -> Stop:
         """Between two steps: a quorum divides the next one, and late comers take this replica's state, or another's.
+
+        After the last step late comers do so, too, and have nothing left to do.
 
         Args:
             step: that is done.
@@ -208,11 +216,20 @@ class ReplicaOfRun:
             LostError, ConfigError: see `sum_gradients`, and `start`.
         """
         members, name = compatible(quorum.members), self._me.name
+        mine = next((each for each in members if each.name == name), None)
+        if mine is None:
+            return None
+        # all ranks take the same way: `state` is that of rank 0
+        if replace(mine, state=self._me.state) != self._me:
+            self._failed(
+                f"another report of {name} than its own is at the lighthouse: an old one, or of a second process"
+            )
+            return None
         decision = decide(members, samples=self._around.samples, quorum=quorum.formed)
         if name in (*decision.behind, *decision.ahead):
             source = next(each for each in members if each.name == decision.source)
-            raise (_left_behind if name in decision.behind else _ahead)(self._me, source)
-        if name not in [each.name for each in members] or name in decision.waiting:
+            raise (left_behind if name in decision.behind else ahead)(self._me, source)
+        if name in decision.waiting:
             return None
         if decision.late:
             self._give_result(decision, quorum)
@@ -233,7 +250,8 @@ class ReplicaOfRun:
             self._send_state(decision)
         self._part, self._whole = decision.parts.get(name, ()), True
         self._me = replace(self._me, living=True)
-        self._around.record.began(self._me, decision)
+        if self._me.step < self._around.total:
+            self._around.record.began(self._me, decision)
         return True
 
     def _go_on(
@@ -279,14 +297,23 @@ class ReplicaOfRun:
     def _committed(self, commit: str) -> None:
         me = self._me
         self._me = replace(me, exchanges=me.exchanges + 1, commit=commit, before=me.commit)
+        self._failures = 0
 
     def _failed(self, failure: str | None) -> bool:
-        """Whether something has failed on any rank of this replica; the process group is given up then."""
+        """Whether something has failed on any rank of this replica; the process group is given up then.
+
+        Raises:
+            LostError: for the `_ATTEMPTS`th time since the last exchange.
+        """
         if not self._around.quorums.agreed(failure is not None):
             return False
         self._me = replace(self._me, group="")
         self._peers.close()  # peers that still wait for this replica in the group fail at once
-        self._around.record.failed(self._me, failure or "on another rank of this replica")
+        failure = failure or "on another rank of this replica"
+        self._around.record.failed(self._me, failure)
+        self._failures += 1
+        if self._failures == _ATTEMPTS:
+            raise no_exchange(self._me, failure, attempts=_ATTEMPTS, others=self._others)
         return True
 
     def _form(self, decision: Decision, quorum: Quorum[Member], names: Sequence[str]) -> bool:
@@ -294,6 +321,8 @@ class ReplicaOfRun:
         if decision.formed:
             return True
         members, failure = [each.name for each in quorum.members], None
+        stores = zip(members, quorum.stores, strict=True)
+        self._others = ", ".join(f"{each} at {at}" for each, at in stores if each in names and each != self._me.name)
         try:
             self._peers.form(
                 quorum.stores[members.index(names[0])],
@@ -354,25 +383,3 @@ class ReplicaOfRun:
         if not failed and name in decision.late:
             self._committed(commit)
             self._given = True
-
-
-def _left_behind(me: Member, source: Member) -> LostError:
-    where, again = f"step {me.step + 1}", "start it again, it takes their state then"
-    if me.commit == source.commit:
-        return LostError(
-            f"{where}: {me.name} and {source.name} have made the same exchanges and have come to other losses or"
-            f" gradient norms: their weights differ\n  try: {again}; the same devices and drivers on all replicas"
-        )
-    return LostError(
-        f"{where}: the other replicas went on without {me.name} for more than one step\n"
-        f"  try: {again}; a larger replicas.wait_s if it is only slower"
-    )
-
-
-def _ahead(me: Member, source: Member) -> ConfigError:
-    why = f"{me.name} has a checkpoint of step {me.step}, and the replicas that run are at step {source.step}"
-    remedy = (
-        f"to go on from step {me.step}, stop the others and start all together, with a replicas.start_s in which the"
-        f" slowest has loaded its checkpoint; or remove the checkpoints of {me.name}, and it joins the others"
-    )
-    return ConfigError("replicas", why=why, remedy=remedy)

@@ -17,7 +17,7 @@ from pipeline.config.batch import BatchSizes, part_of_batch
 from pipeline.config.rules import resolve
 from pipeline.config.schema import Config
 from pipeline.data.loader import samples_of_rows
-from pipeline.replicas.build import digest_of_run
+from pipeline.replicas.build import digest_of_run, member_at
 from pipeline.replicas.deal import divide
 from tests.conftest import tiny_config
 
@@ -68,6 +68,19 @@ def test_replicas_that_would_make_other_updates_or_apply_other_steps_have_anothe
     ]
     assert len({digest(), *others}) == 1 + len(others)
     assert digest() == digest()
+
+
+def test_ordinary_checkpoints_of_one_step_with_other_bytes_are_not_taken_for_equal() -> None:
+    def commit(fingerprint: str, **details: Any) -> str:
+        manifest = SimpleNamespace(fingerprint=fingerprint, details=details)
+        checkpoint: Any = SimpleNamespace(step=5, manifest=manifest)
+        return member_at("a", checkpoint, layout="x").commit
+
+    assert commit("one") == commit("one")
+    assert commit("one") != commit("another")
+    of_replica = {"replicas": {"exchanges": 5, "commit": "c5"}}
+    assert commit("one", **of_replica) == commit("another", **of_replica) == "c5"
+    assert member_at("a", None, layout="x").commit == ""
 
 
 @given(
