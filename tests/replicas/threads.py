@@ -46,7 +46,7 @@ class Toy:
 
     @contextmanager
     def edit_state(self) -> Iterator[dict[str, Tensor]]:
-        yield {"weight/x": self.weights}
+        yield {"weight/empty": torch.empty(0), "weight/x": self.weights}
 
     def update(self, gradient: Tensor) -> Tensor:
         self.weights -= 0.1 * gradient / SAMPLES
