@@ -121,9 +121,9 @@ def digest_of_run(run: ResolvedRun, engine: Engine, curve: dict[str, Any]) -> st
     config = run.config
     # the curve has no response to non-finite steps, with which a run may be resumed; here all must respond alike
     policies = config.anomalies.model_dump(mode="json")
-    alike = (curve, policies, config.engine, config.zero_optimization.stage, engine.device_name, str(torch.__version__))
-    with engine.edit_state() as state:
-        own = layout_digest(state)
+    alike = (curve, policies, config.engine, config.zero_optimization.stage)
+    with engine.edit_state() as state:  # the ranks of one replica may have different devices
+        own = f"{layout_digest(state)} {engine.device_name} {torch.__version__}"
     digests: list[Any] = [own]
     if dist.is_initialized():
         digests *= dist.get_world_size()
