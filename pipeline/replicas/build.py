@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from pipeline.anomalies.guarded_step import GuardedStepper
@@ -80,20 +81,7 @@ def open_replica(  # noqa: PLR0913  what a rank of a run has
         quorums=Quorums(agreement, signals, watchdog, lighthouse),
         record=ReplicaRecord(record, say),
     )
-    details = checkpoint.manifest.details.get("replicas", {}) if checkpoint else {}
-    member = Member(
-        name=section.name,
-        step=checkpoint.step if checkpoint else 0,
-        exchanges=details.get("exchanges", 0),
-        commit=details.get("commit", ""),
-        before="",
-        held=(),
-        between=True,
-        group="",
-        living=False,
-        waited=False,
-        layout=_digest(engine, curve),
-    )
+    member = member_at(section.name, checkpoint, layout=digest_of_run(run, engine, curve))
     peers = Peers(bind=section.bind, timeout_s=section.timeout_s, secret=secret)
     replica = ReplicaOfRun(around, peers=peers, member=member)
     stack.callback(replica.close)
@@ -102,13 +90,43 @@ def open_replica(  # noqa: PLR0913  what a rank of a run has
     return replica
 
 
-def _digest(engine: Engine, curve: dict[str, Any]) -> str:
-    """Of the curve, and of the shards of all ranks."""
-    with engine.edit_state() as state:
-        own = layout_digest(state)
+def member_at(name: str, checkpoint: Checkpoint | None, *, layout: str) -> Member:
+    """Where a replica stands that resumes a checkpoint, or begins.
+
+    Args:
+        name: of the replica.
+        checkpoint: its own, or an ordinary run's; None at the start.
+        layout: see `Member`.
+    """
+    manifest = checkpoint.manifest if checkpoint else None
+    details = manifest.details.get("replicas", {}) if manifest else {}
+    return Member(
+        name=name,
+        step=checkpoint.step if checkpoint else 0,
+        exchanges=details.get("exchanges", 0),
+        # an ordinary run's checkpoint names its bytes: two of one step need not be equal
+        commit=details.get("commit", manifest.fingerprint[:16] if manifest else ""),
+        before=None,
+        held=(),
+        between=True,
+        group="",
+        living=False,
+        waited=False,
+        layout=layout,
+    )
+
+
+def digest_of_run(run: ResolvedRun, engine: Engine, curve: dict[str, Any]) -> str:
+    """Of what decides the bits of an update, and which steps are applied; and of the shards of all ranks."""
+    config = run.config
+    # the curve has no response to non-finite steps, with which a run may be resumed; here all must respond alike
+    policies = config.anomalies.model_dump(mode="json")
+    alike = (curve, policies, config.engine, config.zero_optimization.stage)
+    with engine.edit_state() as state:  # the ranks of one replica may have different devices
+        own = f"{layout_digest(state)} {engine.device_name} {torch.__version__}"
     digests: list[Any] = [own]
     if dist.is_initialized():
         digests *= dist.get_world_size()
         dist.all_gather_object(digests, own)
-    text = json.dumps(curve, sort_keys=True, default=str) + " ".join(digests)
+    text = json.dumps(alike, sort_keys=True, default=str) + " ".join(digests)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -5,8 +5,9 @@ that no living replica has run into contiguous ranges. Between two steps that is
 it is what a replica that has died would have run. When nothing is left, gradients are exchanged.
 
 An exchange may succeed on some replicas and fail on others, one of which has just died, say. Every successful exchange
-gives a new *commit*: replicas with equal commits have the same weights, bit by bit. A replica that missed the last
-exchange is given its result, and makes the same update from it.
+gives a new *commit*: replicas that have made the same steps with equal commits have the same weights, bit by bit, and
+report the same losses and gradient norms. A replica that missed the last exchange is given its result, and makes the
+same update from it.
 """
 
 from __future__ import annotations
@@ -31,26 +32,34 @@ class Member:
         step: steps that it has finished.
         exchanges: of gradients that have succeeded in the run; more than steps where some were executed again.
         commit: names the sequence of exchanges that has led to its weights.
-        before: the commit before that one.
+        before: the commit before that one; None where it does not have the result of that exchange.
         held: samples of the step that it is in whose gradients it has added up.
         between: it is between two steps.
         group: the process group that it has, see `Decision.group`; empty after a failure.
         living: it has been part of a quorum since it was started.
         waited: it has waited for the other replicas long enough at the start.
-        layout: digest of its config's curve, and of names, shapes and offsets of its shards on all ranks.
+        layout: digest of what decides the bits of an update: its config's curve and policies, its devices, and names,
+            shapes and offsets of its shards on all ranks.
+        state: digest of its last losses and gradient norms, and of the data that it skips.
     """
 
     name: str
     step: int
     exchanges: int
     commit: str
-    before: str
+    before: str | None
     held: Ranges
     between: bool
     group: str
     living: bool
     waited: bool
     layout: str
+    state: str = ""
+
+    @property
+    def place(self) -> tuple[int, str, str]:
+        """Equal for replicas with the same weights."""
+        return self.step, self.commit, self.state
 
     def plain(self) -> dict[str, Any]:
         """As JSON."""
@@ -71,8 +80,9 @@ class Decision:
         source: the replica whose state others take, or the result of whose exchange.
         late: replicas that missed the last exchange and take its result; nothing else is done then.
         healed: replicas that take the state of `source`.
+        ahead: replicas that were just started from a checkpoint of a later step, which `source` would take from them.
         waiting: replicas that come in the middle of a step, and ask again.
-        behind: living replicas that missed more than one exchange.
+        behind: living replicas that missed more than one exchange, or have not the weights that their commit names.
         reset: replicas whose samples another one has run, too: they drop their gradients.
         parts: replica -> samples of the step that it is to run now; no key where that is none.
         group: name of the process group.
@@ -83,6 +93,7 @@ class Decision:
     source: str
     late: tuple[str, ...]
     healed: tuple[str, ...]
+    ahead: tuple[str, ...]
     waiting: tuple[str, ...]
     behind: tuple[str, ...]
     reset: tuple[str, ...]
@@ -95,7 +106,7 @@ def decide(members: Sequence[Member], *, samples: int, quorum: int) -> Decision:
     """What a quorum does: a pure function of what its replicas have reported.
 
     Replicas that live come before those that were just started; then most exchanges count (before the first quorum,
-    most steps), then most replicas.
+    most steps), then most replicas, then those that have the result of the last exchange.
 
     Args:
         members: of the quorum, in any order; names are unique.
@@ -104,16 +115,20 @@ def decide(members: Sequence[Member], *, samples: int, quorum: int) -> Decision:
     """
     members = sorted(members, key=lambda each: each.name)
     living = [each for each in members if each.living]
-    sharing = Counter((each.step, each.commit) for each in members)
-    key = (lambda m: (m.exchanges, sharing[m.step, m.commit])) if living else (lambda m: (m.step, m.exchanges))
-    best = max(living or members, key=key)
-    front = [each for each in living or members if each.commit == best.commit and (living or each.step == best.step)]
+    sharing = Counter(each.place for each in members)
+
+    def rank(each: Member) -> tuple[int, ...]:
+        done = (each.exchanges,) if living else (each.step, each.exchanges)
+        return *done, sharing[each.place], each.before is not None
+
+    best = max(living or members, key=rank)
+    front = [each for each in living or members if each.place == best.place]
     late = [each for each in living if (each.commit, each.exchanges) == (best.before, best.exchanges - 1)]
     others = [each for each in members if each not in front and each not in late]
     behind = tuple(each.name for each in others if each.living)
-    new = tuple(each.name for each in others if not each.living)
+    new = [each for each in others if not each.living]
     begins = not late and all(each.between and not each.held for each in front)
-    healed = new if begins else ()
+    healed = tuple(each.name for each in new if begins and each.step <= best.step)
     names = tuple(sorted([each.name for each in front] + list(healed)))
     held, reset = _disjoint(front)
     parts = {} if late else divide(_missing(held, samples), names)
@@ -125,7 +140,8 @@ def decide(members: Sequence[Member], *, samples: int, quorum: int) -> Decision:
         source=best.name if best.name in names else names[0],
         late=tuple(each.name for each in late),
         healed=healed,
-        waiting=() if begins else new,
+        ahead=tuple(each.name for each in new if begins and each.step > best.step),
+        waiting=() if begins else tuple(each.name for each in new),
         behind=behind,
         reset=reset,
         parts=parts,

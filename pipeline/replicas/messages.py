@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,15 +14,15 @@ from pipeline.islands.peers import Peers, pack
 
 
 def send(peers: Peers, header: dict[str, Any], tensors: Sequence[Tensor], *, to: Sequence[int]) -> None:
-    """Sends the same message to some peers.
+    """Sends the same message to some peers, of the tensors one after another: none is copied to the host with others.
 
     Raises:
         ExchangeError: one does not answer.
     """
-    head, body = _bytes(json.dumps(header).encode()), pack(tensors)
-    sizes = torch.tensor([head.numel(), body.numel()], dtype=torch.int64).view(torch.uint8)
-    for rank in to:
-        for part in (sizes, head, body):
+    head = _bytes(json.dumps({"header": header, "sizes": [each.nbytes for each in tensors]}).encode())
+    size = torch.tensor([head.numel()], dtype=torch.int64).view(torch.uint8)
+    for part in chain((size, head), (pack([each]) for each in tensors)):
+        for rank in to if part.numel() else ():
             peers.send(part, to=rank)
 
 
@@ -31,13 +32,16 @@ def receive(peers: Peers, *, source: int) -> tuple[dict[str, Any], Tensor]:
     Raises:
         ExchangeError: the peer does not answer.
     """
-    sizes = torch.empty(16, dtype=torch.uint8)
-    peers.receive(sizes, source=source)
-    parts = [torch.empty(size, dtype=torch.uint8) for size in sizes.view(torch.int64).tolist()]
-    for part in parts:
-        peers.receive(part, source=source)
-    header: dict[str, Any] = json.loads(bytes(parts[0].numpy()))
-    return header, parts[1]
+    size = torch.empty(8, dtype=torch.uint8)
+    peers.receive(size, source=source)
+    head = torch.empty(int(size.view(torch.int64)), dtype=torch.uint8)
+    peers.receive(head, source=source)
+    found: dict[str, Any] = json.loads(bytes(head.numpy()))
+    body = torch.empty(sum(found["sizes"]), dtype=torch.uint8)
+    for part in body.split(found["sizes"]):
+        if part.numel():  # a rank's shard of a small tensor may be empty
+            peers.receive(part, source=source)
+    return found["header"], body
 
 
 def _bytes(data: bytes) -> Tensor:

@@ -16,22 +16,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.base.errors import ConfigError, LostError
 from pipeline.anomalies.guarded_step import GuardedStepper
-from pipeline.checkpoint.shard_table import State, parts_of
+from pipeline.checkpoint.shard_table import State
 from pipeline.config.replicas_schema import ReplicasSection
 from pipeline.data.loader import MicroBatch, StepBatch, StepLoader
 from pipeline.engines.base import Engine
 from pipeline.faults.stop import Stop
 from pipeline.islands.lighthouse import Quorum, refuse_other_secret
-from pipeline.islands.peers import ExchangeError, Peers, unpack
+from pipeline.islands.peers import ExchangeError, Peers
 from pipeline.replicas import messages
 from pipeline.replicas.deal import Decision, Member, Ranges, compatible, count_of, decide, joined
+from pipeline.replicas.handover import digest, send_state, take_state
 from pipeline.replicas.quorums import Quorums
 from pipeline.replicas.record import ReplicaRecord
+from pipeline.replicas.refusals import ahead, left_behind, no_exchange, other_curve
 from pipeline.replicas.sums import GradientSums
 
 _AGAIN_S = 0.5
+_ATTEMPTS = 6
+"""Exchanges and formings of a process group that fail one after another before a replica ends."""
 Loader = Callable[[Ranges, tuple[int, int]], StepLoader]
 """This rank's batches of some samples of the steps from a first to a last one, counted from 1."""
 
@@ -75,10 +78,12 @@ class ReplicaOfRun:
     excluded_from_step_time = False
 
     def __init__(self, around: Surroundings, *, peers: Peers, member: Member) -> None:
-        self._around, self._peers, self._me = around, peers, member
+        self._around, self._peers = around, peers
+        self._me = replace(member, state=digest(around.stepper))
         self._part: Ranges = ()
         self._whole, self._continues, self._given = True, False, False
         self._sums = GradientSums()
+        self._failures, self._others = 0, ""
 
     @property
     def step(self) -> int:
@@ -96,13 +101,17 @@ class ReplicaOfRun:
 
     def details(self) -> dict[str, Any]:
         """What the manifest of a checkpoint records."""
-        return {"replicas": {"exchanges": self._me.exchanges, "commit": self._me.commit}}
+        exchanges, commit = self._me.exchanges, self._me.commit
+        if self._given:  # the result of the next step's exchange, which is not in the weights yet
+            exchanges, commit = exchanges - 1, self._me.before or ""
+        return {"replicas": {"exchanges": exchanges, "commit": commit}}
 
     def start(self) -> Stop:
         """Joins the replicas that live, or begins with those that are started together. Returns a requested stop.
 
         Raises:
-            ConfigError: the other replicas have another secret, another curve or another layout.
+            ConfigError: the other replicas have another secret, another curve or another layout, or are at an earlier
+                step than this one's checkpoint.
         """
         section, began, name = self._around.section, time.monotonic(), self._me.name
         while True:
@@ -112,11 +121,11 @@ class ReplicaOfRun:
             refuse_other_secret(quorum, name=name, field="replicas")
             members = compatible(quorum.members)
             if name not in [each.name for each in members]:
-                others = ", ".join(each.name for each in members)
-                why = f"{others} train another curve than {name}, or split the model over their ranks in another way"
-                remedy = "the same config, engine, ZeRO stage, parallel section and number of processes on all"
-                raise ConfigError("replicas", why=why, remedy=remedy)
-            ready = any(each.living or each.waited for each in members) or len(members) >= section.count
+                raise other_curve(self._me, members)
+            living = any(each.living for each in members)
+            if living:  # should they die now, they are given the time to come back
+                began = time.monotonic()
+            ready = living or any(each.waited for each in members) or len(members) >= section.count
             if not ready:
                 waited = self._around.quorums.agreed(time.monotonic() - began > section.start_s)
                 self._me = replace(self._me, waited=waited)
@@ -139,11 +148,13 @@ class ReplicaOfRun:
                 self._finished(step)
 
     def due(self, step: int) -> bool:
-        """Whether a quorum follows a step: not after the last."""
-        return step < self._around.total
+        """Whether a quorum follows a step: also the last, so that nobody leaves before all have its result."""
+        return step <= self._around.total
 
     def exchange(self, step: int) -> Stop:
         """Between two steps: a quorum divides the next one, and late comers take this replica's state, or another's.
+
+        After the last step late comers do so, too, and have nothing left to do.
 
         Args:
             step: that is done.
@@ -163,7 +174,7 @@ class ReplicaOfRun:
         """See `engines.base.GradientExchange`.
 
         Raises:
-            LostError: the others have left this replica behind.
+            LostError: the others have left this replica behind, or have come to other numbers.
         """
         ready = self._continues or self._whole
         if not self._continues:  # the step's own micro-batches, perhaps for a second time
@@ -196,22 +207,29 @@ class ReplicaOfRun:
         self._peers.close()
 
     def _finished(self, step: int) -> None:
-        self._me = replace(self._me, step=step, held=(), between=True)
+        self._me = replace(self._me, step=step, held=(), between=True, state=digest(self._around.stepper))
 
     def _decide(self, quorum: Quorum[Member]) -> Decision | None:
         """What this replica does in a quorum; None: it asks again.
 
         Raises:
-            LostError: see `sum_gradients`.
+            LostError, ConfigError: see `sum_gradients`, and `start`.
         """
         members, name = compatible(quorum.members), self._me.name
-        decision = decide(members, samples=self._around.samples, quorum=quorum.formed)
-        if name in decision.behind:
-            raise LostError(
-                f"step {self._me.step + 1}: the other replicas went on without {name} for more than one step\n"
-                f"  try: start it again, it takes their state then; a larger replicas.wait_s if it is only slower"
+        mine = next((each for each in members if each.name == name), None)
+        if mine is None:
+            return None
+        # all ranks take the same way: `state` is that of rank 0
+        if replace(mine, state=self._me.state) != self._me:
+            self._failed(
+                f"another report of {name} than its own is at the lighthouse: an old one, or of a second process"
             )
-        if name not in [each.name for each in members] or name in decision.waiting:
+            return None
+        decision = decide(members, samples=self._around.samples, quorum=quorum.formed)
+        if name in (*decision.behind, *decision.ahead):
+            source = next(each for each in members if each.name == decision.source)
+            raise (left_behind if name in decision.behind else ahead)(self._me, source)
+        if name in decision.waiting:
             return None
         if decision.late:
             self._give_result(decision, quorum)
@@ -232,7 +250,8 @@ class ReplicaOfRun:
             self._send_state(decision)
         self._part, self._whole = decision.parts.get(name, ()), True
         self._me = replace(self._me, living=True)
-        self._around.record.began(self._me, decision)
+        if self._me.step < self._around.total:
+            self._around.record.began(self._me, decision)
         return True
 
     def _go_on(
@@ -278,14 +297,23 @@ class ReplicaOfRun:
     def _committed(self, commit: str) -> None:
         me = self._me
         self._me = replace(me, exchanges=me.exchanges + 1, commit=commit, before=me.commit)
+        self._failures = 0
 
     def _failed(self, failure: str | None) -> bool:
-        """Whether something has failed on any rank of this replica; the process group is given up then."""
+        """Whether something has failed on any rank of this replica; the process group is given up then.
+
+        Raises:
+            LostError: for the `_ATTEMPTS`th time since the last exchange.
+        """
         if not self._around.quorums.agreed(failure is not None):
             return False
         self._me = replace(self._me, group="")
         self._peers.close()  # peers that still wait for this replica in the group fail at once
-        self._around.record.failed(self._me, failure or "on another rank of this replica")
+        failure = failure or "on another rank of this replica"
+        self._around.record.failed(self._me, failure)
+        self._failures += 1
+        if self._failures == _ATTEMPTS:
+            raise no_exchange(self._me, failure, attempts=_ATTEMPTS, others=self._others)
         return True
 
     def _form(self, decision: Decision, quorum: Quorum[Member], names: Sequence[str]) -> bool:
@@ -293,6 +321,8 @@ class ReplicaOfRun:
         if decision.formed:
             return True
         members, failure = [each.name for each in quorum.members], None
+        stores = zip(members, quorum.stores, strict=True)
+        self._others = ", ".join(f"{each} at {at}" for each, at in stores if each in names and each != self._me.name)
         try:
             self._peers.form(
                 quorum.stores[members.index(names[0])],
@@ -309,16 +339,11 @@ class ReplicaOfRun:
         return True
 
     def _send_state(self, decision: Decision) -> None:
-        header = {
-            **{key: getattr(self._me, key) for key in ("step", "exchanges", "commit", "before")},
-            "anomalies": self._around.stepper.state_dict(),
-        }
         to, failure = [decision.names.index(each) for each in decision.healed], None
-        with self._around.engine.edit_state() as state:
-            try:
-                messages.send(self._peers, header, _parts(state), to=to)
-            except ExchangeError as error:  # it tries again at the next step; the exchange of this one will fail
-                failure = str(error)
+        try:
+            send_state(self._peers, self._me, self._around.engine, self._around.stepper, to=to)
+        except ExchangeError as error:  # it tries again at the next step; the exchange of this one will fail
+            failure = str(error)
         self._failed(failure)
 
     def _take_state(self, decision: Decision) -> bool:
@@ -330,10 +355,7 @@ class ReplicaOfRun:
             failure = str(error)
         if self._failed(failure):  # nothing is changed before all ranks have their part
             return False
-        with self._around.engine.edit_state() as state:
-            unpack(packed, _parts(state))
-        self._around.stepper.load_state_dict(header.pop("anomalies"))
-        self._me = replace(self._me, **header)
+        self._me = take_state(header, packed, self._me, self._around.engine, self._around.stepper)
         return True
 
     def _give_result(self, decision: Decision, quorum: Quorum[Member]) -> None:
@@ -361,8 +383,3 @@ class ReplicaOfRun:
         if not failed and name in decision.late:
             self._committed(commit)
             self._given = True
-
-
-def _parts(state: State) -> list[Tensor]:
-    """All tensors of a state, in the order of its keys, which is the same on equal ranks of equal layouts."""
-    return [part for value in state.values() for part in parts_of(value).values()]

@@ -21,6 +21,7 @@ from pipeline.checkpoint.restart_files import RestartFiles
 from pipeline.checkpoint.save import CheckpointWriter
 from pipeline.checkpoint.store import Checkpoint, on_rank_zero
 from pipeline.config.rules import ResolvedRun
+from pipeline.data.loader import StepLoader
 from pipeline.data.skips import NO_SKIPS, Skips, skips_of
 from pipeline.engines.base import Engine, Objective
 from pipeline.engines.build import build_engine, pick_device
@@ -387,7 +388,10 @@ class Session:
             "stack": stack,
         }
         island = open_island(prepared.run, loader=partial(batches.slots, skips=skips), **common)
-        load = partial(batches.part, skips=skips)
+
+        def load(ranges: Sequence[tuple[int, int]], steps: tuple[int, int]) -> StepLoader:
+            return batches.part(ranges, steps, skips=stepper.skips)  # a late comer takes those of a living replica
+
         return island or open_replica(prepared.run, stepper=stepper, curve=prepared.curve, load=load, **common)
 
     def _checkpoint_timer(self) -> CheckpointTimer:

@@ -50,9 +50,16 @@ def test_gradients_are_exchanged_when_no_sample_is_left() -> None:
 
 
 def test_a_late_comer_takes_the_state_of_a_living_replica_between_two_steps_and_a_part_of_the_next() -> None:
-    # its own checkpoint is of a later step of another sequence of exchanges
-    found = decided(member("a"), member("b", step=40, living=False))
+    found = decided(member("a"), replace(member("b", step=2, living=False), exchanges=9))
     assert (found.source, found.healed, found.parts) == ("a", ("b",), {"a": ((0, 4),), "b": ((4, 8),)})
+
+
+def test_work_that_a_checkpoint_holds_is_not_given_up_for_replicas_that_began_earlier_in_the_run() -> None:
+    found = decided(member("a"), member("b", step=40, living=False))
+    assert (found.ahead, found.healed, found.names) == (("b",), (), ("a",))
+    # that step is being run once more: b has died after an exchange that a has missed
+    found = decided(member("a", between=False), member("b", step=4, living=False))
+    assert (found.ahead, found.waiting) == ((), ("b",))
 
 
 def test_a_late_comer_waits_while_a_step_is_run() -> None:
@@ -65,6 +72,14 @@ def test_a_replica_that_missed_the_last_exchange_is_given_its_result_first() -> 
     assert (found.source, found.late, found.parts) == ("a", ("b",), {})
 
 
+def test_a_replica_that_was_healed_after_an_exchange_does_not_give_its_result() -> None:
+    healed, has_result = replace(member("a", step=4), before=None), member("b", step=4)
+    late = member("c", step=3, held=((4, 8),), between=False)
+    found = decided(healed, has_result, late)
+    assert (found.source, found.late) == ("b", ("c",))
+    assert decided(healed, late).behind == ("c",)
+
+
 def test_a_replica_that_missed_two_exchanges_is_left_behind() -> None:
     found = decided(member("a", step=5), member("b", step=3, held=((4, 8),), between=False))
     assert (found.names, found.behind) == (("a",), ("b",))
@@ -73,6 +88,20 @@ def test_a_replica_that_missed_two_exchanges_is_left_behind() -> None:
 def test_replicas_that_have_finished_one_step_differently_do_not_go_on_together() -> None:
     other = replace(member("c"), commit="another")
     assert decided(member("a"), member("b"), other).behind == ("c",)
+
+
+def test_replicas_that_have_answered_an_anomaly_differently_do_not_go_on_together() -> None:
+    again = member("a", held=((0, 4),), between=False)  # executes step 4 once more, c has finished it
+    others = [replace(member(name, step=4), commit="c3", exchanges=3) for name in "bc"]
+    found = decided(again, *others)
+    assert (found.names, found.behind) == (("b", "c"), ("a",))
+    assert count_of(found.parts["b"]) + count_of(found.parts["c"]) == SAMPLES
+
+
+def test_replicas_whose_losses_differ_after_the_same_exchanges_do_not_go_on_together() -> None:
+    a, b, c = (replace(member(name), state=state) for name, state in (("a", "x"), ("b", "y"), ("c", "y")))
+    found = decided(a, b, c)
+    assert (found.names, found.behind) == (("b", "c"), ("a",))
 
 
 def test_no_sample_counts_twice_where_a_slow_replica_comes_back_after_its_samples_were_given_away() -> None:

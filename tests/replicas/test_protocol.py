@@ -1,160 +1,28 @@
-"""Replicas as threads, with a real lighthouse and real process groups, and a model of six weights: what may go wrong
-in a step leaves every update as one process would have made it, and all replicas with the same bits."""
+"""What may go wrong in a step leaves every update as one process would have made it, and all replicas with the same
+bits: replicas as threads, with a real lighthouse and real process groups."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import replace
 from importlib.util import find_spec
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from headrace.base.errors import TrainingError
-from pipeline.config.replicas_schema import ReplicasSection
-from pipeline.data.loader import StepBatch
-from pipeline.faults.agreement import Agreement
-from pipeline.faults.stop import StopSignals
-from pipeline.islands.lighthouse import LighthouseMember
-from pipeline.islands.peers import ExchangeError, Peers, PeerStore
+from headrace.base.errors import ConfigError, LostError
+from pipeline.data.skips import Skip, Skips
+from pipeline.islands.lighthouse import Quorum
+from pipeline.islands.peers import ExchangeError
 from pipeline.launch.group import free_port
-from pipeline.replicas.deal import Member, Ranges
-from pipeline.replicas.quorums import Quorums
-from pipeline.replicas.record import ReplicaRecord
-from pipeline.replicas.replica import ReplicaOfRun, Surroundings
+from pipeline.replicas.deal import Member
+from tests.replicas.threads import STEPS, Died, Thread, assert_undisturbed, at, die, one_process
 
 pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="torchft is not installed (the extra islands)")
-
-SAMPLES, STEPS = 8, 6
-Sample = tuple[int, int]
-"""Step, and index in it."""
-
-
-class Died(Exception):  # noqa: N818
-    """Raised in the thread of a replica that is to die."""
-
-
-@dataclass
-class Toy:
-    """A linear model: the gradient of a sample depends on the weights."""
-
-    weights: Tensor = field(default_factory=lambda: torch.ones(6))
-
-    def gradient(self, sample: Sample) -> Tensor:
-        random = torch.Generator().manual_seed(1000 * sample[0] + sample[1])
-        return torch.randn(6, generator=random) + 0.1 * self.weights
-
-    @contextmanager
-    def edit_state(self) -> Iterator[dict[str, Tensor]]:
-        yield {"weight/x": self.weights}
-
-    def update(self, gradient: Tensor) -> Tensor:
-        self.weights -= 0.1 * gradient / SAMPLES
-        return self.weights.clone()
-
-
-class Loader:
-    def __init__(self, ranges: Ranges, steps: tuple[int, int]) -> None:
-        self.ranges, self.steps = ranges, steps
-
-    def __iter__(self) -> Iterator[StepBatch]:
-        return (self.gather(step) for step in range(self.steps[0], self.steps[1] + 1))
-
-    def gather(self, step: int) -> StepBatch:
-        samples: Any = [(step, n) for first, end in self.ranges for n in range(first, end)]
-        return StepBatch(step, samples, SAMPLES)
-
-
-@dataclass
-class Thread:
-    """A replica that trains in a thread.
-
-    Attributes:
-        before: called with the step before gradients are exchanged; may raise Died.
-        executions: of every step.
-        count: replicas that are waited for.
-        resumed: step and weights of its checkpoint.
-        updates: step -> weights after it.
-        events: of its journal.
-    """
-
-    name: str
-    address: str
-    before: Callable[[int], None] = lambda _step: None
-    executions: int = 1
-    count: int = 2
-    resumed: tuple[int, Tensor] = (0, torch.ones(6))
-    updates: dict[int, Tensor] = field(default_factory=dict)
-    events: list[dict[str, Any]] = field(default_factory=list)
-    error: BaseException | None = None
-
-    def start(self) -> Thread:
-        self.model, self.store = Toy(self.resumed[1].clone()), PeerStore("127.0.0.1")
-        self.peers = Peers(bind="127.0.0.1", timeout_s=20, secret=b"")
-        self.thread = threading.Thread(target=self._run)
-        self.thread.start()
-        return self
-
-    def join(self) -> Thread:
-        self.thread.join(120)
-        assert not self.thread.is_alive()
-        return self
-
-    def _replica(self) -> ReplicaOfRun:
-        watchdog: Any = SimpleNamespace(enter_phase=lambda *_: None, report_progress=lambda: None)
-        stepper: Any = SimpleNamespace(state_dict=dict, load_state_dict=lambda _state: None)
-        engine: Any = self.model
-        load: Any = Loader
-        member = LighthouseMember(
-            self.address, self.name, store=self.store.address, secret=b"", parse=Member.from_plain
-        )
-        around = Surroundings(
-            section=ReplicasSection(name=self.name, count=self.count, start_s=100),
-            total=STEPS,
-            samples=SAMPLES,
-            rank=0,
-            engine=engine,
-            stepper=stepper,
-            load=load,
-            quorums=Quorums(Agreement(torch.device("cpu")), StopSignals(announce=False), watchdog, member),
-            record=ReplicaRecord(lambda step, **row: self.events.append({"step": step, **row}), lambda _line: None),
-        )
-        me = Member(self.name, self.resumed[0], 0, "", "", (), True, "", living=False, waited=False, layout="x")
-        return ReplicaOfRun(around, peers=self.peers, member=me)
-
-    def _run(self) -> None:
-        replica = self._replica()
-        try:
-            replica.start()
-            for batch in replica.batches():
-                self.updates[batch.step] = self._step(replica, batch)
-                if replica.due(batch.step):
-                    replica.exchange(batch.step)
-        except (Died, TrainingError) as error:
-            self.error = error
-        finally:
-            replica.close()
-
-    def _step(self, replica: ReplicaOfRun, batch: StepBatch) -> Tensor:
-        for _ in range(self.executions):
-            gradients, sums, samples = [torch.zeros(6)], torch.zeros(1), self._samples(batch.micro_batches)
-            while samples:
-                for sample in samples:
-                    gradients[0] += self.model.gradient(sample)
-                    sums += 1
-                samples = []
-                self.before(batch.step)
-                samples = self._samples(replica.sum_gradients(batch, gradients, sums))
-            assert float(sums) == SAMPLES  # every sample once
-        return self.model.update(gradients[0])
-
-    def _samples(self, given: Sequence[Any]) -> list[Sample]:
-        return list(given)
 
 
 @pytest.fixture
@@ -167,40 +35,8 @@ def address() -> Iterator[str]:
     server.shutdown()
 
 
-def one_process() -> dict[int, Tensor]:
-    model, updates = Toy(), {}
-    for step in range(1, STEPS + 1):
-        updates[step] = model.update(torch.stack([model.gradient((step, n)) for n in range(SAMPLES)]).sum(0))
-    return updates
-
-
-def assert_undisturbed(*replicas: Thread) -> None:
-    """Every update that a replica has made is that of one process, and the same bits on all."""
-    expected = one_process()
-    assert list(replicas[0].updates) == list(expected)
-    for step, weights in replicas[0].updates.items():
-        torch.testing.assert_close(weights, expected[step], rtol=1e-5, atol=1e-6)  # fp32 sums in another order
-    for other in replicas[1:]:
-        assert all(torch.equal(weights, replicas[0].updates[step]) for step, weights in other.updates.items())
-
-
-def at(step: int, action: Callable[[], None]) -> Callable[[int], None]:
-    """Does something once in a step."""
-    left = [step]
-
-    def before(now: int) -> None:
-        if left == [now]:
-            left.clear()
-            action()
-
-    return before
-
-
-def die() -> None:
-    raise Died
-
-
-def test_a_replica_that_misses_an_exchange_makes_the_same_update_in_the_same_step(address: str) -> None:
+@pytest.mark.parametrize("step", [3, STEPS])
+def test_a_replica_that_misses_an_exchange_makes_the_same_update_in_the_same_step(step: int, address: str) -> None:
     a, b = Thread("a", address), Thread("b", address)
 
     def lose_the_answer() -> None:
@@ -215,12 +51,40 @@ def test_a_replica_that_misses_an_exchange_makes_the_same_update_in_the_same_ste
 
         b.peers.all_gather = all_gather  # type: ignore[method-assign]
 
-    b.before = at(3, lose_the_answer)
+    b.before = at(step, lose_the_answer)
     a.start(), b.start()
     a.join(), b.join()
     assert_undisturbed(a, b)
     assert list(b.updates) == list(range(1, STEPS + 1))
-    assert [row["step"] for row in b.events if row["event"] == "exchange_failed"] == [3]
+    assert [row["step"] for row in b.events if row["event"] == "exchange_failed"] == [step]
+    assert not [row for row in b.events if row["event"] == "redealt"]
+
+
+def test_what_a_checkpoint_records_of_a_step_is_the_same_on_a_replica_that_was_given_the_next_one(address: str) -> None:
+    back = threading.Event()
+    a, b = Thread("a", address, after=at(3, lambda: assert_set(back))), Thread("b", address)
+
+    def pause() -> None:
+        b.lighthouse.close()
+        deadline = time.monotonic() + 60
+        while 3 not in a.updates:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        b.lighthouse._closed.clear()
+        threading.Thread(target=b.lighthouse._send_heartbeats, daemon=True).start()
+        time.sleep(0.5)  # until one has come
+        back.set()
+
+    b.after = at(2, pause)
+    a.start(), b.start()
+    a.join(), b.join()
+    assert_undisturbed(a, b)
+    assert list(b.updates) == list(range(1, STEPS + 1))
+    assert a.details == b.details
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(60)
 
 
 def test_of_three_replicas_one_dies_in_a_step_and_another_one_joins(address: str) -> None:
@@ -284,3 +148,79 @@ def test_replicas_that_resume_different_checkpoints_go_on_from_the_newest(addres
         torch.testing.assert_close(weights, done[step], rtol=1e-5, atol=1e-6)
         assert torch.equal(a.updates[step], weights)
         assert torch.equal(c.updates[step], weights)
+
+
+def test_a_replica_leaves_out_the_data_that_those_it_joins_leave_out(address: str) -> None:
+    skips = Skips((Skip(1, 10),))
+    done = one_process(skips)
+    a, b = Thread("a", address, resumed=(2, done[2]), skips=skips), Thread("b", address)
+    a.start(), b.start()
+    a.join(), b.join()
+    for step in (3, 4, 5, 6):
+        torch.testing.assert_close(a.updates[step], done[step], rtol=1e-5, atol=1e-6)
+        assert torch.equal(a.updates[step], b.updates[step])
+
+
+def test_a_replica_with_a_later_checkpoint_than_those_that_run_does_not_give_its_work_up(address: str) -> None:
+    late = Thread("d", address, resumed=(5, torch.zeros(6)))
+
+    def wait_for_the_late_comer() -> None:
+        late.start()
+        threading.Event().wait(1)  # until it has asked
+
+    a = Thread("a", address, at(2, wait_for_the_late_comer), count=1).start().join()
+    late.join()
+    assert isinstance(late.error, ConfigError)
+    assert "d has a checkpoint of step 5, and the replicas that run are at step 2" in str(late.error)
+    assert_undisturbed(a)
+
+
+def test_a_replica_that_comes_in_the_last_step_takes_its_result(address: str) -> None:
+    late = Thread("d", address)
+
+    def wait_for_the_late_comer() -> None:
+        late.start()
+        threading.Event().wait(1)  # until it has asked
+
+    a = Thread("a", address, at(STEPS, wait_for_the_late_comer), count=1).start().join()
+    late.join()
+    assert_undisturbed(a)
+    assert (late.error, late.updates) == (None, {})
+    assert torch.equal(late.model.weights, a.model.weights)
+
+
+def test_replicas_that_cannot_connect_to_each_other_end_and_name_the_address(address: str) -> None:
+    a, b = Thread("a", address), Thread("b", address)
+    for each in (a, b):
+        each.start(reachable=False)
+    a.join(), b.join()
+    assert isinstance(a.error, LostError)
+    assert f"the others: b at {b.store.address}\n" in str(a.error)
+    assert "replicas.bind" in str(b.error)
+    assert not a.updates
+
+
+def test_an_old_report_of_a_replica_that_comes_in_place_of_its_own_changes_nothing(address: str) -> None:
+    a, b = Thread("a", address), Thread("b", address)
+
+    def replay() -> None:
+        own, member = b.lighthouse.ask, b.lighthouse
+
+        def ask(now: Member) -> Future[Quorum[Member]]:
+            member.ask = own  # type: ignore[method-assign]
+            return own(replace(now, held=(), between=True))
+
+        member.ask = ask  # type: ignore[method-assign]
+        swap = b.peers.all_to_all
+
+        def all_to_all(_values: Tensor) -> Tensor:
+            b.peers.all_to_all = swap  # type: ignore[method-assign]
+            raise ExchangeError("lost")  # both ask
+
+        b.peers.all_to_all = all_to_all  # type: ignore[method-assign]
+
+    b.before = at(3, replay)
+    a.start(), b.start()
+    a.join(), b.join()
+    assert_undisturbed(a, b)
+    assert "another report of b than its own" in str(b.events)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from pipeline.config.batch import BatchSizes, part_of_batch
 from pipeline.config.rules import resolve
 from pipeline.config.schema import Config
 from pipeline.data.loader import samples_of_rows
+from pipeline.replicas.build import digest_of_run, member_at
 from pipeline.replicas.deal import divide
 from tests.conftest import tiny_config
 
@@ -49,6 +52,35 @@ def test_a_replica_of_any_native_layout_is_accepted(tmp_path: Path) -> None:
         assert resolve(make(tmp_path, **fields), world_size=1).replicated
     for stage in (0, 2, 3):
         assert resolve(make(tmp_path, zero_optimization={"stage": stage}), world_size=2).replicated
+
+
+def test_replicas_that_would_make_other_updates_or_apply_other_steps_have_another_digest(tmp_path: Path) -> None:
+    def digest(device: str = "cpu", **fields: Any) -> str:
+        engine: Any = SimpleNamespace(device_name=device, edit_state=lambda: nullcontext({}))
+        return digest_of_run(resolve(make(tmp_path, **fields), world_size=1), engine, {})
+
+    others = [
+        digest("another"),
+        digest(engine="reference"),
+        digest(anomalies={"recheck": False}),
+        digest(anomalies={"non_finite": "skip"}),
+        digest(zero_optimization={"stage": 2}),
+    ]
+    assert len({digest(), *others}) == 1 + len(others)
+    assert digest() == digest()
+
+
+def test_ordinary_checkpoints_of_one_step_with_other_bytes_are_not_taken_for_equal() -> None:
+    def commit(fingerprint: str, **details: Any) -> str:
+        manifest = SimpleNamespace(fingerprint=fingerprint, details=details)
+        checkpoint: Any = SimpleNamespace(step=5, manifest=manifest)
+        return member_at("a", checkpoint, layout="x").commit
+
+    assert commit("one") == commit("one")
+    assert commit("one") != commit("another")
+    of_replica = {"replicas": {"exchanges": 5, "commit": "c5"}}
+    assert commit("one", **of_replica) == commit("another", **of_replica) == "c5"
+    assert member_at("a", None, layout="x").commit == ""
 
 
 @given(
