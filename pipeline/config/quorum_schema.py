@@ -37,7 +37,7 @@ class QuorumSection(Section):
     wait_s: PositiveFloat = Field(
         600.0,
         description="Seconds that an exchange waits for a living group that is slower, e.g. 600; it is left behind"
-        " then. A setting of the lighthouse that the command starts",
+        " then, where more than half of the living ones are there. A setting of the lighthouse that the command starts",
     )
     start_s: NonNegativeFloat = Field(
         60.0, description="Seconds that the start waits for all `count` groups, e.g. 60; 0 starts alone"
