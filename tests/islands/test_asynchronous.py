@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -300,6 +301,30 @@ def test_a_holder_that_dies_is_started_again_and_the_islands_go_on(stack: ExitSt
     assert any(row["event"] == "exchange_failed" for row in first.rows)
     assert trained(first, second) == list(range(TOTAL))
     assert first.engine.values.tolist() == second.engine.values.tolist()
+
+
+@pytest.mark.parametrize("until", [STEPS, TOTAL - STEPS, TOTAL - 1])
+def test_a_checkpoint_at_the_end_of_a_round_goes_on_with_the_round_that_was_dealt_there(
+    stack: ExitStack, tmp_path: Path, until: int
+) -> None:
+    """All are killed, the holder too: what the island has trained and what was dealt to it is in the checkpoint."""
+    site = Site(stack, count=1)
+    first = site.island("a")
+    first.island.start()
+    first.train(1.0, until=until)
+    if until == TOTAL - 1:  # stopped after the run's last step, before its exchange
+        first.island.step, first.engine.values = TOTAL, first.engine.values + 1
+    details = first.save(tmp_path / "saved")
+    first.island.close()
+    site.server.shutdown()
+    site.serve(0)
+    again = site.island("a")
+    again.load(tmp_path / "saved", details)
+    assert again.island.start() is Stop.NO
+    assert again.island.step == first.island.step
+    again.train(1.0)
+    assert trained(first, again) == list(range(TOTAL))
+    assert again.slots == list(range(first.island.step, TOTAL))
 
 
 def test_an_island_with_another_secret_is_refused(stack: ExitStack) -> None:
