@@ -70,4 +70,6 @@ class Background:
             if exchanged is not None:
                 self.seconds = time.monotonic() - began
                 return exchanged
+            if ranks.stopped():  # a lighthouse that answers at once leaves no other moment for it
+                break
         return None

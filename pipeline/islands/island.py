@@ -66,6 +66,8 @@ class Island(LocalIsland):
             ready = any(each.living or each.waited for each in members)
             if (ready or len(members) >= section.count) and self._take_part(quorum, snapshot, began):
                 return Stop.NO
+            if self._ranks.stopped():
+                return self._ranks.stop
             self._waited = self._ranks.agreed(time.monotonic() - began > section.start_s)
             time.sleep(_AGAIN_S)
 
@@ -96,6 +98,8 @@ class Island(LocalIsland):
                 return self._ranks.stop
             if self._take_part(quorum, snapshot, began):
                 return Stop.NO
+            if self._ranks.stopped():
+                return self._ranks.stop
 
     def _join(self, stop: Stop) -> Stop:
         background, began = self._background, time.monotonic()
@@ -129,8 +133,8 @@ class Island(LocalIsland):
     def _refuse_other_layout(self, members: tuple[Member, ...]) -> None:
         if self.name not in [each.name for each in members]:
             others = ", ".join(each.name for each in members)
-            why = f"{others} split the model over their ranks in another way than {self.name}"
-            remedy = "the same engine, ZeRO stage, parallel section and number of processes on all islands"
+            why = f"{others} train another curve than {self.name}, or split the model over their ranks in another way"
+            remedy = "the same config, engine, ZeRO stage, parallel section and number of processes on all islands"
             raise ConfigError("islands", why=why, remedy=remedy)
 
     def _take_part(self, quorum: Quorum[Member], snapshot: Snapshot, began: float) -> bool:

@@ -151,7 +151,7 @@ class Member:
         step: inner steps that it has done.
         living: it has been part of a quorum since it was started: its weights are those of its commit.
         waited: it has waited for the other islands long enough at the start.
-        layout: digest of names, shapes and offsets of its shards on all ranks.
+        layout: digest of what decides its run's curve, and of names, shapes and offsets of its shards on all ranks.
     """
 
     name: str
@@ -289,6 +289,6 @@ def _without_tails(decision: Decision) -> Decision:
 
 
 def compatible(members: Sequence[Member]) -> tuple[Member, ...]:
-    """The members whose ranks hold the same shards as those of the first that lives, or of the first by name."""
+    """The members with the curve and the shards of the first that lives, or of the first by name."""
     ordered = sorted(members, key=lambda each: (not each.living, each.name))
     return tuple(each for each in members if each.layout == ordered[0].layout)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
-
-import torch.distributed as dist
 
 from pipeline.anomalies.guarded_step import GuardedStepper
 from pipeline.checkpoint.store import Checkpoint
@@ -18,9 +14,8 @@ from pipeline.engines.base import Engine, ExchangesGradients
 from pipeline.faults.agreement import Agreement
 from pipeline.faults.stop import StopSignals
 from pipeline.faults.watchdog import Watchdog
-from pipeline.islands.build import read_secret
+from pipeline.islands.build import curve_and_layout_digest, read_secret
 from pipeline.islands.lighthouse import LighthouseMember
-from pipeline.islands.outer import layout_digest
 from pipeline.islands.peers import Peers, PeerStore
 from pipeline.replicas.deal import Member
 from pipeline.replicas.quorums import Quorums
@@ -92,7 +87,7 @@ def open_replica(  # noqa: PLR0913  what a rank of a run has
         group="",
         living=False,
         waited=False,
-        layout=_digest(engine, curve),
+        layout=curve_and_layout_digest(engine, curve),
     )
     peers = Peers(bind=section.bind, timeout_s=section.timeout_s, secret=secret)
     replica = ReplicaOfRun(around, peers=peers, member=member)
@@ -100,15 +95,3 @@ def open_replica(  # noqa: PLR0913  what a rank of a run has
     assert isinstance(engine, ExchangesGradients), "refused by the rules on `replicas`"
     engine.exchange_gradients_by(replica.sum_gradients)
     return replica
-
-
-def _digest(engine: Engine, curve: dict[str, Any]) -> str:
-    """Of the curve, and of the shards of all ranks."""
-    with engine.edit_state() as state:
-        own = layout_digest(state)
-    digests: list[Any] = [own]
-    if dist.is_initialized():
-        digests *= dist.get_world_size()
-        dist.all_gather_object(digests, own)
-    text = json.dumps(curve, sort_keys=True, default=str) + " ".join(digests)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -378,6 +378,7 @@ class Session:
         common: dict[str, Any] = {
             "rank": self.launch.rank,
             "engine": engine,
+            "curve": prepared.curve,
             "agreement": self.agreement,
             "signals": self.signals,
             "watchdog": self.watchdog,
@@ -386,9 +387,9 @@ class Session:
             "checkpoint": checkpoint,
             "stack": stack,
         }
-        island = open_island(prepared.run, loader=partial(batches.slots, skips=skips), **common)
+        island = open_island(prepared.run, loader=batches.slots, **common)
         load = partial(batches.part, skips=skips)
-        return island or open_replica(prepared.run, stepper=stepper, curve=prepared.curve, load=load, **common)
+        return island or open_replica(prepared.run, stepper=stepper, load=load, **common)
 
     def _checkpoint_timer(self) -> CheckpointTimer:
         """Decides when to save, on rank 0; "auto" goes on from what saves have cost before."""

@@ -135,6 +135,41 @@ def test_an_island_that_is_silent_loses_its_round_and_the_others_name_it() -> No
     assert islands.slots("a")[0] > lost[-1]
 
 
+def test_lost_slots_are_named_again_where_the_answer_that_named_them_has_not_arrived() -> None:
+    islands = Islands()
+    islands.join("a")
+    islands.join("b")
+    islands.join("a")
+    lost = islands.slots("a")
+    islands.holder.leave("a", "1")
+    before, named = dict(islands.ledgers), [["a", lost[0], lost[-1] + 1]]
+    assert islands.commit("b", 1.0)["lost"] == named
+    islands.ledgers = before
+    assert islands.join("b")["lost"] == named
+    assert islands.commit("b", 1.0)["lost"] == []
+    assert islands.join("a")["lost"] == []
+
+
+def test_an_outer_update_that_takes_long_costs_no_island_its_round() -> None:
+    """What islands send meanwhile waits for it."""
+    islands = Islands()
+    islands.join("a")
+    islands.join("b")
+    islands.join("a")
+    update = islands.holder._update
+
+    def slow(*args: Any) -> None:
+        update(*args)
+        islands.clock.now += 3 * SILENT_S
+
+    islands.holder._update = slow  # type: ignore[method-assign]
+    assert islands.commit("b", 1.0)["islands"] == ["a", "b"]
+    islands.holder.beat("b", "1")
+    assert islands.commit("a", 1.0)["lost"] == []
+    islands.clock.now += 2 * SILENT_S  # a message of its own says that an island lives
+    assert islands.commit("a", 1.0)["lost"] == [["b", 8, 12]]
+
+
 def test_a_late_comer_takes_the_newest_weights_and_the_next_slots() -> None:
     islands = Islands(count=1)
     islands.join("a")

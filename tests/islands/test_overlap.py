@@ -226,6 +226,34 @@ def test_an_island_that_was_stopped_between_the_last_step_and_its_exchange_excha
     assert (again.slots, [row["trained"] for row in exchanges(again)]) == ([], [{"a": [TOTAL - STEPS, TOTAL - 1]}])
 
 
+def asked_to_stop(toy: ToyIsland, *, after_s: float) -> None:
+    def ask() -> None:
+        toy.island._around.signals.requested = Stop.TERMINATE
+
+    timer = threading.Timer(after_s, ask)
+    timer.daemon = True
+    timer.start()
+
+
+def test_an_island_that_waits_for_others_to_begin_is_stopped_by_a_signal(site: Site) -> None:
+    """Its lighthouse answers at once: with it alone."""
+    alone = site.island("a", count=2, start_s=300)
+    asked_to_stop(alone, after_s=0.5)
+    assert alone.island.start() is Stop.TERMINATE
+
+
+def test_an_island_that_waits_for_the_state_of_one_in_its_tail_is_stopped_by_a_signal(site: Site) -> None:
+    first, late = site.island("a", count=1), site.island("b", count=1)
+    first.island.start()
+    first.train(1.0, until=STEPS - OVERLAP)
+    asked_to_stop(late, after_s=3)  # it is in the exchange by then, whose source does not go on
+    assert late.island.start() is Stop.TERMINATE
+    assert late.island.ledger == Ledger()
+    late.island.close()
+    first.train(1.0, until=STEPS)
+    assert exchanges(first)[0]["trained"] == {"a": [0, STEPS - OVERLAP - 1]}
+
+
 def test_a_checkpoint_beside_an_exchange_waits_for_it_and_has_no_part_of_it(site: Site) -> None:
     first, second = site.island("a"), site.island("b")
     together(first.island.start, second.island.start)

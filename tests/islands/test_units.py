@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,6 +23,8 @@ from pipeline.checkpoint.shards import NamedShard
 from pipeline.config.islands_rules import check_islands
 from pipeline.config.islands_schema import OuterSection
 from pipeline.config.schema import Config
+from pipeline.engines.base import Engine
+from pipeline.islands.build import curve_and_layout_digest
 from pipeline.islands.ledger import Decision, Ledger, Member, compatible, decide
 from pipeline.islands.lighthouse import _code, authenticated, refuse_other_secret
 from pipeline.islands.mean import Mean, mean_over_islands
@@ -232,6 +236,20 @@ def test_ledgers_and_members_survive_json() -> None:
 def test_islands_whose_ranks_hold_other_shards_are_left_out() -> None:
     members = [replace(member("a", Ledger(), 0, living=False), layout="y"), member("b", Ledger(), 0)]
     assert [each.name for each in compatible(members)] == ["b"]
+
+
+def test_islands_of_another_curve_are_left_out_as_those_of_other_shards_are() -> None:
+    """With other steps between exchanges two islands would deal themselves the same slots, and share a commit."""
+
+    @contextmanager
+    def edit_state(shape: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+        yield {"weight/w": NamedShard(shape, start=0, values=torch.zeros(4))}
+
+    def digest(*shape: int, **curve: Any) -> str:
+        return curve_and_layout_digest(cast(Engine, SimpleNamespace(edit_state=partial(edit_state, shape))), curve)
+
+    assert digest(4, steps=5, seed=1) == digest(4, seed=1, steps=5)
+    assert len({digest(4, steps=5), digest(4, steps=4), digest(2, 2, steps=5)}) == 3
 
 
 def report(name: str, secret: bytes) -> SimpleNamespace:
