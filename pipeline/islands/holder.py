@@ -86,6 +86,10 @@ class Holder:
     def __init__(self, section: IslandsSection, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._section, self._total, self._clock = section, 0, clock
         self._lock, self._places, self._layout = threading.RLock(), dict[str, _Place](), ""
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begins without an outer state."""
         self._began: float | None = None
         self._source, self._ready, self._lineage = "", False, ""
         self._shards, self._buffers = dict[int, Shard](), dict[int, Tensor]()
@@ -113,6 +117,8 @@ class Holder:
             self._drop_silent()
             if self._places and layout != self._layout:
                 return {"state": "refused", "islands": sorted(self._places)}
+            if layout != self._layout:  # of another run, none of whose islands is left
+                self._forget()
             place = self._places.get(name)
             if place is not None and place.session != session:
                 self._drop(name)
@@ -213,12 +219,15 @@ class Holder:
         self._lineage = ledger.commit or uuid.uuid4().hex[:16]
         open_then = {(each.first, each.end): each for each in ledger.tails}
         if ledger.deal is not None and ledger.deal.steps:
-            deal = ledger.deal
-            open_then[deal.first, deal.end] = Tail(deal.names[0], deal.first, deal.end)
+            for name in ledger.deal.names:  # several, and `before` with tails, of a run that was synchronous
+                slots = ledger.deal.slots(name)
+                open_then[slots.start, slots.stop] = Tail(name, slots.start, slots.stop)
         self._slots = ledger.slots
-        for place in self._places.values():
+        for name, place in self._places.items():
             own = place.ledger.deal
             if own is None or not own.steps or place.ledger.commit != self._lineage:
+                continue
+            if own.names != (name,) or own.step != own.first:  # dealt in rounds of the synchronous mode
                 continue
             if (own.first, own.end) in open_then or own.first >= ledger.slots:
                 open_then.pop((own.first, own.end), None)

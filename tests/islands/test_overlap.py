@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from headrace.base.errors import TrainingError
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.shards import NamedShard
 from pipeline.config.islands_schema import IslandsSection
@@ -243,15 +245,36 @@ def test_an_island_that_waits_for_others_to_begin_is_stopped_by_a_signal(site: S
 
 
 def test_an_island_that_waits_for_the_state_of_one_in_its_tail_is_stopped_by_a_signal(site: Site) -> None:
-    first, late = site.island("a", count=1), site.island("b", count=1)
+    first = site.island("a", count=1)
     first.island.start()
+    late, stops = site.island("b", count=1), list[Stop]()
+    waits = threading.Thread(target=lambda: stops.append(late.island.start()))
+    waits.start()
+    time.sleep(1)  # it has asked
     first.train(1.0, until=STEPS - OVERLAP)
-    asked_to_stop(late, after_s=3)  # it is in the exchange by then, whose source does not go on
-    assert late.island.start() is Stop.TERMINATE
+    asked_to_stop(late, after_s=2)  # it is in the exchange by then, whose source does not go on
+    waits.join(30)
+    assert stops == [Stop.TERMINATE]
     assert late.island.ledger == Ledger()
     late.island.close()
     first.train(1.0, until=STEPS)
     assert exchanges(first)[0]["trained"] == {"a": [0, STEPS - OVERLAP - 1]}
+
+
+def test_an_exchange_that_has_failed_on_another_rank_ends_the_run_of_this_one(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank will not take its part: what runs here would wait for it."""
+    first, second = site.island("a"), site.island("b")
+    together(first.island.start, second.island.start)
+    first.train(1.0, until=STEPS - OVERLAP)  # its exchange waits for the other island
+
+    def with_another_rank(_agreement: Agreement, *values: int) -> list[int]:
+        return [max(pair) for pair in zip(values, (0, 1), strict=True)]
+
+    monkeypatch.setattr(Agreement, "max_over_ranks", with_another_rank)
+    with pytest.raises(TrainingError, match="another rank"):
+        first.island.settle(STEPS - OVERLAP, Stop.NO)
 
 
 def test_a_checkpoint_beside_an_exchange_waits_for_it_and_has_no_part_of_it(site: Site) -> None:
