@@ -232,8 +232,8 @@ def decide(members: Sequence[Member], *, steps: int, total: int, quorum: int, ov
     members = sorted(members, key=lambda each: each.name)
     names = tuple(each.name for each in members)
     living = [each for each in members if each.living] or members
-    sharing = Counter(each.ledger for each in living)
-    best = max(living, key=lambda each: (each.ledger.round, sharing[each.ledger], each.step))
+    sharing = Counter(each.ledger.commit for each in living)
+    best = max(living, key=lambda each: (each.ledger.round, sharing[each.ledger.commit], each.step))
     # not by the commit alone: the copy of a folder has it too, under other names
     same = [n for n, each in enumerate(members) if each.ledger == best.ledger]
     if not best.living:  # checkpoints of different steps of one round are told apart

@@ -58,6 +58,12 @@ def test_islands_go_on_behind_the_samples_of_an_ordinary_run() -> None:
     assert (deal.slots("a"), deal.slots("b"), deal.step) == (range(7, 12), range(12, 17), 7)
 
 
+def test_one_checkpoint_of_an_ordinary_run_counts_more_than_empty_directories() -> None:
+    fresh = [member(name, Ledger(), 0, living=False) for name in ("a", "b")]
+    after = decide([*fresh, member("c", Ledger(start=7), 7, living=False)], steps=STEPS, total=TOTAL, quorum=1)
+    assert (after.names[after.source], after.healed, after.step) == ("c", (0, 1), 7)
+
+
 def test_a_round_deals_consecutive_samples_to_its_islands() -> None:
     deal = begin("a", "b", "c").ledger.deal
     assert deal is not None
