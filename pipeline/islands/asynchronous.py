@@ -109,8 +109,8 @@ class AsynchronousIsland(LocalIsland):
             raise ConfigError("islands.secret_file", why=str(error), remedy=remedy) from None
         if answer["state"] == "refused":
             others = ", ".join(answer["islands"])
-            why = f"{others} split the model over their ranks in another way than {self.name}"
-            remedy = "the same engine, ZeRO stage, parallel section and number of processes on all islands"
+            why = f"{others} train another curve than {self.name}, or split the model over their ranks in another way"
+            remedy = "the same config, engine, ZeRO stage, parallel section and number of processes on all islands"
             raise ConfigError("islands", why=why, remedy=remedy)
         return answer
 

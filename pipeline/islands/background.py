@@ -39,6 +39,11 @@ class Background:
         """Waits for its end; returns whether it has ended on this rank."""
         return bool(wait([self._future], timeout=seconds).done)
 
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended with an error on this rank, which `result` raises."""
+        return self._future.done() and self._future.exception() is not None
+
     def cancel(self) -> None:
         """Gives up waiting for other islands; an exchange that is under way is finished. On all ranks."""
         self._cancelled.set()
@@ -70,4 +75,6 @@ class Background:
             if exchanged is not None:
                 self.seconds = time.monotonic() - began
                 return exchanged
+            if ranks.stopped():  # a lighthouse that answers at once leaves no other moment for it
+                break
         return None

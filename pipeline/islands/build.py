@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import stat
 from collections.abc import Callable
@@ -82,6 +83,7 @@ def open_island(  # noqa: PLR0913  what a rank of a run has
     *,
     rank: int,
     engine: Engine,
+    curve: dict[str, Any],
     agreement: Agreement,
     signals: StopSignals,
     watchdog: Watchdog,
@@ -97,6 +99,7 @@ def open_island(  # noqa: PLR0913  what a rank of a run has
         run: the resolved config.
         rank: of this process in the island.
         engine, agreement, signals, watchdog, record, say: see `Surroundings`.
+        curve: what all islands must agree on.
         loader: see `Island`.
         checkpoint: where the run resumes; its outer state is loaded.
         stack: closes it.
@@ -104,17 +107,11 @@ def open_island(  # noqa: PLR0913  what a rank of a run has
     section = run.config.islands
     if section is None or section.name is None:
         return None
-    with engine.edit_state() as state:
-        own = layout_digest(state)
-    digests: list[Any] = [own]
-    if dist.is_initialized():
-        digests *= dist.get_world_size()
-        dist.all_gather_object(digests, own)
     around = Surroundings(
         section=section,
         total=run.steps,
         samples=run.batch.samples,
-        layout=hashlib.sha256(" ".join(digests).encode()).hexdigest()[:16],
+        layout=curve_and_layout_digest(engine, curve),
         rank=rank,
         engine=engine,
         agreement=agreement,
@@ -131,6 +128,24 @@ def open_island(  # noqa: PLR0913  what a rank of a run has
         details = checkpoint.manifest.details
         island.load(checkpoint.path, details.get("island"), samples=details["samples"])
     return island
+
+
+def curve_and_layout_digest(engine: Engine, curve: Any, *, of_rank: str = "") -> str:
+    """Of what decides a run's loss curve, and of the shards of all ranks. Collective.
+
+    Args:
+        engine: of this rank.
+        curve: what has to be alike, as JSON.
+        of_rank: what else has to be alike of every rank.
+    """
+    with engine.edit_state() as state:
+        own = f"{layout_digest(state)} {of_rank}"
+    digests: list[Any] = [own]
+    if dist.is_initialized():
+        digests *= dist.get_world_size()
+        dist.all_gather_object(digests, own)
+    text = json.dumps(curve, sort_keys=True, default=str) + " ".join(digests)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _synchronous(around: Surroundings, loader: Loader, step: int, stack: ExitStack) -> LocalIsland:

@@ -139,7 +139,7 @@ class Exchange:
             if decision.contributors:
                 mean = self._mean(decision, snapshot)
             if own in decision.healed:
-                received = self._receive_state(decision.source, snapshot.state_bytes)
+                received = self._receive_state(decision.source, snapshot.state_bytes, ranks)
         except ExchangeError as error:
             failure = str(error)
         if ranks.agreed(failure is not None):
@@ -212,9 +212,11 @@ class Exchange:
             except ExchangeError as error:  # it tries again with the next exchange
                 self.failures.append(str(error))
 
-    def _receive_state(self, source: int, size: int) -> Tensor:
+    def _receive_state(self, source: int, size: int, ranks: Ranks) -> Tensor:
         packed, here = torch.empty(size, dtype=torch.uint8), torch.zeros_like(_NOT_YET)
         while not here:
+            if ranks.asked():  # the source may have a long tail to train
+                raise ExchangeError("given up: this island was asked to stop")
             self._peers.receive(here, source=source)
         self._peers.receive(packed, source=source)
         return packed

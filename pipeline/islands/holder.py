@@ -55,6 +55,7 @@ class _Place:
         pushed: rank -> pseudo-gradient, not yet applied.
         given: rank -> outer state that it is to take.
         told: lost slots that it knows of, by number.
+        telling: the same, once its island has got the last answer.
         committed: first slot, staleness and weight of its newest pseudo-gradient.
     """
 
@@ -67,6 +68,7 @@ class _Place:
     pushed: dict[int, Tensor] = field(default_factory=dict)
     given: dict[int, Shard] = field(default_factory=dict)
     told: int = 0
+    telling: int = 0
     committed: dict[str, float] = field(default_factory=dict)
 
 
@@ -84,6 +86,10 @@ class Holder:
     def __init__(self, section: IslandsSection, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._section, self._total, self._clock = section, 0, clock
         self._lock, self._places, self._layout = threading.RLock(), dict[str, _Place](), ""
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begins without an outer state."""
         self._began: float | None = None
         self._source, self._ready, self._lineage = "", False, ""
         self._shards, self._buffers = dict[int, Shard](), dict[int, Tensor]()
@@ -107,9 +113,12 @@ class Holder:
             and a round); end (the newest state, the run is over); refused.
         """
         with self._lock:
+            self._place(name, session)  # it is not silent, even if a long update has kept it waiting
             self._drop_silent()
             if self._places and layout != self._layout:
                 return {"state": "refused", "islands": sorted(self._places)}
+            if layout != self._layout:  # of another run, none of whose islands is left
+                self._forget()
             place = self._places.get(name)
             if place is not None and place.session != session:
                 self._drop(name)
@@ -118,11 +127,12 @@ class Holder:
             self._began = now if self._began is None else self._began
             if place is None:
                 place = self._places[name] = _Place(session, ranks, Ledger.from_plain(dict(ledger)), now)
-                place.told = self._told
+                place.told = place.telling = self._told
             place.seen, place.ledger = now, Ledger.from_plain(dict(ledger))
             if not self._ready:
                 return self._await_state(name, now)
             if place.deal is not None and place.deal == place.ledger.deal and self._lineage == place.ledger.commit:
+                self._heard(place)
                 return {"state": "keep"}
             return self._next(name, place)
 
@@ -154,14 +164,18 @@ class Holder:
             As `join`; rejoin where its round is not open any more.
         """
         with self._lock:
-            self._drop_silent()
             place = self._place(name, session)
+            self._drop_silent()
             if place is None or place.deal is None or place.deal.first != first or len(place.pushed) != place.ranks:
                 return {"state": "rejoin"}
             staleness = self.version - place.version
+            began = self._clock()
             self._update(place.pushed, 1 / (1 + staleness))
+            for each in self._places.values():  # whoever speaks meanwhile waits for the lock
+                each.seen += self._clock() - began
             place.committed = {"first": first, "staleness": staleness, "weight": 1 / (1 + staleness)}
             place.pushed, place.deal = {}, None
+            self._heard(place)
             return self._next(name, place)
 
     def pull(self, name: str, session: str, rank: int) -> Shard | None:
@@ -205,12 +219,15 @@ class Holder:
         self._lineage = ledger.commit or uuid.uuid4().hex[:16]
         open_then = {(each.first, each.end): each for each in ledger.tails}
         if ledger.deal is not None and ledger.deal.steps:
-            deal = ledger.deal
-            open_then[deal.first, deal.end] = Tail(deal.names[0], deal.first, deal.end)
+            for name in ledger.deal.names:  # several, and `before` with tails, of a run that was synchronous
+                slots = ledger.deal.slots(name)
+                open_then[slots.start, slots.stop] = Tail(name, slots.start, slots.stop)
         self._slots = ledger.slots
-        for place in self._places.values():
+        for name, place in self._places.items():
             own = place.ledger.deal
             if own is None or not own.steps or place.ledger.commit != self._lineage:
+                continue
+            if own.names != (name,) or own.step != own.first:  # dealt in rounds of the synchronous mode
                 continue
             if (own.first, own.end) in open_then or own.first >= ledger.slots:
                 open_then.pop((own.first, own.end), None)
@@ -232,8 +249,7 @@ class Holder:
             deal, state = Deal(self._slots, 0, (name,), self._slots), "end"
         tails = [Tail(each, p.deal.first, p.deal.end) for each, p in self._places.items() if p.deal and each != name]
         ledger = Ledger(self.version, self._lineage, deal, tails=tuple(tails))
-        lost, place.told = self._lost[place.told :], len(self._lost)
-        self._told = place.told
+        lost, place.telling = self._lost[place.told :], len(self._lost)
         return {
             "state": state,
             "ledger": ledger.plain(),
@@ -241,6 +257,11 @@ class Holder:
             "lost": [list(each) for each in lost],
             "committed": place.committed,
         }
+
+    def _heard(self, place: _Place) -> None:
+        """The island has the round of the last answer, and so the lost slots that the answer named."""
+        place.told = place.telling
+        self._told = max(self._told, place.told)
 
     def _update(self, gradients: Mapping[int, Tensor], weight: float) -> None:
         lr, mu = self._section.outer.lr, self._section.outer.momentum

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -16,7 +17,9 @@ from pipeline.islands.peers import ExchangeError
 from pipeline.islands.quantize import BLOCK, dequantize
 from pipeline.islands.wire import Channel
 
-_HANDSHAKE_S = 10.0
+_HANDSHAKE_S, _AGAIN_S = 10.0, 0.2
+_MOST_STRANGERS = 256
+"""Connections at a time that have not proved yet to have the secret."""
 
 
 class HolderServer:
@@ -43,38 +46,55 @@ class HolderServer:
             raise ConfigError("islands.lighthouse", address, why=str(error), remedy=remedy) from None
         self.port = int(self._listener.getsockname()[1])
         self._connections: set[socket.socket] = set()
+        self._strangers, self._closed = threading.BoundedSemaphore(_MOST_STRANGERS), threading.Event()
         threading.Thread(target=self._accept, name="holder", daemon=True).start()
 
     def shutdown(self) -> None:
         """Closes all connections."""
+        self._closed.set()
         for each in (self._listener, *self._connections):
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
 
     def _accept(self) -> None:
-        while True:
+        while not self._closed.is_set():
+            self._strangers.acquire()
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            except OSError:  # shut down, or out of file descriptors for now, or the other side has gone
+                self._strangers.release()
+                time.sleep(_AGAIN_S)
+                continue
+            try:
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            except RuntimeError:  # no more threads for now
+                self._strangers.release()
+                connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
         self._connections.add(connection)
         try:
-            connection.settimeout(_HANDSHAKE_S)
-            channel = Channel(connection, secret=self._secret, server=True)
-            while True:
-                connection.settimeout(None)  # an island is silent while it trains
-                header, payload = channel.receive()
+            channel = self._channel(connection)
+            while connection.recv(1, socket.MSG_PEEK):
                 connection.settimeout(self._timeout_s)
-                channel.send(*self._answer(header, payload))
-        except (ExchangeError, KeyError, TypeError, ValueError):
+                channel.send(*self._answer(*channel.receive()))
+                connection.settimeout(None)  # an island is silent while it trains
+        except (ExchangeError, OSError, KeyError, TypeError, ValueError):
             return  # an island that has died, or what is none
         finally:
             self._connections.discard(connection)
             connection.close()
+
+    def _channel(self, connection: socket.socket) -> Channel:
+        try:
+            connection.settimeout(_HANDSHAKE_S)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            channel = Channel(connection, secret=self._secret, server=True)
+            connection.settimeout(None)
+            return channel
+        finally:
+            self._strangers.release()
 
     def _answer(self, header: dict[str, Any], payload: Tensor) -> tuple[dict[str, Any], Tensor | None]:
         what, name, session = header["do"], str(header["name"]), str(header["session"])

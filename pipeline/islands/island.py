@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from typing import cast
 
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, TrainingError
 from pipeline.faults.stop import Stop
 from pipeline.islands.background import Background
 from pipeline.islands.exchange import Exchange, Exchanged, Snapshot
@@ -66,6 +66,8 @@ class Island(LocalIsland):
             ready = any(each.living or each.waited for each in members)
             if (ready or len(members) >= section.count) and self._take_part(quorum, snapshot, began):
                 return Stop.NO
+            if self._ranks.stopped():
+                return self._ranks.stop
             self._waited = self._ranks.agreed(time.monotonic() - began > section.start_s)
             time.sleep(_AGAIN_S)
 
@@ -96,6 +98,8 @@ class Island(LocalIsland):
                 return self._ranks.stop
             if self._take_part(quorum, snapshot, began):
                 return Stop.NO
+            if self._ranks.stopped():
+                return self._ranks.stop
 
     def _join(self, stop: Stop) -> Stop:
         background, began = self._background, time.monotonic()
@@ -104,7 +108,7 @@ class Island(LocalIsland):
         if stop:
             background.cancel()
         seconds = 0.0
-        while self._ranks.agreed(not background.ended(seconds)):
+        while self._still_runs(background, seconds):
             self._around.watchdog.report_progress()
             if not stop and self._ranks.stopped():
                 stop = self._ranks.stop
@@ -116,6 +120,20 @@ class Island(LocalIsland):
             waited = time.monotonic() - began
             self._finish(exchanged, since=background.snapshot, waited=waited, overlapped=background.seconds)
         return stop
+
+    def _still_runs(self, background: Background, seconds: float) -> bool:
+        """Waits for the end of an exchange in the background; returns whether it still runs on any rank.
+
+        Raises:
+            TrainingError: it has failed on another rank, whose part of it this one would wait for.
+        """
+        runs = not background.ended(seconds)
+        any_runs, failed = self._around.agreement.max_over_ranks(int(runs), int(background.failed))
+        if failed:
+            background.ended(_TICK_S)  # an error that all ranks have is raised by all
+        if failed and not background.failed:
+            raise TrainingError("an exchange with other islands failed on another rank, whose output has the error")
+        return bool(any_runs) and not failed
 
     def close(self) -> None:
         """See `LocalIsland`."""
@@ -129,8 +147,8 @@ class Island(LocalIsland):
     def _refuse_other_layout(self, members: tuple[Member, ...]) -> None:
         if self.name not in [each.name for each in members]:
             others = ", ".join(each.name for each in members)
-            why = f"{others} split the model over their ranks in another way than {self.name}"
-            remedy = "the same engine, ZeRO stage, parallel section and number of processes on all islands"
+            why = f"{others} train another curve than {self.name}, or split the model over their ranks in another way"
+            remedy = "the same config, engine, ZeRO stage, parallel section and number of processes on all islands"
             raise ConfigError("islands", why=why, remedy=remedy)
 
     def _take_part(self, quorum: Quorum[Member], snapshot: Snapshot, began: float) -> bool:

@@ -107,13 +107,16 @@ class Ledger:
         return self.before if self.in_tail(name, step) else self.deal
 
     def renamed(self, old: str, new: str) -> Ledger:
-        """The same with an island under another name."""
+        """The same with an island under another name; where that is in use, the two change places.
+
+        So each place keeps one name, also in the ledger of a copy, and two islands that have changed folders agree.
+        """
+        names = {old: new, new: old}
 
         def other(deal: Deal | None) -> Deal | None:
-            names = () if deal is None else tuple(new if each == old else each for each in deal.names)
-            return deal and replace(deal, names=names)
+            return deal and replace(deal, names=tuple(names.get(each, each) for each in deal.names))
 
-        tails = tuple(each._replace(name=new) if each.name == old else each for each in self.tails)
+        tails = tuple(each._replace(name=names.get(each.name, each.name)) for each in self.tails)
         return replace(self, deal=other(self.deal), before=other(self.before), tails=tails)
 
     def plain(self) -> dict[str, Any]:
@@ -148,7 +151,7 @@ class Member:
         step: inner steps that it has done.
         living: it has been part of a quorum since it was started: its weights are those of its commit.
         waited: it has waited for the other islands long enough at the start.
-        layout: digest of names, shapes and offsets of its shards on all ranks.
+        layout: digest of what decides its run's curve, and of names, shapes and offsets of its shards on all ranks.
     """
 
     name: str
@@ -231,19 +234,22 @@ def decide(members: Sequence[Member], *, steps: int, total: int, quorum: int, ov
     living = [each for each in members if each.living] or members
     sharing = Counter(each.ledger.commit for each in living)
     best = max(living, key=lambda each: (each.ledger.round, sharing[each.ledger.commit], each.step))
-    same = [n for n, each in enumerate(members) if each.ledger.commit == best.ledger.commit]
+    # not by the commit alone: the copy of a folder has it too, under other names
+    same = [n for n, each in enumerate(members) if each.ledger == best.ledger]
     if not best.living:  # checkpoints of different steps of one round are told apart
-        same = [n for n in same if members[n].midway or members[n].trained or members[n].step == best.step]
+        begin = best.ledger.deal.step if best.ledger.deal else best.step
+        same = [n for n in same if members[n].midway or members[n].trained or members[n].step in (begin, best.step)]
     healed = tuple(n for n in range(len(members)) if n not in same)
     contributors = tuple(n for n in same if members[n].trained and members[n].living == best.living)
     midway = any(members[n].midway for n in same)
     if midway and not best.living:  # started again together: those that have finished the round wait for the others
         contributors = ()
     decision = Decision(names, names.index(best.name), contributors, healed, best.ledger, best.step)
-    if contributors:
-        decision = _contributed(decision, members)
-    elif midway:
-        return decision
+    decision = _contributed(decision, members) if contributors else _without_tails(decision)
+    if midway and not contributors:
+        assert decision.ledger.deal is not None
+        # who takes the outer weights in the middle of the round has trained none of its part
+        return replace(decision, step=decision.ledger.deal.step)
     # a round that nobody has trained is dealt anew: to those that are here
     ledger, step = decision.ledger, decision.step
     untrained = ledger.deal is not None and not contributors
@@ -273,7 +279,16 @@ def _contributed(decision: Decision, members: Sequence[Member]) -> Decision:
     )
 
 
+def _without_tails(decision: Decision) -> Decision:
+    """The decision with the tails of islands that take another one's state lost: they have not trained them."""
+    ledger, healed = decision.ledger, [decision.names[n] for n in decision.healed]
+    lost = {each.name: each.slots for each in ledger.tails if each.name in healed}
+    tails = tuple(each for each in ledger.tails if each.name not in healed)
+    ledger = replace(ledger, tails=tails, before=ledger.before if tails else None)
+    return replace(decision, ledger=ledger, tail_lost=lost)
+
+
 def compatible(members: Sequence[Member]) -> tuple[Member, ...]:
-    """The members whose ranks hold the same shards as those of the first that lives, or of the first by name."""
+    """The members with the curve and the shards of the first that lives, or of the first by name."""
     ordered = sorted(members, key=lambda each: (not each.living, each.name))
     return tuple(each for each in members if each.layout == ordered[0].layout)

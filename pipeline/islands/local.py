@@ -54,7 +54,8 @@ class LocalIsland(ABC):
 
     def details(self) -> dict[str, Any]:
         """What the manifest of a checkpoint records."""
-        return {"island": {"name": self.name, **self.ledger.plain()}}
+        # not the step that the checkpoint is of: an exchange after it may have taken this island to another round
+        return {"island": {"name": self.name, "step": self.step, **self.ledger.plain()}}
 
     def load(self, directory: Path, details: dict[str, Any] | None, *, samples: int) -> None:
         """Loads the outer state of a checkpoint; of an ordinary run's, the outer optimizer begins afresh.
@@ -72,6 +73,7 @@ class LocalIsland(ABC):
         named_state.read(outer, directory)
         # a folder that another island has written counts as its own: it goes on in that one's place
         self.ledger = Ledger.from_plain(details).renamed(details["name"], self.name)
+        self.step = details.get("step", self.step)
 
     @abstractmethod
     def start(self) -> Stop:
@@ -116,9 +118,15 @@ class LocalIsland(ABC):
         deal = self.ledger.deal
         return deal is not None and self.name in deal.names and step in (deal.snapshot_step, deal.last_step)
 
+    @property
+    def _owes_an_exchange(self) -> bool:
+        """Whether it was stopped between the last step of its round, which may be the run's, and the exchange."""
+        deal = self.ledger.deal
+        return deal is not None and bool(deal.slots(self.name)) and self.step == deal.last_step
+
     def batches(self) -> Iterator[StepBatch]:
         """This rank's batches, of one round after the other; `exchange` must be called where it is `due`."""
-        while self.step < self._around.total:
+        while self.step < self._around.total or self._owes_an_exchange:
             deal = self.ledger.deal_of(self.name, self.step)
             assert deal is not None
             slots, done = deal.slots(self.name), self.step - deal.step

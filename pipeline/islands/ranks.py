@@ -31,6 +31,10 @@ class Ranks(Protocol):
         """Whether an exchange that waits for other islands is to be given up."""
         ...
 
+    def asked(self) -> bool:
+        """The same on this rank alone. Not collective."""
+        ...
+
 
 class LoopRanks:
     """In the training loop: over the default process group; a stop signal ends waiting.
@@ -59,6 +63,10 @@ class LoopRanks:
         self.stop = self._around.agreement.requested_stop(self._around.signals)
         return bool(self.stop)
 
+    def asked(self) -> bool:
+        """See `Ranks`."""
+        return bool(self._around.signals.requested)
+
 
 class ThreadRanks:
     """In a thread beside the training loop, whose collectives must not meet those of the thread: over another group.
@@ -86,6 +94,10 @@ class ThreadRanks:
     def stopped(self) -> bool:
         """See `Ranks`."""
         return self.agreed(self._cancelled.is_set())
+
+    def asked(self) -> bool:
+        """See `Ranks`."""
+        return self._cancelled.is_set()
 
 
 def thread_group() -> Any:

@@ -1,8 +1,8 @@
 """Messages between islands and the holder of asynchronous mode: JSON and bytes over TCP, authenticated one by one.
 
 Both sides prove that they have the shared secret (HMAC-SHA256 over two random challenges), and every message carries an
-authentication code under a key of the connection, over its direction, its number, its JSON and its bytes. Nothing is
-encrypted. Without a secret the key is of an empty one.
+authentication codes under a key of the connection, over its direction, its number and its JSON, and over its bytes.
+Nothing is encrypted. Without a secret the key is of an empty one.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class Channel:
         """Sends JSON and bytes, uint8 [n]."""
         text = json.dumps(header).encode()
         body = memoryview(b"") if payload is None else payload.numpy().data
-        code = self._code(self._server, self._sent, text, body)
-        self._sent += 1
-        self._write(_HEAD.pack(len(text), len(body)) + text)
+        head = _HEAD.pack(len(text), len(body)) + text
+        number, self._sent = self._sent, self._sent + 1
+        self._write(head + self._code(self._server, number, "head", head))
         self._write(body)
-        self._write(code)
+        self._write(self._code(self._server, number, "body", body))
 
     def receive(self) -> tuple[dict[str, Any], Tensor]:
         """JSON and bytes, uint8 [n].
@@ -77,14 +77,14 @@ class Channel:
         Raises:
             WrongSecretError: the message is not the other side's.
         """
-        length, size = _HEAD.unpack(self._read(_HEAD.size))
+        head = bytes(self._read(_HEAD.size))
+        length, size = _HEAD.unpack(head)
         if length > _MOST_JSON_BYTES or size > _MOST_BYTES:
             raise ExchangeError(f"a message of {length} and {size} bytes is none")
-        text, body = bytes(self._read(length)), self._read(size)
-        if not hmac.compare_digest(
-            bytes(self._read(_CODE_BYTES)), self._code(not self._server, self._received, text, body)
-        ):
-            raise WrongSecretError("a message does not verify with islands.secret_file")
+        text = bytes(self._read(length))
+        self._verify("head", head + text)  # before it is believed how many bytes follow
+        body = self._read(size)
+        self._verify("body", body)
         self._received += 1
         made = torch.frombuffer(body, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
         return json.loads(text), made
@@ -93,9 +93,14 @@ class Channel:
         """Closes the connection."""
         self._socket.close()
 
-    def _code(self, server: bool, number: int, text: bytes, body: Any) -> bytes:
-        code = hmac.new(self._key, f"{server} {number} {len(text)} ".encode() + text, hashlib.sha256)
-        code.update(body)
+    def _verify(self, part: str, values: Any) -> None:
+        code = self._code(not self._server, self._received, part, values)
+        if not hmac.compare_digest(bytes(self._read(_CODE_BYTES)), code):
+            raise WrongSecretError("a message does not verify with islands.secret_file")
+
+    def _code(self, server: bool, number: int, part: str, values: Any) -> bytes:
+        code = hmac.new(self._key, f"{server} {number} {part} ".encode(), hashlib.sha256)
+        code.update(values)
         return code.digest()
 
     def _write(self, values: Any) -> None:

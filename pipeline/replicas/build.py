@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from pipeline.anomalies.guarded_step import GuardedStepper
 from pipeline.checkpoint.store import Checkpoint
@@ -19,9 +16,8 @@ from pipeline.engines.base import Engine, ExchangesGradients
 from pipeline.faults.agreement import Agreement
 from pipeline.faults.stop import StopSignals
 from pipeline.faults.watchdog import Watchdog
-from pipeline.islands.build import read_secret
+from pipeline.islands.build import curve_and_layout_digest, read_secret
 from pipeline.islands.lighthouse import LighthouseMember
-from pipeline.islands.outer import layout_digest
 from pipeline.islands.peers import Peers, PeerStore
 from pipeline.replicas.deal import Member
 from pipeline.replicas.quorums import Quorums
@@ -122,11 +118,5 @@ def digest_of_run(run: ResolvedRun, engine: Engine, curve: dict[str, Any]) -> st
     # the curve has no response to non-finite steps, with which a run may be resumed; here all must respond alike
     policies = config.anomalies.model_dump(mode="json")
     alike = (curve, policies, config.engine, config.zero_optimization.stage)
-    with engine.edit_state() as state:  # the ranks of one replica may have different devices
-        own = f"{layout_digest(state)} {engine.device_name} {torch.__version__}"
-    digests: list[Any] = [own]
-    if dist.is_initialized():
-        digests *= dist.get_world_size()
-        dist.all_gather_object(digests, own)
-    text = json.dumps(alike, sort_keys=True, default=str) + " ".join(digests)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    # the ranks of one replica may have different devices
+    return curve_and_layout_digest(engine, alike, of_rank=f"{engine.device_name} {torch.__version__}")

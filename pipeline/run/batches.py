@@ -14,7 +14,7 @@ from pipeline.config.layout_rules import micro_batch_constraints
 from pipeline.data.dataset import TokenDataset
 from pipeline.data.divided import CurrentBatch, DividedSteps
 from pipeline.data.loader import MicroBatch, StepLoader, heldout_batches
-from pipeline.data.skips import Skips
+from pipeline.data.skips import NO_SKIPS, Skips
 from pipeline.parallel.compilation import compiles
 from pipeline.run.prepare import PreparedRun
 
@@ -44,10 +44,13 @@ class RankBatches:
 
     def training(self, *, first_step: int, skips: Skips) -> StepLoader | DividedSteps:
         """The batches from `first_step` to the last step of the run, without the data that `skips` leaves out."""
-        return self.slots(first_step, self.prepared.run.steps, skips=skips)
+        return self._steps(first_step, self.prepared.run.steps, skips=skips)
 
-    def slots(self, first: int, last: int, *, skips: Skips) -> StepLoader | DividedSteps:
-        """The batches of the global batches `first` to `last` of the order of samples, counted from 1."""
+    def slots(self, first: int, last: int) -> StepLoader | DividedSteps:
+        """The batches of the global batches `first` to `last` of the order of samples, counted from 1: none skipped."""
+        return self._steps(first, last, skips=NO_SKIPS)
+
+    def _steps(self, first: int, last: int, *, skips: Skips) -> StepLoader | DividedSteps:
         if self.current is not None:
             return DividedSteps(partial(self._load, skips=skips), self.current, steps=(first, last))
         return self._load(self.prepared.run.batch, (first, last), skips=skips)

@@ -297,7 +297,7 @@ class Session:
             self._announce(engine, checkpoint, rollback, sinks=sinks, display=display, skips=skips)
             batches = RankBatches(prepared, self.launch.rank)
             island = self._open_group(
-                engine, stepper, sinks=sinks, say=display.say, skips=skips, checkpoint=checkpoint, stack=stack
+                engine, stepper, sinks=sinks, say=display.say, batches=batches, checkpoint=checkpoint, stack=stack
             )
             if island is not None:
                 if stop := island.start():
@@ -370,15 +370,16 @@ class Session:
         *,
         sinks: Sinks,
         say: Callable[[str], None],
-        skips: Skips,
+        batches: RankBatches,
         checkpoint: Checkpoint | None,
         stack: ExitStack,
     ) -> Islands | None:
         """The island or the replica of the model that this process belongs to; None in an ordinary run. Collective."""
-        prepared, batches = self.prepared, RankBatches(self.prepared, self.launch.rank)
+        prepared = self.prepared
         common: dict[str, Any] = {
             "rank": self.launch.rank,
             "engine": engine,
+            "curve": prepared.curve,
             "agreement": self.agreement,
             "signals": self.signals,
             "watchdog": self.watchdog,
@@ -387,12 +388,12 @@ class Session:
             "checkpoint": checkpoint,
             "stack": stack,
         }
-        island = open_island(prepared.run, loader=partial(batches.slots, skips=skips), **common)
+        island = open_island(prepared.run, loader=batches.slots, **common)
 
         def load(ranges: Sequence[tuple[int, int]], steps: tuple[int, int]) -> StepLoader:
             return batches.part(ranges, steps, skips=stepper.skips)  # a late comer takes those of a living replica
 
-        return island or open_replica(prepared.run, stepper=stepper, curve=prepared.curve, load=load, **common)
+        return island or open_replica(prepared.run, stepper=stepper, load=load, **common)
 
     def _checkpoint_timer(self) -> CheckpointTimer:
         """Decides when to save, on rank 0; "auto" goes on from what saves have cost before."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -21,7 +24,7 @@ from pipeline.faults.watchdog import Watchdog
 from pipeline.islands.asynchronous import AsynchronousIsland
 from pipeline.islands.holder import SILENT_S, Holder, Shard
 from pipeline.islands.holder_server import HolderServer
-from pipeline.islands.ledger import Ledger
+from pipeline.islands.ledger import Deal, Ledger, Tail
 from pipeline.islands.outer import OuterState
 from pipeline.islands.peers import ExchangeError
 from pipeline.islands.surroundings import Loader, Surroundings
@@ -134,6 +137,41 @@ def test_an_island_that_is_silent_loses_its_round_and_the_others_name_it() -> No
     assert islands.slots("a")[0] > lost[-1]
 
 
+def test_lost_slots_are_named_again_where_the_answer_that_named_them_has_not_arrived() -> None:
+    islands = Islands()
+    islands.join("a")
+    islands.join("b")
+    islands.join("a")
+    lost = islands.slots("a")
+    islands.holder.leave("a", "1")
+    before, named = dict(islands.ledgers), [["a", lost[0], lost[-1] + 1]]
+    assert islands.commit("b", 1.0)["lost"] == named
+    islands.ledgers = before
+    assert islands.join("b")["lost"] == named
+    assert islands.commit("b", 1.0)["lost"] == []
+    assert islands.join("a")["lost"] == []
+
+
+def test_an_outer_update_that_takes_long_costs_no_island_its_round() -> None:
+    """What islands send meanwhile waits for it."""
+    islands = Islands()
+    islands.join("a")
+    islands.join("b")
+    islands.join("a")
+    update = islands.holder._update
+
+    def slow(*args: Any) -> None:
+        update(*args)
+        islands.clock.now += 3 * SILENT_S
+
+    islands.holder._update = slow  # type: ignore[method-assign]
+    assert islands.commit("b", 1.0)["islands"] == ["a", "b"]
+    islands.holder.beat("b", "1")
+    assert islands.commit("a", 1.0)["lost"] == []
+    islands.clock.now += 2 * SILENT_S  # a message of its own says that an island lives
+    assert islands.commit("a", 1.0)["lost"] == [["b", 8, 12]]
+
+
 def test_a_late_comer_takes_the_newest_weights_and_the_next_slots() -> None:
     islands = Islands(count=1)
     islands.join("a")
@@ -176,6 +214,31 @@ def test_a_holder_that_is_started_again_goes_on_with_the_newest_state_and_the_ro
         assert answers["b"].get("lost", []) == lost
         assert new.holder.version == 2
         assert new.slots("b") == ([8, 9, 10, 11] if state == "keep" else [16, 17, 18, 19])
+
+
+def test_a_round_of_the_synchronous_mode_is_lost_with_a_name_for_each_of_its_islands() -> None:
+    islands = Islands()
+    deal, before = Deal(8, STEPS, ("a", "b"), 4), Deal(0, STEPS, ("a", "b"), 0)
+    tails = (Tail("a", 3, 4), Tail("b", 7, 8))
+    ledger = Ledger(1, "of rounds", deal, before, tails).plain()
+    islands.ledgers = {"a": ledger, "b": ledger}
+    answers = [islands.join(name) for name in ("a", "b", "a")]
+    named = {tuple(each) for answer in answers for each in answer.get("lost", [])}
+    assert named == {("a", 3, 4), ("b", 7, 8), ("a", 8, 12), ("b", 12, 16)}
+    assert sorted(islands.slots("a") + islands.slots("b")) == list(range(16, TOTAL))
+
+
+def test_a_run_with_another_layout_begins_afresh_at_a_holder_whose_islands_have_left() -> None:
+    islands = Islands(count=1)
+    islands.join("a")
+    islands.commit("a", 1.0)
+    fresh: dict[str, Any] = {"layout": "y", "ranks": 1, "total": TOTAL, "ledger": Ledger().plain()}
+    assert islands.holder.join("b", "1", **fresh) == {"state": "refused", "islands": ["a"]}
+    islands.holder.leave("a", "1")
+    assert islands.holder.join("b", "1", **fresh)["state"] == "upload"
+    islands.holder.upload("b", "1", 0, Shard(torch.full((7,), 5.0), torch.zeros(7)))
+    deal = islands.holder.join("b", "1", **fresh)["ledger"]["deal"]
+    assert (deal["first"], islands.weight("b")) == (0, 5.0)
 
 
 def test_sides_with_different_secrets_do_not_talk_and_a_changed_message_is_refused() -> None:
@@ -300,6 +363,80 @@ def test_a_holder_that_dies_is_started_again_and_the_islands_go_on(stack: ExitSt
     assert any(row["event"] == "exchange_failed" for row in first.rows)
     assert trained(first, second) == list(range(TOTAL))
     assert first.engine.values.tolist() == second.engine.values.tolist()
+
+
+@pytest.mark.parametrize("until", [STEPS, TOTAL - STEPS, TOTAL - 1])
+def test_a_checkpoint_at_the_end_of_a_round_goes_on_with_the_round_that_was_dealt_there(
+    stack: ExitStack, tmp_path: Path, until: int
+) -> None:
+    """All are killed, the holder too: what the island has trained and what was dealt to it is in the checkpoint."""
+    site = Site(stack, count=1)
+    first = site.island("a")
+    first.island.start()
+    first.train(1.0, until=until)
+    if until == TOTAL - 1:  # stopped after the run's last step, before its exchange
+        first.island.step, first.engine.values = TOTAL, first.engine.values + 1
+    details = first.save(tmp_path / "saved")
+    first.island.close()
+    site.server.shutdown()
+    site.serve(0)
+    again = site.island("a")
+    again.load(tmp_path / "saved", details)
+    assert again.island.start() is Stop.NO
+    assert again.island.step == first.island.step
+    again.train(1.0)
+    assert trained(first, again) == list(range(TOTAL))
+    assert again.slots == list(range(first.island.step, TOTAL))
+
+
+class Exhausted:
+    """A listener in a process that is out of file descriptors for a moment."""
+
+    def __init__(self, listener: socket.socket, times: int) -> None:
+        self.listener, self.times = listener, times
+
+    def accept(self) -> Any:
+        self.times -= 1
+        if self.times >= 0:
+            raise OSError(errno.EMFILE, "too many open files")
+        return self.listener.accept()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.listener, name)
+
+
+def test_a_holder_that_could_not_accept_a_connection_accepts_later_ones(stack: ExitStack) -> None:
+    site = Site(stack)
+    exhausted = Exhausted(site.server._listener, 2)
+    site.server._listener = cast(socket.socket, exhausted)
+    for _ in range(2):  # the first one by the accept that is under way
+        client = HolderClient(f"127.0.0.1:{site.server.port}", secret=site.secret, timeout_s=5)
+        stack.callback(client.close)
+        assert client.call({"do": "beat", "name": "a", "session": "1"})[0] == {"state": "taken"}
+    assert exhausted.times < 0
+
+
+def test_a_connection_that_stops_in_the_middle_of_a_message_is_closed(stack: ExitStack) -> None:
+    server = HolderServer(Holder(IslandsSection()), "127.0.0.1:0", secret=b"", timeout_s=0.3)
+    stack.callback(server.shutdown)
+    connection = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=5))
+    Channel(connection, secret=b"", server=False)
+    connection.sendall(b"half")
+    assert connection.recv(1) == b""
+
+
+def test_how_many_bytes_follow_is_not_believed_without_the_secret() -> None:
+    left, right = socket.socketpair()
+    found: list[Channel] = []
+    thread = threading.Thread(target=lambda: found.append(Channel(right, secret=b"one", server=True)))
+    thread.start()
+    Channel(left, secret=b"one", server=False)
+    thread.join()
+    left.sendall(struct.pack("!IQ", 2, 1 << 39) + b"{}" + bytes(32))
+    with pytest.raises(WrongSecretError):
+        found[0].receive()
+    left.close()
+    right.close()
 
 
 def test_an_island_with_another_secret_is_refused(stack: ExitStack) -> None:

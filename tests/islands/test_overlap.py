@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
+from headrace.base.errors import TrainingError
+from pipeline.checkpoint import named_state
 from pipeline.checkpoint.shards import NamedShard
 from pipeline.config.islands_schema import IslandsSection
 from pipeline.engines.base import Engine
@@ -41,7 +46,10 @@ class Weights:
 
     @contextmanager
     def edit_state(self) -> Iterator[dict[str, Any]]:
-        yield {"weight/w": NamedShard((5,), start=0, values=self.values)}
+        yield self.state()
+
+    def state(self) -> dict[str, Any]:
+        return {"weight/w": NamedShard((5,), start=0, values=self.values)}
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,18 @@ class ToyIsland:
     engine: Weights
     rows: list[dict[str, Any]]
     slots: list[int] = field(default_factory=list)
+
+    def save(self, directory: Path) -> dict[str, Any]:
+        """Writes a checkpoint; returns what its manifest records."""
+        directory.mkdir()
+        named_state.write(self.island.state(), directory)
+        details: dict[str, Any] = json.loads(json.dumps(self.island.details()["island"]))
+        return details
+
+    def load(self, directory: Path, details: dict[str, Any]) -> None:
+        """Loads a checkpoint, as an island that is started again."""
+        named_state.read(self.engine.state(), directory)
+        self.island.load(directory, details, samples=0)
 
     def train(self, change: float, until: int | None = None) -> None:
         """The trainer's loop, to its end or up to a step."""
@@ -191,6 +211,70 @@ def test_a_stop_does_not_wait_for_other_islands_and_the_exchange_is_made_up_for(
     # an island that goes on from there has a pseudo-gradient of three steps, and one step in its tail
     member = Member("a", Ledger.from_plain(first.island.ledger.plain()), 3, living=False, waited=False, layout="x")
     assert member.trained
+
+
+def test_an_island_that_was_stopped_between_the_last_step_and_its_exchange_exchanges_after_a_restart(
+    site: Site, tmp_path: Path
+) -> None:
+    first = site.island("a", count=1, overlap=0)
+    first.island.start()
+    first.train(1.0, until=TOTAL - 1)
+    details = {**first.save(tmp_path / "saved"), "step": TOTAL}  # of the last step, had it been saved there
+    first.island.close()
+    again = site.island("a", count=1, overlap=0)
+    again.load(tmp_path / "saved", details)
+    again.island.start()
+    again.train(1.0)
+    assert (again.slots, [row["trained"] for row in exchanges(again)]) == ([], [{"a": [TOTAL - STEPS, TOTAL - 1]}])
+
+
+def asked_to_stop(toy: ToyIsland, *, after_s: float) -> None:
+    def ask() -> None:
+        toy.island._around.signals.requested = Stop.TERMINATE
+
+    timer = threading.Timer(after_s, ask)
+    timer.daemon = True
+    timer.start()
+
+
+def test_an_island_that_waits_for_others_to_begin_is_stopped_by_a_signal(site: Site) -> None:
+    """Its lighthouse answers at once: with it alone."""
+    alone = site.island("a", count=2, start_s=300)
+    asked_to_stop(alone, after_s=0.5)
+    assert alone.island.start() is Stop.TERMINATE
+
+
+def test_an_island_that_waits_for_the_state_of_one_in_its_tail_is_stopped_by_a_signal(site: Site) -> None:
+    first = site.island("a", count=1)
+    first.island.start()
+    late, stops = site.island("b", count=1), list[Stop]()
+    waits = threading.Thread(target=lambda: stops.append(late.island.start()))
+    waits.start()
+    time.sleep(1)  # it has asked
+    first.train(1.0, until=STEPS - OVERLAP)
+    asked_to_stop(late, after_s=2)  # it is in the exchange by then, whose source does not go on
+    waits.join(30)
+    assert stops == [Stop.TERMINATE]
+    assert late.island.ledger == Ledger()
+    late.island.close()
+    first.train(1.0, until=STEPS)
+    assert exchanges(first)[0]["trained"] == {"a": [0, STEPS - OVERLAP - 1]}
+
+
+def test_an_exchange_that_has_failed_on_another_rank_ends_the_run_of_this_one(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank will not take its part: what runs here would wait for it."""
+    first, second = site.island("a"), site.island("b")
+    together(first.island.start, second.island.start)
+    first.train(1.0, until=STEPS - OVERLAP)  # its exchange waits for the other island
+
+    def with_another_rank(_agreement: Agreement, *values: int) -> list[int]:
+        return [max(pair) for pair in zip(values, (0, 1), strict=True)]
+
+    monkeypatch.setattr(Agreement, "max_over_ranks", with_another_rank)
+    with pytest.raises(TrainingError, match="another rank"):
+        first.island.settle(STEPS - OVERLAP, Stop.NO)
 
 
 def test_a_checkpoint_beside_an_exchange_waits_for_it_and_has_no_part_of_it(site: Site) -> None:

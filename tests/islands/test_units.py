@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,6 +23,8 @@ from pipeline.checkpoint.shards import NamedShard
 from pipeline.config.islands_rules import check_islands
 from pipeline.config.islands_schema import OuterSection
 from pipeline.config.schema import Config
+from pipeline.engines.base import Engine
+from pipeline.islands.build import curve_and_layout_digest
 from pipeline.islands.ledger import Decision, Ledger, Member, compatible, decide
 from pipeline.islands.lighthouse import _code, authenticated, refuse_other_secret
 from pipeline.islands.mean import Mean, mean_over_islands
@@ -52,6 +56,12 @@ def test_islands_go_on_behind_the_samples_of_an_ordinary_run() -> None:
     deal = decide(members, steps=5, total=17, quorum=1).ledger.deal
     assert deal is not None
     assert (deal.slots("a"), deal.slots("b"), deal.step) == (range(7, 12), range(12, 17), 7)
+
+
+def test_one_checkpoint_of_an_ordinary_run_counts_more_than_empty_directories() -> None:
+    fresh = [member(name, Ledger(), 0, living=False) for name in ("a", "b")]
+    after = decide([*fresh, member("c", Ledger(start=7), 7, living=False)], steps=STEPS, total=TOTAL, quorum=1)
+    assert (after.names[after.source], after.healed, after.step) == ("c", (0, 1), 7)
 
 
 def test_a_round_deals_consecutive_samples_to_its_islands() -> None:
@@ -86,6 +96,52 @@ def test_islands_that_are_started_again_in_the_middle_of_a_round_go_on_with_it()
     after = decide(again, steps=STEPS, total=TOTAL, quorum=2)
     assert after.ledger == first.ledger
     assert [after.names[n] for n in after.healed] == ["b"]
+
+
+def test_who_takes_a_state_in_the_middle_of_a_round_trains_all_of_its_own_part_and_has_lost_its_tail() -> None:
+    """It takes the outer weights, which have nothing of the round: not even what its source has trained of it."""
+    first = begin("a", "b", "c", overlap=2)
+    ends = {"a": STEPS - 2, "b": STEPS - 1, "c": STEPS - 2}
+    members = [member(name, first.ledger, step) for name, step in ends.items()]
+    second = decide(members, steps=STEPS, total=TOTAL, quorum=2, overlap=2)
+    again = [
+        member("a", second.ledger, STEPS + 1, living=False),
+        member("b", Ledger(), 0, living=False),
+        member("c", second.ledger, STEPS, living=False),  # between its tail and the round
+    ]
+    resumed = decide(again, steps=STEPS, total=TOTAL, quorum=3, overlap=2)
+    assert ([resumed.names[n] for n in resumed.healed], resumed.step) == (["b"], STEPS)
+    assert resumed.tail_lost == {"b": range(STEPS + 3, 2 * STEPS)}
+    ready = [member(name, resumed.ledger, 2 * STEPS - 2) for name in "abc"]
+    third = decide(ready, steps=STEPS, total=TOTAL, quorum=4, overlap=2)
+    assert third.tail_trained == {"a": range(2, 4), "c": range(10, 12)}
+    assert third.trained == {"a": range(12, 14), "b": range(16, 18), "c": range(20, 22)}
+
+
+def test_an_island_that_is_healed_where_a_round_is_dealt_anew_has_lost_its_tail() -> None:
+    first = begin("a", "b", overlap=2)
+    second = decide([member(name, first.ledger, 2) for name in "ab"], steps=STEPS, total=TOTAL, quorum=2, overlap=2)
+    again = [member("a", second.ledger, STEPS, living=False), member("b", first.ledger, 1, living=False)]
+    resumed = decide(again, steps=STEPS, total=TOTAL, quorum=3, overlap=2)
+    assert resumed.tail_lost == {"b": range(6, 8)}
+    assert [each.name for each in resumed.ledger.tails] == ["a"]
+
+
+@pytest.mark.parametrize("names", ["a", "ab"])
+def test_the_copy_of_an_islands_folder_trains_no_slot_for_a_second_time(names: str) -> None:
+    ledger = begin(*names).ledger
+    members = [member("a", ledger, STEPS, living=False), member("b", ledger.renamed("a", "b"), STEPS, living=False)]
+    after = decide(members, steps=STEPS, total=TOTAL, quorum=2)
+    named = [slot for each in (after.trained, after.lost) for slots in each.values() for slot in slots]
+    assert len(after.contributors) == len(after.healed) == 1
+    assert sorted(named) == list(range(STEPS * len(names)))
+
+
+def test_two_islands_that_have_changed_folders_go_on_in_each_others_place() -> None:
+    ledger = begin("a", "b").ledger
+    members = [member(name, ledger.renamed(old, name), STEPS, living=False) for name, old in (("a", "b"), ("b", "a"))]
+    after = decide(members, steps=STEPS, total=TOTAL, quorum=2)
+    assert after.trained == {"a": range(4, 8), "b": range(4)}
 
 
 def test_an_island_that_has_finished_its_round_waits_for_one_that_was_stopped_in_the_middle() -> None:
@@ -186,6 +242,20 @@ def test_ledgers_and_members_survive_json() -> None:
 def test_islands_whose_ranks_hold_other_shards_are_left_out() -> None:
     members = [replace(member("a", Ledger(), 0, living=False), layout="y"), member("b", Ledger(), 0)]
     assert [each.name for each in compatible(members)] == ["b"]
+
+
+def test_islands_of_another_curve_are_left_out_as_those_of_other_shards_are() -> None:
+    """With other steps between exchanges two islands would deal themselves the same slots, and share a commit."""
+
+    @contextmanager
+    def edit_state(shape: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+        yield {"weight/w": NamedShard(shape, start=0, values=torch.zeros(4))}
+
+    def digest(*shape: int, **curve: Any) -> str:
+        return curve_and_layout_digest(cast(Engine, SimpleNamespace(edit_state=partial(edit_state, shape))), curve)
+
+    assert digest(4, steps=5, seed=1) == digest(4, seed=1, steps=5)
+    assert len({digest(4, steps=5), digest(4, steps=4), digest(2, 2, steps=5)}) == 3
 
 
 def report(name: str, secret: bytes) -> SimpleNamespace:
