@@ -62,7 +62,7 @@ def _data_parallel(layout: Layout) -> Iterator[Transfer]:
 
 
 def _weights(layout: Layout) -> float:
-    """Bytes of all-gathers: FSDP2 gathers the last layer again too, ZeRO-3 for a recomputation as well."""
+    """Bytes of all-gathers: FSDP2 gathers the last layer again too."""
     least, rank, run = traffic.weights(layout), layout.rank, layout.run
     if layout.stage < 3:
         return least
@@ -70,10 +70,10 @@ def _weights(layout: Layout) -> float:
     if run.config.engine != "deepspeed":
         return least + layout.micro_batches * layout.size * rank.layers[-1]
     live = run.config.zero_optimization.stage3_max_live_parameters or int(1e9)
-    passes = 3 if run.config.memory.activation_checkpointing == "full" else 2
-    # what was gathered stays between the passes, up to the limit
+    # what was gathered stays between the passes, up to the limit. From the second step on a layer that is recomputed
+    # stays for its backward pass, by `stage3_max_reuse_distance`
     again = max(0, rank.parameters - live) / rank.parameters
-    return whole * (1 + (passes - 1) * again)
+    return whole * (1 + again)
 
 
 def _gradient_size(run: ResolvedRun) -> int:

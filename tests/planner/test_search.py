@@ -29,6 +29,8 @@ from tests.conftest import write_config as write
 
 CONFIG = str(ROOT / "ds_configs" / "fsdp_3d.json")
 LAYERS = "model.config.num_hidden_layers=8"
+NO_TOKENS = 'data.sources=[{"path": "no-tokens"}]'
+"""The vocabulary is then the same whether the demo was run here or not."""
 
 
 @cache
@@ -61,7 +63,7 @@ def test_layouts_of_a_search_are_for_equal_devices_whatever_the_config_says_of_p
 
 def test_the_plan_takes_given_speeds_and_memory_of_pipeline_ranks() -> None:
     def layers(*sets: str) -> list[int]:
-        pipeline = ("parallel.pp=2", "parallel.schedule=1f1b", "parallel.virtual_stages=null", LAYERS)
+        pipeline = ("parallel.pp=2", "parallel.schedule=1f1b", "parallel.virtual_stages=null", LAYERS, NO_TOKENS)
         planned = open_run(CONFIG, (*pipeline, *sets), load_machine("h100"), nodes=None, processes=8)
         return [len(rank.layers) for rank in planned.costs.shares(planned.run).footprint.ranks]
 
