@@ -27,7 +27,7 @@ from pipeline.faults.watchdog import Watchdog
 from pipeline.islands.asynchronous import AsynchronousIsland
 from pipeline.islands.island import Island
 from pipeline.islands.ledger import Member
-from pipeline.islands.lighthouse import LighthouseMember
+from pipeline.islands.lighthouse import LighthouseMember, R
 from pipeline.islands.local import LocalIsland
 from pipeline.islands.outer import layout_digest
 from pipeline.islands.peers import Peers, PeerStore
@@ -148,18 +148,34 @@ def curve_and_layout_digest(engine: Engine, curve: Any, *, of_rank: str = "") ->
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _synchronous(around: Surroundings, loader: Loader, step: int, stack: ExitStack) -> LocalIsland:
+def reach_others(
+    section: QuorumSection, *, rank: int, parse: Callable[[dict[str, Any]], R], stack: ExitStack, field: str = "islands"
+) -> tuple[LighthouseMember[R] | None, Peers]:
+    """What a rank of an island or a replica reaches the others by: the lighthouse, on rank 0, and its peers.
+
+    Args:
+        section: of the config, with a name.
+        rank: of this process in its group.
+        parse: see `LighthouseMember`.
+        stack: keeps the store in which peers find each other.
+        field: name of the section.
+
+    Raises:
+        ConfigError: see `read_secret`.
+    """
+    assert section.name is not None
     # torchft's client reports every request on stderr unless it is told not to
     os.environ.setdefault("RUST_LOG", "warn")
-    section, lighthouse = around.section, None
-    secret = read_secret(section)
-    if around.rank == 0:
+    secret, lighthouse = read_secret(section, field=field), None
+    if rank == 0:
         store = PeerStore(section.bind)
-        stack.callback(lambda: store)  # lives as long as the island
-        lighthouse = LighthouseMember(
-            section.lighthouse, around.name, store=store.address, secret=secret, parse=Member.from_plain
-        )
-    peers = Peers(bind=section.bind, timeout_s=section.timeout_s, secret=secret)
+        stack.callback(lambda: store)  # lives as long as the group
+        lighthouse = LighthouseMember(section.lighthouse, section.name, store=store.address, secret=secret, parse=parse)
+    return lighthouse, Peers(bind=section.bind, timeout_s=section.timeout_s, secret=secret)
+
+
+def _synchronous(around: Surroundings, loader: Loader, step: int, stack: ExitStack) -> LocalIsland:
+    lighthouse, peers = reach_others(around.section, rank=around.rank, parse=Member.from_plain, stack=stack)
     return Island(around, peers=peers, lighthouse=lighthouse, loader=loader, step=step)
 
 

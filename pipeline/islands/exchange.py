@@ -7,18 +7,15 @@ reads no state of the engine, so that it may run beside inner steps (`background
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYet
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from headrace.base.errors import TrainingError
 from pipeline.checkpoint.shard_table import State, parts_of
 from pipeline.islands.ledger import Decision, Member, compatible, decide
-from pipeline.islands.lighthouse import LighthouseMember, Quorum
+from pipeline.islands.lighthouse import LighthouseMember, Quorum, answer_of
 from pipeline.islands.mean import Mean, mean_over_islands
 from pipeline.islands.outer import OuterState, gather
 from pipeline.islands.peers import ExchangeError, Peers, pack, unpack
@@ -110,7 +107,7 @@ class Exchange:
         """
         asked = self._lighthouse.ask(member) if self._lighthouse is not None else None
         while True:
-            quorum = ranks.from_first(lambda: _answer(asked))
+            quorum = ranks.from_first(lambda: answer_of(asked, group="island"))
             if quorum is not None or ranks.stopped():
                 return quorum
 
@@ -227,16 +224,6 @@ class Exchange:
             # what the other island has trained since its pseudo-gradient was taken is its own to contribute
             self._outer.write(state)
         self._outer.error.zero_()
-
-
-def _answer(asked: Future[Quorum[Member]] | None) -> Quorum[Member] | None:
-    assert asked is not None
-    try:
-        return asked.result(_TICK_S)
-    except NotYet:
-        return None
-    except RuntimeError as error:
-        raise TrainingError(f"the lighthouse failed: {error}\n  try: start it again, then this island") from None
 
 
 def _store_of(quorum: Quorum[Member], name: str) -> str:

@@ -14,16 +14,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Generic, Protocol, TypeVar, cast
 
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, TrainingError
 
 HEARTBEAT_S = 1.0
 _ASK_S = 3600.0
 _RETRY_S = 1.0
+_TICK_S = 1.0
 
 
 class Report(Protocol):
@@ -141,6 +143,25 @@ class LighthouseMember(Generic[R]):
             except (RuntimeError, TimeoutError, ConnectionError):
                 client = None
                 self._closed.wait(_RETRY_S)
+
+
+def answer_of(asked: Future[Quorum[R]] | None, *, group: str) -> Quorum[R] | None:
+    """The quorum that was asked for; None where it has not come within a second. On the rank that has asked.
+
+    Args:
+        asked: what `LighthouseMember.ask` has returned.
+        group: what asks, for people: island or replica.
+
+    Raises:
+        TrainingError: the lighthouse failed.
+    """
+    assert asked is not None
+    try:
+        return asked.result(_TICK_S)
+    except NotYet:
+        return None
+    except RuntimeError as error:
+        raise TrainingError(f"the lighthouse failed: {error}\n  try: start it again, then this {group}") from None
 
 
 def authenticated(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -16,9 +15,7 @@ from pipeline.engines.base import Engine, ExchangesGradients
 from pipeline.faults.agreement import Agreement
 from pipeline.faults.stop import StopSignals
 from pipeline.faults.watchdog import Watchdog
-from pipeline.islands.build import curve_and_layout_digest, read_secret
-from pipeline.islands.lighthouse import LighthouseMember
-from pipeline.islands.peers import Peers, PeerStore
+from pipeline.islands.build import curve_and_layout_digest, reach_others
 from pipeline.replicas.deal import Member
 from pipeline.replicas.quorums import Quorums
 from pipeline.replicas.record import ReplicaRecord
@@ -56,16 +53,7 @@ def open_replica(  # noqa: PLR0913  what a rank of a run has
     section = run.config.replicas
     if section is None or section.name is None:
         return None
-    # torchft's client reports every request on stderr unless it is told not to
-    os.environ.setdefault("RUST_LOG", "warn")
-    secret = read_secret(section, field="replicas")
-    lighthouse = None
-    if rank == 0:
-        store = PeerStore(section.bind)
-        stack.callback(lambda: store)  # lives as long as the replica
-        lighthouse = LighthouseMember(
-            section.lighthouse, section.name, store=store.address, secret=secret, parse=Member.from_plain
-        )
+    lighthouse, peers = reach_others(section, rank=rank, parse=Member.from_plain, stack=stack, field="replicas")
     around = Surroundings(
         section=section,
         total=run.steps,
@@ -78,7 +66,6 @@ def open_replica(  # noqa: PLR0913  what a rank of a run has
         record=ReplicaRecord(record, say),
     )
     member = member_at(section.name, checkpoint, layout=digest_of_run(run, engine, curve))
-    peers = Peers(bind=section.bind, timeout_s=section.timeout_s, secret=secret)
     replica = ReplicaOfRun(around, peers=peers, member=member)
     stack.callback(replica.close)
     assert isinstance(engine, ExchangesGradients), "refused by the rules on `replicas`"

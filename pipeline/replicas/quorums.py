@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
 
-from headrace.base.errors import TrainingError
 from pipeline.checkpoint.store import on_rank_zero
 from pipeline.faults.agreement import Agreement
 from pipeline.faults.stop import Stop, StopSignals
 from pipeline.faults.watchdog import Watchdog
-from pipeline.islands.lighthouse import LighthouseMember, Quorum
+from pipeline.islands.lighthouse import LighthouseMember, Quorum, answer_of
 from pipeline.replicas.deal import Member
-
-_TICK_S = 1.0
 
 
 @dataclass
@@ -46,23 +41,10 @@ class Quorums:
             TrainingError: the lighthouse has failed.
         """
         self.enter_phase("waiting for other replicas", member.step)
-        asked: Future[Quorum[Member]] | None = None
-        if self.lighthouse is not None:
-            asked = self.lighthouse.ask(member)
-
-        def answer() -> Quorum[Member] | None:
-            assert asked is not None
-            try:
-                return asked.result(_TICK_S)
-            except NotYet:
-                return None
-            except RuntimeError as error:
-                why = f"the lighthouse failed: {error}\n  try: start it again, then this replica"
-                raise TrainingError(why) from None
-
+        asked = self.lighthouse.ask(member) if self.lighthouse is not None else None
         while True:
             self.watchdog.report_progress()
-            quorum: Quorum[Member] | None = on_rank_zero(answer)
+            quorum = on_rank_zero(lambda: answer_of(asked, group="replica"))
             if quorum is not None:
                 return quorum
             self.stop = self.agreement.requested_stop(self.signals) if until_stop else Stop.NO
