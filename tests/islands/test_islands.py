@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -20,37 +21,23 @@ import torch
 from headrace.base.errors import EXIT_REQUEUE
 from pipeline.checkpoint.metadata import read_metadata
 from pipeline.checkpoint.read_shards import ShardReader
-from pipeline.launch.group import free_port
 from pipeline.metrics.journal import read_rows
-from tests.conftest import launch, losses, tiny_config, write_config
+from tests import groups
+from tests.conftest import launch, losses
+from tests.groups import events
 from tests.islands.struck import two_islands
 
 pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="torchft is not installed (the extra islands)")
 
 
+command = partial(groups.command, "islands")
+run_islands = partial(groups.run_groups, "islands")
+
+
 def make_config(tokens: Path, work: Path, *, steps: int, **islands: Any) -> Path:
-    section = {"count": 2, "steps": 5, "lighthouse": f"127.0.0.1:{free_port()}", "timeout_s": 10, **islands}
-    config = tiny_config(tokens, work / "run", engine="torch", islands=section)
-    config["zero_optimization"] = {"stage": 0}
-    config["run"] |= {"steps": steps, "checkpoint_every": 5}
-    return write_config(work / "c.json", config)
-
-
-def command(config: Path, *sets: str, options: tuple[str, ...] = ()) -> list[str]:
-    overrides = [word for text in sets for word in ("--set", text)]
-    return [sys.executable, "-m", "headrace", "islands", "--config", str(config), *overrides, *options]
-
-
-def run_islands(config: Path, *sets: str, options: tuple[str, ...] = ()) -> None:
-    done = subprocess.run(
-        command(config, *sets, options=options), capture_output=True, text=True, timeout=400, check=False
-    )
-    logs = "".join(each.read_text()[-2000:] for each in config.parent.glob("run/*.log"))
-    assert done.returncode == 0, done.stdout + done.stderr + logs
-
-
-def events(run_dir: Path, *names: str) -> list[dict[str, Any]]:
-    return [row for row in read_rows(run_dir, kind="event") if row["event"] in names]
+    """Exchanges every five steps, unless it is told otherwise."""
+    section = {"steps": 5, **islands}
+    return groups.make_config("islands", tokens, work, run_steps=steps, **section)
 
 
 def wait_for_exchanges(run_dir: Path, count: int) -> None:

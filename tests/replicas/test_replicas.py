@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ import torch
 
 from pipeline.checkpoint.metadata import read_metadata
 from pipeline.checkpoint.read_shards import ShardReader
-from pipeline.launch.group import free_port
 from pipeline.metrics.journal import read_rows
-from tests.conftest import launch, losses, tiny_config, write_config
+from tests import groups
+from tests.conftest import launch, losses
+from tests.groups import events
 
 pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="torchft is not installed (the extra islands)")
 
@@ -30,29 +32,13 @@ FP32 = 2e-5
 """fp32's tolerance in docs/reference/parity.md."""
 
 
+command = partial(groups.command, "replicas")
+run_replicas = partial(groups.run_groups, "replicas")
+
+
 def make_config(tokens: Path, work: Path, *, steps: int, **replicas: Any) -> Path:
-    section = {"count": 2, "lighthouse": f"127.0.0.1:{free_port()}", "timeout_s": 10, **replicas}
-    config = tiny_config(tokens, work / "run", engine="torch", replicas=section)
-    config["zero_optimization"] = {"stage": 0}
-    config["run"] |= {"steps": steps, "checkpoint_every": 5}
-    return write_config(work / "c.json", config)
-
-
-def command(config: Path, *sets: str, options: tuple[str, ...] = ()) -> list[str]:
-    overrides = [word for text in sets for word in ("--set", text)]
-    return [sys.executable, "-m", "headrace", "replicas", "--config", str(config), *overrides, *options]
-
-
-def run_replicas(config: Path, *sets: str, options: tuple[str, ...] = ()) -> None:
-    done = subprocess.run(
-        command(config, *sets, options=options), capture_output=True, text=True, timeout=400, check=False
-    )
-    logs = "".join(each.read_text()[-2000:] for each in config.parent.glob("run/*.log"))
-    assert done.returncode == 0, done.stdout + done.stderr + logs
-
-
-def events(run_dir: Path, *names: str) -> list[dict[str, Any]]:
-    return [row for row in read_rows(run_dir, kind="event") if row["event"] in names]
+    """Two replicas."""
+    return groups.make_config("replicas", tokens, work, run_steps=steps, **replicas)
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:

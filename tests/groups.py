@@ -1,0 +1,48 @@
+"""Islands and replicas as tests start them: the command that supervises the groups of a run, and their journals."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from pipeline.launch.group import free_port
+from pipeline.metrics.journal import read_rows
+from tests.conftest import tiny_config, write_config
+
+
+def make_config(kind: str, tokens: Path, work: Path, *, run_steps: int, **section: Any) -> Path:
+    """A tiny run of two groups.
+
+    Args:
+        kind: islands or replicas.
+        tokens: of the run.
+        work: gets the file and the runs.
+        run_steps: steps of the run.
+        section: keys of the section.
+    """
+    found = {"count": 2, "lighthouse": f"127.0.0.1:{free_port()}", "timeout_s": 10, **section}
+    config = tiny_config(tokens, work / "run", engine="torch", **{kind: found})
+    config["zero_optimization"] = {"stage": 0}
+    config["run"] |= {"steps": run_steps, "checkpoint_every": 5}
+    return write_config(work / "c.json", config)
+
+
+def command(kind: str, config: Path, *sets: str, options: tuple[str, ...] = ()) -> list[str]:
+    """`headrace islands` or `headrace replicas`."""
+    overrides = [word for text in sets for word in ("--set", text)]
+    return [sys.executable, "-m", "headrace", kind, "--config", str(config), *overrides, *options]
+
+
+def run_groups(kind: str, config: Path, *sets: str, options: tuple[str, ...] = ()) -> None:
+    """Runs them to their end, and shows their logs where one fails."""
+    words = command(kind, config, *sets, options=options)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=400, check=False)
+    logs = "".join(each.read_text()[-2000:] for each in config.parent.glob("run/*.log"))
+    assert done.returncode == 0, done.stdout + done.stderr + logs
+
+
+def events(run_dir: Path, *names: str) -> list[dict[str, Any]]:
+    """The events of a journal with these names."""
+    return [row for row in read_rows(run_dir, kind="event") if row["event"] in names]
