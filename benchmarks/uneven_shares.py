@@ -38,6 +38,9 @@ MODEL = {
     "num_attention_heads": 4,
 }  # fmt: skip
 
+Curve = list[dict[str, Any]]
+"""The rows of a run's steps."""
+
 
 def main() -> None:
     """Runs the benchmark and prints its results."""
@@ -95,23 +98,37 @@ def train_throttled(run_dir: Path, config: dict[str, Any], *, slowdown: float) -
 
 def report(layout: str, runs: dict[str, list[Path]], *, slowdown: float) -> None:
     """Prints the speeds of a layout's runs, the shares, and how far their losses are apart."""
-    rows = {name: [list(read_rows(each, kind="step")) for each in found] for name, found in runs.items()}
+    rows = rows_of(runs)
     print(f"{layout}, 2 ranks, rank 1 at 1/{slowdown:g} of its speed: tokens/s by the median and the mean of steps")
-    speeds: dict[str, list[float]] = {}
-    for name, found in rows.items():
-        seconds = [row["seconds"] for each in found for row in each if row["step"] > WARM_UP]
-        times = statistics.median(seconds), statistics.fmean(seconds)
-        speeds[name] = [SAMPLES * SEQUENCE / each for each in times]
-        print(f"{name:>26}  {speeds[name][0]:>9,.0f}  {speeds[name][1]:>9,.0f}")
+    speeds = print_speeds(rows, tokens=SAMPLES * SEQUENCE, warm_up=WARM_UP)
     ratios = [auto / even for auto, even in zip(speeds["auto"], speeds["even"], strict=True)]
     print(f"{'auto / even':>26}  {ratios[0]:>9.2f}  {ratios[1]:>9.2f}")
     for run_dir in runs["auto"]:
         events = [row for row in read_rows(run_dir, kind="event") if row["event"] == "shares"]
         print(f"{'shares of auto':>26}  " + ", ".join(f"{row['samples']} from step {row['step']}" for row in events))
-    expected = [row["loss"] for row in rows["even"][0]]
-    curves = [[row["loss"] for row in each] for name in ("even", "auto") for each in rows[name]]
-    apart = max(abs(a / b - 1) for curve in curves for a, b in zip(curve, expected, strict=True))
-    print(f"{'largest loss difference':>26}  {apart:.1e} (relative, {len(expected)} steps, fp32)", flush=True)
+    print_loss_difference([*rows["even"], *rows["auto"]])
+
+
+def rows_of(runs: dict[str, list[Path]]) -> dict[str, list[Curve]]:
+    """Kind of run -> the rows of the steps of each."""
+    return {name: [list(read_rows(each, kind="step")) for each in found] for name, found in runs.items()}
+
+
+def print_speeds(rows: dict[str, list[Curve]], *, tokens: int, warm_up: int) -> dict[str, list[float]]:
+    """Prints and returns tokens/s of every kind, by the median and the mean of the steps after the warm-up."""
+    speeds: dict[str, list[float]] = {}
+    for name, found in rows.items():
+        seconds = [row["seconds"] for each in found for row in each if row["step"] > warm_up]
+        speeds[name] = [tokens / each for each in (statistics.median(seconds), statistics.fmean(seconds))]
+        print(f"{name:>26}  {speeds[name][0]:>9,.0f}  {speeds[name][1]:>9,.0f}")
+    return speeds
+
+
+def print_loss_difference(curves: list[Curve]) -> None:
+    """Prints how far the losses of runs are from those of the first."""
+    losses = [[row["loss"] for row in each] for each in curves]
+    apart = max(abs(a / b - 1) for curve in losses for a, b in zip(curve, losses[0], strict=True))
+    print(f"{'largest loss difference':>26}  {apart:.1e} (relative, {len(losses[0])} steps, fp32)", flush=True)
 
 
 def _arguments() -> argparse.Namespace:

@@ -11,12 +11,18 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.uneven_shares import SEQUENCE, VOCABULARY, train_throttled
+from benchmarks.uneven_shares import (
+    SEQUENCE,
+    VOCABULARY,
+    print_loss_difference,
+    print_speeds,
+    rows_of,
+    train_throttled,
+)
 from pipeline.metrics.journal import read_rows
 from pipeline.proof.tokens import write_tokens
 
@@ -68,14 +74,9 @@ def config_of(tokens: Path, engine: str, speeds: Any, *, steps: int) -> dict[str
 
 def report(engine: str, runs: dict[str, list[Path]], *, slowdown: float) -> None:
     """Prints the speeds of the runs, the measured stages, and how far the losses are apart."""
-    rows = {name: [list(read_rows(each, kind="step")) for each in found] for name, found in runs.items()}
+    rows = rows_of(runs)
     print(f"{engine}, pp 2, rank 1 at 1/{slowdown:g} of its speed: tokens/s by the median and the mean of steps")
-    speeds: dict[str, list[float]] = {}
-    for name, found in rows.items():
-        seconds = [row["seconds"] for each in found for row in each if row["step"] > WARM_UP]
-        times = statistics.median(seconds), statistics.fmean(seconds)
-        speeds[name] = [SAMPLES * SEQUENCE / each for each in times]
-        print(f"{name:>26}  {speeds[name][0]:>9,.0f}  {speeds[name][1]:>9,.0f}")
+    speeds = print_speeds(rows, tokens=SAMPLES * SEQUENCE, warm_up=WARM_UP)
     for name in KINDS[1:]:
         median, mean = (found / even for found, even in zip(speeds[name], speeds["even"], strict=True))
         print(f"{name + ' / even':>26}  {median:>9.2f}  {mean:>9.2f}")
@@ -84,10 +85,7 @@ def report(engine: str, runs: dict[str, list[Path]], *, slowdown: float) -> None
             if row["event"] == "stages":
                 counts = [end - first for first, end in row["layers"]]
                 print(f"{'measured':>26}  speeds {row['speeds']}, layers {counts}")
-    expected = [row["loss"] for row in rows["even"][0]]
-    curves = [[row["loss"] for row in each] for name in KINDS for each in rows[name]]
-    apart = max(abs(a / b - 1) for curve in curves for a, b in zip(curve, expected, strict=True))
-    print(f"{'largest loss difference':>26}  {apart:.1e} (relative, {len(expected)} steps, fp32)", flush=True)
+    print_loss_difference([each for name in KINDS for each in rows[name]])
 
 
 def _arguments() -> argparse.Namespace:
