@@ -169,6 +169,11 @@ def parts_of(value: NamedShard | Tensor) -> Mapping[tuple[int, ...], Tensor]:
     return {(0,) * value.ndim: value} if value.numel() else {}
 
 
+def all_parts(state: State) -> list[Tensor]:
+    """All shards of a state, in the order of its keys, which is the same on equal ranks of equal layouts."""
+    return [part for value in state.values() for part in parts_of(value).values()]
+
+
 def part_at(value: NamedShard | Tensor, offsets: tuple[int, ...]) -> Tensor:
     """The values of a shard of a state's entry, a view in the shard's shape."""
     return parts_of(value)[offsets].detach()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.shard_table import State, parts_of
+from pipeline.checkpoint.shard_table import all_parts
 from pipeline.islands.ledger import Decision, Member, compatible, decide
 from pipeline.islands.lighthouse import LighthouseMember, Quorum, answer_of
 from pipeline.islands.mean import Mean, mean_over_islands
@@ -96,7 +96,7 @@ class Exchange:
     def snapshot(self) -> Snapshot:
         """Of the engine's weights, which need not be finished with: a copy."""
         with self._around.engine.edit_state() as state:
-            size = sum(each.nbytes for each in (*self._outer.tensors(), *_parts(state)))
+            size = sum(each.nbytes for each in (*self._outer.tensors(), *all_parts(state)))
             return Snapshot(gather(state), size)
 
     def ask(self, member: Member, ranks: Ranks) -> Quorum[Member] | None:
@@ -183,7 +183,7 @@ class Exchange:
 
     def _form(self, quorum: Quorum[Member], decision: Decision, own: int) -> None:
         attempt, size = f"{quorum.formed}/{self._around.rank}", len(decision.names)
-        store = _store_of(quorum, decision.names[0])
+        store = quorum.store_of(decision.names[0])
         self._peers.form(store, quorum=quorum.number, attempt=attempt, rank=own, size=size)
 
     def _mean(self, decision: Decision, snapshot: Snapshot) -> Mean:
@@ -201,7 +201,7 @@ class Exchange:
 
     def _send_state(self, decision: Decision) -> None:
         with self._around.engine.edit_state() as state:
-            packed = pack([*self._outer.tensors(), *_parts(state)])
+            packed = pack([*self._outer.tensors(), *all_parts(state)])
         for to in decision.healed:
             try:
                 self._peers.send(_NOW, to=to)
@@ -220,16 +220,7 @@ class Exchange:
 
     def _take_state(self, packed: Tensor) -> None:
         with self._around.engine.edit_state() as state:
-            unpack(packed, [*self._outer.tensors(), *_parts(state)])
+            unpack(packed, [*self._outer.tensors(), *all_parts(state)])
             # what the other island has trained since its pseudo-gradient was taken is its own to contribute
             self._outer.write(state)
         self._outer.error.zero_()
-
-
-def _store_of(quorum: Quorum[Member], name: str) -> str:
-    return quorum.stores[[each.name for each in quorum.members].index(name)]
-
-
-def _parts(state: State) -> list[Tensor]:
-    """All tensors of a state, in the order of its keys, which is the same on equal ranks of equal layouts."""
-    return [part for value in state.values() for part in parts_of(value).values()]

@@ -62,6 +62,10 @@ class Quorum(Generic[R]):
     stores: tuple[str, ...]
     refused: tuple[str, ...]
 
+    def store_of(self, name: str) -> str:
+        """HOST:PORT of the store of a member."""
+        return self.stores[[each.name for each in self.members].index(name)]
+
 
 class LighthouseMember(Generic[R]):
     """This island at the lighthouse: sends heartbeats from a thread, and asks for quorums.

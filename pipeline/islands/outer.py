@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.named_state import OUTER_STATES, weight_key
-from pipeline.checkpoint.shard_table import State, encode_table, parts_of, table_of
+from pipeline.checkpoint.shard_table import State, all_parts, encode_table, parts_of, table_of
 from pipeline.checkpoint.shards import NamedShard
 from pipeline.config.islands_schema import OuterSection
 
@@ -25,7 +25,7 @@ def weight_shards(state: State) -> dict[str, NamedShard | Tensor]:
 
 def gather(state: State) -> Tensor:
     """The weights of a state: fp32 [N] on the CPU, a copy."""
-    parts = [part for value in weight_shards(state).values() for part in parts_of(value).values()]
+    parts = all_parts(weight_shards(state))
     flat = [part.detach().reshape(-1).to("cpu", torch.float32) for part in parts]
     return torch.cat(flat) if flat else torch.empty(0)
 
@@ -33,7 +33,7 @@ def gather(state: State) -> Tensor:
 @torch.no_grad()
 def scatter(flat: Tensor, state: State) -> None:
     """Writes weights, fp32 [N], into a state in place."""
-    parts = [part for value in weight_shards(state).values() for part in parts_of(value).values()]
+    parts = all_parts(weight_shards(state))
     for part, values in zip(parts, flat.split([each.numel() for each in parts]), strict=True):
         part.detach().copy_(values.view(part.shape))
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from pipeline.anomalies.guarded_step import GuardedStepper
-from pipeline.checkpoint.shard_table import State, parts_of
+from pipeline.checkpoint.shard_table import all_parts
 from pipeline.data.skips import Skips
 from pipeline.engines.base import Engine
 from pipeline.islands.peers import Peers, unpack
@@ -44,7 +44,7 @@ def send_state(peers: Peers, member: Member, engine: Engine, stepper: GuardedSte
         "skips": stepper.skips.plain(),
     }
     with engine.edit_state() as state:
-        messages.send(peers, header, _parts(state), to=to)
+        messages.send(peers, header, all_parts(state), to=to)
 
 
 def take_state(
@@ -61,13 +61,8 @@ def take_state(
         Where it stands now. It does not have the result of the last exchange.
     """
     with engine.edit_state() as state:
-        unpack(packed, _parts(state))
+        unpack(packed, all_parts(state))
     stepper.load_state_dict(header["anomalies"])
     stepper.skips = Skips.of(header["skips"])
     place = {key: header[key] for key in ("step", "exchanges", "commit")}
     return replace(member, **place, before=None, state=digest(stepper))
-
-
-def _parts(state: State) -> list[Tensor]:
-    """All tensors of a state, in the order of its keys, which is the same on equal ranks of equal layouts."""
-    return [part for value in state.values() for part in parts_of(value).values()]

@@ -320,12 +320,11 @@ class ReplicaOfRun:
         """Whether this replica has the process group of a decision."""
         if decision.formed:
             return True
-        members, failure = [each.name for each in quorum.members], None
-        stores = zip(members, quorum.stores, strict=True)
-        self._others = ", ".join(f"{each} at {at}" for each, at in stores if each in names and each != self._me.name)
+        failure, others = None, [each for each in names if each != self._me.name]
+        self._others = ", ".join(f"{each} at {quorum.store_of(each)}" for each in others)
         try:
             self._peers.form(
-                quorum.stores[members.index(names[0])],
+                quorum.store_of(names[0]),
                 quorum=quorum.number,
                 attempt=f"{quorum.formed}/{self._around.rank}",
                 rank=names.index(self._me.name),
