@@ -77,7 +77,8 @@ from pipeline.run.resume import (
 )
 from pipeline.run.staged_data import check_stage_space, staged_data
 from pipeline.run.step_times import StepTimes
-from pipeline.run.trainer import Islands, Progress, Trainer
+from pipeline.run.surroundings import Group
+from pipeline.run.trainer import Progress, Trainer
 
 MakeObjective = Callable[[PreparedRun, torch.device, Mesh | None], Objective]
 
@@ -373,7 +374,7 @@ class Session:
         batches: RankBatches,
         checkpoint: Checkpoint | None,
         stack: ExitStack,
-    ) -> Islands | None:
+    ) -> Group | None:
         """The island or the replica of the model that this process belongs to; None in an ordinary run. Collective."""
         prepared = self.prepared
         common: dict[str, Any] = {

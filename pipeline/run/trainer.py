@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from headrace.base.errors import CheckpointError, TrainingError
 from pipeline.anomalies.guarded_step import GuardedStepper
@@ -34,86 +34,10 @@ from pipeline.run.checkpoint_timer import CheckpointTimer
 from pipeline.run.garbage import GarbageCollector
 from pipeline.run.manifest import RunManifest
 from pipeline.run.step_times import StepTimes
+from pipeline.run.surroundings import Group, HeldOutBatches, StudentSamples
 
 SLOW_STEP_S = 5.0
 """Seconds of a step above which it is finished before the next is begun: a stop signal should not wait for two more."""
-
-
-class HeldOutBatches(Protocol):
-    """The held-out splits of a run, as one rank reads them."""
-
-    @property
-    def heldout(self) -> Sequence[TokenDataset]:
-        """The split of every source."""
-        ...
-
-    def evaluation(self, dataset: TokenDataset) -> Iterator[MicroBatch]:
-        """This rank's batches of a split."""
-        ...
-
-
-class StudentSamples(Protocol):
-    """The samples that a student writes before a step is begun (on-policy distillation)."""
-
-    def complete(self, step: StepBatch) -> StepBatch:
-        """The step's batch with them. Collective."""
-        ...
-
-    def figures(self, step: int, means: dict[str, float], *, seconds: float) -> dict[str, float]:
-        """What a step's row of metrics has of them, and of the parts of its loss."""
-        ...
-
-
-class Islands(Protocol):
-    """The exchange with other islands (low-communication training), or with other replicas of the model.
-
-    Attributes:
-        excluded_from_step_time: it is no part of a step.
-    """
-
-    excluded_from_step_time: bool
-
-    @property
-    def step(self) -> int:
-        """Steps done."""
-        ...
-
-    @property
-    def own_share(self) -> float:
-        """Share of the step's batch that was run here; 1 for an island, whose batch is its own."""
-        ...
-
-    def start(self) -> Stop:
-        """Joins the others; `step` may be another one afterwards. Returns a stop that was requested meanwhile."""
-        ...
-
-    def batches(self) -> Iterator[StepBatch]:
-        """This rank's batches."""
-        ...
-
-    def due(self, step: int) -> bool:
-        """Whether there is an exchange after a step."""
-        ...
-
-    def exchange(self, step: int) -> Stop:
-        """Exchanges. Returns a stop that was requested while it waited. Collective."""
-        ...
-
-    def settle(self, step: int, stop: Stop) -> Stop:
-        """Ends an exchange in the background before a checkpoint; returns the requested stop. Collective."""
-        ...
-
-    def leave(self) -> None:
-        """The run ends before its last step: replicas do not wait until its state is saved."""
-        ...
-
-    def state(self) -> State:
-        """The engine's state and the outer one. Collective."""
-        ...
-
-    def details(self) -> dict[str, Any]:
-        """What a checkpoint's manifest records."""
-        ...
 
 
 @dataclass
@@ -194,7 +118,7 @@ class Trainer:
     compilations: Callable[[], tuple[int, float]]
     student: StudentSamples | None = None
     blocked: Stopwatch = field(default_factory=Stopwatch)
-    island: Islands | None = None
+    island: Group | None = None
     balancer: ShareBalancer | None = None
 
     def train(self) -> Stop:
