@@ -7,8 +7,9 @@ reads no state of the engine, so that it may run beside inner steps (`background
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -87,6 +88,7 @@ class Exchange:
     ) -> None:
         self._around, self._peers, self._lighthouse, self._outer = around, peers, lighthouse, outer
         self.failures: list[str] = []
+        self._group, self._group_used = "", 0  # see `Member`
 
     @property
     def bytes_sent(self) -> int:
@@ -105,6 +107,7 @@ class Exchange:
         Raises:
             TrainingError: the lighthouse failed.
         """
+        member = replace(member, group=self._group, group_used=self._group_used)
         asked = self._lighthouse.ask(member) if self._lighthouse is not None else None
         while True:
             quorum = ranks.from_first(lambda: answer_of(asked, group="island"))
@@ -129,9 +132,11 @@ class Exchange:
         decision = decide(
             members, steps=section.steps, total=self._around.total, quorum=quorum.formed, overlap=section.overlap
         )
-        own, mean, received, failure = decision.names.index(name), None, None, None
+        own, mean, received, failure, began = decision.names.index(name), None, None, None, time.monotonic_ns()
+        group, connects = self._group, bool(decision.contributors or decision.healed)
+        self._peers.bytes_sent, self._group = 0, ""
         try:
-            if decision.contributors or decision.healed:
+            if connects:
                 self._form(quorum, decision, own)
             if decision.contributors:
                 mean = self._mean(decision, snapshot)
@@ -142,6 +147,10 @@ class Exchange:
         if ranks.agreed(failure is not None):
             self.failures.append(failure or "on another rank of this island")
             return None
+        if not connects:
+            self._group = group
+        elif not decision.healed:  # else a state is still under way: whether it comes through is not known to all
+            self._group, self._group_used = decision.group, quorum.formed + time.monotonic_ns() - began
         return Exchanged(decision, quorum, own, mean, received)
 
     def keep_waiting(self, exchanged: Exchanged, wanted: threading.Event) -> None:
@@ -182,6 +191,8 @@ class Exchange:
         self._peers.close()
 
     def _form(self, quorum: Quorum[Member], decision: Decision, own: int) -> None:
+        if decision.formed:
+            return
         attempt, size = f"{quorum.formed}/{self._around.rank}", len(decision.names)
         store = quorum.store_of(decision.names[0])
         self._peers.form(store, quorum=quorum.number, attempt=attempt, rank=own, size=size)

@@ -17,6 +17,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
+KEPT_NS = 200 * 10**9
+"""A process group that was not used for so long is formed anew: NAT gateways and firewalls forget idle connections
+without a word, the first of them after 240 s, and to notice that takes `islands.timeout_s`."""
+
 
 @dataclass(frozen=True)
 class Deal:
@@ -152,6 +156,8 @@ class Member:
         living: it has been part of a quorum since it was started: its weights are those of its commit.
         waited: it has waited for the other islands long enough at the start.
         layout: digest of what decides its run's curve, and of names, shapes and offsets of its shards on all ranks.
+        group: the process group in which its last exchange has succeeded on all of its ranks; empty without one.
+        group_used: when that exchange had ended here, in ns by the lighthouse's clock.
     """
 
     name: str
@@ -160,6 +166,8 @@ class Member:
     living: bool
     waited: bool
     layout: str
+    group: str = ""
+    group_used: int = 0
 
     @property
     def trained(self) -> bool:
@@ -202,6 +210,8 @@ class Decision:
         lost: island -> slots of the round that were dealt and not contributed.
         tail_trained: the same as `trained`, of the round before.
         tail_lost: the same as `lost`, of the round before.
+        group: names the process group of the exchange.
+        formed: every island has that group already, nothing has failed in it, and it was used not long ago.
     """
 
     names: tuple[str, ...]
@@ -214,6 +224,8 @@ class Decision:
     lost: dict[str, range] = field(default_factory=dict)
     tail_trained: dict[str, range] = field(default_factory=dict)
     tail_lost: dict[str, range] = field(default_factory=dict)
+    group: str = ""
+    formed: bool = False
 
 
 def decide(members: Sequence[Member], *, steps: int, total: int, quorum: int, overlap: int = 0) -> Decision:
@@ -244,7 +256,10 @@ def decide(members: Sequence[Member], *, steps: int, total: int, quorum: int, ov
     midway = any(members[n].midway for n in same)
     if midway and not best.living:  # started again together: those that have finished the round wait for the others
         contributors = ()
-    decision = Decision(names, names.index(best.name), contributors, healed, best.ledger, best.step)
+    group, formed = _group(members, quorum)
+    decision = Decision(
+        names, names.index(best.name), contributors, healed, best.ledger, best.step, group=group, formed=formed
+    )
     decision = _contributed(decision, members) if contributors else _without_tails(decision)
     if midway and not contributors:
         assert decision.ledger.deal is not None
@@ -258,6 +273,19 @@ def decide(members: Sequence[Member], *, steps: int, total: int, quorum: int, ov
     deal = Deal(first, count, names, step, after=overlap if step + count < total else 0)
     commit = hashlib.sha256(f"{ledger.commit} {quorum} {names} {contributors}".encode()).hexdigest()[:16]
     return replace(decision, ledger=replace(ledger, deal=deal, commit=commit))
+
+
+def _group(members: Sequence[Member], quorum: int) -> tuple[str, bool]:
+    """The process group of an exchange, and whether all members have it.
+
+    Each reports the group in which its last exchange has succeeded, so that all know whether one has lost it.
+    """
+    names = ",".join(each.name for each in members)
+    group, idle = members[0].group, [quorum - each.group_used for each in members]
+    same = group.partition("/")[2] == names and all(each.group == group for each in members)
+    if same and min(idle) >= 0 and max(idle) < KEPT_NS:
+        return group, True
+    return f"{quorum}/{names}", False
 
 
 def _contributed(decision: Decision, members: Sequence[Member]) -> Decision:

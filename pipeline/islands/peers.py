@@ -62,7 +62,7 @@ class Peers:
     Attributes:
         rank: of this island among those of the quorum.
         size: number of islands.
-        bytes_sent: to other islands since the last `form`.
+        bytes_sent: to other islands since this was last set to 0.
     """
 
     def __init__(self, *, bind: str, timeout_s: float, secret: bytes) -> None:
@@ -71,7 +71,7 @@ class Peers:
         self.rank, self.size, self.bytes_sent = 0, 1, 0
 
     def form(self, store: str, *, quorum: int, attempt: str, rank: int, size: int) -> None:
-        """Forms the group of a quorum, anew for every exchange: whether a peer has lost its own cannot be known.
+        """Forms the group of a quorum; the one before is closed.
 
         Args:
             store: HOST:PORT of the store of one of its islands.
@@ -80,7 +80,7 @@ class Peers:
             rank: of this island.
             size: number of islands.
         """
-        self.rank, self.size, self.bytes_sent = rank, size, 0
+        self.rank, self.size = rank, size
         if size > 1:
             with _failures():
                 self._group.configure(f"{store}/{attempt}", str(rank), rank, size, quorum_id=quorum)

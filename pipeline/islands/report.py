@@ -68,6 +68,7 @@ def exchange_row(decision: Decision, *, name: str, samples: int) -> dict[str, An
         "healed": healed,
         "next_samples": _ends(deal.slots(name), samples),
         "samples_dealt": decision.ledger.slots * samples,
+        "group": "kept" if decision.formed else "new",
     }
 
 

@@ -3,13 +3,15 @@
 All round trips are two latencies of the slowest link. `pipeline.islands` makes, one after the other:
 
 - the quorum: a connection to the lighthouse and a request on it;
-- a new process group, the store of torch and the connections of gloo, in 7 + 4 (m - 1) round trips of m islands with a
-  secret (counted between network namespaces: 11, 15, 19 and 35 round trips of 2, 3, 4 and 8 islands);
+- where islands have come, left or failed since the last exchange, or that is long ago, a new process group: the store
+  of torch and the connections of gloo, in 7 + 4 (m - 1) round trips of m islands with a secret (counted between network
+  namespaces: 11, 15, 19 and 35 round trips of 2, 3, 4 and 8 islands);
 - an all-to-all, then an all-gather: gloo sends a message when it knows that the other side receives, one round trip
   until the last byte of an empty one. Each island sends (m - 1) / m of its bytes in either.
 
-The connections are new, so that the all-to-all begins with TCP's slow start (RFC 6928: ten segments, twice as many in
-every round trip) until the round trip is filled; the all-gather finds them open.
+The connections are new or have been idle, so that the all-to-all begins with TCP's slow start (RFC 6928: ten segments,
+twice as many in every round trip) until the round trip is filled; the all-gather finds them open. Linux begins afresh
+after an idle time (RFC 2861) with cubic, not with BBR, for which this is too long by some round trips in a kept group.
 """
 
 from __future__ import annotations
@@ -73,9 +75,10 @@ class Exchange:
             raise ValueError(f"a delay of {self.delay} steps is longer than the {self.steps // self.fragments} between")
 
 
-def form_s(count: int, latency_s: float) -> float:
-    """Seconds in which `count` islands agree on an exchange and connect."""
-    return 2 * latency_s * (QUORUM_ROUND_TRIPS + _FORM_ROUND_TRIPS + _PEER_ROUND_TRIPS * (count - 1))
+def form_s(count: int, latency_s: float, *, kept: bool = False) -> float:
+    """Seconds in which `count` islands agree on an exchange and connect, or find that they are connected: `kept`."""
+    forming = 0 if kept else _FORM_ROUND_TRIPS + _PEER_ROUND_TRIPS * (count - 1)
+    return 2 * latency_s * (QUORUM_ROUND_TRIPS + forming)
 
 
 def new_connections_s(size: float, link: Link, *, connections: int = 1) -> float:
@@ -98,19 +101,22 @@ def new_connections_s(size: float, link: Link, *, connections: int = 1) -> float
     return round_trip * most + (size - _FIRST_WINDOW * (2**most - 1)) / bandwidth
 
 
-def exchange_s(islands: Sequence[Island], exchange: Exchange) -> float:
+def exchange_s(islands: Sequence[Island], exchange: Exchange, *, kept: bool = False) -> float:
     """Seconds of one exchange, of one fragment. All send at the same time, so that the slowest link counts.
 
     Args:
         islands: that take part.
         exchange: of which one fragment is sent; its collective is all_reduce or all_gather.
+        kept: whether they have the process group of the exchange before.
     """
     m, own = len(islands), exchange.compute_s / exchange.fragments
     if m < 2:
         return own
     size = exchange.bytes / exchange.fragments
     links = [island.link for island in islands]
-    return own + max(form_s(m, link.latency_s) + _send_s(size, link, m, exchange.collective) for link in links)
+    return own + max(
+        form_s(m, link.latency_s, kept=kept) + _send_s(size, link, m, exchange.collective) for link in links
+    )
 
 
 def _send_s(size: float, link: Link, m: int, collective: str) -> float:

@@ -4,7 +4,8 @@ An island trains H steps by itself (DiLoCo: Douillard et al. 2023, arXiv:2311.08
 learnt, and go on. Events are the ends of rounds and of exchanges; between two of them training is a known function of
 time, so that a week of 64 islands takes a moment.
 
-- An exchange begins when the last participant has done its steps; what it costs: `island_exchange`. With a delay of d
+- An exchange begins when the last participant has done its steps; what it costs: `island_exchange`. The process group
+  of the one before is kept where the participants are the same, and it was less than 200 s ago. With a delay of d
   steps (Douillard et al. 2025, arXiv:2501.18512) an island goes on for d steps of the next round beside it, and waits
   only if it takes longer.
 - With F fragments a part of the parameters is exchanged every H / F steps: as many bytes, in more exchanges.
@@ -21,7 +22,9 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
+from pipeline.islands.ledger import KEPT_NS
 from pipeline.planner.island_exchange import Exchange, Island, bytes_sent, exchange_s
 
 
@@ -172,6 +175,10 @@ class _Run:
 class _Rounds(_Run):
     """All participants exchange together."""
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.group, self.group_used = list[_Member](), -math.inf  # of the last exchange; when it ended
+
     def run(self, seconds: float) -> SimulatedIslands:
         now = sent = 0.0
         while now < seconds:
@@ -186,7 +193,8 @@ class _Rounds(_Run):
             if not here:
                 now = max(now, *(member.began for member in alive))
                 continue
-            now = ready + exchange_s([member.island for member in here], self.exchange)
+            now = self._end(here, ready)
+            self.group, self.group_used = here, now
             self.exchanges += 1
             sent += bytes_sent(len(here), self.exchange)
             for member in here:
@@ -206,7 +214,7 @@ class _Rounds(_Run):
         here = list(alive)
         ready = max(done.values())
         while here:
-            end = ready + exchange_s([member.island for member in here], self.exchange)
+            end = self._end(here, ready)
             dead = [member for member in here if member.dies < max(end, done[id(member)])]
             if not dead:
                 break
@@ -216,6 +224,12 @@ class _Rounds(_Run):
             for member in dead:
                 self._die(member)
         return here, ready
+
+    def _end(self, here: list[_Member], ready: float) -> float:
+        """Of an exchange that begins at `ready`."""
+        same = [id(member) for member in here] == [id(member) for member in self.group]
+        kept = same and ready - self.group_used < KEPT_NS / 1e9
+        return ready + exchange_s([member.island for member in here], self.exchange, kept=kept)
 
 
 class _WithoutWaiting(_Run):

@@ -25,7 +25,7 @@ from pipeline.config.islands_schema import OuterSection
 from pipeline.config.schema import Config
 from pipeline.engines.base import Engine
 from pipeline.islands.build import curve_and_layout_digest
-from pipeline.islands.ledger import Decision, Ledger, Member, compatible, decide
+from pipeline.islands.ledger import KEPT_NS, Decision, Ledger, Member, compatible, decide
 from pipeline.islands.lighthouse import _code, authenticated, refuse_other_secret
 from pipeline.islands.mean import Mean, mean_over_islands
 from pipeline.islands.outer import OuterState
@@ -68,6 +68,23 @@ def test_a_round_deals_consecutive_samples_to_its_islands() -> None:
     deal = begin("a", "b", "c").ledger.deal
     assert deal is not None
     assert [deal.slots(name) for name in "abc"] == [range(4), range(4, 8), range(8, 12)]
+
+
+def test_a_process_group_is_kept_while_all_of_its_islands_have_it_and_no_other_comes() -> None:
+    first, second = begin("a", "b"), 2 * 10**9
+    assert (first.group, first.formed) == ("1/a,b", False)
+    members = [replace(member(name, first.ledger, STEPS), group="1/a,b", group_used=1) for name in "ab"]
+    after = partial(decide, steps=STEPS, total=TOTAL, quorum=second)
+    kept = after(members)
+    assert (kept.group, kept.formed) == ("1/a,b", True)
+    # one has failed in it, or was started again; one has died; one has come
+    one_failed = [members[0], replace(members[1], group="", group_used=0)]
+    for others in (one_failed, members[:1], [*members, member("c", Ledger(), 0, living=False)]):
+        found = after(others)
+        assert (found.group, found.formed) == (f"{second}/{','.join(found.names)}", False)
+    # idle for so long that a NAT gateway may have forgotten its connections; the lighthouse's clock was put back
+    assert not after(members, quorum=1 + KEPT_NS).formed
+    assert not after(members, quorum=0).formed
 
 
 def test_what_a_dead_island_was_dealt_is_lost_and_named() -> None:

@@ -24,11 +24,13 @@ INT8 = Exchange(100, 1e8, "all_gather")
 
 
 def test_equal_islands_without_failures_are_the_closed_form() -> None:
-    takes = exchange_s(FOUR, INT8)
-    assert takes == pytest.approx(form_s(4, 0.05) + 0.1 + new_connections_s(1e8, SLOW, connections=3))
+    takes = exchange_s(FOUR, INT8, kept=True)
+    assert takes == pytest.approx(0.2 + 0.1 + new_connections_s(1e8, SLOW, connections=3))
     found = simulate_islands(FOUR, INT8, seconds=10_000.0)
-    assert found.efficiency == pytest.approx(50 / (50 + takes))
-    assert found.seconds == pytest.approx(found.exchanges * (50 + takes))
+    forms = form_s(4, 0.05) - form_s(4, 0.05, kept=True)
+    assert forms == pytest.approx(0.1 * 19)
+    assert found.seconds == pytest.approx(found.exchanges * (50 + takes) + forms)
+    assert found.efficiency == pytest.approx(50 * found.exchanges / found.seconds)
     assert found.steps == 400 * found.exchanges
     assert found.bytes_sent == found.exchanges * 3e8
 
@@ -51,11 +53,24 @@ def test_a_new_connection_sends_ten_segments_and_doubles_until_the_round_trip_is
     assert new_connections_s(1e6, Link(12.5e6, 0.0)) == pytest.approx(0.08)
 
 
+def test_a_process_group_is_formed_anew_after_a_change_and_after_a_long_round() -> None:
+    forms = form_s(4, 0.05) - form_s(4, 0.05, kept=True)
+    rare = replace(INT8, steps=500)  # 250 s
+    found = simulate_islands(FOUR, rare, seconds=1e5)
+    assert found.seconds == pytest.approx(found.exchanges * (250 + exchange_s(FOUR, rare)))
+    kept = simulate_islands(FOUR, INT8, seconds=1e5)
+    assert kept.time.exchange == pytest.approx(4 * (kept.exchanges * exchange_s(FOUR, INT8, kept=True) + forms))
+    short = replace(INT8, bytes=0.0)  # an exchange is all latency
+    failing = simulate_islands(FOUR, short, seconds=1e5, failures=Failures(5_000.0))
+    undisturbed = simulate_islands(FOUR, short, seconds=1e5)
+    assert failing.time.exchange / failing.exchanges > 1.1 * undisturbed.time.exchange / undisturbed.exchanges
+
+
 def test_a_delay_hides_as_many_steps_as_it_has() -> None:
-    takes = exchange_s(FOUR, INT8)
+    takes, forms = exchange_s(FOUR, INT8, kept=True), form_s(4, 0.05) - form_s(4, 0.05, kept=True)
     some = simulate_islands(FOUR, replace(INT8, delay=10), seconds=1e5)
     # in the first round nothing has been done ahead
-    assert some.seconds == pytest.approx(some.exchanges * (50 + takes - 5) + 5)
+    assert some.seconds == pytest.approx(some.exchanges * (50 + takes - 5) + 5 + forms)
     enough = simulate_islands(FOUR, replace(INT8, delay=100), seconds=1e5)
     assert enough.efficiency == 1.0
 
@@ -71,7 +86,9 @@ def test_fragments_send_the_same_bytes_in_more_messages() -> None:
 def test_all_wait_for_the_slowest_unless_nobody_waits() -> None:
     uneven = [*FOUR[1:], Island(1.0, SLOW)]
     waiting = simulate_islands(uneven, INT8, seconds=1e5)
-    assert waiting.time.shares()["waiting"] == pytest.approx(3 * 50 / (4 * (100 + exchange_s(FOUR, INT8))), rel=1e-2)
+    assert waiting.time.shares()["waiting"] == pytest.approx(
+        3 * 50 / (4 * (100 + exchange_s(FOUR, INT8, kept=True))), rel=1e-2
+    )
     alone = simulate_islands(uneven, replace(INT8, collective="none"), seconds=1e5)
     assert alone.time.waiting == 0.0
     assert alone.steps / alone.seconds > 1.4 * waiting.steps / waiting.seconds
