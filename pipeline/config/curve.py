@@ -107,7 +107,8 @@ def _islands(run: ResolvedRun) -> dict[str, Any] | None:
     # not in checkpoints that are older than them
     newer = {"overlap": section.overlap, "mode": section.mode}
     newer = {key: value for key, value in newer.items() if value not in (0, "synchronous")}
-    return section.model_dump(include={"steps", "outer", "compress"}) | newer
+    outer = section.outer.model_dump(exclude=None if section.outer.momentum_follows_lr else {"momentum_follows_lr"})
+    return section.model_dump(include={"steps", "compress"}) | {"outer": outer} | newer
 
 
 def _spikes(run: ResolvedRun) -> dict[str, Any] | None:

@@ -27,6 +27,9 @@ def check_islands(config: Config) -> None:
     if section.overlap and section.mode == "asynchronous":
         why = "islands that do not wait for each other have nothing to do beside an exchange but to send it"
         raise ConfigError("islands.overlap", section.overlap, why=why, remedy="0 with islands.mode asynchronous")
+    if section.outer.momentum_follows_lr and section.mode == "asynchronous":
+        why = "pseudo-gradients of different rounds, and so of different learning rates, come together there"
+        raise ConfigError("islands.outer.momentum_follows_lr", True, why=why, remedy="false, or mode synchronous")
     refuse_rollback(
         config, why="an island that loads an older checkpoint has left the round that it shares with the others"
     )

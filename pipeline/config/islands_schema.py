@@ -17,6 +17,11 @@ class OuterSection(Section):
     momentum: NonNegativeFloat = Field(
         0.9, lt=1.0, description="Nesterov momentum of the outer SGD, e.g. 0.9; 0: plain SGD"
     )
+    momentum_follows_lr: bool = Field(
+        False,
+        description="true: the momentum shrinks with the inner learning rate. For schedules that fall within some tens"
+        " of exchanges, where momentum of earlier rounds, of larger steps, would overshoot",
+    )
 
 
 class IslandsSection(QuorumSection):

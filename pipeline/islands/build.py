@@ -110,6 +110,7 @@ def open_island(  # noqa: PLR0913  what a rank of a run has
     around = Surroundings(
         section=section,
         total=run.steps,
+        schedule=run.schedule,
         samples=run.batch.samples,
         layout=curve_and_layout_digest(engine, curve),
         rank=rank,

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.shard_table import all_parts
-from pipeline.islands.ledger import Decision, Member, compatible, decide
+from pipeline.islands.ledger import Deal, Decision, Member, compatible, decide
 from pipeline.islands.lighthouse import LighthouseMember, Quorum, answer_of
 from pipeline.islands.mean import Mean, mean_over_islands
-from pipeline.islands.outer import OuterState, gather
+from pipeline.islands.outer import OuterState, gather, learning_rate_ratio
 from pipeline.islands.peers import ExchangeError, Peers, pack, unpack
 from pipeline.islands.ranks import Ranks
 from pipeline.islands.report import report_failure
@@ -174,7 +174,9 @@ class Exchange:
             self._take_state(exchanged.received)
             return
         if exchanged.mean is not None:
-            self._apply(exchanged.mean, since if exchanged.contributes else None)
+            ended = exchanged.decision.ended
+            assert ended is not None
+            self._apply(exchanged.mean, ended, since if exchanged.contributes else None)
         if exchanged.own == exchanged.decision.source and exchanged.decision.healed:
             self._send_state(exchanged.decision)
 
@@ -203,8 +205,11 @@ class Exchange:
         error = self._outer.error if compressed else None
         return mean_over_islands(gradient, self._peers, contributors=decision.contributors, error=error)
 
-    def _apply(self, mean: Mean, since: Snapshot | None) -> None:
-        self._outer.step(mean.values)
+    def _apply(self, mean: Mean, ended: Deal, since: Snapshot | None) -> None:
+        section, kept = self._around.section, 1.0
+        if section.outer.momentum_follows_lr:
+            kept = learning_rate_ratio(self._around.schedule, ended, steps=section.steps)
+        self._outer.step(mean.values, kept=kept)
         if mean.error is not None:
             self._outer.error.copy_(mean.error)
         with self._around.engine.edit_state() as state:

@@ -206,6 +206,7 @@ class Decision:
         healed: indices of those that take the state of `source`.
         ledger: where all of them stand afterwards.
         step: inner steps that all of them have done afterwards, but those that go on in the middle of a round.
+        ended: the round whose pseudo-gradients are averaged; None where there are none.
         trained: island -> slots of the round that are in its pseudo-gradient.
         lost: island -> slots of the round that were dealt and not contributed.
         tail_trained: the same as `trained`, of the round before.
@@ -220,6 +221,7 @@ class Decision:
     healed: tuple[int, ...]
     ledger: Ledger
     step: int
+    ended: Deal | None = None
     trained: dict[str, range] = field(default_factory=dict)
     lost: dict[str, range] = field(default_factory=dict)
     tail_trained: dict[str, range] = field(default_factory=dict)
@@ -300,6 +302,7 @@ def _contributed(decision: Decision, members: Sequence[Member]) -> Decision:
         source=decision.contributors[0],
         ledger=replace(ledger, round=ledger.round + 1, before=deal if tails else None, tails=tails),
         step=deal.last_step,
+        ended=deal,
         trained=given,
         lost={name: deal.slots(name) for name in deal.names if name not in given},
         tail_trained={each.name: each.slots for each in ledger.tails if each.name in given},

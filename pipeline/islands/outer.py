@@ -15,6 +15,8 @@ from pipeline.checkpoint.named_state import OUTER_STATES, weight_key
 from pipeline.checkpoint.shard_table import State, all_parts, encode_table, parts_of, table_of
 from pipeline.checkpoint.shards import NamedShard
 from pipeline.config.islands_schema import OuterSection
+from pipeline.config.schedule import Schedule
+from pipeline.islands.ledger import Deal
 
 
 def weight_shards(state: State) -> dict[str, NamedShard | Tensor]:
@@ -44,6 +46,22 @@ def layout_digest(state: State) -> str:
     return hashlib.sha256(json.dumps([each.hex() for each in table.digests]).encode()).hexdigest()[:16]
 
 
+def learning_rate_ratio(schedule: Schedule, ended: Deal, *, steps: int) -> float:
+    """The sum of a round's inner learning rates over that of the round before; at most 1.
+
+    A pseudo-gradient is a sum of steps, which have the size of their learning rates. With this factor momentum is a sum
+    of directions, as that of an SGD whose own learning rate falls (torch's SGD multiplies it after momentum).
+
+    Args:
+        schedule: of the inner learning rate.
+        ended: the round; the last one of a run may be shorter.
+        steps: of every other round.
+    """
+    now = sum(schedule.lr(step) for step in range(ended.step + 1, ended.last_step + 1))
+    before = sum(schedule.lr(step) for step in range(max(0, ended.step - steps) + 1, ended.step + 1))
+    return min(1.0, now / before) if before else 1.0
+
+
 class OuterState:
     """Outer weights and the outer optimizer: SGD with Nesterov momentum on the mean pseudo-gradient.
 
@@ -66,15 +84,16 @@ class OuterState:
         """Outer minus inner weights: fp32 [N] (Douillard et al. 2023, algorithm 1, line 11)."""
         return self.weights - inner
 
-    def step(self, gradient: Tensor) -> None:
+    def step(self, gradient: Tensor, *, kept: float = 1.0) -> None:
         """One update: momentum = mu * momentum + g; weights -= lr * (g + mu * momentum), as torch's SGD with nesterov.
 
         Args:
             gradient: fp32 [N], the mean pseudo-gradient; overwritten.
+            kept: the momentum is multiplied by it first.
         """
         mu, lr = self._section.momentum, self._section.lr
         if mu:
-            self.momentum.mul_(mu).add_(gradient)
+            self.momentum.mul_(mu * kept).add_(gradient)
             gradient.add_(self.momentum, alpha=mu)
         self.weights.sub_(gradient, alpha=lr)
 

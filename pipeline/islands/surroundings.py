@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from pipeline.config.islands_schema import IslandsSection
+from pipeline.config.schedule import Schedule
 from pipeline.data.loader import StepBatch
 from pipeline.engines.base import Engine
 from pipeline.faults.agreement import Agreement
@@ -25,6 +26,7 @@ class Surroundings:
     Attributes:
         section: the config's `islands`; with a name.
         total: inner steps of the run.
+        schedule: of the inner learning rate.
         samples: global batch of one island.
         layout: see `Member.layout`.
         rank: of this process in the island.
@@ -38,6 +40,7 @@ class Surroundings:
 
     section: IslandsSection
     total: int
+    schedule: Schedule
     samples: int
     layout: str
     rank: int

@@ -16,6 +16,7 @@ import torch
 
 from headrace.base.errors import ConfigError
 from pipeline.config.islands_schema import IslandsSection
+from pipeline.config.schedule import Schedule
 from pipeline.engines.base import Engine
 from pipeline.faults.agreement import Agreement
 from pipeline.faults.stop import Stop, StopSignals
@@ -75,8 +76,9 @@ class Site:
     def island(self, name: str, *, secret: bytes | None = None) -> ToyIsland:
         engine, rows = Weights(), list[dict[str, Any]]()
         around = Surroundings(
-            section=IslandsSection.model_validate({**self.fields, "name": name}), total=TOTAL, samples=1, layout="x",
-            rank=0, engine=cast(Engine, engine), agreement=Agreement(torch.device("cpu")),
+            section=IslandsSection.model_validate({**self.fields, "name": name}), total=TOTAL,
+            schedule=Schedule("constant", 1.0), samples=1, layout="x", rank=0,
+            engine=cast(Engine, engine), agreement=Agreement(torch.device("cpu")),
             signals=StopSignals(announce=False), watchdog=Watchdog(),
             record=lambda step, **values: rows.append({"step": step, **values}), say=lambda _line: None,
         )  # fmt: skip

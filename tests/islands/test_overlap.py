@@ -22,6 +22,7 @@ from headrace.base.errors import TrainingError
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.shards import NamedShard
 from pipeline.config.islands_schema import IslandsSection
+from pipeline.config.schedule import Schedule
 from pipeline.engines.base import Engine
 from pipeline.faults.agreement import Agreement
 from pipeline.faults.stop import Stop, StopSignals
@@ -116,7 +117,8 @@ class Site:
             {"name": name, "count": count, "steps": STEPS, "overlap": OVERLAP, "outer": outer, "timeout_s": 5, **fields}
         )
         around = Surroundings(
-            section=section, total=TOTAL, samples=1, layout="x", rank=0, engine=cast(Engine, engine),
+            section=section, total=TOTAL, schedule=Schedule("constant", 1.0), samples=1, layout="x",
+            rank=0, engine=cast(Engine, engine),
             agreement=Agreement(torch.device("cpu")), signals=StopSignals(announce=False), watchdog=Watchdog(),
             record=lambda step, **values: rows.append({"step": step, **values}), say=lambda _line: None,
         )  # fmt: skip

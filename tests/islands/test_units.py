@@ -21,14 +21,12 @@ from torch import Tensor
 from headrace.base.errors import ConfigError
 from pipeline.checkpoint.shards import NamedShard
 from pipeline.config.islands_rules import check_islands
-from pipeline.config.islands_schema import OuterSection
 from pipeline.config.schema import Config
 from pipeline.engines.base import Engine
 from pipeline.islands.build import curve_and_layout_digest
 from pipeline.islands.ledger import KEPT_NS, Decision, Ledger, Member, compatible, decide
 from pipeline.islands.lighthouse import _code, authenticated, refuse_other_secret
 from pipeline.islands.mean import Mean, mean_over_islands
-from pipeline.islands.outer import OuterState
 from pipeline.islands.quantize import BLOCK, dequantize, quantize
 from tests.conftest import tiny_config
 
@@ -39,6 +37,13 @@ STEPS, TOTAL = 4, 1000
 def test_an_overlap_that_cannot_be_is_refused(fields: dict[str, Any]) -> None:
     config = Config.model_validate(tiny_config(Path("tokens"), Path("run"), islands=fields))
     with pytest.raises(ConfigError, match=r"islands\.overlap"):
+        check_islands(config)
+
+
+def test_asynchronous_islands_have_no_learning_rate_for_a_momentum_to_follow() -> None:
+    fields = {"mode": "asynchronous", "outer": {"momentum_follows_lr": True}}
+    config = Config.model_validate(tiny_config(Path("tokens"), Path("run"), islands=fields))
+    with pytest.raises(ConfigError, match=r"islands\.outer\.momentum_follows_lr"):
         check_islands(config)
 
 
@@ -373,17 +378,3 @@ def test_error_feedback_sends_later_what_int8_has_left_out() -> None:
     level = max(each.abs().max() for each in gradients) / 127
     assert (total - exact).abs().max() < 3 * level
     assert (drifting - exact).abs().max() > 6 * level
-
-
-def test_the_outer_step_is_that_of_sgd_with_nesterov_momentum() -> None:
-    torch.manual_seed(0)
-    weights = torch.randn(12)
-    outer = OuterState({"weight/w": NamedShard((3, 4), start=0, values=weights)}, OuterSection())
-    reference = torch.nn.Parameter(weights.clone())
-    sgd = torch.optim.SGD([reference], lr=0.7, momentum=0.9, nesterov=True)
-    for _ in range(5):
-        gradient = torch.randn(12)
-        reference.grad = gradient.clone()
-        sgd.step()
-        outer.step(gradient)
-    torch.testing.assert_close(outer.weights, reference.data)
