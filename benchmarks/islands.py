@@ -4,8 +4,9 @@
 
 As in DiLoCo's paper all begin with one model, that of an ordinary run over the batch of all islands' samples, for
 `--first` steps. Data parallelism goes on as that run does; islands have a batch of the config's size each, for as many
-steps. Both have the config's learning rate and schedule, afresh; `--lr` and `--outer-lr` are tuned for neither unless
-they are given. Native engine, ZeRO stage 0; a process per island, and `--processes` for ordinary runs.
+steps. Both have the config's learning rate (`--lr`; `--islands-lr` of the islands alone) and schedule, afresh. With
+`--schedule-steps` the first run is a part of a longer schedule, so that its learning rate has not fallen to nothing.
+Native engine, ZeRO stage 0; a process per island, and `--processes` for ordinary runs.
 
 Data parallelism's bytes are those of a ring all-reduce of fp32 gradients between as many sites, computed:
 2 (m - 1) / m x 4 bytes per parameter, step and site. Islands' are the journals' `bytes_sent`; on the wire they are 1.02
@@ -60,11 +61,11 @@ def main() -> None:
     """Prints the table in Markdown."""
     arguments = _arguments()
     common = ["engine=torch", "zero_optimization.stage=0", f"evaluation.every={arguments.inner}"]
-    common += [f"optimizer.params.lr={arguments.lr}"] if arguments.lr else []
     common += arguments.overrides
     if arguments.first:
         model = _first_model(arguments, common)
         common += ["model.config=null", f"model.path={model}"]
+    common += [f"optimizer.params.lr={arguments.lr}"] if arguments.lr else []
     common += [f"run.steps={arguments.steps}", f"run.checkpoint_every={arguments.steps}"]
     parameters, reference = _data_parallel(arguments, common)
     print("| run | held-out loss | over data parallelism | MB sent per site | times fewer | wall s |")
@@ -87,8 +88,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--inner", type=int, default=100, help="inner steps between exchanges (H)")
     parser.add_argument("--first", type=int, default=0, help="steps of the ordinary run that all begin with")
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--lr", type=float, help="peak learning rate of all runs")
+    parser.add_argument("--lr", type=float, help="peak learning rate of all runs but the first")
+    parser.add_argument("--islands-lr", type=float, help="peak learning rate of the islands; --lr by default")
+    parser.add_argument("--schedule-steps", type=int, help="length of the schedule of the first run")
     parser.add_argument("--outer-lr", type=float, default=0.7)
+    parser.add_argument("--outer-momentum", type=float, default=0.9)
+    parser.add_argument("--momentum-follows-lr", action="store_true", help="islands.outer.momentum_follows_lr")
     parser.add_argument("--compress", nargs="+", default=["none", "int8"])
     parser.add_argument("--processes", type=int, default=1, help="of ordinary runs")
     parser.add_argument("--out", type=Path, default=Path("out/islands"))
@@ -108,6 +113,8 @@ def _first_model(arguments: argparse.Namespace, common: Sequence[str]) -> Path:
     folder, model = arguments.out / "first", arguments.out / "first-model"
     if not model.exists():
         steps = [f"run.steps={arguments.first}", f"run.dir={folder}", f"train_batch_size={_batch(arguments, common)}"]
+        if arguments.schedule_steps:
+            steps.append(f"scheduler.params.total_num_steps={arguments.schedule_steps}")
         _run("train", arguments, [*common, *steps], processes=arguments.processes)
         command = [sys.executable, "-m", "headrace", "export", str(folder), str(model)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -128,7 +135,11 @@ def _islands(arguments: argparse.Namespace, common: Sequence[str], compress: str
     folder = arguments.out / f"islands-{compress}"
     section = [f"islands.count={arguments.islands}", f"islands.steps={arguments.inner}", "islands.start_s=600"]
     section += [f"islands.compress={compress}", f"islands.lighthouse=127.0.0.1:{free_port()}"]
-    section += [f"islands.outer.lr={arguments.outer_lr}"]
+    section += [f"islands.outer.lr={arguments.outer_lr}", f"islands.outer.momentum={arguments.outer_momentum}"]
+    if arguments.momentum_follows_lr:
+        section.append("islands.outer.momentum_follows_lr=true")
+    if arguments.islands_lr:
+        section.append(f"optimizer.params.lr={arguments.islands_lr}")
     seconds = _run("islands", arguments, [*common, *section, f"run.dir={folder}"])
     rows = [row for row in read_rows(folder / "island-0", kind="event") if row["event"] == "exchange"]
     assert all(len(row["trained"]) == arguments.islands for row in rows)
