@@ -68,7 +68,7 @@ class Hosts:
         return losses(self.work / "run") if (self.work / "run/metrics.jsonl").exists() else {}
 
     def code(self, name: str) -> int:
-        return self.agents[name].wait(timeout=150)
+        return self.agents[name].wait(timeout=400)  # minutes on busy cores
 
 
 @pytest.fixture
