@@ -153,10 +153,24 @@ def selected(session: pytest.Session, test: Any, parameter: str) -> list[str]:
 
 _LONGEST_FIRST = (
     "parity/test_matrix.py",
-    "tests/test_slurm.py",
+    "benchmarks/test_gpu_check.py",
+    "recipe/test_recipe.py",
+    "docs/test_tutorials.py",
     "run/test_elastic.py",
+    "tests/test_slurm.py",
+    "islands/test_islands.py",
+    "engines/test_compile.py",
+    "elastic/test_agents.py",
+    "consumers/test_gate.py",
+    "consumers/test_cells.py",
+    "k8s/test_pods.py",
+    "cluster/test_node_loss.py",
+    "distillation/test_on_policy_layouts.py",
+    "pruning/test_acceptance.py",
+    "proof/test_prove.py",
     "run/test_kill_resume.py",
 )
+"""Files that take minutes, by the CPU time of `make test TESTS='not sweep'`, measured on 2026-11-25."""
 _INTEGRATION = (
     # heavy services: Slurm, Ray, Spark, S3, GCS, the real launchers
     "tests/test_slurm.py",
@@ -183,4 +197,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.as_posix().endswith(_INTEGRATION):
             item.add_marker(pytest.mark.integration)
-    items.sort(key=lambda item: not item.path.as_posix().endswith(_LONGEST_FIRST))
+    items.sort(key=lambda item: _place(item.path.as_posix()))
+
+
+def _place(path: str) -> int:
+    return next((n for n, end in enumerate(_LONGEST_FIRST) if path.endswith(end)), len(_LONGEST_FIRST))
