@@ -57,11 +57,15 @@ class Islands:
         """SIGKILL."""
         os.kill(self.processes.pop(name), signal.SIGKILL)
 
-    def rows(self, name: str) -> list[dict[str, Any]]:
-        """The exchanges in an island's journal."""
+    def rows(self, name: str, event: str = "exchange") -> list[dict[str, Any]]:
+        """The exchanges in an island's journal, or other events."""
         folder = self.work / name
         rows = read_rows(folder, kind="event") if (folder / "metrics.jsonl").exists() else []
-        return [row for row in rows if row["event"] == "exchange"]
+        return [row for row in rows if row["event"] == event]
+
+    def failures(self, name: str) -> str:
+        """The exchanges that have failed on an island, and why."""
+        return "; ".join(f"step {row['step']}: {row['why']}" for row in self.rows(name, "exchange_failed")) or "none"
 
     def wait_for_rounds(self, name: str, count: int) -> None:
         """Until an island has exchanged so often."""
@@ -158,7 +162,7 @@ def _kill(islands: Islands, numbers: random.Random) -> tuple[float, str]:
         islands.start(victim)
     islands.wait()
     rows = islands.rows(survivor)
-    check_samples(rows)
+    check_samples(rows, failures=f"{islands.failures(survivor)}; on {victim}: {islands.failures(victim)}")
     back = any(victim in row["healed"] for row in rows)
     lost = sum(last - first + 1 for row in rows for first, last in row["lost"].values())
     text = f"{victim} killed after round {after}, {lost} samples lost"
@@ -182,14 +186,19 @@ def _come_late(islands: Islands, numbers: random.Random) -> tuple[float, str]:
     return islands.loss("island-0"), f"joined in round {joined[0]}, trained {trained} rounds"
 
 
-def check_samples(rows: list[dict[str, Any]]) -> None:
+def check_samples(rows: list[dict[str, Any]], *, failures: str = "") -> None:
     """What the weights contain, and what was lost, is every sample once.
+
+    Args:
+        rows: the exchanges of an island.
+        failures: of exchanges.
 
     Raises:
         WrongError: it is not, or a round is missing.
     """
     if [row["round"] for row in rows] != list(range(1, ROUNDS + 1)):
-        raise WrongError(f"rounds {[row['round'] for row in rows]}")
+        healed = [row["round"] for row in rows if row["healed"]]
+        raise WrongError(f"rounds {[row['round'] for row in rows]}, healed in {healed}; failed exchanges: {failures}")
     ranges = sorted(tuple(each) for row in rows for each in (*row["trained"].values(), *row["lost"].values()))
     if ranges[0][0] != 0 or any(before[1] + 1 != after[0] for before, after in pairwise(ranges)):
         raise WrongError(f"samples trained or lost: {ranges}")
