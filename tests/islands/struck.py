@@ -183,11 +183,14 @@ def _come_late(islands: Islands, numbers: random.Random) -> tuple[float, str]:
     check_samples(rows)
     joined = [row["round"] for row in rows if row["healed"] == ["late"]]
     trained = sum("late" in row["trained"] for row in rows)
-    if len(joined) != 1 or not trained:
-        raise WrongError(f"the late one joined in rounds {joined} and trained {trained} rounds")
+    # more than once where it was silent for seconds on busy cores, and was done without; then it trains to the end
+    if not joined or not all("late" in row["trained"] for row in rows if row["round"] > joined[-1]):
+        failures = f"{islands.failures('island-0')}; of the late one: {islands.failures('late')}"
+        raise WrongError(f"the late one joined in rounds {joined}, trained {trained}; failed exchanges: {failures}")
     if islands.loss("late") != islands.loss("island-0"):
         raise WrongError(f"held-out loss {islands.loss('island-0')}, of the late one {islands.loss('late')}")
-    return islands.loss("island-0"), f"joined in round {joined[0]}, trained {trained} rounds"
+    again = f", and again in {', '.join(map(str, joined[1:]))}" if joined[1:] else ""
+    return islands.loss("island-0"), f"joined in round {joined[0]}{again}, trained {trained} rounds"
 
 
 def check_samples(rows: list[dict[str, Any]], *, failures: str = "") -> None:
