@@ -30,6 +30,9 @@ def check_islands(config: Config) -> None:
     if section.outer.momentum_follows_lr and section.mode == "asynchronous":
         why = "pseudo-gradients of different rounds, and so of different learning rates, come together there"
         raise ConfigError("islands.outer.momentum_follows_lr", True, why=why, remedy="false, or mode synchronous")
+    if section.outer.momentum_follows_lr and not section.outer.momentum:
+        why = "there is no momentum that could follow"
+        raise ConfigError("islands.outer.momentum_follows_lr", True, why=why, remedy="false, or a momentum such as 0.7")
     refuse_rollback(
         config, why="an island that loads an older checkpoint has left the round that it shares with the others"
     )

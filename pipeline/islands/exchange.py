@@ -146,6 +146,7 @@ class Exchange:
             failure = str(error)
         if ranks.agreed(failure is not None):
             self.failures.append(failure or "on another rank of this island")
+            self._peers.close()  # peers that still wait for this island in the group fail at once
             return None
         if not connects:
             self._group = group
@@ -208,7 +209,7 @@ class Exchange:
     def _apply(self, mean: Mean, ended: Deal, since: Snapshot | None) -> None:
         section, kept = self._around.section, 1.0
         if section.outer.momentum_follows_lr:
-            kept = learning_rate_ratio(self._around.schedule, ended, steps=section.steps)
+            kept = learning_rate_ratio(self._around.schedule, ended, steps=section.steps, overlap=section.overlap)
         self._outer.step(mean.values, kept=kept)
         if mean.error is not None:
             self._outer.error.copy_(mean.error)

@@ -25,6 +25,8 @@ from headrace.base.errors import ConfigError, TrainingError
 HEARTBEAT_S = 1.0
 _ASK_S = 3600.0
 _RETRY_S = 1.0
+_HEARTBEAT_LIMIT, _HEARTBEAT_RETRY_S = timedelta(seconds=1.5), 0.5
+"""One heartbeat that is lost must not cost membership, which ends 5 s after the last one."""
 _TICK_S = 1.0
 
 
@@ -142,11 +144,11 @@ class LighthouseMember(Generic[R]):
         client = None
         while not self._closed.wait(HEARTBEAT_S if client else 0):
             try:
-                client = client or LighthouseClient(self._address_url, timedelta(seconds=10))
-                client.heartbeat(self._id, timedelta(seconds=5))
+                client = client or LighthouseClient(self._address_url, _HEARTBEAT_LIMIT)
+                client.heartbeat(self._id, _HEARTBEAT_LIMIT)
             except (RuntimeError, TimeoutError, ConnectionError):
                 client = None
-                self._closed.wait(_RETRY_S)
+                self._closed.wait(_HEARTBEAT_RETRY_S)
 
 
 def answer_of(asked: Future[Quorum[R]] | None, *, group: str) -> Quorum[R] | None:

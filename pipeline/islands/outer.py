@@ -46,19 +46,22 @@ def layout_digest(state: State) -> str:
     return hashlib.sha256(json.dumps([each.hex() for each in table.digests]).encode()).hexdigest()[:16]
 
 
-def learning_rate_ratio(schedule: Schedule, ended: Deal, *, steps: int) -> float:
-    """The sum of a round's inner learning rates over that of the round before; at most 1.
+def learning_rate_ratio(schedule: Schedule, ended: Deal, *, steps: int, overlap: int = 0) -> float:
+    """The sum of the inner learning rates of a pseudo-gradient over that of the one before; at most 1.
 
     A pseudo-gradient is a sum of steps, which have the size of their learning rates. With this factor momentum is a sum
     of directions, as that of an SGD whose own learning rate falls (torch's SGD multiplies it after momentum).
 
     Args:
         schedule: of the inner learning rate.
-        ended: the round; the last one of a run may be shorter.
+        ended: the round that the pseudo-gradient is of; the last one of a run may be shorter.
         steps: of every other round.
+        overlap: steps at the end of the round before that are in this pseudo-gradient, as are those of every round in
+            the next one; none of the last round, after which there is none.
     """
-    now = sum(schedule.lr(step) for step in range(ended.step + 1, ended.last_step + 1))
-    before = sum(schedule.lr(step) for step in range(max(0, ended.step - steps) + 1, ended.step + 1))
+    begin = max(0, ended.step - overlap)
+    now = sum(schedule.lr(step) for step in range(begin + 1, ended.snapshot_step + 1))
+    before = sum(schedule.lr(step) for step in range(max(0, begin - steps) + 1, begin + 1))
     return min(1.0, now / before) if before else 1.0
 
 

@@ -12,8 +12,8 @@ time, so that a week of 64 islands takes a moment.
 - Without waiting (asynchronous) an island sends its change to a holder of the weights and gets the newest ones back;
   the holder's link serves one island after another.
 - Islands fail as a Poisson process, each by itself. What one has done since its last exchange is lost; the others wait
-  `detect_s` for it, once. It is back after `restart_s`, and takes part from the next exchange on, once it has loaded
-  the state of a peer over its link.
+  `detect_s` for it, once. It is back after `restart_s`, loads the state of a peer over its link in the next exchange,
+  and takes part from then on; three exchanges form a new group: without it, with it, and after its state was sent.
 """
 
 from __future__ import annotations
@@ -193,8 +193,9 @@ class _Rounds(_Run):
             if not here:
                 now = max(now, *(member.began for member in alive))
                 continue
-            now = self._end(here, ready)
-            self.group, self.group_used = here, now
+            now, joining = self._end(here, ready), self._joining(ready)
+            # a group in which a state was sent is not kept
+            self.group, self.group_used = [] if joining else here, now
             self.exchanges += 1
             sent += bytes_sent(len(here), self.exchange)
             for member in here:
@@ -204,9 +205,8 @@ class _Rounds(_Run):
                 waited = min(idle, max(0.0, ready - own - member.ahead))
                 self.time.waiting += waited
                 self.time.exchange += idle - waited
-            for member in self.members:
-                if member.back is not None and member.back <= now:
-                    self._return(member, now, loads=True)
+            for member in joining:
+                self._return(member, now, loads=True)
         return SimulatedIslands(now, self.time, self.steps, self.exchanges, sent, self.failed)
 
     def _gathered(self, alive: list[_Member], done: dict[int, float]) -> tuple[list[_Member], float]:
@@ -225,9 +225,13 @@ class _Rounds(_Run):
                 self._die(member)
         return here, ready
 
+    def _joining(self, ready: float) -> list[_Member]:
+        """Who is back when an exchange begins, and takes a state in it."""
+        return [member for member in self.members if member.back is not None and member.back <= ready]
+
     def _end(self, here: list[_Member], ready: float) -> float:
         """Of an exchange that begins at `ready`."""
-        same = [id(member) for member in here] == [id(member) for member in self.group]
+        same = [id(member) for member in here] == [id(member) for member in self.group] and not self._joining(ready)
         kept = same and ready - self.group_used < KEPT_NS / 1e9
         return ready + exchange_s([member.island for member in here], self.exchange, kept=kept)
 

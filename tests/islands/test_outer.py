@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from pipeline.checkpoint.shards import NamedShard
@@ -45,3 +46,15 @@ def test_a_momentum_that_follows_the_learning_rate_is_that_of_sgd_with_a_falling
     torch.testing.assert_close(outer.weights, reference.data)
     # a warm-up does not enlarge what came before it
     assert learning_rate_ratio(Schedule("WSD", 1.0, warmup=12, total=99), Deal(6, 6, ("a",), 6), steps=6) == 1.0
+
+
+def test_with_overlap_the_ratio_is_that_of_the_steps_from_snapshot_to_snapshot() -> None:
+    """Rounds of 6 steps, their last 2 beside the exchange; the last round has 3 and no tail."""
+    schedule = Schedule("WSD", 1.0, warmup=1, total=24, decay=23)
+
+    def rates(first: int, last: int) -> float:
+        return sum(schedule.lr(step) for step in range(first, last + 1))
+
+    third, last = Deal(0, 6, ("a",), 12, after=2), Deal(0, 3, ("a",), 18)
+    assert learning_rate_ratio(schedule, third, steps=6, overlap=2) == pytest.approx(rates(11, 16) / rates(5, 10))
+    assert learning_rate_ratio(schedule, last, steps=6, overlap=2) == pytest.approx(rates(17, 21) / rates(11, 16))

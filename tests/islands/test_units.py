@@ -40,8 +40,9 @@ def test_an_overlap_that_cannot_be_is_refused(fields: dict[str, Any]) -> None:
         check_islands(config)
 
 
-def test_asynchronous_islands_have_no_learning_rate_for_a_momentum_to_follow() -> None:
-    fields = {"mode": "asynchronous", "outer": {"momentum_follows_lr": True}}
+@pytest.mark.parametrize(("mode", "momentum"), [("asynchronous", 0.9), ("synchronous", 0.0)])
+def test_a_momentum_that_has_nothing_to_follow_is_refused(mode: str, momentum: float) -> None:
+    fields = {"mode": mode, "outer": {"momentum": momentum, "momentum_follows_lr": True}}
     config = Config.model_validate(tiny_config(Path("tokens"), Path("run"), islands=fields))
     with pytest.raises(ConfigError, match=r"islands\.outer\.momentum_follows_lr"):
         check_islands(config)
