@@ -204,10 +204,10 @@ def islands() -> Sweep:
         title="islands are killed, and come late",
         what="A cell is a run of two islands of a tiny model, 30 rounds of 5 steps. Either one island is killed"
         " (SIGKILL) at a random moment, and in about half of the cells started again up to 2 s later; or a third"
-        " one joins at a random moment. All processes must end, the survivor must have made all rounds (but for three at"
-        " most in which it was silent and done without, which its cell says), what its weights contain and what was lost"
-        " must be every sample once, and one that came late or back must have trained and have the held-out loss of the"
-        " others. The loss is compared with those of three seeds of undisturbed runs: it is said"
+        " one joins at a random moment. All processes must end, the survivor must have made all rounds (but for three"
+        " at most in which it was silent and done without, which its cell says), what its weights contain and what was"
+        " lost must be every sample once, and one that came late or back must have trained and have the held-out loss"
+        " of the others. The loss is compared with those of three seeds of undisturbed runs: it is said"
         " whether it lies within their range and its width on both sides. Seconds are of the run.",
         groups=struck.cells(),
         run=lambda cells: {cell: struck.run_cell(cell, STATE / "islands-undisturbed.json") for cell in cells},
