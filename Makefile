@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # TESTS='not sweep' runs both tiers in one session: what the tests of a file share is paid for once
 TESTS ?= not integration and not sweep
+# more workers than cores: some tests wait for time limits. The tests of a file share what they set up; tests/conftest.py
+# puts the longest files first, where xdist itself would put those of most tests
+PYTEST := pytest -n 3 --dist loadfile --no-loadscope-reorder
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: demo test test-integration sweep-parity sweep-families sweep-faults sweep-gpu sweep-compress sweep-cluster sweep-islands sweep-image sweep-tests gpu-check check clean help
@@ -28,13 +31,11 @@ check: $(READY)  ## style, types, import contracts
 	mypy
 	lint-imports
 
-# more workers than cores: some tests wait for time limits. The tests of a file share what they set up; tests/conftest.py
-# puts the longest files first, where xdist itself would put those of most tests
 test: check  ## style, types and the tests that need no heavy service; what this machine cannot run is skipped, and says why
-	pytest -n 3 --dist loadfile --no-loadscope-reorder -m '$(TESTS)'
+	$(PYTEST) -m '$(TESTS)'
 
 test-integration: $(READY)  ## the long tests: Slurm, Ray, Spark, S3, GCS, launchers, all pairs of layout options, faults
-	pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'integration and not sweep'
+	$(PYTEST) -m 'integration and not sweep'
 
 sweep-parity: $(READY)  ## every legal layout against the reference: thousands of runs, hours; resumable (docs/sweeps/)
 	python -m tests.sweeps parity
@@ -43,7 +44,7 @@ sweep-families: $(READY)  ## every causal language model of transformers, traine
 	python -m tests.sweeps families
 
 sweep-tests: $(READY)  ## the tests of further layouts that neither tier has time for
-	pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'sweep and not slurm'
+	$(PYTEST) -m 'sweep and not slurm'
 
 sweep-faults: $(READY)  ## kills, stops, full disks and damaged checkpoints at random moments: hours; resumable
 	python -m tests.sweeps faults

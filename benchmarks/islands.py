@@ -9,8 +9,8 @@ steps. Both have the config's learning rate (`--lr`; `--islands-lr` of the islan
 Native engine, ZeRO stage 0; a process per island, and `--processes` for ordinary runs.
 
 Data parallelism's bytes are those of a ring all-reduce of fp32 gradients between as many sites, computed:
-2 (m - 1) / m x 4 bytes per parameter, step and site. Islands' are the journals' `bytes_sent`; on the wire they are 1.02
-to 1.14 times that (benchmarks/islands_netem.py). `--picture FILE.svg` draws the held-out losses.
+2 (m - 1) / m x 4 bytes per parameter, step and site. Islands' are the journals' `bytes_sent`; on the wire they are 1.00
+to 1.15 times that (benchmarks/islands_netem.py). `--picture FILE.svg` draws the held-out losses.
 """
 
 from __future__ import annotations

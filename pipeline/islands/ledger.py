@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -277,17 +277,27 @@ def decide(members: Sequence[Member], *, steps: int, total: int, quorum: int, ov
     return replace(decision, ledger=replace(ledger, deal=deal, commit=commit))
 
 
+def process_group(reported: Collection[str], names: Sequence[str], quorum: int) -> tuple[str, bool]:
+    """The name of the process group of a quorum's groups of processes, and whether all of them have it already.
+
+    Args:
+        reported: the groups that they have; none where no group may be kept.
+        names: of all of them, in order.
+        quorum: number of the quorum; names a new group.
+    """
+    members = ",".join(names)
+    known = next(iter(reported)) if len(set(reported)) == 1 else ""
+    formed = known.partition("/")[2] == members
+    return (known if formed else f"{quorum}/{members}"), formed
+
+
 def _group(members: Sequence[Member], quorum: int) -> tuple[str, bool]:
     """The process group of an exchange, and whether all members have it.
 
     Each reports the group in which its last exchange has succeeded, so that all know whether one has lost it.
     """
-    names = ",".join(each.name for each in members)
-    group, idle = members[0].group, [quorum - each.group_used for each in members]
-    same = group.partition("/")[2] == names and all(each.group == group for each in members)
-    if same and min(idle) >= 0 and max(idle) < KEPT_NS:
-        return group, True
-    return f"{quorum}/{names}", False
+    used = all(0 <= quorum - each.group_used < KEPT_NS for each in members)
+    return process_group([each.group for each in members] if used else (), [each.name for each in members], quorum)
 
 
 def _contributed(decision: Decision, members: Sequence[Member]) -> Decision:

@@ -189,11 +189,11 @@ class _Rounds(_Run):
                 self._return(first, now, loads=False)
                 continue
             done = {id(member): member.done(self.between) for member in alive}
-            here, ready = self._gathered(alive, done)
+            here, ready, end = self._gathered(alive, done)
             if not here:
                 now = max(now, *(member.began for member in alive))
                 continue
-            now, joining = self._end(here, ready), self._joining(ready)
+            now, joining = end, self._joining(ready)
             # a group in which a state was sent is not kept
             self.group, self.group_used = [] if joining else here, now
             self.exchanges += 1
@@ -209,10 +209,10 @@ class _Rounds(_Run):
                 self._return(member, now, loads=True)
         return SimulatedIslands(now, self.time, self.steps, self.exchanges, sent, self.failed)
 
-    def _gathered(self, alive: list[_Member], done: dict[int, float]) -> tuple[list[_Member], float]:
-        """Who takes part in an exchange, and when it begins; those that die before or in it do not."""
+    def _gathered(self, alive: list[_Member], done: dict[int, float]) -> tuple[list[_Member], float, float]:
+        """Who takes part in an exchange, when it begins and ends; those that die before or in it do not."""
         here = list(alive)
-        ready = max(done.values())
+        ready = end = max(done.values())
         while here:
             end = self._end(here, ready)
             dead = [member for member in here if member.dies < max(end, done[id(member)])]
@@ -223,7 +223,7 @@ class _Rounds(_Run):
             ready = max([noticed, *(done[id(member)] for member in here)])
             for member in dead:
                 self._die(member)
-        return here, ready
+        return here, ready, end
 
     def _joining(self, ready: float) -> list[_Member]:
         """Who is back when an exchange begins, and takes a state in it."""

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pipeline.config.shares import largest_remainder
+from pipeline.islands.ledger import process_group
 
 Ranges = tuple[tuple[int, int], ...]
 """(first, end) indices of samples in a step, ascending and disjoint."""
@@ -132,9 +133,7 @@ def decide(members: Sequence[Member], *, samples: int, quorum: int) -> Decision:
     names = tuple(sorted([each.name for each in front] + list(healed)))
     held, reset = _disjoint(front)
     parts = {} if late else divide(_missing(held, samples), names)
-    groups = {each.group for each in front}
-    known = next(iter(groups)) if len(groups) == 1 and not healed and not late else ""
-    formed = known.partition("/")[2] == ",".join(names)
+    group, formed = process_group(() if healed or late else [each.group for each in front], names, quorum)
     return Decision(
         names=names,
         source=best.name if best.name in names else names[0],
@@ -145,7 +144,7 @@ def decide(members: Sequence[Member], *, samples: int, quorum: int) -> Decision:
         behind=behind,
         reset=reset,
         parts=parts,
-        group=known if formed else f"{quorum}/{','.join(names)}",
+        group=group,
         formed=formed,
     )
 

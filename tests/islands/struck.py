@@ -167,7 +167,7 @@ def _kill(islands: Islands, numbers: random.Random) -> tuple[float, str]:
     missed = [row["round"] for row in others if row["round"] not in {each["round"] for each in rows}]
     # a survivor that was silent for seconds on busy cores was done without, too: those rounds, and what was trained in
     # the one that it came back in, are in the other journal
-    found = {row["round"]: row for row in others if row["round"] in missed or victim not in row["healed"]}
+    found = {row["round"]: row for row in others if victim not in row["healed"]}
     found |= {row["round"]: row for row in rows if survivor not in row["healed"]}
     rows = [found[number] for number in sorted(found)]
     failures = f"{islands.failures(survivor)}; on {victim}: {islands.failures(victim)}"
